@@ -106,10 +106,10 @@ def repair(
     typer.echo(
         f"{table}: restored version {done.restored}; {done.rows} rows are read again by the writer, or by its next start"
     )
-    for back in done.rewinds:
-        given_up = f", {back.lost} offsets are given up" if back.lost else ""
+    for rewind in done.rewinds:
+        given_up = f", {rewind.lost} offsets are given up" if rewind.lost else ""
         typer.echo(
-            f"  {back.topic}-{back.source[1]}: from offset {max(back.to, back.low)}, was {back.was}{given_up}"
+            f"  {rewind.topic}-{rewind.partition[1]}: from offset {max(rewind.target, rewind.low)}, was {rewind.former}{given_up}"
         )
     if done.snapshots:
         typer.echo(f"snapshots that lack the rows of the lost commits: {', '.join(done.snapshots)}")

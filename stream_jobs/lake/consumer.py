@@ -187,7 +187,7 @@ class LakeConsumer:
             )
 
     def _is_owner(self, topic: str) -> bool:
-        """Whether no other process reads the topic from stored positions and dead-letters for it."""
+        """Return whether no other process dead-letters the records of a topic."""
         run_and_channel = self._topics.parse_ready_batches(topic)
         validation = run_and_channel is not None and run_and_channel[1] == "val"
         return validation or topic in (
@@ -197,7 +197,7 @@ class LakeConsumer:
         )
 
     def positions(self, table: str) -> Positions:
-        """Return the next offset of each partition that feeds a table; `rows` holds all before it."""
+        """Return the next offset of each partition of a table; `rows` holds all before it."""
         return {
             (self._followed[topic].topic_id, partition): offset
             for (topic, partition), offset in self._reader.positions.items()
@@ -228,7 +228,7 @@ class LakeConsumer:
     def commit(self) -> None:
         """Clear `rows` after they are in the lake, and commit the positions to Kafka.
 
-        Commits no position of a topic that feeds a damaged table: its lag shows what the table lacks.
+        Commits no position of a topic that feeds a damaged table, so its lag includes that table.
         """
         for rows in self.rows.values():
             rows.clear()

@@ -167,7 +167,7 @@ class Lake:
                 logger().info(
                     "lake_table_repaired",
                     table=name,
-                    action="its topics are read again from its marks",
+                    action="its topics are read again from its committed offsets",
                 )
             elif str(self.damaged.get(name)) != str(e):
                 action = "other tables are written; rows of this one wait on Kafka for its repair"
@@ -327,24 +327,24 @@ class Lake:
                 return pa.concat_tables(found)
             rows, before = 4 * rows, since
 
-    def committed_offsets(self, name: str, sources: Iterable[TopicIdPartition]) -> Positions:
+    def committed_offsets(self, name: str, partitions: Iterable[TopicIdPartition]) -> Positions:
         """Return the committed offsets of a table; {} for a damaged one.
 
         Omits partitions without a committed offset.
         """
         if name not in self.damaged:
             with self._skipping_damaged(name):
-                return self._read_offsets(self._latest(name), name, list(sources))
+                return self._read_offsets(self._latest(name), name, list(partitions))
         return {}
 
     def _read_offsets(
-        self, table: Delta, name: str, sources: Iterable[TopicIdPartition]
+        self, table: Delta, name: str, partitions: Iterable[TopicIdPartition]
     ) -> dict[TopicIdPartition, int]:
-        asked = list(sources)
-        found = {source: table.transaction_version(app_id(name, source)) for source in asked}
-        known = {source: version for source, version in found.items() if version is not None}
+        wanted = list(partitions)
+        found = {p: table.transaction_version(app_id(name, p)) for p in wanted}
+        known = {p: offset for p, offset in found.items() if offset is not None}
         self._offsets[name] |= known
-        self._known[name] |= set(asked)
+        self._known[name] |= set(wanted)
         return known
 
     def _offsets_on(self, snapshot: Delta, name: str, positions: Positions) -> Positions:
@@ -361,12 +361,12 @@ class Lake:
         if name in self.damaged:
             return False
         known = self._offsets[name]
-        if any(offset and source not in known for source, offset in positions.items()):
+        if any(offset and p not in known for p, offset in positions.items()):
             return True  # commit it early: without it a restart can't see what retention deleted
-        lags = [max(0, offset - known.get(source, 0)) for source, offset in positions.items()]
+        lags = [max(0, offset - known.get(p, 0)) for p, offset in positions.items()]
         behind = max(lags, default=0)
         if sum(lags) > self._window_size // (4 * self.share.writers):
-            # For all writers together: `lookup.check_not_behind` must not see an idle table as late.
+            # All writers together: `lookup.check_not_behind` must not see an idle table as late.
             return True
         return behind >= COMMIT_AFTER_OFFSETS or (
             behind > 0 and time.monotonic() - self._committed_at[name] >= COMMIT_AFTER_S

@@ -1,7 +1,7 @@
-"""Finds which files of a table can't be read: entries and checkpoints of its Delta log, data files. Needs no Delta library.
+"""Find files of a table that cannot be read: its Delta log and its data files.
 
-Parquet files carry no checksums: a changed byte is noticed where it breaks the format, a compressed page or a text, not where it
-turns one number into another.
+Needs no Delta library. Parquet files carry no checksums: a changed byte is found only where it
+breaks the format, a compressed page or a text, not where it turns one number into another.
 """
 
 from __future__ import annotations
@@ -21,14 +21,17 @@ LOG = "_delta_log"
 
 @dataclass(frozen=True, slots=True)
 class FileDamage:
-    """A file that can't be read. file: path inside the table. version: of the commit or checkpoint; None: a data file."""
+    """A file that cannot be read.
+
+    file: path inside the table. version: of the commit or checkpoint; None: a data file.
+    """
 
     file: str
-    what: str
+    problem: str
     version: int | None = None
 
     def __str__(self) -> str:
-        return f"{self.file} {self.what}"
+        return f"{self.file} {self.problem}"
 
     @property
     def is_checkpoint(self) -> bool:
@@ -36,7 +39,7 @@ class FileDamage:
 
 
 def damaged_log_files(table: pafs.FileSystem) -> list[FileDamage]:
-    """Checkpoints and commits that can't be read, and commits that are missing between others, by version."""
+    """Return unreadable checkpoints and commits, and missing commits, by version."""
     listed = table.get_file_info(pafs.FileSelector(LOG, allow_not_found=True))
     names = sorted(f.base_name for f in listed if f.is_file)
     checkpoints = {v: n for n in names if (v := _version(n, ".checkpoint.parquet")) is not None}
@@ -54,7 +57,7 @@ def damaged_log_files(table: pafs.FileSystem) -> list[FileDamage]:
 
 
 def commit_path(version: int) -> str:
-    """Where the commit of a version lies inside the table."""
+    """Return the path of the commit of a version inside the table."""
     return f"{LOG}/{version:020d}.json"
 
 
@@ -75,7 +78,7 @@ def _why_unreadable(table: pafs.FileSystem, path: str) -> str | None:
         ValueError,
         pa.ArrowException,
         OSError,
-    ) as e:  # ValueError: of json, and of text that is no UTF-8
+    ) as e:  # ValueError: invalid JSON or UTF-8
         return first_line(e)
     return None
 
@@ -83,17 +86,22 @@ def _why_unreadable(table: pafs.FileSystem, path: str) -> str | None:
 def damaged_files(
     table: pafs.FileSystem, sizes: Mapping[str, int], whole: bool = True
 ) -> Iterator[FileDamage]:
-    """Data files that are missing, have another size than the log says, or (whole) can't be decoded to the end."""
+    """Yield data files that are missing, of the wrong size or not decodable.
+
+    Args:
+        sizes: path to size in bytes, according to the log.
+        whole: decode each file to its end; else compare sizes only.
+    """
     infos = table.get_file_info(list(sizes))
-    there = []
+    present = []
     for info, (path, size) in zip(infos, sizes.items(), strict=True):
         if not info.is_file:
             yield FileDamage(path, "is missing")
         elif info.size != size:
             yield FileDamage(path, f"has {info.size} bytes, the log says {size}")
         else:
-            there.append(path)
-    for path in there if whole else ():
+            present.append(path)
+    for path in present if whole else ():
         why = _why_unreadable(table, path)
         if why is not None:
             yield FileDamage(path, f"can't be read: {why}")
@@ -106,7 +114,7 @@ def _decode(table: pafs.FileSystem, path: str) -> None:
 
 
 def adders_of(table: pafs.FileSystem, paths: frozenset[str]) -> dict[str, int]:
-    """The version whose commit added each of the data files, as far as the log goes back."""
+    """Return the version whose commit added each data file, as far as the log goes back."""
     found: dict[str, int] = {}
     listed = table.get_file_info(pafs.FileSelector(LOG, allow_not_found=True))
     for name in sorted(f.base_name for f in listed if f.is_file):

@@ -1,6 +1,7 @@
-"""Where the lake's tables lie, and what their Delta logs say of positions. Needs no Delta library.
+"""Read locations and committed offsets of the tables from their Delta logs.
 
-Format: https://github.com/delta-io/delta/blob/master/PROTOCOL.md, "Delta Log Entries", "Checkpoints", "Transaction Identifiers".
+Needs no Delta library. Format: https://github.com/delta-io/delta/blob/master/PROTOCOL.md,
+"Delta Log Entries", "Checkpoints", "Transaction Identifiers".
 """
 
 from __future__ import annotations
@@ -22,12 +23,16 @@ _CHECKPOINT, _COMMIT = ".checkpoint.parquet", ".json"
 
 
 def table_uri(uri: str, name: str) -> str:
-    """Where a table of the lake lies."""
+    """Return the URI of a table of the lake."""
     return f"{uri.rstrip('/')}/{name}"
 
 
 def filesystem(uri: str, storage_options: Mapping[str, str]) -> pafs.FileSystem:
-    """A native file system whose root is `uri`. storage_options: as the Delta library takes them."""
+    """Return a native file system whose root is `uri`.
+
+    Args:
+        storage_options: as the Delta library accepts them.
+    """
     scheme, sep, rest = uri.partition("://")
     if not sep or scheme == "file":
         return pafs.SubTreeFileSystem(
@@ -49,15 +54,21 @@ def filesystem(uri: str, storage_options: Mapping[str, str]) -> pafs.FileSystem:
     return pafs.SubTreeFileSystem(path, remote)
 
 
-def app_id(table: str, source: TopicIdPartition) -> str:
-    """Name under which a table's commits say how far a partition is."""
-    return f"{table}:{source[0]}:{source[1]}"
+def app_id(table: str, partition: TopicIdPartition) -> str:
+    """Return the app id under which a table's commits store the offset of a partition."""
+    return f"{table}:{partition[0]}:{partition[1]}"
 
 
 def read_committed_offsets(
     uri: str, table: str, storage_options: Mapping[str, str]
 ) -> dict[TopicIdPartition, int]:
-    """Every position that the table has ever stored, of topics that are no more too; empty when there is no table. Raises LakeDamaged."""
+    """Return every offset that the table has committed; also of deleted topics.
+
+    Returns {} for a missing table.
+
+    Raises:
+        LakeDamaged: a file of the log cannot be read.
+    """
     found = {}
     for name, version in _transactions(table, filesystem(table_uri(uri, table), storage_options)):
         parts = name.split(":")
@@ -69,15 +80,17 @@ def read_committed_offsets(
 def committed_at(
     uri: str, table: str, version: int, storage_options: Mapping[str, str]
 ) -> datetime | None:
-    """When a version of a table was committed; None when its entry of the log is gone."""
+    """Return the commit time of a version; None if its log entry was deleted."""
     log = filesystem(table_uri(uri, table), storage_options)
     try:
         with log.open_input_stream(f"_delta_log/{version:020d}{_COMMIT}") as stream:
             entries = [json.loads(line) for line in stream.read().splitlines()]
     except FileNotFoundError:
         return None
-    made = next((e["commitInfo"].get("timestamp") for e in entries if "commitInfo" in e), None)
-    return None if made is None else datetime.fromtimestamp(made / 1000, UTC)
+    created_ms = next(
+        (e["commitInfo"].get("timestamp") for e in entries if "commitInfo" in e), None
+    )
+    return None if created_ms is None else datetime.fromtimestamp(created_ms / 1000, UTC)
 
 
 @contextmanager
@@ -89,12 +102,15 @@ def _named(table: str, file: str) -> Iterator[None]:
 
 
 def first_line(error: Exception) -> str:
-    """The beginning of a library's message."""
+    """Return the first line of an error message, at most 200 characters."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
 
 
 def _transactions(table: str, log: pafs.FileSystem) -> Iterator[tuple[str, int]]:
-    """(app id, version) of all `txn` actions in log order, those before the newest checkpoint as the checkpoint sums them up."""
+    """Yield (app id, version) of all `txn` actions in log order.
+
+    Actions before the newest checkpoint come from the checkpoint.
+    """
     listed = log.get_file_info(pafs.FileSelector("_delta_log", allow_not_found=True))
     names = sorted(f.base_name for f in listed if f.is_file)
     numbered = {

@@ -1,13 +1,17 @@
-"""Care of the tables beside the writer: small files become large ones, rows and files that are too old go. Safe at any moment.
+"""Merge small files and delete old rows and files, beside the running writer.
 
-Never in the writer: it runs as a process of its own, `python -m stream_jobs.lake.delta.maintenance` with the settings as JSON on standard input,
-started by the writer now and then, or by `clawstream tables`. What it does to a table is one commit each, beside those of the writer:
+Runs as a process of its own, `python -m stream_jobs.lake.delta.maintenance` with the settings as
+JSON on standard input. The writer starts it at an interval, `clawstream tables` at once. Each
+operation is one commit to a table, beside the commits of the writer:
 
-- merging moves rows and changes none: it collides with no append. Marks and claims are in the log, not in files;
-- deleting rows collides with an append that began before it: the writer opens the table again, looks again and writes again;
-- two at a time collide with each other: one gives up until next time.
+- merging files changes no row and collides with no append; offsets and leases are in the log, not
+  in the data files;
+- deleting rows collides with an append on an older snapshot: the writer reopens the table, checks
+  again and writes again;
+- two maintenance processes collide: one gives up until the next run.
 
-Killed at any point, a table is as it was, and files that belong to no version are deleted by a later run.
+A process killed at any point leaves the table unchanged; a later run deletes files that belong to
+no version.
 """
 
 from __future__ import annotations
@@ -42,13 +46,13 @@ from stream_jobs.lake.delta.table import (
 from stream_jobs.lake.tables.catalog import catalog
 
 SMALL_FILES = 8
-"""A table with fewer small files is left alone."""
+"""A table with fewer small files is not compacted."""
 _NICE = 10
 _STOP_S = 5.0
 
 
 class MaintenanceResult(NamedTuple):
-    """What was done to a table."""
+    """The result of the maintenance of one table."""
 
     table: str
     deleted_rows: int = 0
@@ -56,13 +60,16 @@ class MaintenanceResult(NamedTuple):
     made_files: int = 0
     deleted_files: int = 0
     deferred: str | None = None
-    """Why it was left to the next run: another commit came between, there was no room, or a named snapshot can't be read."""
+    """Why work was left to the next run: a collision, a full disk, or an unreadable snapshot."""
 
 
 def maintain(
     settings: Settings, names: Iterable[str] | None = None, now: datetime | None = None
 ) -> Iterator[MaintenanceResult]:
-    """All that there is to do, table by table. A table that does not exist is passed over; one that collides waits until next time."""
+    """Maintain tables one by one.
+
+    Skips tables that do not exist; defers work that collides with other commits.
+    """
     for name in names if names is not None else catalog():
         try:
             table = open_table(settings.lake_uri, name, settings.lake.storage_options)
@@ -74,7 +81,7 @@ def maintain(
         done = MaintenanceResult(name)
         try:
             done = done._replace(
-                deleted_rows=_delete_old(settings, name, table, now or datetime.now(UTC))
+                deleted_rows=_delete_expired(settings, name, table, now or datetime.now(UTC))
             )
             if small_files(table) >= SMALL_FILES:
                 merged, made = compact(table, name, settings.lake.storage_options)
@@ -88,8 +95,8 @@ def maintain(
         yield done
 
 
-def _delete_old(settings: Settings, name: str, table: Delta, now: datetime) -> int:
-    """Rows that Kafka took longer ago than their table keeps them."""
+def _delete_expired(settings: Settings, name: str, table: Delta, now: datetime) -> int:
+    """Delete rows whose log timestamp is older than `lake.retention_days` of the table."""
     days = settings.lake.retention_days.get(name)
     if days is None:
         return 0
@@ -98,20 +105,24 @@ def _delete_old(settings: Settings, name: str, table: Delta, now: datetime) -> i
     if "min.kafka_timestamp" in files.column_names:
         lows = files.column("min.kafka_timestamp")
         if not lows.null_count and all(low.as_py() >= oldest for low in lows):
-            return 0  # nothing to do, and nothing to collide with
+            return 0  # avoids a commit that could collide
     return delete_before(table, "kafka_timestamp", oldest)
 
 
 def small_files(table: Delta) -> int:
-    """How many files are worth merging."""
+    """Return the number of files that are small enough to merge."""
     sizes = pa.table(table.get_add_actions(flatten=True)).column("size_bytes").to_pylist()
     return sum(size < FILE_BYTES // 2 for size in sizes)
 
 
 def vacuum(settings: Settings, name: str) -> int:
-    """Delete files that neither a version within `lake.history_days` nor a named snapshot needs. Returns how many.
+    """Delete files that neither `lake.history_days` nor a named snapshot protects.
 
-    Raises SnapshotError while a named snapshot can't be read.
+    Returns:
+        The number of deleted data files.
+
+    Raises:
+        SnapshotError: a named snapshot cannot be read.
     """
     table = open_table(settings.lake_uri, name, settings.lake.storage_options)
     return clean(
@@ -123,7 +134,10 @@ def vacuum(settings: Settings, name: str) -> int:
 
 
 class MaintenanceRunner:
-    """Starts the process now and then, one at a time; of several writers the first does. Its failure is no failure of the writer."""
+    """Start the maintenance process at an interval, one at a time; only from writer 0.
+
+    A failed maintenance process does not stop the writer.
+    """
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -135,7 +149,7 @@ class MaintenanceRunner:
         )
 
     def poll(self) -> None:
-        """Start it when it is time; note how the last one ended."""
+        """Start the process when it is due; log how the previous one ended."""
         if self._process is not None and (code := self._process.poll()) is not None:
             if code:
                 logger().warning(
@@ -149,11 +163,11 @@ class MaintenanceRunner:
                 stdin=subprocess.PIPE,
             )
             assert self._process.stdin is not None
-            with self._process.stdin as stdin:  # not as arguments: those can be read by everyone
+            with self._process.stdin as stdin:  # arguments are visible to every user
                 stdin.write(self._settings.model_dump_json().encode())
 
     def stop(self) -> None:
-        """End it where it is; nothing is lost by that."""
+        """Terminate the process, which is safe at any point."""
         if self._process is not None:
             self._process.terminate()
             try:
@@ -164,7 +178,7 @@ class MaintenanceRunner:
 
 
 def main() -> None:
-    """Once over all tables, with less right to the processor than those who wait for nothing."""
+    """Maintain all tables once, at low CPU priority."""
     settings = Settings.model_validate_json(sys.stdin.read())
     configure("lake-maintenance", settings.log_level)
     os.nice(_NICE)

@@ -1,19 +1,22 @@
-"""Takes a damaged table back to its newest version that can be read, so that the writer reads from the topics what came after it.
+"""Restore a damaged table to its newest readable version.
 
-The steps of `repair`, each of which leaves a table that a next run repairs from there:
+The writer then reads the later records from the topics again. The steps of `repair`, each of which
+leaves a table from which another run can continue:
 
-1. Files of the log that can't be read are moved aside, to `<lake>/_damaged/<table>/`. A checkpoint is only a summary of commits; in
-   the place of a commit comes an empty one, for versions must follow each other.
-2. The target is the newest version before each commit that was lost and before each commit that added a data file which can't be
-   read, all of whose own files can be read.
-3. One commit on top of the newest version restores the target: its files, and its marks (the Delta `txn` actions), which say up to
-   which offset of each partition the rows are there. So rows and marks go back together, and nothing comes twice or is left out.
+1. Unreadable files of the log are moved to `<lake>/_damaged/<table>/`. A checkpoint only summarizes
+   commits. A commit is replaced by an empty one, because versions must be consecutive.
+2. The target is the newest version, all of whose data files can be read, that is older than each
+   lost commit and each commit that added an unreadable data file.
+3. One commit on top of the newest version restores the target: its files and its committed offsets
+   (Delta `txn` actions). Rows and offsets go back together, so no record is lost or duplicated.
    Former versions and snapshots stay as they are.
-4. That commit repeats the writers' app ids, so one that is under way collides with it, and raises app id `repair`. A writer that
-   runs sees this at its next commit to the table or within half a minute, and reads the table's topics again from its marks.
+4. That commit repeats the app ids of the writers, so a concurrent append collides with it, and it
+   raises app id `repair`. A running writer sees this at its next commit to the table or within half
+   a minute, and reads the topics of the table again from its offsets.
 
-Records between the marks of the target and today's that Kafka has no more are lost to the table. Then nothing is restored unless
-that is accepted; if it is, the marks are those where the topics begin.
+Records between the offsets of the target and the current ones that Kafka no longer has are lost to
+the table. The repair refuses this unless the caller accepts it; the offsets are then those at which
+the topics begin.
 """
 
 from __future__ import annotations
@@ -57,26 +60,33 @@ _ATTEMPTS = 5
 
 
 class RepairRefused(LakeError):
-    """The table was not taken back. The message says what is in the way."""
+    """The table was not restored. The message says why."""
 
 
 class Rewind(NamedTuple):
-    """A partition whose mark goes back from `was`: offsets from `to` on are read again; those below `low` Kafka has no more."""
+    """A partition whose committed offset goes back.
 
-    source: TopicIdPartition
+    Offsets from `target` up to `former` are read again; Kafka no longer has those below `low`.
+    """
+
+    partition: TopicIdPartition
     topic: str
-    was: int
-    to: int
+    former: int
+    target: int
     low: int
 
     @property
     def lost(self) -> int:
-        """Offsets that can't be read again."""
-        return max(0, self.low - self.to)
+        """Number of offsets that cannot be read again."""
+        return max(0, self.low - self.target)
 
 
 class RepairResult(NamedTuple):
-    """What was found and done. restored: the version whose files and marks the table has now; None: nothing had to be taken back."""
+    """The result of a repair.
+
+    restored: version whose files and offsets the table has now; None: nothing was restored.
+    rows: number of rows that the writer reads again.
+    """
 
     table: str
     damage: tuple[str, ...]
@@ -87,31 +97,36 @@ class RepairResult(NamedTuple):
 
 
 def check(settings: Settings, name: str) -> tuple[str, ...]:
-    """What can't be read of a table's log, or of its newest version. Reads all of its files, changes nothing."""
+    """Return the unreadable files of a table's log, or of its newest version.
+
+    Reads all of its files and changes nothing.
+    """
     fs = _files_of(settings, name)
-    flaws = damaged_log_files(fs)
-    if not flaws:
-        flaws = list(
+    damaged = damaged_log_files(fs)
+    if not damaged:
+        damaged = list(
             damaged_files(
                 fs, sizes(open_table(settings.lake_uri, name, settings.lake.storage_options))
             )
         )
-    return tuple(map(str, flaws))
+    return tuple(map(str, damaged))
 
 
 def repair(
     settings: Settings, name: str, cluster: Cluster, accept_loss: bool = False
 ) -> RepairResult:
-    """Take a damaged table back. The writer may run.
+    """Restore a damaged table. The writer may run.
 
-    Raises RepairRefused when no version can be read, or when records that Kafka has no more would be lost and `accept_loss` is not
-    given; LakeMissing when there is no table.
+    Raises:
+        RepairRefused: no version can be read, or records that Kafka no longer has would be lost
+            without `accept_loss`.
+        LakeMissing: there is no such table.
     """
     fs = _files_of(settings, name)
     if fs.get_file_info(LOG).type == pafs.FileType.NotFound:
         raise LakeMissing(f"no table {name} at {table_uri(settings.lake_uri, name)}")
     broken = damaged_log_files(fs)
-    if not _has_beginning(fs, {flaw.file for flaw in broken}):
+    if not _has_beginning(fs, {file_damage.file for file_damage in broken}):
         raise _unrecoverable(settings, name)
     _repair_log(settings, name, fs, broken)
     for _ in range(_ATTEMPTS):
@@ -124,13 +139,14 @@ def repair(
 
 def _unrecoverable(settings: Settings, name: str) -> RepairRefused:
     return RepairRefused(
-        f"no version of table {name} can be read whole: stop all writers, move {table_uri(settings.lake_uri, name)} away and start "
-        "them: the table is made anew from the topics, as far back as those reach"
+        f"no version of table {name} can be read completely: stop all writers, move "
+        f"{table_uri(settings.lake_uri, name)} away and start them: the table is recreated from "
+        "the topics, as far back as they reach"
     )
 
 
 def _has_beginning(fs: pafs.FileSystem, broken: set[str]) -> bool:
-    """Whether the log has a checkpoint, or the commit that made the table, that can be read."""
+    """Return whether the log has a readable checkpoint or first commit."""
     files = (f.base_name for f in fs.get_file_info(pafs.FileSelector(LOG)))
     begins = {f"{LOG}/{name}" for name in files if name.endswith(".checkpoint.parquet")}
     if fs.get_file_info(commit_path(0)).is_file:
@@ -147,19 +163,25 @@ def _files_of(settings: Settings, name: str) -> pafs.FileSystem:
 def _repair_log(
     settings: Settings, name: str, fs: pafs.FileSystem, broken: list[FileDamage]
 ) -> None:
-    """Step 1. An empty commit says that it is one: what it stands for is found by it when the repair goes on after a crash."""
+    """Do step 1: move unreadable files away.
+
+    The operation of an empty commit marks it, so that a repair after a crash recognizes it.
+    """
     if not broken:
         return
     lake = filesystem(settings.lake_uri, settings.lake.storage_options)
     stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%S")
     lake.create_dir(f"{DAMAGED_DIR}/{name}/{stamp}")
-    for flaw in broken:
-        copy = f"{DAMAGED_DIR}/{name}/{stamp}/{flaw.file.rpartition('/')[2]}"
-        if fs.get_file_info(flaw.file).is_file:
+    for file_damage in broken:
+        copy = f"{DAMAGED_DIR}/{name}/{stamp}/{file_damage.file.rpartition('/')[2]}"
+        if fs.get_file_info(file_damage.file).is_file:
             pafs.copy_files(
-                f"{name}/{flaw.file}", copy, source_filesystem=lake, destination_filesystem=lake
+                f"{name}/{file_damage.file}",
+                copy,
+                source_filesystem=lake,
+                destination_filesystem=lake,
             )
-        if not flaw.is_checkpoint:
+        if not file_damage.is_checkpoint:
             now = int(time.time() * 1000)
             entry = {
                 "commitInfo": {
@@ -169,9 +191,9 @@ def _repair_log(
                     "engineInfo": "clawstream",
                 }
             }
-            _replace(fs, flaw.file, json.dumps(entry).encode())
+            _replace(fs, file_damage.file, json.dumps(entry).encode())
             continue
-        fs.delete_file(flaw.file)
+        fs.delete_file(file_damage.file)
         if fs.get_file_info(f"{LOG}/_last_checkpoint").is_file:
             fs.delete_file(f"{LOG}/_last_checkpoint")
 
@@ -180,7 +202,7 @@ _LOST = "CLAWSTREAM LOST COMMIT"
 
 
 def _replace(fs: pafs.FileSystem, path: str, data: bytes) -> None:
-    """The whole file or none of it, also after a crash."""
+    """Replace a file atomically, also if the process is killed."""
     with fs.open_output_stream(f"{path}.new") as out:
         out.write(data)
     fs.move(f"{path}.new", path)
@@ -194,39 +216,42 @@ def _restore(
     broken: list[FileDamage],
     accept_loss: bool,
 ) -> RepairResult:
-    """Steps 2 to 4. Raises CommitCollided."""
+    """Do steps 2 to 4. Raises CommitCollided."""
     options = settings.lake.storage_options
     table = open_table(settings.lake_uri, name, options)
     newest = int(table.version())
-    target, flaws = _target(settings, name, fs, table)
-    told = tuple(dict.fromkeys([*map(str, broken), *map(str, flaws)]))
+    target, damaged = _target(settings, name, fs, table)
+    damage = tuple(dict.fromkeys([*map(str, broken), *map(str, damaged)]))
     if target == newest:
-        return RepairResult(name, told)
+        return RepairResult(name, damage)
     then = open_table(settings.lake_uri, name, options, target)
     now = read_committed_offsets(settings.lake_uri, name, options)
-    back = _rewinds(
+    rewinds = _rewinds(
         settings,
         name,
         cluster,
         now,
         {s: then.transaction_version(app_id(name, s)) or 0 for s in now},
     )
-    lost = [b for b in back if b.lost]
+    lost = [b for b in rewinds if b.lost]
     if lost and not accept_loss:
-        where = ", ".join(f"{b.lost} of {b.topic}-{b.source[1]} from offset {b.to}" for b in lost)
-        raise RepairRefused(
-            f"table {name} would go back to version {target}, but Kafka has no more what came after it: {where}. "
-            "Restore the files from a backup, or give these records up with --accept-loss"
+        where = ", ".join(
+            f"{b.lost} of {b.topic}-{b.partition[1]} from offset {b.target}" for b in lost
         )
-    marks = {app_id(name, b.source): max(b.to, b.low) for b in back}
+        raise RepairRefused(
+            f"table {name} would go back to version {target}, but Kafka no longer has later "
+            f"records: {where}. Restore the files from a backup, or give these "
+            "records up with --accept-loss"
+        )
+    offsets = {app_id(name, b.partition): max(b.target, b.low) for b in rewinds}
     writers = {
         a: v for a in map(writer_id, range(999)) if (v := table.transaction_version(a)) is not None
     }
     repairs = {REPAIR: (table.transaction_version(REPAIR) or 0) + 1}
     rows = _rows(table) - _rows(then)
-    restore(table, target, {**marks, **writers, **repairs})
+    restore(table, target, {**offsets, **writers, **repairs})
     return RepairResult(
-        name, told, target, rows, tuple(back), _snapshots_behind(settings, name, broken)
+        name, damage, target, rows, tuple(rewinds), _snapshots_behind(settings, name, broken)
     )
 
 
@@ -237,17 +262,28 @@ def _rewinds(
     now: Mapping[TopicIdPartition, int],
     then: Mapping[TopicIdPartition, int],
 ) -> list[Rewind]:
-    """The partitions whose marks go back, or whose topic begins behind the mark. A topic that is no more begins where the mark was."""
+    """Return the partitions whose offset goes back or whose topic begins after it.
+
+    A deleted topic counts as beginning at its committed offset.
+    """
     topics = [t for t in cluster.topics() if name in tables_of(settings.kafka.topics, t)]
     names = {topic_id: topic for topic, topic_id in cluster.topic_ids(topics).items()}
     found = []
-    for source in sorted(now):
-        topic = names.get(source[0])
-        low = now[source] if topic is None else cluster.watermarks(topic, [source[1]])[source[1]][0]
-        if then[source] < max(now[source], low):
+    for partition in sorted(now):
+        topic = names.get(partition[0])
+        low = (
+            now[partition]
+            if topic is None
+            else cluster.watermarks(topic, [partition[1]])[partition[1]][0]
+        )
+        if then[partition] < max(now[partition], low):
             found.append(
                 Rewind(
-                    source, topic or f"deleted topic {source[0]}", now[source], then[source], low
+                    partition,
+                    topic or f"deleted topic {partition[0]}",
+                    now[partition],
+                    then[partition],
+                    low,
                 )
             )
     return found
@@ -256,10 +292,10 @@ def _rewinds(
 def _target(
     settings: Settings, name: str, fs: pafs.FileSystem, table: Delta
 ) -> tuple[int, list[FileDamage]]:
-    """Step 2: the version to restore, today's when nothing has to be; and the data files that can't be read."""
+    """Do step 2: return the version to restore and the unreadable data files."""
     options = settings.lake.storage_options
     target, found = int(table.version()), dict[str, FileDamage]()
-    good: set[str] = set()
+    readable: set[str] = set()
     lost = _lost_commits(fs, table)
     if lost:
         target = min(lost) - 1
@@ -270,18 +306,18 @@ def _target(
             at = None
         if at is None:
             raise _unrecoverable(settings, name)
-        files = {path: size for path, size in sizes(at).items() if path not in good}
-        flaws = {flaw.file: flaw for flaw in damaged_files(fs, files)}
-        good |= files.keys() - flaws.keys()
-        if not flaws:
+        files = {path: size for path, size in sizes(at).items() if path not in readable}
+        damaged = {file_damage.file: file_damage for file_damage in damaged_files(fs, files)}
+        readable |= files.keys() - damaged.keys()
+        if not damaged:
             return target, list(found.values())
-        found |= flaws
-        added = adders_of(fs, frozenset(flaws))
-        target = min((added.get(path, 0) for path in flaws), default=0) - 1
+        found |= damaged
+        added = adders_of(fs, frozenset(damaged))
+        target = min((added.get(path, 0) for path in damaged), default=0) - 1
 
 
 def _lost_commits(fs: pafs.FileSystem, table: Delta) -> list[int]:
-    """Versions in whose place is an empty commit, unless a later version was restored from before them."""
+    """Return versions replaced by an empty commit since the newest restore."""
     lost: list[int] = []
     for version in range(int(table.version()), -1, -1):
         path = commit_path(version)
@@ -305,9 +341,13 @@ def _rows(table: Delta) -> int:
 
 
 def _snapshots_behind(settings: Settings, name: str, broken: list[FileDamage]) -> tuple[str, ...]:
-    """Named snapshots of versions that lack what a lost commit had."""
+    """Return named snapshots whose versions lack rows of lost commits."""
     first = min(
-        (flaw.version for flaw in broken if flaw.version is not None and not flaw.is_checkpoint),
+        (
+            file_damage.version
+            for file_damage in broken
+            if file_damage.version is not None and not file_damage.is_checkpoint
+        ),
         default=None,
     )
     if first is None:

@@ -1,7 +1,7 @@
-"""Versions of the lake: what the tables hold, how they were at a moment, and pins: versions of all tables by which others read.
+"""Read former versions of the lake: its tables, their history, and named snapshots.
 
-A pin is JSON, `{"lake", "at", "versions": {table: version}}`. A kept one lies beside the tables as `_snapshots/<name>.json`: the files that its
-versions need are not deleted, nor is the log since.
+A snapshot is JSON, `{"lake", "at", "versions": {table: version}}`. A named one is stored beside the
+tables as `_snapshots/<name>.json`: the files of its versions and the log since are not deleted.
 """
 
 from __future__ import annotations
@@ -31,19 +31,21 @@ from stream_jobs.lake.delta.table import (
 from stream_jobs.lake.tables.catalog import catalog
 
 Versions = Mapping[str, int | None]
-"""Table to Delta version; None: it was not there, so it is empty."""
+"""Table to Delta version; None: the table did not exist, so it is empty."""
 _DIRECTORY = "_snapshots"
 _LISTED = ("table", "rows", "files", "bytes", "version", "newest_row", "damage")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 class SnapshotError(LakeError):
-    """A snapshot that is not there, is no snapshot, or can't have that name."""
+    """A snapshot does not exist, is invalid, or cannot have that name."""
 
 
 def tables(settings: Settings) -> list[dict[str, Any]]:
-    """Of each table its rows, files, bytes, version, the log time of its newest row, and what is wrong with its log or the sizes of
-    its files; no data is read."""
+    """List the tables with their rows, files, bytes, version, newest log time and damage.
+
+    Judges damage by the log and the sizes of the files; reads no data.
+    """
     found = []
     for name in catalog():
         try:
@@ -82,7 +84,7 @@ def tables(settings: Settings) -> list[dict[str, Any]]:
 
 
 def history(settings: Settings, name: str, limit: int) -> list[dict[str, Any]]:
-    """The newest commits of a table: version, time, what was done, rows."""
+    """List the newest commits of a table: version, time, operation, metrics."""
     if name not in catalog():
         raise LakeMissing(f"no table {name}; there are {', '.join(catalog())}")
     entries = open_table(settings.lake_uri, name, settings.lake.storage_options).history(limit)
@@ -100,12 +102,16 @@ def history(settings: Settings, name: str, limit: int) -> list[dict[str, Any]]:
 
 
 def take_snapshot(settings: Settings, name: str | None = None) -> dict[str, Any]:
-    """The versions of all tables now. name: files of these versions are protected until `delete_snapshot`.
+    """Return the versions of all tables now.
 
-    Raises SnapshotError for a name that is taken: users of that snapshot rely on its versions.
+    Args:
+        name: store the snapshot under this name; its files are kept until `delete_snapshot`.
+
+    Raises:
+        SnapshotError: the name is taken; users of that snapshot rely on its versions.
     """
-    if name is not None and _exists(settings, _checked(name)):
-        raise _taken(name)
+    if name is not None and _exists(settings, _check_name(name)):
+        raise _name_taken(name)
     now = datetime.now(UTC)
     found = {"lake": settings.lake_uri, "at": now.isoformat(), "versions": dict(at(settings, now))}
     if name is not None:
@@ -114,7 +120,13 @@ def take_snapshot(settings: Settings, name: str | None = None) -> dict[str, Any]
 
 
 def _store(settings: Settings, name: str, data: bytes) -> None:
-    """Whole or not at all. Raises SnapshotError when another has just taken the name; an object store can't tell: there the later one stays."""
+    """Write a named snapshot atomically.
+
+    An object store cannot detect a second writer of the same name: the later one stays.
+
+    Raises:
+        SnapshotError: the name was taken meanwhile.
+    """
     lake = _lake(settings)
     lake.create_dir(_DIRECTORY)
     if not isinstance(lake.base_fs, pafs.LocalFileSystem):
@@ -125,18 +137,19 @@ def _store(settings: Settings, name: str, data: bytes) -> None:
     try:
         create_durably(root / _file(name), data)
     except FileExistsError as e:
-        raise _taken(name) from e
+        raise _name_taken(name) from e
     fsync_path(root)  # the directory of the first snapshot
 
 
-def _taken(name: str) -> SnapshotError:
+def _name_taken(name: str) -> SnapshotError:
     return SnapshotError(
-        f"there is a snapshot named {name}: choose another name, or `clawstream tables delete-snapshot {name}` first"
+        f"there is a snapshot named {name}: choose another name, or "
+        f"`clawstream tables delete-snapshot {name}` first"
     )
 
 
 def named_snapshots(settings: Settings) -> dict[str, dict[str, Any] | SnapshotError]:
-    """The named snapshots by name; for one that can't be read, why."""
+    """Return named snapshots by name; an unreadable one as its error."""
     found: dict[str, dict[str, Any] | SnapshotError] = {}
     for file in _lake(settings).get_file_info(pafs.FileSelector(_DIRECTORY, allow_not_found=True)):
         if file.is_file and file.extension == "json":
@@ -149,21 +162,31 @@ def named_snapshots(settings: Settings) -> dict[str, dict[str, Any] | SnapshotEr
 
 
 def delete_snapshot(settings: Settings, name: str) -> None:
-    """Protect a named snapshot's files no longer, readable or not. Raises SnapshotError when there is none."""
-    if not _exists(settings, _checked(name)):
+    """Delete a named snapshot, readable or not; its files may then be deleted.
+
+    Raises:
+        SnapshotError: there is no such snapshot.
+    """
+    if not _exists(settings, _check_name(name)):
         raise SnapshotError(
-            f"no named snapshot {name}; there are {', '.join(sorted(named_snapshots(settings))) or 'none'}"
+            f"no named snapshot {name}; "
+            f"there are {', '.join(sorted(named_snapshots(settings))) or 'none'}"
         )
     _lake(settings).delete_file(_file(name))
 
 
 def protected_versions(settings: Settings, table: str) -> list[int]:
-    """Versions of a table that named snapshots name. Raises SnapshotError while one can't be read: nobody knows what it keeps."""
+    """Return the versions of a table that named snapshots protect.
+
+    Raises:
+        SnapshotError: a snapshot cannot be read, so its versions are unknown.
+    """
     kept = set()
     for name, found in named_snapshots(settings).items():
         if isinstance(found, SnapshotError):
             raise SnapshotError(
-                f"nothing is deleted while {found}; if it is of no use: `clawstream tables delete-snapshot {name}`"
+                f"nothing is deleted while {found}; "
+                f"to discard it: `clawstream tables delete-snapshot {name}`"
             )
         if table in found["versions"]:
             kept.add(found["versions"][table])
@@ -174,7 +197,7 @@ def _lake(settings: Settings) -> Any:
     return filesystem(settings.lake_uri, settings.lake.storage_options)
 
 
-def _checked(name: str) -> str:
+def _check_name(name: str) -> str:
     if not _NAME.fullmatch(name):
         raise SnapshotError(
             f"{name!r} is no name for a snapshot: letters, digits, `.`, `_` and `-`, at most 64"
@@ -192,17 +215,21 @@ def _exists(settings: Settings, name: str) -> bool:
 
 def _read(settings: Settings, name: str) -> dict[str, Any]:
     with _lake(settings).open_input_stream(_file(name)) as stream:
-        return _parsed(stream.read(), f"named snapshot {name}")
+        return _parse(stream.read(), f"named snapshot {name}")
 
 
 def at(settings: Settings, moment: datetime) -> Versions:
-    """The versions of all tables at a moment. Raises LakeMissing for one that is older than the history."""
+    """Return the versions of all tables at a time.
+
+    Raises:
+        LakeMissing: the log of a table does not go back so far.
+    """
     found = {}
     for name in catalog():
         try:
             found[name] = version_at(settings.lake_uri, name, settings.lake.storage_options, moment)
         except LakeMissing:
-            if _there(settings, name):
+            if _table_exists(settings, name):
                 raise
     if not found:
         raise LakeMissing(
@@ -211,7 +238,7 @@ def at(settings: Settings, moment: datetime) -> Versions:
     return found
 
 
-def _there(settings: Settings, name: str) -> bool:
+def _table_exists(settings: Settings, name: str) -> bool:
     try:
         open_table(settings.lake_uri, name, settings.lake.storage_options)
     except LakeMissing:
@@ -220,37 +247,39 @@ def _there(settings: Settings, name: str) -> bool:
 
 
 def resolve_versions(settings: Settings, word: str) -> Versions:
-    """What a person names: a named snapshot, a file that `tables snapshot` printed, or a moment as `runtime.times` has it.
+    """Resolve a named snapshot, a file of `tables snapshot`, or a time of `runtime.times`.
 
-    Of every table: None for one that was not there. Raises SnapshotError, also for a file of another lake.
+    Returns:
+        The version of each table; None for one that did not exist.
+
+    Raises:
+        SnapshotError: none of these, or the file is of another lake.
     """
-    found = _versions_of(settings, word)
+    found = _find_versions(settings, word)
     return {name: found.get(name) for name in catalog()}
 
 
-def _versions_of(settings: Settings, word: str) -> Versions:
+def _find_versions(settings: Settings, word: str) -> Versions:
     if _NAME.fullmatch(word) and _exists(settings, word):
         return dict(_read(settings, word)["versions"])
     try:
         if Path(word).is_file():
-            return _of_this_lake(settings, _parsed(Path(word).read_bytes(), word), word)
+            return _check_lake(settings, _parse(Path(word).read_bytes(), word), word)
         moment = parse_instant(word, datetime.now(UTC))
-    except (ValueError, OSError) as e:  # OSError: it can't be read, or is too long for a name
+    except (ValueError, OSError) as e:  # OSError: unreadable, or too long for a file name
         raise SnapshotError(
-            f"{word[:80]!r} is no named snapshot and no file that can be read, and no moment: {e}"[
-                :400
-            ]
+            f"{word[:80]!r} is neither a named snapshot, a readable file nor a time: {e}"[:400]
         ) from e
     return at(settings, moment)
 
 
-def _of_this_lake(settings: Settings, found: Mapping[str, Any], where: str) -> Versions:
-    """The same numbers mean something else in another lake."""
+def _check_lake(settings: Settings, found: Mapping[str, Any], where: str) -> Versions:
+    """Check that a snapshot file is of this lake: elsewhere its versions mean other data."""
     lake = str(found.get("lake", settings.lake_uri))
     if _place(lake) != _place(settings.lake_uri):
         raise SnapshotError(
-            f"{where} is a snapshot of the lake at {lake}, this one is at {settings.lake_uri}; if that one was moved here, change `lake` "
-            "in the file"
+            f"{where} is a snapshot of the lake at {lake}, this one is at {settings.lake_uri}; "
+            "if that lake was moved here, change `lake` in the file"
         )
     return dict(found["versions"])
 
@@ -259,7 +288,7 @@ def _place(uri: str) -> str:
     return uri.rstrip("/") if "://" in uri else str(Path(uri).resolve())
 
 
-def _parsed(data: bytes, where: str) -> dict[str, Any]:
+def _parse(data: bytes, where: str) -> dict[str, Any]:
     try:
         found = json.loads(data)
         versions = {str(k): _version(v) for k, v in found["versions"].items()}
@@ -268,8 +297,8 @@ def _parsed(data: bytes, where: str) -> dict[str, Any]:
     return {**found, "versions": versions}
 
 
-def _version(said: Any) -> int:
-    """Raises ValueError."""
-    if isinstance(said, bool) or not isinstance(said, int) or not 0 <= said < 1 << 63:
-        raise ValueError(f"{said!r:.40} is no version of a table")
-    return said
+def _version(value: Any) -> int:
+    """Check a version of a snapshot. Raises ValueError."""
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 63:
+        raise ValueError(f"{value!r:.40} is no version of a table")
+    return value

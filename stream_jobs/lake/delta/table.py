@@ -1,4 +1,4 @@
-"""The lake's tables as Delta tables: making, opening, committing. The only file that imports deltalake."""
+"""Create, open, read and commit to the Delta tables. The only module that imports deltalake."""
 
 from __future__ import annotations
 
@@ -33,56 +33,70 @@ from stream_jobs.lake.delta.log import committed_at, filesystem, first_line, tab
 from stream_jobs.lake.tables.arrow_columns import commented, fields_of, merged
 
 CommitCollided = CommitFailedError
-"""Another commit came between this one's snapshot and itself, and both can't be. Open again and look."""
+"""Another commit since this one's snapshot conflicts with it. Reopen and check again."""
 Delta = DeltaTable
 MORE_FIELDS = 100
-"""Fields of other releases that a table may have, structs' own included. They stay for good, and each costs statistics in every file and
-a place in each checkpoint of the log. Our largest table has 67 fields: no release doubles it."""
+"""Fields of other releases that a table may have, fields of structs included.
+
+They stay for good, and each costs statistics in every file and space in every checkpoint of the
+log. Our largest table has 67 fields: no release doubles it.
+"""
 FILE_BYTES = 128 << 20
-"""Files are merged up to this size."""
+"""Target size of merged files, in bytes."""
 
 
 class LakeMissing(LakeError):
-    """There is no such lake, table or version. The message says where it was looked for."""
+    """There is no such lake, table or version. The message names the location."""
 
 
 class SchemaRefused(LakeError):
-    """Columns that do not fit those that the table has."""
+    """Columns conflict with those of the table."""
 
 
 class LakeFull(LakeError):
-    """There is no room to write. Perhaps the commit landed and only what follows it did not; make room and write it again: it is taken once."""
+    """The storage is full. Free space and write again.
+
+    The commit may have landed and a later step failed: a repeated write drops its rows.
+    """
 
 
-_NO_ROOM = ("os error 28", "os error 122")
-"""How the Delta library says ENOSPC and EDQUOT, in errors of several types."""
+_STORAGE_FULL = ("os error 28", "os error 122")
+"""Text of ENOSPC and EDQUOT in the library's errors, which have several types."""
 
 _LOG_REFUSED = "Kernel error"
-"""How the message begins when the log is not what the protocol says."""
+"""Prefix of the library's message for a log that violates the protocol."""
 
-_NO_SUCH_SCHEMA = "Schema error"
-"""How it says that a table can't have such columns (two names that differ in case only, a type of Arrow's), in a plain Exception."""
+_SCHEMA_ERROR = "Schema error"
+"""Text of the library's plain Exception for columns that a table cannot have.
+
+For example two names that differ in case only, or an unsupported type of Arrow.
+"""
 
 
 @contextmanager
-def _room(where: str) -> Iterator[None]:
+def _detecting_full_storage(where: str) -> Iterator[None]:
     try:
         yield
     except (DeltaError, OSError) as e:
-        if not any(sign in str(e) for sign in _NO_ROOM):
+        if not any(text in str(e) for text in _STORAGE_FULL):
             raise
         raise LakeFull(f"no room to write to {where}: {' '.join(str(e).split())[:300]}") from e
 
 
 def exists(where: str, storage_options: Mapping[str, str]) -> bool:
-    """Whether there is a table at this place."""
+    """Return whether there is a table at this location."""
     return bool(DeltaTable.is_deltatable(where, dict(storage_options) or None))
 
 
 def open_table(
     uri: str, name: str, storage_options: Mapping[str, str], version: int | None = None
 ) -> DeltaTable:
-    """The table at its newest or a given version. Raises LakeMissing."""
+    """Open a table at its newest or a given version.
+
+    Raises:
+        LakeMissing: there is no such table or version.
+        LakeDamaged: its log cannot be read.
+    """
     where = table_uri(uri, name)
     try:
         return DeltaTable(where, version=version, storage_options=dict(storage_options) or None)
@@ -98,7 +112,7 @@ def open_table(
 
 
 def refresh(table: DeltaTable, uri: str, name: str, storage_options: Mapping[str, str]) -> None:
-    """Go on to the newest version from the one that the table is at. Raises LakeDamaged."""
+    """Update an open table to its newest version. Raises LakeDamaged."""
     try:
         table.update_incremental()
     except DeltaError as e:
@@ -109,7 +123,7 @@ def refresh(table: DeltaTable, uri: str, name: str, storage_options: Mapping[str
 def _raise_damaged(
     uri: str, name: str, storage_options: Mapping[str, str], error: DeltaError, newest: bool = True
 ) -> None:
-    """Raise LakeDamaged when a file of the log is at fault, which the library does not name."""
+    """Raise LakeDamaged with the file of the log at fault, which the library does not name."""
     flaws = damaged_log_files(filesystem(table_uri(uri, name), storage_options))
     if flaws:
         raise LakeDamaged(name, str(flaws[-1])) from error
@@ -119,7 +133,7 @@ def _raise_damaged(
 
 @contextmanager
 def reading(table: DeltaTable, name: str, storage_options: Mapping[str, str]) -> Iterator[None]:
-    """Around a scan: raises LakeDamaged, which names the file, when one of the table's files is the cause of an error."""
+    """Translate errors of a scan into LakeDamaged if a file of the table causes them."""
     try:
         yield
     except (pa.ArrowException, OSError) as e:
@@ -132,13 +146,17 @@ def reading(table: DeltaTable, name: str, storage_options: Mapping[str, str]) ->
 def table_damage(
     table: DeltaTable, storage_options: Mapping[str, str], whole: bool = True
 ) -> str | None:
-    """What is wrong with the first data file of this version that can't be read; None: all can. whole: decode all of each file."""
+    """Return the damage of the first unreadable data file of this version, or None.
+
+    Args:
+        whole: decode each file to its end; else compare sizes only.
+    """
     flaws = damaged_files(filesystem(table.table_uri, storage_options), sizes(table), whole)
     return next((str(flaw) for flaw in flaws), None)
 
 
 def sizes(table: DeltaTable) -> dict[str, int]:
-    """The data files of this version with their sizes in bytes."""
+    """Return the data files of this version with their sizes in bytes."""
     files = pa.table(table.get_add_actions(flatten=True))
     return dict(
         zip(files.column("path").to_pylist(), files.column("size_bytes").to_pylist(), strict=True)
@@ -146,11 +164,16 @@ def sizes(table: DeltaTable) -> dict[str, int]:
 
 
 def restore(table: DeltaTable, version: int, versions: Mapping[str, int]) -> None:
-    """Commit that the table is as it was at a former version. versions: app id to version, in the same commit, lower ones too.
+    """Commit the files of a former version as the newest version.
 
-    Raises CommitCollided, LakeFull.
+    Args:
+        versions: app id to version in the same commit; they may go down.
+
+    Raises:
+        CommitCollided: another commit came first.
+        LakeFull: the storage is full.
     """
-    with _room(table.table_uri):
+    with _detecting_full_storage(table.table_uri):
         table.restore(
             version,
             commit_properties=CommitProperties(
@@ -160,10 +183,10 @@ def restore(table: DeltaTable, version: int, versions: Mapping[str, int]) -> Non
 
 
 def dataset(table: DeltaTable, storage_options: Mapping[str, str]) -> Any:
-    """The table as a pyarrow dataset, by a native file system.
+    """Return the table as a pyarrow dataset on a native file system.
 
-    Never otherwise: deltalake's own is Python code, which read-ahead threads call while the interpreter ends; a scan that stops
-    early then crashes at exit.
+    The file system of deltalake is Python code, which read-ahead threads call while the interpreter
+    ends: a scan that stops early then crashes at exit.
     """
     return table.to_pyarrow_dataset(filesystem=filesystem(table.table_uri, storage_options))
 
@@ -176,12 +199,16 @@ def create(
     history: timedelta,
     storage_options: Mapping[str, str],
 ) -> None:
-    """Make a table unless it is there. stats: columns with file statistics."""
+    """Create a table if it does not exist.
+
+    Args:
+        stats: columns with file statistics.
+    """
     where = table_uri(uri, name)
     if exists(where, storage_options):
         return
     try:
-        with _room(where):
+        with _detecting_full_storage(where):
             if "://" not in where:
                 Path(where).mkdir(parents=True, exist_ok=True)
             DeltaTable.create(
@@ -197,28 +224,34 @@ def create(
                 },
             )
     except DeltaError:
-        if not exists(where, storage_options):  # else: another writer has just made it
+        if not exists(where, storage_options):  # else another writer has just created it
             raise
 
 
 def _structs_last(schema: pa.Schema) -> pa.Schema:
-    """The same columns, structs behind all others: the client tells no statistics of what is behind a struct."""
+    """Move structs behind all other columns: the client reads no statistics behind a struct."""
     return pa.schema(
         sorted(schema, key=lambda field: pa.types.is_struct(field.type)), schema.metadata
     )
 
 
 def commit(table: DeltaTable, rows: pa.Table, versions: Mapping[str, int]) -> None:
-    """Append on exactly this snapshot; columns that the table lacks are added. versions: app id to version, in the same commit.
+    """Append rows and add missing columns, on exactly this snapshot.
 
-    Columns keep the comments that the table has: the client takes no others, and another release may have written them.
+    Columns keep the comments of the table, possibly written by another release: the client accepts
+    no others.
 
-    Raises CommitCollided when another commit has raised one of the versions since, or has changed the columns; LakeFull.
+    Args:
+        versions: app id to version in the same commit.
+
+    Raises:
+        CommitCollided: another commit has raised one of the versions or changed the columns since.
+        LakeFull: the storage is full.
     """
     schema = commented(rows.schema, pa.schema(table.schema()))
     if not schema.equals(rows.schema, check_metadata=True):
         rows = rows.cast(schema)
-    with _room(table.table_uri):
+    with _detecting_full_storage(table.table_uri):
         write_deltalake(
             table,
             rows,
@@ -237,54 +270,61 @@ def commit(table: DeltaTable, rows: pa.Table, versions: Mapping[str, int]) -> No
 def add_columns(
     table: DeltaTable, name: str, rows: pa.Table, versions: Mapping[str, int], own: pa.Schema
 ) -> None:
-    """As `commit`, of no rows, for the sake of columns. Raises SchemaRefused when they are not as those that are there.
+    """Commit columns without rows.
 
-    own: columns by this release; beside them the table gets at most MORE_FIELDS, whoever added them. Raises TooManyFields.
-    What else goes wrong is no fault of the columns and is raised as it is.
+    Args:
+        own: columns of this release; the table gets at most MORE_FIELDS others.
+
+    Raises:
+        SchemaRefused: they conflict with columns of the table.
+        TooManyFields: there are too many.
     """
-    there = pa.schema(table.schema())
-    more = fields_of(merged(there, merged(own, rows.schema)))
-    if more > max(fields_of(there), fields_of(own) + MORE_FIELDS):
-        raise TooManyFields(name, more - fields_of(own), MORE_FIELDS)
-    wrong = [
+    present = pa.schema(table.schema())
+    total = fields_of(merged(present, merged(own, rows.schema)))
+    if total > max(fields_of(present), fields_of(own) + MORE_FIELDS):
+        raise TooManyFields(name, total - fields_of(own), MORE_FIELDS)
+    conflicting = [
         f.name
         for f in rows.schema
-        if f.name in there.names and not _agree(f.type, there.field(f.name).type)
+        if f.name in present.names and not _compatible(f.type, present.field(f.name).type)
     ]
-    if wrong:
-        raise SchemaRefused(f"columns {', '.join(wrong)} have other types in {table.table_uri}")
+    if conflicting:
+        raise SchemaRefused(
+            f"columns {', '.join(conflicting)} have other types in {table.table_uri}"
+        )
     try:
         commit(table, rows, versions)
     except MemoryError:
-        raise  # Arrow's is an ArrowException too
-    except (
-        Exception
-    ) as e:  # the library says what a schema lacks by many kinds, some only by their text
+        raise  # Arrow's MemoryError is an ArrowException too
+    except Exception as e:  # the library uses many types, some identified only by text
         if not (
             isinstance(e, SchemaMismatchError | pa.ArrowException | TypeError)
-            or _NO_SUCH_SCHEMA in str(e)
+            or _SCHEMA_ERROR in str(e)
         ):
             raise
         raise SchemaRefused(f"{type(e).__name__}: {e}") from e
 
 
-def _agree(ours: pa.DataType, theirs: pa.DataType) -> bool:
-    """Whether both types are one, but for fields of structs that only one of them has."""
+def _compatible(ours: pa.DataType, theirs: pa.DataType) -> bool:
+    """Whether two types are equal, except for fields of structs that only one of them has."""
     if pa.types.is_struct(ours) and pa.types.is_struct(theirs):
         return all(
-            _agree(f.type, theirs.field(f.name).type)
+            _compatible(f.type, theirs.field(f.name).type)
             for f in ours
             if theirs.get_field_index(f.name) >= 0
         )
     if pa.types.is_list(ours) and pa.types.is_list(theirs):
-        return _agree(ours.value_type, theirs.value_type)
+        return _compatible(ours.value_type, theirs.value_type)
     if pa.types.is_map(ours) and pa.types.is_map(theirs):
-        return _agree(ours.item_type, theirs.item_type)
+        return _compatible(ours.item_type, theirs.item_type)
     return bool(ours == theirs)
 
 
 def writer_properties(schema: pa.Schema) -> WriterProperties:
-    """ZSTD. Dictionaries for short text only: on token ids and log-probabilities they take as long as the compression, for nothing."""
+    """Return properties for ZSTD and dictionaries on short text only.
+
+    On token ids and log-probabilities dictionaries cost as much CPU as compression, for no gain.
+    """
     short = [f.name for f in schema if f.type == pa.string() and not f.name.endswith("_json")]
     return WriterProperties(
         compression="ZSTD",
@@ -293,16 +333,22 @@ def writer_properties(schema: pa.Schema) -> WriterProperties:
     )
 
 
-# -- care, beside the writer
+# -- maintenance, beside the writer
 
 
 def compact(table: DeltaTable, name: str, storage_options: Mapping[str, str]) -> tuple[int, int]:
-    """Make large files of small ones, never of those that are large already. Returns (files gone, files made).
+    """Merge small files, beside the commits of a writer.
 
-    Beside a writer's commits; raises CommitCollided when rows were deleted meanwhile, LakeDamaged. Killed: the table is as it was.
+    Returns:
+        Number of files removed and added.
+
+    Raises:
+        CommitCollided: rows were deleted meanwhile.
+        LakeDamaged: a file cannot be read.
+        LakeFull: the storage is full.
     """
     try:
-        with _room(table.table_uri):
+        with _detecting_full_storage(table.table_uri):
             done = table.optimize.compact(
                 target_size=FILE_BYTES,
                 max_concurrent_tasks=1,
@@ -319,9 +365,12 @@ def compact(table: DeltaTable, name: str, storage_options: Mapping[str, str]) ->
 
 
 def delete_before(table: DeltaTable, column: str, moment: datetime) -> int:
-    """Delete the rows whose time is before `moment`. Returns how many. A commit on an older snapshot collides with it, and is repeated."""
+    """Delete rows whose time is before `moment` and return their number.
+
+    A concurrent commit on an older snapshot collides and is repeated by its writer.
+    """
     stamp = moment.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
-    with _room(table.table_uri):
+    with _detecting_full_storage(table.table_uri):
         done = table.delete(
             f"{column} < '{stamp}'", writer_properties=writer_properties(pa.schema(table.schema()))
         )
@@ -331,27 +380,32 @@ def delete_before(table: DeltaTable, column: str, moment: datetime) -> int:
 def clean(
     table: DeltaTable, history: timedelta, keep: Sequence[int], storage_options: Mapping[str, str]
 ) -> int:
-    """Delete files that no version younger than `history` needs, nor one of `keep`, and the log behind it unless something is kept.
+    """Delete data files and log entries that nothing needs.
 
-    Returns how many data files.
+    Args:
+        history: files of younger versions are kept.
+        keep: versions to keep; the log is kept too if there are any.
+
+    Returns:
+        The number of deleted data files.
     """
     _set_history(table, history)
-    there = _files(table, storage_options)
+    before = _files(table, storage_options)
     hours = int(history.total_seconds() // 3600)
-    gone = table.vacuum(
+    deleted = table.vacuum(
         retention_hours=hours,
         dry_run=False,
         enforce_retention_duration=False,
-        full=hours > 0,  # files of no version too, but never one that is being written now
+        full=hours > 0,  # also files of no version, unless one may be in writing now
         keep_versions=list(keep) or None,
     )
     if not keep:
         table.cleanup_metadata()
-    return len(there & set(gone))  # it names files that are long deleted, too
+    return len(before & set(deleted))  # the library also names files deleted long ago
 
 
 def _files(table: DeltaTable, storage_options: Mapping[str, str]) -> set[str]:
-    """Data files that lie with the table, of any version or none."""
+    """Return all files in the directory of the table, of any version or none."""
     root = filesystem(table.table_uri, storage_options)
     return {f.path for f in root.get_file_info(pafs.FileSelector("")) if f.is_file}
 
@@ -364,18 +418,19 @@ def _set_history(table: DeltaTable, history: timedelta) -> None:
 
 
 def _properties(history: timedelta) -> dict[str, str]:
-    """Table properties that say how long versions can be read."""
+    """Return the table properties for the time that versions stay readable."""
     interval = f"interval {int(history.total_seconds())} seconds"
     return {"delta.logRetentionDuration": interval, "delta.deletedFileRetentionDuration": interval}
 
 
-# -- what there was
+# -- former versions
 
 
 def version_at(uri: str, name: str, storage_options: Mapping[str, str], moment: datetime) -> int:
-    """The newest version of a table that was there at a moment; 0, which is empty, when the table is younger.
+    """Return the newest version of a table at a time; 0, which is empty, for a younger table.
 
-    Raises LakeMissing when there is no table, or its log does not go back so far.
+    Raises:
+        LakeMissing: there is no table, or its log does not go back so far.
     """
     table = open_table(uri, name, storage_options)
     try:
@@ -383,26 +438,27 @@ def version_at(uri: str, name: str, storage_options: Mapping[str, str], moment: 
     except DeltaError as e:
         raise LakeMissing(f"table {name} can't be read as of {moment.isoformat()}: {e}") from e
     version = int(table.version())
-    made = committed_at(
-        uri, name, version, storage_options
-    )  # the library's history names a wrong time for an old version
-    if version and (made is None or made > moment):
+    # The library's history has wrong times for old versions.
+    committed = committed_at(uri, name, version, storage_options)
+    if version and (committed is None or committed > moment):
         raise LakeMissing(
-            f"table {name} can't be read as of {moment.isoformat()}: its log begins later; it is kept for lake.history_days"
+            f"table {name} can't be read as of {moment.isoformat()}: its log begins later; "
+            "it is kept for lake.history_days"
         )
     return version
 
 
 def check_files(table: DeltaTable, name: str, storage_options: Mapping[str, str]) -> None:
-    """Raises LakeMissing when files of this old version are deleted."""
-    there = _files(table, storage_options)
+    """Check that the files of an old version exist. Raises LakeMissing."""
+    present = _files(table, storage_options)
     gone = [
         p
         for p in pa.table(table.get_add_actions(flatten=True)).column("path").to_pylist()
-        if p not in there
+        if p not in present
     ]
     if gone:
         raise LakeMissing(
-            f"version {table.version()} of table {name} can't be read any more: {len(gone)} of its files are deleted. Versions stay for "
-            "lake.history_days; `clawstream tables snapshot --name NAME` keeps today's until `clawstream tables delete-snapshot NAME`"
+            f"version {table.version()} of table {name} can't be read any more: {len(gone)} of its "
+            "files are deleted. Versions stay for lake.history_days; `clawstream tables snapshot "
+            "--name NAME` keeps the current ones until `clawstream tables delete-snapshot NAME`"
         )

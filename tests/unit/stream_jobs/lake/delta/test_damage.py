@@ -260,7 +260,7 @@ def test_what_kafka_has_no_more_is_given_up_only_when_that_is_said(settings: Set
     late = cast(Cluster, OneTopic(low=60))
     with pytest.raises(
         RepairRefused,
-        match=r"Kafka has no more what came after it: 60 of claw\.rewards-0 from offset 0",
+        match=r"Kafka no longer has later records: 60 of claw\.rewards-0 from offset 0",
     ):
         repair(settings, "rewards", late)
     assert check(settings, "rewards") != ()
@@ -294,7 +294,7 @@ def test_nothing_that_can_be_read(settings: Settings) -> None:
         path.write_bytes(b"?")
     with pytest.raises(
         RepairRefused,
-        match=r"no version of table rewards can be read whole: stop all writers, move .* away",
+        match=r"no version of table rewards can be read completely: stop all writers, move .* away",
     ):
         repair(settings, "rewards", KAFKA)
     assert {path.read_bytes() for path in log.glob("*")} == {b"?"}

@@ -291,7 +291,7 @@ def test_snapshots_that_are_none(settings: Settings, lake: Lake, tmp_path: Path)
             resolve_versions(settings, str(tmp_path / "x.json"))
     for word in ("nope", "x" * 300, "9" * 30, str(tmp_path), "99999999999999d"):
         with pytest.raises(
-            SnapshotError, match="is no named snapshot and no file that can be read, and no moment"
+            SnapshotError, match="is neither a named snapshot, a readable file nor a time"
         ):
             resolve_versions(settings, word)
     with pytest.raises(SnapshotError, match="no named snapshot nope; there are none"):
