@@ -1,1 +1,1 @@
-"""Records as rows: which table takes which record, and its columns."""
+"""Convert records to table rows: which table takes which record, and its columns."""

@@ -1,7 +1,8 @@
-"""Columns of the lake's tables: Arrow types from Avro schemas, and how many values become one Arrow array. Pure.
+"""Derive Arrow columns from Avro schemas and convert values to Arrow arrays. Pure.
 
-Values come as `stream_jobs.lake.tables.avro_values` reads them: records inside as tuples in the order of their fields. A column is built from
-columns, down to the last field of a record inside a list: nothing is looked up by name for each row.
+Values come as `stream_jobs.lake.tables.avro_values` reads them: nested records are tuples in the
+order of their fields. A column is composed of columns, down to the fields of a record inside a list,
+so no row needs a lookup by name.
 """
 
 from __future__ import annotations
@@ -19,26 +20,29 @@ from schemas.codec.avro_schema import Schema, kind_of, not_null
 TIME = pa.timestamp("us", "UTC")
 Convert = Callable[[Sequence[Any]], pa.Array]
 MAX_DEPTH = 16
-"""Types inside one another in a new column. Readers of Delta's log and of Parquet have limits of their own, not far above."""
+"""Depth of nested types in a new column: readers of Delta logs and Parquet have limits not far above."""
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column and how its values become an Arrow array."""
+    """A column and the conversion of its values to an Arrow array."""
 
     field: pa.Field
     convert: Convert
 
 
 def unpacked(item: pa.DataType, values: Sequence[bytes | None]) -> pa.Array:
-    """Packed little-endian values as lists: the joined bytes are the items' buffer, no value is touched by Python."""
+    """Convert packed little-endian 4-byte values to lists.
+
+    The joined bytes are the buffer of the items: Python touches no value.
+    """
     data = b"".join(v for v in values if v)
     items = pa.Array.from_buffers(item, len(data) // 4, [None, pa.py_buffer(data)])
     return _lists(items, [None if v is None else len(v) // 4 for v in values])
 
 
 def text(values: Sequence[bytes | None]) -> pa.Array:
-    """JSON bytes as text; what is no UTF-8 becomes U+FFFD rather than an error, the bytes stay on Kafka."""
+    """Convert JSON bytes to text; invalid UTF-8 becomes U+FFFD, the bytes stay on Kafka."""
     try:
         return pa.array(values, pa.binary()).cast(pa.string())
     except pa.ArrowInvalid:
@@ -48,28 +52,36 @@ def text(values: Sequence[bytes | None]) -> pa.Array:
 
 
 def time(unit: str, values: Sequence[int | None]) -> pa.Array:
-    """Integers since the epoch in `unit` as UTC times in microseconds, the only unit that Delta has."""
+    """Convert integers since the epoch in `unit` to UTC microseconds, Delta's only unit."""
     return pa.array(values, pa.timestamp(unit, "UTC")).cast(TIME)
 
 
 def column(name: str, kind: pa.DataType, doc: str, convert: Convert | None = None) -> Column:
-    """A nullable column; its doc becomes Delta's comment."""
-    return Column(_documented(name, kind, doc), convert or partial(pa.array, type=kind))
+    """Make a nullable column; its doc becomes Delta's comment."""
+    return Column(_field_with_doc(name, kind, doc), convert or partial(pa.array, type=kind))
 
 
 def avro_columns(schema: Schema) -> tuple[Column, ...]:
-    """The columns of a record's `expanded` schema, one a field, in order. Raises ValueError for a type that no column has.
+    """Return one column per field of an `expanded` record schema, in order.
 
-    Packed bytes become typed lists, bytes whose name ends in `_json` text, times microseconds, nested records structs.
+    Packed bytes become typed lists, bytes whose name ends in `_json` text, times microseconds and
+    nested records structs.
+
+    Raises:
+        ValueError: no column can hold a type.
     """
     return tuple(
-        Column(_documented(f["name"], kind, f.get("doc", "")), convert)
+        Column(_field_with_doc(f["name"], kind, f.get("doc", "")), convert)
         for f, kind, convert in _of_fields(schema)
     )
 
 
 def pruned(schema: Schema, omit: Iterable[str], path: str = "") -> Schema:
-    """The `expanded` schema without some fields. omit: their paths, e.g. `steps.marks`."""
+    """Remove fields from an `expanded` schema.
+
+    Args:
+        omit: paths of fields, e.g. `steps.marks`.
+    """
     omit = frozenset(omit)
     if isinstance(schema, list):
         return [pruned(branch, omit, path) for branch in schema]
@@ -90,10 +102,10 @@ def pruned(schema: Schema, omit: Iterable[str], path: str = "") -> Schema:
 
 
 def evolved(ours: Schema, theirs: Schema) -> Schema:
-    """Our `expanded` schema with the fields that another version of it has besides, at the end of each record; those can be null.
+    """Add the fields that another version of a record has, nullable, at the end of each record.
 
-    A field that both have stays as it is with us, but for the fields of records in it. One that no column can have, or that is nested
-    more than MAX_DEPTH deep, is left out.
+    Fields of both versions stay as they are in ours, except for the fields of nested records.
+    Omits fields that no column can hold or that are nested deeper than MAX_DEPTH.
     """
     if isinstance(ours, list):
         return [
@@ -113,22 +125,22 @@ def evolved(ours: Schema, theirs: Schema) -> Schema:
     ]
     names = {f["name"] for f in fields}
     for name in [name for name in other if name not in names]:
-        theirs_one = other[name]["type"]
-        new = {**other[name], "type": ["null", not_null(theirs_one)], "default": None}
-        if _fits(new) and (
-            not isinstance(theirs_one, list) or len(theirs_one) == 1 + ("null" in theirs_one)
+        their_type = other[name]["type"]
+        new = {**other[name], "type": ["null", not_null(their_type)], "default": None}
+        if _has_column(new) and (
+            not isinstance(their_type, list) or len(their_type) == 1 + ("null" in their_type)
         ):
             fields.append(new)
     return {**ours, "fields": fields}
 
 
 def merged(ours: pa.Schema, theirs: pa.Schema) -> pa.Schema:
-    """Our columns, then what only the others have, down to the fields of structs. Where both have one, ours counts."""
+    """Return our columns and fields of structs, then those that only the others have."""
     return pa.schema(_merged_fields(list(ours), list(theirs)))
 
 
 def fields_of(kind: pa.Schema | pa.DataType) -> int:
-    """How many fields columns have, those of structs in them included."""
+    """Return the number of fields, including those of nested structs."""
     if isinstance(kind, pa.Schema) or pa.types.is_struct(kind):
         return sum(1 + fields_of(f.type) for f in kind)
     if pa.types.is_list(kind):
@@ -147,7 +159,7 @@ def _merged_fields(ours: Sequence[pa.Field], theirs: Sequence[pa.Field]) -> list
 
 
 def commented(ours: pa.Schema, theirs: pa.Schema) -> pa.Schema:
-    """Our schema with their comments, down to the fields of structs, on what both have."""
+    """Return our schema with the comments of theirs, including fields of structs."""
     return pa.schema(_commented_fields(list(ours), list(theirs)), ours.metadata)
 
 
@@ -166,7 +178,7 @@ def _combined(
     theirs: pa.DataType,
     fields: Callable[[Sequence[pa.Field], Sequence[pa.Field]], list[pa.Field]],
 ) -> pa.DataType:
-    """Our type; where both are structs, also inside lists, with the fields that `fields` makes of both."""
+    """Return our type; `fields` combines the fields of structs, also inside lists."""
     if pa.types.is_struct(ours) and pa.types.is_struct(theirs):
         return pa.struct(fields(list(ours), list(theirs)))
     if pa.types.is_list(ours) and pa.types.is_list(theirs):
@@ -177,7 +189,7 @@ def _combined(
 
 
 def named(schema: Schema, value: Any) -> Any:
-    """A value of tuples as dicts with the names of the `expanded` schema."""
+    """Convert tuples to dicts with the names of the `expanded` schema."""
     schema = not_null(schema)
     match kind_of(schema) if value is not None else None:
         case "record":
@@ -190,7 +202,7 @@ def named(schema: Schema, value: Any) -> Any:
 
 
 def tupled(schema: Schema, value: Any) -> Any:
-    """The other way round; a field that is missing is null."""
+    """Convert dicts to tuples, the inverse of `named`; a missing field is null."""
     schema = not_null(schema)
     match kind_of(schema) if value is not None else None:
         case "record":
@@ -241,7 +253,7 @@ def _of_type(schema: Schema) -> tuple[pa.DataType, Convert]:
     match kind_of(schema):
         case "array":
             kind, convert = _of_type(schema["items"])
-            return pa.list_(kind), partial(_listed, convert)
+            return pa.list_(kind), partial(_list_array_of, convert)
         case "map":
             kind = pa.map_(pa.string(), _of_type(schema["values"])[0])
             return kind, partial(pa.array, type=kind)
@@ -249,9 +261,9 @@ def _of_type(schema: Schema) -> tuple[pa.DataType, Convert]:
             inner = _of_fields(schema)
             if not inner:
                 raise ValueError(f"record {schema['name']} has no fields: no column can hold it")
-            fields = [_documented(f["name"], kind, f.get("doc", "")) for f, kind, _ in inner]
+            fields = [_field_with_doc(f["name"], kind, f.get("doc", "")) for f, kind, _ in inner]
             return pa.struct(fields), partial(
-                _structs, fields, [convert for _, _, convert in inner]
+                _struct_array, fields, [convert for _, _, convert in inner]
             )
         case plain if plain in _PRIMITIVE:
             return _PRIMITIVE[plain], partial(pa.array, type=_PRIMITIVE[plain])
@@ -259,7 +271,7 @@ def _of_type(schema: Schema) -> tuple[pa.DataType, Convert]:
             raise ValueError(f"no column can hold Avro's {other}")
 
 
-def _fits(field: Mapping[str, Any]) -> bool:
+def _has_column(field: Mapping[str, Any]) -> bool:
     try:
         _of_field(field)
     except (ValueError, KeyError):
@@ -279,23 +291,23 @@ def _depth(schema: Schema) -> int:
     return 0
 
 
-def _documented(name: str, kind: pa.DataType, doc: str) -> pa.Field:
+def _field_with_doc(name: str, kind: pa.DataType, doc: str) -> pa.Field:
     return pa.field(name, kind, metadata={"comment": doc} if doc else None)
 
 
 def _lists(items: pa.Array, lengths: Sequence[int | None]) -> pa.Array:
-    """Consecutive items as lists of these lengths; None: a null."""
+    """Group consecutive items into lists of these lengths; None: a null."""
     offsets = pa.array([0, *accumulate(n or 0 for n in lengths)], pa.int32())
     mask = pa.array([n is None for n in lengths], pa.bool_()) if None in lengths else None
     return pa.ListArray.from_arrays(offsets, items, mask=mask)
 
 
-def _listed(convert: Convert, values: Sequence[Sequence[Any] | None]) -> pa.Array:
+def _list_array_of(convert: Convert, values: Sequence[Sequence[Any] | None]) -> pa.Array:
     items = convert(list(chain.from_iterable(v for v in values if v)))
     return _lists(items, [None if v is None else len(v) for v in values])
 
 
-def _structs(
+def _struct_array(
     fields: Sequence[pa.Field],
     converts: Sequence[Convert],
     values: Sequence[tuple[Any, ...] | None],

@@ -1,4 +1,4 @@
-"""Avro binary as plain tuples: the lake wants columns, not records, and few of a large record."""
+"""Read Avro binary as plain tuples: the lake needs columns, and few of a large record."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from schemas.codec.compiled_reader import Code, Read
 
 
 class _Tuples:
-    """Records become tuples of the wanted fields in order, arrays lists, maps lists of pairs."""
+    """Build records as tuples of the wanted fields, arrays as lists, maps as lists of pairs."""
 
     empty, strict = "[]", False
 
@@ -26,5 +26,13 @@ class _Tuples:
 
 
 def reader_of(writer: Schema, wanted: Schema) -> Read:
-    """Compile. writer, wanted: record schemas, `expanded`. Raises ValueError for a pair that is not read here."""
+    """Compile a reader.
+
+    Args:
+        writer: `expanded` schema of the bytes.
+        wanted: `expanded` schema of the tuples.
+
+    Raises:
+        ValueError: the compiled reader does not support the pair.
+    """
     return compiled_reader.reader_of(writer, wanted, _Tuples())

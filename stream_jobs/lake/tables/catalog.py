@@ -1,8 +1,9 @@
-"""Records as rows of Delta tables: which table takes which record, its columns, and the Arrow batch of many rows.
+"""Define the Delta tables: their records, columns, keys and rows. Pure.
 
-Pure. A table's columns follow the Avro schema of its record, so that a new event field becomes a new column by itself; every column
-carries the field's doc as its Delta comment. Every row ends with its place on Kafka: `kafka_topic_id`, `kafka_partition`,
-`kafka_offset`, `kafka_timestamp`. All columns are nullable: a row that was written before a column existed has null there.
+The columns of a table follow the Avro schema of its record, so a new field of an event becomes a
+column without further code; the doc of the field becomes the Delta comment. Every row ends with its
+position on Kafka: `kafka_topic_id`, `kafka_partition`, `kafka_offset`, `kafka_timestamp`. All
+columns are nullable: a row written before a column existed has null there.
 """
 
 from __future__ import annotations
@@ -38,15 +39,18 @@ from stream_jobs.lake.tables.arrow_columns import (
 from stream_jobs.lake.tables.avro_values import reader_of
 
 Row = tuple[Any, ...]
-"""One row before Arrow, in the order of its table's columns: packed and JSON columns still as bytes, times as integers of the
-record's unit, records inside as tuples. The last four are its place."""
+"""One row before Arrow, in the order of the table's columns.
+
+Packed and JSON columns are bytes, times integers in the unit of the record, nested records tuples.
+The last four values are the position on Kafka.
+"""
 Headers = Mapping[str, bytes]
 Derive = Callable[[Any], Iterable[Mapping[str, Any]]]
-"""Rows as dicts out of a record."""
+"""Derives rows, as dicts, from a record."""
 
 
 class ConsumedRecord(NamedTuple):
-    """A record with its place on Kafka. timestamp_ms: the log's."""
+    """A decoded record with its position on Kafka. timestamp_ms: log time."""
 
     topic_id: str
     partition: int
@@ -60,10 +64,14 @@ class ConsumedRecord(NamedTuple):
 class Table:
     """A Delta table.
 
-    record: `expanded` schema of the record whose fields are the first columns; None: `derived` makes the columns out of records.
-    more: columns behind them. finish: the values of both, given those of `record` and the record's headers.
-    key: columns that make a record one and the same wherever it lies; a second row with the same values is a re-sent
-    record. Empty: the place alone tells rows apart. stats: columns with file statistics, for pruning.
+    record: `expanded` schema of the record whose fields are the first columns, if any.
+    more: columns after them.
+    derived: functions that make rows from records, by record type; None: a row is a record.
+    finish: adds the values of `more`, given those of `record` and the record's headers.
+    key: columns that identify a record; a second row with the same values is a duplicate. Empty: the
+        position on Kafka identifies it.
+    stats: columns with file statistics, for pruning.
+    omit: paths of fields of the record that have no column.
     """
 
     name: str
@@ -77,7 +85,7 @@ class Table:
 
     @cached_property
     def records(self) -> frozenset[str]:
-        """Names of the records that it takes."""
+        """Names of the records that the table takes."""
         if self.derived is not None:
             return frozenset(c.__name__ for c in self.derived)
         return frozenset((self._record["name"],))
@@ -101,25 +109,32 @@ class Table:
 
     @cached_property
     def index(self) -> Mapping[str, int]:
-        """Column to its place in a row."""
+        """Column name to index in a row."""
         return {c.field.name: i for i, c in enumerate(self.columns)}
 
     @cached_property
     def key_of(self) -> Callable[[Row], tuple[Any, ...]]:
-        """The values of a row's key columns."""
+        """Return the values of a row's key columns."""
         at = [self.index[c] for c in self.key]
         return itemgetter(*at) if len(at) > 1 else lambda row: tuple(row[i] for i in at)
 
     def reads(self, writer: Schema) -> Read:
-        """A function from a value's bytes to what `row` takes. writer: `expanded`. Raises ValueError when that can't be compiled."""
+        """Return a function from the bytes of a value to the fields for `row`.
+
+        Args:
+            writer: `expanded` schema of the bytes.
+
+        Raises:
+            ValueError: it cannot be compiled.
+        """
         return reader_of(writer, self._record)
 
     def row(self, fields: Row, headers: Headers, place: Row) -> Row:
-        """A whole row, given the values of `record`'s fields."""
+        """Return a complete row, given the values of the fields of `record`."""
         return (self.finish(self, fields, headers) if self.finish is not None else fields) + place
 
     def rows_of(self, placed: ConsumedRecord) -> list[Row]:
-        """The rows of a record, with its place."""
+        """Return the rows of a record, with its position."""
         place = (placed.topic_id, placed.partition, placed.offset, placed.timestamp_ms)
         if self.derived is None:
             return [self.row(tupled(self._record, as_dict(placed.event)), placed.headers, place)]
@@ -132,27 +147,31 @@ class Table:
         return first + tuple(made.get(c.field.name) for c in self.more)
 
     def evolved(self, writer: Schema) -> Table:
-        """The table with columns for what a newer version of its record has besides; itself when there is nothing."""
+        """Return the table with columns for new fields of its record; itself if there are none."""
         if self.derived is not None:
             return self
         record = evolved(self._record, pruned(writer, self.omit))
         return self if record == self.record else replace(self, record=record)
 
     def upgraded(self, row: Row, former: Table) -> Row:
-        """A row of the table as it was before it was widened."""
+        """Convert a row of the former table, before `evolved`."""
         count = len(former._record["fields"])
         fields: Row = tupled(self._record, named(former._record, row[:count]))
         return fields + row[count:]
 
     def arrow(self, rows: Sequence[Row]) -> pa.Table:
-        """The rows as one Arrow table. Raises pa.ArrowException, ValueError, TypeError or OverflowError for a value out of range."""
+        """Convert rows to an Arrow table.
+
+        Raises:
+            pa.ArrowException, ValueError, TypeError, OverflowError: a value is out of range.
+        """
         columns = list(zip(*rows, strict=True)) or [()] * len(self.columns)
         arrays = [c.convert(values) for c, values in zip(self.columns, columns, strict=True)]
         return pa.Table.from_arrays(arrays, schema=self.schema)
 
 
 def tables_of(topics: Topics, topic: str) -> tuple[str, ...]:
-    """Names of the tables that a topic feeds; empty for a topic that the lake does not keep."""
+    """Return the tables that a topic feeds; () for a topic that the lake does not keep."""
     fed = {
         topics.steps: ("steps", "session_events", "failed_calls"),
         topics.rewards: ("rewards", "curation", "assessments"),
@@ -171,7 +190,7 @@ KAFKA_COLUMNS = (
     column(
         "kafka_topic_id",
         pa.string(),
-        "Id of the topic the record was read from: a topic made anew has another.",
+        "Id of the topic the record was read from; a recreated topic has another id.",
     ),
     column("kafka_partition", pa.int32(), "Partition the record was read from."),
     column("kafka_offset", pa.int64(), "Offset of the record in its partition."),
@@ -182,22 +201,22 @@ KAFKA_COLUMNS = (
 # -- rows
 
 
-def _whole_tokens(table: Table, fields: Row, headers: Headers) -> Row:
-    """A step whose packed fields are no whole number of values keeps its text and says why its tokens are missing."""
+def _drop_truncated_tokens(table: Table, fields: Row, headers: Headers) -> Row:
+    """Keep a step whose packed fields are truncated, without tokens but with the reason."""
     for name in ("prompt_token_ids", "response_token_ids", "response_logprobs"):
         packed = fields[table.index[name]]
         if packed is not None and len(packed) % 4:
-            mended = list(fields)
-            mended[table.index[name]] = None
-            mended[table.index["tokens_absent_reason"]] = (
+            repaired = list(fields)
+            repaired[table.index[name]] = None
+            repaired[table.index["tokens_absent_reason"]] = (
                 f"{name} has {len(packed)} bytes, not a multiple of 4"
             )
-            fields = tuple(mended)
+            fields = tuple(repaired)
     return fields
 
 
-def _payload_place(table: Table, fields: Row, headers: Headers) -> Row:
-    """With the payload's place, from the headers; null when a header is missing or no number."""
+def _add_payload_position(table: Table, fields: Row, headers: Headers) -> Row:
+    """Add the payload's position from the headers; null if a header is missing or invalid."""
     topic_id, *numbers = (
         headers.get(name, b"").decode("ascii", "replace") for name in _PAYLOAD_HEADERS
     )
@@ -231,22 +250,32 @@ def _admitted_rows(batch: records.ReadyBatch) -> Iterable[Mapping[str, Any]]:
         known = [r for r in rewards if r is not None]
         syncs = [m.oldest_sync_index for m in group.members if m.oldest_sync_index is not None]
         yield {
-            "run_id": batch.run_id, "channel": batch.channel, "group_id": group.group_id, "round": group.round,
-            "n": group.n, "admitted": True, "batch_seq": batch.batch_seq, "index": index, "whole_group": True,
+            "run_id": batch.run_id,
+            "channel": batch.channel,
+            "group_id": group.group_id,
+            "round": group.round,
+            "n": group.n,
+            "admitted": True,
+            "batch_seq": batch.batch_seq,
+            "index": index,
+            "whole_group": True,
             "trajectory_ids": [m.trajectory_id for m in group.members],
             "revisions": [m.revision for m in group.members],
-            "rewards": rewards, "reward_mean": fmean(known) if known else None,
+            "rewards": rewards,
+            "reward_mean": fmean(known) if known else None,
             "trainable_tokens": sum(m.trainable_tokens for m in group.members),
-            "oldest_sync_index": min(syncs, default=None), "staleness": [_staleness(batch, m) for m in group.members],
+            "oldest_sync_index": min(syncs, default=None),
+            "staleness": [_staleness(batch, m) for m in group.members],
             "admission_policy_version": batch.policy_version,
             "members": tupled(_members(), plain["members"]),
-        }  # fmt: skip
+        }
 
 
 def _staleness(batch: records.ReadyBatch, member: records.BatchMember) -> int | None:
-    """Versions between a member's oldest token and the version that its batch trains, as admission judges it.
+    """Return the versions between a member's oldest token and the one that its batch trains.
 
-    None: a validation batch, which trains nothing, or a member whose tokens have no sync index.
+    This is the staleness that admission checks. None: a validation batch, which trains nothing, or
+    a member whose tokens have no sync index.
     """
     if batch.channel == "val" or member.oldest_sync_index is None:
         return None
@@ -255,21 +284,40 @@ def _staleness(batch: records.ReadyBatch, member: records.BatchMember) -> int | 
 
 def _refused_rows(refused: records.Refused) -> Iterable[Mapping[str, Any]]:
     yield {
-        "run_id": refused.run_id, "channel": refused.channel, "group_id": refused.group_id, "round": refused.round,
-        "n": refused.n, "admitted": False, "whole_group": refused.whole_group, "reason": refused.reason,
-        "detail": refused.detail, "trajectory_ids": list(refused.trajectory_ids), "revisions": list(refused.revisions),
-    }  # fmt: skip
+        "run_id": refused.run_id,
+        "channel": refused.channel,
+        "group_id": refused.group_id,
+        "round": refused.round,
+        "n": refused.n,
+        "admitted": False,
+        "whole_group": refused.whole_group,
+        "reason": refused.reason,
+        "detail": refused.detail,
+        "trajectory_ids": list(refused.trajectory_ids),
+        "revisions": list(refused.revisions),
+    }
 
 
 def _policy_rows(event: Any) -> Iterable[Mapping[str, Any]]:
     match event:
         case records.AdmissionPolicy():
-            yield {"run_id": event.run_id, "kind": "policy", "admission_policy_version": event.policy_version,
-                   "policy_json": _json(event), "created_at": event.created_at}  # fmt: skip
+            yield {
+                "run_id": event.run_id,
+                "kind": "policy",
+                "admission_policy_version": event.policy_version,
+                "policy_json": _json(event),
+                "created_at": event.created_at,
+            }
         case records.PolicyApplied():
-            yield {"run_id": event.run_id, "kind": "policy_applied", "channel": event.channel,
-                   "admission_policy_version": event.policy.policy_version, "policy_json": _json(event.policy),
-                   "from_offset": event.from_offset, "created_at": event.policy.created_at}  # fmt: skip
+            yield {
+                "run_id": event.run_id,
+                "kind": "policy_applied",
+                "channel": event.channel,
+                "admission_policy_version": event.policy.policy_version,
+                "policy_json": _json(event.policy),
+                "from_offset": event.from_offset,
+                "created_at": event.policy.created_at,
+            }
         case records.RunEnded():
             yield {
                 "run_id": event.run_id,
@@ -288,7 +336,7 @@ def _json(event: Any) -> bytes:
 
 @cache
 def catalog() -> Mapping[str, Table]:
-    """Every table of the lake by name. `steps` comes first: a writer claims the lake there."""
+    """Return every table by name. `steps` comes first: a writer leases it first."""
     tables = (*_session_tables(), *_trajectory_tables(), *_admission_tables(), *_other_tables())
     return {t.name: t for t in tables}
 
@@ -305,7 +353,7 @@ def _schema_of(record: type, omit: tuple[str, ...] = ()) -> Schema:
 
 
 def _members() -> Schema:
-    """Schema of the members of a batch's group."""
+    """Return the schema of the members of a batch's group."""
     groups = next(f for f in _schema_of(records.ReadyBatch)["fields"] if f["name"] == "groups")
     return next(f for f in not_null(groups["type"])["items"]["fields"] if f["name"] == "members")[
         "type"
@@ -313,13 +361,13 @@ def _members() -> Schema:
 
 
 def _session_tables() -> Iterable[Table]:
-    """Written by gateways and people: ids are unique for ever, so a copied topic doubles nothing."""
+    """Tables of gateways and people: ids are globally unique, so a copied topic adds no rows."""
     key, stats = ("run_id", "event_id"), ("run_id", "trajectory_key")
     yield _table(
         "steps",
         records.Step,
         ("run_id", "step_id"),
-        finish=_whole_tokens,
+        finish=_drop_truncated_tokens,
         stats=("step_id", "group_id", *stats),
     )
     yield _table("session_events", records.SessionEvent, key, stats=stats)
@@ -330,7 +378,7 @@ def _session_tables() -> Iterable[Table]:
 
 
 def _trajectory_tables() -> Iterable[Table]:
-    """Derived by assemble: ids repeat when a topic is made anew, so the topic is part of the key."""
+    """Tables of assemble: ids repeat in a recreated topic, so its id is part of the key."""
     stats = ("run_id", "trajectory_id", "group_id", "closed_at")
     yield _table(
         "trajectories",
@@ -346,10 +394,10 @@ def _trajectory_tables() -> Iterable[Table]:
         "candidates",
         records.Candidate,
         ("kafka_topic_id", "run_id", "trajectory_id", "revision"),
-        finish=_payload_place,
+        finish=_add_payload_position,
         more=(
             column("payload_topic_id", pa.string(), "Id of the topic that holds the trajectory."),
-            column("payload_partition", pa.int32(), "Partition of the trajectory there."),
+            column("payload_partition", pa.int32(), "Partition of the trajectory in that topic."),
             column("payload_first_offset", pa.int64(), "Offset of its first part."),
             column("payload_last_offset", pa.int64(), "Offset of its last part, inclusive."),
         ),
@@ -358,7 +406,7 @@ def _trajectory_tables() -> Iterable[Table]:
 
 
 def _admission_tables() -> Iterable[Table]:
-    """Written by admit in transactions: nothing is ever re-sent, the place alone tells rows apart."""
+    """Tables of admission, written in transactions: offsets alone identify rows."""
     yield _table(
         "batches",
         records.ReadyBatch,
@@ -401,45 +449,47 @@ def _group_columns() -> tuple[Column, ...]:
     return (
         column("run_id", pa.string(), "Run the row belongs to."),
         column("channel", pa.string(), "Channel: train or val."),
-        column("group_id", pa.string(), "Group the row is of."),
+        column("group_id", pa.string(), "Group."),
         column("round", pa.int32(), "Round; null: refused before it had one."),
         column(
             "n",
             pa.int32(),
-            "Admitted: size the group was to have. Refused: replacements asked for.",
+            "Admitted: requested size of the group. Refused: requested replacements.",
         ),
         column("admitted", pa.bool_(), "True: in a batch. False: refused."),
         column("batch_seq", pa.int64(), "Batch it is in; null: refused."),
-        column("index", pa.int32(), "Place in the batch; null: refused."),
+        column("index", pa.int32(), "Index in the batch; null: refused."),
         column(
             "whole_group",
             pa.bool_(),
-            "False: only these members are refused, the round goes on; or a part of a group that one record does not take.",
+            "False: only these members are refused and the round goes on, or the record is one part "
+            "of a large group.",
         ),
         column("reason", pa.string(), "Why refused; null: admitted."),
         column("detail", pa.string(), "The reason with numbers."),
-        column("trajectory_ids", pa.list_(pa.string()), "Members, or who is refused."),
-        column("revisions", pa.list_(pa.int64()), "Candidate revision of each, same order."),
+        column("trajectory_ids", pa.list_(pa.string()), "Members, or the refused trajectories."),
+        column("revisions", pa.list_(pa.int64()), "Candidate revision of each member, same order."),
         column(
             "rewards",
             pa.list_(pa.float64()),
-            "Training reward of each, same order; null: it has none.",
+            "Training reward of each member, same order; null: none.",
         ),
-        column("reward_mean", pa.float64(), "Mean of the training rewards that are there."),
+        column("reward_mean", pa.float64(), "Mean of the training rewards that exist."),
         column("trainable_tokens", pa.int64(), "Trainable tokens of all members."),
         column("oldest_sync_index", pa.int64(), "Lowest sync index among the members' tokens."),
         column(
             "staleness",
             pa.list_(pa.int64()),
-            "Of each, same order: versions between its oldest trainable token and the version that this batch trains; null: in validation, or unknown.",
+            "Of each member, same order: versions between its oldest trainable token and the version "
+            "that this batch trains; null: validation, or unknown.",
         ),
         column("admission_policy_version", pa.int64(), _ADMITTED_BY),
         members,
     )
 
 
-_ADMITTED_BY = "Version of the admission policy that held; the policy itself is in `run_events`."
-_MEMBERS = "Members in full: revision, place of the payload, rewards."
+_ADMITTED_BY = "Version of the admission policy in force; the policy is in `run_events`."
+_MEMBERS = "Members in full: revision, position of the payload, rewards."
 
 
 def _other_tables() -> Iterable[Table]:
@@ -456,7 +506,9 @@ def _other_tables() -> Iterable[Table]:
         ),
         column("policy_json", pa.string(), "The policy in full.", text),
         column(
-            "from_offset", pa.int64(), "Candidate offset from which it holds, of policy_applied."
+            "from_offset",
+            pa.int64(),
+            "Candidate offset from which the policy applies, of policy_applied.",
         ),
         column("reason", pa.string(), "Why the run ended."),
         column("created_at", TIME, "Writer's wall clock.", partial(time, "us")),

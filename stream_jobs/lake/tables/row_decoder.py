@@ -1,4 +1,7 @@
-"""Values from Kafka as rows of the lake's tables, whatever version of us wrote them; what a newer version has besides becomes columns."""
+"""Decode Kafka values of any writer version into rows.
+
+Fields that only a newer version has become new columns.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ _HEADER, _CONFLUENT = 10, 5
 
 
 class WriterSchemas(Codec):
-    """A codec that keeps the schemas of all writers as they were announced, with their docs and logical types."""
+    """A codec that keeps announced schemas unchanged, with docs and logical types."""
 
     def __init__(self) -> None:
         self._announced: dict[bytes, Schema] = {}
@@ -37,7 +40,7 @@ class WriterSchemas(Codec):
         return fingerprint
 
     def schema_of(self, value: bytes) -> Schema:
-        """The schema by which a value that can be decoded was written."""
+        """Return the schema with which a decodable value was written."""
         return (
             self._announced[value[2:_HEADER]]
             if value[:2] == MAGIC
@@ -46,7 +49,10 @@ class WriterSchemas(Codec):
 
 
 class _Route(NamedTuple):
-    """How values with one header become rows. plain: (table, reader). by_record: tables whose rows are made of the decoded record."""
+    """How values with one schema become rows.
+
+    plain: (table, reader). by_record: tables whose rows are derived from the decoded record.
+    """
 
     name: str
     plain: tuple[tuple[str, Read], ...]
@@ -54,9 +60,10 @@ class _Route(NamedTuple):
 
 
 class RowDecoder:
-    """A function from a record of Kafka to its name and, for each table that takes it, the rows.
+    """Decode a Kafka record to its name and its rows for each table.
 
-    tables: by name, as they are now. widen: adds columns to one of them; False when that can't be; raises TooManyFields.
+    tables: current tables by name. add_columns: adds columns to one of them; returns False if they
+    conflict; raises TooManyFields.
     """
 
     def __init__(
@@ -78,7 +85,16 @@ class RowDecoder:
     def __call__(
         self, record: Record, topic_id: str, names: Sequence[str]
     ) -> tuple[str, list[tuple[str, list[Row]]]]:
-        """names: tables that the record's topic feeds. Raises Undecodable, TooManyFields, or UnknownSchema after a look-up."""
+        """Decode a record.
+
+        Args:
+            names: tables that the topic of the record feeds.
+
+        Raises:
+            Undecodable: the value is invalid.
+            UnknownSchema: its schema is not announced.
+            TooManyFields: its new columns are too many.
+        """
         value = record.value or b""
         body = _HEADER if value[:2] == MAGIC else _CONFLUENT
         route = self._routes.get(value[:body])
@@ -99,7 +115,7 @@ class RowDecoder:
         return route.name, out
 
     def _new_route(self, value: bytes | None, header: bytes) -> _Route:
-        """A table is asked once about a schema: to ask takes a look at its log."""
+        """Make a route; caches a refusal, because each attempt refreshes the table."""
         if header in self._refused:
             raise self._refused[header].with_traceback(None)
         try:
@@ -118,7 +134,7 @@ class RowDecoder:
         except (
             ValueError,
             RecursionError,
-        ):  # a type that contains itself, or is nested too deeply: only fastavro reads such
+        ):  # recursive or too deep: only fastavro reads such types
             writer = None
         for table in [t for t in self._tables.values() if name in t.records]:
             read = (
@@ -131,7 +147,10 @@ class RowDecoder:
         return _Route(name, tuple(plain), tuple(by_record))
 
     def _reader(self, table: Table, writer: Schema) -> Read | None:
-        """What reads a table's columns, with those that it lacked, which are added. None: types that resolve, but not here."""
+        """Return a reader of a table's columns, after adding the columns that it lacks.
+
+        None: only fastavro resolves the types.
+        """
         try:
             wider = table.evolved(writer)
             read = wider.reads(writer)

@@ -1,4 +1,4 @@
-"""Rows of the lake as the records they came from: the way back of `stream_jobs.lake.tables.arrow_columns`. Pure."""
+"""Convert rows back to records, the inverse of `stream_jobs.lake.tables.arrow_columns`. Pure."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _MICROS = {"timestamp-millis": 1000, "timestamp-micros": 1}
 
 
 def events_of(record: type, rows: pa.Table) -> Iterator[Any]:
-    """The records of a table's rows, in order. A column that the table does not have is as its field's default.
+    """Yield the records of a table's rows, in order.
 
-    Bytes that were no UTF-8 come back as the lake has them; all else is what was written.
+    A missing column has the default of its field. Invalid UTF-8 comes back as stored in the lake.
     """
     names = [f.name for f in dataclasses.fields(record) if f.name in rows.column_names]
     columns = [_values(record, name, rows.column(name)) for name in names]
@@ -29,7 +29,7 @@ def events_of(record: type, rows: pa.Table) -> Iterator[Any]:
 
 
 def _values(record: type, name: str, column: pa.ChunkedArray) -> list[Any]:
-    """A column's values as the record's field has them; None is absent."""
+    """Convert the values of a column to those of the record's field; None is absent."""
     field = next(f for f in shipped(record.__name__)["fields"] if f["name"] == name)
     kind = field["type"]
     if isinstance(kind, list):
@@ -48,7 +48,7 @@ def _values(record: type, name: str, column: pa.ChunkedArray) -> list[Any]:
 
 
 def _packed(lists: pa.ListArray) -> Iterator[bytes | None]:
-    """Each list as packed bytes: slices of the items' buffer, 4 bytes each; no value is touched by Python."""
+    """Yield each list as packed bytes: slices of the item buffer, 4 bytes per item."""
     values = lists.values
     _, data = values.buffers()
     whole = memoryview(data if data is not None else b"")
@@ -60,7 +60,7 @@ def _packed(lists: pa.ListArray) -> Iterator[bytes | None]:
 
 @cache
 def _converter(hint: Any) -> Callable[[Any], Any]:
-    """A function from what Arrow gives to what the record has: structs to records, lists to tuples."""
+    """Return a function from Arrow values to record values: structs to records, lists to tuples."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         (inner,) = (a for a in typing.get_args(hint) if a is not type(None))
         return _converter(inner)
