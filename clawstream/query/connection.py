@@ -1,17 +1,22 @@
-"""SQL over the lake, embedded: every table, and the views that analysts want. The only file that imports duckdb.
+"""Query the lake in SQL with an embedded DuckDB. The only module that imports duckdb.
 
-`<table>_raw` is a table as it was written (append-only, every revision, times with zone). The plain names are views with times in
-UTC; these say more than their table:
+`<table>_raw` is a table as it was written (append-only, every revision, times with zone). The plain
+names are views with times in UTC; these have other columns than their table:
 
-    trajectories  one row a closed trajectory: its newest candidate revision with its reward, joined with the payload's metadata
-    steps         with the trajectory they ended in, their index there, and their marks (late, duplicate, retried)
-    rewards       the one that counts for each target, source and name: the highest revision, among equals the first on the log
-    curation      with the trajectory id, also when only the key or a step was given; null until the trajectory of a step is known
+    trajectories  one row per closed trajectory: its newest candidate revision with its reward,
+                  joined with the metadata of the payload
+    steps         with the trajectory they ended in, their index in it, and their marks (late,
+                  duplicate, retried)
+    rewards       the valid one per target, source and name: the highest revision, of equal ones the
+                  first on the log
+    curation      with the trajectory id, also if only the key or a step was given; null until the
+                  trajectory of a step is known
 
-Of quality: `assessments` (the newest of each trajectory), and what `clawstream.query.quality_views` makes of them. Of lineage (`clawstream.query.lineage_views`): `lineage_versions`, `lineage_steps`, `lineage_tokens`.
+Quality: `assessments` (the newest of each trajectory) and `clawstream.query.quality_views`. Lineage
+(`clawstream.query.lineage_views`): `lineage_versions`, `lineage_steps`, `lineage_tokens`.
 
-A connection can read nothing else: no files, no network, no settings. Memory and time are bounded by the process around it
-(`clawstream.query.sandbox`).
+A connection can read nothing else: no files, no network, no settings. The process around it bounds
+memory and time (`clawstream.query.sandbox`).
 """
 
 from __future__ import annotations
@@ -36,9 +41,9 @@ from stream_jobs.lake.tables.arrow_columns import TIME, merged
 from stream_jobs.lake.tables.catalog import Table, catalog
 
 THREADS = min(8, os.cpu_count() or 1)
-"""Each takes address space, which is limited."""
+"""Each thread takes address space, which is limited."""
 _AT_CONNECT = {
-    "temp_directory": "",  # the default, `.tmp` in the working directory, can be read, written and attached to
+    "temp_directory": "",  # the default, `.tmp` in the working directory, is accessible to SQL
     "threads": str(THREADS),
     "autoload_known_extensions": "false",
     "autoinstall_known_extensions": "false",
@@ -51,7 +56,7 @@ _AT_LAST = (
     "SET enable_external_access = false",
     "SET lock_configuration = true",
 )
-"""In this order, once there is nothing more to be made: each takes away what the one before it needed."""
+"""In this order, after the views exist: each statement removes what the previous ones needed."""
 
 
 def connect(
@@ -59,10 +64,14 @@ def connect(
     versions: Mapping[str, int | None] | None = None,
     with_comments: bool = False,
 ) -> Any:
-    """A DuckDB connection to the lake of `settings`. Use it itself: its cursors do not see the tables.
+    """Connect to the lake. Use the connection itself: its cursors do not see the tables.
 
-    versions: table to Delta version, for tables to be read as they were then; None: empty. Raises LakeMissing.
-    with_comments: `duckdb_columns()` has the columns' descriptions, for a quarter of a second more.
+    Args:
+        versions: table to Delta version, to read tables as of then; None: empty.
+        with_comments: give `duckdb_columns()` the descriptions of columns, which takes 0.25 s more.
+
+    Raises:
+        LakeMissing: there is no lake, or no such table or version.
     """
     versions = dict(versions or {})
     unknown = versions.keys() - catalog().keys()
@@ -86,7 +95,7 @@ def connect(
 
 
 def connect_empty() -> Any:
-    """A connection to a lake without rows: all tables and views with the columns of this release."""
+    """Connect to an empty lake: tables and views with the columns of this release."""
     return _with_views(
         dict.fromkeys(catalog()), {}, LakeSettings().sql_memory_mb, with_comments=True
     )
@@ -98,7 +107,7 @@ def _with_views(
     memory_mb: int,
     with_comments: bool,
 ) -> Any:
-    """A connection with the tables, given as datasets (None: empty), and the views, in which nothing can be changed."""
+    """Create a locked connection with views and tables, given as datasets (None: empty)."""
     memory = {"memory_limit": f"{memory_mb}MiB"}
     connection = duckdb.connect(":memory:", config=_AT_CONNECT | memory)
     connection.execute("SET TimeZone = 'UTC'")
@@ -124,7 +133,7 @@ def _with_views(
 
 
 def _columns(connection: Any) -> list[tuple[str, str]]:
-    """Every view with each of its columns."""
+    """Return (view, column) of all views."""
     found: list[tuple[str, str]] = connection.execute(
         "SELECT table_name, column_name FROM duckdb_columns() WHERE NOT internal"
     ).fetchall()
@@ -132,16 +141,16 @@ def _columns(connection: Any) -> list[tuple[str, str]]:
 
 
 def _register_damaged(connection: Any, name: str, why: LakeDamaged) -> None:
-    """A table that can't be read: a query that needs a row of it fails and says why, others do not notice."""
-    none = catalog()[name].schema
-    connection.register(f"{name}_damaged", pa.Table.from_pylist([{}], schema=none))
-    told = str(why).replace("'", "''")
-    fails = f"CASE WHEN kafka_offset IS NULL THEN error('{told}')::BOOLEAN ELSE true END"
+    """Register a damaged table: only queries that need a row of it fail, with the reason."""
+    schema = catalog()[name].schema
+    connection.register(f"{name}_damaged", pa.Table.from_pylist([{}], schema=schema))
+    message = str(why).replace("'", "''")
+    fails = f"CASE WHEN kafka_offset IS NULL THEN error('{message}')::BOOLEAN ELSE true END"
     connection.execute(f"CREATE TEMP VIEW {name}_raw AS SELECT * FROM {name}_damaged WHERE {fails}")
 
 
 def _open(settings: Settings, name: str, version: int | None) -> Any | None:
-    """The table as a dataset; None when an older release made the lake, without that table."""
+    """Open a table as a dataset; None if an older release created the lake without it."""
     options = settings.lake.storage_options
     try:
         table = open_table(settings.lake_uri, name, options, version)
@@ -158,7 +167,7 @@ def _open(settings: Settings, name: str, version: int | None) -> Any | None:
 
 
 def _with_schema(found: Any, schema: pa.Schema) -> Any:
-    """The dataset with more columns or more fields inside structs, which are null where a file lacks them."""
+    """Add columns and fields of structs to a dataset, null where a file lacks them."""
     try:
         return found.replace_schema(schema)
     except pa.ArrowTypeError:  # takes more columns only; a file's own schema need not fit
@@ -173,23 +182,25 @@ def _times(names: Iterable[str], prefix: str = "") -> str:
 
 
 def _utc(table: Table) -> str:
-    """The table with times as plain UTC timestamps, which every client can show."""
+    """Select a table with times as plain UTC timestamps, which every client can show."""
     names = [f.name for f in table.schema if f.type == TIME]
     return f"SELECT * REPLACE ({_times(names)}) FROM {table.name}_raw"
 
 
 def _targets(table: str) -> str:
-    """A table of rewards or marks with what each is of: `of_trajectory`, `of_step`; `may_be`, until that trajectory is known.
+    """Return CTEs that resolve the targets of rewards or curations.
 
-    With a key that the gateway made a step says which trajectory is meant; with that key as trajectory id, all of that trajectory.
+    Columns: `of_trajectory`, `of_step`, and `may_be` until the trajectory is known. For a key that
+    the gateway assigned, the step determines the trajectory; that key as trajectory id means the
+    whole trajectory.
     """
     return f"""
-        places AS (
+        step_locations AS (
             SELECT run_id, step_id, max_by(trajectory_id, kafka_timestamp) AS trajectory_id FROM (
                 SELECT run_id, unnest(steps).step_id AS step_id, trajectory_id, kafka_timestamp FROM trajectories_raw
                 UNION ALL SELECT run_id, step_id, trajectory_id, kafka_timestamp FROM step_marks_raw
             ) GROUP BY ALL
-        ), said AS (
+        ), keyed AS (
             SELECT *, regexp_full_match(trajectory_key, '{UNNAMED_KEY.pattern}') AS unnamed,
                    coalesce(trajectory_id, trajectory_key) = trajectory_key AS by_key FROM {table}_raw
         ), targets AS (
@@ -199,11 +210,14 @@ def _targets(table: str) -> str:
                    CASE WHEN s.unnamed AND s.trajectory_id = s.trajectory_key AND p.trajectory_id IS NOT NULL THEN NULL
                         ELSE s.step_id END AS of_step,
                    coalesce(of_trajectory, s.trajectory_id) AS may_be
-            FROM said s LEFT JOIN places p ON p.run_id = s.run_id AND p.step_id = s.step_id
+            FROM keyed s LEFT JOIN step_locations p ON p.run_id = s.run_id AND p.step_id = s.step_id
         )"""
 
 
-_FOUND = "EXCLUDE (of_trajectory, of_step, may_be) REPLACE (of_trajectory AS trajectory_id, of_step AS step_id, "
+_TARGET_COLUMNS = (
+    "EXCLUDE (of_trajectory, of_step, may_be) "
+    "REPLACE (of_trajectory AS trajectory_id, of_step AS step_id, "
+)
 
 _VIEWS = {
     "trajectories": f"""
@@ -244,14 +258,14 @@ _VIEWS = {
              LEFT JOIN later l ON l.run_id = s.run_id AND l.step_id = s.step_id""",
     "rewards": f"""
         WITH {_targets("rewards")}
-        SELECT * {_FOUND}{_times(("created_at", "kafka_timestamp"))})
+        SELECT * {_TARGET_COLUMNS}{_times(("created_at", "kafka_timestamp"))})
         FROM targets
         QUALIFY row_number() OVER (
             PARTITION BY run_id, trajectory_key, may_be, of_step, source, name
             ORDER BY reward_revision DESC, targets.kafka_timestamp, kafka_offset) = 1""",
     "curation": f"""
         WITH {_targets("curation")}
-        SELECT * {_FOUND}{_times(("created_at", "kafka_timestamp"))}) FROM targets""",
+        SELECT * {_TARGET_COLUMNS}{_times(("created_at", "kafka_timestamp"))}) FROM targets""",
     "assessments": quality_views.ASSESSMENTS,
 }  # fmt: skip
 
@@ -259,9 +273,12 @@ _VIEWS = {
 def batches_of(
     connection: Any, query: str, rows: int
 ) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
-    """The answer to a query as record batches of so many rows. Raises SqlError, MemoryError; so does the iterator.
+    """Run a query and return its result as record batches of `rows` rows.
 
-    A statement that has no result has a schema without fields.
+    A statement without a result has a schema without fields.
+
+    Raises:
+        SqlError, MemoryError: also while the iterator is read.
     """
     with _translated_errors():
         relation = connection.sql(query)
@@ -277,14 +294,14 @@ def _batches(reader: pa.RecordBatchReader) -> Iterator[pa.RecordBatch]:
 
 
 def rows_of(connection: Any, query: str, parameters: Mapping[str, Any]) -> list[tuple[Any, ...]]:
-    """All rows of a query. Raises SqlError."""
+    """Return all rows of a query. Raises SqlError."""
     with _translated_errors():
         found: list[tuple[Any, ...]] = connection.execute(query, dict(parameters)).fetchall()
     return found
 
 
 def table_at_fault(error: SqlError) -> str | None:
-    """The table whose files could not be read; None: it was not that."""
+    """Return the table whose files could not be read; None for another error."""
     found = re.search(r"registered as '(\w+)_raw' failed", str(error))
     return found[1] if found is not None else None
 

@@ -1,4 +1,4 @@
-"""Curation by query: trajectories or steps that SQL over the lake finds get a mark of a person's."""
+"""Curate the trajectories or steps that a SQL condition selects."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from schemas.records import Curation
 from schemas.settings import Settings
 from stream_jobs.errors import StreamJobError
 
-Of = Literal["trajectories", "steps"]
-AT_ONCE = 10_000
+TargetKind = Literal["trajectories", "steps"]
+FLUSH_RECORDS = 10_000
 TAGS_MAX = 32
 NAME_CHARS = 200
 
@@ -29,11 +29,14 @@ _FROM = {
 
 
 class InvalidCurationMark(StreamJobError):
-    """A mark that says nothing, or what it must not say. The message names the field."""
+    """A curation mark is empty or invalid. The message names the field."""
 
 
 class Target(NamedTuple):
-    """What is marked. step_id None: the whole trajectory. admitted: in a batch already, so a mark on it is late."""
+    """The target of a mark. step_id: None for the whole trajectory.
+
+    admitted: the trajectory is in a batch already, so a mark comes too late for training.
+    """
 
     run_id: str
     trajectory_id: str
@@ -43,7 +46,7 @@ class Target(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CurationMark:
-    """What is said of each; None stays as it was. Raises InvalidCurationMark."""
+    """Values to set; None keeps a value. Raises InvalidCurationMark."""
 
     by: str
     quality: float | None = None
@@ -58,7 +61,9 @@ class CurationMark:
             and self.tags is None
             and self.note is None
         ):
-            raise InvalidCurationMark("nothing to say: give a quality, trainable, a tag or a note")
+            raise InvalidCurationMark(
+                "the mark is empty: give a quality, trainable, a tag or a note"
+            )
         if self.quality is not None and not 0 <= self.quality <= 1:
             raise InvalidCurationMark(f"quality: {self.quality:g} is not in [0, 1]")
         if len(self.tags or ()) > TAGS_MAX or any(
@@ -69,7 +74,7 @@ class CurationMark:
             )
 
     def of(self, target: Target) -> Curation:
-        """The record. Said again it counts again: the last mark holds."""
+        """Return the record for a target. Each record counts: the last mark holds."""
         key = key_of_trajectory(target.trajectory_id)
         return Curation(
             event_id=new_event_id(),
@@ -86,14 +91,22 @@ class CurationMark:
         )
 
 
-def targets(sql: Any, of: Of, where: str, run_id: str | None = None) -> list[Target]:
-    """What the condition holds for, in order of their ids. sql: of `clawstream.query.connection.connect`. Raises SqlError.
+def targets(sql: Any, of: TargetKind, where: str, run_id: str | None = None) -> list[Target]:
+    """Return the targets that a condition selects, ordered by their ids.
 
-    where: over the columns of the view `trajectories`, or of `steps` with `quality` and `assessed_quality`.
+    Args:
+        sql: connection of `clawstream.query.connection.connect`.
+        where: condition over the view `trajectories`, or over `steps` with `quality` and
+            `assessed_quality`.
+
+    Raises:
+        SqlError: the condition is invalid.
     """
     query = f"""
-        WITH found AS (SELECT DISTINCT run_id, trajectory_id, step_id FROM ({_FROM[of]}) WHERE ({where}\n)),
-        done AS (SELECT DISTINCT run_id, unnest(trajectory_ids) AS trajectory_id FROM groups WHERE admitted)
+        WITH found AS (
+            SELECT DISTINCT run_id, trajectory_id, step_id FROM ({_FROM[of]}) WHERE ({where}\n)),
+        done AS (
+            SELECT DISTINCT run_id, unnest(trajectory_ids) AS trajectory_id FROM groups WHERE admitted)
         SELECT f.run_id, f.trajectory_id, f.step_id, d.trajectory_id IS NOT NULL
         FROM found f LEFT JOIN done d ON d.run_id = f.run_id AND d.trajectory_id = f.trajectory_id
         WHERE $run IS NULL OR f.run_id = $run ORDER BY ALL"""
@@ -101,20 +114,24 @@ def targets(sql: Any, of: Of, where: str, run_id: str | None = None) -> list[Tar
 
 
 def send(settings: Settings, cluster: Cluster, mark: CurationMark, found: Iterable[Target]) -> int:
-    """Put the mark on each; all are acknowledged when it returns. Returns how many. Raises Unavailable: then some may be there."""
+    """Publish a mark for each target and return their number, once all are acknowledged.
+
+    Raises:
+        Unavailable: Kafka does not answer; some marks may be published.
+    """
     topics, codec, sent = settings.kafka.topics, Codec(), 0
     publish_schemas(cluster, topics.schemas)
     producer = cluster.producer()
-    for some in _runs(list(found)):
-        for target in some:
+    for chunk in _chunks(list(found)):
+        for target in chunk:
             record = mark.of(target)
             producer.put(topics.rewards, record.trajectory_key.encode(), codec.encode(record))
         producer.flush()
-        sent += len(some)
+        sent += len(chunk)
     producer.close()
     return sent
 
 
-def _runs(found: Sequence[Target]) -> Iterator[Sequence[Target]]:
-    for at in range(0, len(found), AT_ONCE):
-        yield found[at : at + AT_ONCE]
+def _chunks(found: Sequence[Target]) -> Iterator[Sequence[Target]]:
+    for at in range(0, len(found), FLUSH_RECORDS):
+        yield found[at : at + FLUSH_RECORDS]

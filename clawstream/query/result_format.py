@@ -1,4 +1,4 @@
-"""Writes the rows of an answer for people or for programs: a table, JSON, CSV or Parquet. Reads a stream, keeps little of it."""
+"""Write query results as a table, JSON, CSV or Parquet. Streams rows, keeps few of them."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import pyarrow.parquet as pq
 
 Format = Literal["table", "json", "csv", "parquet"]
 MAX_CELL = 80
-"""Characters of a cell in a table for the terminal; the other formats have all of it."""
+"""Maximum characters of a cell in a table; the other formats have all of it."""
 WIDTH_ROWS = 1000
-"""Rows that decide how wide the columns of a table are; a wider cell further down pushes its line out."""
+"""Rows that determine the column widths of a table; later, wider cells break alignment."""
 
 Row = Sequence[Any]
 
@@ -25,22 +25,22 @@ Row = Sequence[Any]
 def as_text(
     names: Sequence[str], rows: Iterable[Row], fmt: Literal["table", "json", "csv"] = "table"
 ) -> str:
-    """Rows as one text."""
+    """Return rows as one text."""
     return "".join(_TEXT[fmt](names, rows))
 
 
 def write(out: BinaryIO, schema: pa.Schema, batches: Iterable[pa.RecordBatch], fmt: Format) -> None:
-    """Write an answer as it arrives. Text ends with a line end."""
+    """Write a result as it arrives. Text ends with a newline."""
     if fmt == "parquet":
         _write_parquet(out, schema, batches)
         return
-    for piece in _TEXT[fmt](schema.names, rows_of(batches)):
-        out.write(piece.encode())
+    for chunk in _TEXT[fmt](schema.names, rows_of(batches)):
+        out.write(chunk.encode())
     out.write(b"\n")
 
 
 def rows_of(batches: Iterable[pa.RecordBatch]) -> Iterator[Row]:
-    """The rows of record batches as Python values: a map is a dict, a whole number of any size an int."""
+    """Yield rows as Python values: a map is a dict, an integer of any size an int."""
     for batch in batches:
         yield from zip(*map(_values, batch.columns), strict=True)
 
@@ -53,8 +53,8 @@ def _values(column: pa.Array) -> list[Any]:
 
 
 def _table(names: Sequence[str], rows: Iterable[Row]) -> Iterator[str]:
-    coming = iter(rows)
-    first = list(islice(coming, WIDTH_ROWS))
+    remaining = iter(rows)
+    first = list(islice(remaining, WIDTH_ROWS))
     cells = [[_cell(v) for v in row] for row in first]
     widths = [
         max(len(n), *(len(row[i]) for row in cells)) if cells else len(n)
@@ -72,7 +72,7 @@ def _table(names: Sequence[str], rows: Iterable[Row]) -> Iterator[str]:
 
     yield f"{line(names)}\n{'  '.join('-' * w for w in widths)}\n"
     count = 0
-    for row in chain(cells, ([_cell(v) for v in row] for row in coming)):
+    for row in chain(cells, ([_cell(v) for v in row] for row in remaining)):
         count += 1
         yield line(row) + "\n"
     yield f"({count} row{'' if count == 1 else 's'})"
@@ -104,17 +104,17 @@ def _csv(names: Sequence[str], rows: Iterable[Row]) -> Iterator[str]:
 
 
 def _nested(value: Any) -> Any:
-    """A list, struct or map as JSON; bytes as hexadecimal digits; anything else as it is."""
+    """Encode lists, structs and maps as JSON, bytes as hexadecimal digits; keep other values."""
     if isinstance(value, list | dict):
         return _dumped(value)
     return value.hex() if isinstance(value, bytes) else value
 
 
 def _dumped(value: Any) -> str:
-    return json.dumps(value, default=_plain, ensure_ascii=False)
+    return json.dumps(value, default=_encode_other, ensure_ascii=False)
 
 
-def _plain(value: Any) -> int | str:
+def _encode_other(value: Any) -> int | str:
     if isinstance(value, Decimal) and value.as_tuple().exponent == 0:
         return int(value)
     return value.hex() if isinstance(value, bytes) else str(value)
@@ -125,8 +125,8 @@ _TEXT: Mapping[str, Callable[[Sequence[str], Iterable[Row]], Iterator[str]]] = {
 }  # fmt: skip
 
 
-class _Counted(io.RawIOBase):
-    """A pipe that knows how much was written to it, which is all that a Parquet file needs to know of its place."""
+class _CountingPipe(io.RawIOBase):
+    """A pipe that counts written bytes, the only position that a Parquet writer needs."""
 
     def __init__(self, out: BinaryIO) -> None:
         self._out, self._at = out, 0
@@ -145,7 +145,7 @@ class _Counted(io.RawIOBase):
 
 def _write_parquet(out: BinaryIO, schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> None:
     with pq.ParquetWriter(
-        pa.PythonFile(_Counted(out), mode="w"), schema, compression="zstd"
+        pa.PythonFile(_CountingPipe(out), mode="w"), schema, compression="zstd"
     ) as writer:
         for batch in batches:
             writer.write_batch(batch)

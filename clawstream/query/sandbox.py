@@ -1,7 +1,8 @@
-"""Asks a query in a process of its own, `clawstream.query.sandbox_process`, and reads the answer as it comes.
+"""Run a query in a process of its own, `clawstream.query.sandbox_process`, and stream its result.
 
-The process is ended when it takes longer than `lake.sql_timeout_s`, when the caller stops reading, and with the caller. Time in
-which the caller does something else, such as waiting for a reader of its own output, is not counted.
+The process ends when it exceeds `lake.sql_timeout_s`, when the caller stops reading, and with the
+caller. Time in which the caller does something else, such as waiting for its own output, does not
+count.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from schemas.settings import LakeSettings, Settings
 from stream_jobs.errors import SqlError
 
 _END_S = 5.0
-"""How long a process that has closed its answer may take to end."""
+"""Seconds that a process may take to end after it closed its result."""
 
 
 class _Pipe(io.RawIOBase):
-    """The reading end of a pipe, for which a reader waits so long in all. Raises SqlError after that."""
+    """The reading end of a pipe with a total wait limit. Raises SqlError beyond it."""
 
     def __init__(self, fd: int, timeout_s: float) -> None:
         self._fd, self._timeout_s, self._left_s = fd, timeout_s, timeout_s
@@ -54,17 +55,17 @@ class _Pipe(io.RawIOBase):
         super().close()
 
 
-class Answer:
-    """The record batches of an answer, each read when it is asked for.
+class QueryResult:
+    """The record batches of a result, each read on demand.
 
-    schema: of the batches; without fields when the statement has no result.
+    schema: of the batches; without fields if the statement has no result.
     """
 
     def __init__(
-        self, process: subprocess.Popen[bytes], said: IO[bytes], settings: Settings
+        self, process: subprocess.Popen[bytes], errors: IO[bytes], settings: Settings
     ) -> None:
         assert process.stdout is not None
-        self._process, self._said, self._lake = process, said, settings.lake
+        self._process, self._errors, self._lake = process, errors, settings.lake
         pipe = io.BufferedReader(_Pipe(process.stdout.fileno(), settings.lake.sql_timeout_s))
         try:
             self._reader = pa.ipc.open_stream(pa.PythonFile(pipe, mode="r"))
@@ -77,15 +78,15 @@ class Answer:
             yield from self._reader
         except (pa.ArrowException, OSError) as e:
             raise self._failure() or e from e
-        failure = self._failure()  # a stream that ends between two batches looks whole
+        failure = self._failure()  # a stream that ends between two batches looks complete
         if failure is not None:
             raise failure
 
     def _failure(self) -> SqlError | None:
-        """Why the answer ended early; None: it is whole. Its process has closed it and ends."""
-        told = self._said.read()
-        if told:
-            return SqlError(json.loads(told)["message"])
+        """Return why the result ended early; None if it is complete."""
+        message = self._errors.read()
+        if message:
+            return SqlError(json.loads(message)["message"])
         code = self._process.wait(_END_S)
         if code == -signal.SIGXCPU:
             return SqlError(_too_slow(self._lake.sql_timeout_s))
@@ -96,16 +97,19 @@ class Answer:
 
 
 def too_large(lake: LakeSettings) -> str:
-    """What to say of a query that needs more memory than there is for it."""
-    return f"the query needs more than lake.sql_memory_mb={lake.sql_memory_mb}: narrow it, or allow more"
+    """Return the error message of a query that needs more memory than its limit."""
+    return (
+        f"the query needs more than lake.sql_memory_mb={lake.sql_memory_mb}: "
+        "narrow it, or raise the limit"
+    )
 
 
 def _too_slow(timeout_s: float) -> str:
-    return f"the query took longer than lake.sql_timeout_s={timeout_s:g}: narrow it, or allow more"
+    return f"the query took longer than lake.sql_timeout_s={timeout_s:g}: narrow it, or raise it"
 
 
 def run_sql(settings: Settings, query: str, fmt: Format = "table", at: str | None = None) -> str:
-    """Answer one query as text. Arguments and errors: of `write_sql`."""
+    """Run one query and return its result as text. Arguments and errors: see `write_sql`."""
     out = io.BytesIO()
     write_sql(settings, query, out, fmt, at)
     return out.getvalue().decode().removesuffix("\n")
@@ -119,14 +123,15 @@ def write_sql(
     at: str | None = None,
     worker: QueryProcess | None = None,
 ) -> None:
-    """Write the answer to a query while it comes.
+    """Write the result of a query as it arrives.
 
     Args:
-        at: a named snapshot, a file with a snapshot, or a time; all tables are read as they were then.
-        worker: one that was started before and was not used yet.
+        at: a named snapshot, a snapshot file, or a time, as of which all tables are read.
+        worker: a process that was started before and not used yet.
 
     Raises:
-        SqlError: the query is wrong, asks for what a query may not do, takes too much memory or time, or the lake can't be read.
+        SqlError: the query is wrong or not permitted, exceeds memory or time, or the lake cannot be
+            read.
     """
     with answer(settings, query, at, worker) as reader:
         write(out, reader.schema, reader, fmt)
@@ -135,13 +140,14 @@ def write_sql(
 @contextmanager
 def answer(
     settings: Settings, query: str, at: str | None = None, worker: QueryProcess | None = None
-) -> Iterator[Answer]:
-    """The answer to a query; its process ends with the context. Raises SqlError here or while it is read.
+) -> Iterator[QueryResult]:
+    """Run a query; its process ends with the context.
 
-    worker: one that was started before and was not used yet.
+    Raises:
+        SqlError: as in `write_sql`; also while the result is read.
     """
     with worker or QueryProcess() as process:
         process.send_request(
             {"settings": settings.model_dump(mode="json"), "query": query, "at": at}
         )
-        yield Answer(process.process, process.errors, settings)
+        yield QueryResult(process.process, process.errors, settings)

@@ -1,7 +1,7 @@
-"""The process that answers one query, `clawstream.query.sandbox_process`, as its caller starts, asks and ends it.
+"""Start, ask and end `clawstream.query.sandbox_process`, the process that runs one query.
 
-It takes a second to import its libraries, so it can be started before its caller has settings or a query, and before the caller
-imports its own: this module imports none.
+Its imports take a second, so it can start before its caller has settings or a query and before the
+caller's own imports: this module imports no large library.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ for _name in ("pyarrow", "duckdb", "deltalake"):
 
 _COMMAND = (sys.executable, "-P", "-m", "clawstream.query.sandbox_process")
 _ENVIRONMENT = {"ARROW_DEFAULT_MEMORY_POOL": "system", "MALLOC_ARENA_MAX": "2"}
-"""Address space is limited: allocators that reserve much of it in advance would use it up."""
+"""Address space is limited: some allocators would reserve too much of it in advance."""
 
 
 class QueryProcess:
-    """A process that waits for a request. It ends with the context.
+    """A process that waits for one request and ends with the context.
 
-    process: its standard output has the answer. told: what it says on failure, until it ends.
+    process: its standard output is the result. errors: its error message, if it fails.
     """
 
     def __init__(self) -> None:
@@ -45,12 +45,12 @@ class QueryProcess:
         os.close(writing)
 
     def send_request(self, request: Mapping[str, Any]) -> None:
-        """Send the only request."""
+        """Send the request."""
         assert self.process.stdin is not None
         with (
             suppress(BrokenPipeError),
             self.process.stdin as stdin,
-        ):  # why it has ended is told elsewhere
+        ):  # `errors` has the reason
             stdin.write(json.dumps(request).encode())
 
     def __enter__(self) -> Self:

@@ -1,14 +1,18 @@
-"""The process that answers one query: `python -m clawstream.query.sandbox_process STATUS_FD`, started by `clawstream.query.sandbox_launch`.
+"""Run one query: `python -m clawstream.query.sandbox_process STATUS_FD`.
 
-DuckDB's own settings close every file and the network (`clawstream.query.connection.connect`). They do not bound memory and time: one
-function call may allocate beyond `memory_limit` and hear no interrupt. So the operating system does: this process may take so
-much address space and processor time, may write no file, and ends with the process that started it (`runtime.process.child`).
+Started by `clawstream.query.sandbox_launch`. DuckDB's own settings deny all files and the network
+(`clawstream.query.connection.connect`). They do not bound memory and time: one function call may
+allocate beyond `memory_limit` and ignore interrupts. So the operating system limits the address
+space and CPU time of this process and forbids file writes; it ends with the process that started it
+(`runtime.process.child`).
 
-1. The request comes as JSON on standard input: not as arguments, which everyone can read, and it may hold credentials.
-   It may come long after the start: who asks starts this process first, so that both import their libraries at the same time.
-2. Tables are opened and views are made. From then on the limits hold, and only then the query is looked at.
-3. The answer goes to standard output as an Arrow stream, a batch at a time, as fast as it is read.
-4. An error goes to STATUS_FD as JSON, `{"message"}`; nothing there and exit code 0: the answer is whole.
+1. The request is JSON on standard input, not arguments: those are visible to every user, and it may
+   hold credentials. It may come long after the start, because the caller starts this process first
+   so that both import their libraries at the same time.
+2. The process opens tables and creates views, then sets its limits, and only then reads the query.
+3. The result goes to standard output as an Arrow stream, one batch at a time, as it is read.
+4. An error goes to STATUS_FD as JSON, `{"message"}`. No error and exit code 0: the result is
+   complete.
 """
 
 from __future__ import annotations
@@ -33,23 +37,22 @@ from stream_jobs.lake.delta.table import open_table, table_damage
 
 BATCH_ROWS = 1024
 _MESSAGE_BYTES = 16_000
-"""A message always fits the pipe, so that writing it never waits."""
+"""A message always fits the pipe, so writing it never blocks."""
 
 
 def main() -> None:
-    """Answer the request on standard input."""
+    """Run the request on standard input."""
     asked = sys.stdin.read()
     if not asked:
-        return  # the one who started it has ended before it had a query
+        return  # the caller ended before it had a query
     request = json.loads(asked)
     out = os.fdopen(os.dup(1), "wb")
-    os.dup2(
-        os.open(os.devnull, os.O_WRONLY), 1
-    )  # whatever a library prints is no part of the answer
+    # Output of libraries must not mix with the result.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     try:
         _answer(Settings.model_validate(request["settings"]), request["query"], request["at"], out)
     except BrokenPipeError:
-        pass  # nobody reads any more
+        pass  # the caller stopped reading
     except (SqlError, LakeError) as e:
         os.write(int(sys.argv[1]), json.dumps({"message": str(e)[:_MESSAGE_BYTES]}).encode())
     os._exit(0)  # threads of libraries that wait for memory would not end
@@ -59,7 +62,7 @@ def _answer(settings: Settings, query: str, at: str | None, out: BinaryIO) -> No
     versions = None if at is None else resolve_versions(settings, at)
     connection = connect(settings, versions, with_comments=ASKS.search(query) is not None)
     limit(settings.lake)
-    os.dup2(1, 2)  # nor are a library's last words when its memory ends
+    os.dup2(1, 2)  # nor messages of libraries that run out of memory
     try:
         schema, batches = batches_of(connection, query, BATCH_ROWS)
         with pa.ipc.new_stream(out, schema) as stream:
@@ -76,14 +79,14 @@ def _answer(settings: Settings, query: str, at: str | None, out: BinaryIO) -> No
 
 
 def _raise_damaged(uri: str, table: str, storage_options: Mapping[str, str]) -> None:
-    """Raise LakeDamaged with the file that can't be read, if there is one: not every error names it."""
+    """Raise LakeDamaged if a file cannot be read: not every error names it."""
     flaw = table_damage(open_table(uri, table, storage_options), storage_options)
     if flaw is not None:
         raise LakeDamaged(table, flaw)
 
 
 def limit(lake: LakeSettings) -> None:
-    """Bound this process for good: address space beyond today's, processor time, files written, core dumps."""
+    """Limit address space beyond today's, CPU time, file writes and core dumps for good."""
     with open("/proc/self/statm") as file:
         now = int(file.read().split()[0]) * resource.getpagesize()
     memory, seconds = now + lake.sql_memory_mb * 2**20, math.ceil(lake.sql_timeout_s * THREADS) + 1

@@ -1,8 +1,8 @@
 """Derive Arrow columns from Avro schemas and convert values to Arrow arrays. Pure.
 
 Values come as `stream_jobs.lake.tables.avro_values` reads them: nested records are tuples in the
-order of their fields. A column is composed of columns, down to the fields of a record inside a list,
-so no row needs a lookup by name.
+order of their fields. A column is composed of columns, down to the fields of a record inside a
+list, so no row needs a lookup by name.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from schemas.codec.avro_schema import Schema, kind_of, not_null
 TIME = pa.timestamp("us", "UTC")
 Convert = Callable[[Sequence[Any]], pa.Array]
 MAX_DEPTH = 16
-"""Depth of nested types in a new column: readers of Delta logs and Parquet have limits not far above."""
+"""Depth of nested types in a new column; readers of Delta logs and Parquet allow little more."""
 
 
 @dataclass(frozen=True, slots=True)

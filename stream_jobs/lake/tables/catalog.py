@@ -68,8 +68,8 @@ class Table:
     more: columns after them.
     derived: functions that make rows from records, by record type; None: a row is a record.
     finish: adds the values of `more`, given those of `record` and the record's headers.
-    key: columns that identify a record; a second row with the same values is a duplicate. Empty: the
-        position on Kafka identifies it.
+    key: columns that identify a record; a second row with the same values is a duplicate. Empty:
+        the position on Kafka identifies it.
     stats: columns with file statistics, for pruning.
     omit: paths of fields of the record that have no column.
     """
@@ -462,8 +462,8 @@ def _group_columns() -> tuple[Column, ...]:
         column(
             "whole_group",
             pa.bool_(),
-            "False: only these members are refused and the round goes on, or the record is one part "
-            "of a large group.",
+            "False: only these members are refused and the round goes on, or the record is one "
+            "part of a large group.",
         ),
         column("reason", pa.string(), "Why refused; null: admitted."),
         column("detail", pa.string(), "The reason with numbers."),
@@ -480,8 +480,8 @@ def _group_columns() -> tuple[Column, ...]:
         column(
             "staleness",
             pa.list_(pa.int64()),
-            "Of each member, same order: versions between its oldest trainable token and the version "
-            "that this batch trains; null: validation, or unknown.",
+            "Of each member, same order: versions between its oldest trainable token and the "
+            "version that this batch trains; null: validation, or unknown.",
         ),
         column("admission_policy_version", pa.int64(), _ADMITTED_BY),
         members,

@@ -189,7 +189,7 @@ def test_two_writers_do_not_meet_and_a_change_of_their_number_fences_all_of_befo
     with pytest.raises(LakeFenced, match="took over from 1"):
         put(alone, 0, 1, "a1")
     even = claimed(tmp_path, 0, 2)
-    assert odd.marks(TABLE, [("T", 1)]) == {("T", 1): 1}
+    assert odd.committed_offsets(TABLE, [("T", 1)]) == {("T", 1): 1}
     version = open_table(str(tmp_path), TABLE, {}).version()
     for i in range(1, 5):  # each on a snapshot that lacks the other's last commit
         assert put(even, 0, i, f"a{i}") + put(odd, 1, i, f"b{i}") == 2
@@ -245,7 +245,7 @@ def test_a_claim_wins_against_a_writer_that_commits_all_the_while(tmp_path: Path
     even = claimed(tmp_path, 0, 2)
     assert fenced.wait(300)
     writer.join()
-    assert even.marks("trajectories", [("T", 0)]) == {("T", 0): last}
+    assert even.committed_offsets("trajectories", [("T", 0)]) == {("T", 0): last}
     assert last > 0
 
 

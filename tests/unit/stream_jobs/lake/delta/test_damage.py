@@ -265,7 +265,7 @@ def test_what_kafka_has_no_more_is_given_up_only_when_that_is_said(settings: Set
         repair(settings, "rewards", late)
     assert check(settings, "rewards") != ()
     done = repair(settings, "rewards", late, accept_loss=True)
-    assert [(b.was, b.to, b.low, b.lost) for b in done.rewinds] == [(100, 0, 60, 60)]
+    assert [(b.former, b.target, b.low, b.lost) for b in done.rewinds] == [(100, 0, 60, 60)]
     lake = claimed(settings)
     assert lake.committed_offsets("rewards", [SOURCE]) == {SOURCE: 60} and feed(lake) == 40
 
