@@ -1,7 +1,4 @@
-"""Batches that are not full yet: groups that are ready, in the order in which they became so.
-
-Pure.
-"""
+"""Collect ready groups into batches, in the order in which they became ready. Pure."""
 
 from __future__ import annotations
 
@@ -13,15 +10,12 @@ from schemas.topics import MAX_RECORD_BYTES
 from stream_jobs.admit.group import Group, GroupKey, Verdict
 
 NO_VERSION = -1
-"""Key of the batch of channel val whose members name no version of the run."""
+"""Key of the val batch whose members name no version of the run."""
 
 
 @dataclass(slots=True)
 class OpenBatch:
-    """One of them.
-
-    tokens: trainable ones of all its groups; size: bytes that they take at the most.
-    """
+    """One open batch. tokens: trainable tokens of its groups; size: upper bound of its bytes."""
 
     groups: dict[GroupKey, Group] = field(default_factory=dict)
     tokens: int = 0
@@ -29,8 +23,10 @@ class OpenBatch:
 
 
 class OpenBatches:
-    """One batch is open for channel train; for channel val one for each sync index, since a batch
-    of it holds a single one.
+    """The open batches of one channel.
+
+    Channel train has one; channel val has one for each sync index, because a batch of it has only
+    one.
     """
 
     def __init__(self, channel: Channel) -> None:
@@ -38,10 +34,7 @@ class OpenBatches:
         self._open: dict[int, OpenBatch] = {}
 
     def put(self, group: Group, verdict: Verdict, log_time: int) -> bool:
-        """Take a group that is ready; a new revision of one keeps its place.
-
-        Returns whether it is new in its batch.
-        """
+        """Add a ready group, or update it in place; return whether it is new in its batch."""
         oldest = verdict.oldest_sync_index if self._channel == "val" else 0
         key = NO_VERSION if oldest is None else oldest
         is_new = group.batch != key
@@ -54,7 +47,7 @@ class OpenBatches:
         return is_new
 
     def remove(self, group: Group) -> None:
-        """The group is decided, or waits again. No effect on one that is in no batch."""
+        """Remove a group from its batch, if it is in one."""
         if group.batch is None:
             return
         batch = self._open[group.batch]
@@ -66,23 +59,20 @@ class OpenBatches:
 
     @staticmethod
     def _count(batch: OpenBatch, group: Group, tokens: int, size: int) -> None:
-        """From now on, and no more what it counted before: its verdict can't say, for a policy may
-        have changed the members since.
-        """
+        """Replace the group's counted tokens and bytes. Its verdict may have changed since."""
         batch.tokens += tokens - group.tokens
         batch.size += size - group.size
         group.tokens, group.size = tokens, size
 
     def open(self) -> list[int]:
-        """Keys of the open batches, ascending."""
+        """Return the keys of the open batches, ascending."""
         return sorted(self._open)
 
     def full(self, key: int, policy: AdmissionPolicy, all_of_it: bool) -> list[Group]:
-        """The groups of the next batch, if there are enough; with `all_of_it` any number of them is
-        enough.
+        """Return the groups of the next batch, if there are enough; with `all_of_it` any number.
 
-        Before they are more than MAX_RECORD_BYTES there are enough of them, whatever the policy
-        says; a larger one goes alone.
+        A batch closes before it exceeds MAX_RECORD_BYTES, whatever the policy; a larger group goes
+        alone.
         """
         batch = self._open.get(key)
         if batch is None:
@@ -107,9 +97,9 @@ class OpenBatches:
         return chosen if all_of_it or size > MAX_RECORD_BYTES else []
 
     def overdue(self, key: int, policy: AdmissionPolicy, now: int) -> bool:
-        """Whether a batch of channel val has waited long enough for more groups.
+        """Return whether a val batch has waited long enough for more groups.
 
-        now: event time.
+        now: event time, ms.
         """
         batch = self._open.get(key)
         return (
@@ -118,6 +108,6 @@ class OpenBatches:
         )
 
     def waiting(self) -> Iterator[Group]:
-        """Every group in an open batch."""
+        """Yield every group in an open batch."""
         for batch in self._open.values():
             yield from batch.groups.values()

@@ -1,9 +1,8 @@
-"""Whether a closed trajectory can be trained under a policy, and if not, why: the one definition,
-for admission and for SQL. Pure.
+"""Decide whether a closed trajectory can be trained under a policy, and why not. Pure.
 
-`trained_part` is what of it is trained, `flaws` why the whole can't be, whatever else comes,
-`awaited` what may still come; `compute_readiness` is all of it at one moment. Admission takes the
-first flaw as its reason to refuse.
+This is the only definition, for admission and for SQL. `trained_part` selects the trained steps,
+`ineligibilities` lists permanent obstacles, `missing_input` an input that may still arrive, and
+`compute_readiness` combines them. Admission refuses with the first ineligibility.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from schemas.reward_matching import missing, training_reward, valueless
 
 
 class Ineligibility(NamedTuple):
-    """A condition that is not met: the word that a refusal has for it, and numbers."""
+    """An unmet condition: the reason as a refusal names it, and details with numbers."""
 
     reason: str
     detail: str | None = None
@@ -39,7 +38,7 @@ STEP_CONDITIONS = ("untrainable", "tagged", "quality", "stale")
 
 @dataclass(frozen=True, slots=True)
 class StepReadiness:
-    """score: share of the conditions that are met."""
+    """Readiness of a step. score: share of the conditions that are met, in [0, 1]."""
 
     step_id: str
     ready: bool
@@ -49,12 +48,13 @@ class StepReadiness:
 
 @dataclass(frozen=True, slots=True)
 class Readiness:
-    """ready: nothing is lacking.
+    """Readiness of a trajectory.
 
-    awaits: what is lacking may still come. score: share of the conditions that are met.
-
-    staleness: versions between the newest one and the oldest trainable token; None: one of them is
-    not known.
+    ready: All conditions are met. awaits: The only unmet condition is an input that may still
+    arrive.
+    lacks: The unmet conditions. score: Share of the conditions that are met, in [0, 1]. staleness:
+    Versions between the newest version and the oldest trainable token; None when unknown. The names
+    equal the columns of the SQL view `readiness`.
     """
 
     ready: bool
@@ -71,12 +71,13 @@ def compute_readiness(
     newest_sync_index: int | None,
     has_payload: bool = True,
 ) -> Readiness:
-    """How ready a trajectory is, and each of its steps.
+    """Compute the readiness of a trajectory and of each of its steps.
 
-    newest_sync_index: of the version to be trained; None: there is none yet.
+    Does not check conditions that depend on a group or a batch.
 
-    has_payload: whether the candidate names a place of its payload. What depends on a group or a
-    batch is not judged here.
+    Args:
+        newest_sync_index: Sync index of the version to be trained; None when there is none yet.
+        has_payload: Whether the candidate names the place of its payload.
     """
     part, limit = (
         trained_part(candidate, policy),
@@ -112,14 +113,12 @@ def compute_readiness(
 
 
 def age(oldest_sync_index: int | None, trains: int | None) -> int | None:
-    """Versions between the oldest token and the version that is trained; None when one is not
-    known.
-    """
+    """Versions between the oldest token and the trained version; None when one is unknown."""
     return None if oldest_sync_index is None or trains is None else trains - oldest_sync_index
 
 
 def step_ineligibilities(step: CandidateStep, policy: AdmissionPolicy) -> Iterator[Ineligibility]:
-    """Why a step is not trained. A step without a score is not below any."""
+    """Yield why a step is not trained. A step without a score passes the quality limit."""
     if not step.trainable:
         yield Ineligibility("untrainable", step.reason)
     tagged = [tag for tag in policy.untrained_tags if tag in step.tags]
@@ -136,10 +135,10 @@ def step_ineligibilities(step: CandidateStep, policy: AdmissionPolicy) -> Iterat
 
 
 def trained_part(candidate: Candidate, policy: AdmissionPolicy) -> Candidate:
-    """The candidate as the policy has it trained: the steps that it leaves out are untrainable, and
-    count for no staleness.
+    """Return the candidate with the steps that the policy excludes marked untrainable.
 
-    A tag of the whole that is not trained leaves out all of it.
+    Excluded steps do not count for staleness. An untrained tag on the trajectory excludes all
+    steps.
     """
     tagged = [tag for tag in policy.untrained_tags if tag in candidate.tags]
     if tagged and candidate.trainable:
@@ -178,10 +177,7 @@ def trained_part(candidate: Candidate, policy: AdmissionPolicy) -> Candidate:
 def ineligibilities(
     candidate: Candidate, policy: AdmissionPolicy, has_payload: bool
 ) -> Iterator[Ineligibility]:
-    """Why a trajectory can't be trained, whatever else comes, in the order in which they count.
-
-    candidate: its trained part.
-    """
+    """Yield why a trajectory can never be trained, in order of precedence."""
     if candidate.outcome not in policy.train_outcomes:
         yield Ineligibility("outcome", candidate.outcome)
     if (
@@ -216,7 +212,7 @@ def ineligibilities(
 
 
 def missing_input(candidate: Candidate, policy: AdmissionPolicy) -> Ineligibility | None:
-    """What is not there yet and may come until the reward deadline; None: nothing."""
+    """Return an input that may still arrive until the reward deadline, or None."""
     if policy.required_rewards and (none := missing(policy.required_rewards, candidate.rewards)):
         return Ineligibility("reward_missing", f"no {', '.join(none)} yet")
     if policy.require_assessment and candidate.assessment_revision is None:

@@ -1,8 +1,7 @@
-"""Notices a run that learns nothing because the rewards in each of its groups are all equal. Pure.
+"""Detect a run that learns nothing because all rewards within each group are equal. Pure.
 
-Such groups are refused one by one as `zero_variance`, which is normal now and then. When nothing
-else happens, the reward function or the task is wrong (always 0.0, always 1.0), or no reward comes
-at all, and nothing else says so.
+Such groups are refused as `zero_variance`, which is normal now and then. If nothing else happens,
+the reward function or the task is wrong (always 0.0, always 1.0), or no reward arrives at all.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from stream_jobs.admit.decisions.journal import Decision
 
 REASON = "zero_variance"
 FIRST = 8
-"""Groups in a row before it is said; then it is said again at twice as many, and so on."""
+"""Groups in a row before the first warning; each later warning needs twice as many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,14 +30,14 @@ class EqualRewardsWarning:
 
 
 class EqualRewards:
-    """Counts the decided groups of one channel since the process started."""
+    """Count the decided groups of one channel since the process started."""
 
     def __init__(self) -> None:
         self.refused_groups = self.admitted_groups = 0
         self._in_a_row, self._said_at = 0, FIRST
 
     def observe(self, decision: Decision) -> EqualRewardsWarning | None:
-        """Count a decision; returns what to warn of, at 8, 16, 32, ... groups in a row."""
+        """Count a decision; return a warning at 8, 16, 32, ... refused groups in a row."""
         if isinstance(decision, ReadyBatch):
             self.admitted_groups += len(decision.groups)
             self._in_a_row, self._said_at = 0, FIRST

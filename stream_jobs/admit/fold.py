@@ -1,12 +1,10 @@
-"""Admission: candidates of one run and channel become batches, in the order in which their groups
-become ready.
-
-A pure fold.
+"""Form batches from the candidates of one run and channel: a pure fold over the candidate log.
 
 `AdmissionFold.fold` takes the records of one partition of the candidates topic in offset order and
-returns what is to be journaled. It knows no clock but the ticks on that log, so the same log gives
-the same batches. All that it has decided is in the journal (`stream_jobs.admit.decisions.state`);
-the rest follows from the candidates that are not decided yet. Staleness has its one gate here.
+returns the records for the journal. Its only clock is the ticks on that log, so the same log always
+gives the same batches. Decisions are stored in the journal (`stream_jobs.admit.decisions.state`);
+the remaining state follows from the undecided candidates. This is the only place that checks
+staleness.
 """
 
 from __future__ import annotations
@@ -49,10 +47,11 @@ from stream_jobs.admit.timers import Timer, TimerQueue
 
 
 class AdmissionFold:
-    """The state of one run and channel. A fold, not a process: no I/O, no clock.
+    """Hold the state of one run and channel. Performs no I/O and reads no clock.
 
-    A candidate costs O(1) amortised, however many groups are open; a change of policy looks at
-    every open group once.
+    A candidate costs O(1) amortised, however many groups are open. A policy change visits every
+    open
+    group once.
     """
 
     def __init__(
@@ -83,8 +82,8 @@ class AdmissionFold:
         self._out: list[Decision] = []
 
     def initial_records(self) -> list[JournalRecord]:
-        """What is to be journaled before the first fold: in a candidates topic made anew, the
-        policy that goes on.
+        """Return the records to journal before the first fold: on a recreated topic, the current
+        policy.
         """
         if not self._resume_point.renewed or self.policy is None:
             return []
@@ -93,10 +92,10 @@ class AdmissionFold:
         return [applied]
 
     def fold(self, entry: InputRecord) -> list[Decision]:
-        """Take the next record; returns the decisions that it brings about, in order.
+        """Apply the next record and return the decisions that it causes, in order.
 
-        Records of other runs and channels are passed over; records from before `resume_from` only
-        tell time.
+        Ignores records of other runs and channels. Of records before `resume_from`, only ticks
+        count.
         """
         if entry.offset < self._resume_point.resume_from and not isinstance(entry.event, Tick):
             return []
@@ -116,12 +115,12 @@ class AdmissionFold:
 
     @property
     def replaying(self) -> bool:
-        """Whether the journal has every decision that this step ever brought about."""
+        """Return True while the journal already holds every decision of this step."""
         return self._step < self._resume_point.replay_until
 
     @property
     def input_from(self) -> int:
-        """Lowest offset that is neither admitted nor refused: here a restart reads on.
+        """Return the lowest undecided offset, where a restart resumes.
 
         The end of a run stays undecided for ever.
         """
@@ -193,9 +192,7 @@ class AdmissionFold:
                 self._join(group, Member(c, entry.place, entry.offset))
 
     def _already_decided(self, c: Candidate, decided: Decided) -> None:
-        """A trajectory that is decided already: sent again, late, or opened again after assembly
-        had forgotten it.
-        """
+        """Handle a decided trajectory that arrives again: duplicate, late, or reopened."""
         if self.replaying:
             return
         if c.opened_at > decided.at:
@@ -234,7 +231,7 @@ class AdmissionFold:
         self._evaluate_all()
 
     def _end(self) -> None:
-        """Admit what can be admitted, in a last smaller batch; refuse the rest."""
+        """Admit all ready groups in a last, smaller batch; refuse the others."""
         if self._ended is not None:
             return
         self._ended = self._step
@@ -242,17 +239,15 @@ class AdmissionFold:
         self._fold_before_policy()
 
     def _fold_before_policy(self) -> None:
-        """In the order in which they came first.
+        """Fold the candidates that arrived before the first policy, in order of first arrival.
 
-        Who has still to come is undecided: `input_from` must know.
+        Candidates not yet folded remain undecided, so `input_from` must include them.
         """
         while self._before_policy:
             self._candidate(*self._before_policy.pop(next(iter(self._before_policy))))
 
     def _evaluate_all(self) -> None:
-        """Judge every open group before any batch is closed: what is in a batch may have to leave
-        it.
-        """
+        """Evaluate all groups before closing a batch: a group may have to leave its batch."""
         for group in list(self._groups):
             self._evaluate(group, close=False)
         for key in self._batches.open():
@@ -261,8 +256,8 @@ class AdmissionFold:
     # -- groups
 
     def _group_for(self, c: Candidate) -> Group | None:
-        """The group that the trajectory belongs to; None when its round takes no more and it was
-        refused for that.
+        """Return the group of the trajectory, or None after refusing it because its round is
+        closed.
         """
         number, takes = self._groups.assign_round(c, None if self.replaying else c.opened_at)
         if not takes:
@@ -275,7 +270,7 @@ class AdmissionFold:
         return group
 
     def _join(self, group: Group, member: Member) -> None:
-        """A member comes, or a new revision of one."""
+        """Add a member, or a new revision of a member, to its group."""
         policy = self._in_force
         member.apply_policy(policy)
         before = group.first_closed_at if group.members else None
@@ -289,9 +284,7 @@ class AdmissionFold:
         self._evaluate(group)
 
     def _evaluate(self, group: Group, close: bool = True) -> None:
-        """Bring the group to where its verdict puts it: it waits, is refused, or stands in an open
-        batch.
-        """
+        """Evaluate the group; keep it waiting, refuse it, or put it into an open batch."""
         verdict = evaluate_group(
             group, self._in_force, self.channel, self.now, self._ended is not None
         )
@@ -307,7 +300,7 @@ class AdmissionFold:
         is_new = self._batches.put(
             group, verdict, self._log_time(m.candidate for m in verdict.usable)
         )
-        # A step of the past was judged for a lower batch number, and passed.
+        # A replayed step passed this check earlier, against a lower batch number.
         stale = None if self.replaying else self._stale(group)
         if stale is not None:
             self._refuse(group, "stale", stale)
@@ -322,7 +315,7 @@ class AdmissionFold:
                 self._close(group.batch)
 
     def _stale(self, group: Group) -> str | None:
-        """Why the group is too old for the version that the next batch trains; None: it is not."""
+        """Return why the group is too stale for the version that the next batch trains, or None."""
         limit, verdict = self._in_force.max_staleness, group.verdict
         oldest = verdict.oldest_sync_index if verdict is not None else None
         if self.channel == "val" or limit is None or oldest is None:
@@ -341,7 +334,7 @@ class AdmissionFold:
             self._reschedule_all()
 
     def _reschedule_all(self) -> None:
-        """All deadlines anew: the policy has changed, or most are of groups long decided."""
+        """Rebuild all timers after a policy change, or when most timers are stale."""
         policy, due = self._in_force, []
         for group in self._groups:
             due.append(Timer(group.deadline(policy), False, group.key))
@@ -356,9 +349,9 @@ class AdmissionFold:
     # -- decisions
 
     def _close(self, key: int, all_of_it: bool = False) -> None:
-        """Emit the open batch as often as it is full; with `all_of_it` the rest too.
+        """Emit the open batch as long as it is full; with `all_of_it` also the rest.
 
-        Staleness is judged for the batch's own number.
+        Checks staleness against the number that the batch receives.
         """
         while chosen := self._batches.full(key, self._in_force, all_of_it):
             stale = [(g, why) for g in chosen if (why := self._stale(g)) is not None]
@@ -368,7 +361,7 @@ class AdmissionFold:
                 self._admit(chosen)
 
     def _admit(self, groups: list[Group]) -> None:
-        """The point of no return: what is dropped is refused one by one, then the batch."""
+        """Journal the refusals of dropped members, then the batch."""
         policy, seq, topic = self._in_force, self.state.next_seq, self.source
         built = []
         usable: list[Member] = []
@@ -403,9 +396,9 @@ class AdmissionFold:
         self._journal(dataclasses.replace(batch, content_hash=content_hash(batch)))
 
     def _refuse(self, group: Group, reason: str, detail: str | None) -> None:
-        """Refuse a whole group; it asks for n new trajectories.
+        """Refuse a whole group; the last record asks for n new trajectories.
 
-        What no record takes is refused before, member by member of that round.
+        Members that do not fit into one record are refused in earlier records of the same round.
         """
         self._batches.remove(group)
         members = [group.members[tid].candidate for tid in sorted(group.members)]
@@ -421,7 +414,8 @@ class AdmissionFold:
     ) -> None:
         """Refuse one trajectory.
 
-        number: the round in which it counts as one of its members; None: in none.
+        Args:
+            number: The round in which it counts as a member; None: no round.
         """
         self._pending.pop(c.trajectory_id, None)
         self._journal(
@@ -473,9 +467,7 @@ class AdmissionFold:
         )
 
     def _log_time(self, candidates: Iterable[Candidate]) -> int:
-        """Event time, or the closing of one of these when that is later: one source partition may
-        lag behind the others.
-        """
+        """Return the event time, or a later closing time: one source partition may lag behind."""
         return max(self.now or 0, *(c.closed_at for c in candidates))
 
     @property
@@ -491,9 +483,7 @@ def replay(
     channel: Channel = "train",
     tickers: int = 12,
 ) -> list[str]:
-    """Content hashes of the batches that a log of candidates gives under one policy, whatever
-    policies are in the log.
-    """
+    """Return the content hashes of the batches under one policy, ignoring policies in the log."""
     fold = AdmissionFold(
         policy.run_id, channel, CandidateLog("replay", 0, tickers), ResumePoint(policy=policy)
     )

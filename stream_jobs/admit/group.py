@@ -1,8 +1,4 @@
-"""Groups of trajectories before admission, and the verdict on one: wait, refuse, or train these
-members.
-
-Pure.
-"""
+"""Groups of trajectories before admission, and the verdict: wait, refuse, or train. Pure."""
 
 from __future__ import annotations
 
@@ -34,12 +30,10 @@ _GROUP_BYTES, _MEMBER_BYTES, _REWARD_BYTES, _STEP_BYTES, _REFUSED_BYTES = 24, 80
 
 @dataclass(slots=True)
 class Member:
-    """A closed trajectory at its highest revision so far.
+    """A closed trajectory at its highest revision. first_offset: of its first candidate record.
 
-    first_offset: of its first candidate record.
-
-    whole: as it came; candidate: what of it the policy trains. flaw: why it can't be trained as it
-    stands; awaits: a required reward or assessment that is not there yet.
+    whole: As received. candidate: The part that the policy trains. ineligibility: Why it cannot be
+    trained. missing_input: A required reward or assessment that has not arrived.
     """
 
     whole: Candidate
@@ -54,7 +48,7 @@ class Member:
         self.candidate = self.whole
 
     def apply_policy(self, policy: AdmissionPolicy) -> None:
-        """Find out what of it is trained, its flaw and what it awaits, under this policy."""
+        """Compute the trained part, ineligibility and missing input under this policy."""
         self.candidate, self._size = trained_part(self.whole, policy), None
         self.ineligibility = next(
             ineligibilities(self.candidate, policy, self.place is not None), None
@@ -65,7 +59,7 @@ class Member:
 
     @property
     def size(self) -> int:
-        """Bytes that it takes in a batch at the most; with many step rewards a tenth less."""
+        """Upper bound of its bytes in a batch."""
         if self._size is None:
             c = self.candidate
             texts = [
@@ -89,9 +83,7 @@ class Member:
 
 
 class Verdict(NamedTuple):
-    """What is decided of a group: either `refusal` with `detail`, or train `usable` and drop the
-    others for their reasons.
-    """
+    """The decision on a group: `refusal` with `detail`, or train `usable` and drop the others."""
 
     usable: tuple[Member, ...]
     dropped: tuple[tuple[Member, Ineligibility], ...]
@@ -105,7 +97,7 @@ class Verdict(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Bytes that the usable members take in a batch at the most."""
+        """Upper bound of the bytes of the usable members in a batch."""
         return sum(m.size for m in self.usable)
 
     @property
@@ -121,11 +113,13 @@ class Verdict(NamedTuple):
 
 @dataclass(slots=True)
 class Group:
-    """One round of a group id that is neither admitted nor refused.
+    """One undecided round of a group id.
 
-    gone: members that were refused one by one before. closed_to_new_at: log time at which its
-    deadline passed; it takes no more members. entered_at, batch: since when and in which open batch
-    it waits, when it is ready; tokens, size: what it counts there.
+    refused_members: Members refused one by one before. closed_to_new_at: Log time of its deadline;
+    it
+    takes no more members. batch, entered_at: The open batch that holds it when ready, and since
+    when.
+    tokens, size: Its share of that batch.
     """
 
     key: GroupKey
@@ -143,7 +137,7 @@ class Group:
 
     @property
     def arrived(self) -> int:
-        """Members that have come, those already refused included."""
+        """Members that have arrived, including refused ones."""
         return len(self.members) + self.refused_members
 
     @property
@@ -152,7 +146,7 @@ class Group:
         return self.closed_to_new_at is not None or self.arrived >= self.n
 
     def put(self, member: Member) -> None:
-        """Take a member, or a new revision of one."""
+        """Add a member, or a new revision of one."""
         tid = member.candidate.trajectory_id
         old = self.members.get(tid)
         self.awaiting_input += (member.missing_input is not None) - (
@@ -163,21 +157,21 @@ class Group:
         self.members[tid] = member
 
     def apply_policy(self, policy: AdmissionPolicy) -> None:
-        """Look at every member again, under another policy."""
+        """Apply another policy to every member."""
         for member in self.members.values():
             member.apply_policy(policy)
         self.awaiting_input = sum(m.missing_input is not None for m in self.members.values())
 
     def size_with(self, verdict: Verdict) -> int:
-        """Bytes that it takes in a batch at the most, with the usable members of a verdict."""
+        """Upper bound of its bytes in a batch, with the usable members of a verdict."""
         return verdict.size + _GROUP_BYTES + _bytes(self.key[0])
 
     def deadline(self, policy: AdmissionPolicy) -> int:
-        """Event time from which it no longer waits for members."""
+        """Event time (ms) from which the group no longer waits for members."""
         return self.first_closed_at + policy.group_deadline_ms
 
     def reward_deadlines(self, policy: AdmissionPolicy) -> list[int]:
-        """Event times from which it no longer waits for the rewards of a member."""
+        """Event times (ms) from which it no longer waits for rewards of a member."""
         return [
             m.candidate.closed_at + policy.reward_deadline_ms
             for m in self.members.values()
@@ -188,11 +182,13 @@ class Group:
 def evaluate_group(
     group: Group, policy: AdmissionPolicy, channel: Channel, now: int | None, ended: bool = False
 ) -> Verdict | None:
-    """The verdict, or None: it waits for members or for rewards.
+    """Return the verdict, or None while the group waits for members or rewards.
 
-    now: event time, None before there is any.
+    Costs O(1) while it waits for a member. Does not check staleness, which depends on the batch.
 
-    Costs O(1) while it waits for a member. Staleness is not judged here: it depends on the batch.
+    Args:
+        now: Event time, ms; None before the first.
+        ended: The run has ended; no group waits.
     """
     sealed = (
         group.closed_to_new_at is not None
@@ -255,9 +251,7 @@ def evaluate_group(
 
 
 def split_by_record_size(members: Sequence[Candidate]) -> list[list[Candidate]]:
-    """Members of a group that is refused, parted so that each part fits into one record: nearly
-    always one.
-    """
+    """Split the members of a refused group into parts that fit into one record each."""
     parts: list[list[Candidate]] = [[]]
     size = 0
     for c in members:
@@ -282,7 +276,7 @@ def _too_few(group: Group, reasons: Counter[str], ended: bool) -> str:
 
 
 def to_batch_group(group: Group, members: Iterable[Member]) -> BatchGroup:
-    """The group as a batch has it."""
+    """Convert the group to its record in a batch."""
     return BatchGroup(
         group_id=group.key[0],
         round=group.key[1],

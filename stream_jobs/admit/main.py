@@ -1,23 +1,24 @@
-"""The admission process: one fenced, journaled fold for each channel of a run.
+"""Run the admission process: one fenced, journaled fold for each channel of a run.
 
-Its only state is its output topic.
+The journal, its output topic, is its only state.
 
 Protocol of a channel:
-1. `init_transactions` of `<prefix>-admit.<run>.<channel>` fences whoever did this before; its open
-   transaction is rolled back.
-2. The journal, `ready-batches.<run>.<channel>`, is read to its end: next batch number, decided
-   trajectories, rounds, policy, and `input_from`, where to read on. What a file has kept of it
-   (`stream_jobs.admit.decisions.checkpoint`) is not read again. Another id of the candidates topic
-   starts at that topic's beginning, with a warning; the same id with an end before the position
-   stops the process.
-3. The candidates are read from there, or from the run's first record behind it: a run that begins
-   need not fold the Ticks of all the time before it. And from so far before that every source
-   partition has ticked once: event time is known again. What was decided folds to nothing; the rest
-   is what it was.
-4. The decisions of some records, in log order, are one transaction, dead letters included. So a
-   decision is on the journal with all others of its step, or it was never made.
-5. Where the reader is, is committed after the transaction as advice, but inside of one that has
-   dead letters: below that position a restart writes none. No one resumes from it.
+
+1. `init_transactions` of `<prefix>-admit.<run>.<channel>` fences any earlier process and aborts its
+   open transaction.
+2. Read the journal `ready-batches.<run>.<channel>` to its end. It gives the next batch number, the
+   decided trajectories, closed rounds, the policy, and `input_from`, the offset to resume from. A
+   checkpoint file (`stream_jobs.admit.decisions.checkpoint`) replaces the part it covers. If the
+   candidates topic has another id, start at its beginning and log a warning. If the id is the same
+   but the topic ends before the position, stop.
+3. Read the candidates from that offset, or from the run's first later record: a new run need not
+   fold ticks older than itself. Start early enough for one tick of every source partition, so that
+   event time is known. Decided candidates fold to nothing; the rest restores the earlier state.
+4. Write the decisions of several records, in log order, in one transaction with their dead letters.
+   So all decisions of a step are in the journal, or none.
+5. Commit the reader's position after the transaction, as advice. A transaction with dead letters
+   commits it inside: below that position a restart writes no dead letters. No process resumes from
+   this position.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ _PLACE = ("topic_id", "partition", "first_offset", "last_offset")
 
 
 class ChannelAdmitter:
-    """Admission of one channel: what it has decided, what it reads, where it writes."""
+    """Run admission of one channel: recover from the journal, read candidates, write decisions."""
 
     def __init__(
         self,
@@ -110,7 +111,7 @@ class ChannelAdmitter:
         self._log = logger().bind(run=self._run, channel=channel)
         self._producer = cluster.producer(
             self._name
-        )  # first of all: from here on no one else writes the journal
+        )  # first: it fences every other writer of the journal
         topic = self._topics.candidates
         partition = partition_of(self._run.encode(), cluster.topics(topic)[topic])
         tickers = cluster.topics(self._topics.steps)[self._topics.steps]
@@ -126,7 +127,7 @@ class ChannelAdmitter:
         self._equal_rewards = EqualRewards()
         self._position: JournalPosition | None = None
         self.journaled, self.resume_point = self._read_journal(low)
-        """Records of the journal that were read, and what they and the checkpoint tell."""
+        """Number of journal records read, and the state from them and the checkpoint."""
         self._admission = AdmissionFold(self._run, channel, self._source, self.resume_point)
 
     def _read_journal(self, low: int) -> tuple[int, ResumePoint]:
@@ -168,9 +169,7 @@ class ChannelAdmitter:
         return count, resume_point
 
     def _load_checkpoint(self) -> tuple[DecisionState, JournalPosition | None]:
-        """What the checkpoint has of this journal, if that still has the last record that the
-        checkpoint knows.
-        """
+        """Load the checkpoint if the journal still holds the last record that it covers."""
         topic = self._journal_topic
         found = self._checkpoint.load(self._journal_id, self._cluster.watermarks(topic, [0])[0][1])
         if found is not None:
@@ -185,7 +184,7 @@ class ChannelAdmitter:
         return DecisionState(), None
 
     def published(self) -> Published:
-        """The policies once everything that is on the log now has been read."""
+        """Return the policies on the log after reading to its end."""
         newest, of_settings, here = (
             self.resume_point.newest,
             self.resume_point.of_settings,
@@ -201,7 +200,7 @@ class ChannelAdmitter:
         return Published(newest, of_settings, here)
 
     def open(self) -> None:
-        """Begin to read: at what is not decided, or as far before it as event time needs."""
+        """Start reading at the first undecided record, or earlier if event time needs it."""
         self._run_log.read(self.resume_point.resume_from)
         first = self._run_log.next_run_offset(self.resume_point.resume_from)
         topic, partition = self._at
@@ -230,9 +229,7 @@ class ChannelAdmitter:
         self._save_checkpoint()
 
     def _skipped(self, first: int) -> list[DeadLetter]:
-        """Dead letters of what can't be read between what is decided and `first`: it is not folded,
-        and perhaps no one else has read it.
-        """
+        """Return dead letters for unreadable records below `first`, which are not folded."""
         dead_letters: list[DeadLetter] = []
         for record in self._run_log.unattributed:
             if self.resume_point.resume_from <= record.offset < first:
@@ -242,19 +239,21 @@ class ChannelAdmitter:
 
     @property
     def position(self) -> int:
-        """Next offset of the candidates that is to be folded."""
+        """Next offset of the candidates to fold."""
         return self._reader.positions[self._at]
 
     @property
     def end(self) -> int:
-        """Where the candidates end now."""
+        """Current end offset of the candidates partition."""
         topic, partition = self._at
         return self._cluster.watermarks(topic, [partition])[partition][1]
 
     def step(self, timeout_s: float) -> bool:
-        """Fold what has come, as one transaction; whether there was anything.
+        """Fold the available records in one transaction; return whether there were any.
 
-        Raises TopicReplaced, SourceTruncated.
+        Raises:
+            TopicReplaced: The candidates topic was deleted and recreated.
+            SourceTruncated: The candidates topic no longer holds the position.
         """
         records = self._poll(timeout_s)
         decisions: list[JournalRecord] = []
@@ -277,14 +276,12 @@ class ChannelAdmitter:
             raise
         if not records and time.monotonic() - self._checked_at > CHECK_INTERVAL_S:
             self._checked_at = time.monotonic()
-            with suppress(Unavailable):  # then there is nothing to read wrongly either
+            with suppress(Unavailable):  # the next check repeats it
                 self._check_topic()
         return records
 
     def _check_topic(self) -> None:
-        """An offset says nothing of another topic of that name, whether or not that has come as
-        far.
-        """
+        """Raise if the topic was recreated: an offset is valid only for one topic id."""
         topic, partition = self._at
         position = self._reader.positions[self._at]
         if not self._cluster.check_position(topic, self._source.topic_id, partition, position):
@@ -307,9 +304,9 @@ class ChannelAdmitter:
                 decisions.append(decision)
 
     def _entry(self, record: Record, dead_letters: list[DeadLetter]) -> InputRecord | None:
-        """The record as the fold takes it.
+        """Decode a record for the fold; return None for records that it must not see.
 
-        Other runs' records are passed over; what can't be read is dead_letters.
+        Ignores records of other runs. Adds a dead letter for a record that cannot be read.
         """
         mine = record.key == self._run.encode()
         if not mine and record.key is not None and is_run(record.key):
@@ -334,7 +331,7 @@ class ChannelAdmitter:
     def _dead_letter(
         self, record: Record, reason: str, detail: str, dead_letters: list[DeadLetter]
     ) -> None:
-        """Both channels read the same log: only one of them reports what is wrong with it, and only
+        """Add a dead letter. Both channels read the same log, so only `train` reports, and only
         once.
         """
         if self._channel != "train" or record.offset < self._dead_lettered_below:
@@ -345,9 +342,10 @@ class ChannelAdmitter:
     def _write(
         self, decisions: list[JournalRecord], dead_letters: list[DeadLetter], position: int | None
     ) -> None:
-        """One transaction.
+        """Write one transaction.
 
-        position: below it everything is buried that has to be; None: nobody need know.
+        Args:
+            position: All dead letters below it are written; None: commits no position.
         """
         encode, key, value, acks = self._decoder.codec.encode, self._run.encode(), b"", list[Ack]()
         pace = SendLimit(self._producer.flush)
@@ -394,14 +392,16 @@ class ChannelAdmitter:
     def _commit(self, now: bool = False) -> None:
         position = self._reader.positions[self._at]
         due = time.monotonic() - self._committed_at >= COMMIT_INTERVAL_S
-        # Below this a commit would go back behind one of a transaction.
+        # A lower commit would move behind the position of a transaction.
         known = max(self.resume_point.input_to, self._dead_lettered_below)
         if (due or now) and position != self._committed and position >= known:
             self._reader.commit({self._at: position})
             self._committed, self._committed_at = position, time.monotonic()
 
     def close(self) -> None:
-        """End in order: what is folded is written already."""
+        """Commit the position, close the clients, and save a checkpoint. Folded records are
+        written.
+        """
         self._commit(now=True)
         self._reader.close()
         self._producer.close()
@@ -409,16 +409,21 @@ class ChannelAdmitter:
 
 
 class SendLimit:
-    """Records that are on their way to the broker at once: not more than MAX_SEND_RECORDS, nor
-    MAX_SEND_BYTES if it is not a single one.
+    """Limit the records in flight to the broker: MAX_SEND_RECORDS records and MAX_SEND_BYTES bytes.
+
+    A single larger record is sent alone.
     """
 
     def __init__(self, flush: Callable[[], None]) -> None:
-        """flush: returns when all of them are there."""
+        """Create the limit.
+
+        Args:
+            flush: Returns when all records in flight are acknowledged.
+        """
         self._flush, self._count, self._bytes = flush, 0, 0
 
     def before(self, size: int) -> None:
-        """One of this size is next."""
+        """Reserve room for a record of `size` bytes; flush first if the limit is reached."""
         if self._count == MAX_SEND_RECORDS or (self._count and self._bytes + size > MAX_SEND_BYTES):
             self._flush()
             self._count = self._bytes = 0
@@ -427,9 +432,10 @@ class SendLimit:
 
 
 def payload_place(headers: Mapping[str, bytes]) -> Place | None:
-    """Where a candidate's payload lies; None when it has none.
+    """Return the place of a candidate's payload from its headers; None when it has no payload.
 
-    ValueError for anything else than four whole values.
+    Raises:
+        ValueError: The headers are not four complete values.
     """
     if not any(name in headers for name in _PLACE):
         return None
@@ -448,11 +454,13 @@ def payload_place(headers: Mapping[str, bytes]) -> Place | None:
 def publish_policy(
     settings: Settings, cluster: Cluster, decoder: Decoder, admitter: ChannelAdmitter
 ) -> None:
-    """Put the settings' policy on the log if they have changed since they were published last: what
-    a person has set meanwhile stays until then.
+    """Publish the settings' policy if the settings changed since they were last published.
 
-    Raises SettingsError for another sync_every, PolicyRefused when its version is taken again and
-    again.
+    A policy set by a user meanwhile stays in force until then.
+
+    Raises:
+        SettingsError: The settings have another sync_every than the run.
+        PolicyRefused: Other writers took the version in every attempt.
     """
     for _ in range(PUBLISH_ATTEMPTS):
         published = admitter.published()
@@ -482,7 +490,11 @@ def publish_policy(
 
 
 def serve(settings: Settings, stop: threading.Event) -> None:
-    """Admit until `stop`. Raises Fenced when another admission of the run and channel has begun."""
+    """Run admission until `stop` is set.
+
+    Raises:
+        Fenced: Another admission of the run and channel has started.
+    """
     cluster, topics = cluster_of(settings), settings.kafka.topics
     channels = settings.admit.channels
     create_topics(
@@ -509,5 +521,5 @@ def serve(settings: Settings, stop: threading.Event) -> None:
 
 
 def main(settings: Settings) -> None:
-    """The process. Never returns; exit code 78 when another admission of the run has taken over."""
+    """Run the process. Exits with code 78 when another admission of the run has taken over."""
     run_sync(PROCESS, settings, serve)

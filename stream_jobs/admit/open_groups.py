@@ -1,7 +1,4 @@
-"""Groups that are neither admitted nor refused, in the order in which they began, and by group id.
-
-Pure.
-"""
+"""Hold the undecided groups, in order of creation and by group id. Pure."""
 
 from __future__ import annotations
 
@@ -16,10 +13,11 @@ from stream_jobs.admit.group import Group, GroupKey
 
 @dataclass(slots=True)
 class _RoundsOfGroup:
-    """Open rounds of one group id.
+    """The open rounds of one group id.
 
-    No round below `current` takes a counted trajectory. sealed: no longer wait for who has not
-    come.
+    current: No lower round takes a trajectory without a round. closed_to_new: Rounds that no longer
+    wait
+    for missing members.
     """
 
     current: int
@@ -28,7 +26,7 @@ class _RoundsOfGroup:
 
 
 class OpenGroups:
-    """Knows too which round a trajectory belongs to that does not say its own."""
+    """The undecided groups. Also assigns a round to trajectories that name none."""
 
     def __init__(self, state: DecisionState) -> None:
         self._state = state
@@ -42,13 +40,14 @@ class OpenGroups:
         return iter(self._groups.values())
 
     def get(self, key: GroupKey) -> Group | None:
-        """The group of a group id and round, if it is open."""
+        """Return the open group of a group id and round, or None."""
         return self._groups.get(key)
 
     def assign_round(self, c: Candidate, opened_at: int | None) -> tuple[int, bool]:
-        """The round that a trajectory belongs to, and whether it takes it.
+        """Return the round of a trajectory, and whether that round accepts it.
 
-        opened_at: of the trajectory; None: what it may have missed is not asked for.
+        Args:
+            opened_at: When the trajectory was opened; None: skip the check for missed rounds.
         """
         ids = self._ids.get(c.group_id)
         if c.round is not None and ids is not None and (group := ids.open.get(c.round)) is not None:
@@ -81,7 +80,7 @@ class OpenGroups:
 
     @staticmethod
     def _first_open(rounds: Rounds, number: int, open_groups: dict[int, Group]) -> int:
-        """The first round from `number` on that takes members."""
+        """Return the first round from `number` on that accepts members."""
         while rounds.closed(number) or (
             (group := open_groups.get(number)) is not None and group.closed_to_new
         ):
@@ -89,7 +88,7 @@ class OpenGroups:
         return number
 
     def begin(self, key: GroupKey, n: int) -> Group:
-        """A group without members."""
+        """Add a group without members."""
         group = self._groups[key] = Group(
             key, n, refused_members=self._state.refused_members.get(key, 0)
         )
@@ -100,12 +99,12 @@ class OpenGroups:
         return group
 
     def close_to_new(self, group: Group, at: int) -> None:
-        """It takes no more members although not all have come. at: log time."""
+        """Close the group to new members before all have arrived. at: log time, ms."""
         group.closed_to_new_at = at
         self._ids[group.key[0]].closed_to_new[group.key[1]] = group
 
     def remove(self, group: Group) -> None:
-        """The group is decided."""
+        """Remove a decided group."""
         del self._groups[group.key]
         group_id, number = group.key
         ids = self._ids[group_id]

@@ -1,4 +1,4 @@
-"""Admission policies: from the settings, compared, and judged. Pure."""
+"""Create admission policies from settings, compare and validate them. Pure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SETTINGS = "settings"
 def policy_of(
     settings: Settings, version: int, created_at: int, published_by: str = SETTINGS
 ) -> AdmissionPolicy:
-    """The policy that the settings describe. created_at: wall clock, microseconds."""
+    """Return the policy that the settings describe. created_at: wall clock, microseconds."""
     p = settings.admit.policy
     return AdmissionPolicy(
         run_id=settings.run_id,
@@ -49,7 +49,7 @@ def policy_of(
 
 
 def settings_of(policy: AdmissionPolicy) -> PolicySettings:
-    """The settings that describe a policy, not validated: `policy_of` the other way round."""
+    """Return the settings that describe a policy, unvalidated: the inverse of `policy_of`."""
     same = {
         name: getattr(policy, name) for name in PolicySettings.model_fields if hasattr(policy, name)
     }
@@ -62,12 +62,9 @@ def settings_of(policy: AdmissionPolicy) -> PolicySettings:
 
 
 class Published(NamedTuple):
-    """What is on the log.
+    """The policies on the log. newest: The last valid one. of_settings: The last from settings.
 
-    newest: the one that can be obeyed last; of_settings: the last one of those that settings have
-    published.
-
-    here: whether newest is on today's candidates topic, which may have been made anew.
+    here: Whether `newest` is on the current candidates topic, which may have been recreated.
     """
 
     newest: AdmissionPolicy | None
@@ -76,13 +73,16 @@ class Published(NamedTuple):
 
 
 def next_policy(published: Published, of_settings: AdmissionPolicy) -> AdmissionPolicy | None:
-    """What an admission process has to publish at its start; None: nothing.
+    """Return the policy that an admission process publishes at its start, or None.
 
-    of_settings: of today's settings, with the next version.
+    Settings are published when they differ from the settings published last, whatever a user has
+    set
+    since. So a user's policy stays in force until the settings change. On a recreated candidates
+    topic
+    the current policy is published again.
 
-    Settings are published when they say something else than when they were published last, whatever
-    a person has set since. So what a person sets stays until the settings change. On a candidates
-    topic made anew the policy that goes on is published again.
+    Args:
+        of_settings: The policy of the current settings, with the next version.
     """
     newest, before, here = published
     if newest is None or before is None or not same_content(before, of_settings):
@@ -95,7 +95,7 @@ def next_policy(published: Published, of_settings: AdmissionPolicy) -> Admission
 
 
 def same_content(a: AdmissionPolicy, b: AdmissionPolicy) -> bool:
-    """Whether they demand the same, whoever published them and when."""
+    """Return whether two policies are equal apart from version, publisher and time."""
     told = {
         "policy_version": b.policy_version,
         "created_at": b.created_at,
@@ -105,14 +105,12 @@ def same_content(a: AdmissionPolicy, b: AdmissionPolicy) -> bool:
 
 
 def is_of_settings(policy: AdmissionPolicy) -> bool:
-    """Whether an admission process published it, and not a person."""
+    """Return whether an admission process published the policy, not a user."""
     return policy.published_by in (None, SETTINGS)
 
 
 def policy_rejection(policy: AdmissionPolicy, before: AdmissionPolicy | None) -> str | None:
-    """Why a policy can't be obeyed, given the one in force; None: it can, or it is the same once
-    more.
-    """
+    """Return why a policy is invalid after the one in force; None when valid or a repetition."""
     name, flaw = f"policy {policy.policy_version}", _flaw_of_fields(policy)
     if flaw is not None:
         return f"{name}: {flaw}"

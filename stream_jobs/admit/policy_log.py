@@ -1,8 +1,6 @@
-"""The policies of a run on `claw.candidates`: read, and set by a person while the run goes on.
+"""Read the policies of a run from `claw.candidates`, set a policy during a run, and end a run.
 
-Also the run's end.
-
-Nothing here talks to admission: it reads the same log, and a policy holds from its own offset on.
+Nothing here calls admission: both read the same log, and a policy holds from its own offset on.
 """
 
 from __future__ import annotations
@@ -25,17 +23,14 @@ from stream_jobs.admit.policy import policy_of, policy_rejection, settings_of
 from stream_jobs.errors import PolicyRefused
 
 HEADER_BYTES = 10
-"""Of a value in Avro single-object encoding: they name its schema."""
+"""Header of a value in Avro single-object encoding; names its schema."""
 MAX_UNATTRIBUTED_RECORDS, MAX_UNATTRIBUTED_BYTES = 1000, 32 * 1024 * 1024
 """Records and bytes of them that are kept."""
 CHANNELS: tuple[Channel, ...] = ("train", "val")
 
 
 class PolicyEntry(NamedTuple):
-    """A policy on the log.
-
-    timestamp_ms: the log's. rejection: why admission does not obey it; None: it does.
-    """
+    """A policy on the log. rejection: why admission ignores it; None when it is valid."""
 
     offset: int
     timestamp_ms: int
@@ -44,12 +39,10 @@ class PolicyEntry(NamedTuple):
 
 
 class RunLog:
-    """One run's records on the candidates: where they lie, and what its policies and its end say.
+    """One run's records among the candidates: their offsets, its policies and its end.
 
-    Read once, and read on.
-
-    A run that lives holds all of that log since its beginning, and the Ticks are most of it: of
-    what is not the run's own the key is looked at, no more.
+    A live run spans the log since its start, mostly ticks. Of records of other runs only the key is
+    examined.
     """
 
     def __init__(
@@ -63,14 +56,12 @@ class RunLog:
         self.events: list[tuple[Record, AdmissionPolicy | RunEnded]] = []
         """The policies and ends, in the order of the log."""
         self.unattributed: list[Record] = []
-        """What is of no run and no Tick; as many as are kept."""
+        """Records that are neither of a run nor ticks, up to the limits."""
         self._unattributed_bytes = 0
         self._offsets = array("q")
 
     def read(self, first: int) -> None:
-        """Read to the end of the log; from `first` on everything is known then. 0: from its
-        beginning.
-        """
+        """Read to the end of the log, so that everything from `first` on is known. 0: all of it."""
         if self._from is None or first < self._from:
             self._from = self.read_to = first
             self.events, self.unattributed, self._unattributed_bytes, self._offsets = (
@@ -95,9 +86,7 @@ class RunLog:
         self.read_to = max(self.read_to, end)
 
     def next_run_offset(self, first: int) -> int:
-        """Offset of the run's first record that is not before `first`; where it is read to when
-        there is none.
-        """
+        """Return the offset of the run's first record from `first` on, or the end of reading."""
         at = bisect_left(self._offsets, first)
         return self._offsets[at] if at < len(self._offsets) else max(first, self.read_to)
 
@@ -107,9 +96,9 @@ class RunLog:
         try:
             name = self._decoder.codec.type_name(record.value)
         except UnknownSchema:
-            name = "AdmissionPolicy"  # perhaps, of a newer release
+            name = "AdmissionPolicy"  # possibly one of a newer release
         except Undecodable:
-            return  # admission buries it
+            return  # admission dead-letters it
         if name in ("AdmissionPolicy", "RunEnded"):
             try:
                 event = self._decoder.decode(record.value)
@@ -119,9 +108,9 @@ class RunLog:
                 self.events.append((record, event))
 
     def _is_ignored(self, key: bytes | None, value: bytes | None) -> bool:
-        """Whether it is another run's, or a Tick.
+        """Return whether the record is a tick or of another run.
 
-        The next one of that run or schema is known by its key or header alone.
+        Remembers its key or schema header, so the next such record is not decoded.
         """
         if key is not None:
             if key not in self._runs and is_run(key):
@@ -133,9 +122,9 @@ class RunLog:
         return found
 
     def _add_unattributed(self, record: Record) -> None:
-        """Keep it for admission, which buries it.
+        """Keep the record for admission, which dead-letters it.
 
-        The log is read from the first one on that is not kept, as if it were the run's.
+        Beyond the limits, treat it as a record of the run, so that admission reads it from the log.
         """
         size = (
             len(record.key or b"")
@@ -153,9 +142,9 @@ class RunLog:
 
 
 class PolicyLog:
-    """Policies of one run.
+    """The policies of one run.
 
-    Looks at every record of its partition of the candidates, but reads only the run's own.
+    Scans its candidates partition and decodes only the run's records.
     """
 
     def __init__(self, settings: Settings, cluster: Cluster) -> None:
@@ -192,13 +181,11 @@ class PolicyLog:
 
     @property
     def newest(self) -> PolicyEntry | None:
-        """The one that is obeyed once everything has been read."""
+        """The valid policy in force at the end of the log."""
         return next((e for e in reversed(self.entries) if e.rejection is None), None)
 
     def behind(self, entry: PolicyEntry) -> Mapping[Channel, int | None]:
-        """Of each channel, how many records admission has to read until the policy holds; None: no
-        admission has read this run.
-        """
+        """Return for each channel how many records admission must read before the policy holds."""
         found: dict[Channel, int | None] = {}
         for channel in CHANNELS:
             group = f"{self._settings.kafka.topic_prefix}-admit.{self._settings.run_id}.{channel}"
@@ -209,11 +196,11 @@ class PolicyLog:
     def set(
         self, changes: Mapping[str, str], by: str, checks: Iterable[Callable[[Settings], None]] = ()
     ) -> PolicyEntry:
-        """Publish the newest policy with some fields changed.
+        """Publish the newest policy with some fields changed. Arguments as in `changed_policy`.
 
-        The arguments are those of `changed_policy`.
-
-        Raises PolicyRefused, or SettingsError that names the setting.
+        Raises:
+            PolicyRefused: The change is invalid, or the run has ended or has no policy.
+            SettingsError: The new policy is invalid; the message names the setting.
         """
         newest, run = self.newest, self._settings.run_id
         self._still_open()
@@ -243,9 +230,10 @@ class PolicyLog:
         return mine
 
     def end(self, reason: str | None) -> int:
-        """End the run for ever; returns the offset from which it is over.
+        """End the run for ever and return the offset of its end.
 
-        Raises PolicyRefused when there is no such run, or it has ended.
+        Raises:
+            PolicyRefused: The run does not exist or has ended.
         """
         run = self._settings.run_id
         self._still_open()

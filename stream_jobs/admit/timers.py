@@ -1,7 +1,8 @@
-"""TimerQueue in event time, of groups and of open batches. Pure.
+"""Schedule deadlines in event time, of groups and of open batches. Pure.
 
-A deadline is never taken back: when it comes, its owner looks whether it still matters. Ties are in
-the order of the owners' names, so that the order depends on nothing but the log.
+A timer is never cancelled: when it fires, its owner checks whether it still matters. Timers of
+equal
+time fire in the order of their owners' names, so the order depends only on the log.
 """
 
 from __future__ import annotations
@@ -14,10 +15,7 @@ from stream_jobs.admit.group import GroupKey
 
 
 class Timer(NamedTuple):
-    """at: event time, milliseconds.
-
-    batch: whether the owner is an open batch, whose key is ("", key).
-    """
+    """A deadline. at: event time, ms. batch: the owner is an open batch with key ("", key)."""
 
     at: int
     batch: bool
@@ -25,21 +23,21 @@ class Timer(NamedTuple):
 
 
 class TimerQueue:
-    """A heap that is built anew when most of it is of owners long gone."""
+    """A heap of timers, rebuilt when most of them belong to decided owners."""
 
     def __init__(self) -> None:
         self._heap: list[Timer] = []
 
     def add(self, deadline: Timer) -> None:
-        """Plan one."""
+        """Schedule a timer."""
         heapq.heappush(self._heap, deadline)
 
     def next(self, now: int) -> Timer | None:
-        """Take the earliest one that has come, if any."""
+        """Remove and return the earliest timer that is due, or None."""
         return heapq.heappop(self._heap) if self._heap and self._heap[0].at <= now else None
 
     def replace(self, deadlines: Iterable[Timer]) -> None:
-        """Forget all and plan these."""
+        """Replace all timers."""
         self._heap = sorted(set(deadlines))
 
     def mostly_stale(self, owners: int) -> bool:

@@ -1,7 +1,6 @@
-"""Three whole numbers by name, for tens of millions of names, in a fifth of what a dict of tuples
-takes.
+"""Map names to three integers, for tens of millions of names, in a fifth of a dict's memory.
 
-No I/O.
+Pure.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ Values = tuple[int, int, int]
 
 
 class CompactMap:
-    """A name is known by 127 bits of its BLAKE2b: two that are alike are not met in any run.
+    """A map keyed by 127 bits of the BLAKE2b hash of a name. The names cannot be recovered.
 
-    It can't be found out from them.
-
-    15 bits of the hash choose a bucket, which is entries of 34 bytes one behind the other, searched
-    by `bytes.find`. Nothing is ever built anew, so there is no pause; and as buckets are immutable,
-    a list of them is a picture of one moment.
+    15 bits of the hash select a bucket: entries of 34 bytes in a row, searched by `bytes.find`. The
+    map
+    is never rehashed, so no insertion pauses. Buckets are immutable, so a copy of the bucket list
+    is a
+    consistent snapshot.
     """
 
     def __init__(self, buckets: list[bytes] | None = None) -> None:
@@ -45,7 +44,7 @@ class CompactMap:
         return self._count
 
     def get(self, name: str) -> Values | None:
-        """The numbers of a name."""
+        """Return the values of a name, or None."""
         number, key = _place(name)
         bucket = self._buckets[number]
         at = _find(bucket, key)
@@ -55,7 +54,7 @@ class CompactMap:
         return first, second, third
 
     def put(self, name: str, values: Values) -> None:
-        """Set the numbers of a name. Raises struct.error when one is too large."""
+        """Set the values of a name. Raises struct.error when one is too large."""
         number, key = _place(name)
         bucket, entry = self._buckets[number], _ENTRY.pack(key, *values)
         at = _find(bucket, key)
@@ -66,7 +65,7 @@ class CompactMap:
             self._buckets[number] = bucket[:at] + entry + bucket[at + WIDTH :]
 
     def discard(self, name: str) -> None:
-        """Forget a name; no effect on one that is not there."""
+        """Remove a name, if present."""
         number, key = _place(name)
         bucket = self._buckets[number]
         at = _find(bucket, key)
@@ -75,22 +74,21 @@ class CompactMap:
             self._count -= 1
 
     def copy(self) -> CompactMap:
-        """As it is now, whatever is put into this one later. Costs half a millisecond."""
+        """Return a snapshot that later changes do not affect. Takes about 0.5 ms."""
         twin = CompactMap.__new__(CompactMap)
         twin._buckets, twin._count = self._buckets.copy(), self._count
         return twin
 
     def chunks(self) -> Iterator[bytes]:
-        """All of it as bytes, for `of_bytes`: the length of each bucket, then the buckets."""
+        """Yield the content for `of_bytes`: the length of each bucket, then the buckets."""
         yield _LENGTHS.pack(*map(len, self._buckets))
         for first in range(0, BUCKETS, CHUNK):
             yield b"".join(self._buckets[first : first + CHUNK])
 
     @classmethod
     def of_bytes(cls, data: memoryview) -> tuple[CompactMap, memoryview]:
-        """What `chunks` gave, and what follows it.
-
-        Raises struct.error or ValueError when it is not all there.
+        """Return the map from the bytes of `chunks`, and the rest. Raises struct.error or
+        ValueError.
         """
         buckets, at = list[bytes](), _LENGTHS.size
         for length in _LENGTHS.unpack_from(data):
@@ -102,16 +100,13 @@ class CompactMap:
 
 
 def _place(name: str) -> tuple[int, bytes]:
-    """Its bucket, and its key there."""
+    """Return the bucket number of a name and its key there."""
     digest = blake2b(name.encode(), digest_size=16).digest()
     return (digest[0] | digest[1] << 8) % BUCKETS, digest[2:]
 
 
 def _find(bucket: bytes, key: bytes) -> int:
-    """Where the entry of a key begins; -1 when there is none.
-
-    What only looks like the key lies across two entries or in the numbers.
-    """
+    """Return the offset of a key's entry, or -1. Skips matches across entries or inside values."""
     at = bucket.find(key)
     while at > 0 and at % WIDTH:
         at = bucket.find(key, at + 1)

@@ -1,4 +1,4 @@
-"""What goes into admission, and what comes out of it onto its output topic, the journal. Pure."""
+"""Records that enter admission, and records that it writes to its journal. Pure."""
 
 from __future__ import annotations
 
@@ -28,9 +28,7 @@ JournalRecord = ReadyBatch | Refused | Late | PolicyApplied
 
 @dataclass(frozen=True, slots=True)
 class CandidateLog:
-    """The log that is folded: topic id and partition of the candidates, and how many partitions
-    write ticks to it.
-    """
+    """The input log: topic id, partition, and number of source partitions that send ticks."""
 
     topic_id: str
     partition: int
@@ -39,10 +37,7 @@ class CandidateLog:
 
 @dataclass(frozen=True, slots=True)
 class InputRecord:
-    """One record of that log.
-
-    place: of the payload, from a candidate's headers; None when it has none.
-    """
+    """One input record. place: place of the payload, from the headers; None when there is none."""
 
     offset: int
     event: Candidate | AdmissionPolicy | RunEnded | Tick
@@ -51,7 +46,7 @@ class InputRecord:
 
 @dataclass(frozen=True, slots=True)
 class Invalid:
-    """A record that can't be obeyed. For the dead letters, not for the journal."""
+    """A record that cannot be applied. Goes to the dead letters, not to the journal."""
 
     offset: int
     detail: str
@@ -61,7 +56,7 @@ Decision = JournalRecord | Invalid
 
 
 def decode_journal_record(decoder: Decoder, record: Record) -> JournalRecord:
-    """What a record of the journal says. Raises UnreadableJournal."""
+    """Decode a record of the journal. Raises UnreadableJournal."""
     where = f"{record.topic}-{record.partition} offset {record.offset}"
     try:
         event = decoder.decode(record.value)
@@ -81,9 +76,7 @@ def decode_journal_record(decoder: Decoder, record: Record) -> JournalRecord:
 
 
 def content_hash(batch: ReadyBatch) -> str:
-    """sha256 over the canonical bytes of what a batch holds: no clock, no run id, no place, not the
-    hash itself.
-    """
+    """Return the SHA-256 of a batch's canonical content: without clock, run id, places and hash."""
     plain: dict[str, Any] = {
         "channel": batch.channel,
         "batch_seq": batch.batch_seq,

@@ -1,4 +1,4 @@
-"""Whether a journal of admission still has its beginning, or is not the one it was. Reads only."""
+"""Check that a journal still has its beginning and was not recreated. Reads only."""
 
 from __future__ import annotations
 
@@ -10,14 +10,12 @@ from stream_jobs.errors import UnreadableJournal
 
 
 def first_offset(cluster: Cluster, journal: str) -> int:
-    """Where it begins now; 0: it is whole."""
+    """Return the first offset of the journal; 0 when it is complete."""
     return cluster.watermarks(journal, [0])[0][0]
 
 
 def check_complete(cluster: Cluster, journal: str) -> None:
-    """Raises UnreadableJournal when decisions at the beginning of a journal are gone: they would be
-    made again.
-    """
+    """Raise UnreadableJournal when the journal has lost its beginning: decisions would repeat."""
     first = first_offset(cluster, journal)
     if first > 0:
         raise UnreadableJournal(

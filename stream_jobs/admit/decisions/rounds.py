@@ -1,8 +1,4 @@
-"""Rounds of group ids: which are closed, and which trajectories still belong to one that closed
-without them.
-
-No I/O.
-"""
+"""Track which rounds of a group id are closed, and which members they still miss. Pure."""
 
 from __future__ import annotations
 
@@ -24,9 +20,9 @@ _LARGEST_END = 1 << 31
 
 
 class MissingMembers(NamedTuple):
-    """A round closed `left` members short.
+    """A round closed with `left` members missing.
 
-    Whoever was opened before `closed_at` (log time) and comes now was one of them.
+    A trajectory opened before `closed_at` (log time, ms) that arrives now is one of them.
     """
 
     round: int
@@ -38,7 +34,7 @@ class MissingMembers(NamedTuple):
 class Rounds:
     """Closed rounds of one group id.
 
-    spans: from a round to before another one, in order, each behind a round that is not closed.
+    spans: half-open ranges of closed rounds, ascending, disjoint.
     """
 
     spans: tuple[Span, ...] = ()
@@ -50,15 +46,12 @@ class Rounds:
         return self.spans[0][1] if self.spans and self.spans[0][0] == 0 else 0
 
     def closed(self, number: int) -> bool:
-        """Whether the round was admitted or refused.
-
-        There is none below 0: nothing can come into one.
-        """
+        """Return whether the round was admitted or refused. Negative rounds count as closed."""
         at = bisect_right(self.spans, number, key=_FIRST)
         return number < 0 or (at > 0 and number < self.spans[at - 1][1])
 
     def close(self, number: int, closed_at: int, left: int) -> None:
-        """A round is admitted or refused although `left` of its members have not come."""
+        """Close a round of which `left` members have not arrived."""
         if left > 0:
             self.missing_members += (MissingMembers(number, closed_at, left),)
         if self.closed(number):
@@ -74,13 +67,11 @@ class Rounds:
         self.spans = (*spans[:below], (first, end), *spans[above:])
 
     def missed_by(self, opened_at: int) -> int | None:
-        """The first round that a trajectory opened at this time was meant for and has missed; None:
-        it belongs to a later one.
-        """
+        """Return the first round that a trajectory opened at this time missed, or None."""
         return min((o.round for o in self.missing_members if opened_at < o.closed_at), default=None)
 
     def turned_away(self, number: int) -> None:
-        """One of those that missed this round has come and was refused."""
+        """Count one missing member of this round as arrived and refused."""
         fewer = (
             o._replace(left=o.left - 1) if o.round == number else o for o in self.missing_members
         )
@@ -88,10 +79,9 @@ class Rounds:
 
 
 class ClosedRounds:
-    """The rounds of all group ids of a run.
+    """The closed rounds of all group ids of a run.
 
-    One whose rounds have closed one behind the other, from whichever on, takes 34 bytes, if none
-    but the last of them is owed members.
+    A group id takes 34 bytes if its closed rounds are contiguous and only the last misses members.
     """
 
     def __init__(
@@ -104,7 +94,7 @@ class ClosedRounds:
         """
 
     def of(self, group_id: str) -> Rounds:
-        """Those of a group id, to look at; `put` sets them."""
+        """Return a copy of the rounds of a group id; `put` stores changes."""
         found = self.others.get(group_id) if self.others else None
         if found is not None:
             return found
@@ -116,7 +106,7 @@ class ClosedRounds:
         return Rounds(((first, end),), (MissingMembers(end - 1, closed_at, left),) if left else ())
 
     def put(self, group_id: str, rounds: Rounds) -> None:
-        """Set those of a group id."""
+        """Store the rounds of a group id."""
         if len(rounds.spans) == 1 and len(rounds.missing_members) < 2:
             ((first, end),) = rounds.spans
             owed = (

@@ -1,12 +1,9 @@
-"""What admission has decided: a fold over its journal, which the admission that writes the journal
-goes on with.
+"""Fold the journal into the state of decisions that admission resumes from. Pure.
 
-Pure.
-
-After a crash admission folds the candidates again from `ResumePoint.resume_from`. What the journal
-has decided folds to nothing; the rest is, at the last journaled step, exactly what it was: groups
-half full, batches half full, deadlines. Only ticks before `resume_from` are needed besides, for
-event time; the reader fetches them.
+After a crash, admission folds the candidates again from `ResumePoint.resume_from`. Decided
+candidates fold to nothing. At the last journaled step the remaining state equals the state before
+the crash: partial groups, partial batches, timers. Event time additionally needs ticks before
+`resume_from`, which the reader fetches.
 """
 
 from __future__ import annotations
@@ -24,13 +21,11 @@ from stream_jobs.admit.group import GroupKey
 from stream_jobs.admit.policy import is_of_settings
 
 _REFUSED = -1
-"""Where the number of a batch stands otherwise."""
+"""Stored in place of a batch number for a refused trajectory."""
 
 
 class Decided(NamedTuple):
-    """A trajectory that was admitted (batch_seq) or refused (None), the highest revision seen of
-    it, and when, in log time.
-    """
+    """A decision: admitted in batch_seq, or refused (None). at: log time, ms."""
 
     revision: int
     batch_seq: int | None
@@ -39,15 +34,18 @@ class Decided(NamedTuple):
 
 @dataclass(slots=True)
 class DecisionState:
-    """What the records of a journal say, from its first on.
+    """The decisions of a journal, from its first record on.
 
-    For the life of a run: 34 bytes a decided trajectory and 34 a group id (those of
-    `ClosedRounds.others` take more), and what the buckets of `CompactMap` take besides.
+    Memory for the life of a run: 34 bytes for each decided trajectory and each group id, plus the
+    buckets of `CompactMap`; entries of `ClosedRounds.others` take more.
 
-    gone: members refused one by one, of rounds that are still open; turned: refused because such a
-    round was full or sealed. told: trajectories that the records have named. Of the candidates
-    topic that the last ones came from: its id, the policies applied, `input_from` (None before the
-    first decision), the last step (`stepped_to`), and how far it was read (`input_to`).
+    refused_members: Members refused one by one, of rounds that are still open.
+    turned_away: Trajectories refused because their round was full or closed to new members.
+    decided_count: Trajectories named by the records.
+    The remaining fields describe the candidates topic of the last records: its id, the applied
+    policies,
+    `input_from` (None before the first decision), the last step (`stepped_to`), and `input_to`, the
+    offset up to which it was read.
     """
 
     decisions: CompactMap = field(default_factory=CompactMap)
@@ -65,7 +63,7 @@ class DecisionState:
     input_to: int = 0
 
     def decided(self, trajectory_id: str) -> Decided | None:
-        """What was decided of a trajectory."""
+        """Return the decision on a trajectory, or None."""
         found = self.decisions.get(trajectory_id)
         if found is None:
             return None
@@ -73,9 +71,9 @@ class DecisionState:
         return Decided(revision, None if seq == _REFUSED else seq, at)
 
     def apply(self, record: JournalRecord) -> None:
-        """The next record of the journal."""
+        """Apply the next record of the journal."""
         if not isinstance(record, Late) and record.input_topic_id != self.topic_id:
-            # The candidates topic was made anew.
+            # The candidates topic was recreated.
             self.topic_id, self.applied = record.input_topic_id, []
             self.input_from, self.stepped_to, self.input_to = None, 0, 0
         match record:
@@ -146,14 +144,15 @@ class DecisionState:
 
 @dataclass(frozen=True, slots=True)
 class ResumePoint:
-    """What an admission begins with.
+    """The state in which admission starts. Offsets refer to the candidates topic that exists now.
 
-    Offsets are of the candidates topic that exists today; there are none when it was made anew
-    (`renewed`).
-
-    state: goes on with what is decided from now on. policy: in force at `resume_from`; newest: the
-    last one applied; of_settings: the last one of them that settings have published. replay_until:
-    offset of the last step in the journal; below it every decision there was is in the journal.
+    state: Receives all further decisions. policy: In force at `resume_from`. newest: The last
+    applied
+    policy. of_settings: The last applied policy that settings published. replay_until: Offset of
+    the
+    last journaled step; all decisions below it are in the journal. renewed: The candidates topic
+    was
+    recreated, so no earlier offset applies.
     """
 
     state: DecisionState = field(default_factory=DecisionState)
@@ -170,11 +169,13 @@ class ResumePoint:
 def resume_from_journal(
     journal: Iterable[JournalRecord], topic_id: str, low: int, state: DecisionState | None = None
 ) -> ResumePoint:
-    """The past that a journal tells.
+    """Return the resume point of a journal.
 
-    topic_id: of today's candidates topic; low: the first offset that it has.
-
-    state: of the records before these.
+    Args:
+        journal: Records after those in `state`.
+        topic_id: Id of the current candidates topic.
+        low: First offset that the candidates topic still holds.
+        state: State of the earlier records, from a checkpoint.
     """
     state = DecisionState() if state is None else state
     for record in journal:
