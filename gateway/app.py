@@ -15,8 +15,8 @@ from starlette.responses import RedirectResponse
 from gateway import errors
 from gateway.api.control import control_routes
 from gateway.api.openapi import with_model_calls
-from gateway.api.rollout_budget.budget import DemandSource, MemoryDemand
-from gateway.api.rollout_budget.routes import demand_routes
+from gateway.api.rollout_budget.budget import BudgetSource, InMemoryBudgets
+from gateway.api.rollout_budget.routes import rollout_budget_routes
 from gateway.asgi.client_disconnect import Receive
 from gateway.asgi.error_replies import OPENAI_ERRORS, ErrorFormat, http_error_of, reply_of
 from gateway.asgi.in_flight_limits import InFlightLimits
@@ -25,15 +25,15 @@ from gateway.asgi.unhandled_errors import UnhandledErrors
 from gateway.attribution.resolver import Door
 from gateway.attribution.sessions import secret_of
 from gateway.auth.key_limits import KeyLimits
-from gateway.claw_r1.api import LARGE_BODIES, seed_routes
+from gateway.claw_r1.api import LARGE_BODIES, claw_r1_routes
 from gateway.clock import Clock
 from gateway.durability.blobs import Blobs
-from gateway.durability.delivery import Journal
-from gateway.durability.log import Bus, Message
-from gateway.durability.record_writer import EventLog
+from gateway.durability.delivery import DeliveryManager
+from gateway.durability.log import LogProducer, Message
+from gateway.durability.record_writer import RecordWriter
 from gateway.durability.spool import Spool
 from gateway.engines.client import Upstream
-from gateway.engines.registry import WorkerTable
+from gateway.engines.registry import EngineRegistry
 from gateway.metrics import Metrics
 from gateway.protocols.anthropic_messages import ANTHROPIC_ERRORS, AnthropicMessages
 from gateway.protocols.base import ProtocolAdapter
@@ -75,13 +75,13 @@ PASSTHROUGH: tuple[tuple[str, str, ErrorFormat], ...] = (
 
 def create_app(
     settings: Settings,
-    bus: Bus,
-    table: WorkerTable,
+    producer: LogProducer,
+    registry: EngineRegistry,
     codec: Codec | None = None,
     clock: Clock | None = None,
-    demand: DemandSource | None = None,
+    budgets: BudgetSource | None = None,
 ) -> FastAPI:
-    """Build the gateway over a bus and an engine table.
+    """Build the gateway over a producer and an engine registry.
 
     The caller starts and stops both; the application owns the spool and the connections. While the
     application runs, `app.state.dead_letter` records a dead letter.
@@ -89,8 +89,8 @@ def create_app(
     clock, metrics = clock or Clock(), Metrics()
     directory = settings.spool_dir / settings.gateway.gateway_id
     codec = codec or Codec()
-    journal = Journal(
-        bus,
+    delivery = DeliveryManager(
+        producer,
         Spool(directory, settings.gateway.spool_max_bytes),
         metrics,
         settings.gateway.acks,
@@ -102,10 +102,10 @@ def create_app(
         max_behind=settings.lake.dedupe_window // 2,
         max_age_s=settings.spool_max_age_s,
     )
-    upstream = Upstream(settings.gateway, table, lambda: bus.uptime_s, clock, metrics)
+    upstream = Upstream(settings.gateway, registry, lambda: producer.uptime_s, clock, metrics)
     door = Door(settings, metrics)
     redaction = redaction_of(settings, secret_of(settings), metrics.redaction_failed.inc)
-    log = EventLog(settings.kafka.topics, codec, journal, redaction)
+    log = RecordWriter(settings.kafka.topics, codec, delivery, redaction)
     in_flight = InFlightLimits(
         settings.gateway.max_in_flight_bytes,
         settings.gateway.max_in_flight,
@@ -115,7 +115,7 @@ def create_app(
         settings.kafka.topics.steps,
         settings.gateway.gateway_id,
         codec,
-        bus,
+        producer,
         door,
         redaction,
         clock,
@@ -123,21 +123,21 @@ def create_app(
     )
     limits = KeyLimits(clock)
     services = Services(
-        settings, door, journal, log, upstream, clock, metrics, in_flight, failed, limits
+        settings, door, delivery, log, upstream, clock, metrics, in_flight, failed, limits
     )
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        await journal.start()
+        await delivery.start()
         await upstream.open()
         async with door.watching():
             yield
         await upstream.close()
-        await journal.close()
+        await delivery.close()
 
     async def dead_letter(message: Message) -> None:
         try:
-            await journal.record([message])
+            await delivery.record([message])
         except errors.NotRecorded as error:
             logger().error("dead_letter_lost", error=str(error))
 
@@ -149,12 +149,14 @@ def create_app(
     )
     app.include_router(control_routes(services))
     app.include_router(
-        demand_routes(
-            door, demand or MemoryDemand(), lambda run: table.oldest_loaded(run, bus.uptime_s)
+        rollout_budget_routes(
+            door,
+            budgets or InMemoryBudgets(),
+            lambda run: registry.oldest_loaded(run, producer.uptime_s),
         )
     )
-    app.include_router(seed_routes(services))
-    _operations(app, services, bus)
+    app.include_router(claw_r1_routes(services))
+    _operations(app, services, producer)
     _install_error_handlers(app, settings.gateway.base_path)
     app.add_middleware(ControlBodyLimit, in_flight=in_flight)
     calls = {d.path.removeprefix("/v1"): CallEndpoint(services, d) for d in ADAPTERS}
@@ -192,7 +194,7 @@ def _describe(app: FastAPI, tails: list[tuple[str, str]]) -> None:
     app.openapi = page  # type: ignore[method-assign]
 
 
-def _operations(app: FastAPI, services: Services, bus: Bus) -> None:
+def _operations(app: FastAPI, services: Services, producer: LogProducer) -> None:
     @app.get("/health")
     async def health() -> dict[str, str]:
         return {"status": "ok"}
@@ -208,7 +210,7 @@ def _operations(app: FastAPI, services: Services, bus: Bus) -> None:
 
     @app.get("/ready")
     async def ready(response: Response) -> dict[str, bool]:
-        state = {"kafka": bus.reachable, "worker": bool(services.upstream.ready)}
+        state = {"kafka": producer.reachable, "worker": bool(services.upstream.ready)}
         response.status_code = 200 if all(state.values()) else 503
         return state
 

@@ -50,7 +50,7 @@ class NotFound(GatewayError):
     """No such path, or no such run."""
 
 
-class DemandUnknown(GatewayError):
+class BudgetUnknown(GatewayError):
     """The rollout budget of a run is not known yet. Try again."""
 
 
@@ -94,7 +94,7 @@ class NotConfigured(GatewayError):
     """The request needs a setting that is missing. Names the setting."""
 
 
-class NoWorker(GatewayError):
+class NoEngine(GatewayError):
     """No engine became ready within gateway.worker_wait_s. Nothing was sampled; try again."""
 
 
@@ -114,7 +114,7 @@ class UpstreamTimeout(GatewayError):
     """The engine exceeded gateway.upstream_timeout_s or gateway.upstream_total_timeout_s."""
 
 
-class BusUnavailable(GatewayError):
+class KafkaUnavailable(GatewayError):
     """Kafka did not acknowledge in time; the outcome is unknown. Retry with the same ids."""
 
 

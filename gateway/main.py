@@ -11,13 +11,13 @@ from contextlib import contextmanager
 import uvicorn
 import uvloop
 
-from gateway.api.rollout_budget.feed import DemandFeed
+from gateway.api.rollout_budget.feed import BudgetFeed
 from gateway.app import create_app
 from gateway.asgi.http_server import server_config
-from gateway.durability.log import KafkaBus, Message
+from gateway.durability.log import KafkaLogProducer, Message
 from gateway.durability.spool import lock
-from gateway.engines.discovery import WorkerFeed
-from gateway.engines.registry import WorkerTable
+from gateway.engines.discovery import EngineDiscovery
+from gateway.engines.registry import EngineRegistry
 from gateway.errors import GatewayError
 from runtime.logs import logger
 from runtime.process.lifecycle import run_async
@@ -71,10 +71,10 @@ async def serve(settings: Settings, stop: asyncio.Event) -> None:
     os.close(lock(settings.spool_dir / settings.gateway.gateway_id))
     listening = listen(settings.gateway.host, settings.gateway.port)
     cluster, codec, topics = cluster_of(settings), Codec(), settings.kafka.topics
-    bus = KafkaBus(cluster, topics.steps, settings.gateway.produce_timeout_s)
-    table = WorkerTable(settings.gateway.upstreams)
-    demand = DemandFeed(cluster, settings)
-    app = create_app(settings, bus, table, codec, demand=demand)
+    producer = KafkaLogProducer(cluster, topics.steps, settings.gateway.produce_timeout_s)
+    registry = EngineRegistry(settings.gateway.upstreams)
+    budgets = BudgetFeed(cluster, settings)
+    app = create_app(settings, producer, registry, codec, budgets=budgets)
     pending_dead_letters: set[asyncio.Task[None]] = set()
 
     def dead_letter(message: Message) -> None:
@@ -82,14 +82,16 @@ async def serve(settings: Settings, stop: asyncio.Event) -> None:
         pending_dead_letters.add(task)
         task.add_done_callback(pending_dead_letters.discard)
 
-    feed = WorkerFeed(cluster, settings, table, codec, lambda: bus.uptime_s, dead_letter)
+    feed = EngineDiscovery(
+        cluster, settings, registry, codec, lambda: producer.uptime_s, dead_letter
+    )
     server = _Server(server_config(app, max(1, int(settings.up.stop_timeout_s - STOP_RESERVE_S))))
-    bus.start()
+    producer.start()
     feed.start()
-    demand.start()
+    budgets.start()
     began = asyncio.get_running_loop().time()
-    while (  # noqa: ASYNC110 - the bus is a thread
-        not bus.reachable
+    while (  # noqa: ASYNC110 - the producer is a thread
+        not producer.reachable
         and not stop.is_set()
         and asyncio.get_running_loop().time() - began < KAFKA_WAIT_S
     ):
@@ -101,11 +103,11 @@ async def serve(settings: Settings, stop: asyncio.Event) -> None:
     await asyncio.wait([serving, stopping], return_when=asyncio.FIRST_COMPLETED)
     announcing.cancel()
     feed.stop()
-    demand.stop()
+    budgets.stop()
     server.should_exit = True
     await serving
     stopping.cancel()
-    await asyncio.to_thread(bus.close)
+    await asyncio.to_thread(producer.close)
     if not stop.is_set():
         raise GatewayError(
             "the web application did not start or ended unexpectedly, see the log lines above"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gateway.attribution.sessions import secret_of
-from gateway.engines.registry import WorkerTable
+from gateway.engines.registry import EngineRegistry
 from gateway.redaction.redactor import redaction_of
 from rewards.registry import rule_of
 from runtime.functions.pool import FunctionPool
@@ -18,7 +18,7 @@ def _compute_reward(settings: Settings) -> None:
 
 
 def _upstreams(settings: Settings) -> None:
-    WorkerTable(settings.gateway.upstreams)
+    EngineRegistry(settings.gateway.upstreams)
 
 
 def _redaction(settings: Settings) -> None:

@@ -232,7 +232,7 @@ class Recorder:
         for at in range(0, len(events), AT_ONCE):
             if at:
                 await asyncio.sleep(0)
-            await self._services.log.record(events[at : at + AT_ONCE])
+            await self._services.record_writer.record(events[at : at + AT_ONCE])
 
 
 def target_of(trajectory_id: str | None, step_id: str | None) -> str:

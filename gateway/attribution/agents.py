@@ -14,7 +14,7 @@ import orjson
 
 from gateway.attribution.conversation import last_user_text, system_text
 
-Harness = Literal["claude-code", "codex", "opencode", "openclaw"]
+AgentName = Literal["claude-code", "codex", "opencode", "openclaw"]
 
 LOOKED_AT = 4096
 """Characters at the start of a block of the prompt in which an agent names itself."""
@@ -31,11 +31,11 @@ MAX_ID = 200
 class AgentSession(NamedTuple):
     """A session as its agent names it. Sub-agents have the session of the agent that started them."""
 
-    harness: Harness
+    harness: AgentName
     session_id: str
 
 
-def harness_of(headers: Mapping[str, str], said: Mapping[str, Any]) -> Harness | None:
+def agent_of(headers: Mapping[str, str], said: Mapping[str, Any]) -> AgentName | None:
     """The agent, if it is a known one. headers: names in lower case."""
     agent = headers.get("user-agent", "").lower()
     if "x-claude-code-session-id" in headers or agent.startswith("claude-cli/"):
@@ -61,7 +61,7 @@ def _speaks_openclaw(headers: Mapping[str, str], said: Mapping[str, Any]) -> boo
 
 def session_of(headers: Mapping[str, str], said: Mapping[str, Any]) -> AgentSession | None:
     """The session of a known agent. headers: names in lower case."""
-    harness = harness_of(headers, said)
+    harness = agent_of(headers, said)
     if harness is None:
         return None
     match harness:

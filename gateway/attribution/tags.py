@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 import orjson
 
-from gateway.attribution.agents import Harness, harness_of
+from gateway.attribution.agents import AgentName, agent_of
 from gateway.attribution.conversation import first_user_text, last_user_text, system_text
 from schemas.records import Tag
 
@@ -27,7 +27,7 @@ MAX_VALUE = 100
 class HeaderSign(NamedTuple):
     """A header that tells. value None: whatever it says."""
 
-    harness: Harness
+    harness: AgentName
     header: str
     value: str | None
     name: Name
@@ -36,7 +36,7 @@ class HeaderSign(NamedTuple):
 class PromptSign(NamedTuple):
     """Words of an agent's own prompt that tell."""
 
-    harness: Harness
+    harness: AgentName
     where: Where
     words: str
     name: Name
@@ -127,7 +127,7 @@ PROMPTS = (
 
 def tags_of(headers: Mapping[str, str], said: Mapping[str, Any]) -> tuple[Tag, ...]:
     """The tags of a call, each name once. headers: names in lower case."""
-    harness = harness_of(headers, said)
+    harness = agent_of(headers, said)
     if harness is None:
         return ()
     found: dict[str, str] = {}

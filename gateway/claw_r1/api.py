@@ -38,7 +38,7 @@ from gateway.claw_r1.steps import (
 )
 from gateway.claw_r1.steps import Request as SubmitRequest
 from gateway.durability.record_writer import Event
-from gateway.engines.registry import Worker
+from gateway.engines.registry import EngineSpec
 from gateway.errors import BadRequest, ClientGone, GatewayError, Unprocessable, UpstreamFailed
 from gateway.protocols.base import Tokens
 from gateway.protocols.openai_completions import OpenAICompletions
@@ -117,7 +117,7 @@ def in_openapi(model: type[BaseModel]) -> dict[str, Any]:
     }
 
 
-def seed_routes(services: Services) -> APIRouter:
+def claw_r1_routes(services: Services) -> APIRouter:
     """The routes. Raises SettingsError when the reward function or the tokenizer of the settings is not there."""
     gateway = services.settings.gateway
     text_of = _text_of(gateway)
@@ -309,14 +309,14 @@ class Generator:
         asked, headers = COMPLETIONS.parse_request(self._completion(said)), attempt.headers
         attempt.model = asked.model
 
-        def asking(worker: Worker | None) -> None:
-            attempt.engine = worker.name if worker is not None else None
+        def asking(spec: EngineSpec | None) -> None:
+            attempt.engine = spec.name if spec is not None else None
 
         self._services.in_flight.begin()
         held = self._services.in_flight.replies.reserve()
         try:
-            async with self._services.upstream.ask(
-                "POST", COMPLETIONS.path, lambda worker: COMPLETIONS.engine_body(asked, worker.kind),
+            async with self._services.upstream.call(
+                "POST", COMPLETIONS.path, lambda spec: COMPLETIONS.engine_body(asked, spec.kind),
                 {k: v for k, v in headers.items() if k in FORWARDED} | {"content-type": "application/json"},
                 key=_prefix_key(said.prompt_ids), run_id=(run := self._services.door.run_of(caller, headers)), model=asked.model,
                 on_asking=asking,
@@ -326,9 +326,9 @@ class Generator:
                     told = {n.decode(): v.decode("latin-1") for n, v in returned(response.headers)}
                     self._services.failed.record(attempt, engine_failure(response.status, body))
                     return Response(body, response.status, told, response.header("content-type"))
-                captured = CapturedTokens(NO_TOKENS[response.worker.kind])
+                captured = CapturedTokens(NO_TOKENS[response.spec.kind])
                 body = captured.split_trailer(body, response.header(engine_frames.OWN_BODY))
-                answer = COMPLETIONS.parse_reply(asked, response.worker.kind, body)
+                answer = COMPLETIONS.parse_reply(asked, response.spec.kind, body)
         finally:
             held.release()
             self._services.in_flight.end()

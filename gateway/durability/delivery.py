@@ -24,11 +24,11 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Literal
 
 from gateway.durability.blobs import Blobs
-from gateway.durability.log import Bus, Message
+from gateway.durability.log import LogProducer, Message
 from gateway.durability.spool import Segment, Spool
 from gateway.errors import (
     BlobsUnavailable,
-    BusUnavailable,
+    KafkaUnavailable,
     NoRoom,
     NotRecorded,
     RecordTooLarge,
@@ -40,32 +40,32 @@ from runtime.logs import logger
 from runtime.process.lifecycle import die
 from schemas.topics import MAX_RECORD_BYTES
 
-Receipt = Literal["acknowledged", "spooled", "unconfirmed"]
+DeliveryStatus = Literal["acknowledged", "spooled", "unconfirmed"]
 NO_RESERVATION = nullcontext()
 """Entered for each call while Kafka is reachable: a generator for each would cost more."""
 RETRY_S = 0.25
 """How often the drain looks whether Kafka is back."""
 
 
-class _Recording:
+class _PendingWrite:
     """One call of `record`. waiter: the caller, None when it does not wait."""
 
-    __slots__ = ("began", "journal", "maybe_sent", "messages", "waiter")
+    __slots__ = ("began", "delivery", "maybe_sent", "messages", "waiter")
 
     def __init__(
         self,
-        journal: Journal,
+        delivery: DeliveryManager,
         messages: Sequence[Message],
-        waiter: asyncio.Future[Receipt] | None,
+        waiter: asyncio.Future[DeliveryStatus] | None,
         began: float,
     ) -> None:
-        self.journal, self.messages, self.waiter, self.began = journal, messages, waiter, began
+        self.delivery, self.messages, self.waiter, self.began = delivery, messages, waiter, began
         self.maybe_sent = False
 
-    def sent(self, error: BusUnavailable | RecordTooLarge | None) -> None:
-        """What the bus says."""
+    def sent(self, error: KafkaUnavailable | RecordTooLarge | None) -> None:
+        """What the producer says."""
         if error is None:
-            self.journal.ended(self)
+            self.delivery.ended(self)
             if self.waiter is not None and not self.waiter.done():
                 self.waiter.set_result("acknowledged")
         elif isinstance(error, RecordTooLarge):
@@ -73,23 +73,23 @@ class _Recording:
         else:
             logger().warning("spooling", error=str(error))
             self.maybe_sent = True
-            self.journal.spool(self)
+            self.delivery.spool(self)
 
     def spooled(self) -> None:
         """It lies fsynced."""
-        self.journal.ended(self)
+        self.delivery.ended(self)
         if self.waiter is not None and not self.waiter.done():
             self.waiter.set_result("spooled")
 
     def failed(self, error: NotRecorded) -> None:
         """Nobody took it."""
-        self.journal.ended(self)
-        self.journal.lost(error)
+        self.delivery.ended(self)
+        self.delivery.lost(error)
         if self.waiter is not None and not self.waiter.done():
             self.waiter.set_exception(error)
 
 
-class Journal:
+class DeliveryManager:
     """Records, durably. acks=none answers before: see gateway.acks.
 
     blobs: None leaves large records as they are. max_behind, max_age_s: what makes a segment too old to be sent by itself, in records
@@ -98,7 +98,7 @@ class Journal:
 
     def __init__(
         self,
-        bus: Bus,
+        producer: LogProducer,
         spool: Spool,
         metrics: Metrics,
         acks: Literal["all", "none"] = "all",
@@ -106,8 +106,8 @@ class Journal:
         max_behind: int = 100_000,
         max_age_s: float = 12 * 3600.0,
     ) -> None:
-        self._bus, self._spool, self._metrics, self._acks, self._blobs = (
-            bus,
+        self._producer, self._spool, self._metrics, self._acks, self._blobs = (
+            producer,
             spool,
             metrics,
             acks,
@@ -117,7 +117,7 @@ class Journal:
         self._in_spool: Counter[bytes] = (
             Counter()
         )  # per key, from the moment it is decided to spool until it is drained
-        self._waiting: list[_Recording] = []
+        self._waiting: list[_PendingWrite] = []
         self._reserved = self._unreadable_counted = 0
         self._open = 0
         self._none_open = asyncio.Event()
@@ -144,7 +144,7 @@ class Journal:
         """Finish what is being recorded, drain the spool if Kafka is there, end."""
         await self._none_open.wait()
         deadline = time.monotonic() + drain_timeout_s
-        while self._spool.segments and self._bus.reachable and time.monotonic() < deadline:
+        while self._spool.segments and self._producer.reachable and time.monotonic() < deadline:
             self._work.set()
             await asyncio.sleep(0.02)
         if self._drainer is not None:
@@ -170,7 +170,7 @@ class Journal:
 
         size: estimated bytes of its records. With Kafka well nothing is reserved.
         """
-        return NO_RESERVATION if self._bus.reachable else self._reserving(size)
+        return NO_RESERVATION if self._producer.reachable else self._reserving(size)
 
     @contextmanager
     def _reserving(self, size: int) -> Iterator[None]:
@@ -185,23 +185,23 @@ class Journal:
         finally:
             self._reserved -= size
 
-    async def record(self, messages: Sequence[Message]) -> Receipt:
+    async def record(self, messages: Sequence[Message]) -> DeliveryStatus:
         """Make them durable. Raises NotRecorded when neither Kafka nor the spool took them. Runs on when the caller is cancelled."""
         if not messages:
             return "acknowledged" if self._acks == "all" else "unconfirmed"
-        waiter: asyncio.Future[Receipt] | None = None
+        waiter: asyncio.Future[DeliveryStatus] | None = None
         if self._acks == "all":
             waiter = asyncio.get_running_loop().create_future()
-        recording = _Recording(self, messages, waiter, time.perf_counter())
+        pending = _PendingWrite(self, messages, waiter, time.perf_counter())
         if not self._open:
             self._none_open.clear()
         self._open += 1
         if self._blobs is not None and any(len(m.value) > MAX_RECORD_BYTES for m in messages):
-            task = asyncio.create_task(self._fit(recording, self._blobs))
+            task = asyncio.create_task(self._fit(pending, self._blobs))
             self._large.add(task)
             task.add_done_callback(self._large.discard)
         else:
-            self._send(recording)
+            self._send(pending)
         if waiter is None:
             return "unconfirmed"
         try:
@@ -211,28 +211,28 @@ class Journal:
                 waiter.exception()  # nobody reads it any more; it is counted and logged
             raise
 
-    async def _fit(self, recording: _Recording, blobs: Blobs) -> None:
+    async def _fit(self, pending: _PendingWrite, blobs: Blobs) -> None:
         try:
-            recording.messages = await blobs.fit(recording.messages)
+            pending.messages = await blobs.fit(pending.messages)
         except RecordTooLarge as error:
-            recording.failed(error)
+            pending.failed(error)
         except BlobsUnavailable as error:
             logger().warning("spooling", error=str(error))
-            self.spool(recording)
+            self.spool(pending)
         else:
-            self._send(recording)
+            self._send(pending)
 
-    def _send(self, recording: _Recording) -> None:
-        if self._bus.reachable and not (
-            self._in_spool and any(m.key in self._in_spool for m in recording.messages)
+    def _send(self, pending: _PendingWrite) -> None:
+        if self._producer.reachable and not (
+            self._in_spool and any(m.key in self._in_spool for m in pending.messages)
         ):
-            self._bus.send(recording.messages, recording.sent)
+            self._producer.send(pending.messages, pending.sent)
         else:
-            self.spool(recording)
+            self.spool(pending)
 
-    def ended(self, recording: _Recording) -> None:
+    def ended(self, pending: _PendingWrite) -> None:
         """It is decided what became of it."""
-        self._metrics.ack_wait.observe(time.perf_counter() - recording.began)
+        self._metrics.ack_wait.observe(time.perf_counter() - pending.began)
         self._open -= 1
         if not self._open:
             self._none_open.set()
@@ -244,10 +244,10 @@ class Journal:
 
     # -- spool
 
-    def spool(self, recording: _Recording) -> None:
+    def spool(self, pending: _PendingWrite) -> None:
         """Append it. From now on its keys only go to the spool."""
-        self._in_spool.update(m.key for m in recording.messages)
-        self._waiting.append(recording)
+        self._in_spool.update(m.key for m in pending.messages)
+        self._waiting.append(pending)
         if self._writer is None or self._writer.done():
             self._writer = asyncio.create_task(self._write(), name="spool-write")
             self._writer.add_done_callback(_die_of_a_bug)
@@ -257,36 +257,36 @@ class Journal:
             async with self._files:
                 taken, room = [], self._spool.free_bytes
                 waiting, self._waiting = self._waiting, []
-                for recording in waiting:
-                    data = b"".join(map(self._spool.frame, recording.messages))
+                for pending in waiting:
+                    data = b"".join(map(self._spool.frame, pending.messages))
                     if len(data) <= room:
                         room -= len(data)
-                        taken.append((recording, data))
+                        taken.append((pending, data))
                     else:
                         self._metrics.spool_full.inc()
-                        self._give_up(recording, SpoolFull("Kafka is away and the spool is full"))
+                        self._give_up(pending, SpoolFull("Kafka is away and the spool is full"))
                 if taken:
                     await self._write_together(taken)
             self._show()
         self._work.set()
 
-    async def _write_together(self, taken: Sequence[tuple[_Recording, bytes]]) -> None:
+    async def _write_together(self, taken: Sequence[tuple[_PendingWrite, bytes]]) -> None:
         try:
-            maybe_sent = any(recording.maybe_sent for recording, _ in taken)
+            maybe_sent = any(pending.maybe_sent for pending, _ in taken)
             await asyncio.to_thread(
-                self._spool.append, [data for _, data in taken], maybe_sent, self._bus.position
+                self._spool.append, [data for _, data in taken], maybe_sent, self._producer.position
             )
         except (NotRecorded, OSError) as error:
-            for recording, _ in taken:
-                self._give_up(recording, SpoolFailed(f"spool: {error}"))
+            for pending, _ in taken:
+                self._give_up(pending, SpoolFailed(f"spool: {error}"))
             return
-        for recording, _ in taken:
-            self._spool.count(m.key for m in recording.messages)
-            recording.spooled()
+        for pending, _ in taken:
+            self._spool.count(m.key for m in pending.messages)
+            pending.spooled()
 
-    def _give_up(self, recording: _Recording, error: NotRecorded) -> None:
-        self._forget([m.key for m in recording.messages])
-        recording.failed(error)
+    def _give_up(self, pending: _PendingWrite, error: NotRecorded) -> None:
+        self._forget([m.key for m in pending.messages])
+        pending.failed(error)
 
     def _forget(self, keys: Sequence[bytes]) -> None:
         self._in_spool.subtract(keys)
@@ -311,7 +311,7 @@ class Journal:
             self._work.clear()
             while self._spool.segments:
                 try:
-                    went_well = self._bus.reachable and await self._drain_first()
+                    went_well = self._producer.reachable and await self._drain_first()
                 except OSError as error:
                     logger().error("spool_unreadable", error=str(error))
                     went_well = False
@@ -327,11 +327,11 @@ class Journal:
             if found is None:
                 return True
             segment, messages = found
-            await asyncio.to_thread(self._spool.mark_sent, segment, self._bus.position)
+            await asyncio.to_thread(self._spool.mark_sent, segment, self._producer.position)
         try:
             if messages:  # none: the disk has lost them all
                 await self._publish(messages)
-        except (BusUnavailable, BlobsUnavailable) as error:
+        except (KafkaUnavailable, BlobsUnavailable) as error:
             logger().warning("spool_drain_waits", error=str(error))
             return False
         except RecordTooLarge:
@@ -342,12 +342,12 @@ class Journal:
         return True
 
     async def _publish(self, messages: Sequence[Message]) -> None:
-        """Send, acknowledged when it returns. Raises BusUnavailable, BlobsUnavailable or RecordTooLarge."""
+        """Send, acknowledged when it returns. Raises KafkaUnavailable, BlobsUnavailable or RecordTooLarge."""
         if self._blobs is not None:
             messages = await self._blobs.fit(messages)
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-        def sent(error: BusUnavailable | RecordTooLarge | None) -> None:
+        def sent(error: KafkaUnavailable | RecordTooLarge | None) -> None:
             if done.done():
                 return
             if error is None:
@@ -355,14 +355,14 @@ class Journal:
             else:
                 done.set_exception(error)
 
-        self._bus.send(messages, sent)
+        self._producer.send(messages, sent)
         await done
 
     async def _drain_singly(self, messages: Sequence[Message]) -> bool:
         for message in messages:
             try:
                 await self._publish([message])
-            except (BusUnavailable, BlobsUnavailable):
+            except (KafkaUnavailable, BlobsUnavailable):
                 return False
             except RecordTooLarge as error:
                 path = await asyncio.to_thread(self._spool.set_aside, message)
@@ -386,8 +386,8 @@ class Journal:
         ):  # not sent: Kafka was never seen before. Sent: the disk has lost it
             return segment.maybe_sent
         try:
-            passed = await self._bus.passed_since(segment.position)
-        except BusUnavailable:
+            passed = await self._producer.passed_since(segment.position)
+        except KafkaUnavailable:
             return False  # then sending fails as well
         age_s = self._spool.age_s(segment)
         if (passed.seconds if age_s is None else min(age_s, passed.seconds)) > self._max_age_s:

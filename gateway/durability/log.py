@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 
 import orjson
 
-from gateway.errors import BusUnavailable, RecordTooLarge
+from gateway.errors import KafkaUnavailable, RecordTooLarge
 from runtime import kafka
 from runtime.logs import logger
 from runtime.process.lifecycle import die
@@ -63,11 +63,11 @@ class Passed(NamedTuple):
     seconds: float
 
 
-Sent = Callable[[BusUnavailable | RecordTooLarge | None], None]
+Sent = Callable[[KafkaUnavailable | RecordTooLarge | None], None]
 """Told what became of records: None when all are acknowledged."""
 
 
-class Bus(Protocol):
+class LogProducer(Protocol):
     """A log that acknowledges."""
 
     @property
@@ -83,7 +83,7 @@ class Bus(Protocol):
     def send(self, messages: Sequence[Message], sent: Sent) -> None:
         """Calls `sent` once, on the loop, soon or before it returns: all in-sync replicas have all of them, or why not.
 
-        No messages: None, at once. One key keeps its order. After BusUnavailable some may have arrived: send all again, ids make that harmless.
+        No messages: None, at once. One key keeps its order. After KafkaUnavailable some may have arrived: send all again, ids make that harmless.
         """
         ...
 
@@ -93,11 +93,11 @@ class Bus(Protocol):
         ...
 
     async def passed_since(self, position: LogPosition) -> Passed:
-        """What has come to the log of steps since then. Raises BusUnavailable."""
+        """What has come to the log of steps since then. Raises KafkaUnavailable."""
         ...
 
 
-class KafkaBus:
+class KafkaLogProducer:
     """Kafka, with a cheap state of health: a metadata probe every second and what became of the last acknowledgements.
 
     The probe also sees when the topic is another one than before: its broker was wiped under us, see `runtime.kafka.LoopProducer`.
@@ -105,7 +105,7 @@ class KafkaBus:
 
     def __init__(self, cluster: kafka.Cluster, probe_topic: str, produce_timeout_s: float) -> None:
         self._cluster, self._topic = cluster, probe_topic
-        self._outbox = cluster.loop_producer(
+        self._loop_producer = cluster.loop_producer(
             produce_timeout_s, die, queue_buffering_max_kbytes=QUEUE_KB
         )
         self._topic_id: str | None = None
@@ -137,7 +137,7 @@ class KafkaBus:
                 continue
             if topic_id is not None:
                 if self._topic_id not in (None, topic_id):
-                    self._outbox.renew_soon(f"topic {self._topic} was made anew")
+                    self._loop_producer.renew_soon(f"topic {self._topic} was made anew")
                     logger().warning(
                         "topic_recreated",
                         topic=self._topic,
@@ -170,7 +170,7 @@ class KafkaBus:
 
     def send(self, messages: Sequence[Message], sent: Sent) -> None:
         if messages:
-            self._outbox.post(messages, partial(self._told, sent))
+            self._loop_producer.post(messages, partial(self._told, sent))
         else:  # says nothing about the health of Kafka
             sent(None)
 
@@ -182,7 +182,7 @@ class KafkaBus:
                 sent(None)
             else:  # the probe has not looked yet whether this is still the same log
                 sent(
-                    BusUnavailable(
+                    KafkaUnavailable(
                         f"Kafka at {self._cluster.bootstrap_servers} acknowledged out of a silence"
                     )
                 )
@@ -190,7 +190,7 @@ class KafkaBus:
             sent(RecordTooLarge(f"a record is larger than Kafka takes: {error}"))
         else:
             self._failed_at = time.monotonic()
-            sent(BusUnavailable(f"Kafka at {self._cluster.bootstrap_servers}: {error}"))
+            sent(KafkaUnavailable(f"Kafka at {self._cluster.bootstrap_servers}: {error}"))
 
     async def passed_since(self, position: LogPosition) -> Passed:
         if (
@@ -201,7 +201,7 @@ class KafkaBus:
             try:
                 passed = await asyncio.to_thread(self._ask_passed, position)
             except kafka.KafkaError as error:
-                raise BusUnavailable(
+                raise KafkaUnavailable(
                     f"Kafka at {self._cluster.bootstrap_servers}: {error}"
                 ) from error
             self._passed = (position, time.monotonic(), passed)
@@ -225,10 +225,10 @@ class KafkaBus:
     def close(self, timeout_s: float = 5.0) -> None:
         """Wait for what is in flight, then end."""
         self._closed.set()
-        self._outbox.close(timeout_s)
+        self._loop_producer.close(timeout_s)
 
 
-class MemoryBus:
+class InMemoryLogProducer:
     """A log in memory. `messages` is everything acknowledged, in order.
 
     reachable=False: known to be away. acknowledges=False: looks well, but does not acknowledge. `gate` cleared: it takes its time. passed: what
@@ -259,9 +259,9 @@ class MemoryBus:
         await self.gate.wait()
         sent(self._take(messages))
 
-    def _take(self, messages: Sequence[Message]) -> BusUnavailable | RecordTooLarge | None:
+    def _take(self, messages: Sequence[Message]) -> KafkaUnavailable | RecordTooLarge | None:
         if messages and not (self.reachable and self.acknowledges):
-            return BusUnavailable("the memory bus was told not to acknowledge")
+            return KafkaUnavailable("the memory producer was told not to acknowledge")
         if any(len(m.value) > self.max_bytes for m in messages):
             return RecordTooLarge(f"a record is larger than {self.max_bytes} bytes")
         self.messages.extend(messages)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gateway.durability.delivery import Journal, Receipt
+from gateway.durability.delivery import DeliveryManager, DeliveryStatus
 from gateway.durability.log import Message
 from gateway.redaction.redactor import Redaction
 from schemas.codec.single_object import Codec
@@ -14,20 +14,20 @@ from schemas.topics import Topics
 Event = Step | SessionEvent | Reward | Curation
 
 
-class EventLog:
+class RecordWriter:
     """redaction None: everything is kept as it is."""
 
     def __init__(
-        self, topics: Topics, codec: Codec, journal: Journal, redaction: Redaction | None
+        self, topics: Topics, codec: Codec, delivery: DeliveryManager, redaction: Redaction | None
     ) -> None:
-        self._codec, self._journal, self._redaction = codec, journal, redaction
+        self._codec, self._delivery, self._redaction = codec, delivery, redaction
         self._steps, self._rewards = topics.steps, topics.rewards
 
-    async def record(self, events: Sequence[Event]) -> Receipt:
+    async def record(self, events: Sequence[Event]) -> DeliveryStatus:
         """Durable when it returns, in this order for each key and topic. Raises NotRecorded."""
         if self._redaction is not None:
             events = [await self._redaction.redacted(event) for event in events]
-        return await self._journal.record([self._message(event) for event in events])
+        return await self._delivery.record([self._message(event) for event in events])
 
     def _message(self, event: Event) -> Message:
         topic = self._steps if isinstance(event, (Step, SessionEvent)) else self._rewards

@@ -22,11 +22,11 @@ from gateway.asgi.in_flight_limits import ReplyReservation
 from gateway.capture.stream import MAX_STREAM
 from gateway.clock import Clock
 from gateway.engines.circuit_breaker import By
-from gateway.engines.engine import Lane
+from gateway.engines.engine import Engine
 from gateway.engines.http1 import Connection
-from gateway.engines.pool import Lanes
-from gateway.engines.registry import Worker, WorkerTable
-from gateway.errors import NoWorker, Unreachable, UpstreamFailed, UpstreamTimeout
+from gateway.engines.pool import EnginePool
+from gateway.engines.registry import EngineRegistry, EngineSpec
+from gateway.errors import NoEngine, Unreachable, UpstreamFailed, UpstreamTimeout
 from gateway.metrics import Metrics
 from gateway.protocols.request_fields import renamed
 from schemas.settings import GatewaySettings
@@ -35,7 +35,7 @@ BACKOFF_S = (0.05, 0.1, 0.2, 0.4, 0.8)
 SETTLE_S = 0.05
 BUSY = (502, 503)
 LIMITED = (429, 529)
-Body = Callable[[Worker], bytes] | bytes | None
+Body = Callable[[EngineSpec], bytes] | bytes | None
 
 
 class Response:
@@ -45,10 +45,10 @@ class Response:
     so; what can be unpacked is.
     """
 
-    __slots__ = ("_connection", "_lane", "encoding", "worker")
+    __slots__ = ("_connection", "_engine", "encoding", "spec")
 
-    def __init__(self, worker: Worker, lane: Lane, connection: Connection) -> None:
-        self.worker, self._lane, self._connection = worker, lane, connection
+    def __init__(self, spec: EngineSpec, engine: Engine, connection: Connection) -> None:
+        self.spec, self._engine, self._connection = spec, engine, connection
         packed = connection.headers.get(b"content-encoding")
         self.encoding = None if packed is None else _encoding(packed)
 
@@ -86,7 +86,7 @@ class Response:
         try:
             found = unpacked(body, self._connection.max_reply)
         except TooMuch as error:
-            raise UpstreamFailed(f"the engine at {self.worker.base_url}: {error}") from error
+            raise UpstreamFailed(f"the engine at {self.spec.base_url}: {error}") from error
         except ValueError:
             return body
         self.encoding = None
@@ -110,14 +110,14 @@ class Response:
                 yield piece if inflater is None else inflater.feed(piece)
         except ValueError as error:
             raise UpstreamFailed(
-                f"the engine at {self.worker.base_url}: its stream is {error}"
+                f"the engine at {self.spec.base_url}: its stream is {error}"
             ) from error
         except (ConnectionError, TimeoutError) as error:
             raise self._broken(error) from error
 
     def _broken(self, error: Exception) -> UpstreamFailed | UpstreamTimeout:
-        self._lane.failed("call")
-        return broken(error, self.worker)
+        self._engine.failed("call")
+        return broken(error, self.spec)
 
 
 def _encoding(said: bytes) -> str | None:
@@ -125,22 +125,22 @@ def _encoding(said: bytes) -> str | None:
     return None if name in ("", "identity") else name
 
 
-def broken(error: Exception, worker: Worker) -> UpstreamFailed | UpstreamTimeout:
+def broken(error: Exception, spec: EngineSpec) -> UpstreamFailed | UpstreamTimeout:
     """Our error for a connection's."""
     if isinstance(error, TimeoutError):
-        return UpstreamTimeout(f"the engine at {worker.base_url} {error or 'did not answer'}")
+        return UpstreamTimeout(f"the engine at {spec.base_url} {error or 'did not answer'}")
     return UpstreamFailed(
-        f"the engine at {worker.base_url} went away: {type(error).__name__}: {error}"
+        f"the engine at {spec.base_url} went away: {type(error).__name__}: {error}"
     )
 
 
 class Upstream:
-    """All engines. now_s: the clock of the worker table."""
+    """All engines. now_s: the clock of the spec registry."""
 
     def __init__(
         self,
         settings: GatewaySettings,
-        table: WorkerTable,
+        registry: EngineRegistry,
         now_s: Callable[[], float],
         clock: Clock | None = None,
         metrics: Metrics | None = None,
@@ -151,22 +151,22 @@ class Upstream:
             metrics.upstream_retries,
             clock.monotonic,
         )
-        self.lanes = Lanes(settings, table, now_s, clock, metrics)
+        self.engines = EnginePool(settings, registry, now_s, clock, metrics)
 
     async def open(self) -> None:
         """Before the first call; on the event loop that serves."""
-        await self.lanes.open()
+        await self.engines.open()
 
     async def close(self) -> None:
         """Close all connections."""
-        await self.lanes.close()
+        await self.engines.close()
 
     @property
-    def ready(self) -> list[Worker]:
+    def ready(self) -> list[EngineSpec]:
         """Engines that can be called now."""
-        return self.lanes.ready
+        return self.engines.ready
 
-    def ask(
+    def call(
         self,
         method: str,
         path: str,
@@ -176,27 +176,40 @@ class Upstream:
         key: str,
         run_id: str,
         model: str | None,
-        on_asking: Callable[[Worker | None], None] = lambda worker: None,
+        on_asking: Callable[[EngineSpec | None], None] = lambda spec: None,
         credentials: Mapping[str, str] | None = None,
-    ) -> Ask:
-        """Ask an engine: `async with upstream.ask(...) as response`. Leaving the block before the reply is read aborts it there.
+    ) -> UpstreamCall:
+        """Call an engine: `async with upstream.call(...) as response`. Leaving the block before the reply is read aborts it there.
 
         body: also a function of the engine that is asked. headers: the client's that mean something to an engine; names in lower
         case. credentials: its keys, sent only to an upstream with `forward_credentials`. on_asking: told which engine is being
-        asked, and None when that one surely sampled nothing. Raises NoWorker, UpstreamFailed or UpstreamTimeout; an engine's own
+        asked, and None when that one surely sampled nothing. Raises NoEngine, UpstreamFailed or UpstreamTimeout; an engine's own
         error status is a reply.
         """
-        return Ask(
+        return UpstreamCall(
             self, method, path, body, headers, key, (run_id, model), on_asking, credentials or {}
         )
 
 
-class Ask:
+class UpstreamCall:
     """One call on its way. A plain class: a generator-based context manager would cost more than the picking."""
 
     __slots__ = (
-        "_avoid", "_body", "_broke", "_by", "_connection", "_credentials", "_headers", "_key", "_lane", "_method",
-        "_on_asking", "_path", "_refusal", "_upstream", "_who",
+        "_avoid",
+        "_body",
+        "_broke",
+        "_by",
+        "_connection",
+        "_credentials",
+        "_engine",
+        "_headers",
+        "_key",
+        "_method",
+        "_on_asking",
+        "_path",
+        "_refusal",
+        "_upstream",
+        "_who",
     )  # fmt: skip
 
     def __init__(
@@ -208,7 +221,7 @@ class Ask:
         headers: Mapping[str, str],
         key: str,
         who: tuple[str, str | None],
-        on_asking: Callable[[Worker | None], None],
+        on_asking: Callable[[EngineSpec | None], None],
         credentials: Mapping[str, str],
     ) -> None:
         self._upstream, self._method, self._path, self._body, self._headers = (
@@ -219,33 +232,33 @@ class Ask:
             headers,
         )
         self._key, self._who, self._on_asking, self._credentials = key, who, on_asking, credentials
-        self._lane: Lane | None = None
+        self._engine: Engine | None = None
         self._connection: Connection | None = None
         self._by: By = "call"
-        self._avoid: tuple[Lane, ...] = ()
+        self._avoid: tuple[Engine, ...] = ()
         self._broke = False
-        self._refusal: UpstreamFailed | UpstreamTimeout | NoWorker | None = None
+        self._refusal: UpstreamFailed | UpstreamTimeout | NoEngine | None = None
 
     async def __aenter__(self) -> Response:
         upstream = self._upstream
         deadline = upstream.now_s() + upstream.settings.worker_wait_s
         attempt = 0
         while True:
-            lane = upstream.lanes.pick(self._key, self._who, self._avoid)
-            if lane is not None:
-                response = await self._try(lane)
+            engine = upstream.engines.pick(self._key, self._who, self._avoid)
+            if engine is not None:
+                response = await self._try(engine)
                 if response is not None:
                     return response
-                self._avoid = (*self._avoid, lane)
+                self._avoid = (*self._avoid, engine)
                 continue
             left = deadline - upstream.now_s()
             if left <= 0:
-                raise self._refusal or upstream.lanes.nobody()
+                raise self._refusal or upstream.engines.nobody()
             if self._avoid:  # all were asked: give them a moment
                 await asyncio.sleep(min(BACKOFF_S[min(attempt, len(BACKOFF_S) - 1)], left))
                 attempt, self._avoid = attempt + 1, ()
             else:
-                await upstream.lanes.wait(deadline)
+                await upstream.engines.wait(deadline)
 
     async def __aexit__(
         self,
@@ -255,20 +268,20 @@ class Ask:
     ) -> None:
         self._let_go()
 
-    async def _try(self, lane: Lane) -> Response | None:
-        """Ask this engine. None: it is to be asked of another one."""
-        worker = lane.worker
-        self._lane, self._by = lane, lane.begin()
+    async def _try(self, engine: Engine) -> Response | None:
+        """Call this engine. None: it is to be asked of another one."""
+        spec = engine.spec
+        self._engine, self._by = engine, engine.begin()
         try:
-            self._on_asking(worker)
-            await self._send(lane, worker)
+            self._on_asking(spec)
+            await self._send(engine, spec)
         except Unreachable as error:
-            lane.failed(self._by, surely=True)
-            self._again("unreachable", NoWorker(f"{error.message}: nothing was sampled, try again"))
+            engine.failed(self._by, surely=True)
+            self._again("unreachable", NoEngine(f"{error.message}: nothing was sampled, try again"))
             return None
         except (ConnectionError, TimeoutError) as error:
-            connection, failure = self._connection, broken(error, worker)
-            lane.failed(self._by)
+            connection, failure = self._connection, broken(error, spec)
+            engine.failed(self._by)
             if (
                 self._broke
                 or isinstance(error, TimeoutError)
@@ -281,45 +294,48 @@ class Ask:
             self._again("broken", failure)
             return None
         except BaseException:  # cancelled, or a bug: the engine's place is free again
-            lane.left(self._by)
+            engine.left(self._by)
             self._let_go()
             raise
-        return self._judge(lane, worker)
+        return self._judge(engine, spec)
 
-    async def _send(self, lane: Lane, worker: Worker) -> None:
+    async def _send(self, engine: Engine, spec: EngineSpec) -> None:
         body = self._body
-        data = body(worker) if callable(body) else body
-        if data is not None and (model := worker.model_map.get(self._who[1] or "")) is not None:
+        data = body(spec) if callable(body) else body
+        if data is not None and (model := spec.model_map.get(self._who[1] or "")) is not None:
             data = renamed(data, model)
         length = len(data) if data is not None else 0 if self._method == "POST" else None
-        head = lane.head(self._method, self._path, self._headers, self._credentials, length)
-        connection = self._connection = await lane.connection()
+        head = engine.head(self._method, self._path, self._headers, self._credentials, length)
+        connection = self._connection = await engine.connection()
         settings = self._upstream.settings
         connection.send(head, data, settings.upstream_timeout_s, settings.upstream_total_timeout_s)
         await connection.begin()
 
-    def _judge(self, lane: Lane, worker: Worker) -> Response | None:
+    def _judge(self, engine: Engine, spec: EngineSpec) -> Response | None:
         """The reply, unless it is one that another engine may better."""
         connection = self._connection
         assert connection is not None
-        response = Response(worker, lane, connection)
+        response = Response(spec, engine, connection)
         status = connection.status
         if status not in BUSY and status not in LIMITED:
-            lane.answered(self._by)
+            engine.answered(self._by)
             return response
         if status in LIMITED:
-            lane.answered(self._by)
-            lane.rest(response.header("retry-after"))
+            engine.answered(self._by)
+            engine.rest(response.header("retry-after"))
         else:
-            lane.failed(self._by)
-        passes = status in LIMITED or worker.kind == "text"
-        if passes and self._upstream.lanes.pick(self._key, self._who, (*self._avoid, lane)) is None:
+            engine.failed(self._by)
+        passes = status in LIMITED or spec.kind == "text"
+        if (
+            passes
+            and self._upstream.engines.pick(self._key, self._who, (*self._avoid, engine)) is None
+        ):
             return response
         reason = "limited" if status in LIMITED else "busy"
-        self._again(reason, NoWorker(f"the engine at {worker.base_url} says {status}, try again"))
+        self._again(reason, NoEngine(f"the engine at {spec.base_url} says {status}, try again"))
         return None
 
-    def _again(self, reason: str, refusal: NoWorker | UpstreamFailed | UpstreamTimeout) -> None:
+    def _again(self, reason: str, refusal: NoEngine | UpstreamFailed | UpstreamTimeout) -> None:
         self._let_go()
         self._upstream.retries.labels(reason).inc()
         if not self._broke:
@@ -330,9 +346,9 @@ class Ask:
 
     def _let_go(self) -> None:
         """A reply read to its end gives its connection back; else this makes the engine abort."""
-        lane, self._lane = self._lane, None
-        if lane is not None:
-            lane.in_flight -= 1
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.in_flight -= 1
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.release()

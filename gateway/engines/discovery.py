@@ -1,4 +1,4 @@
-"""Reads `claw.workers` from its start and keeps the worker table up to date. A thread, for the Kafka client blocks.
+"""Reads `claw.workers` from its start and keeps the spec registry up to date. A thread, for the Kafka client blocks.
 
 It also makes the topics first, so that any order of starts works, and keeps trying while Kafka is away.
 """
@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from gateway.durability.log import Message
 from gateway.engines.http1 import address_of
-from gateway.engines.registry import WorkerTable
+from gateway.engines.registry import EngineRegistry
 from runtime.kafka import Cluster, KafkaError, Reader, Record, SourceTruncated
 from runtime.logs import logger
 from runtime.process.lifecycle import die, on_loop
@@ -24,19 +24,19 @@ from schemas.settings import Settings
 RETRY_S = 0.5
 
 
-class WorkerFeed:
-    """uptime_s: the clock of the table. bury: takes dead letters; called on the event loop."""
+class EngineDiscovery:
+    """uptime_s: the clock of the registry. bury: takes dead letters; called on the event loop."""
 
     def __init__(
         self,
         cluster: Cluster,
         settings: Settings,
-        table: WorkerTable,
+        registry: EngineRegistry,
         codec: Codec,
         uptime_s: Callable[[], float],
         bury: Callable[[Message], None],
     ) -> None:
-        self._cluster, self._settings, self._table = cluster, settings, table
+        self._cluster, self._settings, self._registry = cluster, settings, registry
         self._uptime_s, self._bury, self._codec = uptime_s, bury, codec
         self._topics = settings.kafka.topics
         self._stop = threading.Event()
@@ -75,7 +75,7 @@ class WorkerFeed:
                 logger().error("topics_unfit", error=str(error))
             except SourceTruncated as error:
                 logger().warning("workers_topic_made_anew", error=str(error))
-                self._on_loop(self._table.forget)
+                self._on_loop(self._registry.clear)
             except KafkaError as error:
                 logger().warning("workers_unreadable", error=str(error))
             self._stop.wait(RETRY_S)
@@ -97,7 +97,7 @@ class WorkerFeed:
     def _take(self, decoder: Decoder, record: Record, topic_id: str) -> None:
         if record.value is None:
             name = (record.key or b"").decode(errors="replace")
-            self._on_loop(lambda: self._table.hear(name, None, self._uptime_s()))
+            self._on_loop(lambda: self._registry.update(name, None, self._uptime_s()))
             return
         try:
             status = decoder.decode(record.value)
@@ -117,7 +117,7 @@ class WorkerFeed:
         except ValueError as error:
             self._dead_letter(record, topic_id, "invalid", f"base_url: {error}")
             return
-        self._on_loop(lambda: self._table.hear(status.worker_id, status, self._uptime_s()))
+        self._on_loop(lambda: self._registry.update(status.worker_id, status, self._uptime_s()))
 
     def _dead_letter(self, record: Record, topic_id: str, reason: str, detail: str) -> None:
         letter = dead_letter(record, topic_id, "gateway", reason, detail)

@@ -20,7 +20,7 @@ from gateway.engines.circuit_breaker import (
     kind_of,
 )
 from gateway.engines.http1 import MAX_REPLY, Connection, Pool, address_of
-from gateway.engines.registry import Worker
+from gateway.engines.registry import EngineSpec
 from gateway.errors import BadRequest, Unreachable
 from gateway.protocols.base import EngineKind
 from runtime.logs import logger
@@ -45,26 +45,26 @@ TOKENLESS: Mapping[EngineKind, str] = {
 VERSION = "/version"
 
 
-class Lane:
-    """An engine. judged: called when it became callable, or ceased to be. worker: with the kind that was found. max_reply: see `Pool`."""
+class Engine:
+    """An engine. judged: called when it became callable, or ceased to be. spec: with the kind that was found. max_reply: see `Pool`."""
 
     def __init__(
         self,
-        worker: Worker,
+        spec: EngineSpec,
         clock: Callable[[], float],
         probe_interval_s: float,
-        judged: Callable[[Lane], None],
+        judged: Callable[[Engine], None],
         max_reply: int = MAX_REPLY,
     ) -> None:
-        self.worker, self.name = worker, worker.name
-        self.listed = worker
+        self.spec, self.name = spec, spec.name
+        self.listed = spec
         self.in_flight = 0
         self.circuit = CLOSED
-        self.kind_known = worker.kind_known
+        self.kind_known = spec.kind_known
         self.rests_until_s = float("-inf")
         self.first_probe = asyncio.Event()
         self._clock, self._interval_s, self._judged = clock, probe_interval_s, judged
-        self._address = address_of(worker.base_url)
+        self._address = address_of(spec.base_url)
         self.pool = Pool(self._address, max_reply)
         self._heads: dict[tuple[str, str], tuple[str, str]] = {}
         self._soon = asyncio.Event()
@@ -146,10 +146,10 @@ class Lane:
             self.circuit.open_until_s is None
         ) or before.trying != self.circuit.trying:
             if before.open_until_s is None:
-                logger().warning("engine_out", engine=self.name, base_url=self.worker.base_url)
+                logger().warning("engine_out", engine=self.name, base_url=self.spec.base_url)
                 self._soon.set()
             elif self.circuit.open_until_s is None:
-                logger().info("engine_back", engine=self.name, base_url=self.worker.base_url)
+                logger().info("engine_back", engine=self.name, base_url=self.spec.base_url)
             self._judged(self)
 
     # -- requests
@@ -170,7 +170,7 @@ class Lane:
         if query:
             line = f"{line}?{_target(query)}"
         fields = [f"{name}: {_clean(value)}\r\n" for name, value in headers.items()]
-        if credentials and self.worker.forward_credentials and self.worker.api_key is None:
+        if credentials and self.spec.forward_credentials and self.spec.api_key is None:
             fields += [f"{n}: {_clean(v)}\r\n" for n, v in credentials.items() if not _ours(v)]
         if length is not None:
             fields.append(f"content-length: {length}\r\n")
@@ -178,19 +178,19 @@ class Lane:
 
     def _fixed(self, method: str, path: str) -> tuple[str, str]:
         """What is the same for all requests of a method and path."""
-        worker, fields = (
-            self.worker,
+        spec, fields = (
+            self.spec,
             [f"host: {self._address.header}", "accept: */*", "accept-encoding: identity"],
         )
         fields.append("user-agent: clawstream")
-        if worker.kind == "captured" or path == VERSION:
+        if spec.kind == "captured" or path == VERSION:
             fields.append(f"{engine_frames.ASK}: 1")
-        if worker.api_key is not None:
-            foreign = worker.kind == "text" and path.startswith("/v1/messages")
-            name = worker.api_key_header or ("x-api-key" if foreign else "authorization")
-            fields.append(f"{name}: {'Bearer ' if name == 'authorization' else ''}{worker.api_key}")
+        if spec.api_key is not None:
+            foreign = spec.kind == "text" and path.startswith("/v1/messages")
+            name = spec.api_key_header or ("x-api-key" if foreign else "authorization")
+            fields.append(f"{name}: {'Bearer ' if name == 'authorization' else ''}{spec.api_key}")
         target = self._address.prefix + (
-            worker.api_root + path[3:] if path.startswith("/v1/") else path
+            spec.api_root + path[3:] if path.startswith("/v1/") else path
         )
         if len(self._heads) >= MAX_HEADS:
             self._heads.clear()
@@ -212,9 +212,9 @@ class Lane:
 
     def _announce(self) -> None:
         """Who tells no tokens is named, with what to do: nothing of it can be trained."""
-        if (do := TOKENLESS.get(self.worker.kind)) is not None:
+        if (do := TOKENLESS.get(self.spec.kind)) is not None:
             logger().warning(
-                "engine_tells_no_tokens", engine=self.name, base_url=self.worker.base_url, do=do
+                "engine_tells_no_tokens", engine=self.name, base_url=self.spec.base_url, do=do
             )
 
     def _watched(self, task: asyncio.Task[None]) -> None:
@@ -224,7 +224,7 @@ class Lane:
         logger().error(
             "probe_broke",
             engine=self.name,
-            base_url=self.worker.base_url,
+            base_url=self.spec.base_url,
             error=repr(task.exception()),
         )
         self.first_probe.set()
@@ -249,7 +249,7 @@ class Lane:
         while True:
             await self._probe()
             self.first_probe.set()
-            found = self.worker.kind == "text" and not self._mute
+            found = self.spec.kind == "text" and not self._mute
             pause = max(REPROBE_TEXT_S, self._interval_s) if found else self._interval_s
             if self.circuit.open_until_s is not None or not self.kind_known:
                 pause = min(REPROBE_OPEN_S, self._interval_s)
@@ -269,7 +269,7 @@ class Lane:
                     self.failed("probe")
                     return
                 self._found(kind)
-            if self.worker.kind != "text" and (await self._get("/health"))[0] >= 500:
+            if self.spec.kind != "text" and (await self._get("/health"))[0] >= 500:
                 self.failed("probe")
                 return
         except Unreachable:
@@ -295,16 +295,14 @@ class Lane:
         if kind is not None or not up:
             return kind
         self._mute += 1
-        known = self.worker.worker_id is not None or (
-            self.kind_known and self.worker.kind != "text"
-        )
+        known = self.spec.worker_id is not None or (self.kind_known and self.spec.kind != "text")
         return "text" if self._mute >= MUTE and not known else None
 
     def _found(self, kind: EngineKind) -> None:
-        if self.kind_known and kind == self.worker.kind:
+        if self.kind_known and kind == self.spec.kind:
             return
-        logger().info("engine_found", engine=self.name, base_url=self.worker.base_url, kind=kind)
-        self.worker = replace(self.worker, kind=kind)
+        logger().info("engine_found", engine=self.name, base_url=self.spec.base_url, kind=kind)
+        self.spec = replace(self.spec, kind=kind)
         self._announce()
         self._heads.clear()
         self.kind_known = True
@@ -332,7 +330,7 @@ class Lane:
         ) as error:  # ValueError: a name that cannot be looked up
             reason = "no answer" if isinstance(error, TimeoutError) else error
             raise Unreachable(
-                f"the engine at {self.worker.base_url} cannot be reached: {reason}"
+                f"the engine at {self.spec.base_url} cannot be reached: {reason}"
             ) from error
 
 

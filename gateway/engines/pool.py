@@ -1,6 +1,6 @@
 """All engines as this gateway sees them: who may be called now, who serves which trajectory, and waiting for one.
 
-An engine gets a lane when it becomes ready and loses it when it no longer is: then it gets no new calls, those in flight end.
+An engine gets a engine when it becomes ready and loses it when it no longer is: then it gets no new calls, those in flight end.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from collections import Counter
 from collections.abc import Callable
 
 from gateway.clock import Clock
-from gateway.engines.engine import Lane
-from gateway.engines.registry import Ranking, Worker, WorkerTable, choose, suited
-from gateway.errors import NoWorker
+from gateway.engines.engine import Engine
+from gateway.engines.registry import EngineRegistry, EngineSpec, Ranking, choose, eligible
+from gateway.errors import NoEngine
 from gateway.metrics import Metrics
 from schemas.settings import GatewaySettings
 
@@ -22,34 +22,36 @@ ROUTES = 1024
 """Model names are the clients': so many are remembered."""
 
 
-class Lanes:
-    """All engines. now_s: the clock of the worker table."""
+class EnginePool:
+    """All engines. now_s: the clock of the spec registry."""
 
     def __init__(
         self,
         settings: GatewaySettings,
-        table: WorkerTable,
+        registry: EngineRegistry,
         now_s: Callable[[], float],
         clock: Clock,
         metrics: Metrics,
     ) -> None:
-        self._settings, self._table, self._now_s = settings, table, now_s
+        self._settings, self._registry, self._now_s = settings, registry, now_s
         self._clock, self._metrics = clock, metrics
-        self._workers: tuple[Worker, ...] = ()
-        self._lanes: dict[str, Lane] = {}
-        self._impaired: set[Lane] = set()
-        self._routes: dict[tuple[str, str | None], Ranking[Lane]] = {}
+        self._specs: tuple[EngineSpec, ...] = ()
+        self._engines: dict[str, Engine] = {}
+        self._impaired: set[Engine] = set()
+        self._routes: dict[tuple[str, str | None], Ranking[Engine]] = {}
         self._waiting: set[asyncio.Future[None]] = set()
         self._ending: set[asyncio.Task[None]] = set()
         self._shown: dict[str, str] = {}
         self._open = False
-        table.listen(self._table_changed)
+        registry.subscribe(self._table_changed)
 
     async def open(self) -> None:
         """Before the first call; on the event loop that serves."""
         self._open = True
         self._refresh()
-        firsts = [asyncio.ensure_future(lane.first_probe.wait()) for lane in self._lanes.values()]
+        firsts = [
+            asyncio.ensure_future(engine.first_probe.wait()) for engine in self._engines.values()
+        ]
         if firsts:
             _, late = await asyncio.wait(firsts, timeout=FIRST_PROBES_S)
             for first in late:
@@ -58,19 +60,21 @@ class Lanes:
     async def close(self) -> None:
         """Close all connections."""
         self._open = False
-        lanes, self._lanes, self._workers = list(self._lanes.values()), {}, ()
-        await asyncio.gather(*self._ending, *(lane.close() for lane in lanes))
+        engines, self._engines, self._specs = list(self._engines.values()), {}, ()
+        await asyncio.gather(*self._ending, *(engine.close() for engine in engines))
 
     @property
-    def ready(self) -> list[Worker]:
+    def ready(self) -> list[EngineSpec]:
         """Engines that can be called now."""
         self._refresh()
         now = self._clock.monotonic()
-        return [lane.worker for lane in self._lanes.values() if lane.admits(now)]
+        return [engine.spec for engine in self._engines.values() if engine.admits(now)]
 
     # -- which engine
 
-    def pick(self, key: str, who: tuple[str, str | None], avoid: tuple[Lane, ...]) -> Lane | None:
+    def pick(
+        self, key: str, who: tuple[str, str | None], avoid: tuple[Engine, ...]
+    ) -> Engine | None:
         """The engine for a trajectory; None: none can be called now."""
         self._refresh()
         ranking = self._routes.get(who)
@@ -80,24 +84,28 @@ class Lanes:
         if self._impaired or avoid:
             now = self._clock.monotonic()
             order = [
-                lane for lane in order if lane not in avoid and (lane.plain or lane.admits(now))
+                engine
+                for engine in order
+                if engine not in avoid and (engine.plain or engine.admits(now))
             ]
-            order = [lane for lane in order if lane.rested(now)] or order
+            order = [engine for engine in order if engine.rested(now)] or order
         return choose(order)
 
-    def _route(self, who: tuple[str, str | None]) -> Ranking[Lane]:
+    def _route(self, who: tuple[str, str | None]) -> Ranking[Engine]:
         """The engines for a run and model."""
         if len(self._routes) >= ROUTES:
             self._routes.clear()
-        lanes = tuple(self._lanes[w.name] for w in suited(self._workers, *who))
-        same = next((r for r in self._routes.values() if r.engines == lanes), None)
-        ranking = self._routes[who] = same or Ranking(lanes)
+        engines = tuple(self._engines[w.name] for w in eligible(self._specs, *who))
+        same = next((r for r in self._routes.values() if r.engines == engines), None)
+        ranking = self._routes[who] = same or Ranking(engines)
         return ranking
 
     async def wait(self, deadline: float) -> None:
         """Until something about the engines changes, or the deadline."""
         now = self._clock.monotonic()
-        trials = [lane.circuit.open_until_s for lane in self._lanes.values() if not lane.probed]
+        trials = [
+            engine.circuit.open_until_s for engine in self._engines.values() if not engine.probed
+        ]
         until = min([deadline, *(t for t in trials if t is not None and t > now)])
         woken = asyncio.get_running_loop().create_future()
         self._waiting.add(woken)
@@ -108,11 +116,11 @@ class Lanes:
             self._waiting.discard(woken)
             self._metrics.waiting.dec()
 
-    def nobody(self) -> NoWorker:
+    def nobody(self) -> NoEngine:
         """The error when no engine was ready in time."""
         counts = Counter(self.states().values())
         known = ", ".join(f"{n} {state}" for state, n in sorted(counts.items())) or "none is known"
-        return NoWorker(
+        return NoEngine(
             f"no engine was ready within {self._settings.worker_wait_s:g} s ({known}): nothing was sampled, try again"
         )
 
@@ -120,38 +128,38 @@ class Lanes:
 
     def states(self) -> dict[str, str]:
         """Every engine's state: as it says itself, or when it says `ready`, as its calls and probes say."""
-        return self._table.states(self._now_s()) | {
-            lane.name: lane.state for lane in self._lanes.values()
+        return self._registry.states(self._now_s()) | {
+            engine.name: engine.state for engine in self._engines.values()
         }
 
     def _refresh(self) -> None:
-        workers = self._table.ready(self._now_s())
-        if workers is self._workers or not self._open:
+        specs = self._registry.ready(self._now_s())
+        if specs is self._specs or not self._open:
             return
-        self._workers = workers
-        listed = {worker.name: worker for worker in workers}
-        for name, lane in list(self._lanes.items()):
-            if listed.get(name) != lane.listed:
-                del self._lanes[name]
-                self._end(lane)
-        for name, worker in listed.items():
-            if name not in self._lanes:
+        self._specs = specs
+        listed = {spec.name: spec for spec in specs}
+        for name, engine in list(self._engines.items()):
+            if listed.get(name) != engine.listed:
+                del self._engines[name]
+                self._end(engine)
+        for name, spec in listed.items():
+            if name not in self._engines:
                 settings = self._settings
-                lane = self._lanes[name] = Lane(
-                    worker,
+                engine = self._engines[name] = Engine(
+                    spec,
                     self._clock.monotonic,
                     settings.probe_interval_s,
                     self._judged,
                     settings.max_reply_bytes,
                 )
-                lane.watch()
+                engine.watch()
         self._routes.clear()
-        self._impaired = {lane for lane in self._lanes.values() if not lane.plain}
+        self._impaired = {engine for engine in self._engines.values() if not engine.plain}
         self._changed()
 
-    def _end(self, lane: Lane) -> None:
+    def _end(self, engine: Engine) -> None:
         """It gets no new calls; those in flight end."""
-        task = asyncio.create_task(lane.drain())
+        task = asyncio.create_task(engine.drain())
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
 
@@ -160,13 +168,13 @@ class Lanes:
             self._refresh()
             self._changed()
 
-    def _judged(self, lane: Lane) -> None:
-        if self._lanes.get(lane.name) is not lane:
+    def _judged(self, engine: Engine) -> None:
+        if self._engines.get(engine.name) is not engine:
             return
-        if lane.plain:
-            self._impaired.discard(lane)
+        if engine.plain:
+            self._impaired.discard(engine)
         else:
-            self._impaired.add(lane)
+            self._impaired.add(engine)
         self._changed()
 
     def _changed(self) -> None:

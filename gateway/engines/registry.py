@@ -1,4 +1,4 @@
-"""Which engines there are, from `claw.workers` and the settings: a fold over worker statuses, and the order in which they serve a
+"""Which engines there are, from `claw.workers` and the settings: a fold over spec statuses, and the order in which they serve a
 trajectory. No I/O.
 """
 
@@ -28,7 +28,7 @@ _API_ROOT = re.compile(r"/v\d+[a-z0-9]*(/openai)?$")
 
 
 @dataclass(frozen=True, slots=True)
-class Worker:
+class EngineSpec:
     """An engine that can be called.
 
     name: unique; worker_id None: it does not report, a setting names it. models (): not known. kind_known False: a probe is to find it.
@@ -50,8 +50,8 @@ class Worker:
 
 
 @dataclass(frozen=True, slots=True)
-class _Heard:
-    worker: Worker
+class _Reported:
+    spec: EngineSpec
     state: WorkerState
     until_s: float  # absent from then on
     version: str | None = None  # of the weights that it samples with
@@ -66,7 +66,7 @@ def _split(url: str) -> tuple[str, str]:
 
 def _static(
     upstream: UpstreamSettings, environ: Mapping[str, str], taken: Collection[str]
-) -> Worker:
+) -> EngineSpec:
     key = upstream.api_key
     if upstream.api_key_env is not None:
         key = environ.get(upstream.api_key_env)
@@ -86,7 +86,7 @@ def _static(
     except ValueError as error:
         raise UpstreamUnusable(f"gateway.upstreams: {error}") from error
     number = sum(name == upstream.url or name.startswith(f"{upstream.url}#") for name in taken)
-    return Worker(
+    return EngineSpec(
         name=f"{upstream.url}#{number + 1}" if number else upstream.url,
         base_url=base,
         models=upstream.models,
@@ -100,8 +100,8 @@ def _static(
     )
 
 
-class WorkerTable:
-    """The last word of every worker. Times are seconds of one clock that stands still while the topic cannot be read: an outage of
+class EngineRegistry:
+    """The last word of every spec. Times are seconds of one clock that stands still while the topic cannot be read: an outage of
     Kafka silences the heartbeats, not the engines.
 
     upstreams: as in the settings. environ: where their keys may be, default this process's. Raises UpstreamUnusable when one is missing there.
@@ -113,68 +113,70 @@ class WorkerTable:
         environ: Mapping[str, str] | None = None,
     ) -> None:
         self._environ = os.environ if environ is None else environ
-        self._heard: dict[str, _Heard] = {}
+        self._reported: dict[str, _Reported] = {}
         self._listeners: list[Callable[[], None]] = []
-        self._static: dict[str, Worker] = {}
-        self._ready: tuple[Worker, ...] = ()
+        self._static: dict[str, EngineSpec] = {}
+        self._ready: tuple[EngineSpec, ...] = ()
         self._ready_until_s = float("-inf")
         self.configure(upstreams)
 
     def configure(self, upstreams: Iterable[UpstreamSettings | str]) -> None:
         """The engines that the settings name. One that is no longer named gets no new calls."""
-        named: dict[str, Worker] = {}
+        named: dict[str, EngineSpec] = {}
         for upstream in upstreams:
-            worker = _static(UpstreamSettings.model_validate(upstream), self._environ, named)
-            named[worker.name] = worker
+            spec = _static(UpstreamSettings.model_validate(upstream), self._environ, named)
+            named[spec.name] = spec
         self._static = named
         self._changed()
 
-    def listen(self, listener: Callable[[], None]) -> None:
-        """`listener()` is called whenever another worker may be ready than before."""
+    def subscribe(self, listener: Callable[[], None]) -> None:
+        """`listener()` is called whenever another spec may be ready than before."""
         self._listeners.append(listener)
 
-    def hear(self, worker_id: str, status: WorkerStatus | None, now_s: float) -> None:
-        """Fold one record; None is a tombstone, the worker's clean exit."""
-        before = self._heard.get(worker_id)
+    def update(self, worker_id: str, status: WorkerStatus | None, now_s: float) -> None:
+        """Fold one record; None is a tombstone, the spec's clean exit."""
+        before = self._reported.get(worker_id)
         if status is None:
-            if self._heard.pop(worker_id, None) is not None:
+            if self._reported.pop(worker_id, None) is not None:
                 self._changed()
             return
         base, root = _split(status.base_url)
-        worker = Worker(worker_id, base, worker_id, status.models, status.run_id, api_root=root)
+        spec = EngineSpec(worker_id, base, worker_id, status.models, status.run_id, api_root=root)
         until_s = now_s + MISSED_HEARTBEATS * status.heartbeat_interval_ms / 1000
-        self._heard[worker_id] = _Heard(worker, status.state, until_s, status.weight_version)
-        known = before is not None and before.worker == worker and before.state == status.state
+        self._reported[worker_id] = _Reported(spec, status.state, until_s, status.weight_version)
+        known = before is not None and before.spec == spec and before.state == status.state
         if not known or before is None or before.until_s < now_s:
             self._changed()
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """The topic was made anew: nothing of the old one holds."""
-        self._heard.clear()
+        self._reported.clear()
         self._changed()
 
-    def ready(self, now_s: float) -> tuple[Worker, ...]:
+    def ready(self, now_s: float) -> tuple[EngineSpec, ...]:
         """Workers that said they are ready, not longer ago than three of their heartbeats; and the static ones. The same object as
         long as they are the same.
         """
         if now_s > self._ready_until_s:
-            fresh = [h for h in self._heard.values() if h.state == "ready" and now_s <= h.until_s]
-            ready = (*self._static.values(), *(h.worker for h in fresh))
+            fresh = [
+                h for h in self._reported.values() if h.state == "ready" and now_s <= h.until_s
+            ]
+            ready = (*self._static.values(), *(h.spec for h in fresh))
             if ready != self._ready:
                 self._ready = ready
             self._ready_until_s = min((h.until_s for h in fresh), default=float("inf"))
         return self._ready
 
     def states(self, now_s: float) -> dict[str, str]:
-        """What each reporting worker said last; `absent`: it has missed three heartbeats."""
+        """What each reporting spec said last; `absent`: it has missed three heartbeats."""
         return {
-            name: h.state if now_s <= h.until_s else "absent" for name, h in self._heard.items()
+            name: h.state if now_s <= h.until_s else "absent" for name, h in self._reported.items()
         }
 
     def oldest_loaded(self, run_id: str, now_s: float) -> int | None:
-        """Lowest sync index of the run that a ready worker samples with; None when none says so."""
+        """Lowest sync index of the run that a ready spec samples with; None when none says so."""
         ready = (
-            h.version for h in self._heard.values() if h.state == "ready" and now_s <= h.until_s
+            h.version for h in self._reported.values() if h.state == "ready" and now_s <= h.until_s
         )
         versions = (parse_version(label) for label in ready if label is not None)
         return min(
@@ -187,9 +189,9 @@ class WorkerTable:
             listener()
 
 
-def suited(workers: Collection[Worker], run_id: str, model: str | None) -> list[Worker]:
+def eligible(specs: Collection[EngineSpec], run_id: str, model: str | None) -> list[EngineSpec]:
     """Those that follow the run and serve the model, as far as there are any: else the engine itself says what is wrong."""
-    chosen = list(workers)
+    chosen = list(specs)
     for wish in (
         lambda w: w.run_id is None or w.run_id == run_id,
         lambda w: not w.models or model is None or model in w.models or model in w.model_map,

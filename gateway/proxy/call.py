@@ -39,10 +39,10 @@ from gateway.capture.steps import (
 from gateway.capture.stream import EventStream
 from gateway.capture.unread import Unread
 from gateway.clock import Clock
-from gateway.durability.delivery import Journal
-from gateway.durability.record_writer import EventLog
+from gateway.durability.delivery import DeliveryManager
+from gateway.durability.record_writer import RecordWriter
 from gateway.engines.client import Response, Upstream
-from gateway.engines.registry import Worker
+from gateway.engines.registry import EngineSpec
 from gateway.errors import (
     BadRequest,
     BodyTooLarge,
@@ -88,8 +88,8 @@ class Services:
 
     settings: Settings
     door: Door
-    journal: Journal
-    log: EventLog
+    delivery: DeliveryManager
+    record_writer: RecordWriter
     upstream: Upstream
     clock: Clock
     metrics: Metrics
@@ -194,7 +194,7 @@ class CallEndpoint:
                             await self._prompts.check(
                                 call.request, call.protocol, call.origin, credentials_of(headers)
                             )
-                    with services.journal.reserve(
+                    with services.delivery.reserve(
                         call.request.n * (2 * len(call.body) + STEP_OVERHEAD_BYTES)
                     ):
                         made = ProxiedCall(
@@ -298,7 +298,7 @@ class ProxiedCall:
         }
         self._path = with_query(adapter.path, query)
         self._returned: list[tuple[bytes, bytes]] = []
-        self._asked: Worker | None = None
+        self._asked: EngineSpec | None = None
         self._engine = Engine()
         self._captured = CapturedTokens()
         self._stream: EventStream | None = None
@@ -313,20 +313,20 @@ class ProxiedCall:
         try:
             async with self._client:
                 async with self._ask() as response:
-                    worker, self._returned = response.worker, returned(response.headers)
+                    spec, self._returned = response.spec, returned(response.headers)
                     self._engine = Engine(
-                        worker.worker_id, response.header(engine_frames.VERSION_START)
+                        spec.worker_id, response.header(engine_frames.VERSION_START)
                     )
                     if response.status >= 400:
                         await self._forward_error(response)
                         return "upstream_error"
-                    self._captured = CapturedTokens(NO_TOKENS[worker.kind])
+                    self._captured = CapturedTokens(NO_TOKENS[spec.kind])
                     if self._call.request.stream and _is_stream(response):
                         await self._forward_stream(response)
                     else:
                         own = (
                             response.header(engine_frames.OWN_BODY)
-                            if worker.kind == "captured"
+                            if spec.kind == "captured"
                             else None
                         )
                         body = self._captured.split_trailer(await response.read(self._held), own)
@@ -340,21 +340,21 @@ class ProxiedCall:
             return "aborted"
         if self._stream is not None:
             return await self._finish_stream(self._stream)
-        return await self._finish_plain(worker, body, content_headers)
+        return await self._finish_plain(spec, body, content_headers)
 
     def _ask(self) -> Any:
         call = self._call
-        return self._services.upstream.ask(
-            "POST", self._path, lambda worker: self._adapter.engine_body(call.request, worker.kind),
+        return self._services.upstream.call(
+            "POST", self._path, lambda spec: self._adapter.engine_body(call.request, spec.kind),
             self._forwarded,
             key=call.origin.trajectory_key, run_id=call.origin.run_id, model=call.request.model,
             on_asking=self._on_engine, credentials=self._credentials,
         )  # fmt: skip
 
-    def _on_engine(self, worker: Worker | None) -> None:
-        self._asked = worker
-        self._attempt.engine = worker.name if worker else None
-        self._engine = Engine(worker_id=worker.worker_id if worker else None)
+    def _on_engine(self, spec: EngineSpec | None) -> None:
+        self._asked = spec
+        self._attempt.engine = spec.name if spec else None
+        self._engine = Engine(worker_id=spec.worker_id if spec else None)
 
     # -- replies
 
@@ -398,9 +398,9 @@ class ProxiedCall:
         await self._send_message({"type": "http.response.body", "body": body})
         self._services.failed.record(self._attempt, engine_failure(response.status, error_body))
 
-    async def _finish_plain(self, worker: Worker, body: bytes, content_headers: Headers) -> str:
+    async def _finish_plain(self, spec: EngineSpec, body: bytes, content_headers: Headers) -> str:
         parsed, unread = (
-            self._adapter.parse_reply(self._call.request, worker.kind, body),
+            self._adapter.parse_reply(self._call.request, spec.kind, body),
             Unread(len(body)),
         )
         if parsed.unread is not None:
@@ -424,9 +424,9 @@ class ProxiedCall:
 
     async def _forward_stream(self, response: Response) -> None:
         """Forward events up to the first finish reason; `EventStream` holds the rest."""
-        accumulator = self._adapter.accumulator(self._call.request, response.worker.kind)
+        accumulator = self._adapter.accumulator(self._call.request, response.spec.kind)
         self._stream = stream = EventStream(
-            accumulator, self._captured, response.worker.kind == "captured"
+            accumulator, self._captured, response.spec.kind == "captured"
         )
         content_headers = [*_content_headers(response), (b"cache-control", b"no-cache")]
         await self._start(200, self._headers(content_headers, None, self._call.step_ids))
@@ -497,7 +497,7 @@ class ProxiedCall:
     async def _record(self, steps: Sequence[Step]) -> None:
         services = self._services
         self._counted.tokens = tokens_of(steps)
-        receipt = await services.log.record(steps)
+        receipt = await services.record_writer.record(steps)
         for step in steps:
             services.metrics.recorded[step.status].inc()
         if receipt == "spooled":

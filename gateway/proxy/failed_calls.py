@@ -20,7 +20,7 @@ from gateway.attribution.resolver import Caller, Door
 from gateway.attribution.sessions import Origin
 from gateway.capture.steps import Call
 from gateway.clock import Clock
-from gateway.durability.log import Bus, Message
+from gateway.durability.log import LogProducer, Message
 from gateway.errors import GatewayError
 from gateway.metrics import Metrics
 from gateway.redaction.redactor import Redaction
@@ -107,11 +107,16 @@ class FailedCalls:
     """Writes FailedCall records. redaction: None writes them unredacted."""
 
     def __init__(
-        self, topic: str, gateway_id: str, codec: Codec, bus: Bus, door: Door,
+        self, topic: str, gateway_id: str, codec: Codec, producer: LogProducer, door: Door,
         redaction: Redaction | None, clock: Clock,
         metrics: Metrics,
     ) -> None:  # fmt: skip
-        self._topic, self._gateway_id, self._codec, self._bus = topic, gateway_id, codec, bus
+        self._topic, self._gateway_id, self._codec, self._producer = (
+            topic,
+            gateway_id,
+            codec,
+            producer,
+        )
         self._door, self._redaction, self._clock = door, redaction, clock
         self._recorded, self._lost = (
             metrics.failed_calls.labels(fate) for fate in ("recorded", "lost")
@@ -131,7 +136,7 @@ class FailedCalls:
         """
         if attempt.caller is None:
             return
-        if not self._bus.reachable or self._in_flight >= MAX_IN_FLIGHT:
+        if not self._producer.reachable or self._in_flight >= MAX_IN_FLIGHT:
             self._lost.inc()
             return
         origin = (
@@ -191,7 +196,9 @@ class FailedCalls:
     def _send(self, record: FailedCall) -> None:
         key = record.trajectory_key if record.trajectory_key is not None else record.event_id
         self._in_flight += 1
-        self._bus.send([Message(self._topic, key.encode(), self._codec.encode(record))], self._sent)
+        self._producer.send(
+            [Message(self._topic, key.encode(), self._codec.encode(record))], self._sent
+        )
 
     def _sent(self, error: Exception | None) -> None:
         self._in_flight -= 1

@@ -83,7 +83,7 @@ class PassthroughEndpoint:
         forwarded = {k: v for k, v in headers.items() if k in FORWARDED}
         if body:
             forwarded["content-type"] = "application/json"
-        async with services.upstream.ask(
+        async with services.upstream.call(
             self.method, path, body or None, forwarded,
             key=origin.trajectory_key, run_id=origin.run_id, model=model,
             credentials=credentials_of(headers),

@@ -97,7 +97,7 @@ class PromptLimit:
 
         Raises:
             BadRequest: The prompt exceeds the limit.
-            NoWorker, UpstreamFailed, UpstreamTimeout: No engine could count the prompt.
+            NoEngine, UpstreamFailed, UpstreamTimeout: No engine could count the prompt.
         """
         limit = self._limit
         if limit is None:
@@ -125,7 +125,7 @@ class PromptLimit:
     ) -> int | None:
         """Return the engine's count; None when it cannot count, so that its own limit applies."""
         body = dumps({name: payload[name] for name in counting.fields if name in payload})
-        async with self._upstream.ask(
+        async with self._upstream.call(
             "POST", counting.path, body, {"content-type": "application/json"},
             key=origin.trajectory_key, run_id=origin.run_id, model=request.model,
             credentials=credentials,

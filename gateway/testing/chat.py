@@ -1,4 +1,4 @@
-"""OpenAI chat completions from the engine's side: a voice of `scripted_engine`."""
+"""OpenAI chat completions from the engine's side: a server of `scripted_engine`."""
 
 from __future__ import annotations
 
@@ -6,23 +6,28 @@ from collections.abc import Iterator
 
 import orjson
 
-from gateway.testing.script import Event, Json, Say, Script
+from gateway.testing.script import Event, Json, Script, ScriptedChoice
 
 
-def _logprobs(say: Say, first: int, last: int) -> Json:
+def _logprobs(scripted: ScriptedChoice, first: int, last: int) -> Json:
     content: list[Json] = [
-        {"token": say.texts[i] or "", "logprob": say.logprobs[i], "bytes": None, "top_logprobs": []}
+        {
+            "token": scripted.texts[i] or "",
+            "logprob": scripted.logprobs[i],
+            "bytes": None,
+            "top_logprobs": [],
+        }
         for i in range(first, last)
     ]
     return {"content": content}
 
 
 def _usage(script: Script) -> Json:
-    prompt, sampled = len(script.prompt_ids), sum(len(say.ids) for say in script.says)
+    prompt, sampled = len(script.prompt_ids), sum(len(scripted.ids) for scripted in script.choices)
     return {"prompt_tokens": prompt, "total_tokens": prompt + sampled, "completion_tokens": sampled}
 
 
-class ChatVoice:
+class ChatServer:
     """OpenAI chat completions as vLLM 0.32 writes them: null where tokens were not asked for, and no chunk without news."""
 
     path = "/v1/chat/completions"
@@ -62,11 +67,11 @@ def plain(request: Json, script: Script) -> Json:
         "id": f"chatcmpl-{script.number}", "object": "chat.completion", "created": 1, "model": request.get("model") or "policy",
         "choices": [
             {
-                "index": i, "message": say.message(), "logprobs": _logprobs(say, 0, len(say.ids)) if logprobs else None,
-                "finish_reason": say.finish_reason, "stop_reason": None, "token_ids": list(say.ids) if ids else None,
+                "index": i, "message": scripted.message(), "logprobs": _logprobs(scripted, 0, len(scripted.ids)) if logprobs else None,
+                "finish_reason": scripted.finish_reason, "stop_reason": None, "token_ids": list(scripted.ids) if ids else None,
                 "routed_experts": None,
             }
-            for i, say in enumerate(script.says)
+            for i, scripted in enumerate(script.choices)
         ],
         "service_tier": None, "system_fingerprint": None,
         "usage": _usage(script),
@@ -76,14 +81,14 @@ def plain(request: Json, script: Script) -> Json:
 
 def chunks(request: Json, script: Script) -> Iterator[tuple[Json, list[tuple[int, int, int]]]]:
     """The chunks that vLLM would write, and what tokens they show: choices take turns, one token at a time."""
-    unshown = [0] * len(script.says)
+    unshown = [0] * len(script.choices)
     ids, logprobs = (
         request.get(k) and not script.no_tokens for k in ("return_token_ids", "logprobs")
     )
     head: Json = {
         "id": f"chatcmpl-{script.number}", "object": "chat.completion.chunk", "created": 1, "model": request.get("model") or "policy"
     }  # fmt: skip
-    for i in range(len(script.says)):
+    for i in range(len(script.choices)):
         first: Json = {
             "index": i,
             "delta": {"role": "assistant", "content": ""},
@@ -95,29 +100,31 @@ def chunks(request: Json, script: Script) -> Iterator[tuple[Json, list[tuple[int
             | {"choices": [first], "prompt_token_ids": list(script.prompt_ids) if ids else None},
             [],
         )
-    for at in range(max(len(s.ids) for s in script.says)):
-        for i, say in enumerate(script.says):
-            if at >= len(say.ids):
+    for at in range(max(len(s.ids) for s in script.choices)):
+        for i, scripted in enumerate(script.choices):
+            if at >= len(scripted.ids):
                 continue
-            last = at == len(say.ids) - 1
-            text = say.texts[at]
+            last = at == len(scripted.ids) - 1
+            text = scripted.texts[at]
             delta: Json = {} if text is None else {"content": text}
-            if last and say.tool_calls:
+            if last and scripted.tool_calls:
                 delta = {
-                    "tool_calls": [{"index": n, **call} for n, call in enumerate(say.tool_calls)]
+                    "tool_calls": [
+                        {"index": n, **call} for n, call in enumerate(scripted.tool_calls)
+                    ]
                 }
             if not delta and not last and not ids and not logprobs:
                 continue
             choice: Json = {
-                "index": i, "delta": delta, "logprobs": _logprobs(say, at, at + 1) if logprobs else None,
-                "finish_reason": say.finish_reason if last else None,
+                "index": i, "delta": delta, "logprobs": _logprobs(scripted, at, at + 1) if logprobs else None,
+                "finish_reason": scripted.finish_reason if last else None,
             }  # fmt: skip
             if last:
                 choice["stop_reason"] = None
             shows = [(i, unshown[i], at + 1)]
             unshown[i] = at + 1
             yield (
-                head | {"choices": [choice | {"token_ids": [say.ids[at]] if ids else None}]},
+                head | {"choices": [choice | {"token_ids": [scripted.ids[at]] if ids else None}]},
                 shows,
             )
     if (request.get("stream_options") or {}).get("include_usage"):

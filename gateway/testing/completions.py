@@ -1,4 +1,4 @@
-"""OpenAI completions from the engine's side: a voice of `scripted_engine`."""
+"""OpenAI completions from the engine's side: a server of `scripted_engine`."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Iterator
 import orjson
 
 from gateway.protocols.openai_completions import prompt_count
-from gateway.testing.script import Event, Json, Say, Script
+from gateway.testing.script import Event, Json, Script, ScriptedChoice
 
 _HEAD: Json = {"object": "text_completion", "created": 1}
 _FINGERPRINT = "vllm-0.32.0-scripted"
 
 
-class CompletionsVoice:
+class CompletionsServer:
     """Completions as vLLM 0.32 writes them: null where tokens were not asked for. The choices of a prompt follow each other."""
 
     path = "/v1/completions"
@@ -27,11 +27,11 @@ class CompletionsVoice:
             **_HEAD, "id": f"cmpl-{script.number}", "model": request.get("model") or "policy",
             "choices": [
                 {
-                    "index": i, "text": _echo(request) + say.text, "logprobs": _logprobs(request, script, say, 0, len(say.ids)),
-                    "finish_reason": say.finish_reason, "stop_reason": None, "token_ids": list(say.ids) if ids else None,
+                    "index": i, "text": _echo(request) + scripted.text, "logprobs": _logprobs(request, script, scripted, 0, len(scripted.ids)),
+                    "finish_reason": scripted.finish_reason, "stop_reason": None, "token_ids": list(scripted.ids) if ids else None,
                     "prompt_logprobs": None, "prompt_token_ids": list(script.prompt_ids) if ids else None, "routed_experts": None,
                 }
-                for i, say in enumerate(script.says)
+                for i, scripted in enumerate(script.choices)
             ],
             "service_tier": None, "system_fingerprint": _FINGERPRINT,
             "usage": {**_usage(request, script), "prompt_tokens_details": None, "completion_tokens_details": None},
@@ -42,17 +42,17 @@ class CompletionsVoice:
         head = _HEAD | {"id": f"cmpl-{script.number}", "model": request.get("model") or "policy"}
         ids = _asks_ids(request, script)
         usage = bool((request.get("stream_options") or {}).get("include_usage"))
-        for at in range(max(len(s.ids) for s in script.says)):
-            for i, say in enumerate(script.says):
-                if at >= len(say.ids):
+        for at in range(max(len(s.ids) for s in script.choices)):
+            for i, scripted in enumerate(script.choices):
+                if at >= len(scripted.ids):
                     continue
-                ended = at == len(say.ids) - 1
+                ended = at == len(scripted.ids) - 1
                 choice: Json = {
-                    "index": i, "text": ("" if at else _echo(request)) + (say.texts[at] or ""),
-                    "logprobs": _logprobs(request, script, say, at, at + 1),
-                    "finish_reason": say.finish_reason if ended else None, "stop_reason": None,
+                    "index": i, "text": ("" if at else _echo(request)) + (scripted.texts[at] or ""),
+                    "logprobs": _logprobs(request, script, scripted, at, at + 1),
+                    "finish_reason": scripted.finish_reason if ended else None, "stop_reason": None,
                     "prompt_token_ids": list(script.prompt_ids) if ids and not at else None,
-                    "token_ids": [say.ids[at]] if ids else None,
+                    "token_ids": [scripted.ids[at]] if ids else None,
                 }  # fmt: skip
                 chunk = head | {"choices": [choice]}
                 if ended and not usage:
@@ -102,17 +102,19 @@ def _echo(request: Json) -> str:
     )
 
 
-def _logprobs(request: Json, script: Script, say: Say, first: int, last: int) -> Json | None:
+def _logprobs(
+    request: Json, script: Script, scripted: ScriptedChoice, first: int, last: int
+) -> Json | None:
     if request.get("logprobs") is None or script.no_tokens:
         return None
-    tokens = [say.texts[i] or "" for i in range(first, last)]
-    values: list[float | None] = list(say.logprobs[first:last])
+    tokens = [scripted.texts[i] or "" for i in range(first, last)]
+    values: list[float | None] = list(scripted.logprobs[first:last])
     if (
         request.get("echo") and first == 0
     ):  # the prompt's come first, and nothing is known of its first token
         tokens = [f"<{i}>" for i in script.prompt_ids] + tokens
         values = [None, *[-9.0] * (len(script.prompt_ids) - 1), *values]
-    offset = sum(len(t or "") for t in say.texts[:first])
+    offset = sum(len(t or "") for t in scripted.texts[:first])
     offsets = [offset + sum(map(len, tokens[:i])) for i in range(len(tokens))]
     top = [None if v is None else {t: v} for t, v in zip(tokens, values, strict=True)]
     return {"text_offset": offsets, "token_logprobs": values, "tokens": tokens, "top_logprobs": top}
@@ -121,6 +123,6 @@ def _logprobs(request: Json, script: Script, say: Say, first: int, last: int) ->
 def _usage(request: Json, script: Script) -> Json:
     asked, sampled = (
         len(script.prompt_ids) * prompt_count(request),
-        sum(len(s.ids) for s in script.says),
+        sum(len(s.ids) for s in script.choices),
     )
     return {"prompt_tokens": asked, "total_tokens": asked + sampled, "completion_tokens": sampled}

@@ -1,6 +1,6 @@
-"""A fake engine for tests and try-outs: it says what a script says, in the protocols of its voices, as vLLM 0.32 writes them.
+"""A fake engine for tests and try-outs: it choices what a script choices, in the protocols of its servers, as vLLM 0.32 writes them.
 
-    engine = ScriptedEngine(lambda request: Script([Say([7, 8], ["Hel", "lo"], [-0.1, -0.2])]))
+    engine = ScriptedEngine(lambda request: Script([ScriptedChoice([7, 8], ["Hel", "lo"], [-0.1, -0.2])]))
     async with engine.serve() as url: ...
 
 As an engine of kind `captured` it tells the tokens as our middleware does (`schemas.engine_frames`); as `vllm` only in the reply's own
@@ -19,15 +19,20 @@ import orjson
 from aiohttp import web
 
 from gateway.protocols.base import EngineKind
-from gateway.testing.chat import ChatVoice
-from gateway.testing.completions import CompletionsVoice
-from gateway.testing.messages import MessagesVoice
-from gateway.testing.responses import ResponsesVoice
-from gateway.testing.script import Event, Json, Script, Voice
+from gateway.testing.chat import ChatServer
+from gateway.testing.completions import CompletionsServer
+from gateway.testing.messages import MessagesServer
+from gateway.testing.responses import ResponsesServer
+from gateway.testing.script import Event, Json, ProtocolServer, Script
 from schemas import engine_frames
 from schemas.tokens import pack_ids, pack_logprobs
 
-VOICES: tuple[Voice, ...] = (ChatVoice(), CompletionsVoice(), ResponsesVoice(), MessagesVoice())
+PROTOCOL_SERVERS: tuple[ProtocolServer, ...] = (
+    ChatServer(),
+    CompletionsServer(),
+    ResponsesServer(),
+    MessagesServer(),
+)
 BACKLOG = 2048
 """Connections that may come at once. Those beyond are not refused but try again after seconds, and their calls count as unreachable."""
 
@@ -47,8 +52,8 @@ class ScriptedEngine:
     async def serve(self, port: int = 0, host: str = "127.0.0.1") -> AsyncIterator[str]:
         """Listen; gives the base URL without /v1."""
         app = web.Application(client_max_size=64 << 20)
-        for voice in VOICES:
-            app.router.add_post(voice.path, partial(self._call, voice))
+        for server in PROTOCOL_SERVERS:
+            app.router.add_post(server.path, partial(self._call, server))
         app.router.add_post("/v1/messages/count_tokens", self._count_tokens)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/version", self._version)
@@ -99,13 +104,13 @@ class ScriptedEngine:
     def _captures(self, http: web.Request) -> bool:
         return self.kind == "captured" and http.headers.get(engine_frames.ASK) == "1"
 
-    async def _call(self, voice: Voice, http: web.Request) -> web.StreamResponse:
+    async def _call(self, server: ProtocolServer, http: web.Request) -> web.StreamResponse:
         request = orjson.loads(await http.read())
         self.requests.append(request)
         self.headers.append(dict(http.headers))
         script = self.script(request)
         if script.status != 200:
-            return web.json_response(voice.error(script.status), status=script.status)
+            return web.json_response(server.error(script.status), status=script.status)
         headers = (
             {engine_frames.VERSION_START: script.version_start} if script.version_start else {}
         )
@@ -114,7 +119,7 @@ class ScriptedEngine:
             headers[engine_frames.ASK] = "1"
         try:
             if request.get("stream"):
-                return await self._stream(http, voice, request, script, headers, captures)
+                return await self._stream(http, server, request, script, headers, captures)
             if script.gate is not None:
                 await script.gate.acquire()
             if script.die_after is not None:
@@ -122,10 +127,12 @@ class ScriptedEngine:
         except (asyncio.CancelledError, ConnectionError):
             self.aborted += 1
             raise
-        body = orjson.dumps(voice.plain(request, self._known(script)))
+        body = orjson.dumps(server.plain(request, self._known(script)))
         if captures and not script.no_tokens:
             headers[engine_frames.OWN_BODY] = str(len(body))
-            frames = [engine_frames.encode(f) for f in whole_frames(script, voice.prompts(request))]
+            frames = [
+                engine_frames.encode(f) for f in whole_frames(script, server.prompts(request))
+            ]
             body = engine_frames.trail(body, frames)
         return web.Response(body=body, content_type="application/json", headers=headers)
 
@@ -135,7 +142,7 @@ class ScriptedEngine:
     async def _stream(
         self,
         http: web.Request,
-        voice: Voice,
+        server: ProtocolServer,
         request: Json,
         script: Script,
         headers: dict[str, str],
@@ -145,14 +152,14 @@ class ScriptedEngine:
             headers={"content-type": "text/event-stream; charset=utf-8", **headers}
         )
         await response.prepare(http)
-        prompts, told = voice.prompts(request), False
-        for at, event in enumerate(voice.events(request, self._known(script))):
+        prompts, told = server.prompts(request), False
+        for at, event in enumerate(server.events(request, self._known(script))):
             if at and script.gate is not None:
                 await script.gate.acquire()
             if at == script.die_after:
                 _break(http)
             if at == script.fail_after:
-                await response.write(voice.failure())
+                await response.write(server.failure())
                 break
             data = event.data
             if captures and not script.no_tokens and (event.shows or not told):
@@ -167,14 +174,14 @@ class ScriptedEngine:
 
 
 def _choice(script: Script, index: int, first: int, last: int, each: int) -> engine_frames.Choice:
-    say = script.says[index]
-    ended = last == len(say.ids)
+    scripted = script.choices[index]
+    ended = last == len(scripted.ids)
     spans = script.versions[index] if script.versions is not None and ended else None
     return engine_frames.Choice(
         index % each,
-        pack_ids(say.ids[first:last]),
-        pack_logprobs(say.logprobs[first:last]),
-        say.finish_reason if ended else None,
+        pack_ids(scripted.ids[first:last]),
+        pack_logprobs(scripted.logprobs[first:last]),
+        scripted.finish_reason if ended else None,
         tuple((s["version"], s["start"], s["end"]) for s in spans) if spans is not None else None,
     )
 
@@ -183,7 +190,7 @@ def frames_of(
     script: Script, event: Event, prompts: int, with_prompts: bool
 ) -> list[engine_frames.Frame]:
     """What the middleware tells with an event."""
-    each = max(1, len(script.says) // prompts)
+    each = max(1, len(script.choices) // prompts)
     frames = []
     for g in range(prompts):
         shown = tuple(
@@ -204,7 +211,10 @@ def frames_of(
 def whole_frames(script: Script, prompts: int) -> list[engine_frames.Frame]:
     """What the middleware tells with a plain reply."""
     return frames_of(
-        script, Event(b"", [(i, 0, len(s.ids)) for i, s in enumerate(script.says)]), prompts, True
+        script,
+        Event(b"", [(i, 0, len(s.ids)) for i, s in enumerate(script.choices)]),
+        prompts,
+        True,
     )
 
 

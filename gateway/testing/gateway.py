@@ -13,12 +13,12 @@ import aiohttp
 import uvicorn
 from fastapi import FastAPI
 
-from gateway.api.rollout_budget.budget import MemoryDemand
+from gateway.api.rollout_budget.budget import InMemoryBudgets
 from gateway.app import create_app
 from gateway.asgi.http_server import server_config
-from gateway.durability.log import MemoryBus
+from gateway.durability.log import InMemoryLogProducer
 from gateway.durability.spool import read_segment
-from gateway.engines.registry import WorkerTable
+from gateway.engines.registry import EngineRegistry
 from gateway.main import listen
 from gateway.protocols.base import EngineKind
 from gateway.testing.engine import ScriptedEngine
@@ -29,17 +29,17 @@ from schemas.settings import Settings
 
 
 @dataclass
-class Trial:
+class GatewayFixture:
     """A running gateway and all around it."""
 
     url: str
     engine: ScriptedEngine
     engine_url: str
-    bus: MemoryBus
+    producer: InMemoryLogProducer
     http: aiohttp.ClientSession
     settings: Settings
     codec: Codec
-    demand: MemoryDemand = field(default_factory=MemoryDemand)
+    budgets: InMemoryBudgets = field(default_factory=InMemoryBudgets)
 
     def records(self) -> list[Any]:
         """Everything on the log but failed calls, in order."""
@@ -50,7 +50,7 @@ class Trial:
         return [r for r in self._all() if isinstance(r, FailedCall)]
 
     def _all(self) -> list[Any]:
-        return [self.codec.decode(m.value) for m in self.bus.messages]
+        return [self.codec.decode(m.value) for m in self.producer.messages]
 
     def steps(self) -> list[Step]:
         """The steps on the log, in order."""
@@ -94,19 +94,19 @@ async def running(app: FastAPI) -> AsyncIterator[str]:
         await server.shutdown([listening])
 
 
-def play(
+def run_gateway(
     directory: Path,
     codec: Codec,
-    scenario: Callable[[Trial], Awaitable[None]],
+    scenario: Callable[[GatewayFixture], Awaitable[None]],
     script: Script | Callable[[Any], Script],
     kind: EngineKind = "captured",
     **gateway: Any,
 ) -> None:
-    """Run an async scenario in a trial of its own. kind: of the engine. gateway: settings. The codec is given, for it is dear to make."""
+    """Run an async scenario against a gateway of its own. kind: of the engine. gateway: settings. The codec is given, for it is dear to make."""
 
     async def body() -> None:
         engine = ScriptedEngine(script if callable(script) else lambda _: script, kind)
-        bus = MemoryBus()
+        producer = InMemoryLogProducer()
         async with engine.serve() as engine_url:
             given = {
                 "upstreams": [engine_url],
@@ -114,11 +114,19 @@ def play(
                 "produce_timeout_s": 60,
             } | gateway
             settings = Settings.model_validate({"data_dir": directory, "gateway": given})
-            demand = MemoryDemand()
+            budgets = InMemoryBudgets()
             app = create_app(
-                settings, bus, WorkerTable(settings.gateway.upstreams), codec, demand=demand
+                settings,
+                producer,
+                EngineRegistry(settings.gateway.upstreams),
+                codec,
+                budgets=budgets,
             )
             async with running(app) as url, aiohttp.ClientSession() as http:
-                await scenario(Trial(url, engine, engine_url, bus, http, settings, codec, demand))
+                await scenario(
+                    GatewayFixture(
+                        url, engine, engine_url, producer, http, settings, codec, budgets
+                    )
+                )
 
     asyncio.run(body())

@@ -1,4 +1,4 @@
-"""Anthropic messages from the engine's side: a voice of `scripted_engine`."""
+"""Anthropic messages from the engine's side: a server of `scripted_engine`."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Iterator
 
 import orjson
 
-from gateway.testing.script import Event, Json, Say, Script
+from gateway.testing.script import Event, Json, Script, ScriptedChoice
 
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _SIGNATURE = "5c5c5c"
 
 
-class MessagesVoice:
-    """Messages as vLLM 0.32 writes them. Other than plain replies, streams have no block for an empty text, and say null of an abort."""
+class MessagesServer:
+    """Messages as vLLM 0.32 writes them. Other than plain replies, streams have no block for an empty text, and scripted null of an abort."""
 
     path = "/v1/messages"
 
@@ -21,17 +21,17 @@ class MessagesVoice:
         return 1
 
     def plain(self, request: Json, script: Script) -> Json:
-        (say,) = script.says
-        content = _blocks(say)
-        reason = _STOP_REASONS.get(say.finish_reason)
+        (scripted,) = script.choices
+        content = _blocks(scripted)
+        reason = _STOP_REASONS.get(scripted.finish_reason)
         return {
             "id": f"chatcmpl-{script.number}", "type": "message", "role": "assistant",
             "content": content or [{"type": "text", "text": ""}], "model": request.get("model") or "policy",
-            **({} if reason is None else {"stop_reason": reason}), "usage": _usage(script, len(say.ids)),
+            **({} if reason is None else {"stop_reason": reason}), "usage": _usage(script, len(scripted.ids)),
         }  # fmt: skip
 
     def events(self, request: Json, script: Script) -> Iterator[Event]:
-        (say,) = script.says
+        (scripted,) = script.choices
         message: Json = {
             "id": f"chatcmpl-{script.number}", "type": "message", "role": "assistant", "content": [],
             "model": request.get("model") or "policy", "stop_reason": None, "stop_sequence": None,
@@ -39,12 +39,16 @@ class MessagesVoice:
         }  # fmt: skip
         yield _event({"type": "message_start", "message": message})
         shown = 0
-        for event, sampled in _block_events(say):
+        for event, sampled in _block_events(scripted):
             yield Event(event, [(0, shown, sampled)] if sampled > shown else [])
             shown = max(shown, sampled)
-        delta = {"stop_reason": _STOP_REASONS.get(say.finish_reason), "stop_sequence": None}
-        rest = [(0, shown, len(say.ids))] if shown < len(say.ids) else []
-        ended = {"type": "message_delta", "delta": delta, "usage": _usage(script, len(say.ids))}
+        delta = {"stop_reason": _STOP_REASONS.get(scripted.finish_reason), "stop_sequence": None}
+        rest = [(0, shown, len(scripted.ids))] if shown < len(scripted.ids) else []
+        ended = {
+            "type": "message_delta",
+            "delta": delta,
+            "usage": _usage(script, len(scripted.ids)),
+        }
         yield _event(ended)._replace(shows=rest)
         yield _event({"type": "message_stop"})
 
@@ -65,15 +69,15 @@ def _usage(script: Script, sampled: int) -> Json:
     return {"input_tokens": len(script.prompt_ids), "output_tokens": sampled}
 
 
-def _blocks(say: Say) -> list[Json]:
+def _blocks(scripted: ScriptedChoice) -> list[Json]:
     blocks: list[Json] = []
-    thinking = "".join(t for t in say.texts[: say.reasoning] if t)
-    text = "".join(t for t in say.texts[say.reasoning :] if t)
+    thinking = "".join(t for t in scripted.texts[: scripted.reasoning] if t)
+    text = "".join(t for t in scripted.texts[scripted.reasoning :] if t)
     if thinking:
         blocks.append({"type": "thinking", "thinking": thinking, "signature": _SIGNATURE})
     if text:
         blocks.append({"type": "text", "text": text})
-    for call in say.tool_calls:
+    for call in scripted.tool_calls:
         given = orjson.loads(call["function"]["arguments"])
         blocks.append(
             {"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": given}
@@ -81,7 +85,7 @@ def _blocks(say: Say) -> list[Json]:
     return blocks
 
 
-def _block_events(say: Say) -> Iterator[tuple[bytes, int]]:
+def _block_events(scripted: ScriptedChoice) -> Iterator[tuple[bytes, int]]:
     """The events of all blocks, and how many tokens have been sampled when each is written."""
     index, kind = 0, ""
 
@@ -96,10 +100,10 @@ def _block_events(say: Say) -> Iterator[tuple[bytes, int]]:
     def start(block: Json) -> bytes:
         return _event({"type": "content_block_start", "content_block": block, "index": index}).data
 
-    for at, piece in enumerate(say.texts):
+    for at, piece in enumerate(scripted.texts):
         if not piece:
             continue
-        wanted = "thinking" if at < say.reasoning else "text"
+        wanted = "thinking" if at < scripted.reasoning else "text"
         if kind != wanted:
             if kind:
                 yield from ((event, at + 1) for event in stop())
@@ -107,18 +111,18 @@ def _block_events(say: Say) -> Iterator[tuple[bytes, int]]:
             kind = wanted
             yield start({"type": kind, kind: ""}), at + 1
         yield delta(type=f"{kind}_delta", **{kind: piece}), at + 1
-    for call in say.tool_calls:
+    for call in scripted.tool_calls:
         if kind:
-            yield from ((event, len(say.ids)) for event in stop())
+            yield from ((event, len(scripted.ids)) for event in stop())
             index += 1
         kind = "tool_use"
         yield (
             start({"type": kind, "id": call["id"], "name": call["function"]["name"], "input": {}}),
-            len(say.ids),
+            len(scripted.ids),
         )
         yield (
             delta(type="input_json_delta", partial_json=call["function"]["arguments"]),
-            len(say.ids),
+            len(scripted.ids),
         )
     if kind:
-        yield from ((event, len(say.ids)) for event in stop())
+        yield from ((event, len(scripted.ids)) for event in stop())

@@ -1,4 +1,4 @@
-"""OpenAI Responses from the engine's side: a voice of `scripted_engine`."""
+"""OpenAI Responses from the engine's side: a server of `scripted_engine`."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 import orjson
 
-from gateway.testing.script import Event, Json, Say, Script
+from gateway.testing.script import Event, Json, Script, ScriptedChoice
 
 _LAST_KEYS = ("type", "name")
 
 
-class ResponsesVoice:
+class ResponsesServer:
     """Responses as vLLM 0.32 writes them: the last event is always `response.completed`, an aborted reply has the status completed."""
 
     path = "/v1/responses"
@@ -20,13 +20,16 @@ class ResponsesVoice:
         return 1
 
     def plain(self, request: Json, script: Script) -> Json:
-        (say,) = script.says
+        (scripted,) = script.choices
         output = [
             item | {"status": None} if item["type"] == "reasoning" else item
             for item in _items(request, script)
         ]
         return _response(
-            request, script, "incomplete" if say.finish_reason == "length" else "completed", output
+            request,
+            script,
+            "incomplete" if scripted.finish_reason == "length" else "completed",
+            output,
         )
 
     def events(self, request: Json, script: Script) -> Iterator[Event]:
@@ -67,7 +70,7 @@ class ResponsesVoice:
 
 def _response(request: Json, script: Script, status: str, output: list[Json]) -> Json:
     """The response object; fields a request may set come back from it."""
-    asked, sampled = len(script.prompt_ids), sum(len(s.ids) for s in script.says)
+    asked, sampled = len(script.prompt_ids), sum(len(s.ids) for s in script.choices)
     usage: Json = {
         "input_tokens": asked,
         "input_tokens_details": {
@@ -117,17 +120,19 @@ def _call(id_: str, status: str, call: Json, arguments: str) -> Json:
     }  # fmt: skip
 
 
-def _logprobs(request: Json, script: Script, say: Say, first: int, last: int) -> list[Json]:
+def _logprobs(
+    request: Json, script: Script, scripted: ScriptedChoice, first: int, last: int
+) -> list[Json]:
     if "message.output_text.logprobs" not in (request.get("include") or ()) or script.no_tokens:
         return []
     return [
-        {"token": say.texts[i] or "", "logprob": say.logprobs[i], "top_logprobs": []}
+        {"token": scripted.texts[i] or "", "logprob": scripted.logprobs[i], "top_logprobs": []}
         for i in range(first, last)
     ]
 
 
-def _text_part(request: Json, script: Script, say: Say) -> Json:
-    text = "".join(t for t in say.texts[say.reasoning :] if t)
+def _text_part(request: Json, script: Script, scripted: ScriptedChoice) -> Json:
+    text = "".join(t for t in scripted.texts[scripted.reasoning :] if t)
     told = [
         {
             "token": e["token"],
@@ -135,7 +140,7 @@ def _text_part(request: Json, script: Script, say: Say) -> Json:
             "logprob": e["logprob"],
             "top_logprobs": [],
         }
-        for e in _logprobs(request, script, say, say.reasoning, len(say.ids))
+        for e in _logprobs(request, script, scripted, scripted.reasoning, len(scripted.ids))
         if e["token"]
     ]
     return {"annotations": [], "text": text, "type": "output_text", "logprobs": told or None}
@@ -143,18 +148,18 @@ def _text_part(request: Json, script: Script, say: Say) -> Json:
 
 def _items(request: Json, script: Script) -> list[Json]:
     """The items of the whole output."""
-    (say,) = script.says
+    (scripted,) = script.choices
     items: list[Json] = []
-    if thought := "".join(t for t in say.texts[: say.reasoning] if t):
+    if thought := "".join(t for t in scripted.texts[: scripted.reasoning] if t):
         items.append(
             _reasoning(
                 f"rs_{script.number}_0", "completed", [{"text": thought, "type": "reasoning_text"}]
             )
         )
-    part = _text_part(request, script, say)
+    part = _text_part(request, script, scripted)
     if part["text"]:
         items.append(_message(f"msg_{script.number}_{len(items)}", "completed", [part]))
-    for call in say.tool_calls:
+    for call in scripted.tool_calls:
         items.append(
             _call(
                 f"fc_{script.number}_{len(items)}", "completed", call, call["function"]["arguments"]
@@ -165,7 +170,7 @@ def _items(request: Json, script: Script) -> list[Json]:
 
 def _events(request: Json, script: Script) -> Iterator[tuple[Json, int]]:
     """All events, and how many tokens have been sampled when each is written."""
-    (say,) = script.says
+    (scripted,) = script.choices
     begun = _response(request, script, "in_progress", [])
     yield {"response": begun, "sequence_number": 0, "type": "response.created"}, 0
     yield {"response": begun, "sequence_number": 0, "type": "response.in_progress"}, 0
@@ -173,16 +178,16 @@ def _events(request: Json, script: Script) -> Iterator[tuple[Json, int]]:
     for index, item in enumerate(items):
         match item["type"]:
             case "reasoning":
-                yield from _reasoning_events(index, item, say)
+                yield from _reasoning_events(index, item, scripted)
             case "message":
                 yield from _message_events(index, item, request, script)
             case _:
                 yield from _call_events(
-                    index, item, say.tool_calls[index - len(items)], len(say.ids)
+                    index, item, scripted.tool_calls[index - len(items)], len(scripted.ids)
                 )
-    status = "incomplete" if say.finish_reason == "length" else "completed"
+    status = "incomplete" if scripted.finish_reason == "length" else "completed"
     ended = _response(request, script, status, items)
-    yield {"response": ended, "sequence_number": 0, "type": "response.completed"}, len(say.ids)
+    yield {"response": ended, "sequence_number": 0, "type": "response.completed"}, len(scripted.ids)
 
 
 def _place(index: int, item: Json) -> Json:
@@ -207,10 +212,12 @@ def _done(index: int, item: Json) -> Json:
     }
 
 
-def _reasoning_events(index: int, item: Json, say: Say) -> Iterator[tuple[Json, int]]:
+def _reasoning_events(
+    index: int, item: Json, scripted: ScriptedChoice
+) -> Iterator[tuple[Json, int]]:
     (part,) = item["content"]
     place = {"content_index": 0, **_place(index, item)}
-    pieces = [(at, t) for at, t in enumerate(say.texts[: say.reasoning]) if t]
+    pieces = [(at, t) for at, t in enumerate(scripted.texts[: scripted.reasoning]) if t]
     first, end = pieces[0][0] + 1, pieces[-1][0] + 1
     yield _added(index, _reasoning(item["id"], "in_progress", None)), first
     yield (
@@ -228,15 +235,15 @@ def _reasoning_events(index: int, item: Json, say: Say) -> Iterator[tuple[Json, 
 def _message_events(
     index: int, item: Json, request: Json, script: Script
 ) -> Iterator[tuple[Json, int]]:
-    (say,), (part,) = script.says, item["content"]
+    (scripted,), (part,) = script.choices, item["content"]
     place = {"content_index": 0, **_place(index, item)}
-    pieces = [(at, t) for at, t in enumerate(say.texts) if t and at >= say.reasoning]
+    pieces = [(at, t) for at, t in enumerate(scripted.texts) if t and at >= scripted.reasoning]
     first, end = pieces[0][0] + 1, pieces[-1][0] + 1
     yield _added(index, _message(item["id"], "in_progress", [])), first
     empty = {"annotations": [], "text": "", "type": "output_text", "logprobs": []}
     yield place | {"part": empty, "type": "response.content_part.added"}, first
     for at, piece in pieces:
-        told = _logprobs(request, script, say, at, at + 1)
+        told = _logprobs(request, script, scripted, at, at + 1)
         yield (
             place | {"delta": piece, "logprobs": told, "type": "response.output_text.delta"},
             at + 1,

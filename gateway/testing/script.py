@@ -1,4 +1,4 @@
-"""What a scripted engine says, and what a voice is: a wire protocol from the engine's side. See `scripted_engine`."""
+"""What a scripted engine choices, and what a server is: a wire protocol from the engine's side. See `scripted_engine`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Json = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Say:
+class ScriptedChoice:
     """One choice: token ids, the text of each (None: a chunk without a delta), log-probabilities; and tool-call deltas after them.
 
     reasoning: how many of the first texts are reasoning.
@@ -53,7 +53,7 @@ class Script:
     one id for one reply. sampling: what the middleware tells of it. cached: prompt tokens that the engine had in its cache.
     """
 
-    says: Sequence[Say]
+    choices: Sequence[ScriptedChoice]
     prompt_ids: Sequence[int] = (1, 2, 3)
     versions: Sequence[Sequence[Json] | None] | None = None
     version_start: str | None = None
@@ -74,7 +74,7 @@ class Event(NamedTuple):
     shows: Sequence[tuple[int, int, int]] = ()
 
 
-class Voice(Protocol):
+class ProtocolServer(Protocol):
     """A wire protocol from the engine's side. With `script.no_tokens` no field of a reply tells tokens."""
 
     path: str

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 
 from gateway.testing.engine import ScriptedEngine
-from gateway.testing.script import Say, Script
+from gateway.testing.script import Script, ScriptedChoice
 
 
 async def main() -> None:
     """Serve until the container is stopped."""
-    said = Say([7, 8], ["Hel", "lo"], [-0.1, -0.2])
+    said = ScriptedChoice([7, 8], ["Hel", "lo"], [-0.1, -0.2])
     version = "default/0.0"  # of the run that the containers have: its tokens can be trained
     spans = ({"version": version, "start": 0, "end": 2},)
     engine = ScriptedEngine(lambda _: Script([said], versions=[spans], version_start=version))

@@ -24,7 +24,7 @@ from support.ports import free_port
 from support.up import ROOT, Up, command, up
 
 from gateway.testing.engine import ScriptedEngine
-from gateway.testing.script import Say, Script
+from gateway.testing.script import Script, ScriptedChoice
 from runtime.process.child import die_with_parent
 from runtime.process.config import overrides_of
 from schemas.records import SessionEvent, Step, Trajectory
@@ -46,7 +46,9 @@ def script(request: Any) -> Script:
     ids = [hash_of(m["content"]) for m in request["messages"]]
     reply = f"reply {len(ids)} to {request['messages'][-1]['content']}"
     return Script(
-        [Say([hash_of(reply)], [reply], [-0.5])], prompt_ids=ids, version_start="default/0.0"
+        [ScriptedChoice([hash_of(reply)], [reply], [-0.5])],
+        prompt_ids=ids,
+        version_start="default/0.0",
     )
 
 

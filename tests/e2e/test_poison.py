@@ -18,8 +18,8 @@ from support.feed import POLICY, Feed, reward, session, step
 from support.up import Up, call, up
 
 from gateway.durability.log import Message
-from gateway.engines.discovery import WorkerFeed
-from gateway.engines.registry import WorkerTable
+from gateway.engines.discovery import EngineDiscovery
+from gateway.engines.registry import EngineRegistry
 from rollout.versions import Versions, WeightsFeed
 from runtime.exit_codes import EXIT_SOURCE
 from runtime.process.config import overrides_of
@@ -306,13 +306,13 @@ def test_workers(there: Installation) -> None:
 
     async def buried() -> list[Message]:
         """What a gateway would bury until it knows the worker."""
-        table, out = WorkerTable(), list[Message]()
-        feed = WorkerFeed(
-            there.feed.cluster, there.feed.settings, table, Codec(), lambda: 0.0, out.append
+        registry, out = EngineRegistry(), list[Message]()
+        feed = EngineDiscovery(
+            there.feed.cluster, there.feed.settings, registry, Codec(), lambda: 0.0, out.append
         )
         feed.start()
         async with asyncio.timeout(90):
-            while not table.ready(0.0):  # noqa: ASYNC110
+            while not registry.ready(0.0):  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
         feed.stop()
         return out

@@ -17,9 +17,9 @@ import pytest
 from support.admit import cand
 from support.ports import free_port
 
-from gateway.api.rollout_budget.budget import Seen
-from gateway.api.rollout_budget.feed import DemandFeed
-from gateway.errors import DemandUnknown
+from gateway.api.rollout_budget.budget import BudgetReading
+from gateway.api.rollout_budget.feed import BudgetFeed
+from gateway.errors import BudgetUnknown
 from gateway.main import serve as serve_gateway
 from runtime.broker.embedded import EmbeddedBroker
 from runtime.kafka import Cluster
@@ -56,7 +56,7 @@ def admission(settings: Settings) -> Iterator[None]:
 
 
 @contextmanager
-def _feeding(feed: DemandFeed) -> Iterator[DemandFeed]:
+def _feeding(feed: BudgetFeed) -> Iterator[BudgetFeed]:
     feed.start()
     try:
         yield feed
@@ -64,21 +64,23 @@ def _feeding(feed: DemandFeed) -> Iterator[DemandFeed]:
         feed.stop()
 
 
-async def when(feed: DemandFeed, run: str, condition: Callable[[Seen], Any]) -> Seen:
+async def when(
+    feed: BudgetFeed, run: str, condition: Callable[[BudgetReading], Any]
+) -> BudgetReading:
     """The first answer that meets the condition."""
     async with asyncio.timeout(SOON_S):
         while True:
-            with suppress(DemandUnknown):
-                seen = await feed.look(run, "train")
-                if seen is not None and condition(seen):
-                    return seen
+            with suppress(BudgetUnknown):
+                reading = await feed.get(run, "train")
+                if reading is not None and condition(reading):
+                    return reading
             await asyncio.sleep(0.02)
 
 
-async def absent(feed: DemandFeed, run: str) -> bool:
+async def absent(feed: BudgetFeed, run: str) -> bool:
     """Whether there is no such journal; False while that is not known yet."""
-    with suppress(DemandUnknown):
-        return await feed.look(run, "train") is None
+    with suppress(BudgetUnknown):
+        return await feed.get(run, "train") is None
     return False
 
 
@@ -126,50 +128,53 @@ def test_demand_follows_the_real_admission(cluster: Cluster, settings: Settings)
     log = Log(cluster, settings)
 
     async def body() -> None:
-        with _feeding(DemandFeed(cluster, settings)) as feed:
+        with _feeding(BudgetFeed(cluster, settings)) as feed:
             await until(lambda: absent(feed, "one"))  # nobody has made its journal
             with admission(wanting(settings, "one")):
-                opened = await when(feed, "one", lambda s: s.standing.policy is not None)
-                assert opened.standing.free_capacity("train") == 0, "no version to begin with"
+                opened = await when(feed, "one", lambda s: s.snapshot.policy is not None)
+                assert opened.snapshot.free_capacity("train") == 0, "no version to begin with"
                 log.version("one", 0)
                 log.version("another", 7)
                 log.group("one", "g0", 0.0, 1.0)
                 log.group("one", "g1", 1.0, 1.0)
                 log.group("one", "g2", 0.0, 1.0)
-                seen = await when(
+                reading = await when(
                     feed,
                     "one",
-                    lambda s: s.standing.next_batch_seq == 1 and s.standing.newest_sync_index == 0,
+                    lambda s: s.snapshot.next_batch_seq == 1 and s.snapshot.newest_sync_index == 0,
                 )
-                assert [(r.group_id, r.n, r.reason) for r in seen.standing.refusals] == [
+                assert [(r.group_id, r.n, r.reason) for r in reading.snapshot.refusals] == [
                     ("g1", 2, "zero_variance")
                 ]
-                assert (seen.standing.groups_admitted, seen.standing.replacements_total) == (2, 2)
-                assert seen.journal_id == cluster.topic_id(
+                assert (reading.snapshot.groups_admitted, reading.snapshot.replacements_total) == (
+                    2,
+                    2,
+                )
+                assert reading.journal_id == cluster.topic_id(
                     settings.kafka.topics.ready_batches("one", "train")
                 )
-                assert seen.standing.free_capacity("train") == 2, (
+                assert reading.snapshot.free_capacity("train") == 2, (
                     "batch 1; batch 2 would be two versions ahead"
                 )
                 for name in ("g3", "g4", "g5", "g6"):
                     log.group("one", name, 0.0, 1.0)
-                full = await when(feed, "one", lambda s: len(s.standing.refusals) == 3)
+                full = await when(feed, "one", lambda s: len(s.snapshot.refusals) == 3)
                 assert [
-                    r.reason for r in full.standing.after(seen.standing.refusals[-1].offset)[0]
+                    r.reason for r in full.snapshot.after(reading.snapshot.refusals[-1].offset)[0]
                 ] == ["stale"] * 2
-                assert full.standing.free_capacity("train") == 0
+                assert full.snapshot.free_capacity("train") == 0
                 log.version("one", 1)
-                await when(feed, "one", lambda s: s.standing.free_capacity("train") == 2)
+                await when(feed, "one", lambda s: s.snapshot.free_capacity("train") == 2)
                 with admission(
                     wanting(settings, "two")
                 ):  # a second run joins; the first keeps its totals
-                    await when(feed, "two", lambda s: s.standing.policy is not None)
+                    await when(feed, "two", lambda s: s.snapshot.policy is not None)
                     again = await when(feed, "one", lambda s: True)
-                    assert again.standing.replacements_total == 6
+                    assert again.snapshot.replacements_total == 6
                     log.version("two", 0)
-                    await when(feed, "two", lambda s: s.standing.newest_sync_index == 0)
-        with _feeding(DemandFeed(cluster, settings)) as fresh:
-            assert (await when(fresh, "one", lambda s: True)).standing == again.standing, (
+                    await when(feed, "two", lambda s: s.snapshot.newest_sync_index == 0)
+        with _feeding(BudgetFeed(cluster, settings)) as fresh:
+            assert (await when(fresh, "one", lambda s: True)).snapshot == again.snapshot, (
                 "as if it had followed all the time"
             )
 
@@ -220,23 +225,23 @@ def test_journal_made_anew_and_journal_that_cannot_be_read(
         cluster.create_topic(spec.name, spec.partitions, spec.config)
 
     async def body() -> None:
-        with _feeding(DemandFeed(cluster, settings)) as feed:
+        with _feeding(BudgetFeed(cluster, settings)) as feed:
             make()
             for _ in range(3):
                 log.journal("one", CODEC.encode(one))
-            first = await when(feed, "one", lambda s: s.standing.replacements_total == 9)
+            first = await when(feed, "one", lambda s: s.snapshot.replacements_total == 9)
             cluster.delete_topic(spec.name)
             await until(lambda: absent(feed, "one"))
             make()
             Log(cluster, settings).journal("one", CODEC.encode(one))
             anew = await when(feed, "one", lambda s: s.journal_id != first.journal_id)
-            assert anew.standing.replacements_total == 3
+            assert anew.snapshot.replacements_total == 3
             Log(cluster, settings).journal("one", b"garbage")
 
             async def told() -> bool:
                 try:
-                    await feed.look("one", "train")
-                except DemandUnknown as error:
+                    await feed.get("one", "train")
+                except BudgetUnknown as error:
                     return f"{spec.name} offset 1" in error.message
                 return False
 
@@ -256,25 +261,25 @@ def test_kafka_away_leaves_what_was_known_with_its_age(tmp_path: Path, settings:
 
         async def body() -> None:
             with _feeding(
-                DemandFeed(cluster, settings, lambda: time.monotonic() + ahead_s[0])
+                BudgetFeed(cluster, settings, lambda: time.monotonic() + ahead_s[0])
             ) as feed:
                 with admission(mine):
-                    known = await when(feed, "one", lambda s: s.standing.policy is not None)
+                    known = await when(feed, "one", lambda s: s.snapshot.policy is not None)
                 with paused(broker):
                     ahead_s[0] = 60.0
-                    late = await feed.look("one", "train")
+                    late = await feed.get("one", "train")
                     assert (
-                        late is not None and late.standing == known.standing and late.age_s >= 59.0
+                        late is not None and late.snapshot == known.snapshot and late.age_s >= 59.0
                     )
-                    with pytest.raises(DemandUnknown):
-                        await feed.look("other", "train")
+                    with pytest.raises(BudgetUnknown):
+                        await feed.get("other", "train")
                 await when(feed, "one", lambda s: s.age_s < 30)
                 await when(feed, "one", lambda s: feed.following == 2)
                 ahead_s[0] += 1000.0
                 async with asyncio.timeout(SOON_S):
                     while feed.following:  # noqa: ASYNC110 - a thread sets it
                         await asyncio.sleep(0.02)
-                assert (await when(feed, "one", lambda s: True)).standing == known.standing
+                assert (await when(feed, "one", lambda s: True)).snapshot == known.snapshot
 
         asyncio.run(body())
 

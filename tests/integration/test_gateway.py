@@ -23,7 +23,7 @@ from gateway.durability.log import Message
 from gateway.durability.spool import read_segment, sync_of
 from gateway.durability.spool_frames import frame
 from gateway.testing.engine import ScriptedEngine
-from gateway.testing.script import Say, Script
+from gateway.testing.script import Script, ScriptedChoice
 from runtime.broker.embedded import EmbeddedBroker
 from runtime.kafka import Cluster
 from runtime.process.child import die_with_parent
@@ -36,7 +36,7 @@ from schemas.tokens import unpack_ids
 from schemas.topics import partition_of
 
 START = "import sys; from runtime.process.config import load; from gateway.main import main; main(load(overrides=sys.argv[1:]))"
-HI = Say([7, 8], ["Hel", "lo"], [-0.5, -0.25])
+HI = ScriptedChoice([7, 8], ["Hel", "lo"], [-0.5, -0.25])
 CODEC = Codec()
 
 

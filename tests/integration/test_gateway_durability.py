@@ -1,4 +1,4 @@
-"""The journal on a real Kafka that stops, dies or loses its data: what was answered is on the log, in order, and nothing hangs."""
+"""The delivery on a real Kafka that stops, dies or loses its data: what was answered is on the log, in order, and nothing hangs."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from support.ports import free_port
 from support.up import call
 
 from gateway.durability.blobs import Blobs
-from gateway.durability.delivery import Journal
-from gateway.durability.log import KafkaBus, LogPosition, Message, Passed
+from gateway.durability.delivery import DeliveryManager
+from gateway.durability.log import KafkaLogProducer, LogPosition, Message, Passed
 from gateway.durability.spool import Spool
 from gateway.durability.spool_frames import SYNC_BYTES, frame
 from gateway.metrics import Metrics
@@ -38,21 +38,21 @@ Eventually = Callable[..., Any]
 
 
 @asynccontextmanager
-async def journal(
+async def delivery(
     broker: EmbeddedBroker, directory: Path, topic: str = TOPIC
-) -> AsyncIterator[Journal]:
-    """A started journal on a Kafka that is seen to be there."""
-    bus = KafkaBus(Cluster(broker.bootstrap_servers), topic, produce_timeout_s=3.0)
-    bus.start()
+) -> AsyncIterator[DeliveryManager]:
+    """A started delivery on a Kafka that is seen to be there."""
+    producer = KafkaLogProducer(Cluster(broker.bootstrap_servers), topic, produce_timeout_s=3.0)
+    producer.start()
     blobs = Blobs(BlobStore(str(directory / "blobs")), CODEC, 30.0)
-    it = Journal(bus, Spool(directory / "spool", 1 << 30), Metrics(), blobs=blobs)
+    it = DeliveryManager(producer, Spool(directory / "spool", 1 << 30), Metrics(), blobs=blobs)
     await it.start()
     async with asyncio.timeout(120):
-        while not bus.reachable:  # noqa: ASYNC110 - a thread sets it
+        while not producer.reachable:  # noqa: ASYNC110 - a thread sets it
             await asyncio.sleep(0.01)
     yield it
     await it.close(drain_timeout_s=60)
-    await asyncio.to_thread(bus.close)
+    await asyncio.to_thread(producer.close)
 
 
 def on_the_log(broker: EmbeddedBroker, topic: str = TOPIC) -> dict[bytes, list[bytes]]:
@@ -87,7 +87,7 @@ def test_a_kafka_that_stops_for_20_s_under_load_loses_nothing_and_nothing_hangs(
 ) -> None:
     answered: dict[bytes, list[bytes]] = defaultdict(list)
 
-    async def agent(it: Journal, key: bytes, until: asyncio.Event) -> None:
+    async def agent(it: DeliveryManager, key: bytes, until: asyncio.Event) -> None:
         number = 0
         while not until.is_set():
             value = b"%s-%d-" % (key, number) + b"x" * 2000
@@ -97,7 +97,7 @@ def test_a_kafka_that_stops_for_20_s_under_load_loses_nothing_and_nothing_hangs(
             await asyncio.sleep(0.02)
 
     async def body(broker: EmbeddedBroker) -> None:
-        async with journal(broker, tmp_path) as it:
+        async with delivery(broker, tmp_path) as it:
             until = asyncio.Event()
             agents = [asyncio.create_task(agent(it, b"k%d" % i, until)) for i in range(32)]
             await wait(lambda: all(len(answered[b"k%d" % i]) > 5 for i in range(32)))
@@ -125,7 +125,7 @@ def test_a_kafka_that_stops_for_20_s_under_load_loses_nothing_and_nothing_hangs(
 def test_a_wiped_broker_under_a_living_gateway_swallows_nothing(
     tmp_path: Path, meanwhile: int
 ) -> None:
-    """A fresh broker gives the producer id of the gateway's bus to somebody else, and would take its records for that one's.
+    """A fresh broker gives the producer id of the gateway's producer to somebody else, and would take its records for that one's.
 
     meanwhile: records while no broker is there; with none the client itself has no reason to begin anew.
     """
@@ -142,7 +142,7 @@ def test_a_wiped_broker_under_a_living_gateway_swallows_nothing(
 
     async def body() -> None:
         broker = await asyncio.to_thread(fresh, "first")
-        async with journal(broker, tmp_path) as it:
+        async with delivery(broker, tmp_path) as it:
             for i in range(3):
                 await it.record([say(f"before {i}")])
             await wait(lambda: not it.spooled_bytes)  # a slow one is acknowledged from the spool
@@ -260,17 +260,17 @@ def test_a_body_larger_than_kafka_takes_is_recorded(
     topic, request = settings.kafka.topics.steps, b"q" * (20 << 20)
 
     async def body() -> None:
-        bus = KafkaBus(cluster, topic, 30.0)
-        bus.start()
+        producer = KafkaLogProducer(cluster, topic, 30.0)
+        producer.start()
         store = BlobStore(settings.blob_uri)
-        it = Journal(
-            bus, Spool(tmp_path / "spool", 1 << 30), Metrics(), blobs=Blobs(store, CODEC, 30.0)
+        it = DeliveryManager(
+            producer, Spool(tmp_path / "spool", 1 << 30), Metrics(), blobs=Blobs(store, CODEC, 30.0)
         )
         await it.start()
-        await wait(lambda: bus.reachable)
+        await wait(lambda: producer.reachable)
         assert await it.record([encoded(settings, a_step(1, request))]) == "acknowledged"
         await it.close()
-        await asyncio.to_thread(bus.close)
+        await asyncio.to_thread(producer.close)
         (step,) = [CODEC.decode(r.value) for p in range(4) for r in cluster.read_all(topic, p)]
         assert isinstance(step, Step) and store.get(step.blobs[0].sha256) == request
 
@@ -294,18 +294,18 @@ def test_the_log_says_what_has_come_to_it_since_a_position(
 
     async def body() -> tuple[LogPosition, Passed, Passed, Passed]:
         put(0, 4)
-        bus = KafkaBus(cluster, topic, produce_timeout_s=3.0)
-        bus.start()
-        await wait(lambda: bus.position)
-        position = bus.position
+        producer = KafkaLogProducer(cluster, topic, produce_timeout_s=3.0)
+        producer.start()
+        await wait(lambda: producer.position)
+        position = producer.position
         assert position is not None
-        nothing = await bus.passed_since(position)
+        nothing = await producer.passed_since(position)
         await asyncio.to_thread(put, 0, 2)
         await asyncio.to_thread(put, 1, 3)
         await asyncio.to_thread(put, 0, 1)
-        some = await bus.passed_since(position._replace(ends=(5, 0)))
-        made_anew = await bus.passed_since(position._replace(topic_id="another"))
-        await asyncio.to_thread(bus.close)
+        some = await producer.passed_since(position._replace(ends=(5, 0)))
+        made_anew = await producer.passed_since(position._replace(topic_id="another"))
+        await asyncio.to_thread(producer.close)
         return position, nothing, some, made_anew
 
     position, nothing, some, made_anew = asyncio.run(body())

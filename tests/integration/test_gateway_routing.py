@@ -9,17 +9,17 @@ from typing import Any
 
 from gateway.durability.log import Message
 from gateway.engines.client import Upstream
-from gateway.engines.discovery import WorkerFeed
-from gateway.engines.registry import WorkerTable
+from gateway.engines.discovery import EngineDiscovery
+from gateway.engines.registry import EngineRegistry
 from gateway.testing.engine import ScriptedEngine
-from gateway.testing.script import Say, Script
+from gateway.testing.script import Script, ScriptedChoice
 from runtime.kafka import Cluster
 from runtime.topics.records import create_topics
 from schemas.codec.single_object import Codec
 from schemas.records import DeadLetter, WorkerStatus
 from schemas.settings import Settings
 
-HI = Say([7, 8], ["Hel", "lo"], [-0.5, -0.25])
+HI = ScriptedChoice([7, 8], ["Hel", "lo"], [-0.5, -0.25])
 BODY = b'{"model": "policy", "messages": []}'
 SOON_S = 240.0
 CODEC = Codec()
@@ -48,16 +48,16 @@ def test_workers_load_serve_drain_and_leave(cluster: Cluster, settings: Settings
         producer.flush()
 
     async def body() -> None:
-        table, gate = WorkerTable(), asyncio.Semaphore(0)
-        upstream = Upstream(settings.gateway, table, time.monotonic)
-        feed = WorkerFeed(cluster, settings, table, CODEC, time.monotonic, letters.append)
+        registry, gate = EngineRegistry(), asyncio.Semaphore(0)
+        upstream = Upstream(settings.gateway, registry, time.monotonic)
+        feed = EngineDiscovery(cluster, settings, registry, CODEC, time.monotonic, letters.append)
         slow, quick = (
             ScriptedEngine(lambda _: Script([HI], gate=gate)),
             ScriptedEngine(lambda _: Script([HI]), "vllm"),
         )
 
         async def call() -> tuple[str | None, str]:
-            async with upstream.ask(
+            async with upstream.call(
                 "POST", "/v1/chat/completions", BODY, {}, key="t", run_id="r", model="policy"
             ) as response:
                 assert response.status == 200 and b"Hel" in await response.read()
@@ -67,21 +67,21 @@ def test_workers_load_serve_drain_and_leave(cluster: Cluster, settings: Settings
             await upstream.open()
             feed.start()
             say("a", slow_url, "loading")
-            await until(lambda: upstream.lanes.states() == {"a": "loading"})
+            await until(lambda: upstream.engines.states() == {"a": "loading"})
             waiting = asyncio.create_task(call())
             say("bad", "http://:0/", "ready")
             say("a", slow_url, "ready")
             await until(lambda: slow.requests)  # it waited, and goes on by itself
             say("b", quick_url, "ready")
             say("a", slow_url, "draining")
-            await until(lambda: upstream.lanes.states() == {"a": "draining", "b": "ready"})
+            await until(lambda: upstream.engines.states() == {"a": "draining", "b": "ready"})
             assert await call() == ("b", "vllm") and not waiting.done()
             gate.release()
             assert await waiting == ("a", "captured")
             producer.put(topic, b"a", None)
             producer.put(topic, b"b", None)
             producer.flush()
-            await until(lambda: upstream.lanes.states() == {} and not upstream.ready)
+            await until(lambda: upstream.engines.states() == {} and not upstream.ready)
             await asyncio.to_thread(feed.stop)
             await upstream.close()
 

@@ -13,7 +13,7 @@ from gateway.asgi.sse import EventSplitter, data_of
 from gateway.capture.engine_tokens import CapturedTokens
 from gateway.capture.stream import EventStream
 from gateway.protocols.base import NOT_THE_PROTOCOL, EngineKind, ParsedReply, ProtocolAdapter
-from gateway.testing.script import Json, Say, Script, Voice
+from gateway.testing.script import Json, ProtocolServer, Script, ScriptedChoice
 
 LOOK: Json = {
     "id": "call_1",
@@ -47,21 +47,27 @@ def streamed(
     return Streamed(sent + stream.held(), stream.whole(), stream.failure, stream.held())
 
 
-def written(voice: Voice, request: Json, says: Sequence[Say], **more: Any) -> bytes:
+def written(
+    server: ProtocolServer, request: Json, choices: Sequence[ScriptedChoice], **more: Any
+) -> bytes:
     """A whole stream as the engine writes it."""
-    return b"".join(e.data for e in voice.events(request, Script(says, **more)))
+    return b"".join(e.data for e in server.events(request, Script(choices, **more)))
 
 
-def plain(voice: Voice, request: Json, says: Sequence[Say], **more: Any) -> bytes:
+def plain(
+    server: ProtocolServer, request: Json, choices: Sequence[ScriptedChoice], **more: Any
+) -> bytes:
     """A plain reply as the engine writes it."""
-    return orjson.dumps(voice.plain(request, Script(says, **more)))
+    return orjson.dumps(server.plain(request, Script(choices, **more)))
 
 
-def says(finish: Sequence[str] = ("stop", "length"), tools: bool = True) -> st.SearchStrategy[Say]:
+def scripted_choices(
+    finish: Sequence[str] = ("stop", "length"), tools: bool = True
+) -> st.SearchStrategy[ScriptedChoice]:
     """Choices of some tokens: texts of any characters, some of them empty, some of them reasoning; calls behind them."""
 
-    def make(texts: list[str], reasoning: int, calls: list[Json], reason: str) -> Say:
-        return Say(
+    def make(texts: list[str], reasoning: int, calls: list[Json], reason: str) -> ScriptedChoice:
+        return ScriptedChoice(
             ids=range(10, 10 + len(texts)),
             texts=texts,
             logprobs=[-i / 8 for i in range(len(texts))],
@@ -93,9 +99,9 @@ def json_values() -> st.SearchStrategy[Any]:
 
 
 @st.composite
-def broken(draw: st.DrawFn, voice: Voice, request: Json) -> list[Any]:
+def broken(draw: st.DrawFn, server: ProtocolServer, request: Json) -> list[Any]:
     """The events of a real stream, some of them with a value somewhere in them replaced, lost or doubled."""
-    stream = EventSplitter().feed(written(voice, request, [draw(says())]))
+    stream = EventSplitter().feed(written(server, request, [draw(scripted_choices())]))
     events: list[Any] = [
         orjson.loads(d) for e in stream if (d := data_of(e)) is not None and d != b"[DONE]"
     ]

@@ -21,8 +21,8 @@ from transformers import PreTrainedTokenizerFast
 from demo import model
 from gateway.app import create_app
 from gateway.auth.api_keys import Scope, create_key
-from gateway.durability.log import MemoryBus
-from gateway.engines.registry import WorkerTable
+from gateway.durability.log import InMemoryLogProducer
+from gateway.engines.registry import EngineRegistry
 from gateway.testing.gateway import running
 from rollout.server.process import VllmServer
 from schemas.codec.single_object import Codec
@@ -109,13 +109,15 @@ class Gateway:
     """One gateway before the engine."""
 
     url: str
-    bus: MemoryBus
+    producer: InMemoryLogProducer
     codec: Codec
 
     def steps(self, trajectory: str) -> list[Step]:
         """The steps of a trajectory, in order."""
         records = [
-            self.codec.decode(m.value) for m in self.bus.messages if m.key == trajectory.encode()
+            self.codec.decode(m.value)
+            for m in self.producer.messages
+            if m.key == trajectory.encode()
         ]
         return [r for r in records if isinstance(r, Step)]
 
@@ -195,11 +197,11 @@ async def gateway(directory: Path, engine: str, kind: str, **more: Any) -> Async
     """A gateway over a log in memory."""
     given = {"upstreams": [{"url": engine, "kind": kind}], **more}
     settings = Settings.model_validate({"data_dir": directory, "gateway": given})
-    bus, codec = MemoryBus(), Codec()
+    producer, codec = InMemoryLogProducer(), Codec()
     async with running(
-        create_app(settings, bus, WorkerTable(settings.gateway.upstreams), codec)
+        create_app(settings, producer, EngineRegistry(settings.gateway.upstreams), codec)
     ) as url:
-        yield Gateway(url, bus, codec)
+        yield Gateway(url, producer, codec)
 
 
 @contextmanager

@@ -13,14 +13,14 @@ import orjson
 import uvloop
 
 from benchmarks.gateway.instant_engine import JSON_HEAD, Engine, Replies, Shape
-from gateway.testing.engine import VOICES, frames_of, whole_frames
-from gateway.testing.script import Json, Say, Script
+from gateway.testing.engine import PROTOCOL_SERVERS, frames_of, whole_frames
+from gateway.testing.script import Json, Script, ScriptedChoice
 from schemas import engine_frames
 
 VERSION = "default/3.0"
 IDS = range(1000, 1012)
 SCRIPT = Script(
-    [Say(IDS, [f"word{i} " for i in IDS], [-0.5] * len(IDS))],
+    [ScriptedChoice(IDS, [f"word{i} " for i in IDS], [-0.5] * len(IDS))],
     prompt_ids=range(60),
     versions=[[{"version": VERSION, "start": 0, "end": len(IDS)}]],
     version_start=VERSION,
@@ -32,7 +32,7 @@ PAUSE_S = 0.05
 
 def plain_reply(voice: int, request: Json) -> bytes:
     """Body and tokens, with its HTTP head."""
-    body = orjson.dumps(VOICES[voice].plain(request, SCRIPT))
+    body = orjson.dumps(PROTOCOL_SERVERS[voice].plain(request, SCRIPT))
     whole = engine_frames.trail(body, [engine_frames.encode(f) for f in whole_frames(SCRIPT, 1)])
     head = f"{TOLD}{engine_frames.OWN_BODY}: {len(body)}\r\ncontent-length: {len(whole)}\r\n\r\n"
     return JSON_HEAD + head.encode() + whole
@@ -41,7 +41,7 @@ def plain_reply(voice: int, request: Json) -> bytes:
 def streamed_reply(voice: int, request: Json) -> list[bytes]:
     """HTTP chunks: the head with the first event, then an event each."""
     chunks, told = [], False
-    for event in VOICES[voice].events(request, SCRIPT):
+    for event in PROTOCOL_SERVERS[voice].events(request, SCRIPT):
         data = event.data
         if event.shows or not told:
             frames = b"".join(
@@ -65,11 +65,11 @@ class SoakEngine(Engine):
     """One connection."""
 
     plain: ClassVar[dict[bytes, bytes]] = {
-        v.path.encode(): plain_reply(i, REQUESTS[i]) for i, v in enumerate(VOICES)
+        v.path.encode(): plain_reply(i, REQUESTS[i]) for i, v in enumerate(PROTOCOL_SERVERS)
     }
     streamed: ClassVar[dict[bytes, list[bytes]]] = {
         v.path.encode(): streamed_reply(i, REQUESTS[i] | {"stream": True})
-        for i, v in enumerate(VOICES)
+        for i, v in enumerate(PROTOCOL_SERVERS)
     }
 
     def _answer(self, head: bytes, body: bytes) -> None:

@@ -6,13 +6,13 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from gateway.durability.delivery import Journal
-from gateway.durability.log import MemoryBus, Message
+from gateway.durability.delivery import DeliveryManager
+from gateway.durability.log import InMemoryLogProducer, Message
 from gateway.durability.spool import Spool, read_segment
 from gateway.durability.spool_frames import SYNC_BYTES, frame
 from gateway.metrics import Metrics
 
-Body = Callable[[Journal, MemoryBus, Spool], Awaitable[None]]
+Body = Callable[[DeliveryManager, InMemoryLogProducer, Spool], Awaitable[None]]
 
 
 def note(n: int, key: bytes = b"k") -> Message:
@@ -48,18 +48,18 @@ def drain(spool: Spool) -> list[Message]:
     return out
 
 
-def journal(
+def delivery(
     directory: Path, body: Body, max_bytes: int = 1 << 20, metrics: Metrics | None = None
-) -> MemoryBus:
-    """Run body over a started journal, close it, give the bus."""
+) -> InMemoryLogProducer:
+    """Run body over a started delivery, close it, give the producer."""
 
-    async def run() -> MemoryBus:
-        bus, spool = MemoryBus(), Spool(directory, max_bytes)
-        it = Journal(bus, spool, metrics or Metrics())
+    async def run() -> InMemoryLogProducer:
+        producer, spool = InMemoryLogProducer(), Spool(directory, max_bytes)
+        it = DeliveryManager(producer, spool, metrics or Metrics())
         await it.start()
-        await body(it, bus, spool)
+        await body(it, producer, spool)
         await it.close()
-        return bus
+        return producer
 
     return asyncio.run(run())
 

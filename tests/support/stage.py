@@ -24,7 +24,7 @@ from support.ports import free_port
 from support.toy_model import LOGPROB, ToyModel
 from support.up import ROOT, Up, up
 
-from gateway.testing.engine import VOICES, ScriptedEngine
+from gateway.testing.engine import PROTOCOL_SERVERS, ScriptedEngine
 from schemas.records import Step, Trajectory
 from schemas.settings import Settings
 from schemas.tokens import pack_ids, pack_logprobs
@@ -56,7 +56,7 @@ class Played:
     @property
     def calls(self) -> list[Exchange]:
         """The model calls."""
-        paths = {v.path for v in VOICES}
+        paths = {v.path for v in PROTOCOL_SERVERS}
         return [e for e in self.exchanges if e.method == "POST" and e.endpoint in paths]
 
 
@@ -136,7 +136,7 @@ class Stage:
     def _passed(self, exchange: Exchange, model: ToyModel) -> Any:
         """The script of a reply that came through byte for byte."""
         assert exchange.status == 200, exchange.reply
-        voice = next(v for v in VOICES if v.path == exchange.endpoint)
+        voice = next(v for v in PROTOCOL_SERVERS if v.path == exchange.endpoint)
         asked = exchange.said
         for heard, script in zip(model.heard, model.said, strict=True):
             if heard.said == asked:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from gateway.testing.script import Json, Say, Script
+from gateway.testing.script import Json, Script, ScriptedChoice
 
 PIECES = re.compile(r"\s*\w+|\s*[^\w\s]|\s+$")
 ROLES = ("begin", "tools", "system", "user", "assistant", "tool", "call", "end")
@@ -218,7 +218,7 @@ def prompt_ids(request: Heard) -> list[int]:
     return [*ids, _mark("assistant")]
 
 
-def say_of(reply: Reply, number: int) -> Say:
+def say_of(reply: Reply, number: int) -> ScriptedChoice:
     """What the model samples for a reply. number: of the request, for ids of calls that nobody has had yet."""
     ids = _spoken((reply.text,) if reply.text else (), reply.calls)
     texts: list[str | None] = list(pieces_of(reply.text))
@@ -232,7 +232,9 @@ def say_of(reply: Reply, number: int) -> Say:
         for at, c in enumerate(reply.calls)
     ]
     texts += [None] * (len(ids) - len(texts))
-    return Say(ids, texts, [LOGPROB] * len(ids), calls, "tool_calls" if calls else "stop")
+    return ScriptedChoice(
+        ids, texts, [LOGPROB] * len(ids), calls, "tool_calls" if calls else "stop"
+    )
 
 
 @dataclass

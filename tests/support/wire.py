@@ -10,13 +10,13 @@ from typing import Any
 from prometheus_client import generate_latest
 
 from gateway.engines.client import Upstream
-from gateway.engines.registry import Worker, WorkerTable
+from gateway.engines.registry import EngineRegistry, EngineSpec
 from gateway.metrics import Metrics
-from gateway.testing.script import Say
+from gateway.testing.script import ScriptedChoice
 from schemas.settings import GatewaySettings
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nhi"
-HI = Say([7, 8, 9], ["Hel", "lo", ""], [-0.5, -0.25, -0.125])
+HI = ScriptedChoice([7, 8, 9], ["Hel", "lo", ""], [-0.5, -0.25, -0.125])
 ASK: dict[str, Any] = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
 SOON_S = 60.0
 Answer = Callable[["Wire", bytes], Awaitable[bool | None]]
@@ -97,9 +97,9 @@ class Rig:
 
     def __init__(self, upstreams: list[Any], **settings: Any) -> None:
         self.settings = GatewaySettings.model_validate(GIVEN | {"upstreams": upstreams} | settings)
-        self.table, self.metrics = WorkerTable(self.settings.upstreams), Metrics()
-        self.upstream = Upstream(self.settings, self.table, lambda: 0.0, metrics=self.metrics)
-        self.asked: list[Worker | None] = []
+        self.registry, self.metrics = EngineRegistry(self.settings.upstreams), Metrics()
+        self.upstream = Upstream(self.settings, self.registry, lambda: 0.0, metrics=self.metrics)
+        self.asked: list[EngineSpec | None] = []
 
     async def __aenter__(self) -> Rig:
         await self.upstream.open()
@@ -115,7 +115,7 @@ class Rig:
             "model": None,
             "on_asking": self.asked.append,
         }
-        async with self.upstream.ask("POST", "/v1/x", b"{}", {}, **given | more) as response:
+        async with self.upstream.call("POST", "/v1/x", b"{}", {}, **given | more) as response:
             return response.status, await response.read()
 
     def count(self, name: str) -> float:
@@ -146,10 +146,10 @@ def run(*answers: Answer, test: Callable[..., Awaitable[None]]) -> None:
 
 def key_of(first: str, rig: Rig) -> str:
     """A trajectory that belongs to this engine."""
-    lanes = rig.upstream.lanes
+    engines = rig.upstream.engines
     for i in range(1000):
-        lane = lanes.pick(f"k{i}", ("r", None), ())
-        if lane is not None and lane.worker.base_url == first:
+        engine = engines.pick(f"k{i}", ("r", None), ())
+        if engine is not None and engine.spec.base_url == first:
             return f"k{i}"
     raise AssertionError("no trajectory belongs to it")
 

@@ -10,7 +10,7 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from gateway.errors import DemandUnknown
+from gateway.errors import BudgetUnknown
 from schemas.records import (
     AdmissionPolicy,
     Channel,
@@ -45,7 +45,7 @@ class Refusal:
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class BudgetSnapshot:
     """What a journal and the weights log say up to `read_to`, the next offset of the journal. Totals count from the journal's start.
 
     replacements: trajectories asked for, by reason. refusals: the newest that ask for some, oldest first. dropped: offset of the newest one that
@@ -92,7 +92,7 @@ class Standing:
 
 
 @dataclass(slots=True)
-class Demand:
+class RolloutBudget:
     """The fold of one run and channel. Memory: KEPT refusals, whatever the journal's length."""
 
     run_id: str
@@ -108,7 +108,7 @@ class Demand:
     _newest: int | None = None
     _ended: bool = False
 
-    def take(self, offset: int, record: Journaled) -> None:
+    def apply(self, offset: int, record: Journaled) -> None:
         """The journal's next record."""
         self._read_to = offset + 1
         match record:
@@ -122,7 +122,7 @@ class Demand:
             case Late():
                 pass  # a late reward changes nothing of what is wanted
 
-    def take_version(self, version: WeightVersion) -> None:
+    def apply_version(self, version: WeightVersion) -> None:
         """The weights log's next record; those of other runs are passed over. A trainer that went back is where it now is."""
         if version.run_id == self.run_id:
             self._newest = version.sync_index
@@ -149,52 +149,52 @@ class Demand:
         if len(self._refusals) > KEPT:
             self._dropped = self._refusals.popleft().offset
 
-    def standing(self) -> Standing:
+    def snapshot(self) -> BudgetSnapshot:
         """What it says now, as a value of its own."""
-        return Standing(
+        return BudgetSnapshot(
             self._read_to, self._policy, self._next_seq, self._admitted, self._refused, dict(self._asked), self._total,
             tuple(self._refusals), self._dropped, self._newest, self._ended,
         )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class BudgetReading:
     """What is known of a journal. journal_id: of its topic; offsets of another one mean nothing. age_s: since it was known to be all."""
 
     journal_id: str
-    standing: Standing
+    snapshot: BudgetSnapshot
     age_s: float
 
 
-class DemandSource(Protocol):
+class BudgetSource(Protocol):
     """Knows journals."""
 
-    async def look(self, run_id: str, channel: Channel) -> Seen | None:
-        """What the journal of a run and channel says; None when there is none. Raises DemandUnknown, or Overloaded."""
+    async def get(self, run_id: str, channel: Channel) -> BudgetReading | None:
+        """What the journal of a run and channel says; None when there is none. Raises BudgetUnknown, or Overloaded."""
         ...
 
 
-class MemoryDemand:
+class InMemoryBudgets:
     """Journals in memory, for tests and try-outs. reachable=False: no answer."""
 
     def __init__(self) -> None:
-        self.journals: dict[tuple[str, Channel], Demand] = {}
+        self.journals: dict[tuple[str, Channel], RolloutBudget] = {}
         self.reachable = True
         self._ends: Counter[tuple[str, Channel]] = Counter()
 
     def put(self, run_id: str, channel: Channel, *records: Journaled | WeightVersion) -> None:
         """Fold records of the journal, at offsets 0, 1, ..., and of the weights log. Without any: a journal that is empty."""
         at = (run_id, channel)
-        demand = self.journals.setdefault(at, Demand(run_id))
+        budget = self.journals.setdefault(at, RolloutBudget(run_id))
         for record in records:
             if isinstance(record, WeightVersion):
-                demand.take_version(record)
+                budget.apply_version(record)
             else:
-                demand.take(self._ends[at], record)
+                budget.apply(self._ends[at], record)
                 self._ends[at] += 1
 
-    async def look(self, run_id: str, channel: Channel) -> Seen | None:
+    async def get(self, run_id: str, channel: Channel) -> BudgetReading | None:
         if not self.reachable:
-            raise DemandUnknown("the memory journals were told not to answer")
-        demand = self.journals.get((run_id, channel))
-        return None if demand is None else Seen("memory", demand.standing(), 0.0)
+            raise BudgetUnknown("the memory journals were told not to answer")
+        budget = self.journals.get((run_id, channel))
+        return None if budget is None else BudgetReading("memory", budget.snapshot(), 0.0)

@@ -1,4 +1,4 @@
-"""Tails the journals of those runs whose demand is asked for, and `claw.weights`. A thread, for the Kafka client blocks.
+"""Tails the journals of those runs whose budget is asked for, and `claw.weights`. A thread, for the Kafka client blocks.
 
 A journal is read from its start when it is first asked for, followed while it is, and forgotten IDLE_S after the last question. As long as
 nobody asks, nothing is read. One reader for all: it is made anew, at the same positions, when their set changes. Kafka away: what was read
@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from gateway.api.rollout_budget.budget import Demand, Seen, Standing
-from gateway.errors import DemandUnknown, Overloaded
+from gateway.api.rollout_budget.budget import BudgetReading, BudgetSnapshot, RolloutBudget
+from gateway.errors import BudgetUnknown, Overloaded
 from runtime.kafka import BEGINNING, Cluster, KafkaError, Reader, Record, SourceTruncated
 from runtime.logs import logger
 from runtime.process.lifecycle import die, on_loop
@@ -43,7 +43,7 @@ class _Answer:
     """journal_id None: there is no journal. flaw: why it cannot be told. at: when Kafka was last seen to have no more; seconds."""
 
     journal_id: str | None
-    standing: Standing | None
+    snapshot: BudgetSnapshot | None
     flaw: str | None
     at: float
 
@@ -55,7 +55,7 @@ class _Watch:
     run_id: str
     topic: str
     asked_at: float
-    demand: Demand
+    budget: RolloutBudget
     known: asyncio.Event = field(default_factory=asyncio.Event)
     answer: _Answer | None = None
     journal_id: str | None = None
@@ -67,8 +67,8 @@ class _Watch:
 
     def reset(self, journal_id: str | None) -> None:
         """Begin anew: another journal has its name, or none."""
-        self.demand, self.journal_id, self.flaw, self.read = (
-            Demand(self.run_id),
+        self.budget, self.journal_id, self.flaw, self.read = (
+            RolloutBudget(self.run_id),
             journal_id,
             None,
             False,
@@ -80,8 +80,8 @@ class _Watch:
         return self.journal_id is not None and self.flaw is None
 
 
-class DemandFeed:
-    """A `gateway.api.rollout_budget.budget.DemandSource` over Kafka. clock: seconds."""
+class BudgetFeed:
+    """A `gateway.api.rollout_budget.budget.BudgetSource` over Kafka. clock: seconds."""
 
     def __init__(
         self, cluster: Cluster, settings: Settings, clock: Callable[[], float] = time.monotonic
@@ -93,7 +93,7 @@ class DemandFeed:
         self._woken = threading.Event()  # the set of watches is another one
         self._loop: asyncio.AbstractEventLoop | None = None
         # A daemon: while Kafka is away a call into the client may last longer than a stop should.
-        self._thread = threading.Thread(target=self._run, name="demand", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="budget", daemon=True)
 
     def start(self) -> None:
         """Be ready for questions. Call on the event loop that serves."""
@@ -106,8 +106,8 @@ class DemandFeed:
         self._woken.set()
         self._thread.join(1.0)
 
-    async def look(self, run_id: str, channel: Channel) -> Seen | None:
-        """See DemandSource. Waits FIRST_ANSWER_S at most for a journal that was not followed until now."""
+    async def get(self, run_id: str, channel: Channel) -> BudgetReading | None:
+        """See BudgetSource. Waits FIRST_ANSWER_S at most for a journal that was not followed until now."""
         watch = self._watch(run_id, channel)
         try:
             async with asyncio.timeout(FIRST_ANSWER_S):
@@ -116,14 +116,14 @@ class DemandFeed:
             pass
         answer = watch.answer
         if answer is None:
-            raise DemandUnknown(f"{watch.topic} is being read, or Kafka is away: ask again")
+            raise BudgetUnknown(f"{watch.topic} is being read, or Kafka is away: ask again")
         age_s = max(0.0, self._clock() - answer.at)
         if answer.flaw is not None:
-            raise DemandUnknown(answer.flaw)
-        if answer.journal_id is not None and answer.standing is not None:
-            return Seen(answer.journal_id, answer.standing, age_s)
+            raise BudgetUnknown(answer.flaw)
+        if answer.journal_id is not None and answer.snapshot is not None:
+            return BudgetReading(answer.journal_id, answer.snapshot, age_s)
         if age_s > ABSENT_S:
-            raise DemandUnknown(
+            raise BudgetUnknown(
                 f"{watch.topic} was not there {age_s:.0f} s ago, and Kafka is away since then: ask again"
             )
         return None
@@ -139,7 +139,7 @@ class DemandFeed:
             watch = self._watched.get(topic)
             if watch is None:
                 self._make_room(now)
-                watch = self._watched[topic] = _Watch(run_id, topic, now, Demand(run_id))
+                watch = self._watched[topic] = _Watch(run_id, topic, now, RolloutBudget(run_id))
                 self._woken.set()
             watch.asked_at = now
         return watch
@@ -157,7 +157,7 @@ class DemandFeed:
         gone = gone or sorted(absent, key=lambda w: w.asked_at)[:1]
         if not gone:
             raise Overloaded(
-                f"the demand of {MAX_WATCHED} runs is asked for already; one makes room {IDLE_S:.0f} s after its last"
+                f"the budget of {MAX_WATCHED} runs is asked for already; one makes room {IDLE_S:.0f} s after its last"
             )
         for watch in gone:
             del self._watched[watch.topic]
@@ -253,9 +253,9 @@ class DemandFeed:
             polled = time.perf_counter()
             for record in records:
                 if record.topic == self._topics.weights:
-                    _take_version(watches, decoder, record)
+                    _apply_version(watches, decoder, record)
                 else:
-                    _take(journals[record.topic], decoder, record)
+                    _apply(journals[record.topic], decoder, record)
                 time.sleep(0)  # whoever waits for the interpreter gets it now, and not after 5 ms
             if any(not w.readable for w in watches):
                 return False  # it is told, and read no further, in the next round
@@ -275,25 +275,25 @@ class DemandFeed:
             self._hand_over(watch, at)
 
     def _hand_over(self, watch: _Watch, at: float) -> None:
-        standing = watch.demand.standing() if watch.readable else None
-        watch.answer = _Answer(watch.journal_id, standing, watch.flaw, at)
+        snapshot = watch.budget.snapshot() if watch.readable else None
+        watch.answer = _Answer(watch.journal_id, snapshot, watch.flaw, at)
         if self._loop is not None and not self._stop.is_set():
             on_loop(self._loop, watch.known.set)
 
 
-def _take(watch: _Watch, decoder: Decoder, record: Record) -> None:
-    """Fold a record of a journal. What cannot be read is no demand of zero: admission itself stops there."""
+def _apply(watch: _Watch, decoder: Decoder, record: Record) -> None:
+    """Fold a record of a journal. What cannot be read is no budget of zero: admission itself stops there."""
     try:
         event = decoder.decode(record.value)
     except (Undecodable, UnknownSchema) as error:
         watch.flaw = f"{record.topic} offset {record.offset}: {error}. Admission cannot go on behind it either"
         return
     if watch.flaw is None and isinstance(event, ReadyBatch | Refused | Late | PolicyApplied):
-        watch.demand.take(record.offset, event)
+        watch.budget.apply(record.offset, event)
     watch.next = record.offset + 1
 
 
-def _take_version(watches: Iterable[_Watch], decoder: Decoder, record: Record) -> None:
+def _apply_version(watches: Iterable[_Watch], decoder: Decoder, record: Record) -> None:
     """Fold a record of the weights log. One that cannot be read is the trainer's and the workers' to complain of."""
     version = None
     try:
@@ -303,5 +303,5 @@ def _take_version(watches: Iterable[_Watch], decoder: Decoder, record: Record) -
     for watch in watches:
         if record.offset >= watch.weights_next:
             if isinstance(version, WeightVersion):
-                watch.demand.take_version(version)
+                watch.budget.apply_version(version)
             watch.weights_next = record.offset + 1

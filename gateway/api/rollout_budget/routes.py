@@ -8,7 +8,7 @@ from typing import Annotated
 from fastapi import APIRouter, Query, Request
 from pydantic import BaseModel, ConfigDict
 
-from gateway.api.rollout_budget.budget import DemandSource, Refusal, Seen
+from gateway.api.rollout_budget.budget import BudgetReading, BudgetSource, Refusal
 from gateway.asgi.messages import header_map
 from gateway.attribution.resolver import Door
 from gateway.errors import Forbidden, NotFound, Unprocessable
@@ -20,7 +20,7 @@ After = Annotated[
 ]
 
 
-class DemandReply(BaseModel):
+class BudgetReply(BaseModel):
     """What a run and channel ask for. Totals count from the journal's start and never fall; see docs/admission.md."""
 
     model_config = ConfigDict(frozen=True)
@@ -48,26 +48,26 @@ class DemandReply(BaseModel):
 
 
 def reply_of(
-    run_id: str, channel: Channel, seen: Seen, after: int | None, loaded: int | None
-) -> DemandReply:
+    run_id: str, channel: Channel, reading: BudgetReading, after: int | None, loaded: int | None
+) -> BudgetReply:
     """The reply. loaded: lowest sync index of the run that a ready engine samples with; None when no engine says so."""
-    standing, policy = seen.standing, seen.standing.policy
-    refusals, missing = standing.after(after)
-    return DemandReply(
+    snapshot, policy = reading.snapshot, reading.snapshot.policy
+    refusals, missing = snapshot.after(after)
+    return BudgetReply(
         run_id=run_id,
         channel=channel,
-        journal_id=seen.journal_id,
-        read_to=standing.read_to,
-        age_s=round(seen.age_s, 3),
-        ended=standing.ended,
-        replacements_total=standing.replacements_total,
-        replacements_by_reason=standing.replacements,
+        journal_id=reading.journal_id,
+        read_to=snapshot.read_to,
+        age_s=round(reading.age_s, 3),
+        ended=snapshot.ended,
+        replacements_total=snapshot.replacements_total,
+        replacements_by_reason=snapshot.replacements,
         refusals=refusals,
         refusals_missing=missing,
-        groups_admitted=standing.groups_admitted,
-        groups_refused=standing.groups_refused,
-        next_batch_seq=standing.next_batch_seq,
-        newest_sync_index=standing.newest_sync_index,
+        groups_admitted=snapshot.groups_admitted,
+        groups_refused=snapshot.groups_refused,
+        next_batch_seq=snapshot.next_batch_seq,
+        newest_sync_index=snapshot.newest_sync_index,
         loaded_sync_index=loaded,
         admission_policy_version=policy and policy.policy_version,
         max_staleness=policy and policy.max_staleness,
@@ -77,36 +77,36 @@ def reply_of(
         else policy.batch_groups
         if channel == "train"
         else policy.val_groups,
-        free_staleness_capacity=standing.free_capacity(channel, loaded),
+        free_staleness_capacity=snapshot.free_capacity(channel, loaded),
     )
 
 
-def demand_routes(
-    door: Door, source: DemandSource, loaded: Callable[[str], int | None]
+def rollout_budget_routes(
+    door: Door, source: BudgetSource, loaded: Callable[[str], int | None]
 ) -> APIRouter:
     """The route. loaded: of a run, the lowest sync index that a ready engine samples with."""
     router = APIRouter()
 
     @router.get("/runs/{run}/demand")
-    async def demand(
+    async def budget(
         request: Request, run: str, channel: Channel = "train", after: After = None
-    ) -> DemandReply:
+    ) -> BudgetReply:
         headers = header_map(request.scope)
         caller = door.authenticate(headers, "agent")
         if caller.session is not None and not caller.unbound:
             raise Forbidden(
-                "a session key is for one trajectory; demand is of a whole run: use an API key",
+                "a session key is for one trajectory; the rollout budget is of a whole run: use an API key",
                 "run",
             )
         if not RUN_ID.fullmatch(run):
             raise Unprocessable(f"run: {run[:80]!r} is no run id: {RUN_ID.pattern}", "run")
         door.run_of(caller, headers, run)
-        seen = await source.look(run, channel)
-        if seen is None:
+        reading = await source.get(run, channel)
+        if reading is None:
             raise NotFound(
                 f"run {run!r} has no channel {channel!r}: no admission has made its journal yet, see `clawstream admit`",
                 "run",
             )
-        return reply_of(run, channel, seen, after, loaded(run))
+        return reply_of(run, channel, reading, after, loaded(run))
 
     return router

@@ -1,7 +1,7 @@
 """What was measured to be wrong with Claw-R1's data pool is not wrong with ours: a test for each, named by its number and what was wrong.
 
 Our pool is two folds: assemble closes trajectories, admission makes batches of them. Here both, one behind the other, in memory. What the
-gateway shows of the pool is in `test_seed_bugs`; 10,000 groups behind a straggler on a real Kafka are in `test_straggler`.
+gateway shows of the pool is in `test_claw_r1_bugs`; 10,000 groups behind a straggler on a real Kafka are in `test_straggler`.
 """
 
 from __future__ import annotations

@@ -17,29 +17,28 @@ from multidict import CIMultiDict
 from openai import AsyncOpenAI
 
 from gateway.app import create_app
-from gateway.durability.log import MemoryBus
-from gateway.engines.registry import WorkerTable
-from gateway.testing.gateway import Trial, running
-from gateway.testing.gateway import play as play_in
-from gateway.testing.script import Say, Script
+from gateway.durability.log import InMemoryLogProducer
+from gateway.engines.registry import EngineRegistry
+from gateway.testing.gateway import GatewayFixture, run_gateway, running
+from gateway.testing.script import Script, ScriptedChoice
 from schemas.codec.single_object import Codec
 from schemas.records import SessionEvent
 from schemas.settings import Settings
 
-HI = Say([7, 8, 9], ["Hel", "lo", ""], [-0.5, -0.25, -0.125])
-YO = Say([5, 6], ["Y", "o"], [-1.0, -2.0], finish_reason="length")
+HI = ScriptedChoice([7, 8, 9], ["Hel", "lo", ""], [-0.5, -0.25, -0.125])
+YO = ScriptedChoice([5, 6], ["Y", "o"], [-1.0, -2.0], finish_reason="length")
 ASK: dict[str, Any] = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
 CODEC = Codec()
-Play = Callable[..., None]
+RunScenario = Callable[..., None]
 
 
 @pytest.fixture
-def play(tmp_path: Path) -> Play:
-    """`play(scenario, script, **gateway settings)` runs an async scenario in a trial of its own."""
-    return partial(play_in, tmp_path, CODEC)
+def run_scenario(tmp_path: Path) -> RunScenario:
+    """`run_scenario(scenario, script, **gateway settings)` runs an async scenario against a gateway of its own."""
+    return partial(run_gateway, tmp_path, CODEC)
 
 
-def sdk(w: Trial, path: str = "/t1/g1/v1", key: str = "none", **more: Any) -> AsyncOpenAI:
+def sdk(w: GatewayFixture, path: str = "/t1/g1/v1", key: str = "none", **more: Any) -> AsyncOpenAI:
     return AsyncOpenAI(base_url=w.url + path, api_key=key, max_retries=0, timeout=600, **more)
 
 
@@ -67,8 +66,8 @@ BAD = [
 ]
 
 
-def test_bad_bodies_name_the_field(play: Play) -> None:
-    async def scenario(w: Trial) -> None:
+def test_bad_bodies_name_the_field(run_scenario: RunScenario) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         for body, status, param in BAD:
             async with w.http.post(w.url + "/t/g/v1/chat/completions", data=body) as r:
                 error = (await r.json())["error"]
@@ -77,7 +76,7 @@ def test_bad_bodies_name_the_field(play: Play) -> None:
         assert w.engine.requests == [] and w.records() == []
         assert await w.metric('clawstream_gateway_calls_total{status="refused"}') == len(BAD)
 
-    play(scenario, Script([HI]), max_body_bytes=4000)
+    run_scenario(scenario, Script([HI]), max_body_bytes=4000)
 
 
 ADDRESSES: list[tuple[str, str, dict[str, str], int, str | None]] = [
@@ -101,19 +100,19 @@ ADDRESSES: list[tuple[str, str, dict[str, str], int, str | None]] = [
 ]
 
 
-def test_bad_addresses_are_answered_in_the_same_shape(play: Play) -> None:
-    async def scenario(w: Trial) -> None:
+def test_bad_addresses_are_answered_in_the_same_shape(run_scenario: RunScenario) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         for method, path, headers, status, param in ADDRESSES:
             async with w.http.request(method, w.url + path, json=ASK, headers=headers) as r:
                 error = (await r.json())["error"]
                 assert (r.status, error["param"]) == (status, param), (path, error)
         assert w.records() == []
 
-    play(scenario, Script([HI]))
+    run_scenario(scenario, Script([HI]))
 
 
-def test_a_header_said_twice_means_the_same_on_every_path(play: Play) -> None:
-    async def scenario(w: Trial) -> None:
+def test_a_header_said_twice_means_the_same_on_every_path(run_scenario: RunScenario) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         twice = CIMultiDict([("x-clawstream-run", "first"), ("x-clawstream-run", "last")])
         step = {"prompt_ids": [1], "response_ids": [2], "trajectory_uid": "t"}
         reward = {
@@ -133,11 +132,11 @@ def test_a_header_said_twice_means_the_same_on_every_path(play: Play) -> None:
                 assert r.status < 300, await r.text()
         assert [r.run_id for r in w.records()] == ["last"] * 4
 
-    play(scenario, Script([HI]))
+    run_scenario(scenario, Script([HI]))
 
 
-def test_openings_that_say_different_things_are_different_events(play: Play) -> None:
-    async def scenario(w: Trial) -> None:
+def test_openings_that_say_different_things_are_different_events(run_scenario: RunScenario) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         said: list[tuple[str, dict[str, Any]]] = [
             ("/sessions", {"trajectory_key": "t", "group_id": "g"}),
             ("/t/g/register_trajectory", {}),  # the same as the first
@@ -160,11 +159,11 @@ def test_openings_that_say_different_things_are_different_events(play: Play) -> 
         ids = [r.event_id for r in w.records()]
         assert ids[0] == ids[1] and ids[2] == ids[3] and len(set(ids)) == len(said) - 2
 
-    play(scenario, Script([HI]))
+    run_scenario(scenario, Script([HI]))
 
 
-def test_bodies_of_all_routes_together_are_bounded(play: Play) -> None:
-    async def scenario(w: Trial) -> None:
+def test_bodies_of_all_routes_together_are_bounded(run_scenario: RunScenario) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         body = orjson.dumps({"metadata": {"a": "x" * 3000}})
         go_on = asyncio.Event()
 
@@ -191,7 +190,7 @@ def test_bodies_of_all_routes_together_are_bounded(play: Play) -> None:
             assert (await send(io.BytesIO(body[:-1])))[0] == 400
             assert (await send(io.BytesIO(body * 2)))[0] == 503
 
-    play(scenario, Script([HI]), max_in_flight_bytes=5000)
+    run_scenario(scenario, Script([HI]), max_in_flight_bytes=5000)
 
 
 @pytest.mark.parametrize("started", [False, True])
@@ -204,7 +203,9 @@ def test_an_unforeseen_error_is_logged_without_what_a_client_said(
     settings = Settings.model_validate(
         {"data_dir": tmp_path, "gateway": {"upstreams": ["http://127.0.0.1:9"]}}
     )
-    app = create_app(settings, MemoryBus(), WorkerTable(settings.gateway.upstreams), CODEC)
+    app = create_app(
+        settings, InMemoryLogProducer(), EngineRegistry(settings.gateway.upstreams), CODEC
+    )
 
     @app.get("/bug")
     async def bug() -> StreamingResponse:
@@ -231,10 +232,10 @@ def test_an_unforeseen_error_is_logged_without_what_a_client_said(
     assert "their-words" not in said
 
 
-def test_more_calls_than_allowed_are_refused(play: Play) -> None:
+def test_more_calls_than_allowed_are_refused(run_scenario: RunScenario) -> None:
     gate = asyncio.Semaphore(0)
 
-    async def scenario(w: Trial) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         first = asyncio.create_task(w.http.post(w.url + "/t/g/chat/completions", json=ASK))
         await w.until(lambda: w.engine.requests)
         async with w.http.post(w.url + "/t/g/chat/completions", json=ASK) as r:
@@ -242,14 +243,14 @@ def test_more_calls_than_allowed_are_refused(play: Play) -> None:
         gate.release()
         assert (await first).status == 200
 
-    play(scenario, Script([HI], gate=gate), max_in_flight=1)
+    run_scenario(scenario, Script([HI], gate=gate), max_in_flight=1)
 
 
 # ---------------------------------------------------------------- sessions, completion, rewards
 
 
-def test_session_key_finds_its_trajectory(play: Play) -> None:
-    async def scenario(w: Trial) -> None:
+def test_session_key_finds_its_trajectory(run_scenario: RunScenario) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         said = {
             "run_id": "r-1",
             "group_id": "task 7",
@@ -292,11 +293,11 @@ def test_session_key_finds_its_trajectory(play: Play) -> None:
             "task 7",
         )
 
-    play(scenario, Script([HI]))
+    run_scenario(scenario, Script([HI]))
 
 
-def test_register_and_complete_by_path(play: Play) -> None:
-    async def scenario(w: Trial) -> None:
+def test_register_and_complete_by_path(run_scenario: RunScenario) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         for path, body in [
             (
                 "/t/g/register_trajectory",
@@ -324,14 +325,14 @@ def test_register_and_complete_by_path(play: Play) -> None:
         assert (done.kind, done.group_id) == ("completed", None)
         assert done.event_id == done_again.event_id != failed.event_id
 
-    play(scenario, Script([HI]))
+    run_scenario(scenario, Script([HI]))
 
 
-def test_in_a_bucket_a_step_says_which_trajectory_a_reward_is_of(play: Play) -> None:
+def test_in_a_bucket_a_step_says_which_trajectory_a_reward_is_of(run_scenario: RunScenario) -> None:
     bucket = "bucket-" + "0" * 32
     step = f"{bucket}~01ARZ3NDEKTSV4RRFFQ69G5FAV.0"
 
-    async def scenario(w: Trial) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         base = {
             "source": "rule",
             "name": "x",
@@ -353,11 +354,11 @@ def test_in_a_bucket_a_step_says_which_trajectory_a_reward_is_of(play: Play) -> 
         assert of_step.event_id != of_all.event_id
         assert (ended.kind, ended.trajectory_key, ended.step_id) == ("completed", bucket, step)
 
-    play(scenario, Script([HI]))
+    run_scenario(scenario, Script([HI]))
 
 
-def test_rewards_of_trajectories_and_steps(play: Play) -> None:
-    async def scenario(w: Trial) -> None:
+def test_rewards_of_trajectories_and_steps(run_scenario: RunScenario) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         base = {"source": "rule", "name": "exact", "function_version": "2"}
         step = "t~01ARZ3NDEKTSV4RRFFQ69G5FAV.0"
         for more in (
@@ -370,7 +371,7 @@ def test_rewards_of_trajectories_and_steps(play: Play) -> None:
             async with w.http.post(w.url + "/rewards", json=base | more) as r:
                 assert r.status == 201, await r.text()
         first, same, revised, of_step, none = w.records()
-        assert all(m.topic == "claw.rewards" and m.key == b"t" for m in w.bus.messages)
+        assert all(m.topic == "claw.rewards" and m.key == b"t" for m in w.producer.messages)
         assert (first.value, first.by, first.detail_json, first.step_id) == (
             0.5,
             "me",
@@ -381,7 +382,7 @@ def test_rewards_of_trajectories_and_steps(play: Play) -> None:
         assert (of_step.step_id, of_step.run_id, of_step.value) == (step, "other", 1.0)
         assert (none.value, none.reason) == (None, "no answer")
 
-    play(scenario, Script([HI]))
+    run_scenario(scenario, Script([HI]))
 
 
 REWARD = {
@@ -432,8 +433,8 @@ REQUESTS: list[tuple[str, Any, int, str]] = [
 ]
 
 
-def test_bad_control_requests_name_the_field(play: Play) -> None:
-    async def scenario(w: Trial) -> None:
+def test_bad_control_requests_name_the_field(run_scenario: RunScenario) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         for path, body, status, param in REQUESTS:
             data = io.BytesIO(body if isinstance(body, bytes) else orjson.dumps(body))
             async with w.http.post(
@@ -443,4 +444,4 @@ def test_bad_control_requests_name_the_field(play: Play) -> None:
                 assert (r.status, error["param"]) == (status, param), (path, error)
         assert w.records() == []
 
-    play(scenario, Script([HI]))
+    run_scenario(scenario, Script([HI]))

@@ -11,24 +11,23 @@ import orjson
 import pytest
 from support.raw_http import ASK, ASK_STREAM, CALL, SOON_S, connected, request
 
-from gateway.testing.gateway import Trial
-from gateway.testing.gateway import play as play_in
-from gateway.testing.script import Say, Script
+from gateway.testing.gateway import GatewayFixture, run_gateway
+from gateway.testing.script import Script, ScriptedChoice
 from schemas.codec.single_object import Codec
 
 pytestmark = pytest.mark.usefixtures("each_event_loop")
 
-HI = Say([7, 8, 9], ["Hel", "lo", ""], [-0.5, -0.25, -0.125])
+HI = ScriptedChoice([7, 8, 9], ["Hel", "lo", ""], [-0.5, -0.25, -0.125])
 CODEC = Codec()
-Play = Callable[..., None]
+RunScenario = Callable[..., None]
 JAVA = b"Connection: Upgrade, HTTP2-Settings\r\n"
 H2C = b"HTTP2-Settings: AAEAAEAAAAIAAAAAAAMAAAAAAAQBAAAAAAUAAEAAAAYABgAA\r\nUpgrade: h2c\r\n"
 
 
 @pytest.fixture
-def play(tmp_path: Path) -> Play:
-    """`play(scenario, script, **gateway settings)` runs an async scenario in a trial of its own."""
-    return partial(play_in, tmp_path, CODEC)
+def run_scenario(tmp_path: Path) -> RunScenario:
+    """`run_scenario(scenario, script, **gateway settings)` runs an async scenario against a gateway of its own."""
+    return partial(run_gateway, tmp_path, CODEC)
 
 
 def text_of(body: bytes) -> str:
@@ -41,8 +40,8 @@ def text_of(body: bytes) -> str:
 
 
 @pytest.mark.parametrize("line", [b"x-pad: " + b"y" * 65536, b"", b"x: y\r\n" * 10_000])
-def test_a_head_without_an_end_is_refused_early(play: Play, line: bytes) -> None:
-    async def scenario(w: Trial) -> None:
+def test_a_head_without_an_end_is_refused_early(run_scenario: RunScenario, line: bytes) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         async with connected(w.url) as client:
             await client.send(b"GET /health HTTP/1.1\r\n" if line else b"GET /")
             for _ in range(16):
@@ -51,11 +50,11 @@ def test_a_head_without_an_end_is_refused_early(play: Play, line: bytes) -> None
         async with w.http.get(w.url + "/health") as reply:
             assert reply.status == 200
 
-    play(scenario, Script([HI]))
+    run_scenario(scenario, Script([HI]))
 
 
-def test_a_head_that_is_whole_but_too_large_is_a_431(play: Play) -> None:
-    async def scenario(w: Trial) -> None:
+def test_a_head_that_is_whole_but_too_large_is_a_431(run_scenario: RunScenario) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         async with connected(w.url) as client:
             await client.send(request("POST", CALL, ASK, "x-pad: " + "y" * 70_000))
             head, body = await client.reply()
@@ -63,11 +62,11 @@ def test_a_head_that_is_whole_but_too_large_is_a_431(play: Play) -> None:
             assert b"connection: close" in head.lower() and await client.rest() == b""
         assert w.engine.requests == []
 
-    play(scenario, Script([HI]))
+    run_scenario(scenario, Script([HI]))
 
 
-def test_trailers_without_an_end_are_refused(play: Play) -> None:
-    async def scenario(w: Trial) -> None:
+def test_trailers_without_an_end_are_refused(run_scenario: RunScenario) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         head = f"POST {CALL} HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n".encode()
         async with connected(w.url) as client:
             await client.send(head + b"%x\r\n%s\r\n0\r\nx-pad: " % (len(ASK), ASK))
@@ -75,11 +74,11 @@ def test_trailers_without_an_end_are_refused(play: Play) -> None:
                 await client.send(b"y" * 65536)
             assert b" 431 " in await client.head()
 
-    play(scenario, Script([HI]))
+    run_scenario(scenario, Script([HI]))
 
 
-def test_trailers_are_no_headers(play: Play) -> None:
-    async def scenario(w: Trial) -> None:
+def test_trailers_are_no_headers(run_scenario: RunScenario) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         head = (
             b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
         )
@@ -89,11 +88,13 @@ def test_trailers_are_no_headers(play: Play) -> None:
             told, _ = await client.reply()
             assert b" 200 " in told and b"evil" not in told
 
-    play(scenario, Script([HI]))
+    run_scenario(scenario, Script([HI]))
 
 
-def test_many_requests_in_one_packet_are_served_in_order_and_bounded(play: Play) -> None:
-    async def scenario(w: Trial) -> None:
+def test_many_requests_in_one_packet_are_served_in_order_and_bounded(
+    run_scenario: RunScenario,
+) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         async with connected(w.url) as client:
             await client.send(
                 request("GET", "/health", b"") + request() + request("GET", "/ready", b"")
@@ -105,13 +106,15 @@ def test_many_requests_in_one_packet_are_served_in_order_and_bounded(play: Play)
             await client.send(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n" * 4000)
             assert 0 < (await client.rest()).count(b"HTTP/1.1 200") <= 101
 
-    play(scenario, Script([HI]))
+    run_scenario(scenario, Script([HI]))
 
 
-def test_a_body_that_waits_behind_another_request_has_its_time_later(play: Play) -> None:
+def test_a_body_that_waits_behind_another_request_has_its_time_later(
+    run_scenario: RunScenario,
+) -> None:
     gate = asyncio.Semaphore(0)
 
-    async def scenario(w: Trial) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         second = request()
         async with connected(w.url) as client:
             await client.send(request() + second[:-1])
@@ -122,11 +125,13 @@ def test_a_body_that_waits_behind_another_request_has_its_time_later(play: Play)
             await client.send(second[-1:])
             assert b" 200 " in (await client.reply())[0]
 
-    play(scenario, Script([HI], gate=gate), client_timeout_s=0.5)
+    run_scenario(scenario, Script([HI], gate=gate), client_timeout_s=0.5)
 
 
-def test_a_client_that_takes_no_reply_is_let_go_whatever_it_asked_for(play: Play) -> None:
-    async def scenario(w: Trial) -> None:
+def test_a_client_that_takes_no_reply_is_let_go_whatever_it_asked_for(
+    run_scenario: RunScenario,
+) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         async with connected(w.url) as client:
             client.writer.transport.pause_reading()  # type: ignore[attr-defined]
             with pytest.raises(ConnectionError):
@@ -136,10 +141,10 @@ def test_a_client_that_takes_no_reply_is_let_go_whatever_it_asked_for(play: Play
         async with w.http.get(w.url + "/health") as reply:
             assert reply.status == 200
 
-    play(scenario, Script([HI]), client_timeout_s=0.3)
+    run_scenario(scenario, Script([HI]), client_timeout_s=0.3)
 
 
-def test_what_is_no_request_is_a_400_in_the_usual_shape(play: Play) -> None:
+def test_what_is_no_request_is_a_400_in_the_usual_shape(run_scenario: RunScenario) -> None:
     wrong = [
         b"SSH-2.0-x\r\n\r\n",
         b"GET /health HTTP/1.1\r\nbad header\r\n\r\n",
@@ -147,7 +152,7 @@ def test_what_is_no_request_is_a_400_in_the_usual_shape(play: Play) -> None:
         b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 1\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
     ]
 
-    async def scenario(w: Trial) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         for said in wrong:
             async with connected(w.url) as client:
                 await client.send(said)
@@ -155,11 +160,11 @@ def test_what_is_no_request_is_a_400_in_the_usual_shape(play: Play) -> None:
                 assert b" 400 " in head and orjson.loads(body)["error"]["code"] == "invalid_request"
                 assert await client.rest() == b""
 
-    play(scenario, Script([HI]))
+    run_scenario(scenario, Script([HI]))
 
 
-def test_a_body_that_stops_being_http_is_a_400(play: Play) -> None:
-    async def scenario(w: Trial) -> None:
+def test_a_body_that_stops_being_http_is_a_400(run_scenario: RunScenario) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         head = f"POST {CALL} HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n".encode()
         async with connected(w.url) as client:
             await client.send(head + b"5\r\nhello\r\n")
@@ -168,24 +173,26 @@ def test_a_body_that_stops_being_http_is_a_400(play: Play) -> None:
             assert b" 400 " in told and orjson.loads(body)["error"]["param"] == "body"
         assert w.engine.requests == []
 
-    play(scenario, Script([HI]))
+    run_scenario(scenario, Script([HI]))
 
 
 # ---------------------------------------------------------------- time-outs
 
 
 @pytest.mark.parametrize("said", [b"", b"GET /hea", b"GET /health HTTP/1.1\r\nhost: x\r\n"])
-def test_a_head_that_does_not_come_ends_the_connection(play: Play, said: bytes) -> None:
-    async def scenario(w: Trial) -> None:
+def test_a_head_that_does_not_come_ends_the_connection(
+    run_scenario: RunScenario, said: bytes
+) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         async with connected(w.url) as client:
             await client.send(said)
             answer = await client.rest()
             assert answer.startswith(b"HTTP/1.1 408 ") if said else answer == b""
 
-    play(scenario, Script([HI]), client_timeout_s=0.2)
+    run_scenario(scenario, Script([HI]), client_timeout_s=0.2)
 
 
-def test_a_body_that_does_not_come_is_answered_on_every_route(play: Play) -> None:
+def test_a_body_that_does_not_come_is_answered_on_every_route(run_scenario: RunScenario) -> None:
     answers = {
         CALL: b" 408 ",
         "/t/g/v1/messages": b" 408 ",
@@ -207,15 +214,15 @@ def test_a_body_that_does_not_come_is_answered_on_every_route(play: Play) -> Non
             assert answers[path] in head and b"error" in body
             assert await client.rest() == b""
 
-    async def scenario(w: Trial) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         await asyncio.gather(*(ask(w.url, path) for path in answers))
         assert w.steps() == []
 
-    play(scenario, Script([HI]), client_timeout_s=0.3)
+    run_scenario(scenario, Script([HI]), client_timeout_s=0.3)
 
 
-def test_a_body_that_comes_steadily_may_take_longer(play: Play) -> None:
-    async def scenario(w: Trial) -> None:
+def test_a_body_that_comes_steadily_may_take_longer(run_scenario: RunScenario) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         body = orjson.dumps(orjson.loads(ASK) | {"pad": "x" * 100_000})
         async with connected(w.url) as client:
             await client.send(request(body=body)[:-1])
@@ -224,14 +231,14 @@ def test_a_body_that_comes_steadily_may_take_longer(play: Play) -> None:
             head, _ = await client.reply()
             assert b" 200 " in head
 
-    play(scenario, Script([HI]), client_timeout_s=0.3)
+    run_scenario(scenario, Script([HI]), client_timeout_s=0.3)
 
 
 # ---------------------------------------------------------------- clients of all kinds
 
 
 @pytest.mark.parametrize("split", [False, True])
-def test_javas_offer_of_http2_is_ignored(play: Play, split: bool) -> None:
+def test_javas_offer_of_http2_is_ignored(run_scenario: RunScenario, split: bool) -> None:
     """The bytes that java.net.http.HttpClient of Java 17.0.15 was seen to send: it offers HTTP/2 on clear connections."""
     said = (
         b"POST /t/g/v1/chat/completions HTTP/1.1\r\n" + JAVA + b"Content-Length: %d\r\n"
@@ -239,7 +246,7 @@ def test_javas_offer_of_http2_is_ignored(play: Play, split: bool) -> None:
         b"Content-Type: application/json\r\n\r\n"
     ) % len(ASK)
 
-    async def scenario(w: Trial) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         async with connected(w.url) as client:
             for _ in range(2):
                 await client.send(*([said, ASK] if split else [said + ASK]))
@@ -249,25 +256,27 @@ def test_javas_offer_of_http2_is_ignored(play: Play, split: bool) -> None:
             assert b" 200 " in (await client.reply())[0]
         assert len(w.steps()) == 2
 
-    play(scenario, Script([HI]))
+    run_scenario(scenario, Script([HI]))
 
 
 @pytest.mark.parametrize(
     "line", [b"Proxy-Connection: Upgrade", b"Connection: ,upgrade\t", b"CONNECTION: a, UPGRADE"]
 )
-def test_an_offer_to_upgrade_is_ignored_however_it_is_written(play: Play, line: bytes) -> None:
-    async def scenario(w: Trial) -> None:
+def test_an_offer_to_upgrade_is_ignored_however_it_is_written(
+    run_scenario: RunScenario, line: bytes
+) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         async with connected(w.url) as client:
             await client.send(
                 b"GET /health HTTP/1.1\r\nhost: x\r\n" + line + b"\r\n" + H2C + b"\r\n"
             )
             assert b" 200 " in (await client.reply())[0]
 
-    play(scenario, Script([HI]))
+    run_scenario(scenario, Script([HI]))
 
 
-def test_a_websocket_is_still_refused_with_426(play: Play) -> None:
-    async def scenario(w: Trial) -> None:
+def test_a_websocket_is_still_refused_with_426(run_scenario: RunScenario) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         async with connected(w.url) as client:
             await client.send(
                 b"GET /v1/responses HTTP/1.1\r\nhost: x\r\nconnection: Upgrade\r\nupgrade: websocket\r\n\r\n"
@@ -275,14 +284,16 @@ def test_a_websocket_is_still_refused_with_426(play: Play) -> None:
             head, body = await client.reply()
             assert b" 426 " in head and orjson.loads(body)["error"]["code"] == "no_websocket"
 
-    play(scenario, Script([HI]))
+    run_scenario(scenario, Script([HI]))
 
 
 @pytest.mark.parametrize("version", ["1.1", "1.0"])
-def test_a_client_that_sends_no_more_gets_its_reply(play: Play, version: str) -> None:
+def test_a_client_that_sends_no_more_gets_its_reply(
+    run_scenario: RunScenario, version: str
+) -> None:
     gate = asyncio.Semaphore(0)
 
-    async def scenario(w: Trial) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         async with connected(w.url) as client:
             await client.send(request(version=version))
             client.writer.write_eof()
@@ -294,11 +305,11 @@ def test_a_client_that_sends_no_more_gets_its_reply(play: Play, version: str) ->
                 head, body = await client.reply()
             assert b" 200 " in head and text_of(body) == "Hello" and await client.rest() == b""
 
-    play(scenario, Script([HI], gate=gate))
+    run_scenario(scenario, Script([HI], gate=gate))
 
 
-def test_a_streaming_client_that_sends_no_more_gets_its_stream(play: Play) -> None:
-    async def scenario(w: Trial) -> None:
+def test_a_streaming_client_that_sends_no_more_gets_its_stream(run_scenario: RunScenario) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         async with connected(w.url) as client:
             await client.send(request(body=ASK_STREAM))
             client.writer.write_eof()
@@ -306,11 +317,11 @@ def test_a_streaming_client_that_sends_no_more_gets_its_stream(play: Play) -> No
         (step,) = w.steps()
         assert step.status == "ok"
 
-    play(scenario, Script([HI]))
+    run_scenario(scenario, Script([HI]))
 
 
-def test_a_stream_over_http_1_0_ends_with_the_connection(play: Play) -> None:
-    async def scenario(w: Trial) -> None:
+def test_a_stream_over_http_1_0_ends_with_the_connection(run_scenario: RunScenario) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         async with connected(w.url) as client:
             await client.send(request(body=ASK_STREAM, version="1.0"))
             head = await client.head()
@@ -318,11 +329,11 @@ def test_a_stream_over_http_1_0_ends_with_the_connection(play: Play) -> None:
             body = await client.rest()
             assert body.startswith(b"data: {") and body.endswith(b"data: [DONE]\n\n")
 
-    play(scenario, Script([HI]))
+    run_scenario(scenario, Script([HI]))
 
 
-def test_head_tells_what_get_would(play: Play) -> None:
-    async def scenario(w: Trial) -> None:
+def test_head_tells_what_get_would(run_scenario: RunScenario) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         for path in (
             "/",
             "/api/hello",
@@ -337,11 +348,11 @@ def test_head_tells_what_get_would(play: Play) -> None:
                 assert b" 200 " in await client.head(), path
                 assert orjson.loads((await client.reply())[1]) == {"status": "ok"}, path
 
-    play(scenario, Script([HI]))
+    run_scenario(scenario, Script([HI]))
 
 
-def test_a_client_that_waits_to_be_asked_for_its_body(play: Play) -> None:
-    async def scenario(w: Trial) -> None:
+def test_a_client_that_waits_to_be_asked_for_its_body(run_scenario: RunScenario) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         said = request(body=ASK).removesuffix(ASK)
         async with connected(w.url) as client:
             await client.send(said[:-2] + b"expect: 100-continue\r\n\r\n")
@@ -349,11 +360,11 @@ def test_a_client_that_waits_to_be_asked_for_its_body(play: Play) -> None:
             await client.send(ASK)
             assert b" 200 " in await client.head()
 
-    play(scenario, Script([HI]))
+    run_scenario(scenario, Script([HI]))
 
 
-def test_a_client_that_leaves_while_the_engine_thinks_is_noticed(play: Play) -> None:
-    async def scenario(w: Trial) -> None:
+def test_a_client_that_leaves_while_the_engine_thinks_is_noticed(run_scenario: RunScenario) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         async with connected(w.url) as client:
             await client.send(request())
             await w.until(lambda: w.engine.requests)
@@ -362,4 +373,4 @@ def test_a_client_that_leaves_while_the_engine_thinks_is_noticed(play: Play) -> 
         (step,) = w.steps()
         assert step.status == "aborted"
 
-    play(scenario, Script([HI], gate=asyncio.Semaphore(0)))
+    run_scenario(scenario, Script([HI], gate=asyncio.Semaphore(0)))

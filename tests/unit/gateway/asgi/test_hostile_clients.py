@@ -16,11 +16,10 @@ import orjson
 import pytest
 
 from gateway.app import create_app
-from gateway.durability.log import MemoryBus
-from gateway.engines.registry import WorkerTable
-from gateway.testing.gateway import Trial, running
-from gateway.testing.gateway import play as play_in
-from gateway.testing.script import Say, Script
+from gateway.durability.log import InMemoryLogProducer
+from gateway.engines.registry import EngineRegistry
+from gateway.testing.gateway import GatewayFixture, run_gateway, running
+from gateway.testing.script import Script, ScriptedChoice
 from schemas import engine_frames
 from schemas.codec.single_object import Codec
 from schemas.records import Step
@@ -28,17 +27,17 @@ from schemas.settings import Settings
 from schemas.tokens import pack_ids, pack_logprobs
 
 ASK: dict[str, Any] = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
-HI = Say([7, 8, 9], ["Hel", "lo", ""], [-0.5, -0.25, -0.125])
+HI = ScriptedChoice([7, 8, 9], ["Hel", "lo", ""], [-0.5, -0.25, -0.125])
 CODEC = Codec()
-Play = Callable[..., None]
+RunScenario = Callable[..., None]
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: %s\r\nconnection: close\r\n"
 DONE = b"data: [DONE]\n\n"
 
 
 @pytest.fixture
-def play(tmp_path: Path) -> Play:
-    """`play(scenario, script, **gateway settings)` runs an async scenario in a trial of its own."""
-    return partial(play_in, tmp_path, CODEC)
+def run_scenario(tmp_path: Path) -> RunScenario:
+    """`run_scenario(scenario, script, **gateway settings)` runs an async scenario against a gateway of its own."""
+    return partial(run_gateway, tmp_path, CODEC)
 
 
 @asynccontextmanager
@@ -68,17 +67,17 @@ async def before(
     url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     said = {"upstreams": [{"url": url, "kind": kind}], "worker_wait_s": 60} | gateway
     settings = Settings.model_validate({"data_dir": tmp_path, "gateway": said})
-    bus = MemoryBus()
+    producer = InMemoryLogProducer()
     async with running(
-        create_app(settings, bus, WorkerTable(settings.gateway.upstreams), CODEC)
+        create_app(settings, producer, EngineRegistry(settings.gateway.upstreams), CODEC)
     ) as here:
-        yield here, bus
+        yield here, producer
     await asyncio.gather(*ends)
     server.close()
 
 
-def steps(bus: MemoryBus) -> list[Step]:
-    return [e for e in (CODEC.decode(m.value) for m in bus.messages) if isinstance(e, Step)]
+def steps(producer: InMemoryLogProducer) -> list[Step]:
+    return [e for e in (CODEC.decode(m.value) for m in producer.messages) if isinstance(e, Step)]
 
 
 def streamed(
@@ -88,11 +87,14 @@ def streamed(
 
     async def body() -> tuple[bytes, list[Step]]:
         reply = HEAD % b"text/event-stream" + b"\r\n" + events
-        async with before(tmp_path, reply, kind) as (url, bus), aiohttp.ClientSession() as http:
+        async with (
+            before(tmp_path, reply, kind) as (url, producer),
+            aiohttp.ClientSession() as http,
+        ):
             async with http.post(
                 url + "/t/g/v1/chat/completions", json=ASK | {"stream": True} | more
             ) as got:
-                return await got.read(), steps(bus)
+                return await got.read(), steps(producer)
 
     return asyncio.run(body())
 
@@ -173,17 +175,19 @@ def test_choices_of_one_number_are_different_steps(tmp_path: Path) -> None:
     reply = HEAD % b"application/json" + b"content-length: %d\r\n\r\n" % len(content) + content
 
     async def body() -> None:
-        async with before(tmp_path, reply) as (url, bus), aiohttp.ClientSession() as http:
+        async with before(tmp_path, reply) as (url, producer), aiohttp.ClientSession() as http:
             async with http.post(url + "/t/g/v1/chat/completions", json=ASK | {"n": 2}) as got:
                 assert await got.read() == content
-            assert [s.step_id.rpartition(".")[2] for s in steps(bus)] == ["0", "1"]
-            assert got.headers["x-clawstream-step"].split(",") == [s.step_id for s in steps(bus)]
+            assert [s.step_id.rpartition(".")[2] for s in steps(producer)] == ["0", "1"]
+            assert got.headers["x-clawstream-step"].split(",") == [
+                s.step_id for s in steps(producer)
+            ]
 
     asyncio.run(body())
 
 
-def test_choices_times_body_are_bounded(play: Play) -> None:
-    async def scenario(w: Trial) -> None:
+def test_choices_times_body_are_bounded(run_scenario: RunScenario) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         ask = ASK | {"n": 100, "pad": "x" * 40_000}
         async with w.http.post(w.url + "/t/g/v1/chat/completions", json=ask) as r:
             assert r.status == 413 and (await r.json())["error"]["param"] == "n"
@@ -191,17 +195,17 @@ def test_choices_times_body_are_bounded(play: Play) -> None:
         async with w.http.post(w.url + "/t/g/v1/chat/completions", json=ASK) as r:
             assert r.status == 200
 
-    play(scenario, Script([HI]), max_in_flight_bytes=1 << 20)
+    run_scenario(scenario, Script([HI]), max_in_flight_bytes=1 << 20)
 
 
-def test_many_step_ids_do_not_outgrow_a_header(play: Play) -> None:
-    async def scenario(w: Trial) -> None:
+def test_many_step_ids_do_not_outgrow_a_header(run_scenario: RunScenario) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         async with w.http.post(w.url + "/t/g/v1/chat/completions", json=ASK | {"n": 40}) as r:
             named = r.headers["x-clawstream-step"].split(",")
             assert r.status == 200 and r.headers["x-clawstream-step-count"] == "40"
         assert named == [s.step_id for s in w.steps()][:32] and len(w.steps()) == 40
 
-    play(scenario, Script([HI] * 40))
+    run_scenario(scenario, Script([HI] * 40))
 
 
 def test_a_client_that_stops_reading_is_let_go(tmp_path: Path) -> None:
@@ -212,7 +216,7 @@ def test_a_client_that_stops_reading_is_let_go(tmp_path: Path) -> None:
     )
 
     async def body() -> None:
-        async with before(tmp_path, head, forever=event, client_timeout_s=0.5) as (url, bus):
+        async with before(tmp_path, head, forever=event, client_timeout_s=0.5) as (url, producer):
             port = int(url.rpartition(":")[2])
             ask = orjson.dumps(ASK | {"stream": True})
             with socket.create_connection(("127.0.0.1", port)) as client:
@@ -222,16 +226,16 @@ def test_a_client_that_stops_reading_is_let_go(tmp_path: Path) -> None:
                 )
                 client.sendall(ask)
                 async with asyncio.timeout(60):
-                    while not bus.messages:  # noqa: ASYNC110 - the log is filled from elsewhere
+                    while not producer.messages:  # noqa: ASYNC110 - the log is filled from elsewhere
                         await asyncio.sleep(0.02)
-            (step,) = steps(bus)
+            (step,) = steps(producer)
             assert step.status == "aborted"
 
     asyncio.run(body())
 
 
-def test_a_body_that_does_not_come_is_a_408(play: Play) -> None:
-    async def scenario(w: Trial) -> None:
+def test_a_body_that_does_not_come_is_a_408(run_scenario: RunScenario) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", int(w.url.rpartition(":")[2]))
         writer.write(
             b"POST /t/g/v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\n\r\n{"
@@ -241,4 +245,4 @@ def test_a_body_that_does_not_come_is_a_408(play: Play) -> None:
         writer.close()
         assert w.records() == []
 
-    play(scenario, Script([HI]), client_timeout_s=0.3)
+    run_scenario(scenario, Script([HI]), client_timeout_s=0.3)

@@ -15,7 +15,7 @@ from support.toy_model import Heard, Reply, ToyModel
 
 from gateway.attribution.agents import session_of
 from gateway.attribution.tags import tags_of
-from gateway.testing.gateway import Trial, play
+from gateway.testing.gateway import GatewayFixture, run_gateway
 from schemas.codec.single_object import Codec
 from schemas.ids import is_bucket
 
@@ -32,7 +32,7 @@ AGENTS: dict[str, tuple[str, int, dict[str, int]]] = {
     "openclaw-openai-responses": ("openclaw", 1, {}),
     "openclaw-anthropic-messages": ("openclaw", 1, {}),
 }
-"""Harness, sessions, how many calls have which tag."""
+"""AgentName, sessions, how many calls have which tag."""
 
 
 def recorded(name: str) -> list[dict[str, Any]]:
@@ -92,7 +92,7 @@ def test_its_requests_are_served_and_kept(name: str, tmp_path: Path, codec: Code
     def decide(_: Heard) -> Reply:
         return Reply("Yes.")
 
-    async def scenario(trial: Trial) -> None:
+    async def scenario(trial: GatewayFixture) -> None:
         for call in calls:
             body = orjson.dumps(call["body"]) if "body" in call else None
             headers = call["headers"] | {
@@ -114,22 +114,22 @@ def test_its_requests_are_served_and_kept(name: str, tmp_path: Path, codec: Code
             c["body"] for c in calls if "body" in c
         ]
 
-    play(tmp_path, codec, scenario, ToyModel(decide))
+    run_gateway(tmp_path, codec, scenario, ToyModel(decide))
 
 
 @pytest.mark.parametrize("path", ["/", "/api/hello"])
 def test_the_greeting_of_claude_code_is_answered(path: str, tmp_path: Path, codec: Codec) -> None:
-    async def scenario(trial: Trial) -> None:
+    async def scenario(trial: GatewayFixture) -> None:
         async with trial.http.head(trial.url + path) as reply:
             assert reply.status == 200
 
-    play(tmp_path, codec, scenario, ToyModel(lambda _: Reply("Yes.")))
+    run_gateway(tmp_path, codec, scenario, ToyModel(lambda _: Reply("Yes.")))
 
 
 def test_a_web_socket_is_refused_with_the_status_at_which_codex_goes_on_over_http(
     tmp_path: Path, codec: Codec
 ) -> None:
-    async def scenario(trial: Trial) -> None:
+    async def scenario(trial: GatewayFixture) -> None:
         with pytest.raises(aiohttp.WSServerHandshakeError) as refused:
             await trial.http.ws_connect(trial.url + "/v1/responses")
         assert refused.value.status == 426
@@ -138,4 +138,4 @@ def test_a_web_socket_is_refused_with_the_status_at_which_codex_goes_on_over_htt
         ) as reply:
             assert reply.status == 405
 
-    play(tmp_path, codec, scenario, ToyModel(lambda _: Reply("Yes.")))
+    run_gateway(tmp_path, codec, scenario, ToyModel(lambda _: Reply("Yes.")))

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.attribution.agents import harness_of, session_of
+from gateway.attribution.agents import agent_of, session_of
 from gateway.attribution.tags import CODEX_METADATA, HEADERS, PROMPTS, tags_of
 
 TRACE = {"traceparent": f"00-{'ab' * 16}-{'cd' * 8}-01"}
@@ -100,7 +100,7 @@ def test_a_session_is_what_its_agent_says_it_is(
     headers: dict[str, str], said: dict[str, Any], expected: tuple[str, str | None] | None
 ) -> None:
     session = session_of(headers, said)
-    assert harness_of(headers, said) == (expected[0] if expected else None)
+    assert agent_of(headers, said) == (expected[0] if expected else None)
     assert session == (expected if expected and expected[1] else None)
 
 

@@ -19,9 +19,8 @@ from gateway.attribution.resolver import Door
 from gateway.auth.api_keys import KeyRing, create_key, digest_of, read_keys, revoke_key
 from gateway.errors import KeysUnreadable, KeyTaken, NoSuchKey, Unprocessable
 from gateway.metrics import Metrics
-from gateway.testing.gateway import Trial
-from gateway.testing.gateway import play as play_in
-from gateway.testing.script import Say, Script
+from gateway.testing.gateway import GatewayFixture, run_gateway
+from gateway.testing.script import Script, ScriptedChoice
 from schemas.codec.single_object import Codec
 from schemas.records import Curation
 from schemas.settings import Settings
@@ -32,16 +31,16 @@ REWARD = {"trajectory_id": "t", "source": "env", "name": "x", "function_version"
 STEP = "t~01ARZ3NDEKTSV4RRFFQ69G5FAV.0"
 BUCKET = "bucket-" + "0" * 32
 AGENT = "agent-codex-" + "0" * 32
-Play = Callable[..., None]
+RunScenario = Callable[..., None]
 
 
 @pytest.fixture
-def play(tmp_path: Path) -> Play:
-    return partial(play_in, tmp_path, CODEC)
+def run_scenario(tmp_path: Path) -> RunScenario:
+    return partial(run_gateway, tmp_path, CODEC)
 
 
 def script() -> Script:
-    return Script([Say([7, 8], ["Hel", "lo"], [-0.5, -0.25])])
+    return Script([ScriptedChoice([7, 8], ["Hel", "lo"], [-0.5, -0.25])])
 
 
 async def eventually(condition: Callable[[], Awaitable[bool]]) -> None:
@@ -189,11 +188,11 @@ def test_the_command_line_tells_a_key_once(tmp_path: Path) -> None:
 
 
 def test_a_gateway_that_needs_keys_refuses_in_the_shape_of_the_protocol(
-    play: Play, tmp_path: Path
+    run_scenario: RunScenario, tmp_path: Path
 ) -> None:
     agent = create_key(tmp_path / "api-keys.json", "agent", ["agent"])
 
-    async def scenario(w: Trial) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         for path, method in (("/t/g/v1/chat/completions", "POST"), ("/v1/chat/completions", "POST"), ("/v1/models", "GET"),
                              ("/rewards", "POST"), ("/sessions", "POST"), ("/curations", "POST"), ("/complete_trajectory/t", "POST"),
                              ("/t/g/register_trajectory", "POST")):  # fmt: skip
@@ -214,7 +213,7 @@ def test_a_gateway_that_needs_keys_refuses_in_the_shape_of_the_protocol(
                     "permission_error",
                     "insufficient_scope",
                 ), path
-        assert w.bus.messages == [] and w.engine.requests == []
+        assert w.producer.messages == [] and w.engine.requests == []
         for name in ("authorization", "x-api-key", "api-key"):
             value = f"Bearer {agent}" if name == "authorization" else agent
             async with w.http.post(
@@ -227,13 +226,15 @@ def test_a_gateway_that_needs_keys_refuses_in_the_shape_of_the_protocol(
         assert await w.metric('clawstream_gateway_keys_refused_total{reason="scope"}') == 3
         assert await w.metric('clawstream_gateway_keys_refused_total{reason="unknown"}') == 24
 
-    play(scenario, script(), auth="required")
+    run_scenario(scenario, script(), auth="required")
 
 
-def test_a_key_made_or_revoked_counts_without_a_restart(play: Play, tmp_path: Path) -> None:
+def test_a_key_made_or_revoked_counts_without_a_restart(
+    run_scenario: RunScenario, tmp_path: Path
+) -> None:
     path = tmp_path / "api-keys.json"
 
-    async def scenario(w: Trial) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         key = create_key(path, "agent", ["agent"])
 
         async def status_is(status: int) -> bool:
@@ -252,17 +253,17 @@ def test_a_key_made_or_revoked_counts_without_a_restart(play: Play, tmp_path: Pa
         async with w.http.post(w.url + "/sessions/complete", headers=session) as r:
             assert r.status == 401
 
-    play(scenario, script(), auth="required")
+    run_scenario(scenario, script(), auth="required")
 
 
 def test_who_opened_a_session_may_reward_it_and_its_agent_may_not(
-    play: Play, tmp_path: Path
+    run_scenario: RunScenario, tmp_path: Path
 ) -> None:
     headers = {
         "x-api-key": create_key(tmp_path / "api-keys.json", "env", ["agent", "reward"], "r-1")
     }
 
-    async def scenario(w: Trial) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         async with w.http.post(w.url + "/sessions", json={"run_id": "r-2"}, headers=headers) as r:
             assert r.status == 403 and (await r.json())["error"]["param"] == "run_id"
         async with w.http.post(
@@ -283,15 +284,15 @@ def test_who_opened_a_session_may_reward_it_and_its_agent_may_not(
         assert {r.run_id for r in (opened, step, reward, completed)} == {"r-1"}
         assert (reward.value, completed.kind, step.group_id) == (0.5, "completed", "g")
 
-    play(scenario, script(), auth="required")
+    run_scenario(scenario, script(), auth="required")
 
 
 def test_an_environment_with_nothing_but_its_session_may_be_allowed_to_reward(
-    play: Play, tmp_path: Path
+    run_scenario: RunScenario, tmp_path: Path
 ) -> None:
     headers = {"x-api-key": create_key(tmp_path / "api-keys.json", "env", ["agent"])}
 
-    async def scenario(w: Trial) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         async with w.http.post(w.url + "/sessions", headers=headers) as r:
             session = {"authorization": f"Bearer {(await r.json())['session_key']}"}
         async with w.http.post(w.url + "/rewards", json=REWARD, headers=session) as r:
@@ -304,16 +305,18 @@ def test_an_environment_with_nothing_but_its_session_may_be_allowed_to_reward(
                 assert status == 200 or (await r.json())["error"]["param"] == "reward"
         assert [type(r).__name__ for r in w.records()] == ["SessionEvent", "Reward", "SessionEvent"]
 
-    play(scenario, script(), auth="required", session_rewards=True, reward_max=10)
+    run_scenario(scenario, script(), auth="required", session_rewards=True, reward_max=10)
 
 
 # ---------------------------------------------------------------- curations and buckets
 
 
-def test_curations_say_who_and_a_repeated_mark_counts_again(play: Play, tmp_path: Path) -> None:
+def test_curations_say_who_and_a_repeated_mark_counts_again(
+    run_scenario: RunScenario, tmp_path: Path
+) -> None:
     headers = {"x-api-key": create_key(tmp_path / "api-keys.json", "ann", ["curate"])}
 
-    async def scenario(w: Trial) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         bodies = (
             {"trajectory_id": "t", "quality": 0.5, "tags": ["good", "short"], "note": "fine"},
             {"step_id": STEP, "trainable": False, "by": "bob"},
@@ -339,9 +342,9 @@ def test_curations_say_who_and_a_repeated_mark_counts_again(play: Play, tmp_path
             "bob",
         )
         assert third.tags == () and third.event_id != again.event_id
-        assert all(m.topic == "claw.rewards" for m in w.bus.messages)
+        assert all(m.topic == "claw.rewards" for m in w.producer.messages)
 
-    play(scenario, script())
+    run_scenario(scenario, script())
 
 
 WRONG: list[tuple[str, dict[str, Any], int, str]] = [
@@ -372,23 +375,23 @@ WRONG: list[tuple[str, dict[str, Any], int, str]] = [
 
 
 def test_what_cannot_be_said_of_a_key_of_the_gateway_or_by_nobody_names_the_field(
-    play: Play,
+    run_scenario: RunScenario,
 ) -> None:
-    async def scenario(w: Trial) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         for path, body, status, param in WRONG:
             async with w.http.post(w.url + path, json=body) as r:
                 error = (await r.json())["error"]
                 assert (r.status, error["param"]) == (status, param), (path, body, error)
-        assert w.bus.messages == []
+        assert w.producer.messages == []
 
-    play(scenario, script(), reward_min=-10, reward_max=10)
+    run_scenario(scenario, script(), reward_min=-10, reward_max=10)
 
 
 @pytest.mark.parametrize("headers", [{}, {"x-claude-code-session-id": "s"}])
 def test_a_step_says_which_trajectory_of_a_key_of_the_gateway_is_meant(
-    play: Play, headers: dict[str, str]
+    run_scenario: RunScenario, headers: dict[str, str]
 ) -> None:
-    async def scenario(w: Trial) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         async with w.http.post(w.url + "/v1/chat/completions", json=ASK, headers=headers) as r:
             assert r.status == 200
             key, step = r.headers["x-clawstream-trajectory"], r.headers["x-clawstream-step"]
@@ -417,6 +420,8 @@ def test_a_step_says_which_trajectory_of_a_key_of_the_gateway_is_meant(
             step,
             step,
         )
-        assert end.event_id == again.event_id and all(m.key == key.encode() for m in w.bus.messages)
+        assert end.event_id == again.event_id and all(
+            m.key == key.encode() for m in w.producer.messages
+        )
 
-    play(scenario, script())
+    run_scenario(scenario, script())

@@ -10,13 +10,12 @@ import pytest
 from openai import AsyncOpenAI
 
 from gateway.capture.sampling import requested_sampling
-from gateway.testing.gateway import Trial
-from gateway.testing.gateway import play as play_in
-from gateway.testing.script import Say, Script
+from gateway.testing.gateway import GatewayFixture, run_gateway
+from gateway.testing.script import Script, ScriptedChoice
 from schemas.codec.single_object import Codec
 from schemas.records import Sampling, Step, Usage
 
-HI = Say([7, 8, 9], ["Hel", "lo", ""], [-0.5, -0.25, -0.125])
+HI = ScriptedChoice([7, 8, 9], ["Hel", "lo", ""], [-0.5, -0.25, -0.125])
 ASK: dict[str, Any] = {
     "model": "policy",
     "messages": [{"role": "user", "content": "hi"}],
@@ -33,7 +32,7 @@ def steps_of(directory: Path, kind: Any, script: Script, **ask: Any) -> list[Ste
     """Of one call, through the official client."""
     found: list[Step] = []
 
-    async def scenario(w: Trial) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         async with AsyncOpenAI(
             base_url=f"{w.url}/t1/g1/v1", api_key="none", max_retries=0, timeout=600
         ) as client:
@@ -42,7 +41,7 @@ def steps_of(directory: Path, kind: Any, script: Script, **ask: Any) -> list[Ste
                 [chunk async for chunk in reply]
         found.extend(w.steps())
 
-    partial(play_in, directory, Codec(), kind=kind)(scenario, script)
+    partial(run_gateway, directory, Codec(), kind=kind)(scenario, script)
     return found
 
 

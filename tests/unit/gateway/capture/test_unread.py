@@ -16,8 +16,8 @@ from support.corpus import replaying, reply
 
 from gateway.app import create_app
 from gateway.capture.unread import MAX_UNREAD, Unread
-from gateway.durability.log import MemoryBus
-from gateway.engines.registry import WorkerTable
+from gateway.durability.log import InMemoryLogProducer
+from gateway.engines.registry import EngineRegistry
 from gateway.testing.gateway import running
 from schemas.codec.single_object import Codec
 from schemas.records import Step
@@ -84,17 +84,17 @@ def get(tmp_path: Path, made: bytes, path: str = "/v1/chat/completions", **more:
     """Ask once, before an engine that answers with these bytes."""
 
     async def body() -> Got:
-        bus = MemoryBus()
+        producer = InMemoryLogProducer()
         async with replaying({"m": made}) as engine:
             said = {"upstreams": [{"url": engine, "kind": "text"}], "worker_wait_s": 60}
             settings = Settings.model_validate({"data_dir": tmp_path, "gateway": said})
-            app = create_app(settings, bus, WorkerTable(settings.gateway.upstreams), CODEC)
+            app = create_app(settings, producer, EngineRegistry(settings.gateway.upstreams), CODEC)
             async with running(app) as url, aiohttp.ClientSession(auto_decompress=False) as http:
                 async with http.post(
                     f"{url}/t/g{path}", json={"model": "m"} | CALLS[path] | more
                 ) as r:
                     got, headers = await r.read(), {k.lower(): v for k, v in r.headers.items()}
-                records = [CODEC.decode(m.value) for m in bus.messages]
+                records = [CODEC.decode(m.value) for m in producer.messages]
         return Got(r.status, headers, got, [s for s in records if isinstance(s, Step)])
 
     return asyncio.run(body())

@@ -9,18 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.seed import BIG, CODEC, HI, Play, post, step
+from support.claw_r1 import BIG, CODEC, HI, RunScenario, post, step
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from gateway.app import create_app
 from gateway.claw_r1.reward import ComputeReward, Judge, trajectory_of
-from gateway.durability.log import MemoryBus
-from gateway.engines.registry import WorkerTable
+from gateway.durability.log import InMemoryLogProducer
+from gateway.engines.registry import EngineRegistry
 from gateway.errors import Unprocessable
-from gateway.testing.gateway import Trial
-from gateway.testing.gateway import play as play_in
+from gateway.testing.gateway import GatewayFixture, run_gateway
 from gateway.testing.script import Script
 from schemas.errors import SettingsError
 from schemas.settings import Settings
@@ -28,9 +27,9 @@ from schemas.tokens import unpack_logprobs
 
 
 @pytest.fixture
-def play(tmp_path: Path) -> Play:
-    """`play(scenario, script, **gateway settings)` runs an async scenario in a trial of its own."""
-    return partial(play_in, tmp_path, CODEC)
+def run_scenario(tmp_path: Path) -> RunScenario:
+    """`run_scenario(scenario, script, **gateway settings)` runs an async scenario against a gateway of its own."""
+    return partial(run_gateway, tmp_path, CODEC)
 
 
 @pytest.fixture
@@ -54,8 +53,8 @@ SPANS = [[{"version": "default/3.0", "start": 0, "end": 3}]]
 
 
 @pytest.mark.parametrize("kind", ["captured", "vllm"])
-def test_generate_gives_the_tokens_that_were_sampled(play: Play, kind: str) -> None:
-    async def scenario(w: Trial) -> None:
+def test_generate_gives_the_tokens_that_were_sampled(run_scenario: RunScenario, kind: str) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         status, said = await post(
             w, "/generate", {"prompt_ids": [1, 2, 3], "sampling_params": PARAMS}
         )
@@ -72,7 +71,7 @@ def test_generate_gives_the_tokens_that_were_sampled(play: Play, kind: str) -> N
             "prompt": [1, 2, 3],
             **ours,
         }
-        assert w.bus.messages == []
+        assert w.producer.messages == []
         # and what came is what is submitted, unchanged
         again = step(
             response_ids=said["token_ids"],
@@ -82,11 +81,11 @@ def test_generate_gives_the_tokens_that_were_sampled(play: Play, kind: str) -> N
         assert (await post(w, "/submit_steps", {"steps": [again]}))[0] == 200
         assert unpack_logprobs(w.steps()[0].response_logprobs or b"") == said["log_probs"]
 
-    play(scenario, Script([HI], versions=SPANS), kind=kind)
+    run_scenario(scenario, Script([HI], versions=SPANS), kind=kind)
 
 
-def test_generate_has_the_defaults_of_claw_r1(play: Play) -> None:
-    async def scenario(w: Trial) -> None:
+def test_generate_has_the_defaults_of_claw_r1(run_scenario: RunScenario) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         for params in ({}, {"model": "default", "max_tokens": None, "n": 1}):
             assert (await post(w, "/generate", {"prompt_ids": [5], "sampling_params": params}))[
                 0
@@ -100,10 +99,10 @@ def test_generate_has_the_defaults_of_claw_r1(play: Play) -> None:
         }
         assert w.engine.requests == [default, default]
 
-    play(scenario, Script([HI]), default_max_tokens=1024)
+    run_scenario(scenario, Script([HI]), default_max_tokens=1024)
 
 
-def test_generate_refuses_what_it_cannot_do(play: Play) -> None:
+def test_generate_refuses_what_it_cannot_do(run_scenario: RunScenario) -> None:
     bad: list[tuple[Any, int, str]] = [
         (b"{", 400, "body"),
         ({"sampling_params": {}}, 422, "prompt_ids"),
@@ -144,49 +143,51 @@ def test_generate_refuses_what_it_cannot_do(play: Play) -> None:
         ({"prompt_ids": [1] * 9, "sampling_params": {"max_tokens": 5}}, 400, "prompt_ids"),
     ]
 
-    async def scenario(w: Trial) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         for body, status, param in bad:
             found, said = await post(w, "/generate", body)
             assert (found, said["error"]["param"]) == (status, param), (body, said)
         assert "9 tokens, the limit of this gateway is 8" in said["error"]["message"]
         assert w.engine.requests == []
 
-    play(scenario, Script([HI]), max_prompt_tokens=8)
+    run_scenario(scenario, Script([HI]), max_prompt_tokens=8)
 
 
-def test_errors_of_the_engine_pass(play: Play) -> None:
-    async def scenario(w: Trial) -> None:
+def test_errors_of_the_engine_pass(run_scenario: RunScenario) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         status, said = await post(
             w, "/generate", {"prompt_ids": [1], "sampling_params": {"max_tokens": 5}}
         )
         assert (status, said["error"]["message"]) == (400, "scripted")
 
-    play(scenario, Script([HI], status=400))
+    run_scenario(scenario, Script([HI], status=400))
 
 
-def test_an_engine_that_tells_no_tokens_is_no_engine_for_generate(play: Play) -> None:
-    async def scenario(w: Trial) -> None:
+def test_an_engine_that_tells_no_tokens_is_no_engine_for_generate(
+    run_scenario: RunScenario,
+) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         status, said = await post(
             w, "/generate", {"prompt_ids": [1], "sampling_params": {"max_tokens": 5}}
         )
         assert (status, said["error"]["code"]) == (502, "upstream_failed")
 
-    play(scenario, Script([HI]), kind="text")
+    run_scenario(scenario, Script([HI]), kind="text")
 
 
-def test_the_engine_stops_when_the_agent_leaves(play: Play) -> None:
+def test_the_engine_stops_when_the_agent_leaves(run_scenario: RunScenario) -> None:
     gate = asyncio.Semaphore(0)
 
-    async def scenario(w: Trial) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         call = asyncio.create_task(
             post(w, "/generate", {"prompt_ids": [1], "sampling_params": {"max_tokens": 5}})
         )
         await w.until(lambda: w.engine.requests)
         call.cancel()
         await w.until(lambda: w.engine.aborted == 1)
-        assert w.bus.messages == []
+        assert w.producer.messages == []
 
-    play(scenario, Script([HI], gate=gate))
+    run_scenario(scenario, Script([HI], gate=gate))
 
 
 OWN = Path(__file__).parents[3] / "support" / "own_functions.py"
@@ -197,8 +198,10 @@ ANSWER = {
 }
 
 
-def test_a_reward_is_computed_by_the_function_of_the_settings(play: Play, tokenizer: Path) -> None:
-    async def scenario(w: Trial) -> None:
+def test_a_reward_is_computed_by_the_function_of_the_settings(
+    run_scenario: RunScenario, tokenizer: Path
+) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         info = {"function": "last_number", "function_version": "2"}
         assert await post(w, "/compute_reward", ANSWER) == (
             200,
@@ -217,31 +220,35 @@ def test_a_reward_is_computed_by_the_function_of_the_settings(play: Play, tokeni
         ):
             status, said = await post(w, "/compute_reward", body)
             assert (status, said["error"]["param"]) == (422, param)
-        assert w.bus.messages == []
+        assert w.producer.messages == []
         # submitted steps have their text now
         await post(w, "/submit_steps", {"steps": [step(response_ids=[0, 1, 2])]})
         assert w.steps()[0].response_json == b'{"role":"assistant","content":"so it is"}'
 
-    play(scenario, Script([HI]), compute_reward="last_number@2", tokenizer_path=tokenizer)
+    run_scenario(scenario, Script([HI]), compute_reward="last_number@2", tokenizer_path=tokenizer)
 
 
-def test_a_function_of_ones_own(play: Play, tokenizer: Path) -> None:
-    async def scenario(w: Trial) -> None:
+def test_a_function_of_ones_own(run_scenario: RunScenario, tokenizer: Path) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         status, said = await post(
             w, "/compute_reward", ANSWER | {"num_turns": 3, "extra_fields": {"bonus": 0.5}}
         )
         assert (status, said["reward_score"]) == (200, 3.5)
 
-    play(scenario, Script([HI]), compute_reward=f"{OWN}:by_turns@1", tokenizer_path=tokenizer)
+    run_scenario(
+        scenario, Script([HI]), compute_reward=f"{OWN}:by_turns@1", tokenizer_path=tokenizer
+    )
 
-    async def nothing(w: Trial) -> None:
+    async def nothing(w: GatewayFixture) -> None:
         status, said = await post(w, "/compute_reward", {"prompt_ids": [0], "response_ids": [1]})
         assert (
             status == 422
             and said["error"]["message"] == "of_nothing@1: gave None, which is no finite number"
         )
 
-    play(nothing, Script([HI]), compute_reward=f"{OWN}:of_nothing@1", tokenizer_path=tokenizer)
+    run_scenario(
+        nothing, Script([HI]), compute_reward=f"{OWN}:of_nothing@1", tokenizer_path=tokenizer
+    )
 
 
 @pytest.mark.parametrize(
@@ -265,19 +272,19 @@ def test_a_function_that_never_answers_costs_its_own_call_only(
     asyncio.run(main())
 
 
-def test_without_a_function_or_a_tokenizer_it_says_what_to_set(play: Play) -> None:
-    async def scenario(w: Trial) -> None:
+def test_without_a_function_or_a_tokenizer_it_says_what_to_set(run_scenario: RunScenario) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         status, said = await post(w, "/compute_reward", ANSWER)
         assert (status, said["error"]["code"]) == (503, "not_configured")
         assert "gateway.compute_reward" in said["error"]["message"]
 
-    play(scenario, Script([HI]))
+    run_scenario(scenario, Script([HI]))
 
-    async def mute(w: Trial) -> None:
+    async def mute(w: GatewayFixture) -> None:
         status, said = await post(w, "/compute_reward", ANSWER)
         assert status == 503 and "gateway.tokenizer_path" in said["error"]["message"]
 
-    play(mute, Script([HI]), compute_reward="last_number@1")
+    run_scenario(mute, Script([HI]), compute_reward="last_number@1")
 
 
 @pytest.mark.parametrize("wrong", [{"compute_reward": "nope@1"}, {"tokenizer_path": "/nowhere"}])
@@ -285,7 +292,7 @@ def test_wrong_settings_end_the_start(tmp_path: Path, wrong: dict[str, Any]) -> 
     settings = Settings.model_validate({"data_dir": tmp_path, "gateway": wrong})
     (name,) = wrong
     with pytest.raises(SettingsError, match=rf"gateway\.{name}"):
-        create_app(settings, MemoryBus(), WorkerTable(()), CODEC)
+        create_app(settings, InMemoryLogProducer(), EngineRegistry(()), CODEC)
 
 
 def test_the_function_gets_a_whole_trajectory() -> None:
@@ -298,8 +305,8 @@ def test_the_function_gets_a_whole_trajectory() -> None:
         )
 
 
-def test_init_trajectory_gives_a_base_url_that_works(play: Play) -> None:
-    async def scenario(w: Trial) -> None:
+def test_init_trajectory_gives_a_base_url_that_works(run_scenario: RunScenario) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         found = [(await post(w, "/init_trajectory", b""))[1] for _ in range(2)]
         assert len({f["trajectory_uid"] for f in found}) == 2
         uid = found[0]["trajectory_uid"]
@@ -322,30 +329,30 @@ def test_init_trajectory_gives_a_base_url_that_works(play: Play) -> None:
             "task-7", "val", "task-7", 0.5, "completed",
         )  # fmt: skip
 
-    play(scenario, Script([HI]))
+    run_scenario(scenario, Script([HI]))
 
 
-def test_the_model_default_of_its_agents_is_the_engines_own(play: Play) -> None:
-    async def scenario(w: Trial) -> None:
+def test_the_model_default_of_its_agents_is_the_engines_own(run_scenario: RunScenario) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         asked = {"model": "default", "messages": [{"role": "user", "content": "hi"}]}
         assert (await post(w, "/t1/g1/v1/chat/completions", asked))[0] == 200
         assert w.engine.requests == [{"messages": asked["messages"]}]
         (found,) = w.steps()
         assert (found.model, json.loads(found.request_json)) == ("policy", asked)
 
-    play(scenario, Script([HI]))
+    run_scenario(scenario, Script([HI]))
 
 
-def test_the_base_url_is_the_one_that_agents_can_reach(play: Play) -> None:
-    async def scenario(w: Trial) -> None:
+def test_the_base_url_is_the_one_that_agents_can_reach(run_scenario: RunScenario) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         _, said = await post(w, "/init_trajectory", b"")
         assert said["base_url"].startswith("https://claw.example/api/")
 
-    play(scenario, Script([HI]), public_url="https://claw.example/api/")
+    run_scenario(scenario, Script([HI]), public_url="https://claw.example/api/")
 
 
-def test_the_openapi_page_tells_the_bodies(play: Play) -> None:
-    async def scenario(w: Trial) -> None:
+def test_the_openapi_page_tells_the_bodies(run_scenario: RunScenario) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         async with w.http.get(w.url + "/openapi.json") as r:
             paths = (await r.json())["paths"]
         schema = paths["/submit_steps"]["post"]["requestBody"]["content"]["application/json"][
@@ -355,4 +362,4 @@ def test_the_openapi_page_tells_the_bodies(play: Play) -> None:
         assert "rollout_log_probs" in schema["properties"]["steps"]["items"]["properties"]
         assert {"/generate", "/compute_reward", "/init_trajectory"} <= paths.keys()
 
-    play(scenario, Script([HI]))
+    run_scenario(scenario, Script([HI]))

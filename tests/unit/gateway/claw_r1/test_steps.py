@@ -12,14 +12,13 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.seed import BIG, CODEC, HI, Play, post, step
+from support.claw_r1 import BIG, CODEC, HI, RunScenario, post, step
 
 from gateway.api.control import AT_ONCE
 from gateway.attribution.sessions import Origin
 from gateway.auth.api_keys import create_key
 from gateway.claw_r1.steps import MAX_STEPS, PROTOCOL, Placed, Request, StepPayload, step_of
-from gateway.testing.gateway import Trial
-from gateway.testing.gateway import play as play_in
+from gateway.testing.gateway import GatewayFixture, run_gateway
 from gateway.testing.script import Script
 from schemas.ids import key_of_step
 from schemas.records import Reward, SessionEvent, Step, VersionSpan
@@ -30,12 +29,12 @@ ASKED = Request("gateway-0", 5)
 
 
 @pytest.fixture
-def play(tmp_path: Path) -> Play:
-    """`play(scenario, script, **gateway settings)` runs an async scenario in a trial of its own."""
-    return partial(play_in, tmp_path, CODEC)
+def run_scenario(tmp_path: Path) -> RunScenario:
+    """`run_scenario(scenario, script, **gateway settings)` runs an async scenario against a gateway of its own."""
+    return partial(run_gateway, tmp_path, CODEC)
 
 
-def test_a_step_is_recorded_as_it_was_said(play: Play) -> None:
+def test_a_step_is_recorded_as_it_was_said(run_scenario: RunScenario) -> None:
     images = {"images": [{"url": "s3://b/1.png", "n": 1.5}]}
     said = step(
         step_index=2,
@@ -45,7 +44,7 @@ def test_a_step_is_recorded_as_it_was_said(play: Play) -> None:
         mine={"a": None},
     )
 
-    async def scenario(w: Trial) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         headers = {"user_agent": "flow/1", "x_clawstream_run": "r-1"}
         assert await post(w, "/submit_steps?channel=val", {"steps": [said]}, **headers) == (
             200,
@@ -68,11 +67,11 @@ def test_a_step_is_recorded_as_it_was_said(play: Play) -> None:
         packed = ("prompt_ids", "response_ids", "rollout_log_probs", "reward", "is_last")
         assert json.loads(found.request_json) == {k: v for k, v in said.items() if k not in packed}
 
-    play(scenario, Script([HI]))
+    run_scenario(scenario, Script([HI]))
 
 
-def test_a_request_has_a_bound_in_steps(play: Play) -> None:
-    async def scenario(w: Trial) -> None:
+def test_a_request_has_a_bound_in_steps(run_scenario: RunScenario) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         status, reply = await post(
             w,
             "/submit_steps",
@@ -83,13 +82,13 @@ def test_a_request_has_a_bound_in_steps(play: Play) -> None:
             and reply["error"]["param"] == "steps"
             and str(MAX_STEPS) in reply["error"]["message"]
         )
-        assert w.bus.messages == []
+        assert w.producer.messages == []
 
-    play(scenario, Script([HI]))
+    run_scenario(scenario, Script([HI]))
 
 
-def test_many_steps_leave_room_for_other_calls_between_them(play: Play) -> None:
-    async def scenario(w: Trial) -> None:
+def test_many_steps_leave_room_for_other_calls_between_them(run_scenario: RunScenario) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         body = {
             "steps": [
                 {"prompt_ids": [1], "response_ids": [n], "trajectory_uid": "t"} for n in range(1000)
@@ -99,17 +98,19 @@ def test_many_steps_leave_room_for_other_calls_between_them(play: Play) -> None:
         seen = [0]
         while not said.done():
             await asyncio.sleep(0)
-            seen.append(len(w.bus.messages))
+            seen.append(len(w.producer.messages))
         assert await said == (200, {"accepted": 1000})
         assert max(after - before for before, after in pairwise(seen)) <= AT_ONCE
         assert [unpack_ids(s.response_token_ids or b"") for s in w.steps()] == [
             [n] for n in range(1000)
         ]
 
-    play(scenario, Script([HI]))
+    run_scenario(scenario, Script([HI]))
 
 
-def test_a_trajectory_in_one_request_comes_onto_the_log_in_its_order(play: Play) -> None:
+def test_a_trajectory_in_one_request_comes_onto_the_log_in_its_order(
+    run_scenario: RunScenario,
+) -> None:
     dataset = {"uid": "g1", "data_source": "gsm8k", "reward_model": {"ground_truth": "42"}}
     steps = [
         step(
@@ -119,7 +120,7 @@ def test_a_trajectory_in_one_request_comes_onto_the_log_in_its_order(play: Play)
         step(trajectory_uid="t2", prompt_uid=""),
     ]
 
-    async def scenario(w: Trial) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         assert await post(w, "/submit_steps", {"steps": steps}) == (200, {"accepted": 3})
         found = w.records()
         opened, *middle, ended = found
@@ -137,24 +138,24 @@ def test_a_trajectory_in_one_request_comes_onto_the_log_in_its_order(play: Play)
             ("t1", None, "env", "complete_trajectory", 1.0),
         ]
 
-    play(scenario, Script([HI]))
+    run_scenario(scenario, Script([HI]))
 
 
-def test_what_is_submitted_twice_has_the_same_ids(play: Play) -> None:
+def test_what_is_submitted_twice_has_the_same_ids(run_scenario: RunScenario) -> None:
     steps = {
         "steps": [step(reward=0.5), step(step_index=1, is_last=True, reward=1, metadata={"a": 1})]
     }
 
-    async def scenario(w: Trial) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         for _ in range(2):
             assert await post(w, "/submit_steps", steps) == (200, {"accepted": 2})
         ids = [getattr(r, "event_id", None) or r.step_id for r in w.records()]
         assert ids[:6] == ids[6:] and len(set(ids[:6])) == 6
 
-    play(scenario, Script([HI]))
+    run_scenario(scenario, Script([HI]))
 
 
-def test_a_large_submission_is_taken(play: Play) -> None:
+def test_a_large_submission_is_taken(run_scenario: RunScenario) -> None:
     ids = list(range(2304))
     many = [
         step(
@@ -166,15 +167,15 @@ def test_a_large_submission_is_taken(play: Play) -> None:
         for i in range(100)
     ]
 
-    async def scenario(w: Trial) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         assert len(json.dumps({"steps": many})) > 1 << 20
         assert await post(w, "/submit_steps", {"steps": many}) == (200, {"accepted": 100})
         assert [s.trajectory_key for s in w.steps()] == [f"t{i}" for i in range(100)]
         status, said = await post(w, "/submit_steps", {"steps": many * 4})
         assert (status, said["error"]["param"]) == (413, "body")
-        assert len(w.bus.messages) == 100
+        assert len(w.producer.messages) == 100
 
-    play(scenario, Script([HI]), max_body_bytes=4 << 20)
+    run_scenario(scenario, Script([HI]), max_body_bytes=4 << 20)
 
 
 BAD: list[tuple[Any, int, str]] = [
@@ -228,21 +229,21 @@ BAD: list[tuple[Any, int, str]] = [
 ]
 
 
-def test_bad_steps_name_the_field_and_nothing_is_recorded(play: Play) -> None:
-    async def scenario(w: Trial) -> None:
+def test_bad_steps_name_the_field_and_nothing_is_recorded(run_scenario: RunScenario) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         for body, status, param in BAD:
             found, said = await post(w, "/submit_steps", body)
             assert (found, said["error"]["param"]) == (status, param), (body, said)
         status, said = await post(w, "/submit_steps?channel=test", {"steps": []})
         assert status == 422 and "channel" in said["error"]["param"]
-        assert w.bus.messages == []
+        assert w.producer.messages == []
         assert await post(w, "/submit_steps", {"steps": []}) == (200, {"accepted": 0})
 
-    play(scenario, Script([HI]))
+    run_scenario(scenario, Script([HI]))
 
 
-def test_a_session_key_names_the_trajectory_that_a_step_does_not(play: Play) -> None:
-    async def scenario(w: Trial) -> None:
+def test_a_session_key_names_the_trajectory_that_a_step_does_not(run_scenario: RunScenario) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         _, session = await post(
             w, "/sessions", {"run_id": "r-1", "group_id": "g9", "channel": "val"}
         )
@@ -255,10 +256,10 @@ def test_a_session_key_names_the_trajectory_that_a_step_does_not(play: Play) -> 
             "r-1", session["trajectory_key"], "g9", "val",
         )  # fmt: skip
 
-    play(scenario, Script([HI]))
+    run_scenario(scenario, Script([HI]))
 
 
-def test_rewards_are_protected(play: Play, tmp_path: Path) -> None:
+def test_rewards_are_protected(run_scenario: RunScenario, tmp_path: Path) -> None:
     agent = create_key(tmp_path / "api-keys.json", "agent", ("agent",))
     judge = create_key(tmp_path / "api-keys.json", "judge", ("agent", "reward"))
     rewarded = [
@@ -266,14 +267,14 @@ def test_rewards_are_protected(play: Play, tmp_path: Path) -> None:
         {"steps": [step(), step(step_index=1, reward=1.0, is_last=True)]},
     ]
 
-    async def scenario(w: Trial) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         for path in ("/submit_steps", "/generate", "/compute_reward", "/init_trajectory"):
             status, said = await post(w, path, b"")
             assert (status, said["error"]["param"]) == (401, "authorization"), path
         for steps in rewarded:
             status, said = await post(w, "/submit_steps", steps, authorization=f"Bearer {agent}")
             assert (status, said["error"]["code"]) == (403, "insufficient_scope")
-        assert w.bus.messages == []
+        assert w.producer.messages == []
         for steps in rewarded:
             assert (await post(w, "/submit_steps", steps, authorization=f"Bearer {judge}"))[
                 0
@@ -283,7 +284,7 @@ def test_rewards_are_protected(play: Play, tmp_path: Path) -> None:
             await post(w, "/submit_steps", {"steps": [step()]}, authorization=f"Bearer {agent}")
         )[0] == 200
 
-    play(scenario, Script([HI]), auth="required")
+    run_scenario(scenario, Script([HI]), auth="required")
 
 
 def placed(**more: Any) -> Placed:

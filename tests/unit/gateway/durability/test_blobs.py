@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 from gateway.durability.blobs import THREADS, Blobs
 from gateway.durability.log import Message
 from gateway.errors import BlobsUnavailable, RecordTooLarge
-from gateway.testing.gateway import Trial, play
-from gateway.testing.script import Say, Script
+from gateway.testing.gateway import GatewayFixture, run_gateway
+from gateway.testing.script import Script, ScriptedChoice
 from runtime.blob_store import BlobMissing, BlobStore, BlobStoreAway
 from schemas.blob_refs import MOVABLE, SMALLEST, reference, referenced, shrink
 from schemas.codec.single_object import Codec
@@ -35,7 +35,7 @@ from stream_jobs.reward.rewards import no_reward, rules_of
 
 CODEC = Codec()
 MIB = 1 << 20
-HI = Say([7, 8, 9], ["Hel", "lo", ""], [-0.5, -0.25, -0.125])
+HI = ScriptedChoice([7, 8, 9], ["Hel", "lo", ""], [-0.5, -0.25, -0.125])
 
 
 def a_step(**more: Any) -> Step:
@@ -231,7 +231,7 @@ def test_a_store_that_hangs_is_away(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- the whole gateway
 
 
-def ask(w: Trial, size: int, **more: Any) -> Any:
+def ask(w: GatewayFixture, size: int, **more: Any) -> Any:
     said = {"model": "policy", "messages": [{"role": "user", "content": "x" * size}]} | more
     return w.http.post(
         w.url + "/t/g/v1/chat/completions", data=io.BytesIO(json.dumps(said).encode())
@@ -289,12 +289,12 @@ def test_a_store_that_hangs_holds_no_more_than_its_threads(tmp_path: Path) -> No
     asyncio.run(run())
 
 
-def store_of(w: Trial) -> BlobStore:
+def store_of(w: GatewayFixture) -> BlobStore:
     return BlobStore(w.settings.blob_uri)
 
 
 def test_a_large_body_is_answered_and_kept_outside(tmp_path: Path) -> None:
-    async def scenario(w: Trial) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         async with ask(w, 12 * MIB, n=2) as r:
             assert r.status == 200, await r.text()
         one, two = w.steps()
@@ -307,13 +307,13 @@ def test_a_large_body_is_answered_and_kept_outside(tmp_path: Path) -> None:
         assert body["messages"][0]["content"] == "x" * 12 * MIB
         assert json.loads(one.response_json)["content"] == "Hello"
 
-    play(tmp_path, CODEC, scenario, Script([HI, HI]))
+    run_gateway(tmp_path, CODEC, scenario, Script([HI, HI]))
 
 
 def test_a_large_reply_is_kept_outside(tmp_path: Path) -> None:
     told = "y" * 6 * MIB
 
-    async def scenario(w: Trial) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         async with ask(w, 10) as r:
             assert (await r.json())["choices"][0]["message"]["content"] == told
         (step,) = w.steps()
@@ -323,7 +323,7 @@ def test_a_large_reply_is_kept_outside(tmp_path: Path) -> None:
             and json.loads(store_of(w).get(blob.sha256))["content"] == told
         )
 
-    play(tmp_path, CODEC, scenario, Script([Say([1], [told], [-0.1])]))
+    run_gateway(tmp_path, CODEC, scenario, Script([ScriptedChoice([1], [told], [-0.1])]))
 
 
 def test_without_a_store_the_record_waits_whole_in_the_spool_and_goes_outside_later(
@@ -331,12 +331,12 @@ def test_without_a_store_the_record_waits_whole_in_the_spool_and_goes_outside_la
 ) -> None:
     (tmp_path / "blobs").write_text("in the way")
 
-    async def scenario(w: Trial) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         async with ask(w, 5 * MIB) as r:
             assert r.status == 200
         async with ask(w, 5) as r:
             assert r.status == 200
-        assert w.records() == [] and w.bus.reachable
+        assert w.records() == [] and w.producer.reachable
         large, small = w.spooled()
         assert len(large.request_json) > 5 * MIB and large.blobs == ()
         (tmp_path / "blobs").unlink()
@@ -346,18 +346,18 @@ def test_without_a_store_the_record_waits_whole_in_the_spool_and_goes_outside_la
         )
         assert store_of(w).get(w.steps()[0].blobs[0].sha256) == large.request_json
 
-    play(tmp_path, CODEC, scenario, Script([HI]))
+    run_gateway(tmp_path, CODEC, scenario, Script([HI]))
 
 
 def test_neither_store_nor_spool_is_503(tmp_path: Path) -> None:
     (tmp_path / "blobs").write_text("in the way")
 
-    async def scenario(w: Trial) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         async with ask(w, 5 * MIB) as r:
             assert r.status == 503 and (await r.json())["error"]["code"] == "not_recorded"
         assert w.records() == [] and w.spooled() == []
 
-    play(tmp_path, CODEC, scenario, Script([HI]), spool_max_bytes=MIB)
+    run_gateway(tmp_path, CODEC, scenario, Script([HI]), spool_max_bytes=MIB)
 
 
 # ---------------------------------------------------------------- readers

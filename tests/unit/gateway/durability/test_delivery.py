@@ -1,4 +1,4 @@
-"""The journal over spool and Kafka: order of each key, callers that leave, what is too old to be sent by itself."""
+"""The delivery over spool and Kafka: order of each key, callers that leave, what is too old to be sent by itself."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from support.spool import (
     append,
+    delivery,
     drain,
     files,
-    journal,
     note,
     open_spool,
     records_in,
@@ -24,8 +24,8 @@ from support.spool import (
     wait_for,
 )
 
-from gateway.durability.delivery import Journal
-from gateway.durability.log import LogPosition, MemoryBus, Message, Passed
+from gateway.durability.delivery import DeliveryManager
+from gateway.durability.log import InMemoryLogProducer, LogPosition, Message, Passed
 from gateway.durability.spool import Spool, read_segment
 from gateway.durability.spool_frames import SYNC_BYTES, scan
 from gateway.errors import NoRoom, NotRecorded, SpoolFailed, SpoolFull
@@ -33,17 +33,17 @@ from gateway.metrics import Metrics
 
 
 def test_a_key_in_the_spool_goes_on_in_the_spool(tmp_path: Path) -> None:
-    async def body(it: Journal, bus: MemoryBus, spool: Spool) -> None:
-        bus.acknowledges = False
+    async def body(it: DeliveryManager, producer: InMemoryLogProducer, spool: Spool) -> None:
+        producer.acknowledges = False
         assert await it.record([note(1)]) == "spooled"
         # Kafka takes what is new again, but the drain has not come by yet: the order of the key must hold.
-        bus.acknowledges = True
+        producer.acknowledges = True
         assert await it.record([note(2)]) == "spooled"
         assert await it.record([note(3, b"other")]) == "acknowledged"
 
-    bus = journal(tmp_path, body)
-    assert [m for m in bus.messages if m.key == b"k"] == [note(1), note(2)]
-    assert note(3, b"other") in bus.messages
+    producer = delivery(tmp_path, body)
+    assert [m for m in producer.messages if m.key == b"k"] == [note(1), note(2)]
+    assert note(3, b"other") in producer.messages
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -51,39 +51,39 @@ def test_order_of_each_key_holds_while_kafka_comes_and_goes(tmp_path: Path, seed
     rng = random.Random(seed)
     answered: dict[bytes, list[Message]] = {b"a": [], b"b": [], b"c": []}
 
-    async def agent(it: Journal, key: bytes) -> None:
+    async def agent(it: DeliveryManager, key: bytes) -> None:
         for i in range(60):
             await it.record([note(i, key)])
             answered[key].append(note(i, key))
             await asyncio.sleep(rng.random() / 200)
 
-    async def weather(bus: MemoryBus) -> None:
+    async def weather(producer: InMemoryLogProducer) -> None:
         while True:
             await asyncio.sleep(rng.random() / 50)
-            bus.reachable = rng.random() < 0.6
-            bus.acknowledges = rng.random() < 0.6
+            producer.reachable = rng.random() < 0.6
+            producer.acknowledges = rng.random() < 0.6
 
-    async def body(it: Journal, bus: MemoryBus, spool: Spool) -> None:
-        outside = asyncio.create_task(weather(bus))
+    async def body(it: DeliveryManager, producer: InMemoryLogProducer, spool: Spool) -> None:
+        outside = asyncio.create_task(weather(producer))
         await asyncio.gather(*(agent(it, key) for key in answered))
         outside.cancel()
-        bus.reachable = bus.acknowledges = True
+        producer.reachable = producer.acknowledges = True
 
-    bus = journal(tmp_path, body)
+    producer = delivery(tmp_path, body)
     for key, wanted in answered.items():
-        assert [m for m in bus.messages if m.key == key] == wanted
+        assert [m for m in producer.messages if m.key == key] == wanted
 
 
 def test_what_an_earlier_process_left_comes_first(tmp_path: Path) -> None:
-    async def before(it: Journal, bus: MemoryBus, spool: Spool) -> None:
-        bus.reachable = False
+    async def before(it: DeliveryManager, producer: InMemoryLogProducer, spool: Spool) -> None:
+        producer.reachable = False
         await it.record([note(1), note(2)])
 
-    async def after(it: Journal, bus: MemoryBus, spool: Spool) -> None:
+    async def after(it: DeliveryManager, producer: InMemoryLogProducer, spool: Spool) -> None:
         await it.record([note(3)])
 
-    assert journal(tmp_path, before).messages == []
-    assert journal(tmp_path, after).messages == [note(1), note(2), note(3)]
+    assert delivery(tmp_path, before).messages == []
+    assert delivery(tmp_path, after).messages == [note(1), note(2), note(3)]
 
 
 def test_many_at_once_share_few_fsyncs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,19 +96,19 @@ def test_many_at_once_share_few_fsyncs(tmp_path: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(os, "fsync", counted)
 
-    async def body(it: Journal, bus: MemoryBus, spool: Spool) -> None:
-        bus.reachable = False
+    async def body(it: DeliveryManager, producer: InMemoryLogProducer, spool: Spool) -> None:
+        producer.reachable = False
         await asyncio.gather(*(it.record([note(i)]) for i in range(100)))
-        bus.reachable = True
+        producer.reachable = True
 
-    bus = journal(tmp_path, body)
-    assert bus.messages == [note(i) for i in range(100)]
+    producer = delivery(tmp_path, body)
+    assert producer.messages == [note(i) for i in range(100)]
     assert len(fsyncs) < 20
 
 
 def test_full_spool_refuses_only_what_does_not_fit(tmp_path: Path) -> None:
-    async def body(it: Journal, bus: MemoryBus, spool: Spool) -> None:
-        bus.reachable, bus.position = (
+    async def body(it: DeliveryManager, producer: InMemoryLogProducer, spool: Spool) -> None:
+        producer.reachable, producer.position = (
             False,
             None,
         )  # Kafka was never seen: a segment has nothing but its records
@@ -121,33 +121,33 @@ def test_full_spool_refuses_only_what_does_not_fit(tmp_path: Path) -> None:
             await it.record([Message("t", b"k", b"x" * 200)])
         await it.record([note(2)])
         assert it.spooled_keys == 1 and it.spooled_bytes == 2 * size_of(note(1))
-        bus.reachable = True
+        producer.reachable = True
 
-    assert journal(tmp_path, body, max_bytes=100).messages == [note(1), note(2)]
+    assert delivery(tmp_path, body, max_bytes=100).messages == [note(1), note(2)]
 
 
 def test_a_record_that_kafka_never_takes_is_set_aside(tmp_path: Path) -> None:
-    async def body(it: Journal, bus: MemoryBus, spool: Spool) -> None:
-        bus.reachable = False
+    async def body(it: DeliveryManager, producer: InMemoryLogProducer, spool: Spool) -> None:
+        producer.reachable = False
         await it.record([note(1)])
         await it.record([Message("t", b"k", b"x" * 200)])
         await it.record([note(2)])
-        bus.max_bytes = 100
-        bus.reachable = True
+        producer.max_bytes = 100
+        producer.reachable = True
 
-    assert journal(tmp_path, body).messages == [note(1), note(2)]
+    assert delivery(tmp_path, body).messages == [note(1), note(2)]
     refused = (tmp_path / "refused").read_bytes()
     assert scan(refused, refused[:SYNC_BYTES]).messages == [Message("t", b"k", b"x" * 200)]
 
 
 @pytest.mark.parametrize("there", [True, False])
 def test_no_records_are_recorded_at_once(tmp_path: Path, there: bool) -> None:
-    async def body(it: Journal, bus: MemoryBus, spool: Spool) -> None:
-        bus.reachable = bus.acknowledges = there
+    async def body(it: DeliveryManager, producer: InMemoryLogProducer, spool: Spool) -> None:
+        producer.reachable = producer.acknowledges = there
         assert await it.record([]) == "acknowledged"
         assert not spool.segments and not files(tmp_path)
 
-    assert journal(tmp_path, body).messages == []
+    assert delivery(tmp_path, body).messages == []
 
 
 @pytest.mark.parametrize("fails", ["write", "fsync"])
@@ -158,22 +158,22 @@ def test_a_first_write_that_fails_leaves_no_segment(
     def broken(*_: object) -> None:
         raise OSError(code, os.strerror(code))
 
-    async def body(it: Journal, bus: MemoryBus, spool: Spool) -> None:
-        bus.reachable = False
+    async def body(it: DeliveryManager, producer: InMemoryLogProducer, spool: Spool) -> None:
+        producer.reachable = False
         with monkeypatch.context() as patch:
             patch.setattr(os, fails, broken)
             with pytest.raises(SpoolFailed):
                 await it.record([note(1)])
         assert not spool.segments and not files(tmp_path)
         assert await it.record([note(2, b"2")]) == "spooled"
-        bus.reachable = True
+        producer.reachable = True
 
-    assert journal(tmp_path, body).messages == [note(2, b"2")]
+    assert delivery(tmp_path, body).messages == [note(2, b"2")]
 
 
 def test_what_was_begun_goes_on_when_its_caller_is_cancelled(tmp_path: Path) -> None:
-    async def body(it: Journal, bus: MemoryBus, spool: Spool) -> None:
-        bus.gate.clear()
+    async def body(it: DeliveryManager, producer: InMemoryLogProducer, spool: Spool) -> None:
+        producer.gate.clear()
         for n in (1, 2):  # the second one will not be acknowledged
             caller = asyncio.create_task(it.record([note(n, b"%d" % n)]))
             await asyncio.sleep(0)
@@ -181,16 +181,16 @@ def test_what_was_begun_goes_on_when_its_caller_is_cancelled(tmp_path: Path) -> 
             with pytest.raises(asyncio.CancelledError):
                 await caller
             if n == 1:
-                bus.gate.set()
-                await wait_for(lambda: bus.messages)
-                bus.gate.clear()
-        bus.acknowledges = False
-        bus.gate.set()
+                producer.gate.set()
+                await wait_for(lambda: producer.messages)
+                producer.gate.clear()
+        producer.acknowledges = False
+        producer.gate.set()
         while not it.spooled_bytes:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
-        bus.acknowledges = True
+        producer.acknowledges = True
 
-    assert journal(tmp_path, body).messages == [note(1, b"1"), note(2, b"2")]
+    assert delivery(tmp_path, body).messages == [note(1, b"1"), note(2, b"2")]
 
 
 class At:
@@ -204,7 +204,10 @@ class At:
 
 
 def lives(
-    directory: Path, clock: At, bus: MemoryBus, *bodies: Callable[[Journal], Awaitable[None]]
+    directory: Path,
+    clock: At,
+    producer: InMemoryLogProducer,
+    *bodies: Callable[[DeliveryManager], Awaitable[None]],
 ) -> Metrics:
     """Processes one after the other over one spool: started, done something with, closed. Gives the last one's metrics."""
 
@@ -213,7 +216,7 @@ def lives(
         for body in bodies:
             metrics = Metrics()
             spool = Spool(directory, 10_000, now=clock)
-            it = Journal(bus, spool, metrics, max_behind=100, max_age_s=3600)
+            it = DeliveryManager(producer, spool, metrics, max_behind=100, max_age_s=3600)
             await it.start()
             await body(it)
             await it.close()
@@ -238,21 +241,21 @@ def held(directory: Path) -> list[Message]:
 def test_a_segment_that_is_too_old_by_the_log_is_held_back(
     tmp_path: Path, log_s: float, others: int, was_sent: bool, sent_by_itself: bool
 ) -> None:
-    clock, bus = At(), MemoryBus()
+    clock, producer = At(), InMemoryLogProducer()
 
-    async def before(it: Journal) -> None:
-        bus.reachable, bus.acknowledges = was_sent, False
+    async def before(it: DeliveryManager) -> None:
+        producer.reachable, producer.acknowledges = was_sent, False
         await it.record([note(1)])
-        bus.reachable = False
+        producer.reachable = False
 
-    async def after(it: Journal) -> None:
-        bus.reachable = bus.acknowledges = True
-        bus.passed = Passed(others, log_s)
+    async def after(it: DeliveryManager) -> None:
+        producer.reachable = producer.acknowledges = True
+        producer.passed = Passed(others, log_s)
         await wait_for(lambda: not it.spooled_keys)  # the file goes first, in a thread
         assert await it.record([note(2)]) == "acknowledged", "what is held back holds nothing up"
 
-    metrics = lives(tmp_path, clock, bus, before, after)
-    assert bus.messages == ([note(1), note(2)] if sent_by_itself else [note(2)])
+    metrics = lives(tmp_path, clock, producer, before, after)
+    assert producer.messages == ([note(1), note(2)] if sent_by_itself else [note(2)])
     assert held(tmp_path) == ([] if sent_by_itself else [note(1)])
     assert (sample(metrics, "spool_held_bytes") == 0) == sent_by_itself
 
@@ -261,73 +264,73 @@ def test_a_segment_that_is_too_old_by_the_log_is_held_back(
 def test_however_long_kafka_was_away_and_whatever_a_clock_did_meanwhile_all_of_the_spool_is_sent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restarted: bool
 ) -> None:
-    clock, bus = At(), MemoryBus()
+    clock, producer = At(), InMemoryLogProducer()
 
-    async def before(it: Journal) -> None:
-        bus.reachable = False
+    async def before(it: DeliveryManager) -> None:
+        producer.reachable = False
         await it.record([note(1)])
         if not restarted:
             await after(it)
 
-    async def after(it: Journal) -> None:
+    async def after(it: DeliveryManager) -> None:
         monkeypatch.setattr(
             "time.time", lambda: 4e9
         )  # the machine's clock is put right, by decades
         clock.now += 10**6  # and Kafka was away for days
-        bus.passed = Passed(3, 0.1)  # its log has just begun to go on
-        bus.reachable = True
+        producer.passed = Passed(3, 0.1)  # its log has just begun to go on
+        producer.reachable = True
         await wait_for(lambda: not it.spooled_keys)
 
-    lives(tmp_path, clock, bus, before, *([after] if restarted else []))
-    assert bus.messages == [note(1)] and held(tmp_path) == []
+    lives(tmp_path, clock, producer, before, *([after] if restarted else []))
+    assert producer.messages == [note(1)] and held(tmp_path) == []
 
 
 def test_a_jump_of_the_brokers_clock_does_not_make_a_segment_older_than_the_time_that_has_passed(
     tmp_path: Path,
 ) -> None:
-    clock, bus = At(), MemoryBus()
+    clock, producer = At(), InMemoryLogProducer()
 
-    async def body(it: Journal) -> None:
-        bus.reachable = False
+    async def body(it: DeliveryManager) -> None:
+        producer.reachable = False
         await it.record([note(1)])
         clock.now += 60
-        bus.passed = Passed(3, 86400.0)
-        bus.reachable = True
+        producer.passed = Passed(3, 86400.0)
+        producer.reachable = True
         await wait_for(lambda: not it.spooled_keys)
 
-    lives(tmp_path, clock, bus, body)
-    assert bus.messages == [note(1)] and held(tmp_path) == []
+    lives(tmp_path, clock, producer, body)
+    assert producer.messages == [note(1)] and held(tmp_path) == []
 
 
 def test_a_segment_without_a_position_is_held_back_only_if_it_may_have_been_sent(
     tmp_path: Path,
 ) -> None:
-    clock, bus = At(), MemoryBus()
+    clock, producer = At(), InMemoryLogProducer()
 
-    async def before(it: Journal) -> None:
-        bus.position, bus.reachable = None, False  # Kafka was never seen
+    async def before(it: DeliveryManager) -> None:
+        producer.position, producer.reachable = None, False  # Kafka was never seen
         await it.record([note(1)])
 
-    async def within(it: Journal) -> None:
-        bus.gate.clear()
-        bus.position, bus.reachable = LogPosition("memory", (0,)), True
+    async def within(it: DeliveryManager) -> None:
+        producer.gate.clear()
+        producer.position, producer.reachable = LogPosition("memory", (0,)), True
         await wait_for(lambda: list(tmp_path.glob("*-sent.spool")))
-        bus.reachable = False  # and dies: what it has sent is not known
-        bus.gate.set()
+        producer.reachable = False  # and dies: what it has sent is not known
+        producer.gate.set()
 
-    lives(tmp_path, clock, bus, before, within)
+    lives(tmp_path, clock, producer, before, within)
     (path,) = tmp_path.glob("*-sent.spool")
     assert read_segment(path).position == LogPosition("memory", (0,)), (
         "known from when it was sent first"
     )
 
-    async def after(it: Journal) -> None:
-        bus.reachable = True
+    async def after(it: DeliveryManager) -> None:
+        producer.reachable = True
         await wait_for(lambda: not it.spooled_keys)
 
     path.write_bytes(path.read_bytes()[: size_of(note(1))])  # the disk has lost the position
-    lives(tmp_path, clock, bus, after)
-    assert bus.messages == [] and held(tmp_path) == [note(1)]
+    lives(tmp_path, clock, producer, after)
+    assert producer.messages == [] and held(tmp_path) == [note(1)]
 
 
 def test_what_was_held_back_counts_within_the_bound_until_it_is_taken_away(tmp_path: Path) -> None:
@@ -355,20 +358,20 @@ def test_numbers_are_never_used_again_while_a_segment_has_them(tmp_path: Path) -
 
 
 def test_a_drain_that_was_cut_short_marks_what_it_may_have_sent(tmp_path: Path) -> None:
-    clock, bus = At(), MemoryBus()
+    clock, producer = At(), InMemoryLogProducer()
 
-    async def before(it: Journal) -> None:
-        bus.reachable = False
+    async def before(it: DeliveryManager) -> None:
+        producer.reachable = False
         await it.record([note(1)])
 
-    async def within(it: Journal) -> None:
-        bus.gate.clear()
-        bus.reachable = True
+    async def within(it: DeliveryManager) -> None:
+        producer.gate.clear()
+        producer.reachable = True
         await wait_for(lambda: list(tmp_path.glob("*-sent.spool")))
-        bus.reachable = False  # and dies: what it has sent is not known
-        bus.gate.set()
+        producer.reachable = False  # and dies: what it has sent is not known
+        producer.gate.set()
 
-    lives(tmp_path, clock, bus, before, within)
+    lives(tmp_path, clock, producer, before, within)
     assert [m for path in tmp_path.glob("*-sent.spool") for m in records_in(path)] == [note(1)]
 
 
@@ -430,14 +433,14 @@ def test_a_drain_waits_until_it_can_mark(tmp_path: Path, monkeypatch: pytest.Mon
         tries.append(names)
         raise OSError(errno.EIO, "Input/output error")
 
-    async def body(it: Journal, bus: MemoryBus, spool: Spool) -> None:
-        bus.reachable = False
+    async def body(it: DeliveryManager, producer: InMemoryLogProducer, spool: Spool) -> None:
+        producer.reachable = False
         await it.record([note(1)])
         with monkeypatch.context() as patch:
             patch.setattr(os, "rename", broken)
-            bus.reachable = True
+            producer.reachable = True
             await wait_for(lambda: len(tries) == 2)
-            assert bus.messages == []
+            assert producer.messages == []
         await wait_for(lambda: not it.spooled_bytes)
 
-    assert journal(tmp_path, body).messages == [note(1)]
+    assert delivery(tmp_path, body).messages == [note(1)]

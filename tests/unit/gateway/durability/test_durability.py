@@ -16,30 +16,29 @@ from support.ports import free_port
 from gateway.durability.spool import Spool
 from gateway.errors import SpoolTaken
 from gateway.testing.engine import ScriptedEngine
-from gateway.testing.gateway import Trial
-from gateway.testing.gateway import play as play_in
-from gateway.testing.script import Say, Script
+from gateway.testing.gateway import GatewayFixture, run_gateway
+from gateway.testing.script import Script, ScriptedChoice
 from schemas.codec.single_object import Codec
 from schemas.tokens import unpack_ids
 
-HI = Say([7, 8, 9], ["Hel", "lo", ""], [-0.5, -0.25, -0.125])
-YO = Say([5, 6], ["Y", "o"], [-1.0, -2.0], finish_reason="length")
+HI = ScriptedChoice([7, 8, 9], ["Hel", "lo", ""], [-0.5, -0.25, -0.125])
+YO = ScriptedChoice([5, 6], ["Y", "o"], [-1.0, -2.0], finish_reason="length")
 ASK: dict[str, Any] = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
 CODEC = Codec()
-Play = Callable[..., None]
+RunScenario = Callable[..., None]
 
 
 @pytest.fixture
-def play(tmp_path: Path) -> Play:
-    """`play(scenario, script, **gateway settings)` runs an async scenario in a trial of its own."""
-    return partial(play_in, tmp_path, CODEC)
+def run_scenario(tmp_path: Path) -> RunScenario:
+    """`run_scenario(scenario, script, **gateway settings)` runs an async scenario against a gateway of its own."""
+    return partial(run_gateway, tmp_path, CODEC)
 
 
-def sdk(w: Trial, path: str = "/t1/g1/v1", key: str = "none", **more: Any) -> AsyncOpenAI:
+def sdk(w: GatewayFixture, path: str = "/t1/g1/v1", key: str = "none", **more: Any) -> AsyncOpenAI:
     return AsyncOpenAI(base_url=w.url + path, api_key=key, max_retries=0, timeout=600, **more)
 
 
-async def counted(w: Trial, name: str, count: float) -> None:
+async def counted(w: GatewayFixture, name: str, count: float) -> None:
     """Wait until a metric has come to so much."""
     async with asyncio.timeout(60):
         while await w.metric(name) < count:  # noqa: ASYNC110 - it is asked over HTTP
@@ -53,25 +52,27 @@ def events(body: bytes) -> list[bytes]:
 # ---------------------------------------------------------------- invariant 2
 
 
-def test_plain_reply_waits_for_the_acknowledgement(play: Play) -> None:
-    async def scenario(w: Trial) -> None:
-        w.bus.gate.clear()
+def test_plain_reply_waits_for_the_acknowledgement(run_scenario: RunScenario) -> None:
+    async def scenario(w: GatewayFixture) -> None:
+        w.producer.gate.clear()
         async with sdk(w) as client:
             call = asyncio.create_task(client.chat.completions.create(**ASK))
             await w.until(lambda: w.engine.requests)
             await asyncio.sleep(0.2)
             assert not call.done()
-            w.bus.gate.set()
+            w.producer.gate.set()
             await call
         assert len(w.steps()) == 1
 
-    play(scenario, Script([HI]))
+    run_scenario(scenario, Script([HI]))
 
 
 @pytest.mark.parametrize("n", [1, 2])
-def test_stream_holds_back_from_the_first_finish_reason_on(play: Play, n: int) -> None:
-    async def scenario(w: Trial) -> None:
-        w.bus.gate.clear()
+def test_stream_holds_back_from_the_first_finish_reason_on(
+    run_scenario: RunScenario, n: int
+) -> None:
+    async def scenario(w: GatewayFixture) -> None:
+        w.producer.gate.clear()
         async with w.http.post(
             w.url + "/t/g/chat/completions", json=ASK | {"stream": True, "n": n}
         ) as r:
@@ -84,32 +85,32 @@ def test_stream_holds_back_from_the_first_finish_reason_on(play: Play, n: int) -
                         seen += await r.content.readany()
             assert b'"finish_reason":"' not in seen and b"[DONE]" not in seen
             assert w.records() == []
-            w.bus.gate.set()
+            w.producer.gate.set()
             rest = await r.read()
             assert rest.count(b'"finish_reason":"') == n and rest.endswith(b"data: [DONE]\n\n")
         assert len(w.steps()) == n
 
-    play(scenario, Script([HI, YO][:n]))
+    run_scenario(scenario, Script([HI, YO][:n]))
 
 
-def test_acks_none_does_not_wait(play: Play) -> None:
-    async def scenario(w: Trial) -> None:
-        w.bus.gate.clear()
+def test_acks_none_does_not_wait(run_scenario: RunScenario) -> None:
+    async def scenario(w: GatewayFixture) -> None:
+        w.producer.gate.clear()
         async with sdk(w) as client:
             await client.chat.completions.create(**ASK)
         assert w.records() == []
-        w.bus.gate.set()
+        w.producer.gate.set()
         await w.until(lambda: len(w.steps()) == 1)
 
-    play(scenario, Script([HI]), acks="none")
+    run_scenario(scenario, Script([HI]), acks="none")
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["known to be away", "does not acknowledge"])
 def test_without_acknowledgement_the_step_is_spooled_and_drained_later(
-    play: Play, known: bool
+    run_scenario: RunScenario, known: bool
 ) -> None:
-    async def scenario(w: Trial) -> None:
-        w.bus.reachable, w.bus.acknowledges = not known, False
+    async def scenario(w: GatewayFixture) -> None:
+        w.producer.reachable, w.producer.acknowledges = not known, False
         async with sdk(w) as client:
             for _ in range(3):
                 await client.chat.completions.create(**ASK)
@@ -118,17 +119,17 @@ def test_without_acknowledgement_the_step_is_spooled_and_drained_later(
         assert len(spooled) == 3
         assert await w.metric("clawstream_gateway_steps_spooled_total") == 3
         assert await w.metric("clawstream_gateway_spool_bytes") > 0
-        w.bus.reachable = w.bus.acknowledges = True
+        w.producer.reachable = w.producer.acknowledges = True
         await w.until(lambda: len(w.steps()) == 3)
         assert [s.step_id for s in w.steps()] == spooled
         await w.until(lambda: not w.spooled())
 
-    play(scenario, Script([HI]))
+    run_scenario(scenario, Script([HI]))
 
 
-def test_full_spool_refuses_plain_calls_after_sampling(play: Play) -> None:
-    async def scenario(w: Trial) -> None:
-        w.bus.acknowledges = False
+def test_full_spool_refuses_plain_calls_after_sampling(run_scenario: RunScenario) -> None:
+    async def scenario(w: GatewayFixture) -> None:
+        w.producer.acknowledges = False
         async with sdk(w) as client:
             with pytest.raises(APIStatusError) as caught:
                 await client.chat.completions.create(**ASK)
@@ -139,12 +140,12 @@ def test_full_spool_refuses_plain_calls_after_sampling(play: Play) -> None:
         assert await w.metric("clawstream_gateway_not_recorded_total") == 1
         assert await w.metric('clawstream_gateway_calls_total{status="not_recorded"}') == 1
 
-    play(scenario, Script([HI]), spool_max_bytes=10)
+    run_scenario(scenario, Script([HI]), spool_max_bytes=10)
 
 
-def test_full_spool_ends_streams_in_an_error_event(play: Play) -> None:
-    async def scenario(w: Trial) -> None:
-        w.bus.acknowledges = False
+def test_full_spool_ends_streams_in_an_error_event(run_scenario: RunScenario) -> None:
+    async def scenario(w: GatewayFixture) -> None:
+        w.producer.acknowledges = False
         async with sdk(w) as client:
             with pytest.raises(APIError, match="spool is full"):
                 async for _ in await client.chat.completions.create(**ASK, stream=True):
@@ -156,40 +157,42 @@ def test_full_spool_ends_streams_in_an_error_event(play: Play) -> None:
             json.loads(events(body)[-1].removeprefix(b"data: "))["error"]["code"] == "not_recorded"
         )
 
-    play(scenario, Script([HI]), spool_max_bytes=10)
+    run_scenario(scenario, Script([HI]), spool_max_bytes=10)
 
 
-def test_kafka_away_and_spool_full_refuses_before_sampling(play: Play) -> None:
-    async def scenario(w: Trial) -> None:
-        w.bus.reachable = False
+def test_kafka_away_and_spool_full_refuses_before_sampling(run_scenario: RunScenario) -> None:
+    async def scenario(w: GatewayFixture) -> None:
+        w.producer.reachable = False
         async with sdk(w) as client:
             with pytest.raises(APIStatusError) as caught:
                 await client.chat.completions.create(**ASK)
         assert caught.value.status_code == 503 and "retry-after" in caught.value.response.headers
         assert w.engine.requests == []
 
-    play(scenario, Script([HI]), spool_max_bytes=10)
+    run_scenario(scenario, Script([HI]), spool_max_bytes=10)
 
 
-def test_records_too_large_for_kafka_are_not_spooled(play: Play) -> None:
-    async def scenario(w: Trial) -> None:
-        w.bus.max_bytes = 20
+def test_records_too_large_for_kafka_are_not_spooled(run_scenario: RunScenario) -> None:
+    async def scenario(w: GatewayFixture) -> None:
+        w.producer.max_bytes = 20
         async with sdk(w) as client:
             with pytest.raises(APIStatusError) as caught:
                 await client.chat.completions.create(**ASK)
         assert (caught.value.status_code, caught.value.code) == (500, "record_too_large")
         assert w.spooled() == []
 
-    play(scenario, Script([HI]))
+    run_scenario(scenario, Script([HI]))
 
 
 # ---------------------------------------------------------------- what breaks
 
 
-def test_client_that_leaves_a_stream_aborts_the_engine_and_leaves_what_it_got(play: Play) -> None:
+def test_client_that_leaves_a_stream_aborts_the_engine_and_leaves_what_it_got(
+    run_scenario: RunScenario,
+) -> None:
     gate = asyncio.Semaphore(0)
 
-    async def scenario(w: Trial) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         async with w.http.post(w.url + "/t/g/chat/completions", json=ASK | {"stream": True}) as r:
             seen = b""
             while b'"role"' not in seen:
@@ -207,13 +210,16 @@ def test_client_that_leaves_a_stream_aborts_the_engine_and_leaves_what_it_got(pl
         assert await w.metric('clawstream_gateway_calls_total{status="aborted"}') == 1
         assert await w.metric("clawstream_gateway_steps_answered_total") == 0
 
-    play(scenario, Script([Say([7, 8, 9, 10], ["Hel", "lo", "!", "!"], [-1.0] * 4)], gate=gate))
+    run_scenario(
+        scenario,
+        Script([ScriptedChoice([7, 8, 9, 10], ["Hel", "lo", "!", "!"], [-1.0] * 4)], gate=gate),
+    )
 
 
-def test_client_that_leaves_a_plain_call_leaves_an_aborted_step(play: Play) -> None:
+def test_client_that_leaves_a_plain_call_leaves_an_aborted_step(run_scenario: RunScenario) -> None:
     gate = asyncio.Semaphore(0)
 
-    async def scenario(w: Trial) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         call = asyncio.create_task(w.http.post(w.url + "/t/g/chat/completions", json=ASK))
         await w.until(lambda: w.engine.requests)
         call.cancel()
@@ -225,23 +231,27 @@ def test_client_that_leaves_a_plain_call_leaves_an_aborted_step(play: Play) -> N
         )
         await w.until(lambda: w.engine.aborted == 1)
 
-    play(scenario, Script([HI], gate=gate))
+    run_scenario(scenario, Script([HI], gate=gate))
 
 
-def test_client_that_leaves_while_no_engine_was_asked_leaves_nothing(play: Play) -> None:
-    async def scenario(w: Trial) -> None:
+def test_client_that_leaves_while_no_engine_was_asked_leaves_nothing(
+    run_scenario: RunScenario,
+) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         call = asyncio.create_task(w.http.post(w.url + "/t/g/chat/completions", json=ASK))
         await counted(w, "clawstream_gateway_waiting", 1)
         call.cancel()
         await counted(w, 'clawstream_gateway_calls_total{status="refused"}', 1)
         assert w.records() == []
 
-    play(scenario, Script([HI]), upstreams=[], worker_wait_s=300)
+    run_scenario(scenario, Script([HI]), upstreams=[], worker_wait_s=300)
 
 
 @pytest.mark.parametrize("how", ["die", "fail"])
-def test_engine_that_fails_midway_is_an_error_step_and_an_error_event(play: Play, how: str) -> None:
-    async def scenario(w: Trial) -> None:
+def test_engine_that_fails_midway_is_an_error_step_and_an_error_event(
+    run_scenario: RunScenario, how: str
+) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         async with w.http.post(w.url + "/t/g/chat/completions", json=ASK | {"stream": True}) as r:
             body = await r.read()
         told = [json.loads(e[6:]) for e in events(body) if e.startswith(b"data: {")]
@@ -252,24 +262,28 @@ def test_engine_that_fails_midway_is_an_error_step_and_an_error_event(play: Play
         assert step.status == "error" and json.loads(step.response_json)["content"] == "Hel"
         assert await w.metric('clawstream_gateway_calls_total{status="error"}') == 1
 
-    play(scenario, Script([HI], die_after=2) if how == "die" else Script([HI], fail_after=2))
+    run_scenario(
+        scenario, Script([HI], die_after=2) if how == "die" else Script([HI], fail_after=2)
+    )
 
 
-def test_engine_that_dies_before_a_token_leaves_no_step(play: Play) -> None:
-    async def scenario(w: Trial) -> None:
+def test_engine_that_dies_before_a_token_leaves_no_step(run_scenario: RunScenario) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         async with w.http.post(w.url + "/t/g/chat/completions", json=ASK | {"stream": True}) as r:
             assert b"error" in await r.read()
         async with w.http.post(w.url + "/t/g/chat/completions", json=ASK) as r:
             assert r.status == 502 and (await r.json())["error"]["code"] == "upstream_failed"
         assert w.records() == []
 
-    play(scenario, Script([HI], die_after=1))
+    run_scenario(scenario, Script([HI], die_after=1))
 
 
-def test_refused_connections_are_tried_again_until_an_engine_is_there(play: Play) -> None:
+def test_refused_connections_are_tried_again_until_an_engine_is_there(
+    run_scenario: RunScenario,
+) -> None:
     port = free_port()
 
-    async def scenario(w: Trial) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         async with sdk(w) as client:
             call = asyncio.create_task(client.chat.completions.create(**ASK))
             await counted(w, "clawstream_gateway_waiting", 1)
@@ -278,47 +292,49 @@ def test_refused_connections_are_tried_again_until_an_engine_is_there(play: Play
                 assert (await call).choices[0].message.content == "Yo"
         assert len(w.steps()) == 1
 
-    play(scenario, Script([HI]), upstreams=[f"http://127.0.0.1:{port}/v1"], worker_wait_s=60)
+    run_scenario(
+        scenario, Script([HI]), upstreams=[f"http://127.0.0.1:{port}/v1"], worker_wait_s=60
+    )
 
 
-def test_no_engine_is_503_with_retry_after(play: Play) -> None:
-    async def scenario(w: Trial) -> None:
+def test_no_engine_is_503_with_retry_after(run_scenario: RunScenario) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         async with w.http.post(w.url + "/t/g/chat/completions", json=ASK) as r:
             assert r.status == 503 and r.headers["retry-after"]
-            assert (await r.json())["error"]["code"] == "no_worker"
+            assert (await r.json())["error"]["code"] == "no_engine"
         async with w.http.get(w.url + "/ready") as r:
             assert r.status == 503 and await r.json() == {"kafka": True, "worker": False}
 
-    play(scenario, Script([HI]), upstreams=[], worker_wait_s=0.1)
+    run_scenario(scenario, Script([HI]), upstreams=[], worker_wait_s=0.1)
 
 
-def test_busy_engine_is_asked_again(play: Play) -> None:
+def test_busy_engine_is_asked_again(run_scenario: RunScenario) -> None:
     asked: list[int] = []
 
     def script(_: Any) -> Script:
         asked.append(1)
         return Script([HI], status=503 if len(asked) < 3 else 200)
 
-    async def scenario(w: Trial) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         async with sdk(w) as client:
             await client.chat.completions.create(**ASK)
         assert len(asked) == 3 and len(w.steps()) == 1
 
-    play(scenario, script)
+    run_scenario(scenario, script)
 
 
-def test_completion_without_a_log_is_spooled_behind_its_step(play: Play) -> None:
-    async def scenario(w: Trial) -> None:
-        w.bus.reachable = False
+def test_completion_without_a_log_is_spooled_behind_its_step(run_scenario: RunScenario) -> None:
+    async def scenario(w: GatewayFixture) -> None:
+        w.producer.reachable = False
         async with sdk(w) as client:
             await client.chat.completions.create(**ASK)
         async with w.http.post(w.url + "/complete_trajectory/t1", json={"reward": 1}) as r:
             assert r.status == 200
-        w.bus.reachable = True
-        await w.until(lambda: len(w.bus.messages) == 3)
+        w.producer.reachable = True
+        await w.until(lambda: len(w.producer.messages) == 3)
         assert [type(r).__name__ for r in w.records()] == ["Step", "Reward", "SessionEvent"]
 
-    play(scenario, Script([HI]))
+    run_scenario(scenario, Script([HI]))
 
 
 def test_two_gateways_need_two_spools(tmp_path: Path) -> None:
@@ -334,11 +350,11 @@ def test_two_gateways_need_two_spools(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- bounds
 
 
-def test_bytes_in_flight_are_bounded_and_given_back(play: Play) -> None:
+def test_bytes_in_flight_are_bounded_and_given_back(run_scenario: RunScenario) -> None:
     gate = asyncio.Semaphore(0)
     large = ASK | {"messages": [{"role": "user", "content": "x" * 6000}]}
 
-    async def scenario(w: Trial) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         held = asyncio.create_task(w.http.post(w.url + "/t/g/chat/completions", json=large))
         await w.until(lambda: w.engine.requests)
         for _ in range(2):
@@ -355,22 +371,26 @@ def test_bytes_in_flight_are_bounded_and_given_back(play: Play) -> None:
             assert r.status == 200
         assert len(w.engine.requests) == 2
 
-    play(scenario, Script([HI], gate=gate), max_in_flight_bytes=10_000, max_body_bytes=8_000)
+    run_scenario(
+        scenario, Script([HI], gate=gate), max_in_flight_bytes=10_000, max_body_bytes=8_000
+    )
 
 
-def test_a_producer_that_takes_nothing_more_is_what_the_spool_is_for(play: Play) -> None:
-    async def scenario(w: Trial) -> None:
-        w.bus.gate.clear()
-        w.bus.acknowledges = False
+def test_a_producer_that_takes_nothing_more_is_what_the_spool_is_for(
+    run_scenario: RunScenario,
+) -> None:
+    async def scenario(w: GatewayFixture) -> None:
+        w.producer.gate.clear()
+        w.producer.acknowledges = False
         calls = [
             asyncio.create_task(w.http.post(w.url + f"/t{i}/g/chat/completions", json=ASK))
             for i in range(5)
         ]
         await w.until(lambda: len(w.engine.requests) == 5)
-        w.bus.gate.set()
+        w.producer.gate.set()
         assert [(await call).status for call in calls] == [200] * 5
         assert len(w.spooled()) == 5
-        w.bus.acknowledges = True
+        w.producer.acknowledges = True
         await w.until(lambda: len(w.steps()) == 5)
 
-    play(scenario, Script([HI]))
+    run_scenario(scenario, Script([HI]))

@@ -10,10 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.spool import append, drain, files, journal, note, open_spool, size_of, wait_for
+from support.spool import append, delivery, drain, files, note, open_spool, size_of, wait_for
 
-from gateway.durability.delivery import Journal
-from gateway.durability.log import MemoryBus, Message
+from gateway.durability.delivery import DeliveryManager
+from gateway.durability.log import InMemoryLogProducer, Message
 from gateway.durability.spool import DISK_RESERVE_BYTES, Spool
 from gateway.errors import NoRoom, NotRecorded, SpoolFailed, SpoolFull
 
@@ -122,35 +122,35 @@ def test_what_the_disk_has_lost_is_said_and_kept(tmp_path: Path) -> None:
 
 
 def test_a_segment_that_the_disk_has_emptied_holds_nothing_up(tmp_path: Path) -> None:
-    async def body(it: Journal, bus: MemoryBus, spool: Spool) -> None:
-        bus.reachable = False
+    async def body(it: DeliveryManager, producer: InMemoryLogProducer, spool: Spool) -> None:
+        producer.reachable = False
         await it.record([note(1)])
         (file,) = files(tmp_path)
         file.write_bytes(b"")
         spool.seal()
         await it.record([note(2)])
-        bus.reachable = True
+        producer.reachable = True
         await wait_for(lambda: not it.spooled_keys)
         assert not spool.segments
 
-    assert journal(tmp_path, body).messages == [note(2)]
+    assert delivery(tmp_path, body).messages == [note(2)]
 
 
 FULL_DISK = """
 import asyncio, resource, sys
 from pathlib import Path
-from gateway.durability.log import MemoryBus, Message
+from gateway.durability.log import InMemoryLogProducer, Message
 from gateway.errors import SpoolFailed
-from gateway.durability.delivery import Journal
+from gateway.durability.delivery import DeliveryManager
 from gateway.metrics import Metrics
 from gateway.durability.spool import Spool
 from runtime.logs import configure
 
 async def main():
-    bus, spool = MemoryBus(), Spool(Path(sys.argv[1]), 1 << 20)
-    it = Journal(bus, spool, Metrics())
+    producer, spool = InMemoryLogProducer(), Spool(Path(sys.argv[1]), 1 << 20)
+    it = DeliveryManager(producer, spool, Metrics())
     await it.start()
-    bus.reachable = False
+    producer.reachable = False
     assert await it.record([Message("t", b"k", b"before")]) == "spooled"
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))  # real writes that stop midway, those of the log too
@@ -163,9 +163,9 @@ async def main():
             raise AssertionError("it fitted")
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert await it.record([Message("t", b"k", b"after")]) == "spooled"
-    bus.reachable = True
+    producer.reachable = True
     await it.close()
-    print([m.value.decode() for m in bus.messages])
+    print([m.value.decode() for m in producer.messages])
 
 configure("gateway")
 asyncio.run(main())
@@ -195,8 +195,8 @@ def test_the_free_space_of_the_disk_bounds_the_spool_before_anything_is_sampled(
         real[1], real[4] = 4096, (DISK_RESERVE_BYTES // 4096) + 1  # f_frsize, f_bavail
         return os.statvfs_result(real)
 
-    async def body(it: Journal, bus: MemoryBus, spool: Spool) -> None:
-        bus.reachable = False
+    async def body(it: DeliveryManager, producer: InMemoryLogProducer, spool: Spool) -> None:
+        producer.reachable = False
         with monkeypatch.context() as patch:
             patch.setattr(os, "statvfs", nearly_full)
             assert spool.free_bytes == 4096
@@ -206,20 +206,20 @@ def test_the_free_space_of_the_disk_bounds_the_spool_before_anything_is_sampled(
                 await it.record([Message("t", b"k", b"x" * 5000)])
         with it.reserve(5000):
             assert await it.record([note(1)]) == "spooled"
-        bus.reachable = True
+        producer.reachable = True
 
-    assert journal(tmp_path, body).messages == [note(1)]
+    assert delivery(tmp_path, body).messages == [note(1)]
 
 
 def test_a_spool_that_has_gone_says_so_and_does_not_hang(tmp_path: Path) -> None:
     directory = tmp_path / "spool"
 
-    async def body(it: Journal, bus: MemoryBus, spool: Spool) -> None:
-        bus.reachable = False
+    async def body(it: DeliveryManager, producer: InMemoryLogProducer, spool: Spool) -> None:
+        producer.reachable = False
         shutil.rmtree(directory)
         with pytest.raises(NotRecorded):
             await it.record([note(1)])
-        bus.reachable = True
+        producer.reachable = True
         assert await it.record([note(2)]) == "acknowledged"
 
-    assert journal(directory, body).messages == [note(2)]
+    assert delivery(directory, body).messages == [note(2)]

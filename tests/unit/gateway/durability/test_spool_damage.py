@@ -9,10 +9,20 @@ from pathlib import Path
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from support.spool import append, drain, files, journal, note, open_spool, sample, size_of, wait_for
+from support.spool import (
+    append,
+    delivery,
+    drain,
+    files,
+    note,
+    open_spool,
+    sample,
+    size_of,
+    wait_for,
+)
 
-from gateway.durability.delivery import Journal
-from gateway.durability.log import LogPosition, MemoryBus, Message
+from gateway.durability.delivery import DeliveryManager
+from gateway.durability.log import InMemoryLogProducer, LogPosition, Message
 from gateway.durability.spool import DAMAGED, Spool, damaged_in, read_segment, sync_of
 from gateway.durability.spool_frames import SYNC_BYTES, frame, scan
 from gateway.metrics import Metrics
@@ -181,21 +191,21 @@ def test_two_processes_have_two_markers(tmp_path: Path) -> None:
 
 
 def test_damage_is_counted_and_does_not_stop_the_journal(tmp_path: Path) -> None:
-    async def body(it: Journal, bus: MemoryBus, spool: Spool) -> None:
-        bus.reachable = False
+    async def body(it: DeliveryManager, producer: InMemoryLogProducer, spool: Spool) -> None:
+        producer.reachable = False
         await it.record([note(1), note(2), note(3)])
         (file,) = files(tmp_path)
         data = bytearray(file.read_bytes())
         size = size_of(note(2))
         data[-size - 1] ^= 1
         file.write_bytes(data)
-        bus.reachable = True
+        producer.reachable = True
         await wait_for(lambda: not it.spooled_keys)
         assert sample(metrics, "spool_unreadable_bytes_total") == size
         assert sample(metrics, "spool_damaged_bytes") == len(data)
 
     metrics = Metrics()
-    assert journal(tmp_path, body, metrics=metrics).messages == [note(1), note(3)]
+    assert delivery(tmp_path, body, metrics=metrics).messages == [note(1), note(3)]
 
 
 def test_a_segment_of_which_nothing_can_be_read_is_put_aside_at_the_start(tmp_path: Path) -> None:

@@ -26,11 +26,11 @@ from support.wire import (
 )
 
 from gateway.app import create_app
-from gateway.durability.log import MemoryBus
-from gateway.engines.registry import WorkerTable
-from gateway.errors import GatewayError, NoWorker, UpstreamFailed, UpstreamTimeout
+from gateway.durability.log import InMemoryLogProducer
+from gateway.engines.registry import EngineRegistry
+from gateway.errors import GatewayError, NoEngine, UpstreamFailed, UpstreamTimeout
 from gateway.testing.engine import ScriptedEngine
-from gateway.testing.gateway import Trial, running
+from gateway.testing.gateway import GatewayFixture, running
 from gateway.testing.script import Script
 from schemas.codec.single_object import Codec
 from schemas.settings import Settings
@@ -77,7 +77,7 @@ def test_what_breaks_after_a_byte_is_the_calls_error() -> None:
             with pytest.raises(UpstreamFailed):
                 await rig.ask(key)
             assert len(rig.asked) == 1
-            async with rig.upstream.ask(
+            async with rig.upstream.call(
                 "POST", "/v1/x", None, {}, key=key, run_id="r", model=None
             ) as response:
                 pieces = response.pieces()
@@ -106,7 +106,7 @@ def test_an_engine_that_has_enough_gives_way_to_another(reply: bytes, reason: st
 def test_a_providers_own_refusal_passes_when_nobody_else_is_free() -> None:
     async def test(full: str) -> None:
         async with Rig(as_text(full)) as rig:
-            async with rig.upstream.ask(
+            async with rig.upstream.call(
                 "POST", "/v1/x", None, {}, key="k", run_id="r", model=None
             ) as response:
                 assert (response.status, response.header("retry-after")) == (429, "9")
@@ -125,7 +125,7 @@ async def _status_is(url: str, status: int) -> None:
 def test_our_own_engine_that_is_busy_is_asked_again_until_the_wait_is_over() -> None:
     async def test(url: str) -> None:
         async with Rig([{"url": url, "kind": "vllm"}], worker_wait_s=2.0) as rig:
-            with pytest.raises(NoWorker, match="503"):
+            with pytest.raises(NoEngine, match="503"):
                 await rig.ask()
             assert len(rig.asked) > 2
 
@@ -164,11 +164,11 @@ def test_a_client_that_leaves_gives_everything_back() -> None:
                 await call
             async with asyncio.timeout(SOON_S):
                 await gone.wait()
-            lane = rig.upstream.lanes.pick("k", ("r", None), ())
+            engine = rig.upstream.engines.pick("k", ("r", None), ())
             assert (
-                lane is not None
-                and lane.in_flight == 0
-                and rig.upstream.lanes.states()[url] == "ready"
+                engine is not None
+                and engine.in_flight == 0
+                and rig.upstream.engines.states()[url] == "ready"
             )
 
     run(answer, test=test)
@@ -182,7 +182,7 @@ def test_keys_and_prompts_are_in_no_log(capsys: pytest.CaptureFixture[str]) -> N
         ]
         async with Rig(upstreams, worker_wait_s=0.3) as rig:
             with pytest.raises(GatewayError) as error:
-                async with rig.upstream.ask(
+                async with rig.upstream.call(
                     "POST", "/v1/x", b"prompt1", {}, key="k", run_id="r", model=None
                 ):
                     pass
@@ -211,7 +211,7 @@ def test_one_dead_upstream_of_two_costs_no_failed_call(tmp_path: Path, stream: b
         await wire.say(b"HTTP/1.1 200 OK\r\n" + told + b"content-length: 2\r\n\r\n{}")
         return None
 
-    async def agent(w: Trial, number: int) -> None:
+    async def agent(w: GatewayFixture, number: int) -> None:
         for _ in range(calls):
             url = f"{w.url}/t{number}/g/v1/chat/completions"
             async with w.http.post(url, json=ASK | {"stream": stream}) as response:
@@ -237,13 +237,13 @@ def test_one_dead_upstream_of_two_costs_no_failed_call(tmp_path: Path, stream: b
             settings = Settings.model_validate(
                 {"data_dir": tmp_path, "gateway": {"upstreams": both}}
             )
-            bus = MemoryBus()
-            app = create_app(settings, bus, WorkerTable(settings.gateway.upstreams), CODEC)
+            producer = InMemoryLogProducer()
+            app = create_app(settings, producer, EngineRegistry(settings.gateway.upstreams), CODEC)
             url = await stack.enter_async_context(running(app))
             http = await stack.enter_async_context(
                 aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
             )
-            w = Trial(url, engine, urls[0], bus, http, settings, CODEC)
+            w = GatewayFixture(url, engine, urls[0], producer, http, settings, CODEC)
             async with asyncio.TaskGroup() as work:
                 for i in range(agents):
                     work.create_task(agent(w, i))

@@ -1,4 +1,4 @@
-"""Which engine serves a call: the worker table, the order of engines, circuits, kinds, keys. Lists in, lists out."""
+"""Which engine serves a call: the worker registry, the order of engines, circuits, kinds, keys. Lists in, lists out."""
 
 from __future__ import annotations
 
@@ -29,9 +29,17 @@ from gateway.engines.circuit_breaker import (
     fold,
     kind_of,
 )
-from gateway.engines.engine import Lane
+from gateway.engines.engine import Engine
 from gateway.engines.http1 import address_of
-from gateway.engines.registry import Ranking, Worker, WorkerTable, choose, ranked, slot_of, suited
+from gateway.engines.registry import (
+    EngineRegistry,
+    EngineSpec,
+    Ranking,
+    choose,
+    eligible,
+    ranked,
+    slot_of,
+)
 from gateway.errors import BadRequest, GatewayError
 from gateway.protocols.request_fields import renamed
 from runtime.process.config import load, overrides_of
@@ -39,7 +47,7 @@ from schemas.errors import SettingsError
 from schemas.records import WorkerStatus
 from schemas.settings import UpstreamSettings
 
-# ---------------------------------------------------------------- the table
+# ---------------------------------------------------------------- the registry
 
 
 def status(name: str, state: Any = "ready", **more: Any) -> WorkerStatus:
@@ -50,59 +58,59 @@ def status(name: str, state: Any = "ready", **more: Any) -> WorkerStatus:
     return WorkerStatus(**fields | more)
 
 
-def names(table: WorkerTable, now_s: float) -> list[str]:
-    return [w.name for w in table.ready(now_s)]
+def names(registry: EngineRegistry, now_s: float) -> list[str]:
+    return [w.name for w in registry.ready(now_s)]
 
 
 def test_workers_come_and_go() -> None:
-    table = WorkerTable(["http://static:1/v1"])
-    table.hear("a", status("a"), 0.0)
-    table.hear("b", status("b", "loading"), 0.0)
+    registry = EngineRegistry(["http://static:1/v1"])
+    registry.update("a", status("a"), 0.0)
+    registry.update("b", status("b", "loading"), 0.0)
     both = ["http://static:1/v1", "a"]
-    assert names(table, 0.0) == both
-    assert [w.base_url for w in table.ready(0.0)] == ["http://static:1", "http://a"]
-    assert names(table, 6.0) == both  # three heartbeats of 2 s
-    assert names(table, 6.1) == both[:1]
-    assert table.states(6.1) == {"a": "absent", "b": "absent"}
-    table.hear("a", status("a"), 7.0)
-    table.hear("b", status("b"), 7.0)
-    assert len(table.ready(7.0)) == 3
-    table.hear("a", status("a", "draining"), 7.5)
-    table.hear("b", None, 7.5)
-    assert names(table, 7.5) == both[:1] and table.states(7.5) == {"a": "draining"}
-    table.forget()
-    assert table.states(7.5) == {}
+    assert names(registry, 0.0) == both
+    assert [w.base_url for w in registry.ready(0.0)] == ["http://static:1", "http://a"]
+    assert names(registry, 6.0) == both  # three heartbeats of 2 s
+    assert names(registry, 6.1) == both[:1]
+    assert registry.states(6.1) == {"a": "absent", "b": "absent"}
+    registry.update("a", status("a"), 7.0)
+    registry.update("b", status("b"), 7.0)
+    assert len(registry.ready(7.0)) == 3
+    registry.update("a", status("a", "draining"), 7.5)
+    registry.update("b", None, 7.5)
+    assert names(registry, 7.5) == both[:1] and registry.states(7.5) == {"a": "draining"}
+    registry.clear()
+    assert registry.states(7.5) == {}
 
 
 def test_only_a_change_is_told_and_only_a_change_makes_a_new_list() -> None:
-    table, told = WorkerTable(), []
-    table.listen(lambda: told.append(1))
-    table.hear("a", status("a"), 0.0)
-    first = table.ready(0.0)
-    table.hear("a", status("a", heartbeat_at=1), 2.0)
-    assert len(told) == 1 and table.ready(7.9) is first
-    assert table.ready(8.1) == ()
-    table.hear("a", status("a", heartbeat_at=2), 9.0)
-    assert len(told) == 2 and table.ready(9.0) == first
-    table.hear("a", status("a", "loading"), 9.0)
-    table.hear("a", None, 9.0)
-    table.hear("a", None, 9.0)
+    registry, told = EngineRegistry(), []
+    registry.subscribe(lambda: told.append(1))
+    registry.update("a", status("a"), 0.0)
+    first = registry.ready(0.0)
+    registry.update("a", status("a", heartbeat_at=1), 2.0)
+    assert len(told) == 1 and registry.ready(7.9) is first
+    assert registry.ready(8.1) == ()
+    registry.update("a", status("a", heartbeat_at=2), 9.0)
+    assert len(told) == 2 and registry.ready(9.0) == first
+    registry.update("a", status("a", "loading"), 9.0)
+    registry.update("a", None, 9.0)
+    registry.update("a", None, 9.0)
     assert len(told) == 4
 
 
 def test_what_the_settings_name() -> None:
-    table = WorkerTable(
+    registry = EngineRegistry(
         load(
             None, ['gateway.upstreams=["http://a:1", {url: "http://b/v1", kind: vllm}]'], {}
         ).gateway.upstreams
     )
-    a, b = table.ready(0.0)
+    a, b = registry.ready(0.0)
     assert (a.name, a.kind, a.kind_known, a.worker_id) == ("http://a:1", "text", False, None)
     assert (b.base_url, b.kind, b.kind_known) == ("http://b", "vllm", True)
-    table.configure(["http://b/v1"])
-    assert names(table, 0.0) == ["http://b/v1"]
-    table.configure(["http://b/v1", {"url": "http://b/v1", "models": ["m"]}])  # type: ignore[list-item]
-    assert names(table, 0.0) == ["http://b/v1", "http://b/v1#2"]
+    registry.configure(["http://b/v1"])
+    assert names(registry, 0.0) == ["http://b/v1"]
+    registry.configure(["http://b/v1", {"url": "http://b/v1", "models": ["m"]}])  # type: ignore[list-item]
+    assert names(registry, 0.0) == ["http://b/v1", "http://b/v1#2"]
 
 
 @pytest.mark.parametrize(
@@ -117,7 +125,7 @@ def test_what_the_settings_name() -> None:
     ],
 )
 def test_a_base_url_may_have_another_version_than_v1(url: str, base: str, root: str) -> None:
-    (worker,) = WorkerTable([url]).ready(0.0)
+    (worker,) = EngineRegistry([url]).ready(0.0)
     assert (worker.base_url, worker.api_root) == (base, root)
 
 
@@ -127,13 +135,13 @@ def test_keys_of_engines_come_from_settings_or_environment_and_show_nowhere() ->
         ["gateway.upstreams=[{url: http://a, api_key_env: KEY_A}, {url: http://b, api_key: kb}]"],
         {},
     )
-    table = WorkerTable(upstreams.gateway.upstreams, {"KEY_A": "ka"})
-    assert [w.api_key for w in table.ready(0.0)] == ["ka", "kb"]
-    assert "ka" not in repr(table.ready(0.0)) and "kb" not in repr(table.ready(0.0)) + repr(
+    registry = EngineRegistry(upstreams.gateway.upstreams, {"KEY_A": "ka"})
+    assert [w.api_key for w in registry.ready(0.0)] == ["ka", "kb"]
+    assert "ka" not in repr(registry.ready(0.0)) and "kb" not in repr(registry.ready(0.0)) + repr(
         upstreams
     )
     with pytest.raises(GatewayError, match="KEY_A, which is not set"):
-        WorkerTable(upstreams.gateway.upstreams, {})
+        EngineRegistry(upstreams.gateway.upstreams, {})
     assert load(None, overrides_of(upstreams), {}) == upstreams
 
 
@@ -151,27 +159,27 @@ def test_wrong_upstreams_are_named_and_not_repeated(value: str) -> None:
 
 
 def test_run_and_model_narrow_the_choice_as_far_as_they_can() -> None:
-    a = Worker("a", "", models=("policy",), run_id="r1")
-    b = Worker("b", "", models=("policy", "judge"), run_id="r2")
-    c = Worker("c", "", models=("big",), model_map={"small": "big"})
-    assert suited([a, b], "r1", "policy") == [a]
-    assert suited([a, b], "r3", "judge") == [b]
-    assert suited([a, b], "r3", None) == [a, b]
-    assert suited([a, b], "r1", "unknown") == [a]
-    assert suited([a, b, c], "r1", "small") == [c]
+    a = EngineSpec("a", "", models=("policy",), run_id="r1")
+    b = EngineSpec("b", "", models=("policy", "judge"), run_id="r2")
+    c = EngineSpec("c", "", models=("big",), model_map={"small": "big"})
+    assert eligible([a, b], "r1", "policy") == [a]
+    assert eligible([a, b], "r3", "judge") == [b]
+    assert eligible([a, b], "r3", None) == [a, b]
+    assert eligible([a, b], "r1", "unknown") == [a]
+    assert eligible([a, b, c], "r1", "small") == [c]
 
 
 # ---------------------------------------------------------------- the order
 
 
 @dataclass
-class Engine:
+class RankedStub:
     name: str
     in_flight: int = 0
 
 
-def engines(n: int) -> list[Engine]:
-    return [Engine(f"w{i}") for i in range(n)]
+def engines(n: int) -> list[RankedStub]:
+    return [RankedStub(f"w{i}") for i in range(n)]
 
 
 @given(st.integers(2, 6), st.text(max_size=20))
@@ -188,7 +196,7 @@ def test_a_trajectory_stays_with_its_engine_when_another_leaves(n: int, key: str
 
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=6))
 def test_the_first_serves_unless_it_is_crowded(loads: list[int]) -> None:
-    order = [Engine(f"w{i}", load) for i, load in enumerate(loads)]
+    order = [RankedStub(f"w{i}", load) for i, load in enumerate(loads)]
     chosen = choose(order)
     assert chosen is not None
     crowded = loads[0] > 2 * max(1, min(loads))
@@ -318,8 +326,8 @@ def head(
             "kind": "vllm",
             "kind_known": True,
         }
-        lane = Lane(Worker(**fields | worker), lambda: 0.0, 2.0, lambda lane: None)
-        return lane.head("POST", path, {"content-type": "application/json"}, client or {}, 3)
+        engine = Engine(EngineSpec(**fields | worker), lambda: 0.0, 2.0, lambda engine: None)
+        return engine.head("POST", path, {"content-type": "application/json"}, client or {}, 3)
 
     text = asyncio.run(made()).decode()
     assert text.endswith("\r\n\r\n")
@@ -417,25 +425,25 @@ def test_an_address_that_no_request_can_name_is_refused_where_it_is_given(wrong:
     with pytest.raises(ValueError):
         address_of(wrong)
     with pytest.raises((GatewayError, ValueError), match=r"gateway\.upstreams|UpstreamSettings"):
-        WorkerTable([wrong])
+        EngineRegistry([wrong])
 
 
 @pytest.mark.parametrize("key", ["a\nb: c", "a\r", "k\x00", "ключ", "a b"])
 def test_a_key_that_no_header_can_hold_is_refused(key: str) -> None:
     with pytest.raises(GatewayError, match="EXAMPLE_KEY") as error:
-        WorkerTable(
+        EngineRegistry(
             [UpstreamSettings(url="http://h", api_key_env="EXAMPLE_KEY")], {"EXAMPLE_KEY": key}
         )
     assert repr(key) not in str(error.value)
     with pytest.raises(GatewayError, match="http://h") as error:
-        WorkerTable([UpstreamSettings(url="http://h", api_key=key)])
+        EngineRegistry([UpstreamSettings(url="http://h", api_key=key)])
 
 
 @pytest.mark.parametrize("value", ["a\r\nb: c", "a\n", "a\x00"])
 def test_no_header_value_can_become_a_header(value: str) -> None:
     async def made() -> None:
-        lane = Lane(Worker("w", "http://h"), lambda: 0.0, 2.0, lambda lane: None)
+        engine = Engine(EngineSpec("w", "http://h"), lambda: 0.0, 2.0, lambda engine: None)
         with pytest.raises(BadRequest):
-            lane.head("POST", "/v1/x", {"x-request-id": value}, {}, None)
+            engine.head("POST", "/v1/x", {"x-request-id": value}, {}, None)
 
     asyncio.run(made())

@@ -26,10 +26,10 @@ from support.wire import (
     wired,
 )
 
-from gateway.engines.engine import MUTE, Lane
+from gateway.engines.engine import MUTE, Engine
 from gateway.engines.http1 import Address, Pool
-from gateway.engines.registry import Worker
-from gateway.errors import NoWorker, UpstreamFailed
+from gateway.engines.registry import EngineSpec
+from gateway.errors import NoEngine, UpstreamFailed
 from gateway.protocols.base import EngineKind
 from gateway.testing.engine import ScriptedEngine
 from gateway.testing.script import Script
@@ -48,11 +48,11 @@ def test_kinds_are_found_and_only_ours_are_asked_to_capture() -> None:
                 await rig.until(lambda: rig.upstream.ready)
                 assert [w.kind for w in rig.upstream.ready] == [kind]
                 bodies = lambda worker: json.dumps(ASK | {"kind": worker.kind}).encode()  # noqa: E731
-                async with rig.upstream.ask(
+                async with rig.upstream.call(
                     "POST", "/v1/chat/completions", bodies, {"content-type": "application/json"},
                     key="k", run_id="r", model="policy",
                 ) as response:  # fmt: skip
-                    assert response.status == 200 and response.worker.kind == kind
+                    assert response.status == 200 and response.spec.kind == kind
                     assert (response.header("content-type") or "").startswith("application/json")
                     await response.read()
                 assert engine.requests[0]["kind"] == kind
@@ -96,7 +96,7 @@ def test_an_engine_that_is_away_is_passed_over_at_once_and_comes_back() -> None:
                 await rig.until(lambda: len(rig.upstream.ready) == 2)
                 key = key_of(there, rig)
             assert await rig.ask(key) == (200, b"hi")
-            await rig.until(lambda: rig.upstream.lanes.states()[there] == "out")
+            await rig.until(lambda: rig.upstream.engines.states()[there] == "out")
             assert [w.base_url for w in rig.upstream.ready] == [here]
             assert rig.count("engine_outages_total") == 1 and rig.count("engines{") == 2
             async with engine.serve(port):
@@ -123,15 +123,15 @@ def test_a_provider_that_failed_is_tried_by_one_call() -> None:
             for _ in range(2):
                 with pytest.raises(UpstreamFailed):
                     await rig.ask()
-            await rig.until(lambda: rig.upstream.lanes.states()[url] == "out")
+            await rig.until(lambda: rig.upstream.engines.states()[url] == "out")
             failing[0], before = False, len(requests)
             calls = [asyncio.create_task(rig.ask(f"k{i}")) for i in range(10)]
-            await rig.until(lambda: rig.upstream.lanes.states()[url] == "trying")
+            await rig.until(lambda: rig.upstream.engines.states()[url] == "trying")
             await rig.until(lambda: len(requests) > before)
             assert len(requests) == before + 1 and rig.count("waiting") == 9
             go_on.set()
             assert {await call for call in calls} == {(200, b"hi")}
-            assert rig.upstream.lanes.states()[url] == "ready" and rig.count("waiting") == 0
+            assert rig.upstream.engines.states()[url] == "ready" and rig.count("waiting") == 0
 
     run(answer, test=test)
 
@@ -167,11 +167,11 @@ def test_calls_wait_while_weights_load_and_go_on_at_once() -> None:
     async def body() -> None:
         engine = ScriptedEngine(lambda _: Script([HI]))
         async with engine.serve() as url, Rig([], probe_interval_s=PATIENT_S) as rig:
-            rig.table.hear("w", heard(url, "loading"), 0.0)
+            rig.registry.update("w", heard(url, "loading"), 0.0)
             calls = [asyncio.create_task(rig.ask(f"k{i}")) for i in range(20)]
             await rig.until(lambda: rig.count("waiting") == 20)
-            assert rig.upstream.lanes.states() == {"w": "loading"} and rig.count("engines{") == 1
-            rig.table.hear("w", heard(url, "ready"), 0.0)
+            assert rig.upstream.engines.states() == {"w": "loading"} and rig.count("engines{") == 1
+            rig.registry.update("w", heard(url, "ready"), 0.0)
             assert {status for status, _ in await asyncio.gather(*calls)} == {404}
             assert {w and w.worker_id for w in rig.asked} == {"w"}
             assert rig.count("waiting") == 0
@@ -216,7 +216,7 @@ def test_what_is_not_up_yet_is_no_provider(reports: bool) -> None:
     async def test(url: str) -> None:
         async with Rig([] if reports else [url], probe_interval_s=0.2) as rig:
             if reports:
-                rig.table.hear("w", heard(url, "ready"), 0.0)
+                rig.registry.update("w", heard(url, "ready"), 0.0)
             _ = rig.upstream.ready
             await rig.until(lambda: probes > 2 * MUTE)
             assert rig.upstream.ready == []
@@ -227,10 +227,10 @@ def test_what_is_not_up_yet_is_no_provider(reports: bool) -> None:
 def test_a_host_that_cannot_be_looked_up_is_an_engine_that_is_away() -> None:
     async def body() -> None:
         async with Rig(as_text("http://h"), worker_wait_s=0.1) as rig:
-            lane = rig.upstream.lanes.pick("k", ("r", None), ())
-            assert lane is not None
-            lane.pool = Pool(Address("a..b", 80, False, ""))
-            with pytest.raises(NoWorker, match="cannot be reached"):
+            engine = rig.upstream.engines.pick("k", ("r", None), ())
+            assert engine is not None
+            engine.pool = Pool(Address("a..b", 80, False, ""))
+            with pytest.raises(NoEngine, match="cannot be reached"):
                 await rig.ask()
 
     asyncio.run(body())
@@ -240,24 +240,24 @@ def test_a_probe_that_breaks_is_told_and_goes_on(capsys: pytest.CaptureFixture[s
     async def test(url: str) -> None:
         judged, again = 0, asyncio.Event()
 
-        def judge(_: Lane) -> None:
+        def judge(_: Engine) -> None:
             nonlocal judged
             judged += 1
             if judged == 1:
                 raise RuntimeError("a bug")
             again.set()
 
-        lane = Lane(Worker("w", url), asyncio.get_running_loop().time, 0.05, judge)
-        lane.watch()
+        engine = Engine(EngineSpec("w", url), asyncio.get_running_loop().time, 0.05, judge)
+        engine.watch()
         async with asyncio.timeout(SOON_S):
-            await lane.first_probe.wait()
+            await engine.first_probe.wait()
             while "a bug" not in "".join(capsys.readouterr()):  # noqa: ASYNC110 - the log is a file
                 await asyncio.sleep(0.005)
-            lane.failed("probe", surely=True)
+            engine.failed("probe", surely=True)
             await again.wait()
-            while lane.state != "ready":  # it is probed again  # noqa: ASYNC110 - the state is the prober's
+            while engine.state != "ready":  # it is probed again  # noqa: ASYNC110 - the state is the prober's
                 await asyncio.sleep(0.005)
-        await lane.close()
+        await engine.close()
 
     run(saying(OK), test=test)
 
@@ -265,10 +265,10 @@ def test_a_probe_that_breaks_is_told_and_goes_on(capsys: pytest.CaptureFixture[s
 def test_waiting_ends_and_says_why() -> None:
     async def body() -> None:
         async with Rig([], worker_wait_s=0.05) as rig:
-            with pytest.raises(NoWorker, match="none is known"):
+            with pytest.raises(NoEngine, match="none is known"):
                 await rig.ask()
-            rig.table.hear("w", heard("http://127.0.0.1:1", "loading"), 0.0)
-            with pytest.raises(NoWorker, match="1 loading"):
+            rig.registry.update("w", heard("http://127.0.0.1:1", "loading"), 0.0)
+            with pytest.raises(NoEngine, match="1 loading"):
                 await rig.ask()
             call = asyncio.create_task(rig.ask())
             await asyncio.sleep(0)
@@ -297,14 +297,14 @@ def test_a_draining_engine_ends_its_calls_and_gets_no_new_ones(how: str) -> None
     async def test(old: str, new: str) -> None:
         async with Rig([] if how != "removed" else as_text(old), probe_interval_s=PATIENT_S) as rig:
             if how != "removed":
-                rig.table.hear("w", heard(old, "ready"), 0.0)
+                rig.registry.update("w", heard(old, "ready"), 0.0)
             call = asyncio.create_task(rig.ask())
             await arrived.wait()
             if how == "removed":
-                rig.table.configure(as_text(new))  # type: ignore[arg-type]
+                rig.registry.configure(as_text(new))  # type: ignore[arg-type]
             else:
-                rig.table.hear("w", heard(old, "draining") if how == "draining" else None, 0.0)
-                rig.table.configure(as_text(new))  # type: ignore[arg-type]
+                rig.registry.update("w", heard(old, "draining") if how == "draining" else None, 0.0)
+                rig.registry.configure(as_text(new))  # type: ignore[arg-type]
             assert await rig.ask() == (200, b"hi")
             assert rig.asked[-1] is not None and rig.asked[-1].base_url == new and not call.done()
             gate.set()

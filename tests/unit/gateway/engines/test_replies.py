@@ -14,21 +14,20 @@ from support.wire import ASK
 from gateway.asgi.in_flight_limits import ReplyLimit
 from gateway.engines.http1 import Connection, Pool
 from gateway.errors import Overloaded
-from gateway.testing.gateway import Trial
-from gateway.testing.gateway import play as play_in
-from gateway.testing.script import Say, Script
+from gateway.testing.gateway import GatewayFixture, run_gateway
+from gateway.testing.script import Script, ScriptedChoice
 from schemas.codec.single_object import Codec
 
 CODEC = Codec()
-Play = Callable[..., None]
+RunScenario = Callable[..., None]
 HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 CHUNK = b"2\r\nhi\r\n"
 
 
 @pytest.fixture
-def play(tmp_path: Path) -> Play:
-    """`play(scenario, script, **gateway settings)` runs an async scenario in a trial of its own."""
-    return partial(play_in, tmp_path, CODEC)
+def run_scenario(tmp_path: Path) -> RunScenario:
+    """`run_scenario(scenario, script, **gateway settings)` runs an async scenario against a gateway of its own."""
+    return partial(run_gateway, tmp_path, CODEC)
 
 
 # ---------------------------------------------------------------- time
@@ -175,11 +174,11 @@ def test_beyond_the_limit_one_reply_goes_on_and_the_others_wait_for_its_end() ->
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/models"])
 def test_calls_are_refused_before_sampling_while_replies_fill_the_memory(
-    play: Play, path: str
+    run_scenario: RunScenario, path: str
 ) -> None:
     gate = asyncio.Semaphore(0)
 
-    async def scenario(w: Trial) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         async with w.http.post(
             w.url + "/t/g/chat/completions", json=ASK | {"stream": True}
         ) as stream:
@@ -198,5 +197,5 @@ def test_calls_are_refused_before_sampling_while_replies_fill_the_memory(
             assert again.status == 200
         assert [step.status for step in w.steps()] == ["ok", "ok"]
 
-    says = Say([7, 8, 9], ["x" * 5000, "lo", ""], [-0.5, -0.25, -0.125])
-    play(scenario, Script([says], gate=gate), max_in_flight_reply_bytes=100)
+    says = ScriptedChoice([7, 8, 9], ["x" * 5000, "lo", ""], [-0.5, -0.25, -0.125])
+    run_scenario(scenario, Script([says], gate=gate), max_in_flight_reply_bytes=100)

@@ -19,7 +19,7 @@ from support.adapters import (
     broken,
     json_values,
     plain,
-    says,
+    scripted_choices,
     streamed,
     takes_or_refuses,
     written,
@@ -32,19 +32,20 @@ from gateway.protocols.anthropic_messages import (
     finish_of,
     type_of,
 )
-from gateway.testing.gateway import Trial
-from gateway.testing.gateway import play as play_in
-from gateway.testing.messages import MessagesVoice
-from gateway.testing.script import Json, Say, Script
+from gateway.testing.gateway import GatewayFixture, run_gateway
+from gateway.testing.messages import MessagesServer
+from gateway.testing.script import Json, Script, ScriptedChoice
 from schemas.codec.single_object import Codec
 from schemas.tokens import unpack_ids, unpack_logprobs
 
-ADAPTER, VOICE = AnthropicMessages(), MessagesVoice()
+ADAPTER, VOICE = AnthropicMessages(), MessagesServer()
 ASK: Json = {"model": "policy", "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}
 BODY = orjson.dumps(ASK)
-HI = Say([7, 8, 9], ["Hel", "lo", ""], [-0.5, -0.25, -0.125])
-THOUGHT = Say([1, 2, 3, 4], ["Let ", "me", "Yes", "."], [-1.0, -2.0, -3.0, -4.0], reasoning=2)
-CALLS = Say(
+HI = ScriptedChoice([7, 8, 9], ["Hel", "lo", ""], [-0.5, -0.25, -0.125])
+THOUGHT = ScriptedChoice(
+    [1, 2, 3, 4], ["Let ", "me", "Yes", "."], [-1.0, -2.0, -3.0, -4.0], reasoning=2
+)
+CALLS = ScriptedChoice(
     [4, 5, 6],
     ["Look: ", None, None],
     [-0.1, -0.2, -0.3],
@@ -60,16 +61,16 @@ TOOL: Any = {
     "input_schema": {"type": "object", "properties": {"key": {"type": "string"}}},
 }
 CODEC = Codec()
-Play = Callable[..., None]
+RunScenario = Callable[..., None]
 
 
 @pytest.fixture(params=["captured", "vllm", "text"])
-def play(request: pytest.FixtureRequest, tmp_path: Path) -> Play:
-    """`play(scenario, script)` runs an async scenario in a trial of its own, with each kind of engine."""
-    return partial(play_in, tmp_path, CODEC, kind=request.param)
+def run_scenario(request: pytest.FixtureRequest, tmp_path: Path) -> RunScenario:
+    """`run_scenario(scenario, script)` runs an async scenario against a gateway of its own, with each kind of engine."""
+    return partial(run_gateway, tmp_path, CODEC, kind=request.param)
 
 
-def sdk(w: Trial) -> AsyncAnthropic:
+def sdk(w: GatewayFixture) -> AsyncAnthropic:
     return AsyncAnthropic(base_url=w.url + "/t1/g1", api_key="none", max_retries=0, timeout=600)
 
 
@@ -172,8 +173,8 @@ def test_what_is_no_message_passes_unread(body: bytes) -> None:
     assert (answer.unread or "").startswith("the reply is not a message")
 
 
-@given(says(), st.lists(st.integers(0, 10_000), max_size=8))
-def test_streamed_equals_plain_however_it_is_cut(say: Say, cuts: list[int]) -> None:
+@given(scripted_choices(), st.lists(st.integers(0, 10_000), max_size=8))
+def test_streamed_equals_plain_however_it_is_cut(say: ScriptedChoice, cuts: list[int]) -> None:
     data = written(VOICE, ASK, [say])
     got = streamed(ADAPTER, BODY, "captured", data, cuts)
     assert (got.client, got.failure) == (data, None)
@@ -234,7 +235,7 @@ def test_events_of_other_providers_pass() -> None:
 
 
 def test_a_call_that_was_cut_off_keeps_what_came() -> None:
-    whole = written(VOICE, ASK, [Say([4], [None], [-0.1], [LOOK], "tool_calls")])
+    whole = written(VOICE, ASK, [ScriptedChoice([4], [None], [-0.1], [LOOK], "tool_calls")])
     data = whole[: whole.index(b"event: content_block_stop")].replace(b'k1\\"}', b"k")
     got = streamed(ADAPTER, BODY, "captured", data)
     assert got.failure is not None and "had not ended" in got.failure
@@ -251,7 +252,7 @@ def test_a_call_that_was_cut_off_keeps_what_came() -> None:
 
 
 def test_an_aborted_message_ends_as_one() -> None:
-    say = Say([7], ["Hel"], [-0.5], finish_reason="abort")
+    say = ScriptedChoice([7], ["Hel"], [-0.5], finish_reason="abort")
     for choice in (
         streamed(ADAPTER, BODY, "captured", written(VOICE, ASK, [say])).reply.choices[0],
         ADAPTER.parse_reply(
@@ -337,8 +338,10 @@ def test_any_engine_error_can_be_written(said: Any, status: int) -> None:
 
 @pytest.mark.parametrize("say", [HI, THOUGHT, CALLS], ids=["text", "thinking", "tools"])
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_message_is_one_step(play: Play, say: Say, stream: bool) -> None:
-    async def scenario(w: Trial) -> None:
+def test_a_message_is_one_step(
+    run_scenario: RunScenario, say: ScriptedChoice, stream: bool
+) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         async with sdk(w) as client:
             if stream:
                 async with client.messages.stream(**ASK, tools=[TOOL]) as s:
@@ -364,11 +367,11 @@ def test_a_message_is_one_step(play: Play, say: Say, stream: bool) -> None:
         assert unpack_logprobs(step.response_logprobs) == pytest.approx(list(say.logprobs))
         assert step.tokens_absent_reason is None
 
-    play(scenario, Script([say]))
+    run_scenario(scenario, Script([say]))
 
 
-def test_errors_reach_the_client_as_anthropics(play: Play) -> None:
-    async def scenario(w: Trial) -> None:
+def test_errors_reach_the_client_as_anthropics(run_scenario: RunScenario) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         async with sdk(w) as client:
             with pytest.raises(BadRequestError) as ours:
                 await client.messages.create(
@@ -389,21 +392,21 @@ def test_errors_reach_the_client_as_anthropics(play: Play) -> None:
         }
         assert w.steps() == []
 
-    play(scenario, Script([HI], status=400))
+    run_scenario(scenario, Script([HI], status=400))
 
 
-def test_an_error_in_mid_stream_reaches_the_client(play: Play) -> None:
-    async def scenario(w: Trial) -> None:
+def test_an_error_in_mid_stream_reaches_the_client(run_scenario: RunScenario) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         async with sdk(w) as client:
             with pytest.raises(APIStatusError, match="scripted"):
                 async for _ in await client.messages.create(**ASK, stream=True):
                     pass
 
-    play(scenario, Script([HI], fail_after=3))
+    run_scenario(scenario, Script([HI], fail_after=3))
 
 
-def test_counting_tokens_passes_and_is_not_recorded(play: Play) -> None:
-    async def scenario(w: Trial) -> None:
+def test_counting_tokens_passes_and_is_not_recorded(run_scenario: RunScenario) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         async with sdk(w) as client:
             count = await client.messages.count_tokens(
                 model="policy", messages=[{"role": "user", "content": "hi"}]
@@ -414,4 +417,4 @@ def test_counting_tokens_passes_and_is_not_recorded(play: Play) -> None:
         assert isinstance(caught.value.body, dict) and caught.value.body["type"] == "error"
         assert w.steps() == []
 
-    play(scenario, Script([HI]))
+    run_scenario(scenario, Script([HI]))

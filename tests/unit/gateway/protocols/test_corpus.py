@@ -16,8 +16,8 @@ import pytest
 from support.corpus import CORPUS, PATHS, Case, Clients, Seen, cases, replaying, reply
 
 from gateway.app import create_app
-from gateway.durability.log import MemoryBus
-from gateway.engines.registry import WorkerTable
+from gateway.durability.log import InMemoryLogProducer
+from gateway.engines.registry import EngineRegistry
 from gateway.testing.gateway import running
 from schemas.codec.single_object import Codec
 from schemas.records import Step
@@ -42,11 +42,11 @@ async def outcomes(directory: Path) -> dict[str, Outcome]:
         case.name: reply(case.data, "text/event-stream" if case.stream else "application/json")
         for case in CASES
     }
-    codec, bus, found = Codec(), MemoryBus(), {}
+    codec, producer, found = Codec(), InMemoryLogProducer(), {}
     async with replaying(made) as engine:
         said = {"upstreams": [{"url": engine, "kind": "text"}], "worker_wait_s": 60}
         settings = Settings.model_validate({"data_dir": directory, "gateway": said})
-        app = create_app(settings, bus, WorkerTable(settings.gateway.upstreams), codec)
+        app = create_app(settings, producer, EngineRegistry(settings.gateway.upstreams), codec)
         async with running(app) as gateway, aiohttp.ClientSession() as http, Clients() as clients:
             for case in CASES:
                 url = f"{gateway}/{case.trajectory}/g"
@@ -55,7 +55,9 @@ async def outcomes(directory: Path) -> dict[str, Outcome]:
                 async with http.post(f"{gateway}/raw/g{PATHS[case.protocol]}", json=body) as got:
                     raw = await got.read()
                 records = [
-                    codec.decode(m.value) for m in bus.messages if m.key == case.trajectory.encode()
+                    codec.decode(m.value)
+                    for m in producer.messages
+                    if m.key == case.trajectory.encode()
                 ]
                 found[case.name] = Outcome(
                     straight, through, raw, [r for r in records if isinstance(r, Step)]

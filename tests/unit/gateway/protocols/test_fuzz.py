@@ -22,11 +22,11 @@ from support.examples import examples
 from gateway.errors import BadRequest
 from gateway.protocols.base import EngineKind
 from gateway.protocols.request_fields import renamed
-from gateway.testing.gateway import Trial, play
-from gateway.testing.script import Say, Script
+from gateway.testing.gateway import GatewayFixture, run_gateway
+from gateway.testing.script import Script, ScriptedChoice
 from schemas.codec.single_object import Codec
 
-HI = Say([7, 8, 9], ["Hel", "lo", ""], [-0.5, -0.25, -0.125])
+HI = ScriptedChoice([7, 8, 9], ["Hel", "lo", ""], [-0.5, -0.25, -0.125])
 FEW = settings(
     max_examples=examples(12), deadline=None, suppress_health_check=list(HealthCheck), database=None
 )
@@ -69,13 +69,15 @@ def serving(home: Path, kind: EngineKind, **limits: Any) -> Iterator[str]:
     """URL of a whole gateway in a thread, its engine scripted."""
     said: Queue[tuple[str, asyncio.AbstractEventLoop, asyncio.Event]] = Queue()
 
-    async def scenario(w: Trial) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         over = asyncio.Event()
         said.put((w.url, asyncio.get_running_loop(), over))
         await over.wait()
 
     thread = threading.Thread(
-        target=play, args=(home, Codec(), scenario, lambda _: Script([HI]), kind), kwargs=limits
+        target=run_gateway,
+        args=(home, Codec(), scenario, lambda _: Script([HI]), kind),
+        kwargs=limits,
     )
     thread.start()
     url, loop, over = said.get(timeout=300)

@@ -20,15 +20,15 @@ from gateway.errors import BadRequest
 from gateway.protocols.base import Choice, EngineKind, ParsedReply, Request
 from gateway.protocols.openai_chat import OpenAIChat
 from gateway.protocols.token_fields import packed_tokens
-from gateway.testing.chat import ChatVoice, plain
+from gateway.testing.chat import ChatServer, plain
 from gateway.testing.engine import frames_of, whole_frames
-from gateway.testing.script import Say, Script
+from gateway.testing.script import Script, ScriptedChoice
 from schemas import engine_frames
 from schemas.tokens import pack_ids, pack_logprobs, unpack_ids
 
 ASK: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hé"}]}
 ADDED = {"return_token_ids": True, "logprobs": True, "top_logprobs": 0}
-HI = Say([7, 8, 9], ["Hel", "lo", ""], [-0.5, -0.25, -0.125])
+HI = ScriptedChoice([7, 8, 9], ["Hel", "lo", ""], [-0.5, -0.25, -0.125])
 FUNCTION = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 CHAT = OpenAIChat()
 
@@ -101,7 +101,7 @@ says = st.lists(
         min_size=1,
         max_size=5,
     ).map(
-        lambda tokens: Say(
+        lambda tokens: ScriptedChoice(
             [i for i, _ in tokens], [t for _, t in tokens], [-float(i) for i, _ in tokens]
         )
     ),
@@ -111,7 +111,7 @@ says = st.lists(
 
 
 def written(body: dict[str, Any], script: Script) -> bytes:
-    return b"".join(event.data for event in ChatVoice().events(body, script))
+    return b"".join(event.data for event in ChatServer().events(body, script))
 
 
 def in_pieces(data: st.DataObject, stream: EventStream, incoming: bytes) -> bytes:
@@ -125,7 +125,7 @@ def in_pieces(data: st.DataObject, stream: EventStream, incoming: bytes) -> byte
 
 @given(says, st.booleans(), st.booleans(), st.data())
 def test_a_vllm_stream_tells_the_client_what_it_asked_for_and_us_everything(
-    script: list[Say], logprobs: bool, ids: bool, data: st.DataObject
+    script: list[ScriptedChoice], logprobs: bool, ids: bool, data: st.DataObject
 ) -> None:
     more = {"n": len(script), "logprobs": logprobs, "return_token_ids": ids}
     request = a_request(stream=True, **more)
@@ -145,11 +145,11 @@ def test_a_vllm_stream_tells_the_client_what_it_asked_for_and_us_everything(
 
 @given(says, st.booleans(), st.data())
 def test_a_captured_stream_goes_through_and_tells_us_everything(
-    script: list[Say], logprobs: bool, data: st.DataObject
+    script: list[ScriptedChoice], logprobs: bool, data: st.DataObject
 ) -> None:
     more = {"n": len(script), "logprobs": logprobs}
     ask, incoming, own = ASK | {"stream": True} | more, b"", b""
-    for at, event in enumerate(ChatVoice().events(ask, Script(script))):
+    for at, event in enumerate(ChatServer().events(ask, Script(script))):
         frames = frames_of(Script(script), event, 1, at == 0)
         incoming += (
             engine_frames.comment(b"".join(map(engine_frames.encode, frames))) if frames else b""
@@ -205,7 +205,7 @@ def test_a_broken_account_of_tokens_costs_the_tokens_not_the_reply() -> None:
     )
 
 
-@given(broken(ChatVoice(), ASK | {"stream": True}), st.sampled_from(["captured", "vllm", "text"]))
+@given(broken(ChatServer(), ASK | {"stream": True}), st.sampled_from(["captured", "vllm", "text"]))
 def test_no_event_breaks_the_accumulator(events: list[Any], kind: EngineKind) -> None:
     takes_or_refuses(CHAT, orjson.dumps(ASK | {"stream": True}), kind, events)
 
@@ -222,8 +222,10 @@ def test_what_is_no_reply_passes_unread(body: bytes) -> None:
     assert (answer.unread or "").startswith("the reply is not a chat completion")
 
 
-@pytest.mark.parametrize("say", [HI, Say([1, 2], ["a", "b"], [-1.0, -2.0], tool_calls=[FUNCTION])])
-def test_kinds_of_engines_give_the_same_message_and_tokens(say: Say) -> None:
+@pytest.mark.parametrize(
+    "say", [HI, ScriptedChoice([1, 2], ["a", "b"], [-1.0, -2.0], tool_calls=[FUNCTION])]
+)
+def test_kinds_of_engines_give_the_same_message_and_tokens(say: ScriptedChoice) -> None:
     request, script = a_request(), Script([say])
     told = CHAT.parse_reply(
         request, "vllm", orjson.dumps(plain(json.loads(CHAT.engine_body(request, "vllm")), script))

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from openai import AsyncOpenAI, BadRequestError
-from support.adapters import broken, plain, says, streamed, takes_or_refuses, written
+from support.adapters import broken, plain, scripted_choices, streamed, takes_or_refuses, written
 
 from gateway import errors
 from gateway.capture.engine_tokens import CapturedTokens
@@ -21,27 +21,26 @@ from gateway.capture.stream import EventStream
 from gateway.protocols.base import Choice, EngineKind, ParsedReply
 from gateway.protocols.openai_completions import ECHOED, NOTHING_SAMPLED, OpenAICompletions
 from gateway.protocols.token_fields import NO_IDS, NO_LOGPROBS
-from gateway.testing.completions import CompletionsVoice
-from gateway.testing.gateway import Trial
-from gateway.testing.gateway import play as play_in
-from gateway.testing.script import Json, Say, Script
+from gateway.testing.completions import CompletionsServer
+from gateway.testing.gateway import GatewayFixture, run_gateway
+from gateway.testing.script import Json, Script, ScriptedChoice
 from schemas import engine_frames
 from schemas.codec.single_object import Codec
 from schemas.tokens import pack_ids, pack_logprobs, unpack_ids, unpack_logprobs
 
-ADAPTER, VOICE = OpenAICompletions(), CompletionsVoice()
+ADAPTER, VOICE = OpenAICompletions(), CompletionsServer()
 ASK: Json = {"model": "policy", "prompt": "hi"}
 BODY = orjson.dumps(ASK)
-HI = Say([7, 8, 9], ["Hel", "lo", ""], [-0.5, -0.25, -0.125])
-YO = Say([5, 6], ["Y", "o"], [-1.0, -2.0], finish_reason="length")
+HI = ScriptedChoice([7, 8, 9], ["Hel", "lo", ""], [-0.5, -0.25, -0.125])
+YO = ScriptedChoice([5, 6], ["Y", "o"], [-1.0, -2.0], finish_reason="length")
 CODEC = Codec()
-Play = Callable[..., None]
+RunScenario = Callable[..., None]
 
 
 @pytest.fixture(params=["captured", "vllm", "text"])
-def play(request: pytest.FixtureRequest, tmp_path: Path) -> Play:
-    """`play(scenario, script)` runs an async scenario in a trial of its own, with each kind of engine."""
-    return partial(play_in, tmp_path, CODEC, kind=request.param)
+def run_scenario(request: pytest.FixtureRequest, tmp_path: Path) -> RunScenario:
+    """`run_scenario(scenario, script)` runs an async scenario against a gateway of its own, with each kind of engine."""
+    return partial(run_gateway, tmp_path, CODEC, kind=request.param)
 
 
 def asked(ask: Json, kind: EngineKind = "vllm") -> Json:
@@ -50,7 +49,9 @@ def asked(ask: Json, kind: EngineKind = "vllm") -> Json:
     return said
 
 
-def answered(ask: Json, says: Sequence[Say], kind: EngineKind = "vllm", **more: Any) -> ParsedReply:
+def answered(
+    ask: Json, says: Sequence[ScriptedChoice], kind: EngineKind = "vllm", **more: Any
+) -> ParsedReply:
     return ADAPTER.parse_reply(
         ADAPTER.parse_request(orjson.dumps(ask)), kind, plain(VOICE, asked(ask, kind), says, **more)
     )
@@ -215,13 +216,13 @@ def test_what_is_no_completion_passes_unread(body: bytes) -> None:
 
 
 @given(
-    st.lists(says(tools=False), min_size=1, max_size=3),
+    st.lists(scripted_choices(tools=False), min_size=1, max_size=3),
     st.lists(st.integers(0, 10_000), max_size=8),
     st.sampled_from(["captured", "vllm", "text"]),
     st.sampled_from([{}, {"logprobs": 0}, {"return_token_ids": True}]),
 )
 def test_streamed_equals_plain_however_it_is_cut(
-    said: list[Say], cuts: list[int], kind: EngineKind, change: Json
+    said: list[ScriptedChoice], cuts: list[int], kind: EngineKind, change: Json
 ) -> None:
     ask = ASK | {"n": len(said)} | change
     got = streamed(ADAPTER, orjson.dumps(ask), kind, written(VOICE, asked(ask, kind), said), cuts)
@@ -246,13 +247,13 @@ def test_tokens_told_once_count_once_whatever_waits_beside_them() -> None:
             engine_frames.encode(engine_frames.Frame(0, pack_ids([1, 2, 3]), choices))
         )
 
-    def told(which: int, at: int, say: Say) -> engine_frames.Choice:
+    def told(which: int, at: int, say: ScriptedChoice) -> engine_frames.Choice:
         finish = say.finish_reason if at == len(say.ids) - 1 else None
         return engine_frames.Choice(
             which, pack_ids([say.ids[at]]), pack_logprobs([say.logprobs[at]]), finish
         )
 
-    said = [Say([4], ["x"], [-4.0]), HI, YO]
+    said = [ScriptedChoice([4], ["x"], [-4.0]), HI, YO]
     ask = ASK | {"n": 3}
     events = [e.data for e in VOICE.events(ask, Script(said))]
     first, second, third = events[:3], events[3:5], events[5:]
@@ -295,8 +296,8 @@ def test_no_event_can_break_the_accumulator(said: list[Any], kind: EngineKind) -
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_choices_of_prompts_are_sibling_steps(play: Play, stream: bool) -> None:
-    async def scenario(w: Trial) -> None:
+def test_choices_of_prompts_are_sibling_steps(run_scenario: RunScenario, stream: bool) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         ask: Any = {"model": "policy", "prompt": ["a", "b"], "n": 2}
         texts = ["", "", "", ""]
         async with AsyncOpenAI(
@@ -334,11 +335,11 @@ def test_choices_of_prompts_are_sibling_steps(play: Play, stream: bool) -> None:
             ) == list(say.logprobs)
             assert step.tokens_absent_reason is None
 
-    play(scenario, Script([HI, YO, YO, HI]))
+    run_scenario(scenario, Script([HI, YO, YO, HI]))
 
 
-def test_an_engines_error_passes_as_it_is(play: Play) -> None:
-    async def scenario(w: Trial) -> None:
+def test_an_engines_error_passes_as_it_is(run_scenario: RunScenario) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         async with AsyncOpenAI(
             base_url=w.url + "/t1/g1/v1", api_key="none", max_retries=0, timeout=600
         ) as client:
@@ -346,4 +347,4 @@ def test_an_engines_error_passes_as_it_is(play: Play) -> None:
                 await client.completions.create(model="policy", prompt="hi")
         assert caught.value.type == "BadRequestError" and w.steps() == []
 
-    play(scenario, Script([HI], status=400))
+    run_scenario(scenario, Script([HI], status=400))

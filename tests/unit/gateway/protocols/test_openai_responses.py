@@ -13,29 +13,37 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from openai import AsyncOpenAI, BadRequestError
-from support.adapters import ADD, LOOK, broken, plain, says, streamed, takes_or_refuses, written
+from support.adapters import (
+    ADD,
+    LOOK,
+    broken,
+    plain,
+    scripted_choices,
+    streamed,
+    takes_or_refuses,
+    written,
+)
 
 from gateway import errors
 from gateway.protocols.openai_responses import OpenAIResponses, finish_of
-from gateway.testing.gateway import Trial
-from gateway.testing.gateway import play as play_in
-from gateway.testing.responses import ResponsesVoice
-from gateway.testing.script import Json, Say, Script
+from gateway.testing.gateway import GatewayFixture, run_gateway
+from gateway.testing.responses import ResponsesServer
+from gateway.testing.script import Json, Script, ScriptedChoice
 from schemas.codec.single_object import Codec
 from schemas.tokens import unpack_ids, unpack_logprobs
 
-ADAPTER, VOICE = OpenAIResponses(), ResponsesVoice()
+ADAPTER, VOICE = OpenAIResponses(), ResponsesServer()
 ASK: Json = {"model": "policy", "input": "hi"}
 BODY = orjson.dumps(ASK)
-HI = Say([7, 8, 9], ["Hel", "lo", ""], [-0.5, -0.25, -0.125])
-THOUGHT = Say(
+HI = ScriptedChoice([7, 8, 9], ["Hel", "lo", ""], [-0.5, -0.25, -0.125])
+THOUGHT = ScriptedChoice(
     [1, 2, 3, 4],
     ["Let ", "me", "Yes", "."],
     [-1.0, -2.0, -3.0, -4.0],
     reasoning=2,
     finish_reason="length",
 )
-CALLS = Say(
+CALLS = ScriptedChoice(
     [4, 5, 6],
     ["Look: ", None, None],
     [-0.1, -0.2, -0.3],
@@ -49,16 +57,16 @@ TOOL: Any = {
     "parameters": {"type": "object", "properties": {}},
 }
 CODEC = Codec()
-Play = Callable[..., None]
+RunScenario = Callable[..., None]
 
 
 @pytest.fixture(params=["captured", "vllm", "text"])
-def play(request: pytest.FixtureRequest, tmp_path: Path) -> Play:
-    """`play(scenario, script)` runs an async scenario in a trial of its own, with each kind of engine."""
-    return partial(play_in, tmp_path, CODEC, kind=request.param)
+def run_scenario(request: pytest.FixtureRequest, tmp_path: Path) -> RunScenario:
+    """`run_scenario(scenario, script)` runs an async scenario against a gateway of its own, with each kind of engine."""
+    return partial(run_gateway, tmp_path, CODEC, kind=request.param)
 
 
-def sdk(w: Trial) -> AsyncOpenAI:
+def sdk(w: GatewayFixture) -> AsyncOpenAI:
     return AsyncOpenAI(base_url=w.url + "/t1/g1/v1", api_key="none", max_retries=0, timeout=600)
 
 
@@ -196,8 +204,8 @@ def test_what_is_no_response_passes_unread(body: bytes) -> None:
     assert (answer.unread or "").startswith("the reply is not a response")
 
 
-@given(says(), st.lists(st.integers(0, 10_000), max_size=8))
-def test_streamed_equals_plain_however_it_is_cut(say: Say, cuts: list[int]) -> None:
+@given(scripted_choices(), st.lists(st.integers(0, 10_000), max_size=8))
+def test_streamed_equals_plain_however_it_is_cut(say: ScriptedChoice, cuts: list[int]) -> None:
     data = written(VOICE, ASK, [say])
     got = streamed(ADAPTER, BODY, "captured", data, cuts)
     assert (got.client, got.failure, got.reply.model) == (data, None, "policy")
@@ -209,8 +217,8 @@ def test_streamed_equals_plain_however_it_is_cut(say: Say, cuts: list[int]) -> N
     assert same_in_both(same.message_json) == same_in_both(choice.message_json)
 
 
-@given(says())
-def test_what_came_before_the_end_is_put_together(say: Say) -> None:
+@given(scripted_choices())
+def test_what_came_before_the_end_is_put_together(say: ScriptedChoice) -> None:
     whole = written(VOICE, ASK, [say])
     cut = whole[: whole.index(b"event: response.completed")]
     parts = streamed(ADAPTER, BODY, "captured", cut)
@@ -343,8 +351,10 @@ def test_our_error_is_the_next_event_of_the_stream() -> None:
 
 @pytest.mark.parametrize("say", [HI, THOUGHT, CALLS], ids=["text", "reasoning", "tools"])
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_response_is_one_step(play: Play, say: Say, stream: bool) -> None:
-    async def scenario(w: Trial) -> None:
+def test_a_response_is_one_step(
+    run_scenario: RunScenario, say: ScriptedChoice, stream: bool
+) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         async with sdk(w) as client:
             if stream:
                 async with client.responses.stream(model="policy", input="hi", tools=[TOOL]) as s:
@@ -371,11 +381,11 @@ def test_a_response_is_one_step(play: Play, say: Say, stream: bool) -> None:
         assert unpack_logprobs(step.response_logprobs) == pytest.approx(list(say.logprobs))
         assert step.tokens_absent_reason is None
 
-    play(scenario, Script([say]))
+    run_scenario(scenario, Script([say]))
 
 
-def test_errors_reach_the_client_as_openais(play: Play) -> None:
-    async def scenario(w: Trial) -> None:
+def test_errors_reach_the_client_as_openais(run_scenario: RunScenario) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         async with sdk(w) as client:
             with pytest.raises(BadRequestError) as ours:
                 await client.responses.create(**ASK, background=True)
@@ -385,21 +395,23 @@ def test_errors_reach_the_client_as_openais(play: Play) -> None:
         assert engines.value.type == "BadRequestError"
         assert w.steps() == []
 
-    play(scenario, Script([HI], status=400))
+    run_scenario(scenario, Script([HI], status=400))
 
 
-def test_a_stream_that_breaks_ends_with_an_error_event(play: Play) -> None:
-    async def scenario(w: Trial) -> None:
+def test_a_stream_that_breaks_ends_with_an_error_event(run_scenario: RunScenario) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         async with sdk(w) as client:
             events = [e async for e in await client.responses.create(**ASK, stream=True)]
         assert [e.sequence_number for e in events] == list(range(len(events)))
         assert events[-1].type == "error" and events[-1].code == "upstream_failed"
 
-    play(scenario, Script([HI], die_after=5))
+    run_scenario(scenario, Script([HI], die_after=5))
 
 
-def test_an_aborted_generation_is_an_error_where_the_engine_tells_its_tokens(play: Play) -> None:
-    async def scenario(w: Trial) -> None:
+def test_an_aborted_generation_is_an_error_where_the_engine_tells_its_tokens(
+    run_scenario: RunScenario,
+) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         async with sdk(w) as client:
             assert (await client.responses.create(**ASK)).status == "completed"
         (step,) = w.steps()
@@ -408,4 +420,4 @@ def test_an_aborted_generation_is_an_error_where_the_engine_tells_its_tokens(pla
             ("error", "abort") if captured else ("ok", "stop")
         )
 
-    play(scenario, Script([Say([7], ["Hel"], [-0.5], finish_reason="abort")]))
+    run_scenario(scenario, Script([ScriptedChoice([7], ["Hel"], [-0.5], finish_reason="abort")]))

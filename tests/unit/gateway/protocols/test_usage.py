@@ -10,13 +10,12 @@ import pytest
 from gateway.protocols.anthropic_messages import AnthropicMessagesAccumulator
 from gateway.protocols.openai_responses import OpenAIResponsesAccumulator
 from gateway.protocols.usage import merged, usage_of
-from gateway.testing.gateway import Trial
-from gateway.testing.gateway import play as play_in
-from gateway.testing.script import Say, Script
+from gateway.testing.gateway import GatewayFixture, run_gateway
+from gateway.testing.script import Script, ScriptedChoice
 from schemas.codec.single_object import Codec
 from schemas.records import Usage
 
-HI = Say([7, 8, 9], ["Hel", "lo", ""], [-0.5, -0.25, -0.125])
+HI = ScriptedChoice([7, 8, 9], ["Hel", "lo", ""], [-0.5, -0.25, -0.125])
 
 
 @pytest.mark.parametrize(
@@ -89,7 +88,7 @@ def test_a_streamed_response_says_its_usage_in_its_last_event() -> None:
 def test_the_first_step_of_a_call_has_its_usage(tmp_path: Path, path: str, stream: bool) -> None:
     """Of an engine that tells no tokens: what its reply says."""
 
-    async def scenario(w: Trial) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         body: dict[str, Any] = {"model": "policy", "stream": stream, "n": 2}
         body |= (
             {"prompt": "hi"}
@@ -107,4 +106,4 @@ def test_the_first_step_of_a_call_has_its_usage(tmp_path: Path, path: str, strea
         )
         assert second.usage is None
 
-    play_in(tmp_path, Codec(), scenario, Script([HI, HI]), kind="text")
+    run_gateway(tmp_path, Codec(), scenario, Script([HI, HI]), kind="text")

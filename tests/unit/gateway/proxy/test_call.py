@@ -18,22 +18,21 @@ from gateway.capture.stream import EventStream
 from gateway.protocols.openai_chat import OpenAIChat
 from gateway.protocols.token_fields import NO_PROMPT
 from gateway.testing.chat import chunks, plain
-from gateway.testing.gateway import Trial
-from gateway.testing.gateway import play as play_in
-from gateway.testing.script import Say, Script
+from gateway.testing.gateway import GatewayFixture, run_gateway
+from gateway.testing.script import Script, ScriptedChoice
 from schemas import engine_frames
 from schemas.codec.single_object import Codec
 from schemas.records import Step, VersionSpan
 from schemas.tokens import unpack_ids, unpack_logprobs
 
-HI = Say([7, 8, 9], ["Hel", "lo", ""], [-0.5, -0.25, -0.125])
-YO = Say([5, 6], ["Y", "o"], [-1.0, -2.0], finish_reason="length")
+HI = ScriptedChoice([7, 8, 9], ["Hel", "lo", ""], [-0.5, -0.25, -0.125])
+YO = ScriptedChoice([5, 6], ["Y", "o"], [-1.0, -2.0], finish_reason="length")
 LOOK = {
     "id": "call_1",
     "type": "function",
     "function": {"name": "lookup", "arguments": '{"key": "k1"}'},
 }
-CALLS = Say(
+CALLS = ScriptedChoice(
     [4, 5, 6], [None, None, None], [-0.1, -0.2, -0.3], tool_calls=[LOOK], finish_reason="tool_calls"
 )
 SPANS: list[dict[str, Any]] = [
@@ -42,21 +41,21 @@ SPANS: list[dict[str, Any]] = [
 ]
 ASK: dict[str, Any] = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
 CODEC = Codec()
-Play = Callable[..., None]
+RunScenario = Callable[..., None]
 
 
 @pytest.fixture(params=["captured", "vllm"])
-def play(request: pytest.FixtureRequest, tmp_path: Path) -> Play:
-    """`play(scenario, script, **gateway settings)` runs an async scenario in a trial of its own, with each kind of engine that tells tokens."""
-    return partial(play_in, tmp_path, CODEC, kind=request.param)
+def run_scenario(request: pytest.FixtureRequest, tmp_path: Path) -> RunScenario:
+    """`run_scenario(scenario, script, **gateway settings)` runs an async scenario against a gateway of its own, with each kind of engine that tells tokens."""
+    return partial(run_gateway, tmp_path, CODEC, kind=request.param)
 
 
-def spans_in(w: Trial, spans: list[dict[str, Any]]) -> tuple[VersionSpan, ...]:
+def spans_in(w: GatewayFixture, spans: list[dict[str, Any]]) -> tuple[VersionSpan, ...]:
     """What a step says of them: a vLLM without our middleware tells none."""
     return tuple(VersionSpan(**s) for s in spans) if w.engine.kind == "captured" else ()
 
 
-def sdk(w: Trial, path: str = "/t1/g1/v1", key: str = "none", **more: Any) -> AsyncOpenAI:
+def sdk(w: GatewayFixture, path: str = "/t1/g1/v1", key: str = "none", **more: Any) -> AsyncOpenAI:
     return AsyncOpenAI(base_url=w.url + path, api_key=key, max_retries=0, timeout=600, **more)
 
 
@@ -64,7 +63,7 @@ def events(body: bytes) -> list[bytes]:
     return [e for e in body.split(b"\n\n") if e]
 
 
-def assert_tokens(step: Step, say: Say, prompt: Iterable[int] = (1, 2, 3)) -> None:
+def assert_tokens(step: Step, say: ScriptedChoice, prompt: Iterable[int] = (1, 2, 3)) -> None:
     assert step.prompt_token_ids is not None and step.response_token_ids is not None
     assert step.response_logprobs is not None and step.tokens_absent_reason is None
     assert unpack_ids(step.prompt_token_ids) == list(prompt)
@@ -75,8 +74,8 @@ def assert_tokens(step: Step, say: Say, prompt: Iterable[int] = (1, 2, 3)) -> No
 # ---------------------------------------------------------------- what is recorded
 
 
-def test_plain_call_is_one_step_with_everything(play: Play) -> None:
-    async def scenario(w: Trial) -> None:
+def test_plain_call_is_one_step_with_everything(run_scenario: RunScenario) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         async with sdk(
             w, default_headers={"x-clawstream-channel": "val", "idempotency-key": "once"}
         ) as client:
@@ -111,15 +110,15 @@ def test_plain_call_is_one_step_with_everything(play: Play) -> None:
         assert (step.version_first, step.version_last) == ("default/3.0", None)
         assert (step.retry_count, step.idempotency_key, step.streamed) == (0, "once", False)
         assert step.user_agent is not None and "OpenAI" in step.user_agent
-        assert w.bus.messages[0].key == b"t1"
+        assert w.producer.messages[0].key == b"t1"
         assert w.engine.requests[0]["temperature"] == 0.5
         assert await w.metric("clawstream_gateway_steps_answered_total") == 1
 
-    play(scenario, Script([HI], versions=[SPANS], version_start="default/3.0"))
+    run_scenario(scenario, Script([HI], versions=[SPANS], version_start="default/3.0"))
 
 
-def test_streamed_call_is_one_step_with_everything(play: Play) -> None:
-    async def scenario(w: Trial) -> None:
+def test_streamed_call_is_one_step_with_everything(run_scenario: RunScenario) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         async with sdk(w) as client:
             raw = await client.chat.completions.with_raw_response.create(**ASK, stream=True)
             text = ""
@@ -134,12 +133,12 @@ def test_streamed_call_is_one_step_with_everything(play: Play) -> None:
         assert step.versions == spans_in(w, SPANS)
         assert step.version_first == "default/3.0"
 
-    play(scenario, Script([HI], versions=[SPANS], version_start="default/3.0"))
+    run_scenario(scenario, Script([HI], versions=[SPANS], version_start="default/3.0"))
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_two_choices_are_sibling_steps(play: Play, stream: bool) -> None:
-    async def scenario(w: Trial) -> None:
+def test_two_choices_are_sibling_steps(run_scenario: RunScenario, stream: bool) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         async with w.http.post(
             w.url + "/t1/g1/chat/completions", json=ASK | {"n": 2, "stream": stream}
         ) as r:
@@ -155,15 +154,15 @@ def test_two_choices_are_sibling_steps(play: Play, stream: bool) -> None:
         assert steps[0].versions == spans_in(w, SPANS)
         assert steps[1].versions == spans_in(w, [{"version": "default/4.0", "start": 0, "end": 2}])
 
-    play(
+    run_scenario(
         scenario,
         Script([HI, YO], versions=[SPANS, [{"version": "default/4.0", "start": 0, "end": 2}]]),
     )
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_tool_calls_pass_and_are_recorded(play: Play, stream: bool) -> None:
-    async def scenario(w: Trial) -> None:
+def test_tool_calls_pass_and_are_recorded(run_scenario: RunScenario, stream: bool) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         async with sdk(w) as client:
             if stream:
                 parts = [c async for c in await client.chat.completions.create(**ASK, stream=True)]
@@ -177,7 +176,7 @@ def test_tool_calls_pass_and_are_recorded(play: Play, stream: bool) -> None:
         assert step.finish_reason == "tool_calls"
         assert_tokens(step, CALLS)
 
-    play(scenario, Script([CALLS]))
+    run_scenario(scenario, Script([CALLS]))
 
 
 def test_tool_call_deltas_in_pieces_are_assembled() -> None:
@@ -216,11 +215,13 @@ def test_tool_call_deltas_in_pieces_are_assembled() -> None:
 @pytest.mark.parametrize(
     "more", [{}, {"logprobs": True}, {"return_token_ids": True}, {"n": 2}, {"logprobs": None}]
 )
-def test_client_sees_what_the_engine_would_have_said(play: Play, more: dict[str, Any]) -> None:
+def test_client_sees_what_the_engine_would_have_said(
+    run_scenario: RunScenario, more: dict[str, Any]
+) -> None:
     n = more.get("n", 1)
     says = iter([says[:n] for says in ([HI, YO], [CALLS, HI]) for _ in range(4)])
 
-    async def scenario(w: Trial) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         for stream in (False, True, False, True):
             body = (
                 ASK
@@ -242,11 +243,11 @@ def test_client_sees_what_the_engine_would_have_said(play: Play, more: dict[str,
             assert w.engine.requests[-1]["stream_options"] == {"include_usage": True}
         assert len(w.steps()) == 4 * n
 
-    play(scenario, lambda _: Script(next(says)))
+    run_scenario(scenario, lambda _: Script(next(says)))
 
 
-def test_engine_errors_pass_as_they_are(play: Play) -> None:
-    async def scenario(w: Trial) -> None:
+def test_engine_errors_pass_as_they_are(run_scenario: RunScenario) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         async with sdk(w) as client:
             with pytest.raises(APIStatusError) as caught:
                 await client.chat.completions.create(**ASK, stream=True)
@@ -257,11 +258,11 @@ def test_engine_errors_pass_as_they_are(play: Play) -> None:
         assert w.records() == []
         assert await w.metric('clawstream_gateway_calls_total{status="upstream_error"}') == 1
 
-    play(scenario, Script([HI], status=422))
+    run_scenario(scenario, Script([HI], status=422))
 
 
-def test_missing_tokens_say_why(play: Play) -> None:
-    async def scenario(w: Trial) -> None:
+def test_missing_tokens_say_why(run_scenario: RunScenario) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         async with sdk(w) as client:
             await client.chat.completions.create(**ASK)
         (step,) = w.steps()
@@ -270,25 +271,25 @@ def test_missing_tokens_say_why(play: Play) -> None:
             NOT_REPORTED if w.engine.kind == "captured" else NO_PROMPT
         )
 
-    play(scenario, Script([HI], no_tokens=True))
+    run_scenario(scenario, Script([HI], no_tokens=True))
 
 
-def test_engine_that_cut_a_reply_short_is_an_error(play: Play) -> None:
-    async def scenario(w: Trial) -> None:
+def test_engine_that_cut_a_reply_short_is_an_error(run_scenario: RunScenario) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         async with sdk(w) as client:
             await client.chat.completions.create(**ASK)
         assert [s.status for s in w.steps()] == ["error"]
         assert await w.metric("clawstream_gateway_steps_answered_total") == 0
 
-    play(scenario, Script([Say([1], ["x"], [-1.0], finish_reason="abort")]))
+    run_scenario(scenario, Script([ScriptedChoice([1], ["x"], [-1.0], finish_reason="abort")]))
 
 
-def test_models_come_from_an_engine(play: Play) -> None:
-    async def scenario(w: Trial) -> None:
+def test_models_come_from_an_engine(run_scenario: RunScenario) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         async with sdk(w) as client:
             assert [m.id async for m in client.models.list()] == ["policy"]
 
-    play(scenario, Script([HI]))
+    run_scenario(scenario, Script([HI]))
 
 
 def test_the_scripted_engine_tells_the_usage_that_the_protocol_has() -> None:

@@ -19,19 +19,18 @@ from support.wire import Wire, wired
 
 from gateway.app import create_app
 from gateway.auth.api_keys import create_key
-from gateway.durability.log import MemoryBus
-from gateway.engines.registry import WorkerTable
+from gateway.durability.log import InMemoryLogProducer
+from gateway.engines.registry import EngineRegistry
 from gateway.protocols.request_fields import with_whole_characters
 from gateway.proxy.forwarding import returned, with_query
-from gateway.testing.gateway import Trial, running
-from gateway.testing.gateway import play as play_in
-from gateway.testing.script import Say, Script
+from gateway.testing.gateway import GatewayFixture, run_gateway, running
+from gateway.testing.script import Script, ScriptedChoice
 from schemas.codec.single_object import Codec
 from schemas.settings import Settings
 
 CODEC = Codec()
-Play = Callable[..., None]
-HI = Say([7, 8, 9], ["Hel", "lo", ""], [-0.5, -0.25, -0.125])
+RunScenario = Callable[..., None]
+HI = ScriptedChoice([7, 8, 9], ["Hel", "lo", ""], [-0.5, -0.25, -0.125])
 CHAT = orjson.dumps({
     "id": "x", "model": "policy",
     "choices": [{"index": 0, "message": {"role": "assistant", "content": "hi"},
@@ -51,9 +50,9 @@ TOLD = {
 
 
 @pytest.fixture
-def play(tmp_path: Path) -> Play:
-    """`play(scenario, script, **gateway settings)` runs an async scenario in a trial of its own."""
-    return partial(play_in, tmp_path, CODEC)
+def run_scenario(tmp_path: Path) -> RunScenario:
+    """`run_scenario(scenario, script, **gateway settings)` runs an async scenario against a gateway of its own."""
+    return partial(run_gateway, tmp_path, CODEC)
 
 
 class Provider:
@@ -85,16 +84,16 @@ class Provider:
 @asynccontextmanager
 async def before(
     provider: Provider, directory: Path, **gateway: Any
-) -> AsyncIterator[tuple[str, MemoryBus]]:
+) -> AsyncIterator[tuple[str, InMemoryLogProducer]]:
     """A gateway before the provider: its URL and its log."""
     async with wired(provider.answer) as url:
         said = {"upstreams": [{"url": url, "kind": "text"}], **gateway}
         settings = Settings.model_validate({"data_dir": directory, "gateway": said})
-        bus = MemoryBus()
+        producer = InMemoryLogProducer()
         async with running(
-            create_app(settings, bus, WorkerTable(settings.gateway.upstreams), CODEC)
+            create_app(settings, producer, EngineRegistry(settings.gateway.upstreams), CODEC)
         ) as here:
-            yield here, bus
+            yield here, producer
 
 
 # ---------------------------------------------------------------- queries and headers
@@ -218,7 +217,7 @@ def test_requests_that_pass_unrecorded(tmp_path: Path) -> None:
 
     async def body() -> None:
         provider = Provider(body=b'{"object":"list"}')
-        async with before(provider, tmp_path) as (url, bus), aiohttp.ClientSession() as http:
+        async with before(provider, tmp_path) as (url, producer), aiohttp.ClientSession() as http:
             for prefix in ("", "/t/g"):
                 for method, path in asked:
                     said = {"model": "policy", "input": "hi"} if method == "POST" else None
@@ -231,14 +230,14 @@ def test_requests_that_pass_unrecorded(tmp_path: Path) -> None:
                     assert b" 404 " in await client.head()
             async with http.put(url + "/v1/responses/resp_1") as reply:
                 assert reply.status == 404
-            assert not bus.messages
+            assert not producer.messages
         assert provider.targets == [f"{method} {path}" for method, path in asked] * 2
 
     asyncio.run(body())
 
 
-def test_a_trajectory_may_be_called_like_a_list_of_items(play: Play) -> None:
-    async def scenario(w: Trial) -> None:
+def test_a_trajectory_may_be_called_like_a_list_of_items(run_scenario: RunScenario) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         for path in ("/models/g/v1/chat/completions", "/responses/g/chat/completions"):
             async with w.http.post(w.url + path, data=ASK) as reply:
                 assert reply.status == 200
@@ -246,7 +245,7 @@ def test_a_trajectory_may_be_called_like_a_list_of_items(play: Play) -> None:
             assert reply.status == 200
         assert [step.trajectory_key for step in w.steps()] == ["models", "responses"]
 
-    play(scenario, Script([HI]))
+    run_scenario(scenario, Script([HI]))
 
 
 # ---------------------------------------------------------------- bodies
@@ -271,23 +270,23 @@ def test_halves_of_characters_become_whole(said: bytes, whole: bytes) -> None:
 @pytest.mark.parametrize(
     "path", ["/t/g/v1/chat/completions", "/t/g/v1/messages", "/t/g/v1/messages/count_tokens"]
 )
-def test_half_an_emoji_is_taken(play: Play, path: str) -> None:
+def test_half_an_emoji_is_taken(run_scenario: RunScenario, path: str) -> None:
     half = ASK.replace(b'"hi"', rb'"hi \ud83d"').replace(b"{", b'{"max_tokens":9,', 1)
 
-    async def scenario(w: Trial) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         async with w.http.post(w.url + path, data=half) as reply:
             assert reply.status == 200, await reply.text()
         for step in w.steps():
             assert orjson.loads(step.request_json)["messages"][0]["content"] == "hi \ufffd"
 
-    play(scenario, Script([HI]))
+    run_scenario(scenario, Script([HI]))
 
 
 @pytest.mark.parametrize("path", [CALL, "/v1/messages/count_tokens", "/sessions"])
-def test_compressed_bodies(play: Play, path: str) -> None:
+def test_compressed_bodies(run_scenario: RunScenario, path: str) -> None:
     body = b'{"run_id":"r"}' if path == "/sessions" else ASK
 
-    async def post(w: Trial, data: bytes, encoding: str) -> tuple[int, Any]:
+    async def post(w: GatewayFixture, data: bytes, encoding: str) -> tuple[int, Any]:
         headers = {"content-encoding": encoding, "content-type": "application/json"}
         async with connected(w.url) as client:
             lines = [f"{name}: {value}" for name, value in headers.items()]
@@ -295,7 +294,7 @@ def test_compressed_bodies(play: Play, path: str) -> None:
             head, answer = await client.reply()
             return int(head.split()[1]), orjson.loads(answer).get("error", {})
 
-    async def scenario(w: Trial) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         twice = gzip.compress(gzip.compress(body))
         status, error = await post(w, twice, "gzip\r\ncontent-encoding: gzip")
         assert status == 415 and "gzip" in str(error)
@@ -315,14 +314,14 @@ def test_compressed_bodies(play: Play, path: str) -> None:
         status, error = await post(w, bomb, "gzip")
         assert status == 413 and len(bomb) < 1 << 16
 
-    play(scenario, Script([HI]), max_body_bytes=1 << 20)
+    run_scenario(scenario, Script([HI]), max_body_bytes=1 << 20)
 
 
 # ---------------------------------------------------------------- browsers
 
 
-def test_pages_of_known_origins_may_call(play: Play) -> None:
-    async def scenario(w: Trial) -> None:
+def test_pages_of_known_origins_may_call(run_scenario: RunScenario) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         asks = {
             "Origin": "https://app.example",
             "Access-Control-Request-Method": "POST",
@@ -346,14 +345,14 @@ def test_pages_of_known_origins_may_call(play: Play) -> None:
         ) as reply:
             assert reply.status == 400 and "access-control-allow-origin" not in reply.headers
 
-    play(scenario, Script([HI]), cors_origins=["https://app.example"], auth="required")
+    run_scenario(scenario, Script([HI]), cors_origins=["https://app.example"], auth="required")
 
 
-def test_no_page_may_call_where_none_is_named(play: Play) -> None:
-    async def scenario(w: Trial) -> None:
+def test_no_page_may_call_where_none_is_named(run_scenario: RunScenario) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         async with w.http.post(
             w.url + CALL, data=ASK, headers={"Origin": "https://app.example"}
         ) as reply:
             assert reply.status == 200 and "access-control-allow-origin" not in reply.headers
 
-    play(scenario, Script([HI]))
+    run_scenario(scenario, Script([HI]))

@@ -18,22 +18,21 @@ from gateway.auth.key_limits import KeyLimits, tokens_of_reply
 from gateway.clock import Clock
 from gateway.errors import KeyLimited, Unprocessable
 from gateway.proxy.paths import CallTarget, normalized, parse_target, proxy_prefix
-from gateway.testing.gateway import Trial
-from gateway.testing.gateway import play as play_in
-from gateway.testing.script import Say, Script
+from gateway.testing.gateway import GatewayFixture, run_gateway
+from gateway.testing.script import Script, ScriptedChoice
 from schemas.codec.single_object import Codec
 from schemas.settings import Settings
 
 CODEC = Codec()
-Play = Callable[..., None]
-HI = Say([7, 8, 9], ["Hel", "lo", ""], [-0.5, -0.25, -0.125])
+RunScenario = Callable[..., None]
+HI = ScriptedChoice([7, 8, 9], ["Hel", "lo", ""], [-0.5, -0.25, -0.125])
 TAILS = {"completions": ["/chat/completions", "/completions"], "models": ["/models"]}
 
 
 @pytest.fixture
-def play(tmp_path: Path) -> Play:
-    """`play(scenario, script, **gateway settings)` runs an async scenario in a trial of its own."""
-    return partial(play_in, tmp_path, CODEC)
+def run_scenario(tmp_path: Path) -> RunScenario:
+    """`run_scenario(scenario, script, **gateway settings)` runs an async scenario against a gateway of its own."""
+    return partial(run_gateway, tmp_path, CODEC)
 
 
 @pytest.mark.parametrize(
@@ -76,8 +75,8 @@ def test_a_proxys_prefix_is_no_trajectory() -> None:
     assert proxy_prefix("/api/x/complete_trajectory", None) == "api"
 
 
-def test_calls_of_clients_with_an_untidy_base_url(play: Play) -> None:
-    async def scenario(w: Trial) -> None:
+def test_calls_of_clients_with_an_untidy_base_url(run_scenario: RunScenario) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         for path in (
             "/v1/chat/completions/",
             "//v1/chat/completions",
@@ -99,11 +98,11 @@ def test_calls_of_clients_with_an_untidy_base_url(play: Play) -> None:
                 assert "gateway.base_path" in error["message"]
         assert len(w.steps()) == 3
 
-    play(scenario, Script([HI]))
+    run_scenario(scenario, Script([HI]))
 
 
-def test_a_base_path_stands_before_all_paths(play: Play) -> None:
-    async def scenario(w: Trial) -> None:
+def test_a_base_path_stands_before_all_paths(run_scenario: RunScenario) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         for path in (
             "/api/openai/v1/chat/completions",
             "/api/openai/t/g/v1/chat/completions",
@@ -125,17 +124,17 @@ def test_a_base_path_stands_before_all_paths(play: Play) -> None:
             assert "HOST:PORT/api/openai/v1" in (await reply.json())["error"]["message"]
         assert [step.trajectory_key for step in w.steps()][1::2] == ["t", session["trajectory_key"]]
 
-    play(scenario, Script([HI]), base_path="/api/openai")
+    run_scenario(scenario, Script([HI]), base_path="/api/openai")
 
 
-def test_docs_need_nothing_from_elsewhere(play: Play) -> None:
-    async def scenario(w: Trial) -> None:
+def test_docs_need_nothing_from_elsewhere(run_scenario: RunScenario) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         async with w.http.get(w.url + "/docs") as reply:
             page = await reply.text()
         assert reply.status == 200 and orjson.loads(page)["info"]["title"] == "Clawstream gateway"
         assert "/v1/models/{id}" in orjson.loads(page)["paths"]
 
-    play(scenario, Script([HI]))
+    run_scenario(scenario, Script([HI]))
 
 
 # ---------------------------------------------------------------- limits of keys
@@ -227,13 +226,13 @@ def test_limits_are_given_and_listed_on_the_command_line(tmp_path: Path) -> None
         key_commands.create(settings, "other", ["agent"], None, None, calls_at_once=0)
 
 
-def test_generate_counts_for_the_limits_of_a_key(play: Play, tmp_path: Path) -> None:
+def test_generate_counts_for_the_limits_of_a_key(run_scenario: RunScenario, tmp_path: Path) -> None:
     token = create_key(
         tmp_path / "api-keys.json", "k", ["agent"], tokens_per_day=6, calls_at_once=1
     )
     asked = {"prompt_ids": [1, 2, 3], "sampling_params": {"max_tokens": 3}}
 
-    async def scenario(w: Trial) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         sent = {"authorization": f"Bearer {token}"}
         async with w.http.post(w.url + "/generate", json=asked, headers=sent) as reply:
             assert reply.status == 200 and len((await reply.json())["token_ids"]) == 3
@@ -241,13 +240,15 @@ def test_generate_counts_for_the_limits_of_a_key(play: Play, tmp_path: Path) -> 
             async with w.http.post(w.url + path, json=asked | SAID, headers=sent) as reply:
                 assert reply.status == 429 and int(reply.headers["retry-after"]) > 0, path
 
-    play(scenario, Script([HI]))
+    run_scenario(scenario, Script([HI]))
 
 
-def test_a_key_at_its_limit_gets_429_over_every_protocol(play: Play, tmp_path: Path) -> None:
+def test_a_key_at_its_limit_gets_429_over_every_protocol(
+    run_scenario: RunScenario, tmp_path: Path
+) -> None:
     token = create_key(tmp_path / "api-keys.json", "k", ["agent"], tokens_per_day=6)
 
-    async def scenario(w: Trial) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         sent = {"authorization": f"Bearer {token}"}
         async with w.http.post(w.url + "/v1/chat/completions", data=ASK, headers=sent) as reply:
             assert reply.status == 200  # three tokens of the prompt, three of the reply
@@ -262,4 +263,4 @@ def test_a_key_at_its_limit_gets_429_over_every_protocol(play: Play, tmp_path: P
         async with w.http.post(w.url + "/v1/chat/completions", data=ASK) as reply:
             assert reply.status == 200
 
-    play(scenario, Script([HI]))
+    run_scenario(scenario, Script([HI]))

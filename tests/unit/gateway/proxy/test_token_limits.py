@@ -15,8 +15,8 @@ import pytest
 from aiohttp import web
 
 from gateway.app import create_app
-from gateway.durability.log import MemoryBus
-from gateway.engines.registry import WorkerTable
+from gateway.durability.log import InMemoryLogProducer
+from gateway.engines.registry import EngineRegistry
 from gateway.protocols.base import ProtocolAdapter
 from gateway.protocols.defaults import with_defaults
 from gateway.protocols.openai_chat import OpenAIChat
@@ -96,7 +96,9 @@ async def gateway_to(
         settings = Settings.model_validate(
             {"data_dir": directory, "gateway": {"upstreams": upstreams, **gateway}}
         )
-        app = create_app(settings, MemoryBus(), WorkerTable(settings.gateway.upstreams), CODEC)
+        app = create_app(
+            settings, InMemoryLogProducer(), EngineRegistry(settings.gateway.upstreams), CODEC
+        )
         async with running(app) as url:
             yield f"{url}/t/g"
 

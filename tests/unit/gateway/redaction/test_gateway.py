@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from gateway.testing.gateway import Trial, play
-from gateway.testing.script import Say, Script
+from gateway.testing.gateway import GatewayFixture, run_gateway
+from gateway.testing.script import Script, ScriptedChoice
 from schemas.codec.single_object import Codec
 from schemas.tokens import unpack_ids, unpack_logprobs
 
@@ -36,14 +36,15 @@ def script(tokenizer: Path) -> Script:
     core = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
     ids = core.encode(TEXT).ids
     return Script(
-        [Say(ids, list(TEXT), [-0.5] * len(ids))], prompt_ids=core.encode(f"to {SECRET}\n").ids
+        [ScriptedChoice(ids, list(TEXT), [-0.5] * len(ids))],
+        prompt_ids=core.encode(f"to {SECRET}\n").ids,
     )
 
 
-def everything(trial: Trial) -> bytes:
+def everything(trial: GatewayFixture) -> bytes:
     """All bytes that were kept."""
     files = [path.read_bytes() for path in trial.settings.spool_dir.rglob("*") if path.is_file()]
-    return b"\n".join([*(m.value for m in trial.bus.messages), *files])
+    return b"\n".join([*(m.value for m in trial.producer.messages), *files])
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -51,8 +52,8 @@ def everything(trial: Trial) -> bytes:
 def test_only_what_is_kept_is_redacted(
     tmp_path: Path, tokenizer: Path, stream: bool, spooled: bool
 ) -> None:
-    async def scenario(trial: Trial) -> None:
-        trial.bus.acknowledges = not spooled
+    async def scenario(trial: GatewayFixture) -> None:
+        trial.producer.acknowledges = not spooled
         body = {
             "model": "policy",
             "stream": stream,
@@ -76,18 +77,20 @@ def test_only_what_is_kept_is_redacted(
         assert (
             core.decode(unpack_ids(step.prompt_token_ids)) == shown[:-5].replace("ask", "to") + "\n"
         )
-        trial.bus.acknowledges = True
+        trial.producer.acknowledges = True
         logprobs = unpack_logprobs(step.response_logprobs)
         (span,) = step.redacted_response
         assert [math.isnan(p) for p in logprobs] == [
             span.start <= i < span.end for i in range(len(logprobs))
         ]
 
-    play(tmp_path, CODEC, scenario, script(tokenizer), tokenizer_path=tokenizer, redaction=ON)
+    run_gateway(
+        tmp_path, CODEC, scenario, script(tokenizer), tokenizer_path=tokenizer, redaction=ON
+    )
 
 
 def test_sessions_and_rewards_are_redacted_too(tmp_path: Path, tokenizer: Path) -> None:
-    async def scenario(trial: Trial) -> None:
+    async def scenario(trial: GatewayFixture) -> None:
         opened = {"trajectory_key": "t1", "metadata": {"user": SECRET}}
         assert (await trial.http.post(trial.url + "/sessions", json=opened)).status == 201
         reward = {"trajectory_id": "t1", "source": "human", "name": "n", "function_version": "1",
@@ -101,7 +104,7 @@ def test_sessions_and_rewards_are_redacted_too(tmp_path: Path, tokenizer: Path) 
             and kept.count(b"[REDACTED:EMAIL:") == 2
         )
 
-    play(tmp_path, CODEC, scenario, script(tokenizer), redaction=ON)
+    run_gateway(tmp_path, CODEC, scenario, script(tokenizer), redaction=ON)
 
 
 def test_a_rule_that_fails_costs_the_contents_but_not_the_step(
@@ -110,7 +113,7 @@ def test_a_rule_that_fails_costs_the_contents_but_not_the_step(
     (tmp_path / "rules_that_break.py").write_text("def find(text):\n    raise RuntimeError(text)\n")
     monkeypatch.syspath_prepend(str(tmp_path))
 
-    async def scenario(trial: Trial) -> None:
+    async def scenario(trial: GatewayFixture) -> None:
         body = {"model": "policy", "messages": [{"role": "user", "content": f"I am {SECRET}"}]}
         reply = await trial.http.post(trial.url + "/t1/g1/v1/chat/completions", json=body)
         assert reply.status == 200 and SECRET in await reply.text()
@@ -120,7 +123,7 @@ def test_a_rule_that_fails_costs_the_contents_but_not_the_step(
         assert SECRET.encode() not in everything(trial)
         assert await trial.metric("clawstream_gateway_redaction_failed_total") == 1
 
-    play(
+    run_gateway(
         tmp_path,
         CODEC,
         scenario,

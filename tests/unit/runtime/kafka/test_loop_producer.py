@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from gateway.durability.log import KafkaBus
+from gateway.durability.log import KafkaLogProducer
 from runtime.kafka import Cluster, KafkaError, LoopProducer, Unavailable
 from runtime.process.lifecycle import die
 
@@ -34,9 +34,9 @@ def test_no_records_are_acknowledged_at_once() -> None:
 
 def test_no_records_say_nothing_about_the_log() -> None:
     answers: list[Any] = []
-    bus = KafkaBus(Cluster("127.0.0.1:1"), "t", 60.0)
-    bus.send([], answers.append)
-    assert answers == [None] and not bus.reachable
+    producer = KafkaLogProducer(Cluster("127.0.0.1:1"), "t", 60.0)
+    producer.send([], answers.append)
+    assert answers == [None] and not producer.reachable
 
 
 def test_a_tick_that_fails_is_not_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:

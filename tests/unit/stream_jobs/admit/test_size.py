@@ -6,7 +6,7 @@ import dataclasses
 
 from support.admit import SOURCE, cand, entries, fold, groups, policy, reward
 
-from gateway.api.rollout_budget.budget import Demand
+from gateway.api.rollout_budget.budget import RolloutBudget
 from schemas.codec.single_object import Codec
 from schemas.records import Candidate, CandidateStep, Place, ReadyBatch, Refused, RewardValue
 from schemas.topics import MAX_RECORD_BYTES
@@ -157,9 +157,9 @@ def test_refused_group_of_50_000_is_several_records_that_a_restart_reads_as_one(
         resume_point.state.rounds.of("big") == Rounds(((0, 1),)) == state.state.rounds.of("big")
     ), "nobody is owed"
     assert resume_point.state.refused_members == {} and len(resume_point.state.decisions) == n + 2
-    demand = Demand("r")
+    budget = RolloutBudget("r")
     for offset, record in enumerate(decisions):
-        demand.take(offset, record)
-    standing = demand.standing()
-    assert (standing.groups_refused, standing.replacements) == (1, {"zero_variance": n})
-    assert [(r.offset, r.n) for r in standing.refusals] == [(2, n)]
+        budget.apply(offset, record)
+    snapshot = budget.snapshot()
+    assert (snapshot.groups_refused, snapshot.replacements) == (1, {"zero_variance": n})
+    assert [(r.offset, r.n) for r in snapshot.refusals] == [(2, n)]

@@ -12,20 +12,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.admit import SOURCE, cand, entries, policy
 
-from gateway.api.rollout_budget.budget import KEPT, Demand, Journaled, Standing
+from gateway.api.rollout_budget.budget import KEPT, BudgetSnapshot, Journaled, RolloutBudget
 from gateway.auth.api_keys import Scope, create_key
-from gateway.engines.registry import WorkerTable
-from gateway.testing.gateway import Trial
-from gateway.testing.gateway import play as play_in
-from gateway.testing.script import Say, Script
+from gateway.engines.registry import EngineRegistry
+from gateway.testing.gateway import GatewayFixture, run_gateway
+from gateway.testing.script import Script, ScriptedChoice
 from schemas.codec.single_object import Codec
 from schemas.records import PolicyApplied, ReadyBatch, Refused, WeightVersion, WorkerStatus
 from stream_jobs.admit.decisions.journal import Invalid
 from stream_jobs.admit.fold import AdmissionFold
 
 CODEC = Codec()
-SCRIPT = Script([Say([7], ["x"], [-0.5])])
-Play = Callable[..., None]
+SCRIPT = Script([ScriptedChoice([7], ["x"], [-0.5])])
+RunScenario = Callable[..., None]
 
 
 def refused(group: str, n: int = 2, reason: str = "zero_variance", **changes: Any) -> Refused:
@@ -59,22 +58,22 @@ def journal_of(*events: Any) -> list[Journaled]:
     return [d for e in entries(*events) for d in state.fold(e) if not isinstance(d, Invalid)]
 
 
-def standing(*records: Journaled | WeightVersion) -> Standing:
-    demand, offset = Demand("r"), 0
+def snapshot(*records: Journaled | WeightVersion) -> BudgetSnapshot:
+    budget, offset = RolloutBudget("r"), 0
     for record in records:
         if isinstance(record, WeightVersion):
-            demand.take_version(record)
+            budget.apply_version(record)
         else:
-            demand.take(offset, record)
+            budget.apply(offset, record)
             offset += 1
-    return demand.standing()
+    return budget.snapshot()
 
 
 # ---------------------------------------------------------------- the fold
 
 
 def test_what_the_real_admission_writes_is_counted() -> None:
-    now = standing(
+    now = snapshot(
         *journal_of(
             policy(batch_groups=1),
             cand("a", "g1", 1.0), cand("b", "g1", 0.0),
@@ -96,13 +95,13 @@ def test_what_the_real_admission_writes_is_counted() -> None:
 
 
 def test_members_refused_one_by_one_and_the_end_of_a_run_ask_for_nothing() -> None:
-    now = standing(applied(), version(0), refused("g", 0, "outcome"), refused("h", 2, "run_ended"))
+    now = snapshot(applied(), version(0), refused("g", 0, "outcome"), refused("h", 2, "run_ended"))
     assert (now.replacements_total, now.refusals, now.groups_refused, now.ended) == (0, (), 1, True)
     assert now.free_capacity("train") == 0
 
 
 def test_memory_is_bounded_and_what_is_no_longer_listed_is_still_counted() -> None:
-    now = standing(*(refused(f"g{i}", 1, detail="x" * 9000) for i in range(KEPT + 10)))
+    now = snapshot(*(refused(f"g{i}", 1, detail="x" * 9000) for i in range(KEPT + 10)))
     assert (now.replacements_total, len(now.refusals), now.dropped) == (KEPT + 10, KEPT, 9)
     assert now.refusals[0].total == 11 and len(now.refusals[0].detail or "") < 1000
     assert [gap for _, gap in map(now.after, (None, 8, 9, KEPT))] == [True, True, False, False]
@@ -114,21 +113,21 @@ def test_a_poller_that_goes_on_from_the_last_offset_sees_each_refusal_once(
     said: list[int | None],
 ) -> None:
     """None: a poll between records; a number: a refusal that asks for so many."""
-    demand, offset, after, seen, owed = Demand("r"), 0, None, list[str](), 0
+    budget, offset, after, reading, owed = RolloutBudget("r"), 0, None, list[str](), 0
     for n in (*said, None):
         if n is not None:
-            demand.take(offset, refused(f"g{offset}", n))
+            budget.apply(offset, refused(f"g{offset}", n))
             offset += 1
             continue
-        now = demand.standing()
+        now = budget.snapshot()
         new, gap = now.after(after)
         assert not gap
-        seen += [r.group_id for r in new]
+        reading += [r.group_id for r in new]
         owed += sum(r.n for r in new)
         after = new[-1].offset if new else after
         assert owed == now.replacements_total
     numbers = [n for n in said if n is not None]
-    assert seen == [f"g{i}" for i, n in enumerate(numbers) if n] and owed == sum(numbers)
+    assert reading == [f"g{i}" for i, n in enumerate(numbers) if n] and owed == sum(numbers)
 
 
 # ---------------------------------------------------------------- staleness capacity
@@ -149,7 +148,7 @@ def test_so_many_groups_and_not_one_more_pass_the_real_gate(
     loaded = max(0, at - behind)
     before = [cand(f"b{i}", f"b{i}", oldest_sync_index=99) for i in range(batches * batch_groups)]
     journal = journal_of(rules, *before)
-    now = standing(*journal, version(at))
+    now = snapshot(*journal, version(at))
     free = now.free_capacity("train", loaded)
     assert now.next_batch_seq == batches and free is not None
     more = [cand(f"n{i}", f"n{i}", oldest_sync_index=loaded) for i in range(free + batch_groups)]
@@ -160,15 +159,15 @@ def test_so_many_groups_and_not_one_more_pass_the_real_gate(
 
 def test_capacity_when_there_is_no_bound_and_when_nothing_is_known() -> None:
     bound, first = applied(max_staleness=1, batch_groups=4), version(0)
-    assert standing(bound, first).free_capacity("train") == 8
-    assert standing(bound, first).free_capacity("val") is None
-    assert standing(applied(), first).free_capacity("train") is None
-    assert standing(bound).free_capacity("train") == 0, (
+    assert snapshot(bound, first).free_capacity("train") == 8
+    assert snapshot(bound, first).free_capacity("val") is None
+    assert snapshot(applied(), first).free_capacity("train") is None
+    assert snapshot(bound).free_capacity("train") == 0, (
         "nothing that is begun now is of a version of this run"
     )
-    assert standing(bound, version(3, "other")).free_capacity("train") == 0
-    assert standing(first).free_capacity("train") == 0
-    went_back = standing(bound, first, version(1), version(2), version(1, attempt=1))
+    assert snapshot(bound, version(3, "other")).free_capacity("train") == 0
+    assert snapshot(first).free_capacity("train") == 0
+    went_back = snapshot(bound, first, version(1), version(2), version(1, attempt=1))
     assert went_back.newest_sync_index == 1, "the surviving chain's, not the highest there was"
     assert went_back.free_capacity("train", loaded=2) == 12, (
         "an engine that is ahead of the chain does not lift the bound"
@@ -182,48 +181,48 @@ def test_lowest_version_that_a_ready_engine_samples_with() -> None:
             heartbeat_interval_ms=1000, started_at=0, loads=0,
         )  # fmt: skip
 
-    table = WorkerTable()
-    assert table.oldest_loaded("r", 0.0) is None
+    registry = EngineRegistry()
+    assert registry.oldest_loaded("r", 0.0) is None
     for status in (
         says("a", "r/5.0"),
         says("b", "r/4.1"),
         says("c", "r/1.0", "loading"),
         says("d", "other/0.0"),
     ):
-        table.hear(*status, 0.0)
-    table.hear(*says("e", "default"), 0.0)
-    table.hear(*says("f", None), 0.0)
-    assert table.oldest_loaded("r", 0.0) == 4
-    table.hear(*says("b", "r/5.0"), 2.0)
-    assert table.oldest_loaded("r", 2.0) == 5
-    assert table.oldest_loaded("r", 9.0) is None, "all have missed three heartbeats"
+        registry.update(*status, 0.0)
+    registry.update(*says("e", "default"), 0.0)
+    registry.update(*says("f", None), 0.0)
+    assert registry.oldest_loaded("r", 0.0) == 4
+    registry.update(*says("b", "r/5.0"), 2.0)
+    assert registry.oldest_loaded("r", 2.0) == 5
+    assert registry.oldest_loaded("r", 9.0) is None, "all have missed three heartbeats"
 
 
 # ---------------------------------------------------------------- the route
 
 
 @pytest.fixture
-def play(tmp_path: Path) -> Play:
-    """`play(scenario, script, **gateway settings)` runs an async scenario in a trial of its own."""
-    return partial(play_in, tmp_path, CODEC)
+def run_scenario(tmp_path: Path) -> RunScenario:
+    """`run_scenario(scenario, script, **gateway settings)` runs an async scenario against a gateway of its own."""
+    return partial(run_gateway, tmp_path, CODEC)
 
 
-async def ask(w: Trial, path: str, key: str | None = None) -> tuple[int, Any]:
+async def ask(w: GatewayFixture, path: str, key: str | None = None) -> tuple[int, Any]:
     headers = {"authorization": f"Bearer {key}"} if key else {}
     async with w.http.get(w.url + path, headers=headers) as reply:
         return reply.status, await reply.json()
 
 
-def test_demand_over_http(play: Play) -> None:
-    async def body(w: Trial) -> None:
-        w.demand.put(
+def test_demand_over_http(run_scenario: RunScenario) -> None:
+    async def body(w: GatewayFixture) -> None:
+        w.budgets.put(
             "r",
             "train",
             applied(max_staleness=2, batch_groups=3, sync_every=2),
             version(1),
             refused("g1", 8),
         )
-        w.demand.put(
+        w.budgets.put(
             "r", "train", refused("m", 0, "outcome"), refused("g2", 4, "stale", detail="too old")
         )
         status, told = await ask(w, "/runs/r/demand")
@@ -257,7 +256,7 @@ def test_demand_over_http(play: Play) -> None:
         }  # fmt: skip
         assert (await ask(w, "/runs/r/demand?after=1"))[1]["refusals"] == listed[1:]
         assert (await ask(w, "/runs/r/demand?after=3"))[1]["refusals"] == []
-        w.demand.put("r", "val", applied())
+        w.budgets.put("r", "val", applied())
         told = (await ask(w, "/runs/r/demand?channel=val"))[1]
         assert (told["channel"], told["batch_groups"], told["free_staleness_capacity"]) == (
             "val",
@@ -266,7 +265,7 @@ def test_demand_over_http(play: Play) -> None:
         )
         page = (await ask(w, "/openapi.json"))[1]
         assert (
-            "free_staleness_capacity" in page["components"]["schemas"]["DemandReply"]["properties"]
+            "free_staleness_capacity" in page["components"]["schemas"]["BudgetReply"]["properties"]
         )
         assert {p["name"] for p in page["paths"]["/runs/{run}/demand"]["get"]["parameters"]} == {
             "run",
@@ -275,11 +274,11 @@ def test_demand_over_http(play: Play) -> None:
         }
         assert w.records() == [], "nothing is recorded"
 
-    play(body, SCRIPT)
+    run_scenario(body, SCRIPT)
 
 
-def test_demand_that_cannot_be_told(play: Play) -> None:
-    async def body(w: Trial) -> None:
+def test_demand_that_cannot_be_told(run_scenario: RunScenario) -> None:
+    async def body(w: GatewayFixture) -> None:
         status, told = await ask(w, "/runs/nobody/demand")
         assert (status, told["error"]["code"], told["error"]["param"]) == (404, "not_found", "run")
         assert (
@@ -293,25 +292,25 @@ def test_demand_that_cannot_be_told(play: Play) -> None:
             status, told = await ask(w, path)
             assert (status, told["error"]["param"]) == (422, param)
         assert (await ask(w, "/runs/r/demand?after=-1"))[0] == 422
-        w.demand.reachable = False
+        w.budgets.reachable = False
         async with w.http.get(w.url + "/runs/r/demand") as reply:
             assert (reply.status, reply.headers["retry-after"]) == (503, "1")
-            assert (await reply.json())["error"]["code"] == "demand_unknown"
+            assert (await reply.json())["error"]["code"] == "budget_unknown"
         async with w.http.post(w.url + "/runs/r/demand") as reply:
             assert reply.status == 405
 
-    play(body, SCRIPT)
+    run_scenario(body, SCRIPT)
 
 
-def test_who_may_ask(play: Play, tmp_path: Path) -> None:
+def test_who_may_ask(run_scenario: RunScenario, tmp_path: Path) -> None:
     def key(name: str, *scopes: Scope, run: str | None = None) -> str:
         return create_key(tmp_path / "api-keys.json", name, scopes, run)
 
     anyone, pinned, rewarder = key("a", "agent"), key("b", "agent", run="r"), key("c", "reward")
 
-    async def body(w: Trial) -> None:
+    async def body(w: GatewayFixture) -> None:
         for run in ("r", "other"):
-            w.demand.put(run, "train")
+            w.budgets.put(run, "train")
         assert (await ask(w, "/runs/r/demand"))[0] == 401
         assert (await ask(w, "/runs/r/demand", rewarder))[0] == 403
         assert [(await ask(w, f"/runs/{run}/demand", anyone))[0] for run in ("r", "other")] == [
@@ -327,4 +326,4 @@ def test_who_may_ask(play: Play, tmp_path: Path) -> None:
             session = (await reply.json())["session_key"]
         assert (await ask(w, "/runs/r/demand", session))[0] == 403, "it is for its one trajectory"
 
-    play(body, SCRIPT, auth="required")
+    run_scenario(body, SCRIPT, auth="required")

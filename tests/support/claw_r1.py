@@ -7,13 +7,13 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from gateway.testing.gateway import Trial
-from gateway.testing.script import Say
+from gateway.testing.gateway import GatewayFixture
+from gateway.testing.script import ScriptedChoice
 from schemas.codec.single_object import Codec
 
-HI = Say([7, 8, 9], ["Hel", "lo", ""], [-0.5, -0.25, -0.125], finish_reason="length")
+HI = ScriptedChoice([7, 8, 9], ["Hel", "lo", ""], [-0.5, -0.25, -0.125], finish_reason="length")
 CODEC = Codec()
-Play = Callable[..., None]
+RunScenario = Callable[..., None]
 BIG = 10**30
 
 
@@ -25,7 +25,7 @@ def step(**more: Any) -> dict[str, Any]:
     } | more  # fmt: skip
 
 
-async def post(w: Trial, path: str, body: Any, **headers: str) -> tuple[int, Any]:
+async def post(w: GatewayFixture, path: str, body: Any, **headers: str) -> tuple[int, Any]:
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     told = {"content-type": "application/json"} | {
         k.replace("_", "-"): v for k, v in headers.items()

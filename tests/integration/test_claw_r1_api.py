@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM
 from demo import model
 from demo.agent import TOOLS
 from gateway.app import create_app
-from gateway.durability.log import MemoryBus
-from gateway.engines.registry import WorkerTable
+from gateway.durability.log import InMemoryLogProducer
+from gateway.engines.registry import EngineRegistry
 from gateway.testing.gateway import running
 from rollout.server.process import VllmServer
 from schemas.codec.single_object import Codec
@@ -50,8 +50,10 @@ async def engine(directory: Path) -> AsyncIterator[str]:
 class Client:
     """A gateway of its own in front of the engine, and what it recorded."""
 
-    def __init__(self, http: aiohttp.ClientSession, url: str, bus: MemoryBus) -> None:
-        self._http, self._url, self._bus = http, url, bus
+    def __init__(
+        self, http: aiohttp.ClientSession, url: str, producer: InMemoryLogProducer
+    ) -> None:
+        self._http, self._url, self._producer = http, url, producer
 
     async def post(self, path: str, body: Any) -> tuple[int, Any]:
         async with self._http.post(self._url + path, json=body) as r:
@@ -59,7 +61,7 @@ class Client:
 
     @property
     def steps(self) -> list[Step]:
-        return [r for m in self._bus.messages if isinstance(r := CODEC.decode(m.value), Step)]
+        return [r for m in self._producer.messages if isinstance(r := CODEC.decode(m.value), Step)]
 
 
 @asynccontextmanager
@@ -67,10 +69,10 @@ async def gateway(directory: Path, upstream: Any, **more: Any) -> AsyncIterator[
     settings = Settings.model_validate(
         {"data_dir": directory, "gateway": {"upstreams": [upstream], **more}}
     )
-    bus = MemoryBus()
-    app = create_app(settings, bus, WorkerTable(settings.gateway.upstreams), CODEC)
+    producer = InMemoryLogProducer()
+    app = create_app(settings, producer, EngineRegistry(settings.gateway.upstreams), CODEC)
     async with running(app) as url, aiohttp.ClientSession() as http:
-        yield Client(http, url, bus)
+        yield Client(http, url, producer)
 
 
 def test_claw_r1_against_a_real_engine(tmp_path: Path) -> None:

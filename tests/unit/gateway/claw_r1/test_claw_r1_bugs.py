@@ -22,10 +22,9 @@ from tokenizers.models import WordLevel
 
 from gateway.app import create_app
 from gateway.claw_r1.tokenizer import TextOf
-from gateway.engines.registry import WorkerTable
-from gateway.testing.gateway import Trial, running
-from gateway.testing.gateway import play as play_in
-from gateway.testing.script import Say, Script
+from gateway.engines.registry import EngineRegistry
+from gateway.testing.gateway import GatewayFixture, run_gateway, running
+from gateway.testing.script import Script, ScriptedChoice
 from schemas.codec.single_object import Codec
 from schemas.records import Candidate, Reward, Step, Tick
 from schemas.settings import Settings
@@ -33,21 +32,21 @@ from schemas.tokens import unpack_ids, unpack_logprobs
 from stream_jobs.assemble.model import REWARDS, STEPS
 from stream_jobs.assemble.testing import InMemoryPartition
 
-HI = Say([7, 8, 9], ["Hel", "lo", ""], [-0.5, -0.25, -0.125])
+HI = ScriptedChoice([7, 8, 9], ["Hel", "lo", ""], [-0.5, -0.25, -0.125])
 SPANS = [[{"version": "default/3.0", "start": 0, "end": 3}]]
 SCRIPT = Script([HI], versions=SPANS)
 ASK: dict[str, Any] = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
 CODEC = Codec()
-Play = Callable[..., None]
+RunScenario = Callable[..., None]
 
 
 @pytest.fixture
-def play(tmp_path: Path) -> Play:
-    """`play(scenario, script, **gateway settings)` runs an async scenario in a trial of its own."""
-    return partial(play_in, tmp_path, CODEC)
+def run_scenario(tmp_path: Path) -> RunScenario:
+    """`run_scenario(scenario, script, **gateway settings)` runs an async scenario against a gateway of its own."""
+    return partial(run_gateway, tmp_path, CODEC)
 
 
-def sdk(w: Trial, path: str = "/t1/g1/v1", **more: Any) -> AsyncOpenAI:
+def sdk(w: GatewayFixture, path: str = "/t1/g1/v1", **more: Any) -> AsyncOpenAI:
     return AsyncOpenAI(
         base_url=w.url + path, api_key="not-used", **({"max_retries": 0, "timeout": 600} | more)
     )
@@ -72,12 +71,12 @@ class Impatient(httpx.AsyncHTTPTransport):
         return await waits
 
 
-async def post(w: Trial, path: str, body: Any = None) -> tuple[int, Any]:
+async def post(w: GatewayFixture, path: str, body: Any = None) -> tuple[int, Any]:
     async with w.http.post(w.url + path, json=body) as r:
         return r.status, await r.json()
 
 
-def assembled(w: Trial) -> InMemoryPartition:
+def assembled(w: GatewayFixture) -> InMemoryPartition:
     """What assemble makes of the log as it is."""
     worker = InMemoryPartition()
     for at, record in enumerate(w.records()):
@@ -85,7 +84,7 @@ def assembled(w: Trial) -> InMemoryPartition:
     return worker
 
 
-def candidate(w: Trial, key: str = "t1") -> Candidate:
+def candidate(w: GatewayFixture, key: str = "t1") -> Candidate:
     return assembled(w).last(key)
 
 
@@ -100,11 +99,13 @@ def submitted(**more: Any) -> dict[str, Any]:
 # ---------------------------------------------------------------- the gateway, 2.3
 
 
-def test_1_tokens_are_not_made_from_text_again(play: Play) -> None:
+def test_1_tokens_are_not_made_from_text_again(run_scenario: RunScenario) -> None:
     """Five sampled tokens whose text would be two, with five log-probabilities."""
-    say = Say([10, 11, 12, 13, 14], ["a", "b", "a", "b", ""], [-1.0, -2.0, -3.0, -4.0, -5.0])
+    say = ScriptedChoice(
+        [10, 11, 12, 13, 14], ["a", "b", "a", "b", ""], [-1.0, -2.0, -3.0, -4.0, -5.0]
+    )
 
-    async def scenario(w: Trial) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         async with sdk(w) as client:
             await client.chat.completions.create(**ASK)
         status, said = await post(
@@ -117,13 +118,13 @@ def test_1_tokens_are_not_made_from_text_again(play: Play) -> None:
         short = submitted(response_ids=[10, 11], rollout_log_probs=list(say.logprobs))
         assert (await post(w, "/submit_steps", short))[0] == 422
 
-    play(scenario, Script([say]))
+    run_scenario(scenario, Script([say]))
 
 
-def test_2_more_than_100_calls_are_asked_at_once(play: Play) -> None:
+def test_2_more_than_100_calls_are_asked_at_once(run_scenario: RunScenario) -> None:
     gate = asyncio.Semaphore(0)
 
-    async def scenario(w: Trial) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
 
             async def call(i: int) -> int:
@@ -137,13 +138,13 @@ def test_2_more_than_100_calls_are_asked_at_once(play: Play) -> None:
                 gate.release()
             assert set(await asyncio.gather(*calls)) == {200}
 
-    play(scenario, Script([HI], gate=gate))
+    run_scenario(scenario, Script([HI], gate=gate))
 
 
 def test_3_bad_requests_do_not_fill_a_pipe_that_nobody_reads(
-    play: Play, capfd: pytest.CaptureFixture[str]
+    run_scenario: RunScenario, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    async def scenario(w: Trial) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         async with sdk(w) as client:
             await client.chat.completions.create(**ASK)
         capfd.readouterr()
@@ -156,24 +157,26 @@ def test_3_bad_requests_do_not_fill_a_pipe_that_nobody_reads(
         # Nothing of the requests; an engine that is slow to answer a probe is told of.
         assert [line for line in said if " engine_" not in line] == []
 
-    play(scenario, SCRIPT)
+    run_scenario(scenario, SCRIPT)
 
 
 @pytest.mark.parametrize(
     "body", [b"{", b"", b"[]", b'{"messages":null}', b'{"messages":["hi"]}', b'{"messages":[{}]}']
 )
-def test_4_a_malformed_body_is_not_a_500(play: Play, body: bytes) -> None:
+def test_4_a_malformed_body_is_not_a_500(run_scenario: RunScenario, body: bytes) -> None:
     """A message without a role is the engine's to refuse, as vLLM does."""
 
-    async def scenario(w: Trial) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         async with w.http.post(w.url + "/t/g/v1/chat/completions", data=body) as r:
             assert r.status == 400 and (await r.json())["error"]["message"]
 
-    play(scenario, Script([HI], status=400))
+    run_scenario(scenario, Script([HI], status=400))
 
 
-def test_5_completing_a_val_trajectory_finds_it_whatever_channel_is_said(play: Play) -> None:
-    async def scenario(w: Trial) -> None:
+def test_5_completing_a_val_trajectory_finds_it_whatever_channel_is_said(
+    run_scenario: RunScenario,
+) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         await post(w, "/t1/g1/v1/register_trajectory", {"channel": "val", "metadata": {"gold": 1}})
         async with sdk(w) as client:
             await client.chat.completions.create(**ASK)
@@ -187,23 +190,23 @@ def test_5_completing_a_val_trajectory_finds_it_whatever_channel_is_said(play: P
             [0.5],
         )
 
-    play(scenario, SCRIPT)
+    run_scenario(scenario, SCRIPT)
 
 
-def test_5_an_unknown_trajectory_does_not_disappear(play: Play) -> None:
+def test_5_an_unknown_trajectory_does_not_disappear(run_scenario: RunScenario) -> None:
     """Whether it exists is known on the log alone: there it waits for its steps, then becomes a dead letter."""
 
-    async def scenario(w: Trial) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         await post(w, "/complete_trajectory/nobody", {"reward": 0.5})
         worker = assembled(w)
         assert not worker.dead_letters
         worker.feed((STEPS, 10_000, Tick(partition=0)), (REWARDS, 10_000, Tick(partition=0)))
         assert [b.reason for b in worker.dead_letters] == ["unknown_target"] * 2
 
-    play(scenario, SCRIPT)
+    run_scenario(scenario, SCRIPT)
 
 
-def test_6_a_call_that_is_tried_three_times_is_trained_once(play: Play) -> None:
+def test_6_a_call_that_is_tried_three_times_is_trained_once(run_scenario: RunScenario) -> None:
     never = asyncio.Semaphore(0)
     asked: list[Any] = []
 
@@ -211,7 +214,7 @@ def test_6_a_call_that_is_tried_three_times_is_trained_once(play: Play) -> None:
         asked.append(request)
         return Script([HI], versions=SPANS, gate=never if len(asked) < 3 else None)
 
-    async def scenario(w: Trial) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         impatient = httpx.AsyncClient(transport=Impatient(asked, 2))
         async with sdk(w, max_retries=2, http_client=impatient) as client:
             await client.chat.completions.create(**ASK)
@@ -220,17 +223,17 @@ def test_6_a_call_that_is_tried_three_times_is_trained_once(play: Play) -> None:
         await post(w, "/complete_trajectory/t1")
         assert [s.trainable for s in candidate(w).steps].count(True) == 1
 
-    play(scenario, script)
+    run_scenario(scenario, script)
 
 
-def test_7_a_long_prompt_is_never_cut(play: Play) -> None:
+def test_7_a_long_prompt_is_never_cut(run_scenario: RunScenario) -> None:
     """Refused by the engine's own bound or by ours, and said how long it is; what is asked of the engine is the whole of it."""
     messages = [
         {"role": "system", "content": "be brief"},
         {"role": "user", "content": "word " * 5000},
     ]
 
-    async def scenario(w: Trial) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         status, _ = await post(w, "/t1/g1/v1/chat/completions", ASK | {"messages": messages})
         assert status == 400 and w.engine.requests[0]["messages"] == messages
         status, said = await post(
@@ -239,19 +242,19 @@ def test_7_a_long_prompt_is_never_cut(play: Play) -> None:
         assert status == 400 and "65 tokens" in said["error"]["message"]
         assert w.records() == []
 
-    play(scenario, Script([HI], status=400), max_prompt_tokens=64)
+    run_scenario(scenario, Script([HI], status=400), max_prompt_tokens=64)
 
 
-def test_8_a_gateway_started_anew_goes_on_with_a_trajectory(play: Play) -> None:
-    async def scenario(w: Trial) -> None:
+def test_8_a_gateway_started_anew_goes_on_with_a_trajectory(run_scenario: RunScenario) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         await post(w, "/t1/g1/v1/register_trajectory", {"channel": "val", "metadata": {"gold": 1}})
         async with sdk(w) as client:
             await client.chat.completions.create(**ASK)
         other = w.settings.gateway.model_copy(update={"gateway_id": "gateway-1"})
         again = create_app(
             w.settings.model_copy(update={"gateway": other}),
-            w.bus,
-            WorkerTable(other.upstreams),
+            w.producer,
+            EngineRegistry(other.upstreams),
             CODEC,
         )
         async with running(again) as url:
@@ -267,18 +270,18 @@ def test_8_a_gateway_started_anew_goes_on_with_a_trajectory(play: Play) -> None:
         )
         assert {s.oldest_version for s in whole.steps} == {"default/3.0"}
 
-    play(scenario, SCRIPT)
+    run_scenario(scenario, SCRIPT)
 
 
 def test_9_without_a_log_no_sampled_call_is_lost_and_a_log_that_comes_back_is_found(
-    play: Play,
+    run_scenario: RunScenario,
 ) -> None:
-    async def scenario(w: Trial) -> None:
-        w.bus.reachable = w.bus.acknowledges = False
+    async def scenario(w: GatewayFixture) -> None:
+        w.producer.reachable = w.producer.acknowledges = False
         async with sdk(w) as client:
             await client.chat.completions.create(**ASK)
         assert w.records() == [] and len(w.spooled()) == 1
-        w.bus.reachable = w.bus.acknowledges = True
+        w.producer.reachable = w.producer.acknowledges = True
         await w.until(lambda: len(w.steps()) == 1)
         async with sdk(w) as client:
             await client.chat.completions.create(**ASK)
@@ -286,20 +289,20 @@ def test_9_without_a_log_no_sampled_call_is_lost_and_a_log_that_comes_back_is_fo
             lambda: len(w.steps()) == 2
         )  # by way of the spool, if the drain has not done with it
 
-    play(scenario, SCRIPT)
+    run_scenario(scenario, SCRIPT)
 
 
-def test_9_without_a_log_and_without_room_no_engine_is_asked(play: Play) -> None:
-    async def scenario(w: Trial) -> None:
-        w.bus.reachable = w.bus.acknowledges = False
+def test_9_without_a_log_and_without_room_no_engine_is_asked(run_scenario: RunScenario) -> None:
+    async def scenario(w: GatewayFixture) -> None:
+        w.producer.reachable = w.producer.acknowledges = False
         status, _ = await post(w, "/t1/g1/v1/chat/completions", ASK)
         assert status == 503 and w.engine.requests == []
 
-    play(scenario, SCRIPT, spool_max_bytes=1000)
+    run_scenario(scenario, SCRIPT, spool_max_bytes=1000)
 
 
-def test_10_a_reward_of_a_billion_is_refused(play: Play) -> None:
-    async def scenario(w: Trial) -> None:
+def test_10_a_reward_of_a_billion_is_refused(run_scenario: RunScenario) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         for path, body, param in (
             ("/submit_steps", submitted(reward=1e9), "steps.0.reward"),
             ("/complete_trajectory/t1", {"reward": 1e9}, "reward"),
@@ -309,13 +312,15 @@ def test_10_a_reward_of_a_billion_is_refused(play: Play) -> None:
             assert (status, said["error"]["param"]) == (422, param)
         assert w.records() == []
 
-    play(scenario, SCRIPT)
+    run_scenario(scenario, SCRIPT)
 
 
-def test_10_strangers_write_nothing_where_others_can_reach_the_gateway(play: Play) -> None:
+def test_10_strangers_write_nothing_where_others_can_reach_the_gateway(
+    run_scenario: RunScenario,
+) -> None:
     assert Settings.model_validate({"gateway": {"host": "0.0.0.0"}}).gateway.auth_required
 
-    async def scenario(w: Trial) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         for path in (
             "/submit_steps",
             "/t1/g1/v1/complete_trajectory",
@@ -325,7 +330,7 @@ def test_10_strangers_write_nothing_where_others_can_reach_the_gateway(play: Pla
             assert (await post(w, path, {}))[0] == 401
         assert w.records() == []
 
-    play(scenario, SCRIPT, auth="required")
+    run_scenario(scenario, SCRIPT, auth="required")
 
 
 def test_10_no_code_of_a_models_directory_runs(tmp_path: Path) -> None:
@@ -337,10 +342,12 @@ def test_10_no_code_of_a_models_directory_runs(tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
-def test_14_sampling_parameters_and_version_are_those_of_the_call(play: Play) -> None:
+def test_14_sampling_parameters_and_version_are_those_of_the_call(
+    run_scenario: RunScenario,
+) -> None:
     """The seed's black-box agents lost the parameters, and stamped the version when a batch was prepared."""
 
-    async def scenario(w: Trial) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         await post(w, "/t1/g1/v1/register_trajectory", {"metadata": {"policy_version": 1}})
         async with sdk(w) as client:
             await client.chat.completions.create(**ASK, temperature=0.3, top_p=0.8)
@@ -348,37 +355,39 @@ def test_14_sampling_parameters_and_version_are_those_of_the_call(play: Play) ->
         assert (asked["temperature"], asked["top_p"]) == (0.3, 0.8)
         assert [s.version for s in w.steps()[0].versions] == ["default/3.0"]
 
-    play(scenario, SCRIPT)
+    run_scenario(scenario, SCRIPT)
 
 
-def test_15_agents_on_other_machines_are_given_a_url_that_they_can_reach(play: Play) -> None:
-    async def scenario(w: Trial) -> None:
+def test_15_agents_on_other_machines_are_given_a_url_that_they_can_reach(
+    run_scenario: RunScenario,
+) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         port = w.url.rpartition(":")[2]
         async with w.http.post(
             w.url + "/init_trajectory", headers={"host": f"gateway.cluster:{port}"}
         ) as r:
             assert (await r.json())["base_url"].startswith(f"http://gateway.cluster:{port}/")
 
-    play(scenario, SCRIPT)
+    run_scenario(scenario, SCRIPT)
 
 
 # ---------------------------------------------------------------- documented, but not there, 2.1
 
 
 @pytest.mark.parametrize("suffix", ["", "/", "/v1", "/v1/"])
-def test_2_1_1_the_documented_base_url_works(play: Play, suffix: str) -> None:
-    async def scenario(w: Trial) -> None:
+def test_2_1_1_the_documented_base_url_works(run_scenario: RunScenario, suffix: str) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         async with sdk(w, "/t1/g1" + suffix) as client:
             assert (await client.chat.completions.create(**ASK)).choices[
                 0
             ].message.content == "Hello"
         assert [(s.trajectory_key, s.group_id) for s in w.steps()] == [("t1", "g1")]
 
-    play(scenario, SCRIPT)
+    run_scenario(scenario, SCRIPT)
 
 
-def test_2_1_2_and_17_the_documented_routes_are_there(play: Play) -> None:
-    async def scenario(w: Trial) -> None:
+def test_2_1_2_and_17_the_documented_routes_are_there(run_scenario: RunScenario) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         for path in ("/ready", "/health", "/metrics", "/v1/models", "/t1/g1/v1/models"):
             async with w.http.get(w.url + path) as r:
                 assert r.status == 200, path
@@ -394,32 +403,32 @@ def test_2_1_2_and_17_the_documented_routes_are_there(play: Play) -> None:
             assert (await post(w, "/t1/g1" + path, body))[0] == 200, path
         assert len(w.steps()) == 3
 
-    play(scenario, SCRIPT)
+    run_scenario(scenario, SCRIPT)
 
 
-def test_2_1_9_a_client_of_its_own_is_a_group_of_its_own(play: Play) -> None:
-    async def scenario(w: Trial) -> None:
+def test_2_1_9_a_client_of_its_own_is_a_group_of_its_own(run_scenario: RunScenario) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         for _ in range(2):
             base = (await post(w, "/init_trajectory"))[1]["base_url"]
             async with sdk(w, base.removeprefix(w.url)) as client:
                 await client.chat.completions.create(**ASK)
         assert len({s.group_id for s in w.steps()}) == 2
 
-    play(scenario, SCRIPT)
+    run_scenario(scenario, SCRIPT)
 
 
-def test_2_1_13_one_dead_engine_of_two_fails_no_call(play: Play) -> None:
+def test_2_1_13_one_dead_engine_of_two_fails_no_call(run_scenario: RunScenario) -> None:
     dead = f"http://127.0.0.1:{free_port()}"
 
-    async def scenario(w: Trial) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         both = w.settings.gateway.model_copy(
             update={"upstreams": Settings.model_validate({"gateway": {"upstreams": [dead, w.engine_url]}}).gateway.upstreams,
                     "gateway_id": "gateway-1"}
         )  # fmt: skip
         app = create_app(
             w.settings.model_copy(update={"gateway": both}),
-            w.bus,
-            WorkerTable(both.upstreams),
+            w.producer,
+            EngineRegistry(both.upstreams),
             CODEC,
         )
         async with running(app) as url:
@@ -427,21 +436,23 @@ def test_2_1_13_one_dead_engine_of_two_fails_no_call(play: Play) -> None:
                 async with w.http.post(f"{url}/t{i}/g/v1/chat/completions", json=ASK) as r:
                     assert r.status == 200
 
-    play(scenario, SCRIPT)
+    run_scenario(scenario, SCRIPT)
 
 
-def test_2_1_14_streams_are_streams(play: Play) -> None:
-    async def scenario(w: Trial) -> None:
+def test_2_1_14_streams_are_streams(run_scenario: RunScenario) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         async with sdk(w) as client:
             stream = await client.chat.completions.create(**ASK, stream=True)
             texts = [c.choices[0].delta.content async for c in stream if c.choices]
         assert "".join(t or "" for t in texts) == "Hello" and len(texts) > 2
         assert unpack_ids(w.steps()[0].response_token_ids or b"") == [7, 8, 9]
 
-    play(scenario, SCRIPT)
+    run_scenario(scenario, SCRIPT)
 
 
-def test_2_1_15_tools_and_parameters_go_through_and_tool_calls_come_back(play: Play) -> None:
+def test_2_1_15_tools_and_parameters_go_through_and_tool_calls_come_back(
+    run_scenario: RunScenario,
+) -> None:
     call = {
         "id": "c1",
         "type": "function",
@@ -453,27 +464,31 @@ def test_2_1_15_tools_and_parameters_go_through_and_tool_calls_come_back(play: P
         "logprobs": True, "top_k": 5, "min_p": 0.1,
     }  # fmt: skip
 
-    async def scenario(w: Trial) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         status, said = await post(w, "/t1/g1/v1/chat/completions", asked)
         assert status == 200 and w.engine.requests == [asked]
         assert said["choices"][0]["message"]["tool_calls"] == [call]
         assert said["choices"][0]["finish_reason"] == "tool_calls"
 
-    play(
+    run_scenario(
         scenario,
         Script(
-            [Say([1, 2], ["", ""], [-1.0, -1.0], tool_calls=[call], finish_reason="tool_calls")]
+            [
+                ScriptedChoice(
+                    [1, 2], ["", ""], [-1.0, -1.0], tool_calls=[call], finish_reason="tool_calls"
+                )
+            ]
         ),
     )
 
 
-def test_2_1_16_images_reach_the_engine_and_are_kept(play: Play) -> None:
+def test_2_1_16_images_reach_the_engine_and_are_kept(run_scenario: RunScenario) -> None:
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
     asked = ASK | {
         "messages": [{"role": "user", "content": [{"type": "text", "text": "what?"}, image]}]
     }
 
-    async def scenario(w: Trial) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         assert (await post(w, "/t1/g1/v1/chat/completions", asked))[0] == 200
         assert w.engine.requests == [asked] and json.loads(w.steps()[0].request_json) == asked
         pixels = {"images": ["AAAA"]}
@@ -481,14 +496,14 @@ def test_2_1_16_images_reach_the_engine_and_are_kept(play: Play) -> None:
         kept = json.loads(w.steps()[1].request_json)
         assert (kept["multi_modal_data"], kept["routed_experts"]) == (pixels, [[1]])
 
-    play(scenario, SCRIPT)
+    run_scenario(scenario, SCRIPT)
 
 
 # ---------------------------------------------------------------- the pool, as far as the gateway shows it, 2.2
 
 
-def test_2_2_2_a_late_step_does_not_open_its_trajectory_again(play: Play) -> None:
-    async def scenario(w: Trial) -> None:
+def test_2_2_2_a_late_step_does_not_open_its_trajectory_again(run_scenario: RunScenario) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         for said in (submitted(is_last=True), submitted(step_index=1)):
             assert (await post(w, "/submit_steps", said))[0] == 200
         worker = assembled(w)
@@ -497,29 +512,29 @@ def test_2_2_2_a_late_step_does_not_open_its_trajectory_again(play: Play) -> Non
         ]
         assert not worker.state.opened
 
-    play(scenario, SCRIPT)
+    run_scenario(scenario, SCRIPT)
 
 
-def test_2_2_9_a_step_submitted_twice_is_one_step(play: Play) -> None:
-    async def scenario(w: Trial) -> None:
+def test_2_2_9_a_step_submitted_twice_is_one_step(run_scenario: RunScenario) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         for said in (submitted(), submitted(), submitted(step_index=1, is_last=True)):
             assert (await post(w, "/submit_steps", said))[0] == 200
         assert len(w.steps()) == 3 and len(assembled(w).trajectories["t1"].steps) == 2
 
-    play(scenario, SCRIPT)
+    run_scenario(scenario, SCRIPT)
 
 
-def test_2_2_9_a_missing_reward_is_not_zero(play: Play) -> None:
-    async def scenario(w: Trial) -> None:
+def test_2_2_9_a_missing_reward_is_not_zero(run_scenario: RunScenario) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         for said in (submitted(reward=None), submitted(step_index=1, reward=1.0, is_last=True)):
             await post(w, "/submit_steps", said)
         assert [(r.step_id, r.value) for r in candidate(w).rewards] == [(None, 1.0)]
 
-    play(scenario, SCRIPT)
+    run_scenario(scenario, SCRIPT)
 
 
-def test_2_2_9_a_step_without_logprobs_takes_them_from_no_other(play: Play) -> None:
-    async def scenario(w: Trial) -> None:
+def test_2_2_9_a_step_without_logprobs_takes_them_from_no_other(run_scenario: RunScenario) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         for i in range(8):
             bare = {"rollout_log_probs": None} if i == 4 else {}
             await post(w, "/submit_steps", submitted(step_index=i, is_last=i == 7, **bare))
@@ -527,11 +542,11 @@ def test_2_2_9_a_step_without_logprobs_takes_them_from_no_other(play: Play) -> N
         assert [s.trainable for s in steps] == [i != 4 for i in range(8)]
         assert steps[4].reason == "the agent submitted no log-probabilities"
 
-    play(scenario, SCRIPT)
+    run_scenario(scenario, SCRIPT)
 
 
-def test_2_2_8_no_trajectory_is_trained_before_it_ends(play: Play) -> None:
-    async def scenario(w: Trial) -> None:
+def test_2_2_8_no_trajectory_is_trained_before_it_ends(run_scenario: RunScenario) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         for said in (submitted(is_last=True), submitted(trajectory_uid="t2")):
             await post(w, "/submit_steps", said)
         assert set(assembled(w).trajectories) == {"t1"}
@@ -543,13 +558,15 @@ def test_2_2_8_no_trajectory_is_trained_before_it_ends(play: Play) -> None:
         found = candidate(w, "t2")
         assert len(found.steps) == 2 and [r.value for r in found.rewards] == [0.5]
 
-    play(scenario, SCRIPT)
+    run_scenario(scenario, SCRIPT)
 
 
-def test_a_client_that_gives_up_gets_its_own_timeout_and_leaves_no_half_step(play: Play) -> None:
+def test_a_client_that_gives_up_gets_its_own_timeout_and_leaves_no_half_step(
+    run_scenario: RunScenario,
+) -> None:
     never = asyncio.Semaphore(0)
 
-    async def scenario(w: Trial) -> None:
+    async def scenario(w: GatewayFixture) -> None:
         impatient = httpx.AsyncClient(transport=Impatient(w.engine.requests, 1))
         async with sdk(w, http_client=impatient) as client:
             with pytest.raises(APITimeoutError):
@@ -562,4 +579,4 @@ def test_a_client_that_gives_up_gets_its_own_timeout_and_leaves_no_half_step(pla
             and found.response_token_ids is None
         )
 
-    play(scenario, Script([HI], gate=never))
+    run_scenario(scenario, Script([HI], gate=never))
