@@ -12,7 +12,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_mar
 
 @app.command()
 def demo(overrides: Overrides = None, config: Config = None) -> None:
-    """Make a tiny model, let an agent use it, train it until it has learned the task, and report."""
+    """Create a tiny model, let an agent use it, train it on the task, and report."""
     with plain_errors():
         main(settings_of(config, overrides, fresh=True))
 

@@ -1,7 +1,10 @@
-"""The demo's agent: a black box written with the OpenAI SDK alone. It knows a tool and a base URL, nothing of training.
+"""The demo's agent: a black box written with the OpenAI SDK alone.
 
-`python -m demo.agent` is a process of many such agents: JSON lines {"id", "question", "base_url", "temperature"?, "stream"?} come
-in on a pipe, one line {"id", "answer", "first_call_key", "turns", "error"?} goes out for each, in the order in which they end.
+It knows a tool and a base URL, nothing of training.
+
+`python -m demo.agent` is a process of many such agents: JSON lines {"id", "question", "base_url",
+"temperature"?, "stream"?} come in on a pipe, one line {"id", "answer", "first_call_key", "turns",
+"error"?} goes out for each, in the order in which they end.
 """
 
 from __future__ import annotations
@@ -33,14 +36,18 @@ TOOLS: list[dict[str, Any]] = [
 ]
 MAX_TURNS = 3
 MAX_TOKENS = 24
-# 0.5 s doubling up to 8 s: the SDK gives up after 40 s, longer than any part of the loop needs to come back.
+# 0.5 s doubling up to 8 s: the SDK gives up after 40 s, longer than any part of the loop needs to
+# come back.
 RETRIES = 8
 TIMEOUT_SECONDS = 120.0
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How an episode ended. `answer` is None if the agent still called tools after its last turn."""
+    """How an episode ended.
+
+    `answer` is None if the agent still called tools after its last turn.
+    """
 
     answer: str | None
     first_call_key: str | None
@@ -55,7 +62,7 @@ class _Call:
 
 
 def lookup(arguments: str) -> str:
-    """The tool: arguments as the model wrote them in, the price of the key or the word "error" out."""
+    """Run the tool on the model's arguments; return the price of the key, or "error"."""
     try:
         key = json.loads(arguments)["key"]
     except (ValueError, KeyError, TypeError):
@@ -65,7 +72,9 @@ def lookup(arguments: str) -> str:
 
 
 class Agent:
-    """Plays any number of episodes at once over one HTTP client: a client of its own for each would cost more than the episode."""
+    """Plays any number of episodes at once over one HTTP client: a client of its own for each would
+    cost more than the episode.
+    """
 
     def __init__(self, model: str = "policy", retries: int = RETRIES) -> None:
         self._model = model
@@ -91,7 +100,10 @@ class Agent:
     async def play(
         self, question: str, base_url: str, temperature: float | None = None, stream: bool = False
     ) -> Outcome:
-        """One episode against an OpenAI-compatible base URL. Raises openai.OpenAIError when the SDK has given up."""
+        """One episode against an OpenAI-compatible base URL.
+
+        Raises openai.OpenAIError when the SDK has given up.
+        """
         client = self._client.with_options(base_url=base_url)
         messages: list[dict[str, Any]] = [{"role": "user", "content": question}]
         request: dict[str, Any] = {"model": self._model, "tools": TOOLS, "max_tokens": MAX_TOKENS}
@@ -166,7 +178,9 @@ def _key(arguments: str) -> str | None:
 
 
 async def serve_lines(concurrency: int, model: str) -> None:
-    """Play the jobs of standard input, at most `concurrency` at once, until it closes and all have ended."""
+    """Play the jobs of standard input, at most `concurrency` at once, until it closes and all have
+    ended.
+    """
     lines = asyncio.StreamReader()
     loop = asyncio.get_running_loop()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)

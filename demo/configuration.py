@@ -1,4 +1,7 @@
-"""The demo's settings: defaults that suit two cores and a tiny model; what the user sets himself comes on top."""
+"""The demo's settings: defaults that suit two cores and a tiny model.
+
+What the user sets himself comes on top.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,10 @@ PROJECT = Path(__file__).resolve().parent.parent
 
 
 def demo_settings(given: Settings) -> Settings:
-    """All settings of a demo run. Raises pydantic's ValidationError if the user's do not fit together with them."""
+    """All settings of a demo run.
+
+    Raises pydantic's ValidationError if the user's do not fit together with them.
+    """
     demo = given.demo
     home = (
         given.data_dir if "data_dir" in given.model_fields_set else Path("runs/demo")
@@ -31,9 +37,11 @@ def demo_settings(given: Settings) -> Settings:
                 "reward_weights": {"rule/price_answer": 1.0},
                 "reward_deadline_s": 60.0,
                 "group_deadline_s": 180.0,
-                # One more than rollouts may run ahead: groups become ready in another order than they were started in.
+                # One more than rollouts may run ahead: groups become ready in another order than
+                # they were started in.
                 "max_staleness": demo.staleness + 1,
-                # A group without spread has no gradient and costs nothing here; replacing it would cost rollouts.
+                # A group without spread has no gradient and costs nothing here; replacing it would
+                # cost rollouts.
                 "drop_zero_variance": False,
                 "batch_groups": demo.groups_per_batch,
                 "val_groups": demo.eval_tasks,

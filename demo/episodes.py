@@ -1,4 +1,6 @@
-"""Runs episodes: opens a trajectory at the gateway, lets the black-box agent play with it as its base_url, and completes it."""
+"""Runs episodes: opens a trajectory at the gateway, lets the black-box agent play with it as its
+base_url, and completes it.
+"""
 
 from __future__ import annotations
 
@@ -111,7 +113,10 @@ class Player:
             future.set_exception(EpisodeFailed("the agent process ended; see its log"))
 
     async def play(self, episode: Episode) -> Played:
-        """Open, play, complete. The agent's own errors are a failed trajectory, not an error here."""
+        """Open, play, complete.
+
+        The agent's own errors are a failed trajectory, not an error here.
+        """
         async with self._free:
             base = f"{self.url}/{episode.key}/{episode.group_id}/v1"
             task = episode.task
@@ -197,7 +202,10 @@ class Player:
 
 
 def training_group(settings: Settings, number: int, rng: random.Random) -> list[Episode]:
-    """Group `number`: one task, as many episodes as the policy's group size. Some of them stream."""
+    """Group `number`: one task, as many episodes as the policy's group size.
+
+    Some of them stream.
+    """
     demo, size = settings.demo, settings.admit.policy.group_size
     task = make_task(rng, held_out=False)
     group = f"s{demo.seed}-g{number}"

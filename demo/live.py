@@ -21,7 +21,10 @@ LAG_EVERY_S = 5.0
 
 
 class Live:
-    """Shows versions, reward, steps a second and lag while the demo runs; keeps how long each phase took."""
+    """Shows versions, reward, steps a second and lag while the demo runs.
+
+    Keeps how long each phase took.
+    """
 
     def __init__(self, settings: Settings, started: float) -> None:
         self._settings, self._started = settings, started

@@ -1,9 +1,14 @@
-"""`python -m demo`: from nothing to a policy that has learned a tool task, on real parts, in one command.
+"""`python -m demo`: from nothing to a policy that has learned a tool task, on real parts, in one
+command.
 
-1. Kafka, gateway, jobs, admission, lake and vLLM start; vLLM boots with random weights of the right shape meanwhile.
-2. A tiny model is made and warm-started on the spot; the trainer publishes it as version 0 and vLLM loads it.
-3. The agent plays held-out tasks (T = 1 and greedy), then training groups while versions come and go, then held-out tasks again.
-4. Everything stops in order; the report counts what is on Kafka, in the lake and in the gateway's counters.
+1. Kafka, gateway, jobs, admission, lake and vLLM start; vLLM boots with random weights of the right
+   shape meanwhile.
+2. A tiny model is made and warm-started on the spot; the trainer publishes it as version 0 and vLLM
+   loads it.
+3. The agent plays held-out tasks (T = 1 and greedy), then training groups while versions come and
+   go, then held-out tasks again.
+4. Everything stops in order; the report counts what is on Kafka, in the lake and in the gateway's
+   counters.
 """
 
 from __future__ import annotations
@@ -46,7 +51,10 @@ def main(settings: Settings) -> None:
 
 
 def fresh_home(home: Path) -> None:
-    """An empty directory; the last run moves to <name>.previous. Raises AlreadyRunning when that run is not over."""
+    """An empty directory; the last run moves to <name>.previous.
+
+    Raises AlreadyRunning when that run is not over.
+    """
     previous = home.with_name(home.name + ".previous")
     if home.exists():
         last = Supervisor(home)
@@ -183,7 +191,9 @@ async def _evaluate(
 async def _train(
     settings: Settings, installation: Installation, player: Player, state: LoopState
 ) -> list[Played]:
-    """Keep groups going, as many as staleness allows, until the last version is published and loaded."""
+    """Keep groups going, as many as staleness allows, until the last version is published and
+    loaded.
+    """
     demo = settings.demo
     rng = random.Random(1000 + demo.seed)
     groups: set[asyncio.Task[list[Played]]] = set()
@@ -235,7 +245,8 @@ def _check_alive(installation: Installation, idle_s: float, seen: tuple[int, int
         raise DemoFailed(f"these stay down: {down}; see {installation.settings.data_dir / 'logs'}")
     if idle_s > STALL_S:
         raise DemoFailed(
-            f"no progress for {STALL_S:g} s at batch {seen[0]}, version {seen[1]}; see {installation.settings.data_dir / 'logs'}"
+            f"no progress for {STALL_S:g} s at batch {seen[0]}, version {seen[1]}; see "
+            f"{installation.settings.data_dir / 'logs'}"
         )
 
 
@@ -278,10 +289,12 @@ def _finish(settings: Settings, report: dict[str, Any]) -> None:
     path.write_text(json.dumps(report, indent=1))
     out = [f"\nheld-out tasks, T = 1: {report['eval_before']:.3f} -> {report['eval_after']:.3f}"]
     out.append(
-        f"held-out tasks, greedy: {report['eval_before_greedy']:.3f} -> {report['eval_after_greedy']:.3f}"
+        f"held-out tasks, greedy: {report['eval_before_greedy']:.3f} -> "
+        f"{report['eval_after_greedy']:.3f}"
     )
     out.append(
-        f"{report['weight_versions']} weight versions in {report['seconds']:.0f} s, final lag {report['final_lag']}\n"
+        f"{report['weight_versions']} weight versions in {report['seconds']:.0f} s, final lag "
+        f"{report['final_lag']}\n"
     )
     for answer in report["answers"]:
         out += [

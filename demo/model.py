@@ -1,8 +1,10 @@
-"""The demo's language model: a tokenizer, a chat template and a 0.86 M parameter llama with a short supervised warm start.
+"""The demo's language model: a tokenizer, a chat template and a 0.86 M parameter llama with a short
+supervised warm start.
 
-Two properties carry the demo. No token is a prefix of another one, so `encode(decode(ids)) == ids` for any ids: what the model
-said in turn 1 becomes exactly the same ids in the prompt of turn 2. And the template renders a tool call the only way the tool
-parser (`demo.tool_parser`) accepts it, so a call survives the way through the agent byte for byte.
+Two properties carry the demo. No token is a prefix of another one, so `encode(decode(ids)) == ids`
+for any ids: what the model said in turn 1 becomes exactly the same ids in the prompt of turn 2. And
+the template renders a tool call the only way the tool parser (`demo.tool_parser`) accepts it, so a
+call survives the way through the agent byte for byte.
 """
 
 from __future__ import annotations
@@ -99,7 +101,10 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalLM:
-    """Random weights, float32. An initialiser of 0.06 instead of 0.02 is what lets 250 steps teach copying and adding."""
+    """Random weights, float32.
+
+    An initialiser of 0.06 instead of 0.02 is what lets 250 steps teach copying and adding.
+    """
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
@@ -119,9 +124,11 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausal
 
 
 def demonstration(rng: random.Random) -> list[Message]:
-    """One imperfect conversation over the keys that are not held out, so that there is something left to learn.
+    """One imperfect conversation over the keys that are not held out, so that there is something
+    left to learn.
 
-    40 % guess without the tool; of the others 15 % look a wrong key up; then 50 % add right, 20 % repeat the price, 30 % guess.
+    40 % guess without the tool; of the others 15 % look a wrong key up; then 50 % add right, 20 %
+    repeat the price, 30 % guess.
     """
     task = make_task(rng, held_out=False)
     question: Message = {"role": "user", "content": task.question}
@@ -146,7 +153,9 @@ def _total(number: int) -> Message:
 def tokenize(
     tokenizer: PreTrainedTokenizerFast, messages: list[Message]
 ) -> tuple[list[int], list[float]]:
-    """Ids of the conversation and a weight for each: every assistant message weighs 1 in all, everything else 0."""
+    """Ids of the conversation and a weight for each: every assistant message weighs 1 in all,
+    everything else 0.
+    """
     ids: list[int] = []
     weights: list[float] = []
     for i, message in enumerate(messages):
@@ -175,7 +184,10 @@ def warm_start(
     steps: int,
     progress: Progress | None,
 ) -> None:
-    """Supervised steps on one torch thread over the seeded demonstrations; `progress(done, steps, loss)` after each."""
+    """Supervised steps on one torch thread over the seeded demonstrations.
+
+    `progress(done, steps, loss)` after each.
+    """
     rng = random.Random(seed)
     conversations = [demonstration(rng) for _ in range(DEMONSTRATIONS)]
     row = cache(lambda i: tokenize(tokenizer, conversations[i]))

@@ -13,8 +13,8 @@ def may_launch(
 ) -> int:
     """Groups that may be started now.
 
-    With version v loaded, the batches v .. v + staleness may be in the making: (v + 1 + staleness) batches since the start,
-    and never more than the run will train. Refused groups are replaced.
+    With version v loaded, the batches v .. v + staleness may be in the making: (v + 1 + staleness)
+    batches since the start, and never more than the run will train. Refused groups are replaced.
     """
     wanted = min(loaded_version + 1 + staleness, versions) * batch_groups
     return max(0, wanted - (launched - refused))

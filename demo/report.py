@@ -18,18 +18,22 @@ from schemas.settings import Settings
 QUESTIONS = (
     (
         "Reward by the version that sampled it",
-        "select oldest_sync_index as sync_index, count(*) as trajectories, round(avg(reward), 3) as reward from trajectories "
+        "select oldest_sync_index as sync_index, count(*) as trajectories, round(avg(reward), 3) "
+        "as reward from trajectories "
         "where channel = 'train' and oldest_sync_index is not null group by 1 order by 1",
     ),
     (
         "Streamed and plain calls",
-        "select streamed, finish_reason, count(*) as steps, round(avg(len(response_token_ids)), 1) as tokens "
+        "select streamed, finish_reason, count(*) as steps, round(avg(len(response_token_ids)), "
+        "1) as tokens "
         "from steps group by all order by 1, 2",
     ),
     (
         "From weights back to the steps that made them",
-        "select w.version_id, count(distinct g.group_id) as groups, round(w.metrics['reward_mean'], 3) as reward "
-        "from weights w join groups g on g.batch_seq between w.first_batch_seq and w.last_batch_seq and g.channel = w.channel "
+        "select w.version_id, count(distinct g.group_id) as groups, "
+        "round(w.metrics['reward_mean'], 3) as reward "
+        "from weights w join groups g on g.batch_seq between w.first_batch_seq and "
+        "w.last_batch_seq and g.channel = w.channel "
         "group by all order by max(w.sync_index) desc limit 5",
     ),
 )
@@ -38,7 +42,8 @@ QUESTIONS = (
 def count_topics(
     cluster: Cluster, settings: Settings, answered: Mapping[str, int]
 ) -> dict[str, Any]:
-    """Distinct ids on Kafka: steps by status, batches, and the batches that the published versions name.
+    """Distinct ids on Kafka: steps by status, batches, and the batches that the published versions
+    name.
 
     answered: trajectory key to the number of calls whose answer the agent has got.
     """
@@ -123,9 +128,11 @@ def ask_lake(
     }
     counts["duplicates"] = rows("select count(*) - count(distinct step_id) as n from steps")[0]["n"]
     drift = rows(
-        "select drift, cut, count(*) as n from (select s.drift, p.finish_reason = 'length' as cut from "
+        "select drift, cut, count(*) as n from (select s.drift, p.finish_reason = 'length' as "
+        "cut from "
         "(select trajectory_id, unnest(steps) as s from trajectories_raw) join "
-        "(select trajectory_id as tid, unnest(steps) as p from trajectories_raw) on tid = trajectory_id and p.index = s.index - 1) "
+        "(select trajectory_id as tid, unnest(steps) as p from trajectories_raw) on tid = "
+        "trajectory_id and p.index = s.index - 1) "
         "group by all"
     )
     counts["second_turns"] = sum(r["n"] for r in drift)
@@ -140,7 +147,9 @@ def ask_lake(
 def draw_curve(
     path: Path, curve: Sequence[Mapping[str, Any]], before: float, after: float, last_version: int
 ) -> None:
-    """The reward curve as a PNG: mean reward of training trajectories by the version that sampled them."""
+    """The reward curve as a PNG: mean reward of training trajectories by the version that sampled
+    them.
+    """
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,4 +1,6 @@
-"""The demo's rule reward: the same scoring as the task, computed from the recorded trajectory alone."""
+"""The demo's rule reward: the same scoring as the task, computed from the recorded trajectory
+alone.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,10 @@ from schemas.records import Trajectory
 
 
 def price_answer(trajectory: Trajectory) -> float:
-    """1.0 for the right sum, 0.1 for the right first lookup. Raises KeyError or ValueError without the task's metadata."""
+    """1.0 for the right sum, 0.1 for the right first lookup.
+
+    Raises KeyError or ValueError without the task's metadata.
+    """
     if trajectory.metadata_json is None:
         raise ValueError("the trajectory was opened without metadata")
     task = json.loads(trajectory.metadata_json)

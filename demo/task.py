@@ -1,7 +1,10 @@
-"""The demo's task: look a price up with a tool, then answer with a sum. Pure functions, standard library only.
+"""The demo's task: look a price up with a tool, then answer with a sum.
 
-A question is "price of k374 plus 2?". The price of a key is only known to the agent's tool, so the right answer takes two
-turns: call `lookup`, then add. A quarter of the keys is held out: neither the warm start nor training ever sees them.
+Pure functions, standard library only.
+
+A question is "price of k374 plus 2?". The price of a key is only known to the agent's tool, so the
+right answer takes two turns: call `lookup`, then add. A quarter of the keys is held out: neither
+the warm start nor training ever sees them.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ ADDENDS = (1, 2, 3)
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One question. `gold` is the number the answer must name: price of `key` plus `addend`, 1..9."""
+    """One question. `gold` is the correct answer, price of `key` plus `addend`: 1..9."""
 
     key: str
     addend: int
@@ -49,7 +52,9 @@ def make_task(rng: random.Random, held_out: bool) -> Task:
 
 
 def score(gold: int, key: str, answer: str | None, first_call_key: str | None) -> float:
-    """1.0 if the last number of the answer is the sum, else 0.1 (shaping) if the first tool call named the right key, else 0.0."""
+    """1.0 if the last number of the answer is the sum, else 0.1 (shaping) if the first tool call
+    named the right key, else 0.0.
+    """
     numbers = re.findall(r"\d+", answer or "")
     if numbers and numbers[-1] == str(gold):
         return 1.0

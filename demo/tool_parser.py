@@ -1,10 +1,13 @@
-"""vLLM tool-parser plugin `strict_tags`: a reply is a tool call only if the chat template renders it back byte for byte.
+"""vLLM tool-parser plugin `strict_tags`: a reply is a tool call only if the chat template renders
+it back byte for byte.
 
-Load it with `--tool-parser-plugin demo/tool_parser.py --tool-call-parser strict_tags`. vLLM's own parser for these tags is
-lenient: it takes a call without its closing tag and drops text after it. Nothing speaks against either in the reward, so a policy
-drifts there, and then turn 2's prompt no longer starts with turn 1's tokens. Here such a reply stays what it is: content.
+Load it with `--tool-parser-plugin demo/tool_parser.py --tool-call-parser strict_tags`. vLLM's own
+parser for these tags is lenient: it takes a call without its closing tag and drops text after it.
+Nothing speaks against either in the reward, so a policy drifts there, and then turn 2's prompt no
+longer starts with turn 1's tokens. Here such a reply stays what it is: content.
 
-A streamed reply gives the same result: content flows until a tag opens, the rest is held back and judged when the reply ends.
+A streamed reply gives the same result: content flows until a tag opens, the rest is held back and
+judged when the reply ends.
 """
 
 from __future__ import annotations
@@ -30,7 +33,10 @@ _CALL = re.compile(f"{OPEN}(.*?){CLOSE}", re.DOTALL)
 
 
 def strict_calls(text: str) -> tuple[str, list[tuple[str, str]]]:
-    """Split a complete reply into content and calls (name, arguments as JSON text); no calls unless all of it renders back exactly."""
+    """Split a complete reply into content and calls (name, arguments as JSON text).
+
+    No calls unless all of it renders back exactly.
+    """
     content, opened, _ = text.partition(OPEN)
     # vLLM turns blank content before a call into none, which would not render back.
     if not opened or (content and not content.strip()):
@@ -54,7 +60,11 @@ def strict_calls(text: str) -> tuple[str, list[tuple[str, str]]]:
 
 @ToolParserManager.register_module(["strict_tags"])
 class StrictTags(ToolParser):  # type: ignore[misc]
-    """One per choice of a reply; vLLM calls either the plain method once, or the streaming one per delta and then `finish_streaming`."""
+    """One per choice of a reply.
+
+    VLLM calls either the plain method once, or the streaming one per delta and then
+    `finish_streaming`.
+    """
 
     # Forced tool choices go through this parser too: it knows the model's only format.
     supports_required_and_named = False
@@ -67,7 +77,9 @@ class StrictTags(ToolParser):  # type: ignore[misc]
         self._held = ""
 
     def adjust_request(self, request: Any) -> Any:
-        """Keep special tokens in the text: the tags are special, and a dropped token could not be rendered back."""
+        """Keep special tokens in the text: the tags are special, and a dropped token could not be
+        rendered back.
+        """
         request.skip_special_tokens = False
         return request
 

@@ -27,7 +27,8 @@ class UnknownSchema(SchemaError):
 
     def __init__(self, fingerprint: str) -> None:
         super().__init__(
-            f"no schema with fingerprint {fingerprint}: neither shipped nor announced on the schemas topic"
+            f"no schema with fingerprint {fingerprint}: neither shipped nor announced on the "
+            "schemas topic"
         )
         self.fingerprint = fingerprint
 

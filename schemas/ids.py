@@ -25,7 +25,8 @@ from schemas.errors import InvalidId
 _BASE32 = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
 _PAIRS = tuple(a + b for a in _BASE32 for b in _BASE32)
 RUN_ID = re.compile(r"[a-z0-9-]{1,64}")
-# A key travels in URLs, headers and file names; `~` separates the call's ulid, `/` and `,` separate ids elsewhere.
+# A key travels in URLs, headers and file names; `~` separates the call's ulid, `/` and `,` separate
+# ids elsewhere.
 TRAJECTORY_KEY = re.compile(r"[A-Za-z0-9._:@=+-]{1,200}")
 BUCKET_PREFIX = "bucket-"
 BUCKET_KEY = re.compile(BUCKET_PREFIX + "[0-9a-f]{32}")

@@ -102,7 +102,8 @@ def _of_module(name: str, folders: Sequence[Path]) -> ModuleType:
         module.__file__ is None or Path(module.__file__).resolve() != meant.resolve()
     ):
         raise FunctionNotFound(
-            f"{module.__name__} is {module.__file__ or 'built in'}, which hides {meant}: name the file, {meant.name}:..."
+            f"{module.__name__} is {module.__file__ or 'built in'}, which hides {meant}: name "
+            f"the file, {meant.name}:..."
         )
     return module
 

@@ -1,10 +1,12 @@
-"""Lag of the stream jobs as fluid queues in discrete time: bursts, kills, broker failovers, a lake that stands still. Pure, seeded.
+"""Lag of the stream jobs as fluid queues in discrete time: bursts, kills, broker failovers, a lake
+that stands still. Pure, seeded.
 
-What flows is steps. A partition is a queue in front of each job; a worker serves its partitions in the ratio of what waits there, at
-so many steps a second; killed, it serves none of them until it has recovered. While a partition has no leader nothing is appended to it or
-read from it, and what gateways hold is appended when it has one again. A step is ready when assemble, then the reward job, then the
-admission of its run have passed it. Waiting for the other steps of a trajectory and the other members of a group is not in it: that is
-the agents' time. The lake reads beside them.
+What flows is steps. A partition is a queue in front of each job; a worker serves its partitions in
+the ratio of what waits there, at so many steps a second; killed, it serves none of them until it
+has recovered. While a partition has no leader nothing is appended to it or read from it, and what
+gateways hold is appended when it has one again. A step is ready when assemble, then the reward job,
+then the admission of its run have passed it. Waiting for the other steps of a trajectory and the
+other members of a group is not in it: that is the agents' time. The lake reads beside them.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ JOBS = ("assemble", "reward", "admit", "lake")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fleet:
-    """What serves. rate: steps a second of one worker of each job. admit has one worker a run. skew: how unlike partitions are.
+    """What serves. rate: steps a second of one worker of each job. admit has one worker a run.
+
+    skew: how unlike partitions are.
 
     floor_s, lake_floor_s: what a step takes when nothing waits: batching, round trips, a flush.
     """
@@ -38,7 +42,10 @@ class Fleet:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outage:
-    """One worker of a job, or all (None), serves nothing for a while. job "broker": that share of the partitions has no leader."""
+    """One worker of a job, or all (None), serves nothing for a while.
+
+    Job "broker": that share of the partitions has no leader.
+    """
 
     job: str
     at_s: float
@@ -49,7 +56,8 @@ class Outage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """Steps a second over time: `mean`, a day's wave of `wave` times it, times `factor` while a burst lasts; and what fails.
+    """Steps a second over time: `mean`, a day's wave of `wave` times it, times `factor` while a
+    burst lasts; and what fails.
 
     kills_per_hour: of every worker of every job, by chance, each for kill_s.
     """
@@ -82,8 +90,10 @@ class Scenario:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lag:
-    """max_lag: steps appended or held and not yet through assemble. drain_s: from the end of the last burst or outage until what waits is less
-    than two seconds of arrivals; None: not within the scenario. Delays: seconds, over steps. lake_*: of the lake.
+    """max_lag: steps appended or held and not yet through assemble.
+
+    drain_s: from the end of the last burst or outage until what waits is less than two seconds of
+    arrivals; None: not within the scenario. Delays: seconds, over steps. lake_*: of the lake.
     """
 
     steps: int
@@ -184,7 +194,10 @@ def _held_back(offered: Floats, led: Flags) -> Floats:
 
 
 def _served(arrivals: Floats, up: Flags, may: Flags, most: float) -> Floats:
-    """What leaves each queue in each tick. most: what one worker serves in a tick. Queue q is worker q modulo workers'."""
+    """What leaves each queue in each tick.
+
+    most: what one worker serves in a tick. Queue q is worker q modulo workers'.
+    """
     workers = up.shape[1]
     owner = np.arange(arrivals.shape[1]) % workers
     queue = np.zeros(arrivals.shape[1])
@@ -205,7 +218,10 @@ def _due(offered: Floats) -> NDArray[np.int64]:
 
 
 def _passed(due: NDArray[np.int64], arrivals: Floats, departures: Floats) -> NDArray[np.int64]:
-    """The tick in which the last of what had arrived by `due` has left, first in first out. The ticks' number: not within them."""
+    """The tick in which the last of what had arrived by `due` has left, first in first out.
+
+    The ticks' number: not within them.
+    """
     came, left = np.cumsum(arrivals, axis=0), np.cumsum(departures, axis=0)
     ticks = len(came)
     out = np.empty_like(due)

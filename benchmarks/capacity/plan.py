@@ -1,10 +1,14 @@
-"""A capacity plan for a number of steps a day, from unit costs, and the lag that it has under bursts and failures. Prints one JSON line.
+"""A capacity plan for a number of steps a day, from unit costs, and the lag that it has under
+bursts and failures. Prints one JSON line.
 
-    python -m benchmarks.capacity                                  10^9 steps a day: what docs/capacity.md says
-    python -m benchmarks.capacity steps_per_day=1e8 runs=1         other assumptions: any field of Assumptions
+    python -m benchmarks.capacity                                  10^9 steps a day: what
+                                                                   docs/capacity.md says
+    python -m benchmarks.capacity steps_per_day=1e8 runs=1         other assumptions: any field of
+                                                                   Assumptions
     python -m benchmarks.capacity assemble_us=157 vcpu_hour=0.03   other costs and prices
 
-Arithmetic and a simulation (`capacity_lag`): it starts nothing. The unit costs are what `make bench-jobs` and `make bench-gateway` measured.
+Arithmetic and a simulation (`capacity_lag`): it starts nothing. The unit costs are what `make
+bench-jobs` and `make bench-gateway` measured.
 """
 
 from __future__ import annotations
@@ -25,7 +29,10 @@ GB, TB = 1e9, 1e12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assumptions:
-    """Everything that a reader may know better. Bytes are of a step unless they say otherwise, as stored: lz4 in Kafka, ZSTD in the lake."""
+    """Everything that a reader may know better.
+
+    Bytes are of a step unless they say otherwise, as stored: lz4 in Kafka, ZSTD in the lake.
+    """
 
     # load
     steps_per_day: float = 1e9
@@ -52,7 +59,10 @@ class Assumptions:
     candidates_bytes: float = 77.0
     rewards_bytes: float = 19.0
     assembly_bytes: float = 78.0
-    """The state log before it is trimmed, measured before trajectories had numbers there; snapshots come to as much again."""
+    """The state log before it is trimmed, measured before trajectories had numbers there.
+
+    Snapshots come to as much again.
+    """
     ready_bytes: float = 8.0
     lake_bytes: float = 2890.0
     # memory, bytes
@@ -66,7 +76,10 @@ class Assumptions:
     """0: as many as the rate needs (setting lake.writers)."""
     replicas: int = 3
     retention_days: float = 3.0
-    """Of claw.steps and claw.trajectories: twice the longest trajectory at least; the lake has everything."""
+    """Of claw.steps and claw.trajectories: twice the longest trajectory at least.
+
+    The lake has everything.
+    """
     run_days: float = 14.0
     """How long a run lives: its rewards, candidates and ready batches are kept as long."""
     lake_retention_days: float = 365.0
@@ -116,10 +129,15 @@ def plan(a: Assumptions) -> dict[str, Any]:
         )
     }
     written = {
-        "steps": a.steps_bytes, "trajectories": a.trajectories_bytes, "candidates": a.candidates_bytes,
-        "rewards": a.rewards_bytes, "assembly": 2 * a.assembly_bytes, "ready_batches": a.ready_bytes,
-    }  # fmt: skip
-    # assemble and lake read steps; the lake, the reward job and a trainer read trajectories; the lake and two channels candidates.
+        "steps": a.steps_bytes,
+        "trajectories": a.trajectories_bytes,
+        "candidates": a.candidates_bytes,
+        "rewards": a.rewards_bytes,
+        "assembly": 2 * a.assembly_bytes,
+        "ready_batches": a.ready_bytes,
+    }
+    # assemble and lake read steps; the lake, the reward job and a trainer read trajectories; the
+    # lake and two channels candidates.
     read = (
         2 * a.steps_bytes
         + 3 * a.trajectories_bytes
@@ -146,13 +164,19 @@ def plan(a: Assumptions) -> dict[str, Any]:
         "workers": {**workers, "admit": a.runs},
         "vcpus": vcpus,
         "partitions": {
-            "count": a.partitions, "peak_steps_per_s_each": round(a.peak / a.partitions),
-            "workers_at_most": a.partitions, "room": round(a.partitions / workers["assemble"], 1),
+            "count": a.partitions,
+            "peak_steps_per_s_each": round(a.peak / a.partitions),
+            "workers_at_most": a.partitions,
+            "room": round(a.partitions / workers["assemble"], 1),
         },
         "kafka": {
-            "brokers": brokers, "broker_vcpus": broker_cores,
+            "brokers": brokers,
+            "broker_vcpus": broker_cores,
             "bytes_per_step": {name: round(b) for name, b in written.items()},
-            "in_mb_s": {"mean": round(a.mean * ingress / 1e6), "peak": round(a.peak * ingress / 1e6)},
+            "in_mb_s": {
+                "mean": round(a.mean * ingress / 1e6),
+                "peak": round(a.peak * ingress / 1e6),
+            },
             "replicated_mb_s_peak": round(a.peak * ingress * a.replicas / 1e6),
             "out_mb_s_peak": round(a.peak * read / 1e6),
             "stored_tb": round(stored / TB, 1),
@@ -160,12 +184,13 @@ def plan(a: Assumptions) -> dict[str, Any]:
         "lake": {
             "tb_per_day": round(a.steps_per_day * a.lake_bytes / TB, 2),
             "tb_at_retention": round(a.steps_per_day * a.lake_bytes * a.lake_retention_days / TB),
-            "writers_needed": workers["lake"], "rows_per_s_of_a_writer": round(1e6 / a.lake_us),
+            "writers_needed": workers["lake"],
+            "rows_per_s_of_a_writer": round(1e6 / a.lake_us),
         },
         "memory": _memory(a),
         "limits": _limits(a),
         "dollars_per_month": _costs(a, vcpus, stored, ingress, read, workers["lake"]),
-    }  # fmt: skip
+    }
 
 
 def _memory(a: Assumptions) -> dict[str, float]:
@@ -226,13 +251,21 @@ def _costs(
 
 
 def fleet(a: Assumptions) -> Fleet:
-    """What the plan starts, as the simulation takes it: a core serves at nine tenths of what its cost says."""
+    """What the plan starts, as the simulation takes it: a core serves at nine tenths of what its
+    cost says.
+    """
     workers = plan(a)["workers"]
     workers["lake"] = a.lake_writers or workers["lake"]
     rate = {job: 0.9e6 / getattr(a, f"{job}_us") for job in ("assemble", "reward", "admit", "lake")}
     return Fleet(
-        partitions=a.partitions, runs=a.runs, workers=workers, rate=rate, skew=a.skew, floor_s=a.floor_s, lake_floor_s=a.flush_s + a.floor_s
-    )  # fmt: skip
+        partitions=a.partitions,
+        runs=a.runs,
+        workers=workers,
+        rate=rate,
+        skew=a.skew,
+        floor_s=a.floor_s,
+        lake_floor_s=a.flush_s + a.floor_s,
+    )
 
 
 def scenarios(a: Assumptions) -> list[Scenario]:
@@ -246,20 +279,41 @@ def scenarios(a: Assumptions) -> list[Scenario]:
     return [
         Scenario(name="mean", seconds=hour, mean=a.mean),
         Scenario(name="day", seconds=DAY_S, mean=a.mean, wave=a.peak_factor - 1),
-        Scenario(name="spike", seconds=hour, mean=a.mean, bursts=((at, a.spike_s, a.spike_factor),)),
-        Scenario(name="spike_at_peak", seconds=hour, mean=a.peak, bursts=((at, a.spike_s, a.spike_factor / a.peak_factor),)),
+        Scenario(
+            name="spike", seconds=hour, mean=a.mean, bursts=((at, a.spike_s, a.spike_factor),)
+        ),
+        Scenario(
+            name="spike_at_peak",
+            seconds=hour,
+            mean=a.peak,
+            bursts=((at, a.spike_s, a.spike_factor / a.peak_factor),),
+        ),
         lost("kill_one_assemble", Outage(job="assemble", at_s=at, seconds=a.recovery_s, worker=0)),
         lost("rebalance_of_all", *everyone),
         lost("kill_admit", Outage(job="admit", at_s=at, seconds=a.recovery_s, worker=0)),
-        Scenario(name="kills_all_the_time", seconds=hour, mean=a.peak, kills_per_hour=2.0, kill_s=a.recovery_s),
-        lost("broker_failover", Outage(job="broker", at_s=at, seconds=a.failover_s, share=1 / a.replicas)),
+        Scenario(
+            name="kills_all_the_time",
+            seconds=hour,
+            mean=a.peak,
+            kills_per_hour=2.0,
+            kill_s=a.recovery_s,
+        ),
+        lost(
+            "broker_failover",
+            Outage(job="broker", at_s=at, seconds=a.failover_s, share=1 / a.replicas),
+        ),
         lost("lake_away_10_min", Outage(job="lake", at_s=at, seconds=600.0), seconds=2 * hour),
-        lost("assemble_away_10_min", Outage(job="assemble", at_s=at, seconds=600.0), seconds=2 * hour),
-    ]  # fmt: skip
+        lost(
+            "assemble_away_10_min", Outage(job="assemble", at_s=at, seconds=600.0), seconds=2 * hour
+        ),
+    ]
 
 
 def run(a: Assumptions, seed: int = 0) -> dict[str, Any]:
-    """The plan, and the lag of each scenario; of a day in ticks of ten seconds, else of half a second."""
+    """The plan, and the lag of each scenario.
+
+    Of a day in ticks of ten seconds, else of half a second.
+    """
     served = fleet(a)
     lags: dict[str, Lag] = {
         s.name: simulate(served, s, seed, 10.0 if s.seconds >= DAY_S else 0.5) for s in scenarios(a)
@@ -279,7 +333,10 @@ def _rounded(lag: Lag) -> dict[str, Any]:
 
 
 def parsed(words: Sequence[str]) -> Assumptions:
-    """Assumptions from `name=value` words. Raises ValueError for an unknown name or a value that is no number."""
+    """Assumptions from `name=value` words.
+
+    Raises ValueError for an unknown name or a value that is no number.
+    """
     kinds = {f.name: int if f.type == "int" else float for f in fields(Assumptions)}
     given: dict[str, Any] = {}
     for word in words:

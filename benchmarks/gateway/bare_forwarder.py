@@ -1,8 +1,10 @@
 """What a gateway without any of our work costs: two forwarders that record nothing.
 
-    python -m benchmarks.gateway.bare_forwarder --port 21001 --upstream http://127.0.0.1:21000 --stack asgi|fastapi
+    python -m benchmarks.gateway.bare_forwarder --port 21001 --upstream http://127.0.0.1:21000
+    --stack asgi|fastapi
 
-asgi: a plain ASGI application with aiohttp, the floor of our own stack. fastapi: FastAPI with httpx, what most people would write.
+asgi: a plain ASGI application with aiohttp, the floor of our own stack. fastapi: FastAPI with
+httpx, what most people would write.
 """
 
 from __future__ import annotations

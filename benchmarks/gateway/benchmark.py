@@ -1,23 +1,29 @@
 """What the gateway costs a call, side by side with what others would use. Prints one JSON line.
 
     make bench-gateway                          all sides, a few minutes
-    python -m benchmarks.gateway --check        few calls, no peers: whether the benchmark itself still works
+    python -m benchmarks.gateway --check        few calls, no peers: whether the benchmark itself
+                                                still works
 
-Every side serves the same calls against one instant engine (`instant_engine`), in rounds that alternate the sides; a figure is the median over
-the rounds. CPU is that of the side's processes, user and system, all threads; the broker's, the engine's and the client's are not in
-it. Ours is the process that `clawstream gateway` starts, with its default settings, an API key required, and the awaited acknowledgement of a
-real Kafka; `redaction` is the same with redaction on, `unconfirmed` with gateway.acks=none, `vllm` against an engine without our middleware.
+Every side serves the same calls against one instant engine (`instant_engine`), in rounds that
+alternate the sides; a figure is the median over the rounds. CPU is that of the side's processes,
+user and system, all threads; the broker's, the engine's and the client's are not in it. Ours is the
+process that `clawstream gateway` starts, with its default settings, an API key required, and the
+awaited acknowledgement of a real Kafka; `redaction` is the same with redaction on, `unconfirmed`
+with gateway.acks=none, `vllm` against an engine without our middleware.
 
     cpu_us_per_call                 ours, microseconds
-    passthrough_cpu_us_per_call     an ASGI forwarder on aiohttp that records nothing: the floor of this stack
+    passthrough_cpu_us_per_call     an ASGI forwarder on aiohttp that records nothing: the floor of
+                                    this stack
     fastapi_httpx_cpu_us_per_call   FastAPI and httpx, records nothing
     litellm_cpu_us_per_call, router_cpu_us_per_call     LiteLLM's proxy and vllm-router (Rust)
     redaction_cpu_us_per_call       what redaction adds
-    added_p50_ms, added_p99_ms      one call at a time, without the wait for Kafka: latency less that of the engine alone
+    added_p50_ms, added_p99_ms      one call at a time, without the wait for Kafka: latency less
+                                    that of the engine alone
     added_p50_ms_acked              the same with the wait
     sse_cpu_us_per_event            streams of 101 events, 32 at once
     long_prompt_ms, long_prompt_cpu_ms    a call of 100,000 prompt tokens
-    streams_1000_rss_growth_pct     1,000 streams at once in one process, second wave against the first
+    streams_1000_rss_growth_pct     1,000 streams at once in one process, second wave against the
+                                    first
 """
 
 from __future__ import annotations
@@ -103,7 +109,8 @@ def requests_of(side: Side, body: bytes) -> Callable[[int], bytes]:
     def request(i: int) -> bytes:
         head = (
             f"POST {side.path(i)} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-            f"user-agent: OpenAI/Python 3.54.0\r\naccept: application/json\r\nx-stainless-retry-count: 0\r\n"
+            "user-agent: OpenAI/Python 3.54.0\r\naccept: "
+            "application/json\r\nx-stainless-retry-count: 0\r\n"
             f"{side.headers}content-length: {len(body)}\r\n\r\n"
         )
         return head.encode() + body
@@ -305,9 +312,18 @@ class Bench:
         """vllm-router, round robin."""
         port = self.port()
         command = [
-            str(PEERS / "vllm-router"), "--worker-urls", f"http://127.0.0.1:{engine.port}", "--policy", "round_robin",
-            "--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(self.port()),
-        ]  # fmt: skip
+            str(PEERS / "vllm-router"),
+            "--worker-urls",
+            f"http://127.0.0.1:{engine.port}",
+            "--policy",
+            "round_robin",
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(port),
+            "--prometheus-port",
+            str(self.port()),
+        ]
         process = self.start("router", command, f"http://127.0.0.1:{port}/health")
         return Side("router", port, calls, process=process)
 
@@ -334,7 +350,9 @@ def cpu_rounds(sides: Sequence[Side], rounds: int, concurrency: int) -> dict[str
 def latency(
     engine: Side, sides: Sequence[Side], rounds: int, calls: int
 ) -> dict[str, tuple[float, float]]:
-    """Added milliseconds at concurrency 1: median and 99th percentile over those of the engine alone, medians over the rounds."""
+    """Added milliseconds at concurrency 1: median and 99th percentile over those of the engine
+    alone, medians over the rounds.
+    """
     body = body_of()
     found: dict[str, list[tuple[float, float]]] = {side.name: [] for side in sides}
     for _ in range(rounds):
@@ -363,7 +381,9 @@ def posts_per_call(engine: Side, side: Side, calls: int) -> float:
 
 
 def loop_ns() -> float:
-    """CPU nanoseconds of one turn of an empty Python loop, median of five: how fast this machine is just now."""
+    """CPU nanoseconds of one turn of an empty Python loop, median of five: how fast this machine is
+    just now.
+    """
     turns, found = 1_000_000, []
     for _ in range(5):
         began = time.process_time()
@@ -430,9 +450,13 @@ def run(directory: Path, port: int, check: bool) -> dict[str, Any]:
         )
         plain_vllm = bench.gateway("vllm", engine, calls(2000), kind="vllm")
         sides = [
-            ours, unconfirmed, redacting, plain_vllm,
-            bench.forwarder("asgi", engine, calls(4000)), bench.forwarder("fastapi", engine, calls(1000)),
-        ]  # fmt: skip
+            ours,
+            unconfirmed,
+            redacting,
+            plain_vllm,
+            bench.forwarder("asgi", engine, calls(4000)),
+            bench.forwarder("fastapi", engine, calls(1000)),
+        ]
         if not check:
             sides += [bench.litellm(engine, 200), bench.router(engine, calls(4000))]
         asked = posts_per_call(engine, ours, calls(400))
@@ -448,7 +472,10 @@ def run(directory: Path, port: int, check: bool) -> dict[str, Any]:
             drive(heavy, body_of(chars=400_000), calls(50), 1).latencies_s
         )
     result = {
-        "benchmark": "gateway", "check": check, "upstream_requests_per_call": asked, "reply_bytes": 9400,
+        "benchmark": "gateway",
+        "check": check,
+        "upstream_requests_per_call": asked,
+        "reply_bytes": 9400,
         "cpu_us_per_call": cpu["ours"],
         "passthrough_cpu_us_per_call": cpu["asgi"],
         "fastapi_httpx_cpu_us_per_call": cpu["fastapi"],
@@ -457,13 +484,18 @@ def run(directory: Path, port: int, check: bool) -> dict[str, Any]:
         "unconfirmed_cpu_us_per_call": cpu["unconfirmed"],
         "vllm_cpu_us_per_call": cpu["vllm"],
         "redaction_cpu_us_per_call": cpu["redaction"] - cpu["ours"],
-        "added_p50_ms": added["unconfirmed"][0], "added_p99_ms": added["unconfirmed"][1],
-        "added_p50_ms_acked": added["ours"][0], "added_p99_ms_acked": added["ours"][1],
-        "sse_cpu_us_per_event": sse, "streams_at_once": count, "streams_rss_growth_pct": growth,
-        "long_prompt_ms": prompt_ms, "long_prompt_cpu_ms": 1e3 * prompt_cpu,
+        "added_p50_ms": added["unconfirmed"][0],
+        "added_p99_ms": added["unconfirmed"][1],
+        "added_p50_ms_acked": added["ours"][0],
+        "added_p99_ms_acked": added["ours"][1],
+        "sse_cpu_us_per_event": sse,
+        "streams_at_once": count,
+        "streams_rss_growth_pct": growth,
+        "long_prompt_ms": prompt_ms,
+        "long_prompt_cpu_ms": 1e3 * prompt_cpu,
         "ratio_to_passthrough": cpu["ours"] / cpu["asgi"],
         "machine": machine(),
-    }  # fmt: skip
+    }
     return {k: round(v, 3) if isinstance(v, float) else v for k, v in result.items()}
 
 

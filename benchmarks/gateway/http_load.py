@@ -1,4 +1,6 @@
-"""A client that costs little: so many calls over so many kept connections, each as soon as the one before has ended."""
+"""A client that costs little: so many calls over so many kept connections, each as soon as the one
+before has ended.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,10 @@ from typing import cast
 
 @dataclass
 class Outcome:
-    """latencies_s: of each call, in the order of their ends. failed: replies other than 200 to 209, with the first one's head."""
+    """latencies_s: of each call, in the order of their ends.
+
+    failed: replies other than 200 to 209, with the first one's head.
+    """
 
     latencies_s: list[float] = field(default_factory=list)
     failed: int = 0
@@ -71,7 +76,10 @@ class _Caller(asyncio.Protocol):
 
 
 async def load(port: int, request: Callable[[int], bytes], calls: int, concurrency: int) -> Outcome:
-    """Make so many calls. request: the bytes of the n-th. Raises ConnectionError when a connection breaks."""
+    """Make so many calls.
+
+    request: the bytes of the n-th. Raises ConnectionError when a connection breaks.
+    """
     outcome, loop = Outcome(), asyncio.get_running_loop()
     requests = (request(i) for i in range(calls))
     ends = [loop.create_future() for _ in range(min(concurrency, calls))]

@@ -1,10 +1,13 @@
-"""An engine that answers at once, for benchmarks: what is left is the cost of what stands before it.
+"""An engine that answers at once, for benchmarks: what is left is the cost of what stands before
+it.
 
-    python -m benchmarks.gateway.instant_engine --port 21000 [--events 101] [--pause-ms 0] [--prompt 420] [--response 110]
+    python -m benchmarks.gateway.instant_engine --port 21000 [--events 101] [--pause-ms 0] [--prompt
+    420] [--response 110]
 
-It speaks chat completions as vLLM 0.32 with our middleware does (to who asks for it) and as a stock vLLM with ids in the body (to others):
-a plain reply of 9.4 KB either way, or a stream of so many events. Replies are made once, so a call costs it a few microseconds. `GET /asked` tells how
-many POSTs there were.
+It speaks chat completions as vLLM 0.32 with our middleware does (to who asks for it) and as a stock
+vLLM with ids in the body (to others): a plain reply of 9.4 KB either way, or a stream of so many
+events. Replies are made once, so a call costs it a few microseconds. `GET /asked` tells how many
+POSTs there were.
 """
 
 from __future__ import annotations
@@ -49,17 +52,28 @@ def _completion(shape: Shape, text: str, tokens: bool) -> bytes:
         for i in range(shape.response)
     ]
     body = {
-        "id": "chatcmpl-0123456789abcdef", "object": "chat.completion", "created": 1760000000, "model": "policy",
+        "id": "chatcmpl-0123456789abcdef",
+        "object": "chat.completion",
+        "created": 1760000000,
+        "model": "policy",
         "choices": [
             {
-                "index": 0, "message": {"role": "assistant", "content": text, "refusal": None, "tool_calls": []},
-                "logprobs": {"content": logprobs} if tokens else None, "finish_reason": "stop", "stop_reason": None,
+                "index": 0,
+                "message": {
+                    "role": "assistant",
+                    "content": text,
+                    "refusal": None,
+                    "tool_calls": [],
+                },
+                "logprobs": {"content": logprobs} if tokens else None,
+                "finish_reason": "stop",
+                "stop_reason": None,
                 "token_ids": list(range(1000, 1000 + shape.response)) if tokens else None,
             }
         ],
         "usage": {"prompt_tokens": shape.prompt, "total_tokens": shape.prompt + shape.response},
         "prompt_token_ids": list(range(shape.prompt)) if tokens else None,
-    }  # fmt: skip
+    }
     return orjson.dumps(body)
 
 

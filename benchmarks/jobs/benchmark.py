@@ -1,29 +1,38 @@
-"""What the stream jobs cost a step, side by side with the same fold in a bare loop and with a dictionary. Prints one JSON line.
+"""Measure the cost of a step in the stream jobs, in a bare loop and in dictionaries.
 
-    make bench-jobs                                              everything, ten minutes or so
-    python -m benchmarks.jobs --check                            few steps: whether the benchmark itself still works
+Prints one JSON line.
+
+    make bench-jobs                                                   everything, about 10 minutes
+    python -m benchmarks.jobs --check                                 few steps: tests the benchmark
     python -m benchmarks.jobs --only pipeline --steps 8192 --rounds 1
 
-All on one real Kafka, started here, at the default number of partitions. Steps have 2,048 prompt tokens on average, 256 response tokens and
-their log-probabilities; trajectories have 8 steps, groups 8 trajectories, and the reward job gives each trajectory one rule reward. Records are
-encoded before, and fed by another process as fast as Kafka takes them. Each round has topics of its own, and the rounds alternate the
-sides; a figure is the median over the rounds. CPU is that of the side's processes, user and system, all threads, from when they have their
-partitions (start-up is not in it): of the jobs up to the last ready batch, of the lake until it has caught up with that. Kafka's, the
-feeder's and this process's are not in it. The benchmark fails when a batch, a group or a row of the lake is missing or too many.
+All sides use one real Kafka, started here, with the default number of partitions. Steps have 2,048
+prompt tokens on average, 256 response tokens and their log-probabilities; trajectories have 8 steps,
+groups 8 trajectories, and the reward job gives each trajectory one rule reward. Records are encoded
+before, and fed by another process as fast as Kafka takes them. Each round has topics of its own,
+and the rounds alternate the sides; a figure is the median over the rounds. CPU is that of the
+side's processes, user and system, all threads, from the assignment of partitions on (without
+start-up): of the jobs up to the last ready batch, of the lake until it has caught up. It excludes
+Kafka, the feeder and this process. The benchmark fails when a batch, a group or
+a row of the lake is missing or too many.
 
     steps_per_s_per_core            a second of CPU of all jobs: assemble, reward, admit, lake
     cpu_us_per_step                 all jobs, microseconds; <job>_cpu_us_per_step: one of them
-    bare_loop_cpu_us_per_step       the same fold, state log and outputs in a plain loop on confluent-kafka (`jobs_bare_loop`)
+    bare_loop_cpu_us_per_step       the same fold, state log and outputs in a plain loop on
+                                    confluent-kafka (`jobs_bare_loop`)
     ratio_to_bare_loop              all jobs to the bare loop, of a round
-    dict_pool_steps_per_s           the same grouping in dictionaries, given decoded records; nothing outlives its process
+    dict_pool_steps_per_s           the same grouping in dictionaries, given decoded records;
+                                    nothing outlives its process
     cpu_ratio_2_workers             assemble alone: CPU a step of two workers to that of one
     split_2_workers                 percent of the trajectories that the first of two workers had
-    state_bytes_per_step_turn100    bytes of state log a step, turns 91 to 100 of conversations of 100; turn10: the first ten.
-                                    Deltas only
+    state_bytes_per_step_turn100    bytes of state log a step, turns 91 to 100 of conversations of
+                                    100; turn10: the first ten. Deltas only
     state_bytes_with_snapshots_per_step
-                                    deltas of all turns, and snapshots as often as a large state has them
-    cpu_us_per_prompt_kb            fold alone, a KB of prompt ids of such a conversation; assemble_...: the whole worker
-    rss_growth_500k_1m              percent by which a worker of assemble grows from step 500,000 to a million, 50,000 closed remembered
+                                    deltas of all turns, and snapshots as often as in a large state
+    cpu_us_per_prompt_kb            fold alone, a KB of prompt ids of such a conversation;
+                                    assemble_...: the whole worker
+    rss_growth_500k_1m              percent by which a worker of assemble grows from step 500,000 to
+                                    a million, 50,000 closed remembered
 """
 
 from __future__ import annotations
@@ -94,7 +103,8 @@ def part_workers(bench: Bench) -> dict[str, Any]:
         for workers in counts if at % 2 == 0 else reversed(counts):
             found[workers].append(assemble_alone(bench, load, workers))
             say(
-                f"round {at}: {workers} of assemble, {found[workers][-1][0]:.1f} µs, {found[workers][-1][1]:.1f} % by the first"
+                f"round {at}: {workers} of assemble, {found[workers][-1][0]:.1f} µs, "
+                f"{found[workers][-1][1]:.1f} % by the first"
             )
     ratios = [two / one for (one, _), (two, _) in zip(found[1], found[2], strict=False)]
     return {
@@ -122,8 +132,11 @@ def run(directory: Path, port: int, size: Size, only: Sequence[str]) -> dict[str
     """The parts, on one Kafka."""
     before = machine()
     result: dict[str, Any] = {
-        "benchmark": "jobs", "check": size.check, "partitions": Settings().kafka.partitions, "rounds": size.rounds
-    }  # fmt: skip
+        "benchmark": "jobs",
+        "check": size.check,
+        "partitions": Settings().kafka.partitions,
+        "rounds": size.rounds,
+    }
     with EmbeddedBroker(directory / "kafka", port) as broker:
         for name in only:
             say(name)

@@ -1,4 +1,6 @@
-"""The same grouping as assemble's and admit's in dictionaries of one process: nothing survives its end, nothing is checked, nothing is stored."""
+"""The same grouping as assemble's and admit's in dictionaries of one process: nothing survives its
+end, nothing is checked, nothing is stored.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,10 @@ from schemas.records import Reward, SessionEvent, Step
 
 @dataclass(slots=True)
 class Pool:
-    """Steps by trajectory, trajectories by group, rewards; a group is ready when all its trajectories are completed and rewarded."""
+    """Steps by trajectory, trajectories by group, rewards.
+
+    A group is ready when all its trajectories are completed and rewarded.
+    """
 
     steps: dict[str, list[Step]] = field(default_factory=dict)
     opened: dict[str, SessionEvent] = field(default_factory=dict)

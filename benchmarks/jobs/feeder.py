@@ -1,4 +1,5 @@
-"""Puts a file of encoded records on Kafka, as fast as Kafka takes them: a process of its own, so that its CPU is nobody's.
+"""Puts a file of encoded records on Kafka, as fast as Kafka takes them: a process of its own, so
+that its CPU is nobody's.
 
 python -m benchmarks.jobs.feeder FILE BOOTSTRAP_SERVERS TOPIC_PREFIX
 """

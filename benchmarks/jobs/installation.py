@@ -1,4 +1,6 @@
-"""One installation of Clawstream on the Kafka of `benchmarks.jobs`: its topics, its processes, what they cost and what they put out."""
+"""One installation of Clawstream on the Kafka of `benchmarks.jobs`: its topics, its processes, what
+they cost and what they put out.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,10 @@ LOG_TAIL = 3000
 
 
 def free_port() -> int:
-    """A port that is free together with the one after it. Below 32768: above it the kernel hands out ports to clients."""
+    """A port that is free together with the one after it.
+
+    Below 32768: above it the kernel hands out ports to clients.
+    """
     for port in range(22000, 32000, 10):
         try:
             for p in (port, port + 1):
@@ -51,7 +56,9 @@ class Process:
         return self._log.read_text(errors="replace")
 
     def cpu_s(self) -> float:
-        """CPU seconds so far: user and system, all threads, children that have ended and that have not."""
+        """CPU seconds so far: user and system, all threads, children that have ended and that have
+        not.
+        """
         times = [p.cpu_times() for p in (self._process, *self._process.children(recursive=True))]
         return sum(t.user + t.system + t.children_user + t.children_system for t in times)
 
@@ -66,7 +73,10 @@ class Process:
 
 
 class Installation:
-    """Topics under a prefix of their own, a data directory, one run. Everything is gone after `with`."""
+    """Topics under a prefix of their own, a data directory, one run.
+
+    Everything is gone after `with`.
+    """
 
     def __init__(
         self, directory: Path, bootstrap_servers: str, prefix: str, load: Load, **jobs: Any
@@ -75,10 +85,18 @@ class Installation:
         batch_groups = max(n for n in range(1, 17) if groups % n == 0)
         self._directory = directory / prefix
         self._given = {
-            "run_id": RUN, "data_dir": str(self._directory), "kafka": {"bootstrap_servers": bootstrap_servers, "topic_prefix": prefix},
+            "run_id": RUN,
+            "data_dir": str(self._directory),
+            "kafka": {"bootstrap_servers": bootstrap_servers, "topic_prefix": prefix},
             "jobs": {"reward_functions": {RUN: [f"{RULE}@1"]}, **jobs},
-            "admit": {"policy": {"group_size": GROUP_SIZE, "required_rewards": [f"rule/{RULE}"], "batch_groups": batch_groups}},
-        }  # fmt: skip
+            "admit": {
+                "policy": {
+                    "group_size": GROUP_SIZE,
+                    "required_rewards": [f"rule/{RULE}"],
+                    "batch_groups": batch_groups,
+                }
+            },
+        }
         self.settings = Settings.model_validate(self._given)
         self.topics, self.cluster = self.settings.kafka.topics, cluster_of(self.settings)
         self.processes: list[Process] = []

@@ -1,4 +1,7 @@
-"""What `benchmarks.jobs` feeds: made-up trajectories, encoded once into files. `benchmarks.jobs.feeder` puts a file on Kafka."""
+"""What `benchmarks.jobs` feeds: made-up trajectories, encoded once into files.
+
+`benchmarks.jobs.feeder` puts a file on Kafka.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +28,13 @@ VOCABULARY = 151_936
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Trajectories of a kind. Each turn's prompt is the earlier prompt and response and `added` tokens more.
+    """Trajectories of a kind.
 
-    together: trajectories that go on in turn, a step of each; a multiple of the group size. text: requests and replies with four
-    bytes of JSON a token, as a client sends them, instead of a few words.
+    Each turn's prompt is the earlier prompt and response and `added` tokens more.
+
+    together: trajectories that go on in turn, a step of each; a multiple of the group size. text:
+    requests and replies with four bytes of JSON a token, as a client sends them, instead of a few
+    words.
     """
 
     turns: int
@@ -80,7 +86,10 @@ def name_of(kind: str, number: int) -> str:
 
 
 def events(shape: Shape, trajectories: int, first: int = 0) -> Iterator[Step | SessionEvent]:
-    """All that is on `claw.steps`, in order: for each trajectory opened, its steps, completed. Every other one has the right answer."""
+    """All that is on `claw.steps`, in order: for each trajectory opened, its steps, completed.
+
+    Every other one has the right answer.
+    """
     texts = Texts(first)
     for at in range(first, first + trajectories, shape.together):
         numbers = range(at, min(at + shape.together, first + trajectories))
@@ -98,9 +107,14 @@ def events(shape: Shape, trajectories: int, first: int = 0) -> Iterator[Step | S
 
 def _session(number: int, kind: Any, **more: Any) -> SessionEvent:
     return SessionEvent(
-        event_id=new_ulid(), run_id=RUN, trajectory_key=name_of("t", number), kind=kind,
-        group_id=name_of("g", number // GROUP_SIZE) if kind == "opened" else None, created_at=0, **more,
-    )  # fmt: skip
+        event_id=new_ulid(),
+        run_id=RUN,
+        trajectory_key=name_of("t", number),
+        kind=kind,
+        group_id=name_of("g", number // GROUP_SIZE) if kind == "opened" else None,
+        created_at=0,
+        **more,
+    )
 
 
 def _step(shape: Shape, number: int, turn: int, prompt: bytes, texts: Texts) -> Step:
@@ -116,13 +130,28 @@ def _step(shape: Shape, number: int, turn: int, prompt: bytes, texts: Texts) -> 
         "temperature": 1.0,
     }
     return Step(
-        step_id=f"{call}.0", run_id=RUN, trajectory_key=key, call_id=call, choice_index=0, protocol="openai.chat", model="policy",
-        status="ok", finish_reason="stop", streamed=False, request_json=orjson.dumps(messages),
-        response_json=orjson.dumps({"role": "assistant", "content": said}), prompt_token_ids=prompt,
-        response_token_ids=texts.ids(shape.response), response_logprobs=texts.logprobs(shape.response),
-        version_first=f"{RUN}/0.0", version_last=f"{RUN}/0.0", worker_id="worker-0", gateway_id="gateway-0",
-        received_at=turn, finished_at=turn,
-    )  # fmt: skip
+        step_id=f"{call}.0",
+        run_id=RUN,
+        trajectory_key=key,
+        call_id=call,
+        choice_index=0,
+        protocol="openai.chat",
+        model="policy",
+        status="ok",
+        finish_reason="stop",
+        streamed=False,
+        request_json=orjson.dumps(messages),
+        response_json=orjson.dumps({"role": "assistant", "content": said}),
+        prompt_token_ids=prompt,
+        response_token_ids=texts.ids(shape.response),
+        response_logprobs=texts.logprobs(shape.response),
+        version_first=f"{RUN}/0.0",
+        version_last=f"{RUN}/0.0",
+        worker_id="worker-0",
+        gateway_id="gateway-0",
+        received_at=turn,
+        finished_at=turn,
+    )
 
 
 def rewards(trajectories: int, first: int = 0) -> Iterator[Reward]:
@@ -130,9 +159,18 @@ def rewards(trajectories: int, first: int = 0) -> Iterator[Reward]:
     for number in range(first, first + trajectories):
         key = name_of("t", number)
         yield Reward(
-            event_id=name_of("r", number), run_id=RUN, trajectory_key=key, trajectory_id=key, source="rule", name=RULE,
-            function_version="1", value=float(number % 2 == 0), reward_revision=1, by="clawstream.reward", created_at=0,
-        )  # fmt: skip
+            event_id=name_of("r", number),
+            run_id=RUN,
+            trajectory_key=key,
+            trajectory_id=key,
+            source="rule",
+            name=RULE,
+            function_version="1",
+            value=float(number % 2 == 0),
+            reward_revision=1,
+            by="clawstream.reward",
+            created_at=0,
+        )
 
 
 def write(directory: Path, shape: Shape, trajectories: int, first: int = 0) -> Load:

@@ -1,4 +1,6 @@
-"""The sides of `benchmarks.jobs`: all jobs as processes, assemble alone, the same fold in a bare loop, a dictionary."""
+"""The sides of `benchmarks.jobs`: all jobs as processes, assemble alone, the same fold in a bare
+loop, a dictionary.
+"""
 
 from __future__ import annotations
 
@@ -64,11 +66,17 @@ def expect(what: str, found: object, wanted: object) -> None:
 
 
 def pipeline(bench: Bench, load: Load) -> dict[str, float]:
-    """All jobs as processes. Returns CPU microseconds a step by job, and seconds of wall clock (`wall`)."""
+    """All jobs as processes.
+
+    Returns CPU microseconds a step by job, and seconds of wall clock (`wall`).
+    """
     with bench.installation(load) as here:
         processes = {
-            "assemble": here.job("jobs assemble"), "reward": here.job("jobs reward"), "admit": here.job("admit"), "lake": here.job("lake")
-        }  # fmt: skip
+            "assemble": here.job("jobs assemble"),
+            "reward": here.job("jobs reward"),
+            "admit": here.job("admit"),
+            "lake": here.job("lake"),
+        }
         here.until_logged(
             processes["assemble"], "partition_taken_over", here.settings.kafka.partitions
         )
@@ -144,9 +152,12 @@ def _check_lake(here: Installation, load: Load) -> None:
 
 
 def bare_loop(bench: Bench, load: Load) -> float:
-    """The same fold, inputs, state log and outputs in a plain loop. Returns CPU microseconds a step.
+    """The same fold, inputs, state log and outputs in a plain loop.
 
-    Rewards come once all trajectories are closed, so that it puts out two revisions of each, as the jobs do.
+    Returns CPU microseconds a step.
+
+    Rewards come once all trajectories are closed, so that it puts out two revisions of each, as the
+    jobs do.
     """
     with bench.installation(load) as here:
         loop = here.start("bare-loop", "benchmarks.jobs.bare_loop")
@@ -157,7 +168,10 @@ def bare_loop(bench: Bench, load: Load) -> float:
 
 
 def assemble_alone(bench: Bench, load: Load, workers: int) -> tuple[float, float]:
-    """Workers of assemble, rewards fed as to the bare loop. Returns CPU microseconds a step, and the first worker's percent of the steps."""
+    """Workers of assemble, rewards fed as to the bare loop.
+
+    Returns CPU microseconds a step, and the first worker's percent of the steps.
+    """
     with bench.installation(load) as here:
         processes = list[Process]()
         for worker in range(

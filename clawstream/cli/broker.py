@@ -94,7 +94,8 @@ def broker_status(overrides: Overrides = None, config: Config = None) -> None:
     nodes = status(settings.broker_dir)
     for node in nodes:
         typer.echo(
-            f"node {node.node}: 127.0.0.1:{node.port}, pid {node.pid or '-'}, {'ready' if node.ready else 'not ready'}"
+            f"node {node.node}: 127.0.0.1:{node.port}, pid {node.pid or '-'}, "
+            f"{'ready' if node.ready else 'not ready'}"
         )
     if not any(node.ready for node in nodes):
         fail(f"no broker is ready on {settings.broker_dir}")

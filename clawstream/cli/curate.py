@@ -83,7 +83,8 @@ def curate(
         return
     for target in found[:EXAMPLES]:
         typer.echo(
-            f"  {target.step_id or target.trajectory_id}{' (admitted already)' if target.admitted else ''}"
+            "  "
+            f"{target.step_id or target.trajectory_id}{' (admitted already)' if target.admitted else ''}"
         )
     if len(found) > EXAMPLES:
         typer.echo(f"  and {len(found) - EXAMPLES} more")

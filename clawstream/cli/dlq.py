@@ -175,11 +175,17 @@ def _table(entries: Sequence[Any], ambiguous: set[str]) -> str:
     names = ("id", "state", "reason", "process", "run", "record", "buried", "detail")
     rows = [
         (
-            _name(x, ambiguous), x.state, x.reason, "+".join(dict.fromkeys(b.process for b in x.occurrences)), x.run or "-",
-            x.kind or "-", _time(x.occurrences[0].created_at), x.occurrences[0].detail[:60],
+            _name(x, ambiguous),
+            x.state,
+            x.reason,
+            "+".join(dict.fromkeys(b.process for b in x.occurrences)),
+            x.run or "-",
+            x.kind or "-",
+            _time(x.occurrences[0].created_at),
+            x.occurrences[0].detail[:60],
         )
         for x in entries
-    ]  # fmt: skip
+    ]
     widths = [max(len(row[i]) for row in (names, *rows)) for i in range(len(names))]
     return "\n".join(
         "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip()
@@ -238,7 +244,8 @@ def dlq_show(
         if title in ("occurrences", "resolutions"):
             for one in said:
                 typer.echo(
-                    f"{title[:-1]}: {', '.join(f'{n} {v}' for n, v in one.items() if v is not None)}"
+                    f"{title[:-1]}: "
+                    f"{', '.join(f'{n} {v}' for n, v in one.items() if v is not None)}"
                 )
         elif title == "detail":
             typer.echo(f"detail:\n{said}")
@@ -377,7 +384,8 @@ def _act(asked: _Asked, do: Callable[[Any, list[Any]], Iterable[Any]]) -> None:
     settings, after = settings_of(asked.config, overrides), _since(asked.since)
     if bool(names) == any((*asked.marks, asked.since, asked.every)):
         fail(
-            "name dead letters by id, or choose them by --topic, --process, --reason, --run, --since or --all",
+            "name dead letters by id, or choose them by --topic, --process, --reason, --run, "
+            "--since or --all",
             2,
         )
     entries, redrive = load(ENTRIES), load(REDRIVE)

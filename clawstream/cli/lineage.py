@@ -45,7 +45,7 @@ def lineage_weights(
     ] = False,
     form: Form = "table",
 ) -> None:
-    """Show every batch, group, trajectory and step that a version was trained on, and its sampler."""
+    """Show the batches, groups, trajectories and steps of a version, and who sampled them."""
     _tell(
         _ask(settings_of(config, overrides), lambda a: a.weights(version, ancestors)),
         form,
@@ -101,20 +101,28 @@ def _of_version(said: Any) -> Iterator[str]:
     if said["descendants"]:
         yield f"later versions that come from it: {', '.join(said['descendants'])}"
     for batch in said["batches"]:
-        yield f"batch {batch['batch_seq']} of {batch['version_id']}, policy {batch['admission_policy_version']}"
+        yield (
+            f"batch {batch['batch_seq']} of {batch['version_id']}, policy "
+            f"{batch['admission_policy_version']}"
+        )
         for one in batch["groups"]:
             yield f"  group {one['group_id']}, round {one['round']}"
             for member in one["members"]:
                 reward = "no reward" if member["reward"] is None else f"reward {member['reward']:g}"
-                yield f"    trajectory {member['trajectory_id']}, revision {member['revision']}, {reward}"
+                yield (
+                    f"    trajectory {member['trajectory_id']}, revision "
+                    f"{member['revision']}, {reward}"
+                )
                 for step in member["steps"]:
                     yield f"      {_step(step)}"
                 if not member["steps"]:
                     yield "      its steps are not in the lake"
     total = said["totals"]
     yield (
-        f"{total['batches']} batches, {total['groups']} groups, {total['trajectories']} trajectories, {total['trained_steps']} of "
-        f"{total['steps']} steps trained with {total['trained_tokens']} tokens, sampled by {', '.join(total['sampled_by']) or 'none'}"
+        f"{total['batches']} batches, {total['groups']} groups, {total['trajectories']} "
+        f"trajectories, {total['trained_steps']} of "
+        f"{total['steps']} steps trained with {total['trained_tokens']} tokens, sampled by "
+        f"{', '.join(total['sampled_by']) or 'none'}"
     )
 
 
@@ -145,7 +153,10 @@ def _of_steps(said: Any) -> Iterator[str]:
         step = one["step"]
         yield f"{step['step_id']} of run {step['run_id']}: {one['verdict']}"
         for span in step["sampled_by"]:
-            yield f"  tokens {span['first_token']} to {span['end_token'] - 1} sampled by {span['version'] or 'unknown'}"
+            yield (
+                f"  tokens {span['first_token']} to {span['end_token'] - 1} sampled by "
+                f"{span['version'] or 'unknown'}"
+            )
         if one["trajectory"] is not None:
             yield from (f"  {line}" for line in _of_trajectories([one["trajectory"]]))
 
@@ -159,7 +170,9 @@ def _of_trajectories(said: Any) -> Iterator[str]:
             after = f", then {', '.join(version['descendants'])}" if version["descendants"] else ""
             yield f"  trained {version['version_id']}{off}{after}"
         for late in one["late_revisions"]:
-            yield f"  revision {late['revision']} came too late for batch {late['missed_batch_seq']}"
+            yield (
+                f"  revision {late['revision']} came too late for batch {late['missed_batch_seq']}"
+            )
         for step in one["steps"]:
             yield f"  {_step(step)}"
 
@@ -173,10 +186,14 @@ def _of_run(said: Any) -> Iterator[str]:
         yield f"trajectories, {one['channel']}, {one['outcome']}: {one['trajectories']}"
     for one in said["groups"]:
         what = "admitted" if one["admitted"] else f"refused, {one['reason']}"
-        yield f"groups, {one['channel']}, {what}: {one['groups']} with {one['trajectories']} trajectories"
+        yield (
+            f"groups, {one['channel']}, {what}: {one['groups']} with {one['trajectories']} "
+            "trajectories"
+        )
     for one in said["batches"]:
         yield (
-            f"batches, {one['channel']}: {one['first_batch_seq']} to {one['last_batch_seq']}, {one['trained']} of {one['batches']} trained, "
+            f"batches, {one['channel']}: {one['first_batch_seq']} to {one['last_batch_seq']}, "
+            f"{one['trained']} of {one['batches']} trained, "
             f"{one['trainable_tokens']} tokens"
         )
     yield f"late revisions: {said['late_revisions']}"

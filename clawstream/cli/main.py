@@ -118,7 +118,8 @@ def down(
         typer.echo(f"stopped {pid}")
     else:
         fail(
-            f"`clawstream up`, pid {pid}, has not ended within {wait:g} s; its log and {directory / 'logs'} say what it waits for"
+            f"`clawstream up`, pid {pid}, has not ended within {wait:g} s; its log and "
+            f"{directory / 'logs'} say what it waits for"
         )
 
 

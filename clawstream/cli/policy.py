@@ -112,8 +112,12 @@ def history(
                 for k in now
                 if k not in _HIDDEN and was and was.get(k) != now[k]
             ]
-            typer.echo(f"{_title(entry)}: {f'not obeyed: {entry.rejection}' if entry.rejection else ', '.join(changed) or 'as it was'}"
-                       if was else _title(entry))  # fmt: skip
+            typer.echo(
+                f"{_title(entry)}: "
+                f"{f'not obeyed: {entry.rejection}' if entry.rejection else ', '.join(changed) or 'as it was'}"
+                if was
+                else _title(entry)
+            )
             was = was if entry.rejection else now
         if log.ended is not None:
             typer.echo(f"ended at offset {log.ended}")
@@ -145,7 +149,10 @@ def _plain(entry: Any) -> dict[str, Any]:
 
 def _title(entry: Any) -> str:
     at = datetime.fromtimestamp(entry.timestamp_ms / 1000, UTC).strftime("%Y-%m-%d %H:%M:%S")
-    return f"policy {entry.policy.policy_version} of {entry.policy.run_id}, by {entry.policy.published_by or 'settings'}, {at} UTC"
+    return (
+        f"policy {entry.policy.policy_version} of {entry.policy.run_id}, by "
+        f"{entry.policy.published_by or 'settings'}, {at} UTC"
+    )
 
 
 def _standing(records: int | None) -> str:

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from schemas.settings import Settings
 
 app = group(
-    "Recorded data again: with other rewards, another policy, other code. Live topics are only read."
+    "Recorded data again: with other rewards, another policy, other code. Live topics are only "
+    "read."
 )
 
 REASONS = 3
@@ -100,7 +101,7 @@ def replay_run(
 
 
 def _table_versions(settings: Settings, source: str, at: str | None) -> Any:
-    """Return versions of the lake's tables ({}: current ones), or None when topics are the source."""
+    """Return versions of the lake's tables ({}: current ones), or None for topics."""
     if source == "topics":
         return None
     return (
@@ -118,7 +119,8 @@ def _report(settings: Settings, report: dict[str, Any]) -> str:
     lines = [
         f"replay {report['name']} of run {settings.run_id}"
         + (" (done before)" if report["was_done"] else ""),
-        f"steps {report['steps']}, rewards {report['rewards']}, answers of rules {report['answers']}",
+        f"steps {report['steps']}, rewards {report['rewards']}, answers of rules "
+        f"{report['answers']}",
         f"trajectories: {ended}; still open {report['open']}",
     ]
     no_rewards = sorted(report["no_rewards"].items(), key=lambda item: -item[1])
@@ -126,10 +128,12 @@ def _report(settings: Settings, report: dict[str, Any]) -> str:
     for channel, said in report["channels"].items():
         lines += _channel(channel, said)
     lines.append(
-        f"{report['steps_per_s']:g} steps/s; assemble {report['assemble_s']:g} s, admit {report['admit_s']:g} s"
+        f"{report['steps_per_s']:g} steps/s; assemble {report['assemble_s']:g} s, admit "
+        f"{report['admit_s']:g} s"
     )
     lines.append(
-        f"go on with: --config {settings.data_dir.absolute() / 'replays' / report['name'] / 'settings.yaml'}"
+        "go on with: --config "
+        f"{settings.data_dir.absolute() / 'replays' / report['name'] / 'settings.yaml'}"
     )
     return "\n".join(lines)
 
@@ -137,7 +141,8 @@ def _report(settings: Settings, report: dict[str, Any]) -> str:
 def _channel(channel: str, said: dict[str, Any]) -> list[str]:
     refused = ", ".join(f"{n} {reason}" for reason, n in sorted(said["refused"].items())) or "none"
     lines = [
-        f"{channel}: {len(said['batches'])} batches; refused: {refused}; late revisions {said['late']}"
+        f"{channel}: {len(said['batches'])} batches; refused: {refused}; late revisions "
+        f"{said['late']}"
     ]
     return lines + [
         f"  batch {b['batch_seq']:4}  {b['groups']:4} groups {b['trajectories']:5} trajectories "
@@ -207,7 +212,8 @@ def replay_list(overrides: Overrides = None, config: Config = None) -> None:
             else f"{sum(len(c['batches']) for c in result['channels'].values())} batches"
         )
         typer.echo(
-            f"{found['name']:26} run {found['asked']['run']:16} from {found['plan']['from']:8} {state}"
+            f"{found['name']:26} run {found['asked']['run']:16} from {found['plan']['from']:8} "
+            f"{state}"
         )
 
 

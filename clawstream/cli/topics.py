@@ -80,7 +80,8 @@ def topics_copy(
     more = f"ticks {done['ticks']}, left out {done['left_out']}, unreadable {done['unreadable']}"
     typer.echo(more + (" (copied before)" if done["was_done"] else ""))
     typer.echo(
-        f"jobs on the copy: kafka.topic_prefix={to_prefix} kafka.partitions={done['partitions']} jobs.write_ticks=false"
+        f"jobs on the copy: kafka.topic_prefix={to_prefix} kafka.partitions={done['partitions']} "
+        "jobs.write_ticks=false"
     )
 
 
@@ -97,7 +98,8 @@ def topics_trim(
         typer.Option(
             "--give-up",
             metavar="RUN",
-            help="Nobody wants the rest of this run: batches not trained, nothing decided, no policy.",
+            help="Nobody wants the rest of this run: batches not trained, nothing decided, no "
+            "policy.",
         ),
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do it.")] = False,

@@ -38,16 +38,24 @@ class Diagnosis:
     def to_do(self) -> str:
         """What to do about it."""
         process, topic = self.position.process, self.position.topic
-        anew = f"or give it up: stop everything and delete {topic}, then it is made anew under another id"
+        anew = (
+            f"or give it up: stop everything and delete {topic}; it is recreated under another id"
+        )
         match self.verdict:
             case "ok":
                 return "nothing"
             case "topic made anew":
-                return f"nothing: {process} reads the new {topic} from its start, what it took from the old one stays"
+                return (
+                    f"nothing: {process} reads the new {topic} from its start, what it "
+                    "took from the old one stays"
+                )
             case "topic is gone":
                 return f"nothing, if it was deleted on purpose: the next start makes {topic} anew"
             case "beyond the end":
-                return f"{topic} has lost records that {process} has read: restore its newer data, {anew}"
+                return (
+                    f"{topic} has lost records that {process} has read: restore its newer "
+                    f"data, {anew}"
+                )
             case "before the start":
                 return f"{topic} has lost records that {process} has not read: restore them, {anew}"
             case "unreadable":

@@ -73,7 +73,7 @@ def _reward(settings: Settings, cluster: Cluster) -> Iterator[StoredPosition]:
 
 
 def _admit(settings: Settings, cluster: Cluster, decoder: Decoder) -> Iterator[StoredPosition]:
-    """Yield for each journal the lowest undecided candidate and the last one its decisions cover."""
+    """Yield for each journal the lowest undecided and the last decided candidate."""
     topics, there = settings.kafka.topics, cluster.topics()
     for journal in sorted(there):
         named = topics.parse_ready_batches(journal)
@@ -83,7 +83,8 @@ def _admit(settings: Settings, cluster: Cluster, decoder: Decoder) -> Iterator[S
         undecided: int | None = None
         seen = 0
         if first := first_offset(cluster, journal):
-            # Trimmed, so its run is over: admission does not start on it, and needs no candidates any more.
+            # Trimmed, so its run is over: admission does not start on it, and needs no candidates
+            # any more.
             yield StoredPosition(
                 "admit", f"{named[0]}.{named[1]} is over, trimmed", journal, None, 0, first
             )

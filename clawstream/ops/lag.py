@@ -171,7 +171,8 @@ def _lag(
 def _backlogs(cluster: Cluster, settings: Settings, groups: Iterable[str]) -> list[_Backlog]:
     topics, prefix = settings.kafka.topics, settings.kafka.topic_prefix
     there = {t: n for t, n in cluster.topics().items() if t.startswith(f"{prefix}.")}
-    # All positions before any end: a group that goes on meanwhile would otherwise be past an end that was asked earlier.
+    # All positions before any end: a group that goes on meanwhile would otherwise be past an end
+    # that was asked earlier.
     positions = {group: cluster.committed(group) for group in groups}
     ends = _Ends(cluster)
     out = []
@@ -225,7 +226,7 @@ def _count_records(cluster: Cluster, backlogs: Iterable[_Backlog], scan_records:
 
 
 def _counts(codec: Codec, record: Record, key: bytes | None) -> bool:
-    """Return whether a record is work for a group: no tombstone, no Tick, and of the group's key."""
+    """Return whether a record is work for a group: no tombstone or Tick, and of the group's key."""
     return (
         record.value is not None and key in (None, record.key) and not codec.is_tick(record.value)
     )

@@ -77,7 +77,8 @@ def _check_no_broker(settings: Settings) -> None:
     while pids := [node.pid for node in status(settings.broker_dir) if node.pid is not None]:
         if time.monotonic() > deadline:
             raise BrokerRuns(
-                f"broker: one runs on {settings.broker_dir} already (pid {', '.join(map(str, pids))}); stop it: "
+                f"broker: one runs on {settings.broker_dir} already (pid "
+                f"{', '.join(map(str, pids))}); stop it: "
                 f"clawstream broker stop data_dir={settings.data_dir}"
             )
         time.sleep(0.1)
@@ -104,7 +105,8 @@ def problems_of(settings: Settings, names: Sequence[str]) -> list[str]:
             checks: Sequence[Check] = importlib.import_module(module).CHECKS
         except ModuleNotFoundError as error:
             found.append(
-                f"{module.partition('.')[0]} needs the package {error.name}, which is not installed: see docs/install.md"
+                f"{module.partition('.')[0]} needs the package {error.name}, which is not "
+                "installed: see docs/install.md"
             )
             continue
         for one in checks:

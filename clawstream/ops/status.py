@@ -159,11 +159,13 @@ def format_status(status: Status) -> str:
     lines.append(f"  lag        {', '.join(behind) or 'none'}")
     refused = ", ".join(f"{reason} {count}" for reason, count in progress.refused.items())
     lines.append(
-        f"  groups     {progress.admitted} admitted in {progress.batches} batches; refused: {refused or 'none'}"
+        f"  groups     {progress.admitted} admitted in {progress.batches} batches; refused: "
+        f"{refused or 'none'}"
     )
     if progress.refused and not progress.admitted and set(progress.refused) == {ALL_EQUAL}:
         lines.append(
-            "  every group was refused as zero_variance: its members' rewards are all equal, so there is nothing to learn; "
+            "  every group was refused as zero_variance: its members' rewards are all equal, so "
+            "there is nothing to learn; "
             "look at the reward functions and the task"
         )
     return "\n".join(lines)

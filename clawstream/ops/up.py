@@ -105,10 +105,11 @@ class Installation:
         if missing := missing_secrets(self.settings):
             raise SettingsError(
                 "\n".join(
-                    f"setting {path}: it was given before, and secrets are not remembered; give it again"
+                    f"setting {path}: it was given before, and secrets are not remembered; give "
+                    "it again"
                     for path in missing
                 )
-                + f"\nTo go on without: delete {self.settings.data_dir / FILE}, and give all settings"
+                + f"\nTo go on without: delete {self.settings.data_dir / FILE}, give all settings"
             )
         for path, before, now in changes(self.settings):
             logger().warning(
@@ -169,8 +170,10 @@ class Installation:
             now = time.monotonic()
             if broker["state"] != "running" and not killed and now - started > timeout_s:
                 raise BrokerError(
-                    f"the broker on {self.settings.broker_dir} does not run after {now - started:.0f} s: {broker['state']}, "
-                    f"exit code {broker['exit_code']}, {broker['restarts']} restarts: {broker['error'] or 'no error was logged'}. Its log: {log}"
+                    f"the broker on {self.settings.broker_dir} does not run after "
+                    f"{now - started:.0f} s: {broker['state']}, "
+                    f"exit code {broker['exit_code']}, {broker['restarts']} restarts: "
+                    f"{broker['error'] or 'no error was logged'}. Its log: {log}"
                 )
             if now - said >= say_every_s:
                 said = now

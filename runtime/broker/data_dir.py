@@ -40,7 +40,8 @@ def one_starter(
     """
     busy = f"another start of the broker on {data_dir} is under way"
     late = NotReady(
-        f"{busy}, not done after {patience_s:.0f} s. Wait for it, or stop it (clawstream broker stop)"
+        f"{busy}, not done after {patience_s:.0f} s. Wait for it, or stop it (clawstream broker "
+        "stop)"
     )
     waiting = None if say is None else lambda seconds: say(f"{busy}, waiting for {seconds:.0f} s")
     with exclusive(data_dir / ".lock", late, patience_s, waiting):

@@ -128,7 +128,8 @@ class EmbeddedBroker:
             )
         if "," in str(data_dir):
             raise BrokerError(
-                f"data directory {data_dir} has a comma in its name, which Kafka reads as two directories"
+                f"data directory {data_dir} has a comma in its name, which Kafka reads as two "
+                "directories"
             )
         self.data_dir = data_dir.expanduser().absolute()
         self.plans = config.plan_nodes(self.data_dir, port, nodes, advertised_host)
@@ -293,7 +294,7 @@ class EmbeddedBroker:
     def _await_ready(
         self, plan: NodePlan, everyone: frozenset[int], patience_s: float, say: Say | None = None
     ) -> None:
-        """Wait until the node reports its own cluster id and every broker of `everyone` as serving."""
+        """Wait until the node reports its cluster id and all brokers of `everyone` as serving."""
         started = said = time.monotonic()
         while True:
             view = ask_cluster(config.LOOPBACK, plan.port)
@@ -310,13 +311,15 @@ class EmbeddedBroker:
                 doing = "; ".join(under_way(self.plans[node]) for node in sorted(late))
                 if now - started > patience_s:
                     raise NotReady(
-                        f"the broker on port {plan.port} is not ready after {patience_s:.0f} s: {doing}. "
+                        f"the broker on port {plan.port} is not ready after {patience_s:.0f} s: "
+                        f"{doing}. "
                         f"With more patience it would have gone on:\n{last_lines(plan)}"
                     )
                 if say is not None:
                     said = now
                     say(
-                        f"the broker on port {plan.port} is not ready after {now - started:.0f} s: {doing}"
+                        f"the broker on port {plan.port} is not ready after {now - started:.0f} "
+                        f"s: {doing}"
                     )
             time.sleep(_POLL_S)
 
@@ -325,7 +328,8 @@ class EmbeddedBroker:
         for node in sorted(everyone):
             if node not in self._jvms and read_pid(self.plans[node]) is None:
                 raise BrokerError(
-                    f"broker node {node}, which ran already, has ended meanwhile. Start the broker again"
+                    f"broker node {node}, which ran already, has ended meanwhile. Start the "
+                    "broker again"
                 )
             if node in self.exit_codes and not self._start_again(
                 node, code := self.exit_codes[node]
@@ -412,7 +416,8 @@ def run_foreground(settings: BrokerSettingsLike, data_dir: Path) -> int:
     try:
         # JVMs of a supervised parent that was killed have been told to stop and need a moment.
         wait_gone(list(broker.plans.values()), STOP_TIMEOUT_S)
-        # No deadline: stopped in the middle of reading its logs, a node begins anew, and would never get to their end.
+        # No deadline: stopped in the middle of reading its logs, a node begins anew, and would
+        # never get to their end.
         broker.start(patience_s=math.inf, say=lambda text: logger().info("starting", what=text))
         ready(broker.bootstrap_servers)
         if broker.cache is not None:

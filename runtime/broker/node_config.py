@@ -78,7 +78,8 @@ def render_server_properties(plan: NodePlan, records: Path | None = None) -> str
 
     `records` replaces the data directory for formatting.
     """
-    # With several nodes the copies survive one node's death: two must have a record before it is acknowledged.
+    # With several nodes the copies survive one node's death: two must have a record before it is
+    # acknowledged.
     replicas, in_sync = (1, 1) if plan.nodes == 1 else (3, 2)
     bind = LOOPBACK if plan.advertised_host in (LOOPBACK, "localhost") else ""
     voters = plan_nodes(plan.data_dir, plan.first_port, plan.nodes).values()
@@ -111,7 +112,8 @@ def render_server_properties(plan: NodePlan, records: Path | None = None) -> str
             "share.coordinator.state.topic.replication.factor": replicas,
             "share.coordinator.state.topic.min.isr": in_sync,
             "share.coordinator.state.topic.num.partitions": 1,
-            # After a kill -9 the old registration must expire before the node may come back: 9 s by default.
+            # After a kill -9 the old registration must expire before the node may come back: 9 s by
+            # default.
             "broker.session.timeout.ms": 2000 if plan.nodes == 1 else 3000,
             "broker.heartbeat.interval.ms": 500,
             "group.initial.rebalance.delay.ms": 0,
@@ -190,7 +192,8 @@ def server_options(java: Java, heap_mb: int) -> list[str]:
         f"-Xms{heap_mb}m",
         f"-Xmx{heap_mb}m",
         "-XX:+UseSerialGC",
-        "-XX:TieredStopAtLevel=1",  # starts sooner and needs less memory; the broker is not the bottleneck here
+        # starts sooner and needs less memory; the broker is not the bottleneck here
+        "-XX:TieredStopAtLevel=1",
         "-XX:MaxDirectMemorySize=128m",
         "-XX:ReservedCodeCacheSize=64m",
         "-XX:+ExitOnOutOfMemoryError",

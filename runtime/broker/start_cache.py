@@ -127,7 +127,8 @@ def _make(cache: StartCache, niceness: int) -> None:
         return
     if shutil.disk_usage(cache.jars_dir).free < NEEDED_BYTES:
         raise StartCacheError(
-            f"no start cache is made with less than {NEEDED_BYTES >> 20} MiB free in {cache.jars_dir}"
+            f"no start cache is made with less than {NEEDED_BYTES >> 20} MiB free in "
+            f"{cache.jars_dir}"
         )
     with tempfile.TemporaryDirectory(
         prefix=".training-", dir=cache.jars_dir, ignore_cleanup_errors=True

@@ -58,10 +58,13 @@ class Cluster:
         self.bootstrap_servers = bootstrap_servers
         self._options: dict[str, Any] = {
             "bootstrap.servers": bootstrap_servers,
-            "log_level": 2,  # what matters comes back from the call; a broker that is away makes 20 lines a second otherwise
+            # what matters comes back from the call; a broker that is away makes 20 lines a second
+            # otherwise
+            "log_level": 2,
             "reconnect.backoff.max.ms": 1000,
             "topic.metadata.propagation.max.ms": 5000,
-            "allow.auto.create.topics": "false",  # a producer's or admin's question would make a topic, as the broker pleases
+            # a producer's or admin's question would make a topic, as the broker pleases
+            "allow.auto.create.topics": "false",
             "error_cb": _ignore_error,
             **(client_options or {}),
         }
@@ -152,7 +155,8 @@ class Cluster:
             self.admin.list_topics(timeout=timeout_s)
         except KafkaException as e:
             raise Unavailable(
-                f"no Kafka answers at {self.bootstrap_servers} within {timeout_s:g} s: start one with `clawstream up` or "
+                f"no Kafka answers at {self.bootstrap_servers} within {timeout_s:g} s: start one "
+                "with `clawstream up` or "
                 "`clawstream broker start`, or set kafka.bootstrap_servers"
             ) from e
 
@@ -225,7 +229,8 @@ class Cluster:
         found = self.topic_ids([name]).get(name)
         if found is None:
             raise KafkaError(
-                f"topic {name} does not exist on {self.bootstrap_servers}: run `clawstream topics create`"
+                f"topic {name} does not exist on {self.bootstrap_servers}: run `clawstream "
+                "topics create`"
             )
         return found
 
@@ -304,7 +309,7 @@ class Cluster:
             return self.watermarks(topic, [partition])[partition][1]
 
     def ends(self, topic: str, partitions: Iterable[int]) -> dict[int, int]:
-        """Return partition to one past its last record, open transactions included, by one request."""
+        """Return partition to one past its last record, with open transactions, by one request."""
         asked = {TopicPartition(topic, p): OffsetSpec.latest() for p in partitions}
         found = self.admin.list_offsets(
             asked, isolation_level=IsolationLevel.READ_UNCOMMITTED, request_timeout=ASK_S
@@ -372,11 +377,13 @@ class Cluster:
         low, high = self.watermarks(topic, [partition])[partition]
         if offset > high:
             raise SourceTruncated(
-                f"source truncated: {topic}-{partition} ends at {high}, position {offset}; run clawstream doctor"
+                f"source truncated: {topic}-{partition} ends at {high}, position {offset}; run "
+                "clawstream doctor"
             )
         if offset < low:
             raise SourceTruncated(
-                f"source truncated: {topic}-{partition} starts at {low}, position {offset}; run clawstream doctor"
+                f"source truncated: {topic}-{partition} starts at {low}, position {offset}; run "
+                "clawstream doctor"
             )
         return True
 
@@ -429,7 +436,8 @@ class Cluster:
                 idle = 0 if batch else idle + 1
                 if idle > READ_TIMEOUT_S / 0.1:
                     raise Unavailable(
-                        f"{topic}-{partition}: its end {high} could not be read within {READ_TIMEOUT_S:g} s"
+                        f"{topic}-{partition}: its end {high} could not be read within "
+                        f"{READ_TIMEOUT_S:g} s"
                     )
         finally:
             reader.close()
@@ -454,7 +462,8 @@ class Cluster:
                 )[group].result()
                 break
             except KafkaException as e:
-                # A broker that has just started is still reading its groups; the client does not wait for that.
+                # A broker that has just started is still reading its groups; the client does not
+                # wait for that.
                 if e.args[0].code() not in _COORDINATOR_STARTS or time.monotonic() > deadline:
                     raise translated(e) from e
             time.sleep(0.1)
@@ -477,7 +486,8 @@ def all_led(listed: Mapping[str, TopicMetadata], prefix: str) -> dict[str, int]:
     mine = {t: m for t, m in listed.items() if t.startswith(prefix)}
     if away := sorted(t for t, m in mine.items() if not _is_led(m)):
         raise Unavailable(
-            f"no broker leads all of {', '.join(away)}, which may be needed: try again when all brokers are up"
+            f"no broker leads all of {', '.join(away)}, which may be needed: try again when all "
+            "brokers are up"
         )
     return {t: len(m.partitions) for t, m in mine.items()}
 
@@ -492,7 +502,8 @@ def _fetches(ranges: Sequence[tuple[int, int]]) -> dict[str, int]:
     return {
         "fetch_message_max_bytes": size,
         "queued_max_messages_kbytes": size // 1024,
-        "fetch_queue_backoff_ms": 1,  # a small queue is often full; by default the client then waits for a second
+        # a small queue is often full; by default the client then waits for a second
+        "fetch_queue_backoff_ms": 1,
     }
 
 

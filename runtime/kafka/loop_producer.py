@@ -154,7 +154,10 @@ class LoopProducer:
         """
         place, offset = (message.topic(), message.partition()), message.offset()
         if self._lost is None and offset <= self._ends.get(place, -1):
-            self._lost = f"{place[0]}-{place[1]} acknowledged offset {offset} after {self._ends[place]}: its broker has lost what it had"
+            self._lost = (
+                f"{place[0]}-{place[1]} acknowledged offset {offset} after {self._ends[place]}: "
+                "its broker has lost what it had"
+            )
         if self._lost is None:
             self._ends[place] = offset
         return self._lost

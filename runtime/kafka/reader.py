@@ -14,9 +14,12 @@ from runtime.kafka.record import Record, record_of
 from runtime.logs import logger
 
 _ENDS_READING = (
-    Code._AUTO_OFFSET_RESET, Code.OFFSET_OUT_OF_RANGE,
-    Code._BAD_MSG, Code._BAD_COMPRESSION, Code.INVALID_MSG,  # the client would go on behind what it could not read
-)  # fmt: skip
+    Code._AUTO_OFFSET_RESET,
+    Code.OFFSET_OUT_OF_RANGE,
+    Code._BAD_MSG,
+    Code._BAD_COMPRESSION,
+    Code.INVALID_MSG,  # the client would go on behind what it could not read
+)
 REPEAT_LOG_S = 30.0
 """How often the same error is logged again, while it lasts."""
 BEGINNING = OFFSET_BEGINNING
@@ -140,7 +143,8 @@ class Reader:
                 self._next[m.topic(), m.partition()] = m.offset() + 1
                 self._ends.discard((m.topic(), m.partition()))
             elif err.code() == Code._PARTITION_EOF:
-                # Control records take offsets: only the end of the partition tells how far a reader has really come.
+                # Control records take offsets: only the end of the partition tells how far a reader
+                # has really come.
                 self._next[m.topic(), m.partition()] = max(
                     self._next[m.topic(), m.partition()], m.offset()
                 )

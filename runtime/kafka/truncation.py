@@ -20,6 +20,7 @@ def check_truncation(
     low = cluster.watermarks(topic, [partition])[partition][0]
     if low > expected:
         raise SourceTruncated(
-            f"source truncated: {topic}-{partition} begins at offset {low}; {expected} was due and {came} came: retention took records "
+            f"source truncated: {topic}-{partition} begins at offset {low}; {expected} was due "
+            f"and {came} came: retention took records "
             "that were not read; run clawstream doctor"
         )

@@ -49,13 +49,15 @@ class Window:
         """Raises WindowGone unless the topic still has all of it."""
         if cluster.topic_ids([self.topic]).get(self.topic) != self.topic_id:
             raise WindowGone(
-                f"{self.topic} was made anew since the window was chosen (it had id {self.topic_id})"
+                f"{self.topic} was made anew since the window was chosen (it had id "
+                f"{self.topic_id})"
             )
         for p, (low, _) in cluster.watermarks(self.topic, self.ranges).items():
             first, end = self.ranges[p]
             if first < end and low > first:
                 raise WindowGone(
-                    f"{self.topic}-{p} begins at {low}, the window at {first}: retention has taken it"
+                    f"{self.topic}-{p} begins at {low}, the window at {first}: retention has "
+                    "taken it"
                 )
 
 

@@ -14,7 +14,8 @@ import signal
 import sys
 from collections.abc import Sequence
 
-# The parent may die before the kernel is asked: then it is another process that is the parent by now.
+# The parent may die before the kernel is asked: then it is another process that is the parent by
+# now.
 _GUARD = """
 import ctypes, os, sys
 ctypes.CDLL(None).prctl(1, int(sys.argv[2]))

@@ -37,7 +37,9 @@ def _set(tree: dict[str, Any], path: str, value: Any) -> None:
 
 def _got(value: object, path: str) -> str:
     if isinstance(value, Mapping):
-        return ""  # a whole section: what is wrong in it is in the message, and there may be a secret beside it
+        # a whole section: what is wrong in it is in the message, and there may be a secret beside
+        # it
+        return ""
     return ", got (not shown)" if _SECRET.search(path) else f", got {value!r:.80}"
 
 

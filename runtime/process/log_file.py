@@ -27,7 +27,7 @@ class ProcessLog:
         return file
 
     def last_error(self) -> str | None:
-        """Return the last error that the process logged or printed since its last start, or None."""
+        """Return the last error that the process logged or printed since its start, or None."""
         try:
             with self.path.open("rb") as file:
                 size = file.seek(0, 2)

@@ -32,5 +32,6 @@ def check_free(host: str, port: int, what: str, setting: str) -> None:
 def taken(host: str, port: int, what: str, setting: str, error: OSError) -> PortTaken:
     """Return the error of a process that could not listen."""
     return PortTaken(
-        f"{what} cannot listen on {host}:{port}: {error.strerror}. Stop the process that listens there, or set {setting}"
+        f"{what} cannot listen on {host}:{port}: {error.strerror}. Stop the process that listens "
+        f"there, or set {setting}"
     )

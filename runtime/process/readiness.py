@@ -49,9 +49,8 @@ class ReadinessListener:
         self._heard = heard
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.setblocking(False)
-        self._socket.bind(
-            ""
-        )  # the kernel chooses a free name that is no file: a data directory's path may be too long for one
+        # The kernel chooses a free abstract name: the path of a data directory may be too long.
+        self._socket.bind("")
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._socket, self._read)
 

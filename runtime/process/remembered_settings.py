@@ -149,7 +149,8 @@ def _read(directory: Path) -> tuple[dict[str, Any], list[list[str]]]:
         return {}, []
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise SettingsError(
-            f"{path} cannot be read: {error}. Delete it, and give `clawstream up` its settings again"
+            f"{path} cannot be read: {error}. Delete it, and give `clawstream up` its settings "
+            "again"
         ) from error
 
 
@@ -177,7 +178,8 @@ def _check_fixed(before: Settings, now: Settings, directory: Path) -> None:
         return
     was, value = before.model_dump(), now.model_dump()
     wrong = [
-        f"setting {'.'.join(path)}={_at(value, path)}: the data in {directory} was made with {_at(was, path)}, and that cannot change"
+        f"setting {'.'.join(path)}={_at(value, path)}: the data in {directory} was made with "
+        f"{_at(was, path)}, and that cannot change"
         for path in FIXED
         if _at(was, path) != _at(value, path)
     ]

@@ -45,7 +45,7 @@ class AlreadyRunning(InUse):
 
 
 class Unwritable(PlumbingError):
-    """The data directory is not writable: fix its owner, mode or disk, or choose another data_dir."""
+    """The data directory is not writable: fix owner, mode or disk, or choose another data_dir."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +174,8 @@ class Supervisor:
                     OSError
                 ):  # the lock tells that nobody supervises any more, whatever the table says
                     self._file.write()
-                # The group has to see that it cancelled the block itself. Any other error leaves the block as it is.
+                # The group has to see that it cancelled the block itself. Any other error leaves
+                # the block as it is.
                 cancelled = kind is not None and issubclass(kind, asyncio.CancelledError)
                 await self._tasks.__aexit__(
                     *((kind, error, trace) if cancelled else (None, None, None))

@@ -68,8 +68,11 @@ def check_topics(
 
 
 def find_mismatches(
-    settings: Settings, specs: Iterable[TopicSpec], there: Mapping[str, int], configs: Mapping[str, Mapping[str, str]]
-) -> Iterator[TopicMismatch]:  # fmt: skip
+    settings: Settings,
+    specs: Iterable[TopicSpec],
+    there: Mapping[str, int],
+    configs: Mapping[str, Mapping[str, str]],
+) -> Iterator[TopicMismatch]:
     """Yield every mismatch between existing topics and their specification. Pure.
 
     The four keyed topics must have as many partitions as `steps` has, whatever the settings say.
@@ -124,15 +127,21 @@ def _told(found: list[TopicMismatch], servers: str) -> Iterator[str]:
             f"{m.setting}={m.wanted}" for m in found if m.topic == topic and m.setting != PARTITIONS
         )
         yield (
-            f"mend it: kafka-configs --bootstrap-server {servers} --alter --entity-type topics --entity-name {topic} "
+            f"mend it: kafka-configs --bootstrap-server {servers} --alter --entity-type topics "
+            f"--entity-name {topic} "
             f"--add-config {wanted}"
         )
     if any(m.setting == TIMES for m in found):
         yield "copies made by `clawstream topics copy` keep their times: jobs.write_ticks=false"
     if any(m.setting == KEPT_MS and int(m.wanted) != FOREVER for m in found):
-        yield "or keep them no longer than that: kafka.steps_retention_s, at least twice jobs.trajectory_timeout_s"
+        yield (
+            "or keep them no longer than that: kafka.steps_retention_s, at least twice "
+            "jobs.trajectory_timeout_s"
+        )
     if any(m.setting == PARTITIONS for m in found):
         yield (
-            "partitions can't be taken away: delete the topic while nothing needs what it has, it is made anew; "
-            "`clawstream topics copy --to-prefix P --partitions N` moves steps and rewards to another number"
+            "partitions can't be taken away: delete the topic while nothing needs what it has, "
+            "it is made anew; "
+            "`clawstream topics copy --to-prefix P --partitions N` moves steps and rewards to "
+            "another number"
         )

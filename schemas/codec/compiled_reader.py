@@ -112,14 +112,21 @@ def reader_of(writer: Schema, wanted: Schema, made: Made) -> Read:
     )
     code.add(1, f"return {record}")
     names: dict[str, Any] = code.constants | {
-        "long": long, "size": size, "items": items, "bad": _bad, "float_at": _float, "double_at": _double, "new": object.__new__,
-    }  # fmt: skip
+        "long": long,
+        "size": size,
+        "items": items,
+        "bad": _bad,
+        "float_at": _float,
+        "double_at": _double,
+        "new": object.__new__,
+    }
     source = "def read(data, at):\n" + "\n".join(code.lines)
     try:
         exec(
             compile(source, f"<reader of {identifier(plain_name(wanted['name']))}>", "exec"), names
         )
-    # Python nests at most 20 loops, and two are an array; its parser calls a stack of its own that is full a MemoryError
+    # Python nests at most 20 loops, and two are an array; its parser calls a stack of its own that
+    # is full a MemoryError
     except (SyntaxError, RecursionError, MemoryError) as e:
         raise ValueError(f"types nested so deeply are not read here: {e}") from e
     return names["read"]  # type: ignore[no-any-return]
@@ -376,7 +383,8 @@ class Code:
         if found is not None:
             self.add(
                 depth + 1,
-                f"if len({found}) + {left} > {ITEMS_MAX}: bad('more than {ITEMS_MAX} records in an array', at)",
+                f"if len({found}) + {left} > {ITEMS_MAX}: bad('more than {ITEMS_MAX} records in "
+                "an array', at)",
             )
         self.add(depth + 1, f"for _ in range({left}):")
         item(depth + 2)
@@ -397,5 +405,6 @@ class Code:
         if kind in ("array", "map") and not value:
             return self._made.empty if kind == "array" else self._made.map()[0]
         raise ValueError(
-            f"field {field['name']} has no default that is read here, and the writer did not write it"
+            f"field {field['name']} has no default that is read here, and the writer did not "
+            "write it"
         )

@@ -120,12 +120,17 @@ class _Compiler:
             case "int" | "long" as kind:
                 low, high = _LIMITS[kind]
                 return [
-                    f"if type({of}) is int and 0 <= {of} < 8192:", f" append(small[{of}])", "else:", f" append(whole({of}, {low}, {high}))",
-                ]  # fmt: skip
+                    f"if type({of}) is int and 0 <= {of} < 8192:",
+                    f" append(small[{of}])",
+                    "else:",
+                    f" append(whole({of}, {low}, {high}))",
+                ]
             case "boolean":
                 return [
-                    f"if type({of}) is not bool:", f" refuse({of}, 'a boolean')", f"append(b'\\1' if {of} else b'\\0')",
-                ]  # fmt: skip
+                    f"if type({of}) is not bool:",
+                    f" refuse({of}, 'a boolean')",
+                    f"append(b'\\1' if {of} else b'\\0')",
+                ]
             case "float" | "double" as kind:
                 return [f"append({self._global(_PACK[kind])}({of}))"]
             case "enum":
@@ -158,17 +163,22 @@ class _Compiler:
         self._define(schema)
         symbols = self._global({symbol: _varint(at) for at, symbol in enumerate(schema["symbols"])})
         return [
-            f"data = {symbols}.get({of})", "if data is None:", f" raise ValueError(f'{{{of}!r:.40}} is none of {{list({symbols})}}')",
+            f"data = {symbols}.get({of})",
+            "if data is None:",
+            f" raise ValueError(f'{{{of}!r:.40}} is none of {{list({symbols})}}')",
             "append(data)",
-        ]  # fmt: skip
+        ]
 
     def _map(self, of: str, values: Any) -> list[str]:
         key, item = self._new("key"), self._new("item")
         one = [f"data = {key}.encode()", *_data("data"), *self._value(item, values)]
         return [
-            f"if {of}:", *(" " + x for x in _length(of)), f" for {key}, {item} in {of}.items():", *("  " + x for x in one),
+            f"if {of}:",
+            *(" " + x for x in _length(of)),
+            f" for {key}, {item} in {of}.items():",
+            *("  " + x for x in one),
             "append(b'\\0')",
-        ]  # fmt: skip
+        ]
 
 
 def _length(of: str) -> list[str]:

@@ -37,12 +37,31 @@ NAMESPACE = "clawstream"
 Event = Any  # any class of schemas.records; the union of all of them would say no more
 
 TOP_LEVEL: tuple[type, ...] = (
-    records.Step, records.SessionEvent, records.Tick, records.Reward, records.Curation, records.Assessment,
-    records.AssemblyMarker, records.AssemblyDelta, records.AssemblySnapshot, records.Trajectory, records.StepMark,
-    records.Candidate, records.AdmissionPolicy, records.RunEnded, records.ReadyBatch, records.Refused, records.Late,
-    records.PolicyApplied, records.WeightVersion, records.WorkerStatus, records.SchemaPublished, records.DeadLetter,
-    records.DeadLetterResolved, records.FailedCall,
-)  # fmt: skip
+    records.Step,
+    records.SessionEvent,
+    records.Tick,
+    records.Reward,
+    records.Curation,
+    records.Assessment,
+    records.AssemblyMarker,
+    records.AssemblyDelta,
+    records.AssemblySnapshot,
+    records.Trajectory,
+    records.StepMark,
+    records.Candidate,
+    records.AdmissionPolicy,
+    records.RunEnded,
+    records.ReadyBatch,
+    records.Refused,
+    records.Late,
+    records.PolicyApplied,
+    records.WeightVersion,
+    records.WorkerStatus,
+    records.SchemaPublished,
+    records.DeadLetter,
+    records.DeadLetterResolved,
+    records.FailedCall,
+)
 
 
 def fingerprint_of(schema: Any) -> str:

@@ -19,7 +19,8 @@ class PolicySettings(Section):
     min_members: Count = Field(2, description="usable members of a short group")
     required_rewards: tuple[str, ...] | None = Field(
         None,
-        description="`source` or `source/name` each member needs; default: every reward function of the run that counts",
+        description="rewards each member needs, `source` or `source/name`; default: every "
+        "function that counts",
     )
     reward_weights: Mapping[str, float] = Field(
         {}, description="`source/name` to weight in the training reward"
@@ -53,11 +54,11 @@ class PolicySettings(Section):
     )
     require_assessment: bool | None = Field(
         None,
-        description="wait for the quality rules' answer as for a required reward; default: where they decide",
+        description="groups wait for the quality rules; default: if a quality threshold is set",
     )
     untrained_tags: tuple[str, ...] = Field(
         ("title", "summary"),
-        description="train the calls an agent makes beside its work, or not its sub-agents",
+        description="tags of calls that are not trained, e.g. add sub_agent",
     )
 
     @model_validator(mode="after")
@@ -69,7 +70,8 @@ class PolicySettings(Section):
         smallest = SMALLEST_GROUP.get(self.algorithm, 1)
         if self.group_size < smallest:
             raise ValueError(
-                f"{self.algorithm} needs groups of at least {smallest}: a smaller one has no advantage"
+                f"{self.algorithm} needs groups of at least {smallest}: a smaller one has no "
+                "advantage"
             )
         return self
 

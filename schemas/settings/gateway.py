@@ -21,23 +21,20 @@ class UpstreamSettings(Section):
 
     url: str = Field(description="its base URL, with or without /v1")
     kind: Literal["auto", "captured", "vllm", "text"] = Field(
-        "auto", description="do not probe what it can tell of tokens"
+        "auto", description="token capability, instead of probing it"
     )
-    api_key: str | None = Field(None, repr=False, description="it wants a key")
-    api_key_env: str | None = Field(
-        None, description="the key is in this environment variable, so not in a file"
-    )
+    api_key: str | None = Field(None, repr=False, description="its API key")
+    api_key_env: str | None = Field(None, description="environment variable with its API key")
     api_key_header: Literal["authorization", "x-api-key"] | None = Field(
         None,
-        description="default: x-api-key on Anthropic's paths of a provider, else authorization: Bearer",
+        description="default: x-api-key on Anthropic paths of a provider, else authorization: "
+        "Bearer",
     )
     forward_credentials: bool = Field(
         False, description="agents bring their own keys of this provider"
     )
-    models: tuple[str, ...] = Field((), description="it serves only these")
-    model_map: Mapping[str, str] = Field(
-        {}, description="it has another name for a model that agents ask for"
-    )
+    models: tuple[str, ...] = Field((), description="the models it serves; default: all")
+    model_map: Mapping[str, str] = Field({}, description="model name of agents to its own name")
 
     @model_validator(mode="before")
     @classmethod
@@ -59,7 +56,7 @@ class UpstreamSettings(Section):
 
 
 class RedactionSettings(Section):
-    """Secrets and personal data are taken out of what the gateway keeps; see docs/redaction.md."""
+    """Removal of secrets and personal data from stored data; see docs/redaction.md."""
 
     enabled: bool = Field(False, description="agents handle real secrets or people's data")
     rules: tuple[str, ...] = Field(
@@ -76,14 +73,15 @@ class RedactionSettings(Section):
             ),
             *("email", "iban", "card", "ssn", "phone"),
         ),
-        description="fewer or other kinds, e.g. ipv4, or `file.py:function`, `module:function` of your own",
+        description="what to redact: built-in kinds, `file.py:function` or `module:function`",
     )
     style: Literal["hashed", "plain"] = Field(
-        "hashed", description="plain: equal values cannot be told from different ones"
+        "hashed", description="hashed: equal values get equal placeholders; plain: they do not"
     )
     tokenizers: Mapping[str, Path] = Field(
         {},
-        description="model name (or *) to its tokenizer.json; default gateway.tokenizer_path; without one no ids are kept",
+        description="model (or *) to tokenizer.json; default tokenizer_path; needed to keep "
+        "token ids",
     )
 
 
@@ -100,16 +98,14 @@ class GatewaySettings(Section):
     gateway_id: Name = Field("gateway-0", description="several gateways: one name each")
     host: str = Field("127.0.0.1", description="0.0.0.0 to serve other machines")
     port: Port = Field(8100, description="the port is taken")
-    public_url: str | None = Field(
-        None, description="behind a load balancer: the URL that agents are given"
-    )
+    public_url: str | None = Field(None, description="URL for agents, e.g. of a load balancer")
     base_path: Annotated[str, Field(pattern=r"^(/[^/?#\s]+)*$")] = Field(
         "",
-        description="a proxy before it keeps its own prefix in the path: that prefix, e.g. /api/openai",
+        description="path prefix that a proxy in front does not remove, e.g. /api/openai",
     )
     cors_origins: tuple[str, ...] = Field(
         (),
-        description="browsers call it: origins whose pages may, e.g. https://app.example, or * for all",
+        description="allowed origins of browser clients, e.g. https://app.example, or * for all",
     )
     upstreams: tuple[UpstreamSettings, ...] = Field(
         (), description="engines that do not report on the workers topic"
@@ -126,11 +122,12 @@ class GatewaySettings(Section):
     spool_max_bytes: Count = Field(1 << 30, description="longer Kafka outages")
     spool_max_age_s: Positive | None = Field(
         None,
-        description="older segments wait for `clawstream spool drain`; default half of jobs.closed_horizon_s",
+        description="older segments need `clawstream spool drain`; default: "
+        "jobs.closed_horizon_s / 2",
     )
     blob_uri: str | None = Field(
         None,
-        description="object store or shared disk for large fields, any fsspec URL; default <data_dir>/blobs",
+        description="fsspec URL of the store of large fields; default <data_dir>/blobs",
     )
     blob_options: Mapping[str, str] = Field(
         {}, description="fsspec options of blob_uri, e.g. credentials"
@@ -139,26 +136,27 @@ class GatewaySettings(Section):
     max_in_flight: Count = Field(4096, description="memory: calls beyond it get 503")
     max_in_flight_bytes: Count = Field(
         256 << 20,
-        description="memory: bodies of calls beyond it get 503; a call takes about six times its body",
+        description="memory: request bodies in flight; above it 503; a call uses about 6 times "
+        "its body",
     )
     max_reply_bytes: Count = Field(
         64 << 20, description="larger replies that are not streamed; each is held in memory"
     )
     max_in_flight_reply_bytes: Count = Field(
         256 << 20,
-        description="memory: replies of all calls; beyond it new calls get 503, and all replies but one wait",
+        description="memory: replies in flight; above it 503 for new calls, and replies wait",
     )
     client_timeout_s: Positive = Field(
         60.0,
-        description="agents on slow links: how long one may take nothing, or need to send a request",
+        description="slow clients: longest time without reading a reply, or to send a request",
     )
     upstream_timeout_s: Positive = Field(
         600.0,
-        description="engines that are silent for longer: plain replies of very long generations",
+        description="longest silence of an engine, e.g. during a long reply that is not streamed",
     )
     upstream_total_timeout_s: Positive | None = Field(
         None,
-        description="bound a whole reply too, e.g. streams of agents that never stop; default: none",
+        description="limit of a whole reply, e.g. for endless streams; default: none",
     )
     worker_wait_s: Annotated[float, Field(ge=0)] = Field(
         30.0, description="wait for a ready engine before 503"
@@ -169,36 +167,36 @@ class GatewaySettings(Section):
     )
     auth: Literal["open", "required"] | None = Field(
         None,
-        description="whether a key is needed; default: open on loopback, required on any other host",
+        description="whether calls need a key; default: open on loopback, required on any other "
+        "host",
     )
     api_keys_file: Path | None = Field(
         None, description="shared by several gateways; default <data_dir>/api-keys.json"
     )
     session_rewards: bool = Field(
         False,
-        description="environments that hold nothing but a session key may give a reward when they complete",
+        description="whether a session key suffices to send a reward with the completion",
     )
-    reward_min: float = Field(
-        -1e6, allow_inf_nan=False, description="smallest reward that is believed"
-    )
-    reward_max: float = Field(
-        1e6, allow_inf_nan=False, description="largest reward that is believed"
-    )
+    reward_min: float = Field(-1e6, allow_inf_nan=False, description="smallest accepted reward")
+    reward_max: float = Field(1e6, allow_inf_nan=False, description="largest accepted reward")
     max_prompt_tokens: Count | None = Field(
         None,
-        description="refuse longer prompts sooner than the engine's own bound does; long ones cost a request for counting",
+        description="reject longer prompts before the engine does; costs a tokenize request for "
+        "long ones",
     )
     default_max_tokens: Count | None = Field(
         None, description="bound of replies whose client named none"
     )
     tokenizer_path: Path | None = Field(
         None,
-        description="directory with tokenizer.json: text of submitted steps, and for compute_reward",
+        description="directory with tokenizer.json, to decode submitted steps and for "
+        "compute_reward",
     )
     redaction: RedactionSettings = RedactionSettings()
     compute_reward: str | None = Field(
         None,
-        description="what POST /compute_reward calls: `name@version`, `file.py:function@version` or `module:function@version`",
+        description="function of POST /compute_reward: `name@version` or "
+        "`file.py:function@version`",
     )
 
     @property

@@ -15,14 +15,13 @@ class FunctionSettings(Section):
 
     dirs: tuple[Path, ...] = Field(
         (),
-        description="where their files and modules are; default: the working directory, then the config file's folder",
+        description="folders of files and modules; default: working directory, config file's "
+        "folder",
     )
     timeout_s: Positive = Field(
-        30.0, description="functions that ask a model; one that takes longer gives no reward"
+        30.0, description="longest time of one call; a slower function gives no reward"
     )
-    processes: Count = Field(
-        2, description="functions that wait or compute long: as many run at once"
-    )
+    processes: Count = Field(2, description="number of functions that run at once")
 
     @property
     def folders(self) -> tuple[Path, ...]:
@@ -34,8 +33,8 @@ class JobsSettings(Section):
 
     worker_id: Name | None = Field(
         None,
-        description="one fixed name each, under which a worker that is started again gets its partitions back at once; default: "
-        "host and process id, so that no two are the same",
+        description="fixed name per worker: a restarted worker gets its partitions back; default: "
+        "host and process id",
     )
     batch_records: Count = Field(500, description="latency against throughput")
     snapshot_min_bytes: Count = Field(
@@ -44,34 +43,37 @@ class JobsSettings(Section):
     session_timeout_s: Positive = Field(6.0, description="how soon a dead worker's partitions move")
     tick_interval_s: Positive = Field(1.0, description="resolution of time-outs")
     write_ticks: bool = Field(
-        True, description="copied topics have the ticks of their source and must get no others"
+        True, description="false for copied topics, which contain the ticks of their source"
     )
     trajectory_timeout_s: Positive = Field(
-        3600.0, description="agents that think longer between two calls"
+        3600.0, description="longest pause between two calls of a trajectory"
     )
     closed_horizon_s: Positive = Field(
         86400.0, description="how long after closing a reward still finds its trajectory"
     )
     closed_max: Count = Field(50_000, description="memory of closed trajectories a partition")
-    orphan_after_s: Positive = Field(600.0, description="rewards that come long before their steps")
+    orphan_after_s: Positive = Field(600.0, description="how long a reward waits for its step")
     cache_mb: Count = Field(1024, description="memory for payload of open trajectories")
     bucket_inactivity_s: Positive = Field(
         300.0,
-        description="agents that name no trajectory and pause longer between two calls, or rewards sooner",
+        description="longest pause in a conversation of an agent that names no trajectory",
     )
     agent_inactivity_s: Positive = Field(
         1800.0,
-        description="known agents whose people pause longer between two calls, or rewards sooner",
+        description="longest pause in a session of a known agent",
     )
     train_truncated: bool = Field(
         False,
-        description="agents that can't do without top_p, top_k, min_p, penalties or a grammar: every ratio is off",
+        description="train tokens sampled with top_p, top_k, min_p, penalties or a grammar: "
+        "biased ratios",
     )
     reward_functions: Mapping[str, tuple[str, ...]] = Field(
         {},
-        description="run id (or *) to `name@version`, `file.py:function@version` or `module:function@version`",
+        description="run id (or *) to `name@version`, `file.py:function@version` or "
+        "`module:function@version`",
     )
     quality_functions: Mapping[str, tuple[str, ...]] = Field(
         {},
-        description="run id (or *) to quality rules, named in the same way, or to `built_in`; see docs/quality.md",
+        description="run id (or *) to quality rules, named alike, or to `built_in`; see "
+        "docs/quality.md",
     )

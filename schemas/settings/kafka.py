@@ -16,7 +16,7 @@ class KafkaSettings(Section):
     """Which cluster, and how its topics are made."""
 
     bootstrap_servers: str | None = Field(
-        None, description="another cluster than the embedded broker"
+        None, description="another cluster instead of the embedded broker"
     )
     client_options: Mapping[str, str] = Field(
         {}, description="librdkafka options, e.g. security.protocol, sasl.*"
@@ -27,10 +27,10 @@ class KafkaSettings(Section):
     partitions: Count = Field(12, description="P of the keyed topics; fixed once they exist")
     replication_factor: Count | None = Field(
         None,
-        description="copies of each topic; default 3 on embedded brokers of three or more nodes, else 1",
+        description="copies of each topic; default 3 with three or more embedded nodes, else 1",
     )
     min_insync_replicas: Count | None = Field(
-        None, description="copies an acknowledgement waits for; default one less than there are"
+        None, description="copies an acknowledgement waits for; default replication_factor - 1"
     )
     steps_retention_s: Positive = Field(
         30 * 86400.0, description="how long raw steps stay replayable from Kafka"

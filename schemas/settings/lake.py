@@ -26,27 +26,26 @@ class LakeSettings(Section):
     )
     care_interval_s: Positive = Field(
         600.0,
-        description="how often small files become large ones, beside the writer, and what is too old goes",
+        description="interval of maintenance: merge small files, delete expired rows and files",
     )
     history_days: Positive = Field(
         2.0,
-        description="how far back SQL can ask for a table as it was; files and log entries stay as long",
+        description="how far back SQL can read former versions; files and log entries are kept "
+        "as long",
     )
     retention_days: Mapping[str, Annotated[float, Field(ge=1)]] = Field(
         {},
-        description="table to the age at which its rows are deleted; one that is not named keeps them for ever",
+        description="table to the age at which its rows are deleted; default: never",
     )
     sql_memory_mb: Annotated[int, Field(ge=64)] = Field(
-        4096, description="SQL over more data at once; one query's limit"
+        4096, description="memory limit of one SQL query"
     )
-    sql_timeout_s: Positive = Field(300.0, description="SQL that takes longer; one query's limit")
+    sql_timeout_s: Positive = Field(300.0, description="time limit of one SQL query")
     writers: Annotated[int, Field(ge=1, le=999)] = Field(
         1,
-        description="more rows a second than one process writes; each takes the partitions p with p % writers == writer",
+        description="number of writer processes; each takes the partitions p % writers == writer",
     )
-    writer: Annotated[int, Field(ge=0)] = Field(
-        0, description="several writers: each its own number, from 0"
-    )
+    writer: Annotated[int, Field(ge=0)] = Field(0, description="number of this writer, from 0")
 
     @model_validator(mode="after")
     def _consistent(self) -> LakeSettings:

@@ -18,20 +18,21 @@ class RolloutSettings(Section):
 
     worker_id: Name = Field("worker-0", description="several workers: one name each")
     attach_url: str | None = Field(
-        None, description="a vLLM server that runs already, instead of starting one"
+        None, description="URL of a running vLLM server, instead of starting one"
     )
     model_path: Path | None = Field(
-        None, description="directory the engine boots with; default trainer.model_path"
+        None, description="directory of the engine's initial weights; default trainer.model_path"
     )
     host: str = Field("127.0.0.1", description="gateways on other machines")
     port: Port = Field(8200, description="the port is taken")
     public_url: str | None = Field(
-        None, description="the URL that gateways are told; needed where rollout.host is 0.0.0.0"
+        None, description="URL for gateways; needed if rollout.host is 0.0.0.0"
     )
     served_model_name: str = Field("policy", description="the name that agents ask for")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
-        description="float32 for exact agreement; versions are published in it, for auto in the model's own",
+        description="also of published versions; float32 for exact agreement; auto: the model's "
+        "own",
     )
     max_model_len: Count = Field(4096, description="longest prompt and reply, tokens")
     max_num_seqs: Count = Field(256, description="requests in one engine step")
@@ -46,7 +47,8 @@ class RolloutSettings(Section):
     startup_timeout_s: Positive = Field(600.0, description="large models")
     drain_timeout_s: Positive | None = Field(
         None,
-        description="longest wait for calls in flight when stopping; default what up.stop_timeout_s leaves",
+        description="longest wait for calls in flight at the stop; default: rest of "
+        "up.stop_timeout_s",
     )
     serve_base: bool = Field(
         False, description="serve the boot weights before the first version exists"

@@ -48,7 +48,8 @@ class Settings(Section):
         if 2 * self.jobs.trajectory_timeout_s > self.kafka.steps_retention_s:
             raise ValueError(
                 f"jobs.trajectory_timeout_s={self.jobs.trajectory_timeout_s:g} is above half of "
-                f"kafka.steps_retention_s={self.kafka.steps_retention_s:g}: payload could be gone before its trajectory closes"
+                f"kafka.steps_retention_s={self.kafka.steps_retention_s:g}: payload could be "
+                "gone before its trajectory closes"
             )
         for name, value in (
             ("jobs.trajectory_timeout_s", self.jobs.trajectory_timeout_s),
@@ -61,27 +62,33 @@ class Settings(Section):
         ):
             if self.jobs.closed_horizon_s <= value:
                 raise ValueError(
-                    f"jobs.closed_horizon_s={self.jobs.closed_horizon_s:g} must exceed {name}={value:g}"
+                    f"jobs.closed_horizon_s={self.jobs.closed_horizon_s:g} must exceed "
+                    f"{name}={value:g}"
                 )
         if (
             self.rollout.drain_timeout_s is not None
             and self.rollout.drain_timeout_s > self._drain_room_s
         ):
             raise ValueError(
-                f"rollout.drain_timeout_s={self.rollout.drain_timeout_s:g} must be at least {ENGINE_STOP_S + 1:g} below "
-                f"up.stop_timeout_s={self.up.stop_timeout_s:g}: the worker would be killed while it waits"
+                f"rollout.drain_timeout_s={self.rollout.drain_timeout_s:g} must be at least "
+                f"{ENGINE_STOP_S + 1:g} below "
+                f"up.stop_timeout_s={self.up.stop_timeout_s:g}: the worker would be killed while "
+                "it waits"
             )
         for table, days in self.lake.retention_days.items():
             if days * 86400 <= self.spool_max_age_s:
                 raise ValueError(
-                    f"lake.retention_days.{table}={days:g} must exceed gateway.spool_max_age_s={self.spool_max_age_s:g}: a record "
+                    f"lake.retention_days.{table}={days:g} must exceed "
+                    f"gateway.spool_max_age_s={self.spool_max_age_s:g}: a record "
                     "that comes out of a spool would be written again"
                 )
         self._check_awaited()
         if self.trainer.sync_every != self.admit.policy.sync_every:
             raise ValueError(
-                f"trainer.sync_every={self.trainer.sync_every} differs from admit.policy.sync_every="
-                f"{self.admit.policy.sync_every}: staleness is judged for the version that will train a batch"
+                f"trainer.sync_every={self.trainer.sync_every} differs from "
+                "admit.policy.sync_every="
+                f"{self.admit.policy.sync_every}: staleness is judged for the version that will "
+                "train a batch"
             )
         return self
 
@@ -103,14 +110,18 @@ class Settings(Section):
         policy = self.admit.policy
         if policy.required_rewards == () and (counted := self._counted_rewards()):
             raise ValueError(
-                f"admit.policy.required_rewards is empty, but jobs.reward_functions gives run {self.run_id} "
-                f"{', '.join(counted)}: groups would be decided before these rewards come. Leave it out, so that "
+                "admit.policy.required_rewards is empty, but jobs.reward_functions gives run "
+                f"{self.run_id} "
+                f"{', '.join(counted)}: groups would be decided before these rewards come. Leave "
+                "it out, so that "
                 "all of them are required, or name those that groups wait for"
             )
         if policy.require_assessment is False and self._assessment_decides():
             raise ValueError(
-                "admit.policy.require_assessment is false, but min_quality or min_step_quality is set beside "
-                f"jobs.quality_functions of run {self.run_id}: trajectories would be admitted before they are "
+                "admit.policy.require_assessment is false, but min_quality or min_step_quality "
+                "is set beside "
+                f"jobs.quality_functions of run {self.run_id}: trajectories would be admitted "
+                "before they are "
                 "assessed. Leave it out"
             )
 

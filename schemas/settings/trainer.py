@@ -28,7 +28,7 @@ class TrainerSettings(Section):
     )
     first_attempt: Annotated[int, Field(ge=0)] = Field(
         0,
-        description="lowest attempt of version ids; above all that recorded data names. A replay sets it",
+        description="lowest attempt of version ids; a replay sets it above those in recorded data",
     )
     lr: Positive = Field(1e-6, description="learning rate at the first version")
     lr_final: Positive | None = Field(
@@ -46,17 +46,14 @@ class TrainerSettings(Section):
     )
     advantage_std_offset: Annotated[float, Field(ge=0)] = Field(
         0.3,
-        description="added to a group's standard deviation, so that nearly solved groups do not shout",
+        description="added to a group's standard deviation; limits advantages of nearly solved "
+        "groups",
     )
-    temperature: Positive = Field(
-        1.0, description="temperature that is assumed for steps that do not record their own"
-    )
-    device: Literal["auto", "cpu", "cuda"] = Field(
-        "auto", description="cpu although there is a GPU"
-    )
+    temperature: Positive = Field(1.0, description="assumed temperature of steps that record none")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="cpu to ignore a GPU")
     dtype: Literal["float32", "bfloat16"] = Field(
         "float32",
-        description="faster passes with less memory; the weights that learn are float32 either way",
+        description="bfloat16: faster passes with less memory; trained weights are always float32",
     )
     threads: Count = Field(1, description="CPU cores for torch")
     seed: int = Field(0, description="repeat runs")

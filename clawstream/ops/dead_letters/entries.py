@@ -212,7 +212,8 @@ def find_entry(entries: Mapping[RecordId, DeadLetterEntry], name: str) -> DeadLe
     found = [s for s in entries if name in (s.short, s.full)]
     if len(found) > 1:
         raise NoSuchEntry(
-            f"{name} was buried in {len(found)} topics of that name: {', '.join(s.full for s in found)}"
+            f"{name} was buried in {len(found)} topics of that name: "
+            f"{', '.join(s.full for s in found)}"
         )
     if not found:
         raise NoSuchEntry(f"no dead letter {name}: `clawstream dlq list --all` has them all")

@@ -105,7 +105,8 @@ def check_topic(topics: Topics, topic: str) -> None:
         topics.schemas,
     ):
         raise NotSendable(
-            f"only its own writer may write to {topic}: a record sent again there would be out of its sequence. Dismiss it"
+            f"only its own writer may write to {topic}: a record sent again there would be out "
+            "of its sequence. Dismiss it"
         )
 
 
@@ -133,7 +134,8 @@ def check(
     if isinstance(event, Candidate):
         if headers is None:
             raise NotSendable(
-                "where its payload lies was in its headers, and they are gone with its log. Dismiss it"
+                "where its payload lies was in its headers, and they are gone with its log. "
+                "Dismiss it"
             )
         try:
             payload_place(headers)
@@ -240,7 +242,8 @@ class Redriver:
         check(self._settings, entry.record_id.topic, key, event, original.headers)
         if not force and (key, event) == (original.key, self.event_of(original)):
             raise NotSendable(
-                f"nothing is changed: `clawstream dlq replay {entry.record_id.short}` sends it as it was"
+                f"nothing is changed: `clawstream dlq replay {entry.record_id.short}` sends it "
+                "as it was"
             )
         (sent,) = self._send([_PendingSend(original, "repaired", key, value)], note)
         return sent

@@ -110,8 +110,13 @@ class LakeReplaySource:
     """The records of a run in the lake, as they lay on the log."""
 
     def __init__(
-        self, settings: Settings, versions: Mapping[str, int], partitions: int, span: Span, record_filter: RecordFilter
-    ) -> None:  # fmt: skip
+        self,
+        settings: Settings,
+        versions: Mapping[str, int],
+        partitions: int,
+        span: Span,
+        record_filter: RecordFilter,
+    ) -> None:
         """partitions: From `partitions_of`.
 
         Raises LakeError when the lake has no record of the run.
@@ -126,7 +131,8 @@ class LakeReplaySource:
         self._refs = sorted(ref for source in (STEPS, REWARDS) for ref in self._index(source))
         if not self._refs:
             raise LakeError(
-                f"lake {settings.lake_uri} has nothing of run {record_filter.run} in that window, at these versions"
+                f"lake {settings.lake_uri} has nothing of run {record_filter.run} in that "
+                "window, at these versions"
             )
         self.end = max(ref.time for ref in self._refs)
         self._ticks = self._closings()

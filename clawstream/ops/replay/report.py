@@ -59,7 +59,10 @@ def journal(cluster: Cluster, decoder: Decoder, topic: str) -> Iterator[JournalR
 def described(batch: ReadyBatch) -> dict[str, Any]:
     """A batch in a line."""
     return {
-        "batch_seq": batch.batch_seq, "content_hash": batch.content_hash, "admission_policy_version": batch.policy_version,
-        "groups": len(batch.groups), "trajectories": sum(len(g.members) for g in batch.groups),
+        "batch_seq": batch.batch_seq,
+        "content_hash": batch.content_hash,
+        "admission_policy_version": batch.policy_version,
+        "groups": len(batch.groups),
+        "trajectories": sum(len(g.members) for g in batch.groups),
         "trainable_tokens": batch.trainable_tokens,
-    }  # fmt: skip
+    }

@@ -87,11 +87,15 @@ def replay_settings(settings: Settings, name: str, run_id: str, partitions: int)
     factor, insync = settings.replication
     kafka = settings.kafka.model_copy(
         update={
-            "topic_prefix": f"replay-{name}", "partitions": partitions, "bootstrap_servers": settings.bootstrap_servers,
-            "replication_factor": factor, "min_insync_replicas": insync,
+            "topic_prefix": f"replay-{name}",
+            "partitions": partitions,
+            "bootstrap_servers": settings.bootstrap_servers,
+            "replication_factor": factor,
+            "min_insync_replicas": insync,
         }
-    )  # fmt: skip
-    # The functions of the run are those of the replay's run too: what its policy requires follows from them.
+    )
+    # The functions of the run are those of the replay's run too: what its policy requires follows
+    # from them.
     functions = {
         name: {**configured, run_id: of_run(configured, settings.run_id)}
         for name in ("reward_functions", "quality_functions")
@@ -100,12 +104,15 @@ def replay_settings(settings: Settings, name: str, run_id: str, partitions: int)
     trainer = settings.trainer.model_copy(update={"weights_dir": None, "checkpoint_dir": None})
     return settings.model_copy(
         update={
-            "run_id": check_run_id(run_id), "data_dir": home_of(settings, name), "kafka": kafka, "trainer": trainer,
+            "run_id": check_run_id(run_id),
+            "data_dir": home_of(settings, name),
+            "kafka": kafka,
+            "trainer": trainer,
             "jobs": settings.jobs.model_copy(update={"write_ticks": False, **functions}),
             "lake": settings.lake.model_copy(update={"uri": None, "storage_options": {}}),
             "gateway": settings.gateway.model_copy(update={"blob_uri": settings.blob_uri}),
         }
-    )  # fmt: skip
+    )
 
 
 def run_replay(settings: Settings, request: ReplayRequest) -> dict[str, Any]:
@@ -160,15 +167,31 @@ def keep_settings(target: Settings) -> None:
 
 def _asked(settings: Settings, request: ReplayRequest) -> dict[str, Any]:
     """All that the outcome depends on: another of it under the same name is a mistake."""
-    jobs = settings.jobs.model_dump(mode="json", include={
-        "trajectory_timeout_s", "closed_horizon_s", "closed_max", "orphan_after_s", "bucket_inactivity_s", "agent_inactivity_s",
-        "reward_functions", "quality_functions", "train_truncated", "tick_interval_s",
-    })  # fmt: skip
+    jobs = settings.jobs.model_dump(
+        mode="json",
+        include={
+            "trajectory_timeout_s",
+            "closed_horizon_s",
+            "closed_max",
+            "orphan_after_s",
+            "bucket_inactivity_s",
+            "agent_inactivity_s",
+            "reward_functions",
+            "quality_functions",
+            "train_truncated",
+            "tick_interval_s",
+        },
+    )
     policy = settings.admit.policy.model_dump(mode="json")
     return {
-        **asdict(request), "source": settings.kafka.topic_prefix, "run": settings.run_id, "lake": settings.lake_uri, "jobs": jobs,
-        "policy": policy, "channels": list(settings.admit.channels),
-    }  # fmt: skip
+        **asdict(request),
+        "source": settings.kafka.topic_prefix,
+        "run": settings.run_id,
+        "lake": settings.lake_uri,
+        "jobs": jobs,
+        "policy": policy,
+        "channels": list(settings.admit.channels),
+    }
 
 
 def _target_prefix(settings: Settings, cluster: Cluster, name: str) -> TargetPrefix:
@@ -241,8 +264,12 @@ def _fields(policy: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _source(
-    settings: Settings, cluster: Cluster, request: ReplayRequest, plan: Mapping[str, Any], answers: RuleEvaluator
-) -> ReplaySource:  # fmt: skip
+    settings: Settings,
+    cluster: Cluster,
+    request: ReplayRequest,
+    plan: Mapping[str, Any],
+    answers: RuleEvaluator,
+) -> ReplaySource:
     run = settings.run_id
     record_filter = RecordFilter(
         run,
@@ -265,8 +292,14 @@ def _source(
 
 
 def _assemble(
-    target: Settings, cluster: Cluster, request: ReplayRequest, source: ReplaySource, answers: RuleEvaluator, source_run: str, policy: AdmissionPolicy
-) -> dict[str, Any]:  # fmt: skip
+    target: Settings,
+    cluster: Cluster,
+    request: ReplayRequest,
+    source: ReplaySource,
+    answers: RuleEvaluator,
+    source_run: str,
+    policy: AdmissionPolicy,
+) -> dict[str, Any]:
     """Everything up to the candidates. source_run: whose rules are asked."""
 
     def rules(trajectory: Trajectory) -> list[Any]:
@@ -284,9 +317,15 @@ def _assemble(
     ):  # the lake has no ticks, so it does not tell a silence from an idle log
         limits = replace(limits, silent_after=None)
     replay = Replay(
-        run, target.kafka.partitions, limits, writer.codec, rules, cluster.topic_id(topics.trajectories),
-        target.jobs.cache_mb << 20, source.payload,
-    )  # fmt: skip
+        run,
+        target.kafka.partitions,
+        limits,
+        writer.codec,
+        rules,
+        cluster.topic_id(topics.trajectories),
+        target.jobs.cache_mb << 20,
+        source.payload,
+    )
     writer.write([OutputRecord("candidates", replay.candidates_at, run.encode(), policy, None, 0)])
     said_at = began
     for event in source.events():
@@ -313,9 +352,13 @@ def _assemble(
     writer.close()
     stats, seconds = replay.stats, time.monotonic() - began
     return {
-        **stats.plain(), "open": replay.open, "waiting": replay.waiting, "unreadable": source.unreadable,
-        "assemble_s": round(seconds, 3), "steps_per_s": round(stats.steps / seconds, 1),
-    }  # fmt: skip
+        **stats.plain(),
+        "open": replay.open,
+        "waiting": replay.waiting,
+        "unreadable": source.unreadable,
+        "assemble_s": round(seconds, 3),
+        "steps_per_s": round(stats.steps / seconds, 1),
+    }
 
 
 class ReplayWriter:
@@ -325,8 +368,11 @@ class ReplayWriter:
         self._writer = Writer(cluster)
         topics = target.kafka.topics
         self._names = {
-            "steps": topics.steps, "rewards": topics.rewards, "trajectories": topics.trajectories, "candidates": topics.candidates,
-        }  # fmt: skip
+            "steps": topics.steps,
+            "rewards": topics.rewards,
+            "trajectories": topics.trajectories,
+            "candidates": topics.candidates,
+        }
         self.codec = Codec()
 
     def write(self, outs: list[OutputRecord]) -> None:

@@ -65,10 +65,15 @@ def check(settings: Settings, channel: Channel) -> dict[str, Any]:
     admission = AdmissionFold(settings.run_id, channel, recorded.source, recorded.resume_point)
     found = Outcome().fold(admission, recorded.candidates())
     return {
-        "run": settings.run_id, "channel": channel, "candidates": found.candidates, "batches": len(wanted),
-        "not_checked": not_checked, "first_difference": first_difference(wanted, found.batches),
-        "recorded": Outcome().add(recorded.journal).plain(), "replayed": found.plain(),
-    }  # fmt: skip
+        "run": settings.run_id,
+        "channel": channel,
+        "candidates": found.candidates,
+        "batches": len(wanted),
+        "not_checked": not_checked,
+        "first_difference": first_difference(wanted, found.batches),
+        "recorded": Outcome().add(recorded.journal).plain(),
+        "replayed": found.plain(),
+    }
 
 
 def what_if(settings: Settings, channel: Channel) -> dict[str, Any]:
@@ -111,7 +116,8 @@ def read(cluster: Cluster, settings: Settings, channel: Channel) -> Recorded:
     opened = next((r for r in whole[first:] if isinstance(r, PolicyApplied)), None)
     if opened is not None and opened.from_offset < low:
         raise SourceTruncated(
-            f"source truncated: {topic}-{partition} begins at {low}, run {run} at {opened.from_offset}: its beginning is gone"
+            f"source truncated: {topic}-{partition} begins at {low}, run {run} at "
+            f"{opened.from_offset}: its beginning is gone"
         )
     resume_point = resume_from_journal(whole[:first], source.topic_id, low)
     return Recorded(

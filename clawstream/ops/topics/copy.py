@@ -127,7 +127,8 @@ class Writer:
             for partition, (low, high) in self._cluster.watermarks(topic).items():
                 if (low, high) != (0, self.ends[topic, partition]):
                     raise CopyFailed(
-                        f"{topic}-{partition} holds offsets {low} to {high - 1}, not {self.ends[topic, partition]} records"
+                        f"{topic}-{partition} holds offsets {low} to {high - 1}, not "
+                        f"{self.ends[topic, partition]} records"
                     )
 
 
@@ -175,9 +176,12 @@ def copy_topics(
     target = copied_settings(settings, prefix, count)
     prefix_files = TargetPrefix(cluster, prefix, settings.data_dir / "copies" / f"{prefix}.json")
     asked = {
-        "source": settings.kafka.topic_prefix, "partitions": count, "since_ms": since_ms, "until_ms": until_ms,
+        "source": settings.kafka.topic_prefix,
+        "partitions": count,
+        "since_ms": since_ms,
+        "until_ms": until_ms,
         **dataclasses.asdict(record_filter),
-    }  # fmt: skip
+    }
     copies = (target.kafka.topics.steps, target.kafka.topics.rewards)
     with prefix_files.held():
         begun = prefix_files.begin(
@@ -193,8 +197,13 @@ def copy_topics(
 
 
 def _copy(
-    cluster: Cluster, settings: Settings, target: Settings, windows: list[Window], copies: tuple[str, str], record_filter: RecordFilter
-) -> dict[str, Any]:  # fmt: skip
+    cluster: Cluster,
+    settings: Settings,
+    target: Settings,
+    windows: list[Window],
+    copies: tuple[str, str],
+    record_filter: RecordFilter,
+) -> dict[str, Any]:
     _copy_schemas(cluster, settings.kafka.topics.schemas, target.kafka.topics.schemas)
     writer, decoder = Writer(cluster), Decoder(cluster, settings.kafka.topics.schemas)
     result: dict[str, Any] = {

@@ -78,7 +78,8 @@ class RunSurvey:
         for name in (topics.candidates, topics.steps, topics.weights):
             if name not in self.there:
                 raise KafkaError(
-                    f"{name} is not seen on {cluster.bootstrap_servers}: run `clawstream topics create`, or allow Describe on it"
+                    f"{name} is not seen on {cluster.bootstrap_servers}: run `clawstream topics "
+                    "create`, or allow Describe on it"
                 )
         self.ids = cluster.topic_ids(sorted(self.there))
         self.ends: dict[str, dict[int, tuple[int, int]]] = {}

@@ -79,7 +79,8 @@ class TargetPrefix:
         elif known["asked"] != asked:
             differs = [k for k in asked | known["asked"] if asked.get(k) != known["asked"].get(k)]
             raise PrefixTaken(
-                f"{self.file} was asked otherwise ({', '.join(differs)}); choose another name or delete it"
+                f"{self.file} was asked otherwise ({', '.join(differs)}); choose another name or "
+                "delete it"
             )
         if known["result"] is None and mine:
             logger().warning("begins_again", topics=len(mine), file=str(self.file))

@@ -111,7 +111,10 @@ def needs(
             (why for j in journals if (why := _unread_end(j, summary.ended)) is not None), None
         )
         if unread is None and summary.has_policy and not any(j.end for j in journals):
-            return f"run {run} has ended at {summary.ended}, but no decisions of it are seen (--give-up {run})"
+            return (
+                f"run {run} has ended at {summary.ended}, but no decisions of it are seen "
+                f"(--give-up {run})"
+            )
         return unread
     if any(j.low > 0 for j in journals):
         return None
@@ -125,7 +128,8 @@ def _unread_end(journal: Journal, ended: int) -> str | None:
         return None
     name = f"{journal.run_id} ({journal.channel})"
     return (
-        f"run {journal.run_id} has ended at {ended}, but the admission of {name} has read to {journal.seen}: start it "
+        f"run {journal.run_id} has ended at {ended}, but the admission of {name} has read to "
+        f"{journal.seen}: start it "
         f"(or --give-up {journal.run_id})"
     )
 
@@ -273,7 +277,7 @@ class TopicTrim:
         return trim_range(topic, partition, ends, [Bound(first, reason)])
 
     def _rewards(self) -> Iterator[TrimRange]:
-        """Yield rewards to trim, by time only: a replay of older steps might still need a reward."""
+        """Yield rewards to trim, by time only: a replay of older steps may need a reward."""
         topic, kept = self._topics.rewards, self._kept
         if kept.before_ms is None or topic not in self._survey.there:
             return
@@ -313,6 +317,9 @@ def format_ranges(ranges: Sequence[TrimRange]) -> str:
     lines = [head, *body]
     widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
     return "\n".join(
-        "  ".join(cell.rjust(w) if 0 < i < 5 else cell.ljust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True))).rstrip()
+        "  ".join(
+            cell.rjust(w) if 0 < i < 5 else cell.ljust(w)
+            for i, (cell, w) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
         for line in lines
-    )  # fmt: skip
+    )

@@ -1,4 +1,6 @@
-"""The demo's model, task and agent: what keeps turns free of drift, and a warm start that does not depend on the machine's mood."""
+"""The demo's model, task and agent: what keeps turns free of drift, and a warm start that does not
+depend on the machine's mood.
+"""
 
 from __future__ import annotations
 

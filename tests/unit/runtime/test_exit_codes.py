@@ -1,4 +1,6 @@
-"""Exit codes: one table, in the code and in the documentation, and no traceback where a message says what to do."""
+"""Exit codes: one table, in the code and in the documentation, and no traceback where a message
+says what to do.
+"""
 
 from __future__ import annotations
 
@@ -62,8 +64,10 @@ def test_a_process_dies_with_its_code_and_a_traceback_only_of_what_is_unforeseen
 ) -> None:
     module, _, name = error.partition(":")
     program = (
-        f"from {module} import {name}; from runtime.process.lifecycle import run_async; from schemas.settings import Settings\n"
-        f"async def main(settings, stop):\n    raise ExceptionGroup('a task has failed', [{name}('why')])\n"
+        f"from {module} import {name}; from runtime.process.lifecycle import run_async; from "
+        "schemas.settings import Settings\n"
+        "async def main(settings, stop):\n    raise ExceptionGroup('a task has failed', "
+        f"[{name}('why')])\n"
         "run_async('p', Settings(), main)\n"
     )
     done = subprocess.run(

@@ -1,4 +1,6 @@
-"""One parser of replies: texts and tool calls of chat completions, completions, Messages and Responses."""
+"""One parser of replies: texts and tool calls of chat completions, completions, Messages and
+Responses.
+"""
 
 from __future__ import annotations
 

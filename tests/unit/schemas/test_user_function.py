@@ -1,4 +1,6 @@
-"""One rule by which every command finds a user's function: by file or module, in the folders of the settings."""
+"""One rule by which every command finds a user's function: by file or module, in the folders of the
+settings.
+"""
 
 from __future__ import annotations
 
@@ -130,9 +132,20 @@ def test_the_example_of_the_docs_works(folders: list[Path]) -> None:
         response_json=b'{"content":"It is 42."}', trainable=True, offset=0,
     )  # fmt: skip
     asked = Trajectory(
-        run_id="r", trajectory_key="k", trajectory_id="k", group_id="g", channel="train", outcome="completed", opened_at=0,
-        closed_at=1, metadata_json=b'{"gold":42}', part=0, parts=1, segments=(), steps=(step,),
-    )  # fmt: skip
+        run_id="r",
+        trajectory_key="k",
+        trajectory_id="k",
+        group_id="g",
+        channel="train",
+        outcome="completed",
+        opened_at=0,
+        closed_at=1,
+        metadata_json=b'{"gold":42}',
+        part=0,
+        parts=1,
+        segments=(),
+        steps=(step,),
+    )
     assert (right(asked), right(replace(asked, metadata_json=None)), short(asked)) == (
         1.0,
         None,

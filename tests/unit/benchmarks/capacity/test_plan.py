@@ -14,9 +14,14 @@ from benchmarks.capacity.lag import JOBS, Fleet, Outage, Scenario, simulate
 from benchmarks.capacity.plan import Assumptions, fleet, parsed, plan, scenarios
 
 SMALL = Fleet(
-    partitions=8, runs=2, workers={"assemble": 4, "reward": 4, "lake": 4}, rate=dict.fromkeys(JOBS, 1000.0), skew=0.0,
-    floor_s=0.5, lake_floor_s=2.5,
-)  # fmt: skip
+    partitions=8,
+    runs=2,
+    workers={"assemble": 4, "reward": 4, "lake": 4},
+    rate=dict.fromkeys(JOBS, 1000.0),
+    skew=0.0,
+    floor_s=0.5,
+    lake_floor_s=2.5,
+)
 CALM = Scenario(name="calm", seconds=300, mean=1500.0)
 
 
@@ -33,7 +38,10 @@ def test_below_what_the_workers_serve_nothing_waits() -> None:
 
 
 def test_a_burst_waits_and_drains_as_a_fluid_queue_does() -> None:
-    """6,000/s for 60 s through 4,000/s, then 1,500/s: 120,000 wait, and go at 2,500 a second; the last of the burst waits 30 s."""
+    """6,000/s for 60 s through 4,000/s, then 1,500/s: 120,000 wait, and go at 2,500 a second.
+
+    The last of the burst waits 30 s.
+    """
     wide = replace(SMALL, runs=8)
     lag = simulate(wide, replace(CALM, seconds=600, bursts=((100.0, 60.0, 4.0),)), 1)
     assert lag.max_lag == pytest.approx(120_000, rel=0.03)

@@ -1,4 +1,7 @@
-"""What a stored position means when it meets today's topics; and the marks that a Delta log holds."""
+"""What a stored position means when it meets today's topics.
+
+And the marks that a Delta log holds.
+"""
 
 from __future__ import annotations
 

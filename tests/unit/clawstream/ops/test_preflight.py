@@ -82,8 +82,10 @@ def test_all_problems_are_named_at_once_and_only_those_of_processes_that_start()
 def test_every_port_is_looked_at() -> None:
     settings = load(None, ["broker.nodes=3"], {})
     assert [(name, port) for name, _, port, _ in ports(settings, EVERY)] == [
-        *(("broker", port) for port in (19092, 19093, 19102, 19103, 19112, 19113)), ("gateway", 8100), ("rollout", 8200),
-    ]  # fmt: skip
+        *(("broker", port) for port in (19092, 19093, 19102, 19103, 19112, 19113)),
+        ("gateway", 8100),
+        ("rollout", 8200),
+    ]
 
 
 def test_a_taken_port_names_the_process_and_the_setting() -> None:

@@ -1,4 +1,7 @@
-"""Obtaining Kafka's jars: pins, verification, repair, concurrency. The fetch is injected; nothing touches a network."""
+"""Obtaining Kafka's jars: pins, verification, repair, concurrency.
+
+The fetch is injected; nothing touches a network.
+"""
 
 import hashlib
 import os

@@ -1,4 +1,6 @@
-"""Users' functions in child processes: whatever one does, its call ends and the next one is answered."""
+"""Users' functions in child processes: whatever one does, its call ends and the next one is
+answered.
+"""
 
 from __future__ import annotations
 
@@ -34,9 +36,20 @@ def trajectory(**metadata: Any) -> Trajectory:
         response_json=b'{"content":"1"}', trainable=True, offset=0,
     )  # fmt: skip
     return Trajectory(
-        run_id="r", trajectory_key="k", trajectory_id="k", group_id="g", channel="train", outcome="completed", opened_at=0,
-        closed_at=1, metadata_json=orjson.dumps(metadata), part=0, parts=1, segments=(), steps=(step,),
-    )  # fmt: skip
+        run_id="r",
+        trajectory_key="k",
+        trajectory_id="k",
+        group_id="g",
+        channel="train",
+        outcome="completed",
+        opened_at=0,
+        closed_at=1,
+        metadata_json=orjson.dumps(metadata),
+        part=0,
+        parts=1,
+        segments=(),
+        steps=(step,),
+    )
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,6 @@
-"""No child outlives the process that started it, however that ends and whatever the child does about signals."""
+"""No child outlives the process that started it, however that ends and whatever the child does
+about signals.
+"""
 
 from __future__ import annotations
 

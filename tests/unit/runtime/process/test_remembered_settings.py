@@ -25,7 +25,8 @@ SECRETS = [
     "gateway.upstreams=[{url: 'http://a:1'}, {url: 'http://b:1', api_key: hunter2}]",
     "kafka.client_options={sasl.password: hunter2, sasl.mechanism: PLAIN, ssl.key.location: /k}",
     "lake.storage_options={AWS_SECRET_ACCESS_KEY: hunter2, AWS_REGION: eu}",
-    "rollout.extra_args=['--api-key', hunter2, '--max-num-batched-tokens', '512', '--hf_token=hunter2']",
+    "rollout.extra_args=['--api-key', hunter2, '--max-num-batched-tokens', '512', "
+    "'--hf_token=hunter2']",
 ]
 
 

@@ -1,4 +1,6 @@
-"""A supervisor whose data directory has no room left: it says so once, goes on supervising, and writes again when there is room."""
+"""A supervisor whose data directory has no room left: it says so once, goes on supervising, and
+writes again when there is room.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,8 @@ async def main():
                     file.write(bytes(1024))
             except OSError as error:
                 print(error.strerror)
-        supervisor.start(ProcessSpec("b", SLEEP))  # its log has no room either: a file of nothing needs none
+        # its log has no room either: a file of nothing needs none
+        supervisor.start(ProcessSpec("b", SLEEP))
         for restarts in (1, 2, 3):
             os.kill(supervisor.table["a"]["pid"], signal.SIGKILL)
             await until(lambda: supervisor.table["a"]["restarts"] == restarts and supervisor.table["a"]["pid"])
@@ -58,8 +61,12 @@ def test_a_full_disk_is_said_once_and_waited_out(tmp_path: Path) -> None:
     """On a file system of 256 KiB of its own, in a mount namespace of its own."""
     done = subprocess.run(
         ["unshare", "-rm", sys.executable, "-c", FULL, str(tmp_path)],
-        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert (done.returncode, done.stdout) == (0, "No space left on device\n"), done.stderr
     said = [json.loads(line)["event"] for line in done.stderr.splitlines()]
     assert (said.count("disk_full"), said.count("disk_has_room")) == (1, 1)

@@ -1,4 +1,6 @@
-"""Schemas come from anybody, and readers and writers are compiled from them: nothing of one is ever run, and none ends a process."""
+"""Schemas come from anybody, and readers and writers are compiled from them: nothing of one is ever
+run, and none ends a process.
+"""
 
 from __future__ import annotations
 
@@ -28,24 +30,41 @@ from stream_jobs.lake.tables.row_decoder import RowDecoder, WriterSchemas
 
 RUN = "__import__('builtins').__dict__.__setitem__('ran', 1)"
 HOSTILE = (
-    RUN, f"x = {RUN} #", f"x\n    {RUN}\n    ", f"'+{RUN}+'", f"{{{RUN}}}", f"x'); {RUN}; ('", f"a(record, append):\n {RUN}\ndef b",
-)  # fmt: skip
+    RUN,
+    f"x = {RUN} #",
+    f"x\n    {RUN}\n    ",
+    f"'+{RUN}+'",
+    f"{{{RUN}}}",
+    f"x'); {RUN}; ('",
+    f"a(record, append):\n {RUN}\ndef b",
+)
 TICK = Codec().encode(Tick(partition=1))[10:]
 PERSON = {
-    "type": "record", "name": "Person", "namespace": "a.b", "aliases": ["Old", "c.Older"], "doc": "Who.",
+    "type": "record",
+    "name": "Person",
+    "namespace": "a.b",
+    "aliases": ["Old", "c.Older"],
+    "doc": "Who.",
     "fields": [{"name": "age", "type": "int", "aliases": ["years"], "order": "ignore"}],
-}  # fmt: skip
+}
 MORE: list[dict[str, Any]] = [
     {"name": "who", "type": PERSON},
     {"name": "again", "type": ["null", "a.b.Person"], "default": None, "doc": "Again."},
-    {"name": "hue", "type": {"type": "enum", "name": "Hue", "symbols": ["RED", "BLUE"], "default": "RED"}, "default": "RED"},
+    {
+        "name": "hue",
+        "type": {"type": "enum", "name": "Hue", "symbols": ["RED", "BLUE"], "default": "RED"},
+        "default": "RED",
+    },
     {"name": "hash", "type": {"type": "fixed", "name": "Hash", "size": 4, "aliases": ["Sum"]}},
-    {"name": "cents", "type": {"type": "bytes", "logicalType": "decimal", "precision": 4, "scale": 2}},
+    {
+        "name": "cents",
+        "type": {"type": "bytes", "logicalType": "decimal", "precision": 4, "scale": 2},
+    },
     {"name": "at", "type": {"type": "long", "logicalType": "timestamp-micros"}, "default": 0},
     {"name": "ids", "type": ["null", "bytes"], "packing": "i32le", "default": None},
     {"name": "all", "type": {"type": "array", "items": "Hash"}, "default": []},
     {"name": "by", "type": {"type": "map", "values": "a.b.Person"}, "default": {}},
-]  # fmt: skip
+]
 BODY = b"\x0a\x02\x0c\x02\x00\x00\x00\x00\x02\x01\x04\x00\x02\x04\x00\x00\x00\x00\x02\x02k\x0a\x00"
 
 
@@ -81,7 +100,10 @@ def replaced(schema: dict[str, Any], path: tuple[Any, ...], value: Any) -> dict[
 
 @pytest.fixture
 def sources(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """All source and its names of files, as it is compiled; at the end none of it has anything of HOSTILE, and none of that has run."""
+    """All source and its names of files, as it is compiled.
+
+    At the end none of it has anything of HOSTILE, and none of that has run.
+    """
     seen: list[str] = []
 
     def compiled(source: str, name: str, mode: str) -> Any:
@@ -96,7 +118,10 @@ def sources(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 
 def met(schemas: WriterSchemas, schema: Any, bodies: tuple[bytes, ...]) -> None:
-    """What every process and the lake do with an announced schema and records of it. Fails for any error that they don't expect."""
+    """What every process and the lake do with an announced schema and records of it.
+
+    Fails for any error that they don't expect.
+    """
     try:
         header = MAGIC + bytes.fromhex(schemas.announce(json.dumps(schema)))
     except Undecodable:
@@ -187,7 +212,9 @@ def test_a_size_that_is_none_is_refused_wherever_it_is_used(size: Any) -> None:
 
 
 REFUSED: dict[str, Any] = {
-    "a default beyond a double": newer("Tick", [{"name": "x", "type": "double", "default": 10**400}]),
+    "a default beyond a double": newer(
+        "Tick", [{"name": "x", "type": "double", "default": 10**400}]
+    ),
     "said to be parsed": {**shipped("Tick"), "__fastavro_parsed": True, "__named_schemas": {}},
     "two fields of a name": newer("Tick", [{"name": "partition", "type": "int"}]),
     "a union in a union": newer("Tick", [{"name": "x", "type": [["null"]]}]),
@@ -196,7 +223,7 @@ REFUSED: dict[str, Any] = {
     "a half pair": {**shipped("Tick"), "doc": "\ud800"},
     "name": {**shipped("Tick"), "name": "a b"},
     "a list": [shipped("Tick")],
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("why", REFUSED)

@@ -1,4 +1,6 @@
-"""A small record that announces a great many items is a dead letter soon and costs no memory, whoever's schema it was written by."""
+"""A small record that announces a great many items is a dead letter soon and costs no memory,
+whoever's schema it was written by.
+"""
 
 from __future__ import annotations
 
@@ -33,10 +35,17 @@ ITSELF = {
     "fields": [{"name": "inner", "type": {"type": "array", "items": "Own"}}],
 }
 ITEMS: dict[str, Any] = {
-    "null": "null", "record": EMPTY, "fixed": {"type": "fixed", "name": "None", "size": 0}, "boolean": "boolean", "float": "float",
-    "arrays": {"type": "array", "items": "null"}, "maps": {"type": "map", "values": "null"}, "itself": ITSELF, "string": "string",
+    "null": "null",
+    "record": EMPTY,
+    "fixed": {"type": "fixed", "name": "None", "size": 0},
+    "boolean": "boolean",
+    "float": "float",
+    "arrays": {"type": "array", "items": "null"},
+    "maps": {"type": "map", "values": "null"},
+    "itself": ITSELF,
+    "string": "string",
     "wide": ["null", "string", EMPTY],
-}  # fmt: skip
+}
 
 
 def number(n: int) -> bytes:
@@ -101,8 +110,15 @@ def test_the_lake_buries_it_as_well(items: str) -> None:
     header = MAGIC + bytes.fromhex(schemas.announce(json.dumps(schema)))
     rows_of = RowDecoder(schemas, cast(Decoder, schemas), catalog(), lambda wider: False)
     reward = Reward(
-        event_id="e", run_id="r", trajectory_key="k", source="rule", name="f", function_version="1", reward_revision=0, created_at=1
-    )  # fmt: skip
+        event_id="e",
+        run_id="r",
+        trajectory_key="k",
+        source="rule",
+        name="f",
+        function_version="1",
+        reward_revision=0,
+        created_at=1,
+    )
     body = header + CODEC.encode(reward)[10:]
     rows_of(Record("rewards", 0, 0, 0, None, body + b"\0", {}), "T", ["rewards"])
     for more in (number(1 << 40), number(1 << 40) + b"\0" * 9, number(-(1 << 40)) + number(0)):
@@ -128,9 +144,19 @@ def test_records_of_an_older_release_have_the_same_bound() -> None:
     steps["type"]["items"]["fields"].append({"name": "later", "type": "boolean", "default": False})
     codec, header = announced(schema)
     whole = Trajectory(
-        run_id="r", trajectory_key="k", trajectory_id="k", group_id="g", channel="train", outcome="completed", opened_at=1, closed_at=2,
-        part=0, parts=1, segments=(), steps=(),
-    )  # fmt: skip
+        run_id="r",
+        trajectory_key="k",
+        trajectory_id="k",
+        group_id="g",
+        channel="train",
+        outcome="completed",
+        opened_at=1,
+        closed_at=2,
+        part=0,
+        parts=1,
+        segments=(),
+        steps=(),
+    )
     body = CODEC.encode(whole)[10:]
     assert codec.decode(header + body) == whole
     for many in (number(ITEMS_MAX + 1), number(-ITEMS_MAX - 1) + number(1 << 30)):
@@ -140,7 +166,9 @@ def test_records_of_an_older_release_have_the_same_bound() -> None:
 
 @pytest.mark.parametrize("end", [0, 1, -1])
 def test_a_block_that_says_a_wrong_size_is_no_block(end: int) -> None:
-    """fastavro skips a block by its size: it would go on elsewhere than where the items were counted."""
+    """fastavro skips a block by its size: it would go on elsewhere than where the items were
+    counted.
+    """
     codec, header = announced(tick_with("array", {"type": "array", "items": "null"}, 0))
     value = header + number(-2) + number(4 + end) + b"\x02\0" * 2 + b"\0" + TICK
     if end == 0:
@@ -151,7 +179,9 @@ def test_a_block_that_says_a_wrong_size_is_no_block(end: int) -> None:
 
 
 def changed(schema: dict[str, Any], data: st.DataObject) -> dict[str, Any]:
-    """A schema that another release could have: fields less, others besides, in another order, of narrower types, or that can be null."""
+    """A schema that another release could have: fields less, others besides, in another order, of
+    narrower types, or that can be null.
+    """
     schema = copy.deepcopy(schema)
     fields = [f for f in schema["fields"] if data.draw(st.integers(0, 5))]
     for field in fields:

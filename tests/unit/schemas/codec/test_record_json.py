@@ -1,4 +1,6 @@
-"""Records as a person edits them: every record there and back, bytes that nobody touched, and what is said about a mistake."""
+"""Records as a person edits them: every record there and back, bytes that nobody touched, and what
+is said about a mistake.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +22,36 @@ from schemas.tokens import pack_ids, pack_logprobs
 
 CODEC = Codec()
 STEP = Step(
-    step_id="k~1.0", run_id="r", trajectory_key="k", call_id="k~1", choice_index=0, protocol="p", model="m", status="ok",
-    streamed=False, request_json=b'{"a":  1.0,"n":123456789012345678901234567890}', response_json=b"no json", gateway_id="g",
-    prompt_token_ids=pack_ids([1, 2]), response_token_ids=b"odd", response_logprobs=pack_logprobs([-0.1, float("-inf")]),
-    versions=(VersionSpan(version="r/0.0", start=0, end=1),), received_at=1, finished_at=2,
-)  # fmt: skip
+    step_id="k~1.0",
+    run_id="r",
+    trajectory_key="k",
+    call_id="k~1",
+    choice_index=0,
+    protocol="p",
+    model="m",
+    status="ok",
+    streamed=False,
+    request_json=b'{"a":  1.0,"n":123456789012345678901234567890}',
+    response_json=b"no json",
+    gateway_id="g",
+    prompt_token_ids=pack_ids([1, 2]),
+    response_token_ids=b"odd",
+    response_logprobs=pack_logprobs([-0.1, float("-inf")]),
+    versions=(VersionSpan(version="r/0.0", start=0, end=1),),
+    received_at=1,
+    finished_at=2,
+)
 REWARD = Reward(
-    event_id="e", run_id="r", trajectory_key="k", source="env", name="n", function_version="1", value=math.nan,
-    reward_revision=0, created_at=1,
-)  # fmt: skip
+    event_id="e",
+    run_id="r",
+    trajectory_key="k",
+    source="env",
+    name="n",
+    function_version="1",
+    value=math.nan,
+    reward_revision=0,
+    created_at=1,
+)
 
 
 @pytest.mark.parametrize("cls", TOP_LEVEL)

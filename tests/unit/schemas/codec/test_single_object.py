@@ -1,4 +1,6 @@
-"""Records and their schemas: classes equal the schemas, values survive the wire, old and new schemas read each other."""
+"""Records and their schemas: classes equal the schemas, values survive the wire, old and new
+schemas read each other.
+"""
 
 from __future__ import annotations
 
@@ -277,7 +279,10 @@ def test_every_current_schema_is_archived() -> None:
 
 @pytest.mark.parametrize("old", archived(), ids=lambda s: f"{s['name']}-{fingerprint_of(s)[:8]}")
 def test_archived_schema_and_current_one_read_each_other(old: dict[str, typing.Any]) -> None:
-    """Both directions, on bytes: what it wrote is read today, and as fastavro reads it; what is written today it reads."""
+    """Both directions, on bytes: what it wrote is read today, and as fastavro reads it.
+
+    What is written today it reads.
+    """
     current, before = codec_module._parse(shipped(old["name"])), codec_module._parse(old)
     for writer, reader in ((before, current), (current, before)):
         for _ in range(10):

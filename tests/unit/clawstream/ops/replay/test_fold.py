@@ -355,9 +355,14 @@ def test_a_copy_with_other_partitions_has_time_everywhere() -> None:
     log += [record(1100, None, Tick(partition=1), 1), record(1200, None, Tick(partition=0))]
     found = copied(copier(RecordFilter(), 2, 3), *log)
     assert found == [
-        (0, 5, Tick(partition=0)), (1, 5, Tick(partition=1)), (partition_of(b"a", 2), 6, step("a", 0)),
-        (0, 1100, Tick(partition=0)), (1, 1100, Tick(partition=1)), (0, 1200, Tick(partition=0)), (1, 1200, Tick(partition=1)),
-    ]  # fmt: skip
+        (0, 5, Tick(partition=0)),
+        (1, 5, Tick(partition=1)),
+        (partition_of(b"a", 2), 6, step("a", 0)),
+        (0, 1100, Tick(partition=0)),
+        (1, 1100, Tick(partition=1)),
+        (0, 1200, Tick(partition=0)),
+        (1, 1200, Tick(partition=1)),
+    ]
 
 
 def test_a_copy_of_one_run_under_another_name() -> None:

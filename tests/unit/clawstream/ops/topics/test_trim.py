@@ -1,4 +1,6 @@
-"""What of a topic may go: every bound holds, a run that lives holds all that it has, and one that is over holds nothing."""
+"""What of a topic may go: every bound holds, a run that lives holds all that it has, and one that
+is over holds nothing.
+"""
 
 from __future__ import annotations
 
@@ -143,10 +145,18 @@ def test_candidates_go_when_the_journals_have_gone() -> None:
 
 def test_runs_are_found_by_their_keys() -> None:
     values: list[tuple[bytes | None, Any]] = [
-        (None, tick(1)), (b"a", cand("x", run_id="a")), (b"b", policy(run_id="b")), (b"no run!", cand("x")),
-        (b"a", policy(run_id="a")), (b"c", b"garbage"), (b"b", RunEnded(run_id="a", created_at=0)), (None, tick(2)),
-        (b"a", RunEnded(run_id="a", created_at=0)), (b"a", RunEnded(run_id="a", created_at=0)), (b"d", None),
-    ]  # fmt: skip
+        (None, tick(1)),
+        (b"a", cand("x", run_id="a")),
+        (b"b", policy(run_id="b")),
+        (b"no run!", cand("x")),
+        (b"a", policy(run_id="a")),
+        (b"c", b"garbage"),
+        (b"b", RunEnded(run_id="a", created_at=0)),
+        (None, tick(2)),
+        (b"a", RunEnded(run_id="a", created_at=0)),
+        (b"a", RunEnded(run_id="a", created_at=0)),
+        (b"d", None),
+    ]
     records = [
         Record(
             "claw.candidates",
@@ -170,20 +180,41 @@ def test_runs_are_found_by_their_keys() -> None:
 
 def batch(seq: int, input_to: int, topic_id: str = "C") -> ReadyBatch:
     return ReadyBatch(
-        run_id="a", channel="train", batch_seq=seq, groups=(), policy_version=1, sync_every=1, algorithm="grpo",
-        reward_weights={}, input_topic_id=topic_id, input_partition=0, input_from=0, input_to=input_to, content_hash="",
-        created_at_event_time=0, trainable_tokens=0,
-    )  # fmt: skip
+        run_id="a",
+        channel="train",
+        batch_seq=seq,
+        groups=(),
+        policy_version=1,
+        sync_every=1,
+        algorithm="grpo",
+        reward_weights={},
+        input_topic_id=topic_id,
+        input_partition=0,
+        input_from=0,
+        input_to=input_to,
+        content_hash="",
+        created_at_event_time=0,
+        trainable_tokens=0,
+    )
 
 
 def version(
     number: int, last: int | None, parent: int | None = None, journal: str = "J"
 ) -> WeightVersion:
     return WeightVersion(
-        version_id=f"a/{number}.0", run_id="a", sync_index=number, attempt=0, format="full", files=(), channel="train",
-        parent_version=None if parent is None else f"a/{parent}.0", batches_topic_id=journal, last_batch_seq=last,
-        metrics={}, created_at=0,
-    )  # fmt: skip
+        version_id=f"a/{number}.0",
+        run_id="a",
+        sync_index=number,
+        attempt=0,
+        format="full",
+        files=(),
+        channel="train",
+        parent_version=None if parent is None else f"a/{parent}.0",
+        batches_topic_id=journal,
+        last_batch_seq=last,
+        metrics={},
+        created_at=0,
+    )
 
 
 def test_how_far_the_newest_version_has_trained() -> None:
@@ -203,9 +234,20 @@ def test_what_a_journal_says() -> None:
         run_id="a", channel="train", trajectory_id="x", revision=2, missed_batch_seq=0, input_to=900
     )
     refused = Refused(
-        run_id="a", channel="train", group_id="g", round=0, trajectory_ids=(), revisions=(), whole_group=True, reason="stale",
-        n=0, input_topic_id="C", input_from=0, input_to=31, event_time=0,
-    )  # fmt: skip
+        run_id="a",
+        channel="train",
+        group_id="g",
+        round=0,
+        trajectory_ids=(),
+        revisions=(),
+        whole_group=True,
+        reason="stale",
+        n=0,
+        input_topic_id="C",
+        input_from=0,
+        input_to=31,
+        event_time=0,
+    )
     applied = PolicyApplied(
         run_id="a", channel="train", policy=policy(), input_topic_id="C", from_offset=8
     )
