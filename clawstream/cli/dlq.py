@@ -49,7 +49,7 @@ Run = Annotated[str | None, typer.Option("--run", help="Run of the record, where
 Since = Annotated[
     str | None,
     typer.Option(
-        "--since", help="Buried since then: 30m, 2h, 3d, or a time like 2026-01-31T12:00."
+        "--since", help="Dead-lettered since then: 30m, 2h, 3d, or a time like 2026-01-31T12:00."
     ),
 ]
 Every = Annotated[bool, typer.Option("--all", help="All of them.")]
@@ -57,7 +57,7 @@ Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do it, for however many.
 Force = Annotated[
     bool,
     typer.Option(
-        "--force", help="Also one named by id that was sent before, and what would be buried again."
+        "--force", help="Also one named by id that was sent before, and what would fail again."
     ),
 ]
 Note = Annotated[str | None, typer.Option("--note", help="Why; kept beside what was done.")]
@@ -172,7 +172,7 @@ def _resolution_as_dict(done: Any) -> dict[str, Any]:
 
 
 def _table(entries: Sequence[Any], ambiguous: set[str]) -> str:
-    names = ("id", "state", "reason", "process", "run", "record", "buried", "detail")
+    names = ("id", "state", "reason", "process", "run", "record", "since", "detail")
     rows = [
         (
             _name(x, ambiguous),

@@ -58,12 +58,14 @@ def show(
             fail("the run has no policy yet: `clawstream admit` publishes that of the settings")
         behind = log.behind(entry)
         if form == "json":
-            typer.echo(json.dumps({**_plain(entry), "behind": behind, "ended_at": log.ended}))
+            typer.echo(
+                json.dumps({**_entry_as_dict(entry), "behind": behind, "ended_at": log.ended})
+            )
             return
         typer.echo(f"{_title(entry)}{'' if log.ended is None else ', the run has ended'}")
         for channel, records in behind.items():
             typer.echo(f"  {channel}: {_standing(records)}")
-        fields = {k: v for k, v in _plain(entry)["policy"].items() if k not in _HIDDEN}
+        fields = {k: v for k, v in _entry_as_dict(entry)["policy"].items() if k not in _HIDDEN}
         width = max(map(len, fields))
         for name, value in fields.items():
             typer.echo(f"  {name.ljust(width)}  {json.dumps(value)}")
@@ -88,7 +90,7 @@ def set_fields(
     with _log_of(run, others, config) as log:
         checks = (load("trainer.settings_check").check_algorithm,)
         before, entry = log.newest, log.set(changes, by or current_user(), checks)
-        was, now = _plain(before)["policy"], _plain(entry)["policy"]
+        was, now = _entry_as_dict(before)["policy"], _entry_as_dict(entry)["policy"]
         typer.echo(_title(entry))
         for name in now:
             if was[name] != now[name] and name not in _HIDDEN:
@@ -102,11 +104,11 @@ def history(
     """Every policy of a run, oldest first, with what it changed."""
     with _log_of(run, overrides, config) as log:
         if form == "json":
-            typer.echo(json.dumps([_plain(e) for e in log.entries]))
+            typer.echo(json.dumps([_entry_as_dict(e) for e in log.entries]))
             return
         was: dict[str, Any] = {}
         for entry in log.entries:
-            now = _plain(entry)["policy"]
+            now = _entry_as_dict(entry)["policy"]
             changed = [
                 f"{k}={json.dumps(now[k])}"
                 for k in now
@@ -138,7 +140,7 @@ def end(
         typer.echo(f"run {run} ends at offset {log.end(reason)} of {log.topic}-{log.partition}")
 
 
-def _plain(entry: Any) -> dict[str, Any]:
+def _entry_as_dict(entry: Any) -> dict[str, Any]:
     return {
         "offset": entry.offset,
         "timestamp_ms": entry.timestamp_ms,

@@ -15,7 +15,7 @@ from runtime.kafka import Cluster
 from runtime.topics.positions import StoredPosition
 
 Verdict = Literal[
-    "ok", "topic made anew", "topic is gone", "beyond the end", "before the start", "unreadable"
+    "ok", "topic recreated", "topic is gone", "beyond the end", "before the start", "unreadable"
 ]
 SERIOUS: Collection[Verdict] = ("beyond the end", "before the start", "unreadable")
 """With these the process stops (exit code 79) until someone decides."""
@@ -38,33 +38,37 @@ class Diagnosis:
     def to_do(self) -> str:
         """What to do about it."""
         process, topic = self.position.process, self.position.topic
-        anew = (
+        give_up = (
             f"or give it up: stop everything and delete {topic}; it is recreated under another id"
         )
         match self.verdict:
             case "ok":
                 return "nothing"
-            case "topic made anew":
+            case "topic recreated":
                 return (
                     f"nothing: {process} reads the new {topic} from its start, what it "
                     "took from the old one stays"
                 )
             case "topic is gone":
-                return f"nothing, if it was deleted on purpose: the next start makes {topic} anew"
+                return (
+                    f"nothing, if it was deleted on purpose: the next start creates {topic} again"
+                )
             case "beyond the end":
                 return (
                     f"{topic} has lost records that {process} has read: restore its newer "
-                    f"data, {anew}"
+                    f"data, {give_up}"
                 )
             case "before the start":
-                return f"{topic} has lost records that {process} has not read: restore them, {anew}"
+                return (
+                    f"{topic} has lost records that {process} has not read: restore them, {give_up}"
+                )
             case "unreadable":
                 return (
                     f"{self.position.flaw}: see 'When a position does not fit' in docs/operating.md"
                 )
 
 
-def judged(
+def diagnose(
     position: StoredPosition,
     topic_ids: Mapping[str, str],
     ends: Mapping[tuple[str, int], tuple[int, int]],
@@ -83,7 +87,7 @@ def judged(
     elif today is None and not position.topic.endswith("*"):
         verdict = "topic is gone"
     elif today is None or position.topic_id not in (None, today):
-        verdict = "topic made anew"
+        verdict = "topic recreated"
     elif high is None or position.offset > high:
         verdict = "beyond the end"
     elif low is not None and position.offset < low:
@@ -103,7 +107,7 @@ def examine(cluster: Cluster, positions: Sequence[StoredPosition]) -> list[Diagn
         positions,
         key=lambda p: (-order[p.process, p.place], p.topic, p.topic_id or "", p.partition),
     )
-    return [judged(p, topic_ids, ends) for p in listed]
+    return [diagnose(p, topic_ids, ends) for p in listed]
 
 
 def format_diagnoses(diagnoses: Sequence[Diagnosis], every: bool = False) -> str:

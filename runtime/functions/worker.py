@@ -21,7 +21,7 @@ DEPTH_MAX = 4
 """Lists in an answer: a list of scores has 2 levels."""
 
 
-def plain(said: Any, depth: int = 0) -> Any:
+def to_builtins(said: Any, depth: int = 0) -> Any:
     """Convert a function's answer to numbers, texts, lists and mappings for the parent process.
 
     Raises:
@@ -34,9 +34,12 @@ def plain(said: Any, depth: int = 0) -> Any:
     if isinstance(said, int | float):
         return int(said) if isinstance(said, int) else float(said)
     if depth < DEPTH_MAX and isinstance(said, Mapping):
-        return {plain(key, DEPTH_MAX): plain(value, depth + 1) for key, value in said.items()}
+        return {
+            to_builtins(key, DEPTH_MAX): to_builtins(value, depth + 1)
+            for key, value in said.items()
+        }
     if depth < DEPTH_MAX and isinstance(said, Iterable):
-        return [plain(value, depth + 1) for value in said]
+        return [to_builtins(value, depth + 1) for value in said]
     raise TypeError(f"a function answers with numbers, not {type(said).__name__}")
 
 
@@ -54,7 +57,7 @@ def answer_to(
     try:
         if target not in loaded:
             loaded[target] = load_function(target, folders)
-        return "said", plain(loaded[target](request[2])) if request[0] == "call" else None
+        return "said", to_builtins(loaded[target](request[2])) if request[0] == "call" else None
     except FunctionNotFound as e:
         return "missing", str(e)
     except MemoryError:

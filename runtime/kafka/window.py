@@ -34,22 +34,22 @@ class Window:
         """How many there are; control records and ticks count."""
         return sum(end - first for first, end in self.ranges.values())
 
-    def plain(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         """For a plan's file."""
         ranges = {str(p): list(r) for p, r in self.ranges.items()}
         return {"topic": self.topic, "topic_id": self.topic_id, "ranges": ranges}
 
     @classmethod
-    def of_plain(cls, plain: Mapping[str, Any]) -> Window:
-        """The window of `plain`."""
-        ranges = {int(p): (first, end) for p, (first, end) in plain["ranges"].items()}
-        return cls(plain["topic"], plain["topic_id"], ranges)
+    def from_dict(cls, values: Mapping[str, Any]) -> Window:
+        """The window of `as_dict`."""
+        ranges = {int(p): (first, end) for p, (first, end) in values["ranges"].items()}
+        return cls(values["topic"], values["topic_id"], ranges)
 
     def check(self, cluster: Cluster) -> None:
         """Raises WindowGone unless the topic still has all of it."""
         if cluster.topic_ids([self.topic]).get(self.topic) != self.topic_id:
             raise WindowGone(
-                f"{self.topic} was made anew since the window was chosen (it had id "
+                f"{self.topic} was recreated since the window was chosen (it had id "
                 f"{self.topic_id})"
             )
         for p, (low, _) in cluster.watermarks(self.topic, self.ranges).items():

@@ -56,7 +56,7 @@ def value_of(text: str, path: str) -> Any:
 STANDARD_INPUT = Path("-")
 
 
-def explicit(
+def merge_sources(
     file: Path | None, overrides: Iterable[str], environ: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
     """Merge the sources into a tree that is not validated yet.
@@ -98,7 +98,7 @@ def load(
     environ: Mapping[str, str] | None = None,
 ) -> Settings:
     """The settings. Raises SettingsError with one line for each wrong path."""
-    return with_folders(judged(explicit(file, overrides, environ)), file)
+    return with_folders(validated(merge_sources(file, overrides, environ)), file)
 
 
 def with_folders(settings: Settings, file: Path | None) -> Settings:
@@ -110,7 +110,7 @@ def with_folders(settings: Settings, file: Path | None) -> Settings:
     return settings.model_copy(update={"functions": functions})
 
 
-def changed(settings: Settings, values: Mapping[str, Any]) -> Settings:
+def with_values(settings: Settings, values: Mapping[str, Any]) -> Settings:
     """Return the settings with other values, by path, validated again.
 
     Raises:
@@ -119,10 +119,10 @@ def changed(settings: Settings, values: Mapping[str, Any]) -> Settings:
     tree = settings.model_dump()
     for path, value in values.items():
         _set(tree, path, value)
-    return judged(tree)
+    return validated(tree)
 
 
-def judged(tree: Mapping[str, Any]) -> Settings:
+def validated(tree: Mapping[str, Any]) -> Settings:
     """The settings of a tree. Raises SettingsError with one line for each wrong path."""
     try:
         return Settings.model_validate(tree)

@@ -15,7 +15,13 @@ from typing import Any
 from pydantic import BaseModel
 
 from runtime.atomic_file import write_durably
-from runtime.process.config import STANDARD_INPUT, changed, explicit, judged, with_folders
+from runtime.process.config import (
+    STANDARD_INPUT,
+    merge_sources,
+    validated,
+    with_folders,
+    with_values,
+)
 from schemas.errors import SettingsError
 from schemas.settings import Settings
 
@@ -80,21 +86,21 @@ def load_remembered(
         SettingsError: One line for each wrong path, and for a setting that the data does not allow
             to change.
     """
-    said = explicit(file, overrides, environ)
+    said = merge_sources(file, overrides, environ)
     if file == STANDARD_INPUT:  # `up` gives its processes all there is to know
-        return judged(said)
+        return validated(said)
     directory = Path(str(said.get("data_dir", Settings.model_fields["data_dir"].default)))
     kept, _ = _read(directory)
-    settings = judged(_merged(Settings, kept, said))
+    settings = validated(_merged(Settings, kept, said))
     if not kept:
         return with_folders(settings, file)
-    before = judged(kept)
+    before = validated(kept)
     _check_fixed(before, settings, directory)
     if "dirs" in said.get("functions", {}) or _functions(settings) == _functions(before):
         return with_folders(settings, file)
     # Functions that are named now are looked for here first, then where those of before were found.
-    here = with_folders(changed(settings, {"functions.dirs": ()}), file).functions.dirs
-    return changed(
+    here = with_folders(with_values(settings, {"functions.dirs": ()}), file).functions.dirs
+    return with_values(
         settings, {"functions.dirs": tuple(dict.fromkeys([*here, *before.functions.dirs]))}
     )
 
@@ -117,7 +123,7 @@ def missing_secrets(settings: Settings) -> list[str]:
     kept, paths = _read(settings.data_dir)
     if not paths:
         return []
-    before, now = judged(kept).model_dump(mode="json"), settings.model_dump(mode="json")
+    before, now = validated(kept).model_dump(mode="json"), settings.model_dump(mode="json")
     return [
         ".".join(path)
         for path in paths
@@ -131,7 +137,7 @@ def changes(settings: Settings) -> Iterator[tuple[str, Any, Any]]:
     kept, _ = _read(settings.data_dir)
     if kept:
         before, now = (
-            judged(kept).model_dump(mode="json"),
+            validated(kept).model_dump(mode="json"),
             _absolute(settings.model_dump(mode="python")),
         )
         for path in TELLING:

@@ -141,7 +141,7 @@ def _told(found: list[TopicMismatch], servers: str) -> Iterator[str]:
     if any(m.setting == PARTITIONS for m in found):
         yield (
             "partitions can't be taken away: delete the topic while nothing needs what it has, "
-            "it is made anew; "
+            "it is created again; "
             "`clawstream topics copy --to-prefix P --partitions N` moves steps and rewards to "
             "another number"
         )

@@ -34,7 +34,7 @@ def first_tick_needed(
                 try:
                     tick = decoder.decode(record.value)
                 except (Undecodable, UnknownSchema):
-                    continue  # buried when it was folded
+                    continue  # dead-lettered when it was folded
                 if 0 <= tick.partition < tickers and tick.event_time is not None:
                     found[tick.partition] = record.offset
         last = found | last

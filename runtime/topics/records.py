@@ -172,13 +172,13 @@ def reason_of(error: Exception) -> str:
 
 
 def decode_all(
-    decoder: Decoder | Codec, records: Iterable[Record], bury: Callable[[Record, str, str], None]
+    decoder: Decoder | Codec, records: Iterable[Record], reject: Callable[[Record, str, str], None]
 ) -> list[tuple[Record, Event]]:
-    """Decode records; pass unreadable ones to `bury(record, reason, detail)`."""
+    """Decode records; pass unreadable ones to `reject(record, reason, detail)`."""
     out = []
     for record in records:
         try:
             out.append((record, decoder.decode(record.value)))
         except (Undecodable, UnknownSchema) as e:
-            bury(record, reason_of(e), str(e))
+            reject(record, reason_of(e), str(e))
     return out

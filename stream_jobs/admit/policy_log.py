@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from runtime.kafka import Cluster, Record
-from runtime.process.config import changed, value_of
+from runtime.process.config import value_of, with_values
 from runtime.topics.records import Decoder, now_micros, publish_schemas
 from schemas.codec.single_object import MAGIC
 from schemas.errors import Undecodable, UnknownSchema
@@ -286,7 +286,7 @@ def changed_policy(
         values[path] = value_of(text, path)
         if name == "sync_every":  # else it would be refused for the trainer's sake
             values["trainer.sync_every"] = values[path]
-    new = changed(settings, values)
+    new = with_values(settings, values)
     for check in checks:
         check(new)
     return policy_of(new, policy.policy_version + 1, now_micros(), by)

@@ -74,7 +74,7 @@ def test_a_wiped_broker_is_a_new_start(installation: Settings) -> None:
         running.until_says("trainer", "weights_of_another_log")
         told = call("doctor", *overrides_of(installation))
         assert told.returncode == 0, told.stdout + told.stderr
-        assert "topic made anew" in told.stdout and "beyond" not in told.stdout
+        assert "topic recreated" in told.stdout and "beyond" not in told.stdout
         running.stop()
         steps += feed.steps
     assert sorted(feed.column("steps", "step_id")) == sorted(steps)

@@ -285,7 +285,7 @@ def test_doctor_finds_every_position_and_judges_it(settings: Settings, cluster: 
     assert told.returncode == 1 and "Traceback" not in told.stderr, told.stderr
     found = rows_of(told)
     assert found == {
-        ("lake", "table rewards"): (topics.rewards, "3", "7", "0..0", "topic made anew"),
+        ("lake", "table rewards"): (topics.rewards, "3", "7", "0..0", "topic recreated"),
         ("lake", "table weights"): (topics.weights, "0", "5", "0..0", "beyond the end"),
         ("admit", "r.train undecided from"): (
             topics.candidates,
@@ -318,5 +318,5 @@ def test_doctor_finds_every_position_and_judges_it(settings: Settings, cluster: 
     assert (
         f"before the start: {topics.candidates} has lost records that admit has not read" in advice
     )
-    assert f"topic made anew: nothing: lake reads the new {topics.rewards} from its start" in advice
+    assert f"topic recreated: nothing: lake reads the new {topics.rewards} from its start" in advice
     assert f"unreadable: state log {topics.assembly}-2, offset 1: 7 bytes" in advice

@@ -163,7 +163,7 @@ def read_entries(
         for record in cluster.read_all(topics.dead_letters, await_open=True):
             with suppress(
                 Undecodable, UnknownSchema
-            ):  # poison among the dead letters: the lake has buried it here
+            ):  # unreadable: the lake writes a dead letter for it
                 yield record.offset, decoder.decode(record.value)
 
     return entries_in(events(), decoder.decode, topics)
@@ -212,7 +212,7 @@ def find_entry(entries: Mapping[RecordId, DeadLetterEntry], name: str) -> DeadLe
     found = [s for s in entries if name in (s.short, s.full)]
     if len(found) > 1:
         raise NoSuchEntry(
-            f"{name} was buried in {len(found)} topics of that name: "
+            f"{name} is a dead letter in {len(found)} topics of that name: "
             f"{', '.join(s.full for s in found)}"
         )
     if not found:

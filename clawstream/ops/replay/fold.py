@@ -100,7 +100,7 @@ class ReplayStats:
     """Answers without a reward, by reason."""
     newest_attempt: int | None = None
     """The highest attempt of this run's version ids that steps name; None: they name none."""
-    buried: Counter[str] = field(default_factory=Counter)
+    dead_letters: Counter[str] = field(default_factory=Counter)
     """Records that would have become dead letters, by reason."""
 
     def step(self, step: Step, run_id: str) -> None:
@@ -115,7 +115,7 @@ class ReplayStats:
             if version is not None and version.run_id == run_id:
                 self.newest_attempt = max(version.attempt, self.newest_attempt or 0)
 
-    def plain(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         """For a report."""
         return {
             f.name: dict(v) if isinstance(v := getattr(self, f.name), Counter) else v
@@ -218,7 +218,7 @@ class _Partition:
             name = key_of_trajectory(mark.key[1]).encode()
             out.append(self._trajectory_record(name, step_mark(mark), time))
             self._replay.stats.marks += 1
-        self._replay.stats.buried.update(b.reason for b in pending.dead_letters)
+        self._replay.stats.dead_letters.update(b.reason for b in pending.dead_letters)
         for key in pending.revised:
             out.append(self._candidate(key, time))
         self.state.apply([ChangeKind.OUTPUTS_ACKNOWLEDGED])

@@ -30,7 +30,7 @@ from stream_jobs.lake.tables.row_events import events_of
 CHUNK = 1000
 """Records in memory at once."""
 _EPOCH = 1 << 40
-"""Offsets of a topic that was made anew come behind all of the one before."""
+"""Offsets of a recreated topic follow all of its predecessor."""
 _PLACE = ("kafka_topic_id", "kafka_partition", "kafka_offset", "kafka_timestamp")
 CLOSINGS = "trajectories"
 READ: Mapping[SourceTopic, Mapping[str, type]] = {

@@ -35,7 +35,7 @@ class Outcome:
                     self.late += 1
         return self
 
-    def plain(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         """For a report."""
         return {"batches": self.batches, "refused": dict(self.refused), "late": self.late}
 

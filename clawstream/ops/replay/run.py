@@ -220,7 +220,7 @@ def _plan(
     ]
     return {
         "from": "topics",
-        "windows": [w.plain() for w in windows],
+        "windows": [w.as_dict() for w in windows],
         "partitions": max(len(w.ranges) for w in windows),
         **policy,
     }
@@ -282,7 +282,7 @@ def _source(
 
         span = Span(request.since_ms, request.until_ms)
         return LakeReplaySource(settings, plan["versions"], plan["partitions"], span, record_filter)
-    steps, rewards = map(Window.of_plain, plan["windows"])
+    steps, rewards = map(Window.from_dict, plan["windows"])
     return TopicReplaySource(
         cluster, Decoder(cluster, settings.kafka.topics.schemas), steps, rewards, record_filter
     )
@@ -352,7 +352,7 @@ def _assemble(
     writer.close()
     stats, seconds = replay.stats, time.monotonic() - began
     return {
-        **stats.plain(),
+        **stats.as_dict(),
         "open": replay.open,
         "waiting": replay.waiting,
         "unreadable": source.unreadable,
@@ -413,7 +413,7 @@ def _said(cluster: Cluster, decoder: Decoder, topic: str) -> dict[str, Any]:
     return {
         "topic": topic,
         "topic_id": cluster.topic_id(topic),
-        **Outcome().add(journal(cluster, decoder, topic)).plain(),
+        **Outcome().add(journal(cluster, decoder, topic)).as_dict(),
     }
 
 

@@ -71,8 +71,8 @@ def check(settings: Settings, channel: Channel) -> dict[str, Any]:
         "batches": len(wanted),
         "not_checked": not_checked,
         "first_difference": first_difference(wanted, found.batches),
-        "recorded": Outcome().add(recorded.journal).plain(),
-        "replayed": found.plain(),
+        "recorded": Outcome().add(recorded.journal).as_dict(),
+        "replayed": found.as_dict(),
     }
 
 
@@ -85,7 +85,7 @@ def what_if(settings: Settings, channel: Channel) -> dict[str, Any]:
     found = Outcome().fold(admission, entries)
     return {
         "run": settings.run_id, "channel": channel, "candidates": found.candidates,
-        "recorded": Outcome().add(recorded.journal).plain(), "replayed": found.plain(),
+        "recorded": Outcome().add(recorded.journal).as_dict(), "replayed": found.as_dict(),
     }  # fmt: skip
 
 

@@ -185,12 +185,12 @@ def copy_topics(
     copies = (target.kafka.topics.steps, target.kafka.topics.rewards)
     with prefix_files.held():
         begun = prefix_files.begin(
-            asked, lambda: {t: window_of(cluster, t, since_ms, until_ms).plain() for t in source}
+            asked, lambda: {t: window_of(cluster, t, since_ms, until_ms).as_dict() for t in source}
         )
         if begun.result is not None:
             return {**begun.result, "was_done": True}
         prefix_files.make(target, copies)
-        windows = [Window.of_plain(begun.plan[t]) for t in source]
+        windows = [Window.from_dict(begun.plan[t]) for t in source]
         result = _copy(cluster, settings, target, windows, copies, record_filter)
         prefix_files.done(result)
     return {**result, "was_done": False}

@@ -216,7 +216,7 @@ class TopicTrim:
         for topic, topic_id in today.items():
             if topic_id != self._ids[topic]:
                 raise TrimOvertaken(
-                    f"{topic} was made anew meanwhile: nothing was removed, make another plan"
+                    f"{topic} was recreated meanwhile: nothing was removed, make another plan"
                 )
         for c in todo:
             self._cluster.delete_records(c.topic, c.partition, c.to)

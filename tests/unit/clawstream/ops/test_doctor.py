@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from clawstream.ops.doctor import Diagnosis, Verdict, format_diagnoses, judged
+from clawstream.ops.doctor import Diagnosis, Verdict, diagnose, format_diagnoses
 from runtime.topics.positions import StoredPosition
 from stream_jobs.lake.delta.log import read_committed_offsets
 from stream_jobs.lake.main import Lake
@@ -33,16 +33,16 @@ def position(
         (position(offset=10), "beyond the end"),
         (position(partition=1, offset=0), "ok"),
         (position(partition=2, offset=0), "beyond the end"),
-        (position("B", offset=99), "topic made anew"),
+        (position("B", offset=99), "topic recreated"),
         (position(None, offset=7), "ok"),
         (position(None, offset=10), "beyond the end"),
         (position(topic="gone"), "topic is gone"),
-        (position("B", topic="some.*"), "topic made anew"),
+        (position("B", topic="some.*"), "topic recreated"),
         (StoredPosition("assemble", "state log", "t", None, 0, 7, "garbage"), "unreadable"),
     ],
 )
 def test_verdicts(stored: StoredPosition, verdict: Verdict) -> None:
-    found = judged(stored, {"t": "A"}, ENDS)
+    found = diagnose(stored, {"t": "A"}, ENDS)
     assert found.verdict == verdict
     assert (found.to_do == "nothing") == (verdict == "ok")
 
@@ -50,7 +50,7 @@ def test_verdicts(stored: StoredPosition, verdict: Verdict) -> None:
 def test_partitions_that_agree_share_a_line_but_no_trouble_is_hidden() -> None:
     stored = [position(partition=p, offset=o) for p, o in enumerate((1, 2, 30, 4))]
     found: list[Diagnosis] = [
-        judged(p, {"t": "A"}, {("t", n): (0, 10) for n in range(4)}) for p in stored
+        diagnose(p, {"t": "A"}, {("t", n): (0, 10) for n in range(4)}) for p in stored
     ]
     table, _, advice = format_diagnoses(found).partition("\n\n")
     assert [line.split()[-1] for line in table.splitlines()[1:]] == ["ok", "end", "ok"]

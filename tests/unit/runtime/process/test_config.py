@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.process.config import changed, load
+from runtime.process.config import load, with_values
 from schemas.errors import SettingsError
 
 
@@ -147,7 +147,7 @@ def test_changed_settings_are_the_others_with_these_judged_as_a_whole() -> None:
         ],
         {},
     )
-    after = changed(before, {"admit.policy.sync_every": 2, "trainer.sync_every": 2})
+    after = with_values(before, {"admit.policy.sync_every": 2, "trainer.sync_every": 2})
     assert after.model_dump(exclude={"admit", "trainer"}) == before.model_dump(
         exclude={"admit", "trainer"}
     )
@@ -156,12 +156,12 @@ def test_changed_settings_are_the_others_with_these_judged_as_a_whole() -> None:
         4,
         3e-4,
     )
-    assert changed(before, {}) == before
+    assert with_values(before, {}) == before
     with pytest.raises(
         SettingsError, match=r"trainer.sync_every=1 differs from admit.policy.sync_every=2"
     ):
-        changed(before, {"admit.policy.sync_every": 2})
+        with_values(before, {"admit.policy.sync_every": 2})
     with pytest.raises(
         SettingsError, match=r"setting trainer.lr: Input should be greater than 0, got -1"
     ):
-        changed(before, {"trainer.lr": -1})
+        with_values(before, {"trainer.lr": -1})

@@ -220,11 +220,11 @@ def test_what_is_open_at_the_end_is_counted_and_bad_targets_too() -> None:
     replay, outs = play([(10, step("a", 0)), (20, step("b", 0))], [(30, reward("nobody"))])
     assert not [o for o in outs if o.topic != "rewards"]
     assert (replay.open, replay.waiting, replay.stats.steps) == (2, 1, 2)
-    assert replay.stats.plain()["buried"] == {}
+    assert replay.stats.as_dict()["dead_letters"] == {}
     replay, _ = play([(10, step("a", 0)), (5000, Tick(partition=0))], [(30, reward("nobody"))])
     assert (replay.open, replay.waiting) == (0, 0)
-    assert replay.stats.plain()["buried"] == {"unknown_target": 1}
-    assert replay.stats.plain()["trajectories"] == {"timed_out": 1}
+    assert replay.stats.as_dict()["dead_letters"] == {"unknown_target": 1}
+    assert replay.stats.as_dict()["trajectories"] == {"timed_out": 1}
 
 
 # -- the lake
@@ -409,7 +409,9 @@ def test_prefixes_names_and_windows(tmp_path: Path) -> None:
     assert target.bootstrap_servers == live.bootstrap_servers and not target.jobs.write_ticks
     assert Settings.model_validate_json(target.model_dump_json(exclude_defaults=True)) == target
     window = Window("t", "id", {0: (3, 5), 1: (0, 0)})
-    assert Window.of_plain(json.loads(json.dumps(window.plain()))) == window and window.offsets == 2
+    assert (
+        Window.from_dict(json.loads(json.dumps(window.as_dict()))) == window and window.offsets == 2
+    )
 
 
 @given(st.integers(0, 5000))
