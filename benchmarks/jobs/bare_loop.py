@@ -1,9 +1,11 @@
-"""The same fold as assemble's in a plain loop on confluent-kafka: what the work costs without Faust, groups, fencing and take-over.
+"""The same fold as assemble's in a plain loop on confluent-kafka: what the work costs without
+Faust, groups, fencing and take-over.
 
     python -m benchmarks.jobs.bare_loop --config FILE
 
-It reads both inputs from their beginning, folds a batch, appends one delta a partition, waits for it, sends trajectories, waits, sends
-candidates, waits: the same decisions, records and order as `stream_jobs.assemble.partition`. What it lacks is all that is for the day when something dies.
+It reads both inputs from their beginning, folds a batch, appends one delta a partition, waits for
+it, sends trajectories, waits, sends candidates, waits: the same decisions, records and order as
+`stream_jobs.assemble.partition`. What it lacks is all that is for the day when something dies.
 """
 
 from __future__ import annotations
@@ -59,10 +61,17 @@ class Loop:
         self._partitions = [Partition(p, settings) for p in range(count)]
         servers = {"bootstrap.servers": settings.bootstrap_servers, "log_level": 2}
         self._producer = Producer(producer_options(servers))
-        self._consumer = Consumer({
-            **servers, "group.id": "bare-loop", "enable.auto.commit": False, "auto.offset.reset": "error", "fetch.wait.max.ms": 50,
-            "isolation.level": "read_committed", "queued.max.messages.kbytes": 65536,
-        })  # fmt: skip
+        self._consumer = Consumer(
+            {
+                **servers,
+                "group.id": "bare-loop",
+                "enable.auto.commit": False,
+                "auto.offset.reset": "error",
+                "fetch.wait.max.ms": 50,
+                "isolation.level": "read_committed",
+                "queued.max.messages.kbytes": 65536,
+            }
+        )
         inputs = (self._topics.steps, self._topics.rewards)
         self._consumer.assign([TopicPartition(t, p, 0) for t in inputs for p in range(count)])
 
@@ -120,7 +129,10 @@ class Loop:
         return sent
 
     def _note_places(self, partition: Partition, sent: Sequence[Places]) -> None:
-        """What became known of the closed trajectories by sending them. It rides in the next delta."""
+        """What became known of the closed trajectories by sending them.
+
+        It rides in the next delta.
+        """
         for entry, places in zip(partition.unflushed, sent, strict=True):
             entry.append([self._trajectories_id, places[0][0], places[0][1], places[-1][1]])
             partition.state.apply(entry)

@@ -7,14 +7,14 @@ Prints one JSON line.
     python -m benchmarks.jobs --only pipeline --steps 8192 --rounds 1
 
 All sides use one real Kafka, started here, with the default number of partitions. Steps have 2,048
-prompt tokens on average, 256 response tokens and their log-probabilities; trajectories have 8 steps,
-groups 8 trajectories, and the reward job gives each trajectory one rule reward. Records are encoded
-before, and fed by another process as fast as Kafka takes them. Each round has topics of its own,
-and the rounds alternate the sides; a figure is the median over the rounds. CPU is that of the
+prompt tokens on average, 256 response tokens and their log-probabilities; trajectories have 8
+steps, groups 8 trajectories, and the reward job gives each trajectory one rule reward. Records are
+encoded before, and fed by another process as fast as Kafka takes them. Each round has topics of its
+own, and the rounds alternate the sides; a figure is the median over the rounds. CPU is that of the
 side's processes, user and system, all threads, from the assignment of partitions on (without
 start-up): of the jobs up to the last ready batch, of the lake until it has caught up. It excludes
-Kafka, the feeder and this process. The benchmark fails when a batch, a group or
-a row of the lake is missing or too many.
+Kafka, the feeder and this process. The benchmark fails when a batch, a group or a row of the lake
+is missing or too many.
 
     steps_per_s_per_core            a second of CPU of all jobs: assemble, reward, admit, lake
     cpu_us_per_step                 all jobs, microseconds; <job>_cpu_us_per_step: one of them

@@ -69,7 +69,9 @@ def _written(here: Installation) -> Written:
 
 
 def _steps(written: Written) -> list[Delta]:
-    """Each delta that notes steps, all of its bytes shared among them: also those that say how a trajectory began and ended."""
+    """Each delta that notes steps, all of its bytes shared among them: also those that say how a
+    trajectory began and ended.
+    """
     turns, deltas = Counter[tuple[int, int]](), list[Delta]()
     for record, delta in written:
         noted = [
@@ -85,9 +87,11 @@ def _steps(written: Written) -> list[Delta]:
 
 
 def _with_snapshots(written: Written) -> int:
-    """Bytes of all deltas, and of snapshots taken as assemble takes them where the state is large: `SNAPSHOT_BEHIND`.
+    """Bytes of all deltas, and of snapshots taken as assemble takes them where the state is large:
+    `SNAPSHOT_BEHIND`.
 
-    The log of a benchmark is too short for one (`jobs.snapshot_min_bytes`), so they are made here, of the state at that place.
+    The log of a benchmark is too short for one (`jobs.snapshot_min_bytes`), so they are made here,
+    of the state at that place.
     """
     codec, total = Codec(), 0
     for _, records in groupby(written, key=lambda one: one[0].partition):
@@ -115,7 +119,10 @@ def _bytes_per_step(deltas: Sequence[Delta], counts: Callable[[int], bool]) -> f
 
 
 def fold_us_per_kb(shape: Shape, trajectories: int) -> tuple[float, float]:
-    """CPU microseconds of the fold alone a KB of prompt ids, and KB of prompt ids a trajectory. Decoding is not in it."""
+    """CPU microseconds of the fold alone a KB of prompt ids, and KB of prompt ids a trajectory.
+
+    Decoding is not in it.
+    """
     state = PartitionState()
     fold = AssemblyFold(state, limits_of(Settings()))
     fed: list[Step | SessionEvent] = [e for e in events(shape, trajectories) if not _ends(e)]

@@ -104,12 +104,14 @@ def repair(
         typer.echo(f"{table}: no row had to be taken back")
         return
     typer.echo(
-        f"{table}: restored version {done.restored}; {done.rows} rows are read again by the writer, or by its next start"
+        f"{table}: restored version {done.restored}; {done.rows} rows are read again by the "
+        "writer, or by its next start"
     )
     for rewind in done.rewinds:
         given_up = f", {rewind.lost} offsets are given up" if rewind.lost else ""
         typer.echo(
-            f"  {rewind.topic}-{rewind.partition[1]}: from offset {max(rewind.target, rewind.low)}, was {rewind.former}{given_up}"
+            f"  {rewind.topic}-{rewind.partition[1]}: from offset "
+            f"{max(rewind.target, rewind.low)}, was {rewind.former}{given_up}"
         )
     if done.snapshots:
         typer.echo(f"snapshots that lack the rows of the lost commits: {', '.join(done.snapshots)}")
@@ -122,7 +124,8 @@ def compact(table: Name = None, sets: Set = None, config: Config = None) -> None
     maintenance = load("stream_jobs.lake.delta.maintenance")
     for done in maintenance.maintain(settings, None if table is None else [_known(table)]):
         typer.echo(
-            f"{done.table}: {done.merged_files} files into {done.made_files}, {done.deleted_rows} old rows and "
+            f"{done.table}: {done.merged_files} files into {done.made_files}, "
+            f"{done.deleted_rows} old rows and "
             f"{done.deleted_files} old files deleted"
             + (f"; the rest next time: {done.deferred}" if done.deferred else "")
         )
@@ -165,7 +168,8 @@ def snapshots(overrides: Overrides = None, config: Config = None, sets: Set = No
         load("stream_jobs.lake.delta.snapshots").named_snapshots(settings).items()
     ):
         typer.echo(
-            f"{name}  {found.get('at', '') if isinstance(found, dict) else f'can not be read: {found}'}"
+            f"{name}  "
+            f"{found.get('at', '') if isinstance(found, dict) else f'can not be read: {found}'}"
         )
 
 

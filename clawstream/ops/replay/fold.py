@@ -132,9 +132,16 @@ class Replay:
     """
 
     def __init__(
-        self, run_id: str, partitions: int, limits: Limits, codec: Codec, rules: Rules, trajectories_id: str, cache_bytes: int,
+        self,
+        run_id: str,
+        partitions: int,
+        limits: Limits,
+        codec: Codec,
+        rules: Rules,
+        trajectories_id: str,
+        cache_bytes: int,
         again: Callable[[int, Mapping[int, int]], Iterable[tuple[int, CachedPayload]]],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.stats = ReplayStats()
         self.run_id, self.codec, self.trajectories_id = run_id, codec, trajectories_id
         self.candidates_at = partition_of(run_id.encode(), CANDIDATE_PARTITIONS)
