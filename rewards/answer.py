@@ -1,4 +1,4 @@
-"""What rule rewards compare: the expected answer and the one that was given."""
+"""Extract the expected and the given answer of a trajectory, for rule rewards."""
 
 from __future__ import annotations
 
@@ -11,10 +11,7 @@ from schemas.replies import AUXILIARY_TAGS, answer_in, loaded
 
 
 def metadata(trajectory: Trajectory) -> dict[str, Any]:
-    """The metadata said at opening.
-
-    Raises ValueError when there is none or it is no JSON object.
-    """
+    """Return the metadata set at opening. Raises ValueError when it is absent or no JSON object."""
     if trajectory.metadata_json is None:
         raise ValueError("no metadata")
     found = orjson.loads(trajectory.metadata_json)
@@ -24,8 +21,11 @@ def metadata(trajectory: Trajectory) -> dict[str, Any]:
 
 
 def gold(trajectory: Trajectory) -> str:
-    """The expected answer: `gold` of the metadata, else `reward_model.ground_truth`, as verl's
-    datasets have it. Raises ValueError.
+    """Return the expected answer: metadata `gold`, else `reward_model.ground_truth`, as verl names
+    it.
+
+    Raises:
+        ValueError: The metadata has neither.
     """
     said = metadata(trajectory)
     found = said.get("gold")

@@ -1,4 +1,4 @@
-"""The worker's word on `claw.workers`: at every change, and as a heartbeat in between."""
+"""Publish the worker's status on `claw.workers`: at every change, and as a heartbeat."""
 
 from __future__ import annotations
 
@@ -20,10 +20,7 @@ _ERROR_CHARACTERS = 2000
 
 
 class Report:
-    """The worker's status as it would be said now.
-
-    `changed` wakes the reporter, so that it is said at once.
-    """
+    """The current status of the worker. `changed` wakes the reporter, which sends it at once."""
 
     def __init__(self, settings: Settings, base_url: str) -> None:
         self.changed = asyncio.Event()
@@ -40,19 +37,16 @@ class Report:
         )
 
     def engine_started(self) -> None:
-        """A new engine: nothing is loaded, and the loads count from here.
-
-        The last error stays to be seen.
-        """
+        """Record a new engine: nothing is loaded, loads count from 0. Keeps the last error."""
         self.status = replace(self.status, started_at=now_micros(), loads=0)
         self.set_state("starting", None, self.status.error)
 
     def engine_serves(self, models: tuple[str, ...]) -> None:
-        """The engine answers, and to these names."""
+        """Record the model names that the engine serves."""
         self.status = replace(self.status, models=models)
 
     def loaded(self, version_id: str, milliseconds: float) -> None:
-        """A version was loaded: weights and label."""
+        """Record a loaded version."""
         self.status = replace(
             self.status, loads=self.status.loads + 1, last_load_ms=round(milliseconds, 3)
         )
@@ -61,18 +55,16 @@ class Report:
     def set_state(
         self, state: WorkerState, version_id: str | None, error: str | None = None
     ) -> None:
-        """A state, the version that is served (None: boot weights or none) and what went wrong
-        last.
-        """
+        """Set the state, the served version (None: boot weights or none) and the last error."""
         error = error[:_ERROR_CHARACTERS] if error else None
         self.status = replace(self.status, state=state, weight_version=version_id, error=error)
         self.changed.set()
 
 
 class Reporter:
-    """Sends the report.
+    """Send the report.
 
-    Kafka away is no reason for an engine to stop: the next heartbeat tries again.
+    If Kafka is unavailable, the engine serves on; the next heartbeat retries.
     """
 
     def __init__(self, cluster: Cluster, settings: Settings, report: Report) -> None:
@@ -91,14 +83,14 @@ class Reporter:
                 await asyncio.wait_for(self._report.changed.wait(), self._heartbeat_s)
 
     async def send(self) -> None:
-        """Send the report as it is now, and tell the supervisor."""
+        """Send the current report, and update the readiness of the process."""
         status = self._report.status
         what = f"engine {status.base_url}, {status.weight_version or 'boot weights'}"
         ready(what) if status.state == "ready" else not_ready(status.error or status.state)
         await self._send(self._codec.encode(replace(status, heartbeat_at=now_micros())))
 
     async def send_tombstone(self) -> None:
-        """A clean exit: the tombstone. Nothing may be sent behind it."""
+        """Send the tombstone of a clean exit. No record may follow it."""
         await self._send(None)
 
     def close(self) -> None:

@@ -22,11 +22,12 @@ KEPT_VERSIONS = 8
 
 
 class Versions:
-    """The run's newest versions, in log order, those an engine refused, and those to be tried again
+    """The run's newest versions in log order, without rejected ones; deferred ones are retried
     later.
 
-    Log order counts: after a resume of the trainer an index comes again under a higher attempt.
-    now: seconds, of any clock that does not go back.
+    Log order counts: after a resume of the trainer a sync index repeats under a higher attempt.
+    now:
+    seconds of a monotonic clock.
     """
 
     def __init__(self, run_id: str, now: Callable[[], float] = time.monotonic) -> None:
@@ -41,22 +42,22 @@ class Versions:
         """
 
     def add(self, version: WeightVersion) -> None:
-        """A version was published; one of another run is none of ours."""
+        """Add a published version. Versions of other runs are ignored."""
         if version.run_id == self._run_id and version.version_id not in self._rejected:
             self._dropped |= len(self._newest) == KEPT_VERSIONS
             self._newest = [*self._newest, version][-KEPT_VERSIONS:]
 
     def reached_end(self) -> None:
-        """The log has been read to its end."""
+        """Record that the log was read to its end."""
         self.complete = True
 
     def reset(self) -> None:
-        """The log is read from its start again, or is another one: nothing that was heard holds."""
+        """Forget everything: the log is read again from its start, or is another log."""
         self.restart()
         self._rejected, self._later = set(), {}
 
     def restart(self) -> None:
-        """The same log is read from its start again: refused versions stay refused."""
+        """Prepare to read the same log from its start; rejected versions stay rejected."""
         self._newest, self._dropped, self.complete = [], False, False
 
     def reject(self, version_id: str) -> None:
@@ -66,15 +67,15 @@ class Versions:
 
     @property
     def exhausted(self) -> bool:
-        """Whether every remembered version was refused and the log has older ones."""
+        """Whether all kept versions were rejected and the log has older ones."""
         return self.complete and self._dropped and not self._newest
 
     def defer(self, version_id: str) -> None:
-        """Try this version again in a while; an older one may do until then."""
+        """Retry this version later; an older one may serve until then."""
         self._later[version_id] = self._now() + DEFER_S
 
     def next_retry_s(self) -> float | None:
-        """Seconds until a version that was put off is wanted again; None: there is none."""
+        """Return seconds until a deferred version is due, or None."""
         known = {v.version_id for v in self._newest}
         self._later = {
             name: at for name, at in self._later.items() if name in known and at > self._now()
@@ -82,9 +83,7 @@ class Versions:
         return min(self._later.values()) - self._now() if self._later else None
 
     def wanted(self, loaded: str | None) -> WeightVersion | None:
-        """The newest version that is neither refused nor put off, unless it is loaded; None before
-        the log has been read.
-        """
+        """Return the newest usable version unless it is loaded; None before the log was read."""
         if not self.complete:
             return None
         bad = {name for name, at in self._later.items() if at > self._now()}
@@ -93,11 +92,12 @@ class Versions:
 
 
 class WeightsFeed:
-    """Follows `claw.weights` from its start and puts what it hears into `versions`; `updated` is
-    set at each change.
+    """Follow `claw.weights` from its start and add its versions to `versions`; set `updated` on
+    change.
 
-    A thread, for the Kafka client blocks; a daemon, for while Kafka is away a call may last longer
-    than a stop should. It keeps trying then: the engine serves on.
+    Runs in a daemon thread, because the Kafka client blocks and may outlast a shutdown while Kafka
+    is
+    unavailable. It retries then; the engine keeps serving.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class WeightsFeed:
         self._stop = threading.Event()
 
     def start(self) -> asyncio.Future[None]:
-        """Begin, on the running event loop. The future ends only with what made the thread fail."""
+        """Start, on the running event loop. The future fails with the thread's error."""
         self._loop = asyncio.get_running_loop()
         failed: asyncio.Future[None] = self._loop.create_future()
 
@@ -122,7 +122,7 @@ class WeightsFeed:
         return failed
 
     def stop(self) -> None:
-        """End, soon."""
+        """Ask the thread to end."""
         self._stop.set()
 
     def _keep_following(self) -> None:
@@ -141,9 +141,7 @@ class WeightsFeed:
             self._stop.wait(RETRY_S)
 
     def _follow(self) -> None:
-        """Read until the end of the process, or until an older version than the remembered ones is
-        needed.
-        """
+        """Read until stopped, or until a version older than the kept ones is needed."""
         decoder = Decoder(self._cluster, self._topics.schemas)
         self._cluster.topic_id(self._topics.weights)  # raises while it does not exist
         reader = self._cluster.reader(

@@ -70,7 +70,7 @@ class BatchNeverEnds(TrainerError, SettingsError):
 
 
 class BatchesReplaced(TrainerError, SourceTruncated):
-    """The ready batches were made anew, but weights were trained from the old ones: their numbers
+    """The ready batches were recreated, but weights were trained from the old ones: their numbers
     would not fit.
     """
 

@@ -1,4 +1,4 @@
-"""Running out of memory: how torch says it, and what the operator is told."""
+"""Detect out-of-memory errors of torch, and explain them to the operator."""
 
 from __future__ import annotations
 
@@ -15,10 +15,7 @@ _CPU_ALLOCATOR = "can't allocate memory"
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Tell whether an error says so.
-
-    On a CPU torch raises a RuntimeError that only its text tells.
-    """
+    """Return whether an error is out of memory. On a CPU torch raises a plain RuntimeError."""
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
         isinstance(error, RuntimeError) and _CPU_ALLOCATOR in str(error)
     )
@@ -26,9 +23,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def explain_out_of_memory(batch: ReadyBatch, settings: TrainerSettings) -> Iterator[None]:
-    """Turn an out-of-memory error of the block into OutOfMemory: it names the batch, and what to
-    lower.
-    """
+    """Convert an out-of-memory error to OutOfMemory, naming the batch and settings to lower."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:

@@ -59,7 +59,7 @@ def positions(settings: Settings, cluster: Cluster) -> list[StoredPosition]:
 
 
 def _flaw(info: Mapping[str, Any], batches_id: str | None, weights_id: str | None) -> str | None:
-    """Why the trainer does not go on from a checkpoint whose batches were made anew
+    """Why the trainer does not go on from a checkpoint whose batches were recreated
     (`trainer.data.batches.start_of`).
     """
     at = info["position"]

@@ -1,6 +1,4 @@
-"""The run in the trainer's hands: the policy, the version it comes from, and what was trained
-since.
-"""
+"""Train batches into the policy and publish versions: the state of one run."""
 
 from __future__ import annotations
 
@@ -32,8 +30,9 @@ from trainer.versions.weight_log import WeightLog
 class Run:
     """Trains batches into the policy and publishes versions of it.
 
-    current_version: the newest version, None before the first is published. unpublished: the
-    batches trained since current_version.
+    current_version: The newest published version; None before the first. unpublished: Statistics of
+    the
+    batches trained since then.
     """
 
     def __init__(
@@ -59,7 +58,7 @@ class Run:
 
     @property
     def sync_index(self) -> int:
-        """Of the version that is trained from."""
+        """Sync index of the version that training starts from."""
         return self.current_version.sync_index if self.current_version else 0
 
     @property
@@ -79,11 +78,11 @@ class Run:
         return learning_rate(self._settings.trainer, self._next_sync_index() - 1)
 
     def train(self, fetched: FetchedBatch) -> None:
-        """Train one batch.
+        """Train one batch and advance the position in memory; the next version stores it.
 
-        The position moves behind it, in memory: it counts with the next version.
-
-        Raises OutOfMemory, or BatchNeverEnds when that, or a kill, has come of it again and again.
+        Raises:
+            OutOfMemory: The batch needs more memory than available.
+            BatchNeverEnds: Training of the batch was killed or out of memory several times.
         """
         batch = fetched.batch
         with (
@@ -161,9 +160,11 @@ class Run:
         )
 
     def publish(self) -> None:
-        """Checkpoint, weights, manifest: the version counts from the last on.
+        """Write the checkpoint and weights, then publish the manifest, which makes the version
+        count.
 
-        Raises Fenced when a newer trainer took over.
+        Raises:
+            Fenced: A newer trainer took over.
         """
         began = time.perf_counter()
         lr, state = self.lr, self._next_state()
@@ -246,8 +247,9 @@ class Run:
 
 
 def learning_rate(settings: TrainerSettings, sync_index: int) -> float:
-    """Of the version that is trained from the one with sync_index: linear from lr at 0 to lr_final
-    at max_versions.
+    """Return the learning rate after the version with sync_index.
+
+    Linear from lr at 0 to lr_final at max_versions.
     """
     if settings.lr_final is None or not settings.max_versions:
         return settings.lr
@@ -263,11 +265,17 @@ def open_run(
     taken: Collection[Version],
     locate: Callable[[Position | None], Position],
 ) -> Run:
-    """The run as its newest version left it, or a new one with its initial version published.
+    """Resume the run from its newest version, or create it and publish its initial version.
 
-    versions: the run's, in log order. taken: all its ids on the log. locate: a stored position, or
-    None, to where to read. Clears away what a killed trainer left unpublished. Raises
-    SettingsError, CheckpointLost, or what `locate` raises.
+    Deletes what a killed trainer left unpublished.
+
+    Args:
+        versions: Versions of the run, in log order.
+        taken: All ids of the run on the log.
+        locate: Maps a stored position, or None, to the position to read from.
+
+    Raises:
+        SettingsError, CheckpointLost: The run cannot be resumed or created.
     """
 
     def check(info: Mapping[str, Any]) -> None:

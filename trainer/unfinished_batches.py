@@ -1,8 +1,8 @@
-"""How often the training of a batch began and did not end, in a file that survives the process.
+"""Count in a file how often training of a batch started without ending. Survives the process.
 
 A batch that needs too much memory ends the process, by an error or by the kernel's SIGKILL, and a
-restart begins it again. An error of any other kind is not counted: while Kafka is away, for
-example, a batch may begin as often as it likes.
+restart begins it again. Other errors are not counted: while Kafka is unavailable, for example, a
+batch may start any number of times.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FILE = "unfinished_batches.json"
 
 
 class UnfinishedBatches:
-    """The count of one run's batches that are under way."""
+    """The counts of one run's batches in training."""
 
     def __init__(self, directory: Path, topic_id: str) -> None:
         """Read the counts. Those of another topic are forgotten.

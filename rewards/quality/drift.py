@@ -1,6 +1,4 @@
-"""Prompts that do not go on with what was sampled before: history that was edited, or came back in
-other tokens.
-"""
+"""Detect prompts that do not continue earlier samples: edited history, or other tokens."""
 
 from __future__ import annotations
 

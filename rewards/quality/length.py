@@ -1,4 +1,4 @@
-"""Replies of next to nothing, replies without end, conversations without end."""
+"""Detect replies that are too short or too long, and conversations that are too long."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a quality rule says."""
+"""The result type of quality rules."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from schemas.records import Trajectory
 
 
 class Score(NamedTuple):
-    """value: in [0, 1], 1.0 is faultless.
+    """A score of a trajectory or a step.
 
-    step: id of the step it is about; None: the whole trajectory. evidence: what was seen.
+    value: In [0, 1]; 1.0 is faultless. step: Id of the scored step; None: the whole trajectory.
+    evidence: What the rule found.
     """
 
     value: float

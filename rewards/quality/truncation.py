@@ -1,4 +1,4 @@
-"""Replies that did not come to their end."""
+"""Detect replies that were cut off."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replies that say nothing, calls of tools that can't be read, broken text."""
+"""Detect empty replies, unreadable tool calls and broken text."""
 
 from __future__ import annotations
 

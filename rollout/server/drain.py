@@ -1,5 +1,6 @@
-"""Waiting until an engine serves nobody: a stream that has begun cannot be moved to another worker,
-so it is let end.
+"""Wait until an engine is idle.
+
+A started stream cannot move to another worker, so it must end here.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _TIMEOUT = aiohttp.ClientTimeout(total=5)
 
 
 def in_flight_of(metrics: str) -> int:
-    """Requests that vLLM runs or keeps waiting, out of the text of its /metrics."""
+    """Return the running and waiting requests from the text of vLLM's /metrics."""
     return sum(
         int(float(line.rsplit(" ", 1)[1]))
         for line in metrics.splitlines()
@@ -30,9 +31,7 @@ def in_flight_of(metrics: str) -> int:
 
 
 async def wait_drained(http: aiohttp.ClientSession, base_url: str, timeout_s: float) -> bool:
-    """Wait until the engine has been idle for a while, or is gone; False when it still was at work
-    after `timeout_s`.
-    """
+    """Wait until the engine is idle for QUIET_S, or gone; return False after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     idle_since: float | None = None
     in_flight: int | None = None
@@ -53,7 +52,7 @@ async def wait_drained(http: aiohttp.ClientSession, base_url: str, timeout_s: fl
 
 
 async def _in_flight(http: aiohttp.ClientSession, base_url: str) -> int | None:
-    """None: it does not say, so it may well be at work."""
+    """Return the requests in flight; None when unknown, so possibly busy."""
     try:
         async with http.get(f"{base_url}/metrics", timeout=_TIMEOUT) as reply:
             return in_flight_of(await reply.text()) if reply.status == 200 else None

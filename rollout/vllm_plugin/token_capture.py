@@ -38,9 +38,9 @@ _BEAM = re.compile(r"-beam-\d+$")
 
 
 class ChoiceBuffer:
-    """One choice: what came since the last frame.
+    """New tokens of one choice since the last frame.
 
-    seen: ids noted so far; logprobs None: the engine had none for these ids.
+    seen: Ids appended so far. logprobs: None when the engine has none for these ids.
     """
 
     __slots__ = ("finish", "ids", "logprobs", "seen", "spans")
@@ -52,15 +52,12 @@ class ChoiceBuffer:
         self.clear()
 
     def clear(self) -> None:
-        """Begin the next frame."""
+        """Start the next frame."""
         self.ids: list[int] = []
         self.logprobs: list[float] | None = []
 
     def append(self, output: Any, delta: bool) -> None:
-        """Take what is new of a CompletionOutput.
-
-        delta: it holds new tokens only, else all so far.
-        """
+        """Append the new part of a CompletionOutput. delta: it holds only new tokens."""
         ids, logprobs = output.token_ids, output.logprobs
         if not delta and self.seen:
             ids, logprobs = ids[self.seen :], logprobs and logprobs[self.seen :]
@@ -80,7 +77,7 @@ class ChoiceBuffer:
                 )
 
     def flush(self, which: int) -> wire.Choice:
-        """What came since the last time."""
+        """Return the content since the last flush."""
         logprobs = None if self.logprobs is None else pack_logprobs(self.logprobs)
         choice = wire.Choice(which, pack_ids(self.ids), logprobs, self.finish, self.spans)
         self.clear()
@@ -102,9 +99,9 @@ def sampled_logprobs(ids: Sequence[int], logprobs: Any) -> list[float] | None:
 
 
 class Generation:
-    """What one `generate` call has yielded since the last frame.
+    """The output of one `generate` call since the last frame.
 
-    absent: why its tokens must not be told.
+    absent: Why its tokens must not be reported.
     """
 
     def __init__(
@@ -118,7 +115,7 @@ class Generation:
         self._begun = False
 
     def append(self, output: Any) -> None:
-        """Take a RequestOutput of vLLM."""
+        """Append a RequestOutput of vLLM."""
         if not self._begun:
             self._prompt = output.prompt_token_ids
             self._cached = (
@@ -133,7 +130,7 @@ class Generation:
                 self._news.add(choice.index)
 
     def flush(self) -> wire.Frame | None:
-        """A frame of what came since the last time; None when nothing did."""
+        """Return a frame of the content since the last flush; None when empty."""
         if self._absent is not None:
             if self._begun:
                 return None
@@ -150,7 +147,7 @@ class Generation:
 
 
 class Call:
-    """The generations of one request, in the order in which the endpoint began them."""
+    """The generations of one request, in the order in which the endpoint started them."""
 
     def __init__(self) -> None:
         self.generations: list[Generation] = []
@@ -158,7 +155,7 @@ class Call:
     def begin(
         self, prompt: Any, sampling_params: Any, request_id: str, server: ServerOptions
     ) -> Generation | None:
-        """A new generation; None for another step of a beam search."""
+        """Start a generation; return None for a further step of a beam search."""
         absent = None
         if (
             sampling_params.max_tokens == 1
@@ -180,7 +177,7 @@ class Call:
         return generation
 
     def flush(self) -> bytes:
-        """Frames of what came since the last time."""
+        """Return the encoded frames since the last flush."""
         frames = (generation.flush() for generation in self.generations)
         return b"".join(wire.encode(frame) for frame in frames if frame is not None)
 
@@ -193,9 +190,7 @@ Tasks that an endpoint starts inherit it.
 
 
 class EngineTap:
-    """Listens at vLLM's engine client: what `generate` yields within a captured call, and each new
-    version label.
-    """
+    """Wraps vLLM's engine client: records outputs of captured calls, and new version labels."""
 
     def __init__(self, client: Any) -> None:
         self._client = client
@@ -223,9 +218,7 @@ class EngineTap:
         self._label = new_version
 
     async def label(self) -> str:
-        """The engine's version label; asked once, then followed, for it costs a step of the engine
-        to ask.
-        """
+        """Return the engine's version label; asked once, because asking costs an engine step."""
         if self._label is None:
             label = await self._client.get_weight_version()
             if self._label is None:
@@ -234,9 +227,7 @@ class EngineTap:
 
 
 def with_logprobs(sampling_params: Any) -> Any:
-    """Parameters that make the engine tell the log-probability of the sampled token; those of the
-    client when they already do.
-    """
+    """Return parameters that make the engine compute the sampled token's log-probability."""
     if sampling_params.num_logprobs is not None:
         return sampling_params
     asking = copy.copy(sampling_params)

@@ -243,7 +243,7 @@ class PolicyLog:
         self.read()
         if self.ended is None:
             raise PolicyRefused(
-                f"the end of run {run} is not on {self.topic}: was the topic made anew?"
+                f"the end of run {run} is not on {self.topic}: was the topic recreated?"
             )
         return self.ended
 

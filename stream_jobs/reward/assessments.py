@@ -1,11 +1,9 @@
-"""What quality rules say of a closed trajectory, as one record.
+"""Combine the scores of quality rules for a closed trajectory into one record. Pure.
 
-Pure but for the import of a user's rule.
-
-How rules combine: a step has the lowest score that a rule gave it, 1.0 when none found anything. A
-rule gives the whole what it says of it, else the mean of its steps (those with a mark left out);
-the whole has the lowest of that. A rule that raises, or whose scores are not in [0, 1], counts for
-nothing and is on the record with the reason. The record's id depends on trajectory and rules only.
+The score of a step is the lowest that any rule gives it; 1.0 when no rule names it. A rule scores
+the trajectory directly, or by the mean of its steps without marks; the lowest of these counts. A
+rule that raises, or whose scores are outside [0, 1], is ignored and recorded with the reason. The
+record's id depends only on the trajectory and the rules.
 """
 
 from __future__ import annotations
@@ -28,10 +26,7 @@ FINDINGS_MAX = 200
 def quality_rules_of(
     configured: Mapping[str, tuple[str, ...]], find: Find
 ) -> dict[str, tuple[Rule, ...]]:
-    """Run id (or `*`) to its rules; `find` gives a user's own.
-
-    Raises SettingsError naming the setting.
-    """
+    """Resolve the quality rules by run id or `*`. Raises SettingsError naming the setting."""
     return {
         run: rules_of_run(specs, f"jobs.quality_functions.{run}", find)
         for run, specs in configured.items()
@@ -39,7 +34,7 @@ def quality_rules_of(
 
 
 def assessment_of(trajectory: Trajectory, rules: Sequence[Rule], created_at: int) -> Assessment:
-    """What the rules say of a whole trajectory. created_at: microseconds, for information."""
+    """Assess a complete trajectory. created_at: microseconds, informational."""
     if trajectory.outcome == "lost":
         return not_assessed(
             trajectory, rules, created_at, f"trajectory lost: {trajectory.reason or 'no payload'}"
@@ -78,16 +73,13 @@ def assessment_of(trajectory: Trajectory, rules: Sequence[Rule], created_at: int
 def not_assessed(
     trajectory: Trajectory, rules: Sequence[Rule], created_at: int, reason: str
 ) -> Assessment:
-    """The answer where no rule could be asked. created_at: microseconds."""
+    """Return the assessment when no rule could run. created_at: microseconds."""
     findings = [_finding(rule, Score(0.0, reason), failed=True) for rule in rules]
     return _assessment(trajectory, rules, created_at, None, (), findings)
 
 
 def _scores(rule: Rule, trajectory: Trajectory) -> list[Score]:
-    """What the rule says, as scores in [0, 1].
-
-    Raises what the rule raises, TypeError or ValueError.
-    """
+    """Call the rule and validate its scores. Raises the rule's error, TypeError or ValueError."""
     said = rule.function(trajectory)
     if said is None:
         return []
@@ -109,7 +101,7 @@ def _scores(rule: Rule, trajectory: Trajectory) -> list[Score]:
 
 
 def _by_step(scores: Iterable[Score], trajectory: Trajectory) -> dict[int, float]:
-    """The lowest score of each step that is named, by index."""
+    """Return the lowest score of each named step, by step index."""
     named = [s for s in scores if s.step is not None]
     if not named:
         return {}

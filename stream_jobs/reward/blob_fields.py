@@ -1,6 +1,4 @@
-"""Fields of a trajectory that lie in the blob store, put back in their place for those who read
-them.
-"""
+"""Replace references to the blob store in a trajectory by the content."""
 
 from __future__ import annotations
 
@@ -13,9 +11,13 @@ from schemas.records import Trajectory
 
 
 def resolve_blobs(trajectory: Trajectory, get: Callable[[str], bytes]) -> Trajectory:
-    """The trajectory with metadata and replies in full.
+    """Return the trajectory with complete metadata and replies.
 
-    get: sha256 to bytes. Raises BlobMissing or BlobStoreAway, from `get`.
+    Args:
+        get: SHA-256 (hex) to bytes.
+
+    Raises:
+        BlobMissing, BlobStoreAway: From `get`.
     """
 
     def whole(field: str, value: bytes) -> bytes:

@@ -1,4 +1,4 @@
-"""What the reward functions and quality rules of a run answer to a closed trajectory."""
+"""Evaluate the reward functions and quality rules of a run for a closed trajectory."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from stream_jobs.reward.rewards import no_reward, rewards_of, rules_of
 
 
 class RuleEvaluator:
-    """The functions of all runs, and the blobs that they may need.
+    """The functions of all runs, and the blobs that they need.
 
-    Built-in functions run here: they are pure, and linear in what they read. Users' functions run
+    Built-in functions run in this process: they are pure and linear in their input. Users'
+    functions run
     in child processes.
     """
 
     def __init__(self, settings: Settings) -> None:
-        """Load the functions. Raises SettingsError for a wrong name."""
+        """Load the functions. Raises SettingsError for an unknown name."""
         self.pool = FunctionPool(settings.functions)
         try:
             self._rewards = rules_of(settings.jobs.reward_functions, self.pool.find)
@@ -32,31 +33,34 @@ class RuleEvaluator:
         self._blobs = BlobStore(settings.blob_uri, settings.gateway.blob_options)
 
     def close(self) -> None:
-        """End the child processes at once; who waits for one gets PoolStopped."""
+        """Stop the child processes at once; a pending call gets PoolStopped."""
         self.pool.stop()
 
     def uses_child_processes(self, run_id: str) -> bool:
-        """Whether a function of the run is a user's: then its answer may take long."""
+        """Return whether the run has users' functions, which may take long."""
         return any(
             is_own(spec) for configured in self._named for spec in of_run(configured, run_id)
         )
 
     def has_reward_functions(self, run_id: str) -> bool:
-        """Whether a run has reward functions."""
+        """Return whether a run has reward functions."""
         return bool(of_run(self._rewards, run_id))
 
     def has_quality_rules(self, run_id: str) -> bool:
-        """Whether a run has quality rules."""
+        """Return whether a run has quality rules."""
         return bool(of_run(self._quality, run_id))
 
     def evaluate(
         self, trajectory: Trajectory, created_at: int, as_of: str | None = None
     ) -> list[Reward | Assessment]:
-        """Its quality, then its rewards.
+        """Return the assessment of a trajectory, then its rewards.
 
-        created_at: microseconds, for information. as_of: the run whose functions are asked.
+        Args:
+            created_at: Microseconds, informational.
+            as_of: The run whose functions apply; default: the trajectory's run.
 
-        Raises BlobStoreAway.
+        Raises:
+            BlobStoreAway: The blob store cannot be reached.
         """
         run = as_of or trajectory.run_id
         rules, quality = of_run(self._rewards, run), of_run(self._quality, run)

@@ -1,12 +1,12 @@
-"""The reward job: reads closed trajectories, writes what the configured rules say of them: their
-quality, then their rewards.
+"""The reward job: assess and reward closed trajectories by the configured functions.
 
-Its only state is its group's position.
+Its only state is the position of its consumer group.
 
-A trajectory in several parts is rewarded when its last part is there. Nothing from its first part
-on is done before: a restart begins there again. A writer that was killed between two parts begins
-anew with part 0. What never becomes whole (a part can't be decoded) is given up after a while: its
-first part becomes a dead letter, and its answer is `no_reward`.
+A trajectory in several parts is rewarded when its last part arrives. The position stays before its
+first part until then, so a restart reads all parts again. A writer that was killed between two
+parts
+starts again with part 0. If a trajectory stays incomplete, for example because a part cannot be
+decoded, it expires: its first part becomes a dead letter, and its rewards are `no_reward`.
 """
 
 from __future__ import annotations
@@ -49,9 +49,7 @@ CONTROL_MAX = 8
 
 @dataclass(slots=True)
 class PartialTrajectory:
-    """A trajectory of which some parts have come: the record of the first one, then the place and
-    time of the last one.
-    """
+    """A trajectory with missing parts: its first record; offset and time of its latest part."""
 
     first: Record
     last: int
@@ -60,19 +58,17 @@ class PartialTrajectory:
 
 
 class PartBuffer:
-    """Puts the parts of trajectories together, one partition. Pure."""
+    """Join the parts of trajectories of one partition. Pure."""
 
     def __init__(self, expire_records: int = EXPIRE_RECORDS, expire_ms: int = EXPIRE_MS) -> None:
         self._begun: dict[tuple[str, str], PartialTrajectory] = {}
         self._limits = (expire_records, expire_ms)
 
     def take(self, record: Record, part: Trajectory) -> Trajectory | None:
-        """The whole trajectory when this was its last part.
+        """Add a part; return the trajectory when it is complete.
 
-        A part without the first one is dropped: its beginning is gone.
-
-        The parts of two writers of which one was fenced may be mixed; they are the same, byte for
-        byte.
+        Drops a part without a first part. Parts of a fenced writer may be mixed in; they are
+        identical.
         """
         key = (part.run_id, part.trajectory_id)
         if part.part == 0:
@@ -94,9 +90,7 @@ class PartBuffer:
         return joined([begun.parts[i] for i in sorted(begun.parts)])
 
     def expire(self, now: Record) -> list[tuple[Record, Trajectory]]:
-        """Forget what will never be whole, seen from the record `now`: the first part of each, and
-        its record.
-        """
+        """Remove trajectories that will not become complete, as of the record `now`."""
         records, ms = self._limits
         late = [
             k
@@ -106,15 +100,15 @@ class PartBuffer:
         return [(begun.first, begun.parts[0]) for begun in map(self._begun.pop, late)]
 
     def done(self, last: int) -> int:
-        """Up to which offset nothing is needed any more, after records up to `last`."""
+        """Return the highest offset, up to `last`, below which no buffered part remains."""
         return min((b.first.offset - 1 for b in self._begun.values()), default=last)
 
 
 class RewardJob:
-    """A job of `stream_jobs.worker.shell`. Every exception out of it must end the process."""
+    """A job of `stream_jobs.worker.shell`. An exception from it must end the process."""
 
     def __init__(self, settings: Settings, cluster: Cluster, evaluator: RuleEvaluator) -> None:
-        """answers: are closed with the job."""
+        """Create the job. It closes `evaluator`."""
         self.evaluator = evaluator
         self._threads = ThreadPoolExecutor(settings.functions.processes, "answers")
         self._topics = settings.kafka.topics
@@ -129,10 +123,7 @@ class RewardJob:
         self._topic_id = ""
 
     async def assigned(self, partitions: Sequence[int]) -> Mapping[tuple[str, int], int]:
-        """Read on where the group is.
-
-        Raises SourceTruncated when the topic has not got that any more.
-        """
+        """Resume at the group's positions. Raises SourceTruncated when the topic lost one."""
         self._buffers = {p: PartBuffer() for p in partitions}
         await asyncio.to_thread(self._check_positions, partitions)
         logger().info("partitions_assigned", partitions=list(partitions))
@@ -181,9 +172,7 @@ class RewardJob:
         return False
 
     def _skip_control_records(self) -> None:
-        """Know what is only control records behind the last record while the log still has them
-        (blocking): they are missed by nobody.
-        """
+        """Advance past trailing control records while the log still has them (blocking)."""
         topic = self._topics.trajectories
         for p, due in list(self._due.items()):
             end = self._cluster.end(topic, p)
@@ -193,7 +182,7 @@ class RewardJob:
                 self._due[p] = max(end, self._due.get(p, end))
 
     async def _check_no_gap(self, partition: int, records: Sequence[Record]) -> None:
-        """Never go on behind what retention has taken ahead of us. Raises SourceTruncated."""
+        """Raise SourceTruncated when retention removed records that were not yet read."""
         due = self._due.get(partition)
         for record in records:
             if due is not None and record.offset > due:
@@ -204,11 +193,11 @@ class RewardJob:
         self._due[partition] = records[-1].offset + 1
 
     async def revoked(self) -> None:
-        """Nothing is kept."""
+        """Drop the buffers; a restart reads the parts again."""
         self._buffers = {}
 
     async def process(self, partition: int, records: Sequence[Record]) -> Mapping[str, int]:
-        """Reward what became whole; returns up to which offset that is done."""
+        """Reward complete trajectories; return the offsets up to which all work is done."""
         buffer = self._buffers.get(partition)
         if buffer is None:
             return {}
@@ -280,9 +269,11 @@ class RewardJob:
         return [send(self._topics.rewards, a.trajectory_key.encode(), encode(a)) for a in answers]
 
     def _answers(self, trajectories: Sequence[Trajectory]) -> list[Reward | Assessment]:
-        """On a thread: a rule may take its time.
+        """Evaluate trajectories on a thread.
 
-        Raises BlobStoreAway: the process begins again there; or PoolStopped.
+        Raises:
+            BlobStoreAway: The blob store cannot be reached; the process restarts from its position.
+            PoolStopped: The job is closing.
         """
         now = now_micros()
         return [
@@ -292,19 +283,16 @@ class RewardJob:
         ]
 
     def stop(self) -> None:
-        """End the functions that run; the batch in hand is given up where it waits for one."""
+        """Stop running functions; the current batch is abandoned where it waits for one."""
         self.evaluator.close()
 
     async def tick(self) -> None:
-        """Look at what lies behind the last record.
-
-        It may stay the last one for longer than the log is kept.
-        """
+        """Skip trailing control records, which may outlive the retention of the log."""
         with suppress(KafkaError):  # away for now: the next tick looks again
             await asyncio.to_thread(self._skip_control_records)
 
     def close(self) -> None:
-        """Wait for what is in flight."""
+        """Stop the evaluator and wait for records in flight."""
         self.evaluator.close()
         self._threads.shutdown()
         self._producer.close()

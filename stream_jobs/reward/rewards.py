@@ -1,12 +1,9 @@
-"""Rule rewards: which functions a run has, and what they say of a trajectory.
+"""Compute rule rewards of a trajectory. Pure.
 
-Pure but for the import of a user's function.
-
-Every function answers for every closed trajectory, also failed, timed out and lost ones: with a
-reward of the trajectory, with rewards of some of its steps, or with an explicit no_reward and its
-reason. The answer's ids depend on trajectory, function and version only, so that answering again
-changes nothing. The revision is the version where that is a whole number: a newer version
-supersedes.
+Every function yields a result for every closed trajectory, including failed, timed-out and lost
+ones: a reward of the trajectory, rewards of some of its steps, or an explicit no_reward with a
+reason. Ids depend only on trajectory, function and version, so repeated evaluation is idempotent.
+The revision is the version if it is a whole number: a newer version supersedes an older one.
 """
 
 from __future__ import annotations
@@ -24,10 +21,7 @@ SOURCE = "rule"
 
 
 def rules_of(configured: Mapping[str, tuple[str, ...]], find: Find) -> dict[str, tuple[Rule, ...]]:
-    """Run id (or `*`) to its rules; `find` gives a user's own.
-
-    Raises SettingsError naming the setting.
-    """
+    """Resolve the reward functions by run id or `*`. Raises SettingsError naming the setting."""
     return {
         run: tuple(rule_of(spec, f"jobs.reward_functions.{run}", find) for spec in specs)
         for run, specs in configured.items()
@@ -35,7 +29,7 @@ def rules_of(configured: Mapping[str, tuple[str, ...]], find: Find) -> dict[str,
 
 
 def rewards_of(trajectory: Trajectory, rule: Rule, created_at: int) -> Iterator[Reward]:
-    """What the rule says of a whole trajectory. created_at: microseconds, for information."""
+    """Yield the rewards of a rule for a complete trajectory. created_at: microseconds."""
     steps = {s.step_id for s in trajectory.steps}
     if trajectory.outcome == "lost":
         yield _reward(
@@ -61,7 +55,7 @@ def rewards_of(trajectory: Trajectory, rule: Rule, created_at: int) -> Iterator[
 
 
 def no_reward(trajectory: Trajectory, rule: Rule, created_at: int, reason: str) -> Reward:
-    """The answer of a rule that could not be asked. created_at: microseconds."""
+    """Return the result of a rule that could not run. created_at: microseconds."""
     return _reward(trajectory, rule, created_at, reason=reason)
 
 

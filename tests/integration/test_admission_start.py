@@ -1,4 +1,6 @@
-"""Where admission begins to read: a new run at its own first record, however long the installation has been ticking before it."""
+"""Where admission begins to read: a new run at its own first record, however long the installation
+has been ticking before it.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,9 @@ class Log:
         return self._committed(self.topics.dead_letters)
 
     def _committed(self, topic: str) -> list[Any]:
-        """A transaction is seen a moment after its commit: with `await_open` all that the admitters have written until now."""
+        """A transaction is seen a moment after its commit: with `await_open` all that the admitters
+        have written until now.
+        """
         return [CODEC.decode(r.value) for r in self.cluster.read_all(topic, await_open=True)]
 
 
@@ -125,9 +129,19 @@ def test_a_journal_made_anew_behind_trained_weights_is_refused(
     """Its batches count from 0 again, and no staleness would be above the limit."""
     journal = log.topics.ready_batches("r", "train")
     trained = WeightVersion(
-        version_id="r/9.0", run_id="r", sync_index=9, attempt=0, format="full", files=(), channel="train", metrics={},
-        created_at=0, batches_topic_id=cluster.topic_id(journal), first_batch_seq=8, last_batch_seq=8,
-    )  # fmt: skip
+        version_id="r/9.0",
+        run_id="r",
+        sync_index=9,
+        attempt=0,
+        format="full",
+        files=(),
+        channel="train",
+        metrics={},
+        created_at=0,
+        batches_topic_id=cluster.topic_id(journal),
+        first_batch_seq=8,
+        last_batch_seq=8,
+    )
     initial = replace(
         trained,
         version_id="r/0.0",
@@ -145,7 +159,7 @@ def test_a_journal_made_anew_behind_trained_weights_is_refused(
     log.producer.put(log.topics.weights, b"r/10.0", CODEC.encode(lost))
     log.producer.flush()
     with pytest.raises(
-        UnreadableJournal, match=r"made anew .* r/10\.0 was trained from batches up to 8"
+        UnreadableJournal, match=r"recreated .* r/10\.0 was trained from batches up to 8"
     ) as raised:
         opened(mine, cluster)
     assert exit_code(raised.value) == EXIT_SOURCE
@@ -193,7 +207,9 @@ def test_a_new_run_begins_at_the_end_of_a_log_of_ticks(
 def test_what_a_run_had_long_before_its_admission_is_found(
     mine: Settings, cluster: Cluster, log: Log
 ) -> None:
-    """Candidates, a policy published ahead, and the end: none of them has an age at which it is forgotten."""
+    """Candidates, a policy published ahead, and the end: none of them has an age at which it is
+    forgotten.
+    """
     log.ticks(8)
     first = log.end
     log.put(RUN, cand("a", value=1.0))
@@ -243,7 +259,9 @@ def test_more_poison_than_is_kept_is_buried_all_the_same(
 def test_a_checkpoint_spares_the_journal_and_is_never_needed(
     mine: Settings, cluster: Cluster, log: Log, eventually: Any
 ) -> None:
-    """Left at the orderly end and used; then of another journal, damaged, and impossible to write: each time the same admission."""
+    """Left at the orderly end and used; then of another journal, damaged, and impossible to write:
+    each time the same admission.
+    """
     log.ticks(4)
     groups = SAVE_AT_CLOSE // 2
     log.put(RUN, *(cand(f"{g}-{i}", f"g{g}", float(i)) for g in range(groups) for i in (0, 1)))
@@ -285,7 +303,9 @@ def test_a_checkpoint_spares_the_journal_and_is_never_needed(
 def test_a_journal_that_lost_its_end_is_read_from_its_beginning(
     mine: Settings, cluster: Cluster, log: Log
 ) -> None:
-    """The same topic with other records: a checkpoint of what is no more would know decisions that nobody has made."""
+    """The same topic with other records: a checkpoint of what is no more would know decisions that
+    nobody has made.
+    """
     log.ticks(4)
     log.put(RUN, cand("a", "g", 0.0), cand("b", "g", 1.0))
     log.producer.flush()

@@ -1,4 +1,6 @@
-"""The trainer on a real Kafka: exactly once along the surviving chain, whoever is killed; fencing; bad input."""
+"""The trainer on a real Kafka: exactly once along the surviving chain, whoever is killed; fencing;
+bad input.
+"""
 
 from __future__ import annotations
 
@@ -95,10 +97,22 @@ class Feed:
             members = tuple(self._member(seq, g, m) for m in range(MEMBERS))
             groups.append(BatchGroup(group_id=f"g{g}", round=seq, n=MEMBERS, members=members))
         return ReadyBatch(
-            run_id=self.settings.run_id, channel="train", batch_seq=seq, groups=tuple(groups), policy_version=0,
-            sync_every=sync_every, algorithm="grpo", reward_weights={}, input_topic_id="c", input_partition=0,
-            input_from=0, input_to=0, content_hash="", trainable_tokens=0, created_at_event_time=0,
-        )  # fmt: skip
+            run_id=self.settings.run_id,
+            channel="train",
+            batch_seq=seq,
+            groups=tuple(groups),
+            policy_version=0,
+            sync_every=sync_every,
+            algorithm="grpo",
+            reward_weights={},
+            input_topic_id="c",
+            input_partition=0,
+            input_from=0,
+            input_to=0,
+            content_hash="",
+            trainable_tokens=0,
+            created_at_event_time=0,
+        )
 
     def _member(self, seq: int, g: int, m: int) -> BatchMember:
         name = f"t{seq}-{g}-{m}"
@@ -117,9 +131,14 @@ class Feed:
             source="rule", name="r", function_version="1", value=value, reward_revision=0
         )
         return BatchMember(
-            trajectory_id=name, trajectory_key=name, revision=0, place=place, rewards=(reward,), untrainable_steps=(),
+            trajectory_id=name,
+            trajectory_key=name,
+            revision=0,
+            place=place,
+            rewards=(reward,),
+            untrainable_steps=(),
             trainable_tokens=4,
-        )  # fmt: skip
+        )
 
     def _parts(self, name: str, n: int) -> list[Trajectory]:
         """Every third trajectory has two parts."""
@@ -137,17 +156,35 @@ class Feed:
         )
         steps = tuple(
             TrajectoryStep(
-                step_id=f"{name}~{i}.0", index=i, segment=i + 1, status="ok", drift="clean", prompt_tokens=2 + i,
-                response_tokens=2, response_json=b"{}", oldest_version="default", newest_version="default",
-                trainable=True, offset=i,
+                step_id=f"{name}~{i}.0",
+                index=i,
+                segment=i + 1,
+                status="ok",
+                drift="clean",
+                prompt_tokens=2 + i,
+                response_tokens=2,
+                response_json=b"{}",
+                oldest_version="default",
+                newest_version="default",
+                trainable=True,
+                offset=i,
             )
             for i in range(2)
-        )  # fmt: skip
+        )
         whole = Trajectory(
-            run_id=self.settings.run_id, trajectory_key=name, trajectory_id=name, group_id="g", channel="train",
-            outcome="completed", opened_at=0, closed_at=1, part=0, parts=1,
-            segments=(Segment(token_ids=pack_ids([2, 5])), said, more), steps=steps,
-        )  # fmt: skip
+            run_id=self.settings.run_id,
+            trajectory_key=name,
+            trajectory_id=name,
+            group_id="g",
+            channel="train",
+            outcome="completed",
+            opened_at=0,
+            closed_at=1,
+            part=0,
+            parts=1,
+            segments=(Segment(token_ids=pack_ids([2, 5])), said, more),
+            steps=steps,
+        )
         if n % 3:
             return [whole]
         return [
@@ -156,7 +193,9 @@ class Feed:
         ]
 
     def write(self, *records: object) -> None:
-        """In one transaction onto the ready-batches topic, after their payload; bytes go as they are."""
+        """In one transaction onto the ready-batches topic, after their payload; bytes go as they
+        are.
+        """
         self.plain.flush()
         with self.producer.transaction():
             for record in records:
@@ -165,9 +204,18 @@ class Feed:
 
     def refused(self) -> Refused:
         return Refused(
-            run_id=self.settings.run_id, channel="train", group_id="g", trajectory_ids=(), revisions=(), whole_group=True,
-            reason="stale", n=1, input_topic_id="c", input_from=0, input_to=0,
-        )  # fmt: skip
+            run_id=self.settings.run_id,
+            channel="train",
+            group_id="g",
+            trajectory_ids=(),
+            revisions=(),
+            whole_group=True,
+            reason="stale",
+            n=1,
+            input_topic_id="c",
+            input_from=0,
+            input_to=0,
+        )
 
     def versions(self) -> list[WeightVersion]:
         """Published until now: a transaction is seen a moment after its commit."""
@@ -212,7 +260,9 @@ def until(settings: Settings, max_versions: int) -> Settings:
 
 
 class Nursery:
-    """A process that has imported torch once (10 s) and forks trainers, each as real as one that was started alone."""
+    """A process that has imported torch once (10 s) and forks trainers, each as real as one that
+    was started alone.
+    """
 
     def __init__(self) -> None:
         pipe = subprocess.PIPE
@@ -328,7 +378,7 @@ def test_payload_of_a_topic_made_anew_stops_the_trainer(feed: Feed, trained: Set
     elsewhere = replace(member, place=replace(member.place, topic_id="elsewhere"))
     group = replace(batch.groups[0], members=(elsewhere, *batch.groups[0].members[1:]))
     feed.write(replace(batch, groups=(group, *batch.groups[1:])))
-    with pytest.raises(PayloadUnreadable, match="made anew"):
+    with pytest.raises(PayloadUnreadable, match="recreated"):
         train(trained, threading.Event())
 
 
@@ -366,7 +416,8 @@ def test_kill_9_at_random_trains_every_batch_exactly_once(
     rng, total, log = random.Random(seed), 40, tmp_path / "trainer.log"
     log.touch()
     for kill in range(3):
-        # More than the goal needs, but no more: else a fast trainer has done all before the last kill.
+        # More than the goal needs, but no more: else a fast trainer has done all before the last
+        # kill.
         feed.write(*(feed.batch(seq) for seq in range(13 * kill, 13 * kill + 13)))
         goal = log.read_text().count("version_published") + rng.randrange(1, 8)
         with nursery.trainer(trained, log) as pid:

@@ -63,7 +63,7 @@ def start_of(topic: str, topic_id: str, stored: Position | None) -> Position:
     """
     if stored is not None and stored.next_batch_seq > 0:
         raise BatchesReplaced(
-            f"source truncated: {topic} was made anew. Weights were trained from batches 0 to "
+            f"source truncated: {topic} was recreated. Weights were trained from batches 0 to "
             f"{stored.next_batch_seq - 1} "
             f"of topic id {stored.topic_id}; today's id is {topic_id}, and its batches count from "
             "0 again, so their staleness "

@@ -35,7 +35,7 @@ def read_payload(
         if member.place.topic_id != topic_id:
             raise PayloadUnreadable(
                 f"{_where(topic, batch, member)} lies in topic id {member.place.topic_id}, but "
-                f"{topic} was made anew and "
+                f"{topic} was recreated and "
                 f"has id {topic_id}: the payload is gone"
             )
     wanted = {member.trajectory_id for member in members}

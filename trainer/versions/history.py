@@ -1,5 +1,4 @@
-"""What the weights log says about a run: which ids are taken, what came from what, what may be
-deleted.
+"""Derive from the weights log: the next ids, the ancestors of a version, deletable versions.
 
 Pure.
 """
@@ -16,7 +15,7 @@ ALWAYS_KEPT = 2
 
 
 def next_attempt(taken: Iterable[Version]) -> int:
-    """One above the highest attempt among ids that exist anywhere; 0 for a run without any."""
+    """Return one above the highest existing attempt; 0 for a run without any."""
     return max((version.attempt for version in taken), default=-1) + 1
 
 
@@ -31,7 +30,7 @@ def next_sync_index(sync_index: int, next_batch_seq: int, sync_every: int) -> in
 
 
 def ancestors(versions: Sequence[WeightVersion], current_version: str) -> list[WeightVersion]:
-    """`current_version` and its ancestors, newest first."""
+    """Return `current_version` and its ancestors, newest first."""
     by_id = {version.version_id: version for version in versions}
     found: list[WeightVersion] = []
     at: str | None = current_version
@@ -44,10 +43,10 @@ def ancestors(versions: Sequence[WeightVersion], current_version: str) -> list[W
 def deletable(
     versions: Sequence[WeightVersion], current_version: str, keep: int
 ) -> Collection[Version]:
-    """Versions (log order) whose files may go: neither among the newest `keep` of the log nor of
-    the current_version's chain.
+    """Return versions (log order) whose files may be deleted.
 
-    What a kept delta is based on stays too.
+    Keeps the newest `keep` of the log and of the current version's ancestors, and the bases of kept
+    deltas.
     """
     keep = max(keep, ALWAYS_KEPT)
     kept = {v.version_id for v in (*versions[-keep:], *ancestors(versions, current_version)[:keep])}

@@ -1,4 +1,4 @@
-"""The weights log of a run: who may write to it, and what it says."""
+"""Read and write the weights log of a run."""
 
 from __future__ import annotations
 
@@ -21,18 +21,19 @@ class WeightLog(Protocol):
     topic_id: str
 
     def publish(self, version: WeightVersion) -> None:
-        """Put the manifest on the log: from here on version and checkpoint count.
+        """Publish the manifest: from now on the version and its checkpoint count.
 
-        Raises Fenced after a newer trainer began.
+        Raises:
+            Fenced: A newer trainer has started.
         """
 
     def raise_if_fenced(self) -> None:
-        """Raises Fenced when a newer trainer took over; costs a round trip."""
+        """Raise Fenced when a newer trainer took over. Costs a round trip."""
 
 
 @dataclass
 class MemoryWeightLog:
-    """A weight_log without Kafka, for tests and for training off-line."""
+    """A weights log in memory, for tests and offline training."""
 
     topic_id: str = "memory"
     published: list[WeightVersion] = field(default_factory=list)
@@ -48,12 +49,10 @@ class MemoryWeightLog:
 
 
 class KafkaWeightLog:
-    """The weights log, as the one trainer that may write to it.
+    """The weights log on Kafka. Creating one fences every older trainer of the run.
 
-    Making one fences every older trainer of the run.
-
-    Whatever is written goes through one transactional producer, so a fenced trainer can write
-    nothing, dead letters included.
+    All writes use one transactional producer, so a fenced trainer cannot write, not even dead
+    letters.
     """
 
     def __init__(self, cluster: Cluster, topics: Topics, run_id: str) -> None:
@@ -62,20 +61,14 @@ class KafkaWeightLog:
         self.topic_id = cluster.topic_id(topics.weights)
 
     def publish(self, version: WeightVersion) -> None:
-        """Put the manifest on the log.
-
-        From here on the version and its checkpoint count. Raises Fenced.
-        """
+        """Publish the manifest in one transaction. Raises Fenced."""
         with self._producer.transaction():
             self._producer.put(
                 self._topics.weights, version.version_id.encode(), self._codec.encode(version)
             )
 
     def dead_letter(self, record: Record, topic_id: str, reason: str, detail: str) -> None:
-        """Dead-letter a record.
-
-        It may be buried again after a restart: the same place each time.
-        """
+        """Dead-letter a record. A restart may repeat it under the same id."""
         letter = dead_letter(record, topic_id, "trainer", reason, detail)
         with self._producer.transaction():
             self._producer.put(self._topics.dead_letters, letter.key, self._codec.encode(letter))
@@ -84,9 +77,7 @@ class KafkaWeightLog:
         )
 
     def raise_if_fenced(self) -> None:
-        """Ask the broker by a transaction that is given up: Fenced when a newer trainer took over,
-        else nothing.
-        """
+        """Raise Fenced when a newer trainer took over: starts and aborts a transaction."""
         try:
             with self._producer.transaction():
                 self._producer.put(self._topics.weights, self._run_id.encode(), None)
@@ -106,12 +97,11 @@ class _Aborted(Exception):
 def read_versions(
     cluster: Cluster, decoder: Decoder, topic: str, run_id: str
 ) -> tuple[list[WeightVersion], set[Version]]:
-    """The run's versions in log order, and all its ids: an id counts as taken even if its record
-    can't be read.
+    """Return the run's versions in log order, and all its ids, including unreadable records.
 
-    The log is shared by all runs: a version of this one may lie behind another trainer's open
-    transaction. Not to see it would mean to train its batches again, under its id, and to delete
-    its files.
+    All runs share the log, so a version may lie behind another trainer's open transaction. Missing
+    it
+    would train its batches again under its id and delete its files; therefore this waits.
     """
     versions: list[WeightVersion] = []
     taken: set[Version] = set()

@@ -56,7 +56,7 @@ def check_not_recreated(
             continue
         if version.batches_topic_id not in (None, journal_id):
             raise UnreadableJournal(
-                f"{journal} was made anew (id {journal_id}), but {version.version_id} was trained "
+                f"{journal} was recreated (id {journal_id}), but {version.version_id} was trained "
                 "from "
                 f"batches up to {version.last_batch_seq} of its predecessor (id "
                 f"{version.batches_topic_id}): what that decided can't be known. Restore it, or "

@@ -231,7 +231,7 @@ def test_what_a_person_has_set_stays_until_the_settings_change() -> None:
     )
     anew = next_policy(Published(anns, first, False), policy_of(old, 3, 5))
     assert anew == dataclasses.replace(anns, policy_version=3, created_at=5), (
-        "on a topic made anew it goes on"
+        "on a recreated topic it stays in force"
     )
     assert next_policy(Published(anns, None, True), policy_of(old, 3, 5)) == policy_of(old, 3, 5), (
         "settings never spoke yet"
