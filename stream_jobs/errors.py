@@ -11,17 +11,23 @@ class StreamJobError(ForeseenError):
 
 
 class FencedOut(StreamJobError):
-    """Another worker wrote to this partition's state log: the partition is not ours any more. End before any output, restart."""
+    """Another worker wrote to this partition's changelog and owns the partition now.
+
+    The process ends before it writes any output, and restarts.
+    """
 
 
 class InputDisorder(StreamJobError):
-    """An input was not delivered in the order of its log. Nothing of it was folded; the restart reads it again."""
+    """An input was not delivered in log order. Nothing of it was folded; the restart reads it
+    again.
+    """
 
 
 class UnreadableChangelog(StreamJobError, SourceTruncated):
-    """The state log holds something that assemble has not written, or a record of it is missing.
+    """The changelog holds a foreign record, or lacks a record.
 
-    What was decided can't be known, and a restart would find the same: an operator must look. Run clawstream doctor.
+    The decisions cannot be recovered, and a restart would find the same: an operator must act.
+    Run clawstream doctor.
     """
 
 
@@ -41,7 +47,9 @@ class TopicReplaced(StreamJobError):
 
 
 class NotCoPartitioned(StreamJobError):
-    """The inputs' partitions were not assigned together: they differ in number, or the group has a foreign member."""
+    """The partitions of the inputs were not assigned together: their numbers differ, or the group
+    has a foreign member.
+    """
 
 
 class LakeError(StreamJobError):

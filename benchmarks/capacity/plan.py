@@ -59,7 +59,7 @@ class Assumptions:
     candidates_bytes: float = 77.0
     rewards_bytes: float = 19.0
     assembly_bytes: float = 78.0
-    """The state log before it is trimmed, measured before trajectories had numbers there.
+    """The changelog before it is trimmed, measured before trajectories had numbers there.
 
     Snapshots come to as much again.
     """

@@ -18,14 +18,14 @@ is missing or too many.
 
     steps_per_s_per_core            a second of CPU of all jobs: assemble, reward, admit, lake
     cpu_us_per_step                 all jobs, microseconds; <job>_cpu_us_per_step: one of them
-    bare_loop_cpu_us_per_step       the same fold, state log and outputs in a plain loop on
+    bare_loop_cpu_us_per_step       the same fold, changelog and outputs in a plain loop on
                                     confluent-kafka (`jobs_bare_loop`)
     ratio_to_bare_loop              all jobs to the bare loop, of a round
     dict_pool_steps_per_s           the same grouping in dictionaries, given decoded records;
                                     nothing outlives its process
     cpu_ratio_2_workers             assemble alone: CPU a step of two workers to that of one
     split_2_workers                 percent of the trajectories that the first of two workers had
-    state_bytes_per_step_turn100    bytes of state log a step, turns 91 to 100 of conversations of
+    state_bytes_per_step_turn100    bytes of changelog a step, turns 91 to 100 of conversations of
                                     100; turn10: the first ten. Deltas only
     state_bytes_with_snapshots_per_step
                                     deltas of all turns, and snapshots as often as in a large state

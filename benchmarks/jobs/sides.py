@@ -152,7 +152,7 @@ def _check_lake(here: Installation, load: Load) -> None:
 
 
 def bare_loop(bench: Bench, load: Load) -> float:
-    """The same fold, inputs, state log and outputs in a plain loop.
+    """The same fold, inputs, changelog and outputs in a plain loop.
 
     Returns CPU microseconds a step.
 

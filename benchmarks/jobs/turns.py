@@ -1,4 +1,4 @@
-"""What a conversation of 100 turns costs assemble: state log a step, and CPU a KB of prompt."""
+"""What a conversation of 100 turns costs assemble: changelog a step, and CPU a KB of prompt."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from stream_jobs.assemble.state import PartitionState
 BATCH = 20
 """Steps of one partition in a batch under load."""
 Delta = list[tuple[int, float]]
-"""(turn, bytes) of each step that a record of the state log notes."""
+"""(turn, bytes) of each step that a record of the changelog notes."""
 
 
 def part_turns(bench: Bench) -> dict[str, Any]:
@@ -41,7 +41,7 @@ def part_turns(bench: Bench) -> dict[str, Any]:
         used = worker.cpu_s() - before
         written = _written(here)
     deltas = _steps(written)
-    expect("steps in the state log", sum(map(len, deltas)), load.steps)
+    expect("steps in the changelog", sum(map(len, deltas)), load.steps)
     fold_us, kilobytes = fold_us_per_kb(LONG, min(conversations, GROUP_SIZE))
     return {
         "state_bytes_per_step_turn100": _bytes_per_step(
@@ -58,7 +58,7 @@ def part_turns(bench: Bench) -> dict[str, Any]:
 
 
 Written = list[tuple[Record, AssemblyDelta]]
-"""The deltas of a state log, by partition in order."""
+"""The deltas of a changelog, by partition in order."""
 
 
 def _written(here: Installation) -> Written:

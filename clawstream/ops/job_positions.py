@@ -17,7 +17,7 @@ from stream_jobs.errors import UnreadableChangelog, UnreadableJournal
 
 
 def positions(settings: Settings, cluster: Cluster) -> list[StoredPosition]:
-    """What the state log, the reward job's group and every journal say."""
+    """What the changelog, the reward job's group and every journal say."""
     decoder = Decoder(cluster, settings.kafka.topics.schemas)
     return [
         *_assemble(settings, cluster, decoder),
@@ -27,7 +27,7 @@ def positions(settings: Settings, cluster: Cluster) -> list[StoredPosition]:
 
 
 def _assemble(settings: Settings, cluster: Cluster, decoder: Decoder) -> Iterator[StoredPosition]:
-    """What each partition of the state log has applied of its inputs."""
+    """What each partition of the changelog has applied of its inputs."""
     topics = settings.kafka.topics
     for partition in range(cluster.topics(topics.assembly).get(topics.assembly, 0)):
         log = ChangelogReader()
@@ -41,14 +41,14 @@ def _assemble(settings: Settings, cluster: Cluster, decoder: Decoder) -> Iterato
                 break
         if flaw is not None:
             yield StoredPosition(
-                "assemble", "unreadable state log", topics.assembly, None, partition, at, flaw
+                "assemble", "unreadable changelog", topics.assembly, None, partition, at, flaw
             )
         elif log.known:
             for topic, topic_id, applied in zip(
                 (topics.steps, topics.rewards), log.state.topic_ids, log.state.applied, strict=True
             ):
                 yield StoredPosition(
-                    "assemble", "state log", topic, topic_id, partition, applied + 1
+                    "assemble", "changelog", topic, topic_id, partition, applied + 1
                 )
 
 

@@ -38,7 +38,7 @@ class JobsSettings(Section):
     )
     batch_records: Count = Field(500, description="latency against throughput")
     snapshot_min_bytes: Count = Field(
-        4 << 20, description="shorter recovery against more state log"
+        4 << 20, description="shorter recovery against more changelog"
     )
     session_timeout_s: Positive = Field(6.0, description="how soon a dead worker's partitions move")
     tick_interval_s: Positive = Field(1.0, description="resolution of time-outs")

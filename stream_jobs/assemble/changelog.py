@@ -1,9 +1,11 @@
-"""The state log of assemble, `claw.assembly`: what its records mean when read back, and how they are made. Pure.
+"""The changelog of assemble, `claw.assembly`: how its records are written and read. Pure.
 
-A partition holds, in order: a marker of each new owner (its offset is the owner's epoch), deltas, and pieces of snapshots. A record whose
-epoch is below the highest one seen before it is a fenced writer's and counts for nothing. A marker may have been trimmed away: a
-record of a higher epoch is taken without it. But a marker always lies before what its owner writes: a record whose epoch is not below its
-own offset was written by a worker that did not notice that the topic was made anew, and counts for nothing either.
+A partition holds, in order: a marker of each new owner (its offset is the owner's epoch),
+deltas, and chunks of snapshots. A record whose epoch is below the highest epoch before it
+belongs to a fenced writer and is ignored. A marker may have been trimmed: a record of a higher
+epoch is accepted without it. A marker always precedes the records of its owner: a record whose
+epoch is not below its own offset was written by a worker that did not notice that the topic was
+recreated, and is ignored too.
 """
 
 from __future__ import annotations
@@ -25,10 +27,9 @@ from stream_jobs.errors import UnreadableChangelog
 CHUNK_BYTES = 900_000
 LEVEL = 1
 FORMAT = 3
-"""Of entries and snapshots, which have no schema. Rises when this release writes what one before it would not read, or read wrongly."""
-READ = (1, 2, FORMAT)
-"""What this release reads. 1: the hashes of steps were in their entries. 2: there were no silences,
-`messages` and `call_id`."""
+"""Format of changes and snapshots, which have no schema. Increment it when older releases cannot
+read the new one.
+"""
 HASH_FIELDS = tuple(
     OpenStep._fields.index(name)
     for name in (
@@ -41,14 +42,18 @@ HASH_FIELDS = tuple(
         "call_id_hash",
     )
 )
-"""Places in the entry of a step."""
+"""Indexes of the hashes in an `OpenStep`."""
 
 
 class ChangelogReader:
-    """Rebuilds the state from the records of one partition. `read` each in offset order; then `state`, `seq`.
+    """Rebuilds the state from the records of one partition. Call `read` for each record in offset
+    order.
 
-    bytes_since_snapshot, snapshot_bytes: how long the log behind the newest complete snapshot is, and how large that was.
-    known: whether the log holds any state at all.
+    Attributes:
+        state, seq: The state, and the sequence number of the last delta.
+        bytes_since_snapshot, snapshot_bytes: Size of the changelog after the newest complete
+            snapshot, and of that snapshot.
+        known: Whether the changelog holds any state.
     """
 
     def __init__(self) -> None:
@@ -61,12 +66,14 @@ class ChangelogReader:
         self._pieces: list[AssemblySnapshot] = []
 
     def read(self, offset: int, record: object, size: int) -> None:
-        """Take the next record. size: its bytes. Raises UnreadableChangelog when a delta is missing."""
+        """Read the next record. size: its bytes. Raises UnreadableChangelog when a delta is
+        missing.
+        """
         if not accepts(offset, record, self._epoch):
             return
-        if isinstance(record, AssemblyDelta | AssemblySnapshot) and record.format not in READ:
+        if isinstance(record, AssemblyDelta | AssemblySnapshot) and record.format != FORMAT:
             raise UnreadableChangelog(
-                f"state log, offset {offset}: written in format {record.format}, this release has {FORMAT}; "
+                f"changelog, offset {offset}: written in format {record.format}, this release has {FORMAT}; "
                 f"run all assemble workers on {'the newer' if record.format > FORMAT else 'that older'} release"
             )
         match record:
@@ -87,7 +94,7 @@ class ChangelogReader:
             delta.seq != self.seq + 1
         ):  # the log is trimmed up to a complete snapshot, so its first delta is 1 or follows one
             raise UnreadableChangelog(
-                f"state log, offset {offset}: delta {delta.seq} follows {self.seq}; run clawstream doctor"
+                f"changelog, offset {offset}: delta {delta.seq} follows {self.seq}; run clawstream doctor"
             )
         self.known = True
         self.seq = delta.seq
@@ -96,7 +103,7 @@ class ChangelogReader:
                 self.state.apply(entry)
         except (LookupError, TypeError, ValueError, struct.error) as e:
             raise UnreadableChangelog(
-                f"state log, offset {offset}: an entry that this release can't apply ({type(e).__name__}: {e}); "
+                f"changelog, offset {offset}: an entry that this release can't apply ({type(e).__name__}: {e}); "
                 "if a newer release wrote it, upgrade all assemble workers"
             ) from e
         self.state.applied = [delta.applied_steps, delta.applied_rewards]
@@ -123,14 +130,19 @@ ChangelogRecord = AssemblyMarker | AssemblyDelta | AssemblySnapshot
 
 
 def accepts(offset: int, record: object, epoch: int) -> bool:
-    """Whether a reader takes the record at `offset`, when `epoch` is the highest one it has seen before it."""
+    """Return whether a reader accepts the record at `offset`. epoch: the highest epoch before it."""
     if isinstance(record, AssemblyMarker):
         return offset > epoch
     return isinstance(record, AssemblyDelta | AssemblySnapshot) and epoch <= record.epoch < offset
 
 
 def decode_record(decoder: Decoder, record: Record) -> ChangelogRecord:
-    """What a record of the state log says. Raises UnreadableChangelog: only assemble writes there, so poison is a broken invariant."""
+    """Decode a record of the changelog.
+
+    Raises:
+        UnreadableChangelog: It cannot be decoded. Only assemble writes there, so this is a
+            broken invariant.
+    """
     try:
         event = decoder.decode(record.value)
         if isinstance(event, ChangelogRecord):
@@ -139,7 +151,7 @@ def decode_record(decoder: Decoder, record: Record) -> ChangelogRecord:
     except (Undecodable, UnknownSchema) as e:
         what = str(e)
     raise UnreadableChangelog(
-        f"state log {record.topic}-{record.partition}, offset {record.offset}: {what}; only assemble may write there; "
+        f"changelog {record.topic}-{record.partition}, offset {record.offset}: {what}; only assemble may write there; "
         "run clawstream doctor"
     )
 
@@ -147,7 +159,9 @@ def decode_record(decoder: Decoder, record: Record) -> ChangelogRecord:
 def delta(
     epoch: int, seq: int, state: PartitionState, entries: Iterable[StateChange]
 ) -> AssemblyDelta:
-    """The delta that leads to `state`. How far its clocks are goes with how far it has read: what it read is not read again."""
+    """Create the delta that leads to `state`. It includes the clocks, because applied records are
+    not read again.
+    """
     steps, rewards = state.applied
     changes, hashes = _packed([[ChangeKind.CLOCKS_ADVANCED, *state.time], *entries])
     return AssemblyDelta(
@@ -162,7 +176,7 @@ def delta(
 
 
 def snapshot(epoch: int, seq: int, state: PartitionState) -> list[AssemblySnapshot]:
-    """The pieces of a snapshot of `state`, in which nothing is pending."""
+    """Create the chunks of a snapshot. Requires that no output is pending."""
     assert not state.pending, "a snapshot is taken when nothing is pending"
     data = bytes(cramjam.zstd.compress(state.dump(), LEVEL))
     pieces = [data[i : i + CHUNK_BYTES] for i in range(0, len(data), CHUNK_BYTES)]
@@ -175,10 +189,10 @@ def snapshot(epoch: int, seq: int, state: PartitionState) -> list[AssemblySnapsh
 
 
 def unpack_changes(delta: AssemblyDelta) -> list[StateChange]:
-    """The entries of a delta. Raises LookupError, ValueError or struct.error when they are not what one holds."""
+    """Return the changes of a delta. Raises LookupError, ValueError or struct.error for malformed
+    content.
+    """
     entries: list[StateChange] = orjson.loads(bytes(cramjam.zstd.decompress(delta.entries)))
-    if delta.format == 1:
-        return entries
     hashes, at = struct.unpack(f"<{len(delta.hashes) // 8}q", delta.hashes), 0
     for entry in entries:
         if entry[0] == ChangeKind.STEP_ADDED:
@@ -193,7 +207,9 @@ def unpack_changes(delta: AssemblyDelta) -> list[StateChange]:
 
 
 def _packed(entries: Iterable[StateChange]) -> tuple[bytes, bytes]:
-    """Entries as zstd of JSON, and beside it the hashes of their steps, eight bytes each: as digits they are random text, which takes more."""
+    """Return the changes as zstd of JSON, and their hashes separately, 8 bytes each: as decimal
+    digits they compress badly.
+    """
     plain, hashes = list[StateChange](), list[int]()
     for entry in entries:
         if entry[0] != ChangeKind.STEP_ADDED:

@@ -1,7 +1,9 @@
-"""The closed trajectories of a partition: packed, but for those that are in hand. Pure.
+"""The closed trajectories of a partition: encoded, except those in use. Pure.
 
-There may be tens of thousands of them, so each is kept as the JSON of `Closed.dump`. What a batch looks at or changes is unpacked once
-and packed again when its outputs are done: a hundred rewards of one trajectory cost as much as one to read and write.
+A partition may have tens of thousands of them, so each is stored as the JSON of
+`ClosedTrajectory.dump`. A trajectory that a batch reads or changes is decoded once, and encoded
+again when the outputs are done. A hundred rewards of one trajectory cost one decode and one
+encode.
 """
 
 from __future__ import annotations
@@ -14,15 +16,19 @@ import orjson
 from stream_jobs.assemble.model import ClosedTrajectory, RunTrajectory
 
 DECODED_MAX = 100_000
-"""Steps, rewards and marks that are in hand, roughly, before all are packed: a bound on memory, about 40 MB. Rewards of more steps than that
-which come mixed in one batch cost an unpacking each, 5 ms for 1,000 steps."""
+"""Steps, rewards and marks that may be decoded at once (about 40 MB). Beyond it all are encoded;
+decoding 1,000 steps takes 5 ms.
+"""
 ONE_BYTES = 4096
-"""Of a trajectory that counts as one, packed: some 40 steps, or 20 with a reward on each. A longer one counts as several."""
+"""Encoded size that counts as one trajectory: about 40 steps, or 20 with a reward each. A longer
+trajectory counts as several.
+"""
 
 
 class ClosedStore:
-    """By time of closing. `archive[key]` is for reading, `change(key)` for changing it there and then: neither is to be held across
-    other calls."""
+    """Closed trajectories in closing order. Use `store[key]` to read and `store.change(key)` to
+    modify; do not hold either across other calls.
+    """
 
     def __init__(self, packed: Iterable[tuple[RunTrajectory, bytes]] = ()) -> None:
         self._packed = OrderedDict(packed)
@@ -57,20 +63,20 @@ class ClosedStore:
         )
 
     def add(self, key: RunTrajectory, closed: ClosedTrajectory) -> None:
-        """One more; it is the archive's own from now on."""
+        """Add a trajectory. The store owns the object afterwards."""
         self._hold(key, closed)
         self._put(key, b"")
         self._changed[key] = None
 
     def change(self, key: RunTrajectory) -> ClosedTrajectory:
-        """To be changed at once."""
+        """Return a trajectory for immediate modification."""
         closed = self[key]
         self._changed[key] = None
         self._weight += 1
         return closed
 
     def pop(self, key: RunTrajectory) -> ClosedTrajectory:
-        """Take one out. Raises KeyError."""
+        """Remove and return a trajectory. Raises KeyError."""
         closed = self[key]
         self.counted -= _count(self._packed.pop(key))
         del self._decoded[key]
@@ -78,7 +84,7 @@ class ClosedStore:
         return closed
 
     def pack(self) -> None:
-        """Have nothing in hand."""
+        """Encode all decoded trajectories."""
         for key in self._changed:
             self._put(key, self._decoded[key].dump())
         self._decoded.clear()
@@ -86,7 +92,7 @@ class ClosedStore:
         self._weight = 0
 
     def dump(self) -> list[list[str | orjson.Fragment]]:
-        """Run, trajectory id and content of each, for a snapshot."""
+        """Return run, trajectory id and content of each trajectory, for a snapshot."""
         self.pack()
         return [[*key, orjson.Fragment(packed)] for key, packed in self._packed.items()]
 

@@ -1,22 +1,32 @@
-"""The fold of assemble: records of one partition of `claw.steps` and `claw.rewards` in, entries of the state log out. Pure.
+"""The fold of assemble: records of one partition of `claw.steps` and `claw.rewards` in, state
+changes out. Pure.
 
-Rules (design sections 1, 2 and 3.13):
+Rules (docs/contract.md):
 
-- A trajectory is the steps of one (run, trajectory key) from its first record to its closing; in a bucket those that `bucket` puts
-  together. It closes when it is completed, failed or abandoned, or when a record of `claw.steps`, tick included, has a timestamp
-  (running maximum) past its time-out; that record is folded after the closing. A time in which the partition took no record, ticks
-  included, counts for no time-out (`log_time`): Kafka was away, and what was recorded meanwhile comes behind it. In a bucket or an agent's session nobody says that it
-  is over, so there inactivity is its normal end, `completed`, and the next step begins the next trajectory. Only `claw.steps` decides what is in a trajectory, so its steps do not depend on how the inputs interleave.
-- Rewards, curation and assessments fold into open and closed trajectories alike. A target counts as known when it appeared at most `orphan_after`
-  after the reward, by log timestamps on both sides: whichever was read first.
-- What has no target yet waits `orphan_after` on the clock of `claw.steps`, then is buried as `unknown_target`. A completion of an
-  unknown trajectory waits as well: steps from a gateway's spool may still come. When the time is over it closes the trajectory, if by
-  then there is one.
-- A trajectory has a bounded number of steps and bytes of payload: the step that fills it closes it as `timed_out`.
-- A step id that the trajectory has already changes nothing. A step after the closing is marked late; in a bucket or an agent's session it begins the next one.
-- Of a call that the client made twice only one step counts (`retries`); the other is marked and never trained.
-- A trajectory keeps a bounded number of rewards and marks; what is too much is buried as `too_many_rewards`.
-- A record that cannot be folded is buried, with the reason, and has no other effect.
+- A trajectory consists of the steps of one (run, trajectory key) from its first record to its
+  closing; in a gateway-assigned session, of the steps that `anonymous_sessions` assigns to it.
+  It closes when it is completed, failed or abandoned, or when a record of `claw.steps`, ticks
+  included, has a timestamp (running maximum) beyond its time-out; that record is folded after
+  the closing. An interval without any record, ticks included, counts for no time-out
+  (`log_time`). In a gateway-assigned session inactivity is the normal end, `completed`, and the
+  next step begins the next trajectory. Only `claw.steps` decides the content of a trajectory, so
+  its steps do not depend on how the inputs interleave.
+- Rewards, curation and assessments apply to open and closed trajectories alike. A target counts
+  as known when it appeared at most `orphan_after` after the reward, by log timestamps of both
+  inputs, regardless of read order.
+- A record without a known target waits `orphan_after` on the clock of `claw.steps`, then becomes
+  a dead letter, `unknown_target`. A completion of an unknown trajectory waits too, because steps
+  from a gateway's spool may still arrive. At the end of that time it closes the trajectory, if
+  there is one.
+- A trajectory has a bounded number of steps and bytes of payload: the step that reaches a bound
+  closes it as `timed_out`.
+- A duplicate step id changes nothing. A step after the closing is marked late; in a
+  gateway-assigned session it begins the next trajectory.
+- Of a call that the client retried only one step counts (`retries`); the other is marked and
+  never trained.
+- A trajectory has a bounded number of rewards and marks; further ones become dead letters,
+  `too_many_rewards`.
+- A record that cannot be folded becomes a dead letter with the reason, and has no other effect.
 """
 
 from __future__ import annotations
@@ -44,7 +54,9 @@ TRACE_CHARS = 4000
 
 
 class AssemblyFold:
-    """Folds records into a state, and collects the entries that say how. `record` for each, then `seal` for the batch."""
+    """Folds records into a state and collects the changes. Call `record` for each record, then
+    `finish_batch`.
+    """
 
     def __init__(self, state: PartitionState, limits: Limits) -> None:
         self.state = state
@@ -57,9 +69,14 @@ class AssemblyFold:
     def record(
         self, source: SourceTopic, offset: int, timestamp: int, key: bytes | None, event: Any
     ) -> CachedPayload | None:
-        """Fold one record. event: a record of `schemas.records`, or Bad. Returns the payload to keep for its trajectory.
+        """Fold one record. A record at or below `applied` has no effect.
 
-        Offsets at or below what was applied fold to nothing.
+        Args:
+            timestamp: Log timestamp, ms.
+            event: A record of `schemas.records`, or UndecodableRecord.
+
+        Returns:
+            The payload to cache for its trajectory, if any.
         """
         state = self.state
         if offset <= state.applied[source]:
@@ -97,7 +114,7 @@ class AssemblyFold:
         return payload
 
     def tick(self, source: SourceTopic, timestamp: int) -> None:
-        """Time goes on, with a record or without one."""
+        """Advance the clock of an input."""
         if source == STEPS:
             self._record_silence(timestamp)
         self.state.time[source] = max(self.state.time[source], timestamp)
@@ -106,16 +123,19 @@ class AssemblyFold:
         self._evict_closed()
 
     def finish_batch(self) -> list[StateChange]:
-        """End the batch: each changed closed trajectory gets one new candidate revision. Returns the entries since the last seal."""
+        """Finish the batch: give each changed closed trajectory one new candidate revision. Returns
+        all changes of the batch.
+        """
         self._apply([[ChangeKind.REVISED, *key] for key in self._changed])
         self._changed.clear()
         entries, self._entries = self._entries, []
         return entries
 
     def replace_source(self, source: SourceTopic, topic_id: str, first: int) -> None:
-        """The input is another topic now, or known for the first time: read it from offset `first` on.
+        """Restart an input on a new topic, from offset `first`.
 
-        With `claw.steps` the payload of everything that was open or not yet out is gone: it closes as lost.
+        With `claw.steps` the payload of all open or unsent trajectories is gone: they close as
+        lost.
         """
         if source == STEPS:
             why = "claw.steps was replaced by a new topic"
@@ -132,14 +152,16 @@ class AssemblyFold:
     # -- time
 
     def _record_silence(self, timestamp: int) -> None:
-        """Before time goes on to the next record of `claw.steps`: whether the partition took nothing for too long."""
+        """Record a silence if the partition received no record for too long before `timestamp`."""
         before, limit = self.state.time[STEPS], self.limits.silent_after
         if limit is not None and before >= 0 and timestamp - before > limit:
             forget = self.state.silences.expired(before, self.limits.longest)
             self._apply([[ChangeKind.SILENCE_NOTED, before + limit, timestamp, forget]])
 
     def _expire(self) -> None:
-        """What is due on the clock of `claw.steps`, before the record that brought the time is folded."""
+        """Apply all time-outs of the `claw.steps` clock, before the record that advanced it is
+        folded.
+        """
         state, now, elapsed = self.state, self.state.time[STEPS], self.state.silences.elapsed
         for source in (STEPS, REWARDS):
             side = state.waiting[source]
@@ -166,13 +188,15 @@ class AssemblyFold:
     def _close_inactive(
         self, by_last: Mapping[RunTrajectory, Any], limit: int, outcome: Outcome, reason: str | None
     ) -> None:
-        """Close those whose last record is longer ago than `limit`. by_last: in the order of their last records."""
+        """Close trajectories whose last record is more than `limit` ms old. by_last: ordered by
+        last record.
+        """
         now, elapsed = self.state.time[STEPS], self.state.silences.elapsed
         while by_last and elapsed(self.state.opened[key := next(iter(by_last))].last, now) > limit:
             self._apply([[ChangeKind.CLOSED, *key, outcome, reason, now]])
 
     def _evict_closed(self) -> None:
-        """Closed trajectories past the horizon, or too many of them."""
+        """Evict closed trajectories that are beyond the horizon or above the limit."""
         state = self.state
         while state.closed:
             key = next(iter(state.closed))
@@ -194,7 +218,7 @@ class AssemblyFold:
             self._oldest_closed = None  # the same key may open and close once more
 
     def _resolve_waiting(self, entries: list[StateChange]) -> None:
-        """After a trajectory or step has come: rewards and marks that waited for it, in the order of their log."""
+        """Apply rewards and marks that waited for a new trajectory or step, in log order."""
         came = next(
             (
                 e
@@ -230,7 +254,7 @@ class AssemblyFold:
                 self._resolve(REWARDS, offset)
 
     def _resolve(self, source: SourceTopic, offset: int) -> None:
-        """A reward or mark whose trajectory is there: apply it, if what it is about is there too."""
+        """Apply a waiting reward or mark, if its step has arrived too."""
         waiting = self.state.waiting[source][offset]
         if self._handler.appeared_at(waiting.key, waiting.step_suffix, waiting.at) is None:
             return

@@ -1,4 +1,6 @@
-"""What one record of `claw.steps` or `claw.rewards` changes: entries of the state log, or a refusal. Pure; nothing is changed here."""
+"""Event handlers: map one record of `claw.steps` or `claw.rewards` to state changes, or reject it.
+Pure.
+"""
 
 from __future__ import annotations
 
@@ -56,14 +58,24 @@ from stream_jobs.assemble.state import PartitionState
 NAME_CHARS = 200
 TAGS_MAX = 50
 PAYLOAD_BYTES = MAX_MESSAGE_BYTES - (1 << 20)
-"""A step's payload and a trajectory's metadata go into records of their own, which must fit into Kafka as well."""
+"""Maximum size of a step's payload and of a trajectory's metadata: each must fit into an output
+record.
+"""
 TOPIC_NAMES = ("claw.steps", "claw.rewards")
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Times in ms of log time. closed_max, waiting_max: bounds on memory, records a partition (a long trajectory counts as several).
-    silent_after: how much of a time in which a partition takes no record counts (`log_time`); None: all of it. steps_max, payload_max: steps and bytes a trajectory; the step that reaches one closes it. train_truncated: as `jobs.train_truncated`.
+    """Limits of the fold. Times are ms of log time.
+
+    Attributes:
+        closed_max, waiting_max: Records per partition; bounds on memory. A long trajectory
+            counts as several.
+        silent_after: How much of an interval without records counts (`log_time`); None: all of
+            it.
+        steps_max, payload_max: Steps and payload bytes per trajectory. The step that reaches one
+            closes the trajectory.
+        train_truncated: See `jobs.train_truncated`.
     """
 
     trajectory_timeout: int
@@ -80,7 +92,7 @@ class Limits:
 
     @property
     def longest(self) -> int:
-        """Time after which nothing waits any more."""
+        """Return the longest time-out, ms."""
         return max(
             self.trajectory_timeout,
             self.closed_horizon,
@@ -99,7 +111,7 @@ class UndecodableRecord:
 
 
 class RejectedRecord(Exception):
-    """The record can't be folded: it becomes a dead letter with this reason."""
+    """The record cannot be folded and becomes a dead letter with this reason."""
 
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(detail)
@@ -107,7 +119,7 @@ class RejectedRecord(Exception):
 
 
 class EventHandler:
-    """Looks at records, one after the other, against a state that others change."""
+    """Maps records to state changes; reads the state and never modifies it."""
 
     def __init__(self, state: PartitionState, limits: Limits) -> None:
         self.state = state
@@ -116,7 +128,11 @@ class EventHandler:
     def handle(
         self, source: SourceTopic, offset: int, key: bytes | None, event: Any
     ) -> tuple[list[StateChange], CachedPayload | None]:
-        """What a record changes, and the payload to keep. Raises Refusal, InvalidId or ValueError when it can't be folded."""
+        """Return the changes of a record, and the payload to cache.
+
+        Raises:
+            RejectedRecord, InvalidId, ValueError: The record cannot be folded.
+        """
         if isinstance(event, UndecodableRecord):
             raise RejectedRecord(event.reason, event.detail)
         if not isinstance(
@@ -151,8 +167,8 @@ class EventHandler:
     # -- targets
 
     def target(self, key: RunTrajectory, step_suffix: str | None) -> RunTrajectory | None:
-        """The trajectory that is meant, None when it is not known. key: its own, or one that the gateway made; then `tail`
-        is of a step of it.
+        """Return the trajectory of a key; None if unknown. For a gateway-assigned key,
+        `step_suffix` selects the trajectory.
         """
         if not is_unnamed(key[1]):
             return key if key in self.state.opened or key in self.state.closed else None
@@ -165,7 +181,9 @@ class EventHandler:
         return (key[0], trajectory) if trajectory is not None else None
 
     def appeared_at(self, key: RunTrajectory, step_suffix: str | None, at: int) -> int | None:
-        """When the target came, on the clock of `claw.steps`; None: not known at time `at` of `claw.rewards`."""
+        """Return when the target appeared on `claw.steps`, ms; None if unknown at time `at` of
+        `claw.rewards`.
+        """
         found = self.target(key, step_suffix)
         if found is None:
             return None
@@ -181,8 +199,10 @@ class EventHandler:
         return closed.opened_at if step_suffix is None else closed.step_time(step_suffix)
 
     def annotate(self, offset: int, entry: StateChange) -> list[StateChange]:
-        """What becomes of a reward, mark or assessment whose target is there. offset: on `claw.rewards`. Nothing, if it changes nothing;
-        it is buried where its trajectory has too many.
+        """Return the changes of a reward, mark or assessment with a known target.
+
+        Returns nothing if it changes nothing, and a dead letter if the trajectory has too many.
+        offset: on `claw.rewards`.
         """
         key: RunTrajectory = (entry[1], entry[2])
         trajectory = self.state.opened.get(key)
@@ -201,7 +221,9 @@ class EventHandler:
         return [[ChangeKind.DEAD_LETTERED, REWARDS, offset, "too_many_rewards", detail]]
 
     def expire(self, source: SourceTopic, offset: int, why: str) -> list[StateChange]:
-        """End a wait: a completion closes what is there by now; anything else is buried."""
+        """End a wait: a completion closes the steps that have arrived; anything else becomes a dead
+        letter.
+        """
         waiting = self.state.waiting[source][offset]
         ends: StateChange = [ChangeKind.WAIT_ENDED, source, offset]
         found = self.target(waiting.key, waiting.step_suffix)
@@ -217,7 +239,7 @@ class EventHandler:
         return [ends, [ChangeKind.DEAD_LETTERED, source, offset, "unknown_target", detail]]
 
     def _make_room(self, source: SourceTopic) -> list[StateChange]:
-        """Before one more waits: the oldest gives up when there are too many."""
+        """Expire the oldest pending target if there are too many."""
         side = self.state.waiting[source]
         if len(side) < self.limits.waiting_max:
             return []
@@ -271,7 +293,7 @@ class EventHandler:
         return entries, payload_of(step, trained, steps.start_of(entry))
 
     def _full(self, steps: OpenSteps, entry: OpenStep) -> str | None:
-        """Why a trajectory closes with its next step; None: there is room for more."""
+        """Return why a trajectory closes with its next step; None if there is room for more."""
         if len(steps) + 1 >= self.limits.steps_max:
             return f"full: {len(steps) + 1} steps"
         size = steps.size + steps.size_of(entry)
@@ -280,7 +302,7 @@ class EventHandler:
     def _resolve_trajectory(
         self, name: RunTrajectory, step_suffix: str, step: Step
     ) -> tuple[RunTrajectory, Placement]:
-        """The trajectory that a step belongs to, and how that was found."""
+        """Return the trajectory of a step, and how it was found."""
         if not is_unnamed(name[1]):
             return name, EXPLICIT
         run = name[0]
@@ -434,7 +456,9 @@ class EventHandler:
     def _apply_or_defer(
         self, offset: int, key: RunTrajectory, step_suffix: str | None, kind: str, what: list[Any]
     ) -> list[StateChange]:
-        """Apply to a known target, wait for one that may come, or bury. key, tail: as in `target`."""
+        """Apply to a known target, defer to a target that may still arrive, or dead-letter. key,
+        step_suffix: as in `target`.
+        """
         at = self.state.time[REWARDS]
         since = self.appeared_at(key, step_suffix, at)
         elapsed, patience = self.state.silences.elapsed, self.limits.orphan_after
@@ -461,20 +485,22 @@ class EventHandler:
 
 
 def _retries(steps: OpenSteps, entry: OpenStep, step: Step) -> list[Retry]:
-    """What the next step says of retries: it is one itself, or it goes on from one that was taken for one."""
+    """Return the retry that the next step causes: its own, or one that it undoes."""
     found = [retry_of(steps, entry, step)]
     found += [undo_retry(steps, at) for at in (entry.base, entry.after) if at is not None]
     return [retry for retry in found if retry is not None][:1]
 
 
 def _last_turn_hash(step: Step) -> int | None:
-    """As in `OpenStep`. The request is read only where the prompt has drifted."""
+    """See `OpenStep`. The request is parsed only when the prompt diverges."""
     turns = turns_of(step.request_json)
     return turn_hash(turns[-1]) if turns else None
 
 
 def _target_step(name: RunTrajectory, event: Reward | Curation) -> str | None:
-    """Tail of the step that a reward or mark is about. With a key of the gateway as its trajectory the step only says which."""
+    """Return the step suffix of a reward's or mark's target; None if the step only selects the
+    trajectory.
+    """
     if event.step_id is None or (is_unnamed(name[1]) and event.trajectory_id == name[1]):
         return None
     return event.step_id[len(name[1]) + 1 :]
@@ -483,9 +509,10 @@ def _target_step(name: RunTrajectory, event: Reward | Curation) -> str | None:
 def _target_trajectory(
     name: RunTrajectory, event: Reward | Curation
 ) -> tuple[RunTrajectory, str | None]:
-    """The trajectory as far as the record says it, and the tail of the step that it names.
+    """Return the trajectory that a record names, and its step suffix. Raises RejectedRecord.
 
-    Where the gateway made the key a trajectory is known by its id; else by the key, and the step says which. Raises Refusal.
+    In a gateway-assigned session the trajectory is identified by its id, or by the key and a
+    step.
     """
     given, step_suffix = (
         event.trajectory_id,
@@ -506,7 +533,7 @@ def _target_trajectory(
 
 
 def _check_sizes(step: Step, step_suffix: str) -> None:
-    """What would make a record of ours too large, now or together with others. Raises Refusal."""
+    """Reject a step that would make an output record too large. Raises RejectedRecord."""
     names = [step_suffix, step.finish_reason, step.version_first, step.version_last]
     names += [s.version for s in step.versions] + [t.name for t in step.tags]
     if max([len(name) for name in names if name is not None]) > NAME_CHARS:

@@ -1,4 +1,6 @@
-"""The assemble job: the owners of the partitions that this worker has, and the ticks that it writes into their inputs."""
+"""The assemble job: the partition processors of this worker, and the ticks that it writes into
+their inputs.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,11 @@ from stream_jobs.worker.member_name import worker_name
 SILENT_TICKS, SILENT_AT_LEAST_S = 10, 10.0
 """A partition of which so many ticks are missing was silent: Kafka was away, or no worker was there."""
 CLOCK_AHEAD_MS = 600_000
-"""Far more than clocks that are kept differ by, and than a run could wait for."""
+"""Far more than synchronised clocks differ."""
 
 
 def limits_of(settings: Settings) -> Limits:
-    """The fold's limits."""
+    """Return the limits of the fold."""
     jobs = settings.jobs
     return Limits(
         trajectory_timeout=round(jobs.trajectory_timeout_s * 1000),
@@ -60,7 +62,9 @@ class Assembler:
         self._ticking = self._clock_told = False
 
     async def assigned(self, partitions: Sequence[int]) -> Mapping[tuple[str, int], int]:
-        """Take the partitions over; returns where to read on. Raises FencedOut only when nothing else was wrong."""
+        """Take over the partitions; return where to read. Raises FencedOut only when no other error
+        occurred.
+        """
         situations = await asyncio.to_thread(self._topic_snapshots, partitions)
         owners = {p: PartitionProcessor(p, self._shared, s) for p, s in situations.items()}
         taken = await asyncio.gather(
@@ -78,7 +82,7 @@ class Assembler:
         }
 
     def _topic_snapshots(self, partitions: Sequence[int]) -> dict[int, TopicSnapshot]:
-        """Today's topic ids and ends (blocking), once for all partitions."""
+        """Read topic ids and end offsets once for all partitions (blocking)."""
         topics, cluster = self._shared.topics, self._shared.cluster
         ids = cluster.topic_ids(
             [topics.steps, topics.rewards, topics.assembly, topics.trajectories]
@@ -87,12 +91,12 @@ class Assembler:
         return {p: TopicSnapshot(ids, {t: e[p] for t, e in ends.items()}) for p in partitions}
 
     async def revoked(self) -> None:
-        """Give all partitions up, each after the batch in hand."""
+        """Release all partitions, each after its current batch."""
         owners, self._processors = self._processors, {}
         await asyncio.gather(*(owner.release() for owner in owners.values()))
 
     async def process(self, partition: int, records: Sequence[Record]) -> Mapping[str, int]:
-        """Process a batch; returns topic to the last offset that is done."""
+        """Process a batch; return the last finished offset by topic."""
         owner = self._processors.get(partition)
         if owner is None:
             return {}
@@ -106,7 +110,9 @@ class Assembler:
         return {r.topic: r.offset for r in records}
 
     def _watch_clock(self, owner: PartitionProcessor) -> None:
-        """Say once when log time is far ahead of this machine's: nothing times out until real time is there."""
+        """Warn once when log time is far ahead of the local clock: nothing times out until real
+        time catches up.
+        """
         ahead = owner.time - now_micros() // 1000
         if ahead > CLOCK_AHEAD_MS and not self._clock_told:
             self._clock_told = True
@@ -116,7 +122,9 @@ class Assembler:
             )  # fmt: skip
 
     async def tick(self) -> None:
-        """Write the time into the inputs of every own partition. One that is lost does no harm: the next one says more."""
+        """Write a tick into the inputs of every owned partition. A lost tick is harmless: the next
+        one replaces it.
+        """
         if self._ticking or not self._write_ticks:
             return  # when Kafka is away: no pile of ticks
         codec, send = self._shared.decoder.codec, self._shared.producer.send_soon
@@ -135,8 +143,8 @@ class Assembler:
             logger().warning("ticks_lost", count=len(lost), error=str(lost[0]))
 
     def stop(self) -> None:
-        """Nothing that it does takes long."""
+        """Do nothing: no operation takes long."""
 
     def close(self) -> None:
-        """Wait for what is in flight."""
+        """Wait for pending writes."""
         self._shared.producer.close()

@@ -1,22 +1,31 @@
-"""`clawstream jobs assemble`: a worker of assemble.
+"""Run `clawstream jobs assemble`: a worker of assemble.
 
-The protocol of assemble, for each partition (`stream_jobs.assemble.partition`; the fold is `stream_jobs.assemble.fold`, the state log
-`stream_jobs.assemble.changelog`). A process may be killed between any two lines; after each point it is said what makes that good:
+The processing protocol of each partition (`stream_jobs.assemble.partition`; the fold is
+`stream_jobs.assemble.fold`, the changelog is `stream_jobs.assemble.changelog`). A process may be
+killed between any two steps; each step states how the next owner recovers.
 
-1. A new owner appends a marker to its partition of `claw.assembly`; the marker's offset is its epoch. It reads that log up to there
-   (what has a lower epoch than a record before it is a fenced writer's), checks the positions against today's topics, refills its
-   payload cache, sends again what was decided but not done, and seeks Faust to its own `applied` + 1: Kafka's commits are advice.
-   Killed: the next owner does the same; a marker more does no harm.
-2. A batch is folded in offset order; offsets at or below `applied` fold to nothing. A record that can't be decoded or folded has no
-   effect but a dead letter, which is a decision like any other. Killed: nothing was durable, the records come again.
-3. One delta record holds the state's change and the decisions. It is awaited, and must land right behind the owner's last record;
-   else another worker owns the partition, and this one dies before any output. Killed behind it: the next owner's point 1 sends.
-4. The outputs are awaited: payload, marks and dead letters first, then candidates with the payload's place in their headers. Their bytes
-   depend on the decision alone, so sending one again gives the same bytes. That they are done rides in the next delta. Killed: the
-   next owner sends them again; who reads them knows them by their ids.
-5. Once a second Kafka is told how far the batches came. Killed: what comes again is dropped by `applied`. A snapshot when the log has
-   grown, then it is trimmed. Killed between its pieces, or before the trim: it counts when it is whole; until then what is before it does.
-6. Any other exception: the process ends (`runtime.process.lifecycle.die`), which is being killed.
+1. A new owner appends a marker to its partition of `claw.assembly`; the marker's offset is its
+  epoch. It reads the changelog up to the marker and ignores records of lower epochs (they belong
+  to fenced writers). It checks its positions against the current topics, refills its payload
+  cache, sends outputs that were decided but not acknowledged, and seeks Faust to its own
+  `applied` + 1. Offsets committed to Kafka are not used. After a kill: the next owner repeats
+  this step; an extra marker is harmless.
+2. A batch is folded in offset order; records at or below `applied` have no effect. A record that
+  cannot be decoded or folded only produces a dead letter. After a kill: nothing was durable, so
+  the records are read again.
+3. One delta record holds the state changes and the decisions. Its acknowledgement is awaited,
+  and it must directly follow the owner's last record; otherwise another worker owns the
+  partition, and this worker ends before it writes any output. After a kill: the next owner sends
+  the outputs in step 1.
+4. The outputs are sent and awaited: payload, marks and dead letters first, then candidates with
+  the location of the payload in their headers. Output bytes depend only on the decision, so a
+  second send has the same bytes. The next delta records that the outputs are acknowledged. After
+  a kill: the next owner sends them again, and readers drop duplicates by id.
+5. Once a second the offsets of finished batches are committed to Kafka. When the changelog has
+  grown, a snapshot is appended and the changelog is trimmed. After a kill: `applied` drops
+  redelivered records; a snapshot counts only when all of its chunks are there.
+6. Any other exception ends the process (`runtime.process.lifecycle.die`), which has the same
+  effect as a kill.
 """
 
 from __future__ import annotations

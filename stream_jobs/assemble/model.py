@@ -1,6 +1,7 @@
-"""What assemble keeps of a trajectory: values, without payload. Pure; all times are log timestamps in ms.
+"""Values that assemble keeps for a trajectory, without payload. Pure; all times are log timestamps
+in ms.
 
-`dump` gives plain JSON values, `load` reads them back.
+`dump` returns plain JSON values; `load` reads them back.
 """
 
 from __future__ import annotations
@@ -17,25 +18,35 @@ from schemas.records import Channel, Outcome, RewardSource, StepMarkKind, StepSt
 from stream_jobs.assemble.payload.segment_tree import TOKEN_BYTES
 
 StateChange = list[Any]
-"""A change of the state: `[op, ...]`, JSON values."""
+"""A change of the state: `[kind, ...]`, JSON values."""
 RunTrajectory = tuple[str, str]
-"""(run id, trajectory id): the id is the trajectory key, except in a bucket or an agent's session."""
+"""(run id, trajectory id). The trajectory id equals the trajectory key, except in gateway-assigned
+sessions.
+"""
 SourceTopic = Literal[0, 1]
 STEPS: SourceTopic = 0
 REWARDS: SourceTopic = 1
 AwaitedTarget = tuple[SourceTopic, RunTrajectory, str | int | None]
-"""What is waited for on an input: of a reward or mark the key and the tail of the step, of a completion the key and the hash of its event id."""
+"""Lookup key of a pending target: for a reward or mark the trajectory and the step suffix, for a
+completion the trajectory and the hash of its event id.
+"""
 
 
 REWARDS_MAX = 10_000
 MARKS_MAX = 10_000
-"""Rewards and curation marks a trajectory keeps: without a bound a writer whose names or event ids change would grow the state for ever."""
+"""Maximum number of rewards and of curation marks per trajectory. Bounds the state against writers
+whose names or event ids keep changing.
+"""
 STEPS_MAX = 5_000
-"""Steps a trajectory has. A step's cost, what a closing takes and what a candidate says grow with them."""
+"""Maximum number of steps per trajectory. The cost of a step, of closing and of a candidate grows
+with it.
+"""
 PAYLOAD_MAX = 256 << 20
-"""Bytes of payload a trajectory has: all of it is in memory when it closes, and a few times as much while it is sent."""
+"""Maximum payload per trajectory, bytes. All of it is in memory at closing, and several times as
+much while it is sent.
+"""
 STEP_BYTES = 400
-"""Upper bound of what a step takes besides its tokens and its reply."""
+"""Upper bound for the size of a step without its tokens and its reply, bytes."""
 
 
 class ChangeKind:
@@ -64,20 +75,35 @@ class ChangeKind:
 
 
 def call_suffix(step_suffix: str) -> str:
-    """The call of a step, from the part of its id behind the trajectory key."""
+    """Return the call part of a step suffix (a step id without its trajectory key)."""
     return step_suffix.partition(".")[0]
 
 
 class OpenStep(NamedTuple):
-    """What the index keeps of a step. tail: the id behind the trajectory key. prompt, response: tokens.
+    """Index entry of a step in an open trajectory. All hashes have 63 bits.
 
-    end_hash: of prompt and response, None without tokens. base: position, in log order, of the step whose prompt and response were the
-    longest prefix of this prompt when it came: the cache keeps only what is after it. reason: why it can't be trained. at: event time of
-    `claw.steps` when it came. reply: KiB of the reply. asked: hash of the prompt, without tokens of the request. idem: hash of the
-    idempotency key. leads: in a bucket, what a request that goes on from here will show. after: the step it goes on from, when that is
-    not its base. retried: the step that took its place; then it is never trained. tags: their names. repeats: where a
-    prompt goes on from an earlier one otherwise than was sampled there, hash of the model's last turn in the request. messages,
-    call_id: in an anonymous session, hashes of the request's messages and of the id of the reply's last tool call.
+    Attributes:
+        offset: Offset on `claw.steps`.
+        at: Event time of `claw.steps` when the step arrived, ms.
+        step_suffix: Step id without its trajectory key.
+        prompt, response: Lengths in tokens.
+        base: Position of the step whose prompt and response were the longest prefix of this
+            prompt on arrival. The cache keeps only the tokens after this prefix.
+        end_hash: Hash of prompt and response; None without tokens.
+        reason: Why the step cannot be trained; None if it can.
+        oldest, newest: Version ids with the lowest and highest sync index.
+        reply: Size of the reply, KiB.
+        prompt_hash: Hash of the prompt tokens; without tokens, of the request.
+        idempotency_hash: Hash of the idempotency key and the choice index.
+        reply_hash: In a gateway-assigned session: what a request that continues from this reply
+            will match.
+        after: Position of the step that this step continues, if that is not `base`.
+        retried: Position of the step that replaces this one; a replaced step is never trained.
+        tags: Names of the tags.
+        last_turn_hash: Hash of the last model turn in the request, if the prompt diverges from
+            the sampled tokens.
+        messages_hash, call_id_hash: In an anonymous session: hashes of the request's messages
+            and of the id of the last tool call in the reply.
     """
 
     offset: int
@@ -104,23 +130,31 @@ class OpenStep(NamedTuple):
 
     @property
     def end(self) -> int:
-        """Tokens of prompt and response."""
+        """Return the length of prompt and response, tokens."""
         return self.prompt + self.response
 
     @property
     def choice(self) -> str:
-        """Which choice of its call it is."""
+        """Return the choice index of the step in its call."""
         return self.step_suffix.rpartition(".")[2]
 
 
 class OpenSteps(list[OpenStep]):
-    """The steps of an open trajectory in log order, and what is looked up in them: a step must not cost a look at all before it. The
-    look-ups follow from the steps and are not stored.
+    """The steps of an open trajectory in log order, with lookup tables derived from them.
 
-    tails: position by tail. Of steps that have sampled something: ends, prompts: the lengths in tokens of prompt and response, and of the
-    prompt, ascending; ended: the latest position by `end_hash`; asked: all of `asked`. continued: a byte a position, 1: a later step goes
-    on from it. failed, unread: positions of what ended badly by `asked`, with tokens and without. keyed: positions by hash of the idempotency
-    key. size: bytes of payload, about.
+    The tables are not stored. They make the cost of a step independent of the number of earlier
+    steps. Attributes (positions are list indexes; the first four cover only steps with sampled
+    tokens):
+        ends, prompt_lengths: Ascending lengths in tokens of prompt plus response, and of the
+            prompt.
+        ended: Latest position by `end_hash`.
+        prompt_hashes: All values of `prompt_hash`.
+        by_suffix: Position by step suffix.
+        continued: One byte per position; 1 if a later step continues from it.
+        failed, failed_untokenized: Positions of incomplete steps by `prompt_hash`, with and
+            without tokens.
+        keyed: Positions by `idempotency_hash`.
+        size: Approximate payload size, bytes.
     """
 
     __slots__ = (
@@ -151,7 +185,7 @@ class OpenSteps(list[OpenStep]):
             self.append(entry)
 
     def append(self, entry: OpenStep) -> None:
-        """One more. What is put in another's place later may differ in `retried` and `reason` only."""
+        """Append a step. A replacement in place may change only `retried` and `reason`."""
         at = len(self)
         self.by_suffix[entry.step_suffix] = at
         if entry.end_hash is not None and entry.response:
@@ -172,11 +206,11 @@ class OpenSteps(list[OpenStep]):
         super().append(entry)
 
     def start_of(self, entry: OpenStep) -> int:
-        """How many tokens of the prompt are its base's, which is kept already; of a step that is one of them or comes next."""
+        """Return how many prompt tokens are stored with the step's base."""
         return self[entry.base].end if entry.base is not None else 0
 
     def size_of(self, entry: OpenStep) -> int:
-        """About how many bytes the payload of a step has, that is one of them or comes next."""
+        """Return the approximate payload size of a step, bytes."""
         return (
             TOKEN_BYTES * (entry.prompt - self.start_of(entry) + 2 * entry.response)
             + (entry.reply << 10)
@@ -185,14 +219,16 @@ class OpenSteps(list[OpenStep]):
 
 
 def _insert(numbers: array[int], number: int) -> None:
-    """Into ascending numbers, each once."""
+    """Insert a number into an ascending array, if absent."""
     at = bisect_left(numbers, number)
     if at == len(numbers) or numbers[at] != number:
         numbers.insert(at, number)
 
 
 class CurrentReward(NamedTuple):
-    """A reward as it counts. tail: of the step; None: the whole trajectory. offset: on `claw.rewards`; -1: on one that is no more."""
+    """The reward that counts for its slot. step_suffix: None for the whole trajectory. offset: on
+    `claw.rewards`; -1 if that topic was replaced.
+    """
 
     source: RewardSource
     name: str
@@ -210,7 +246,9 @@ class CurrentReward(NamedTuple):
 
 @dataclass(slots=True)
 class CurationState:
-    """Curation of one target, field by field; the last one on the log counts. offsets: which one that is, by field."""
+    """Curation of one target. For each field the last value on the log counts. offsets: log offset
+    of each field's value.
+    """
 
     quality: float | None = None
     trainable: bool | None = None
@@ -218,7 +256,9 @@ class CurationState:
     offsets: dict[str, int] = field(default_factory=dict)
 
     def apply(self, fields: Mapping[str, Any], offset: int) -> None:
-        """What the curation at `offset` of `claw.rewards` says. It may come behind a later one: it waited for another step."""
+        """Apply the curation at `offset` of `claw.rewards`. Curations may be applied out of log
+        order.
+        """
         for name, value in fields.items():
             if offset >= self.offsets.get(name, -1):
                 setattr(self, name, value)
@@ -226,7 +266,9 @@ class CurationState:
 
 
 class AssessmentState(NamedTuple):
-    """What the rules say: quality of the whole, and of each step by its index in the closed trajectory."""
+    """Result of the quality rules: quality of the trajectory, and of each step by its index in the
+    closed trajectory.
+    """
 
     revision: int
     quality: float | None
@@ -235,7 +277,9 @@ class AssessmentState(NamedTuple):
 
 @dataclass(slots=True)
 class Annotations:
-    """Rewards, curation and assessment of a trajectory, folded. seen: hashes of curation events, so that a re-sent one changes nothing."""
+    """Rewards, curation and assessment of a trajectory. seen: hashes of curation event ids, to
+    ignore duplicates.
+    """
 
     rewards: dict[str, CurrentReward] = field(default_factory=dict)
     marks: dict[str, CurationState] = field(default_factory=dict)
@@ -243,19 +287,25 @@ class Annotations:
     assessed: AssessmentState | None = None
 
     def accepts_assessment(self, assessed: list[Any]) -> bool:
-        """Whether an assessment changes the state: highest revision, among equals the first."""
+        """Return whether an assessment changes the state: the highest revision wins, then the first
+        one.
+        """
         return self.assessed is None or assessed[0] > self.assessed.revision
 
     def accepts_reward(self, reward: CurrentReward) -> bool:
-        """Whether the reward changes the state: highest revision, among equals the first on the log.
+        """Return whether a reward changes the state: the highest revision wins, then the lowest
+        offset.
 
-        Not the first to be applied: rewards of one bucket's trajectory may name different steps of it, and wait for them.
+        The lowest offset, not the first applied: rewards may wait for different steps of one
+        trajectory.
         """
         old = self.rewards.get(reward.slot)
         return old is None or (reward.revision, -reward.offset) > (old.revision, -old.offset)
 
     def limit_reached(self, entry: StateChange) -> str | None:
-        """What there is too much of for the reward or mark of an entry; None: there is room. What replaces another always has room."""
+        """Describe the limit that prevents a reward or mark; None if there is room. Replacements
+        always fit.
+        """
         if (
             len(self.rewards) >= REWARDS_MAX
             and entry[0] == ChangeKind.REWARDED
@@ -269,7 +319,7 @@ class Annotations:
         )
 
     def forget_offsets(self) -> None:
-        """They are of a topic that is no more: what comes now comes later than all of it."""
+        """Drop all offsets: the topic was replaced, and every record of the new topic is later."""
         self.rewards = {slot: r._replace(offset=-1) for slot, r in self.rewards.items()}
         for marks in self.marks.values():
             marks.offsets.clear()
@@ -292,8 +342,13 @@ class Annotations:
 
 @dataclass(slots=True)
 class OpenTrajectory:
-    """A trajectory that goes on. number: offset on `claw.steps` of the record that opened it; the state log calls it by that. last: time of
-    its last record. meta: offset of the opened event with metadata.
+    """A trajectory that has not closed.
+
+    Attributes:
+        open_seq: Offset on `claw.steps` of the record that opened it. Identifies the trajectory
+            in the changelog.
+        last: Time of its last record, ms.
+        meta: Offset of the opened event that carries metadata.
     """
 
     open_seq: int
@@ -321,7 +376,7 @@ class OpenTrajectory:
 
 
 class ClosedStep(NamedTuple):
-    """What later candidate revisions need of a step."""
+    """The part of a step that later candidate revisions need."""
 
     step_suffix: str
     at: int
@@ -334,10 +389,15 @@ class ClosedStep(NamedTuple):
 
 @dataclass(slots=True)
 class ClosedTrajectory:
-    """A closed trajectory, as small as later rewards and marks allow. steps: in log order until `facts`, then by index.
+    """A closed trajectory, reduced to what later rewards and marks need.
 
-    prompt_tokens: environment tokens, each once. place: topic id, partition, first and last offset of its payload; None before the
-    first output. revision: of the last candidate decided, -1 before the first. late: hashes of the ids of its late steps.
+    Attributes:
+        steps: In log order until the payload is written, then by index.
+        prompt_tokens: Environment tokens, each counted once.
+        place: Topic id, partition, first and last offset of the payload; None before the first
+            output.
+        revision: Last decided candidate revision; -1 before the first.
+        late: Hashes of the ids of late steps.
     """
 
     opened_at: int
@@ -357,7 +417,9 @@ class ClosedTrajectory:
     _times: dict[str, int] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def step_time(self, step_suffix: str) -> int | None:
-        """When a step of it came; None: it has no such step. Of many questions the first one costs a look at all steps."""
+        """Return when a step arrived, ms; None if there is no such step. The first call builds an
+        index of all steps.
+        """
         if len(self._times) != len(self.steps):
             self._times = {s.step_suffix: s.at for s in self.steps}
         return self._times.get(step_suffix)
@@ -381,8 +443,11 @@ class ClosedTrajectory:
 class PendingTarget:
     """A reward, mark or completion whose target is not known yet.
 
-    key: of the trajectory or of the bucket. tail: of the step it waits for; None: the trajectory. entry: of a reward or mark, the one
-    that is applied to the trajectory when the target comes; of a completion, [kind, reason, hash of its event id].
+    Attributes:
+        key: Trajectory, or gateway-assigned session.
+        step_suffix: Step that it waits for; None for the trajectory.
+        entry: For a reward or mark, the change to apply when the target arrives; for a
+            completion, [kind, reason, hash of its event id].
     """
 
     source: SourceTopic
@@ -394,7 +459,9 @@ class PendingTarget:
 
     @property
     def awaited(self) -> AwaitedTarget:
-        """What it is found by. Of a completion that is what makes it one with another: it is never met, its time runs out."""
+        """Return the lookup key. For a completion it only detects duplicates; a completion waits
+        until its time limit.
+        """
         return self.source, self.key, self.step_suffix if self.source == REWARDS else self.entry[2]
 
 
@@ -419,7 +486,9 @@ class DeadLetterDecision(NamedTuple):
 
 @dataclass(slots=True)
 class PendingOutputs:
-    """Decided, not yet known to be acknowledged. closings: what closed, with its index. revised: keys with a new revision."""
+    """Decided outputs that are not yet acknowledged. closings: closed trajectories with their
+    steps. revised: trajectories with a new revision.
+    """
 
     closings: dict[RunTrajectory, OpenTrajectory] = field(default_factory=dict)
     revised: dict[RunTrajectory, None] = field(default_factory=dict)

@@ -1,4 +1,6 @@
-"""The owner of one partition of assemble: the processing protocol around the pure fold (`stream_jobs.assemble.main` has its numbered steps)."""
+"""Process one partition of assemble: the protocol around the pure fold. The numbered steps are in
+`stream_jobs.assemble.main`.
+"""
 
 from __future__ import annotations
 
@@ -43,22 +45,26 @@ from stream_jobs.errors import FencedOut, InputDisorder, UnreadableChangelog
 
 PROCESS = "assemble"
 COLD_AFTER_MS = 600_000
-"""An older step is not put into the cache of a new owner, but read when its trajectory closes."""
+"""A new owner does not cache older steps; it reads them when the trajectory closes."""
 DELTA_AT_LEAST_EVERY_MS = 60_000
-"""Ticks alone change nothing that must be kept; this bounds how many are read again."""
+"""Ticks alone need no delta; this bounds how many of them are read again."""
 SNAPSHOT_LOG_RATIO = 2
-"""The next snapshot comes behind so many times the last one's bytes: then snapshots add a half to what is written, and a new owner reads at
-most three times the state. What is behind the snapshot takes it longest: 6 to 8 µs a step."""
+"""A snapshot is due when the changelog after the last one has this many times its size. Snapshots
+then add half to the bytes written, and a new owner reads at most three times the state (6 to 8
+µs per step).
+"""
 CANDIDATE_TICK_S = 1.0
 SLICE_BYTES = 32 << 20
-"""Of payload in memory at once, when many trajectories close together, and of candidates. One trajectory is never cut."""
+"""Payload and candidates in memory at once, bytes. A single trajectory is never split."""
 SLICE_RECORDS = 500
 READ_LOG_TRIES = 3
 
 
 @dataclass(frozen=True, slots=True)
 class PartitionContext:
-    """What the owners of a worker have in common. cache_bytes: for each partition. slice_bytes: see `SLICE_BYTES`."""
+    """Dependencies shared by the partitions of a worker. cache_bytes: per partition. slice_bytes:
+    see `SLICE_BYTES`.
+    """
 
     cluster: Cluster
     producer: Producer
@@ -76,14 +82,18 @@ class PartitionContext:
 
 @dataclass(frozen=True, slots=True)
 class TopicSnapshot:
-    """Today's topics, as a new owner finds them: ids by name; (first, end) offsets of the partition by topic name."""
+    """The topics at the start of an owner: ids by name, and (first, end) offsets of the partition
+    by topic name.
+    """
 
     topic_ids: Mapping[str, str]
     watermarks: Mapping[str, tuple[int, int]]
 
 
 class PartitionProcessor:
-    """Owns one partition from `take_over` to `release`. One batch at a time; any exception must end the process."""
+    """Processes one partition from `take_over` to `release`, one batch at a time. Any exception
+    must end the process.
+    """
 
     def __init__(self, partition: int, shared: PartitionContext, situation: TopicSnapshot) -> None:
         self.partition = partition
@@ -110,21 +120,23 @@ class PartitionProcessor:
 
     @property
     def positions(self) -> dict[tuple[str, int], int]:
-        """Next offset of each input."""
+        """Return the next offset of each input."""
         applied = self._log.state.applied
         return {(self._shared.input(s), self.partition): applied[s] + 1 for s in (STEPS, REWARDS)}
 
     @property
     def time(self) -> int:
-        """How far log time has come, ms: by it everything times out."""
+        """Return the log time of `claw.steps`, ms. It drives all time-outs."""
         return self._log.state.time[STEPS]
 
     # -- 1: taking over
 
     async def take_over(self) -> None:
-        """Become the owner: marker, state, payload, what was decided but not done.
+        """Become the owner: append the marker, restore state and payload, send unacknowledged
+        outputs.
 
-        Raises SourceTruncated, UnreadableChangelog, FencedOut.
+        Raises:
+            SourceTruncated, UnreadableChangelog, FencedOut: See `stream_jobs.errors`.
         """
         begun = time.monotonic()
         shared, ids = self._shared, self._topics_at_start.topic_ids
@@ -152,7 +164,9 @@ class PartitionProcessor:
         )  # fmt: skip
 
     def _read_log(self) -> None:
-        """The state log from its start to the own marker (blocking). Wherever it starts now: a fenced owner may just be trimming it."""
+        """Read the changelog up to the own marker (blocking). A fenced owner may be trimming its
+        start meanwhile.
+        """
         topic, left = self._shared.topics.assembly, READ_LOG_TRIES
         while left:
             left -= 1
@@ -172,7 +186,9 @@ class PartitionProcessor:
                     raise
 
     async def _check_position(self, source: SourceTopic) -> None:
-        """A position is of one topic id: another id is a new position; the same id must still have it."""
+        """Check a position against the topic: a new topic id restarts the input; the same id must
+        still hold the offset.
+        """
         topic, state = self._shared.input(source), self._log.state
         today = self._topics_at_start.topic_ids[topic]
         low, high = self._topics_at_start.watermarks[topic]
@@ -193,7 +209,7 @@ class PartitionProcessor:
             )
 
     def _refill(self) -> None:
-        """Payload of the open trajectories, as far as it is not cold (blocking)."""
+        """Load the payload of the open trajectories, except cold steps (blocking)."""
         state, starts = self._log.state, dict[int, int]()
         since = state.time[STEPS] - COLD_AFTER_MS
         for trajectory in state.opened.values():
@@ -205,7 +221,9 @@ class PartitionProcessor:
             self._cache.put(offset, kept)
 
     async def release(self) -> None:
-        """Own it no more, after the batch in hand. What is done is noted, so that the next owner does not send it again."""
+        """Stop after the current batch. Records acknowledged outputs, so that the next owner does
+        not send them again.
+        """
         async with self.lock:
             self.released = True
             if self._unflushed_changes:
@@ -217,9 +235,10 @@ class PartitionProcessor:
     # -- 2 to 5: a batch
 
     async def process(self, records: Iterable[tuple[SourceTopic, Record]]) -> None:
-        """Fold a batch, make it durable, put out what it decided. When this returns the batch may be acknowledged.
+        """Fold a batch, make it durable, and send its outputs. Afterwards the batch may be
+        acknowledged.
 
-        No schema is looked up: the records have waited for theirs (`stream_jobs.worker.schema_wait`).
+        Schemas are known at this point (`stream_jobs.worker.schema_wait`).
         """
         codec = self._shared.decoder.codec
         for source, record in records:
@@ -252,9 +271,9 @@ class PartitionProcessor:
             await self._append_snapshot()
 
     async def _refuse_disorder(self, source: SourceTopic, record: Record) -> None:
-        """Never fold past an offset that was skipped on its way to us though it is there. (Control records leave holes, too.)
+        """Never fold past an existing offset that was not delivered. (Control records leave gaps.)
 
-        One that comes again is of a topic that was made anew under us: it would fold to nothing. Raises SourceTruncated as well.
+        A repeated offset belongs to a recreated topic. Raises InputDisorder or SourceTruncated.
         """
         if record.offset <= self._last_delivered[source]:
             raise InputDisorder(
@@ -302,9 +321,11 @@ class PartitionProcessor:
         )
 
     async def _append(self, values: Sequence[bytes]) -> int:
-        """Append to the state log; returns the first offset. Raises FencedOut unless each lands right behind our last record.
+        """Append to the changelog and return the first offset.
 
-        Only what a worker wrote that we have fenced may lie between: no reader takes it. In a log that was made anew ours lands before our last.
+        Only records of fenced workers, which no reader accepts, may lie between our records. In
+        a recreated changelog our record lands before our last one. Raises FencedOut unless each
+        record directly follows our last one.
         """
         topic = self._shared.topics.assembly
         sent = [
@@ -326,7 +347,7 @@ class PartitionProcessor:
         return acks[0].offset
 
     def _all_fenced(self, first: int, last: int) -> bool:
-        """Whether the state log has only records there that no reader takes (blocking)."""
+        """Return whether no reader accepts the changelog records in an offset range (blocking)."""
         records = self._shared.cluster.read_range(
             self._shared.topics.assembly, self.partition, first, last
         )
@@ -337,7 +358,7 @@ class PartitionProcessor:
     # -- 4: outputs
 
     async def _emit(self) -> None:
-        """Send what is decided and not done; all of it is acknowledged when this returns."""
+        """Send all unacknowledged outputs and wait for their acknowledgement."""
         state, topics, send = self._log.state, self._shared.topics, self._shared.producer.send_soon
         pending = state.pending
         if not pending:
@@ -364,7 +385,7 @@ class PartitionProcessor:
         self._unflushed_changes = [[ChangeKind.OUTPUTS_ACKNOWLEDGED], *facts]
 
     async def _send_closings(self, keys: Sequence[RunTrajectory]) -> list[StateChange]:
-        """Send some of the trajectories that close; returns what became known of them by that."""
+        """Send some closed trajectories; return the changes with the location of their payload."""
         state, topic, send = (
             self._log.state,
             self._shared.topics.trajectories,
@@ -399,7 +420,7 @@ class PartitionProcessor:
         return facts
 
     async def _send_candidates(self, keys: Iterable[RunTrajectory]) -> None:
-        """Send the candidates, so many at once that they stay within bounds: one of 5,000 steps has a megabyte."""
+        """Send candidates in slices: one of 5,000 steps has a megabyte."""
         sent, size = list[asyncio.Future[Ack]](), 0
         for key in keys:
             value, headers = self._candidate(key)
@@ -415,7 +436,7 @@ class PartitionProcessor:
         await asyncio.gather(*sent)
 
     def _candidate(self, key: RunTrajectory) -> tuple[bytes, dict[str, bytes]]:
-        """Value and headers of the record."""
+        """Return value and headers of the record."""
         closed = self._log.state.closed[key]
         assert closed.place is not None, f"{key}: a candidate before its trajectory"
         names = ("topic_id", "partition", "first_offset", "last_offset")
@@ -425,7 +446,9 @@ class PartitionProcessor:
     async def _payload(
         self, closings: Mapping[RunTrajectory, OpenTrajectory]
     ) -> dict[int, CachedPayload]:
-        """Payload of what closes; what the cache has not is read by range scans. Decides `lost` where the log has it no more."""
+        """Return the payload of closing trajectories from the cache or the log. Marks as `lost`
+        those whose records are gone.
+        """
         state = self._log.state
         whole = {k: starts_of(t) for k, t in closings.items() if state.closed[k].outcome != "lost"}
         found = {
@@ -455,7 +478,9 @@ class PartitionProcessor:
     async def _dead_letters(
         self, dead_letters: Sequence[DeadLetterDecision]
     ) -> list[tuple[bytes | None, bytes]]:
-        """Key and value of each dead letter. The record itself is read from its topic again when it is not of this batch."""
+        """Return key and value of each dead letter. Reads records of earlier batches from their
+        topic.
+        """
         out = []
         records = dict(self._batch)
         for source in (STEPS, REWARDS):
@@ -492,7 +517,7 @@ class PartitionProcessor:
         return out
 
     async def _tick_candidates(self) -> None:
-        """Tell admission how far event time is, behind the outputs that belong to it; about once a second."""
+        """Send the event time to admission, after its outputs, about once a second."""
         event_time, (last, at) = self._log.state.event_time, self._last_tick
         if event_time <= last or time.monotonic() - at < CANDIDATE_TICK_S:
             return

@@ -1,8 +1,10 @@
-"""What assemble knows of one partition, and how the entries of its state log change it. Pure; all times are log timestamps in ms.
+"""The state of one partition of assemble, and how state changes modify it. Pure; all times are log
+timestamps in ms.
 
-The state is a fold over entries, small JSON arrays `[kind, ...]`. `assemble.Fold` makes them while it reads the inputs, and applies them by
-the same `PartitionState.apply` by which a new owner rebuilds the state from the log. Payload (tokens, replies, metadata) is not in here:
-only its offsets on `claw.steps`.
+The state is a fold over state changes: small JSON arrays `[kind, ...]`. `AssemblyFold` creates
+and applies them while it reads the inputs; a new owner rebuilds the state from the changelog
+with the same `PartitionState.apply`. Payload (tokens, replies, metadata) is not part of the
+state; only its offsets on `claw.steps` are.
 """
 
 from __future__ import annotations
@@ -43,16 +45,23 @@ from stream_jobs.assemble.model import (
 )
 
 LATE_MAX = 1000
-"""Late steps remembered a trajectory; beyond it a re-sent late step is marked again."""
+"""Late steps remembered per trajectory. Beyond it, a late step that is sent again is marked again."""
 
 
 @dataclass(slots=True)
 class PartitionState:
-    """All that assemble knows of one partition. applied, time, topic_ids: of `claw.steps` and `claw.rewards`. silences: of `claw.steps`.
+    """The complete state of one partition.
 
-    opened: by time of the last record; numbered: their keys by their numbers; anonymous_open: those of them that are in a index; agent_open: in an agent's session. closed: by time of
-    closing. waiting: of each input, by offset; waiting_for: those offsets by what they wait for, so that a step looks at no others.
-    numbered, buckets (agents' sessions too), anonymous_open, agent_open and waiting_for follow from the rest and are not stored.
+    Attributes:
+        applied, time, topic_ids: Of `claw.steps` and `claw.rewards`.
+        silences: Of `claw.steps`.
+        opened: Open trajectories by time of their last record.
+        closed: Closed trajectories by closing time.
+        waiting: Pending targets of each input, by offset.
+        by_open_seq, session_indexes, anonymous_open, agent_open, waiting_for: Derived lookup
+            tables, not stored. `anonymous_open` and `agent_open` hold the open trajectories of
+            anonymous and of agent sessions; `waiting_for` holds the offsets of pending targets
+            by what they wait for.
     """
 
     applied: list[int] = field(default_factory=lambda: [-1, -1])
@@ -73,11 +82,13 @@ class PartitionState:
 
     @property
     def event_time(self) -> int:
-        """Event time of the partition: the minimum over its inputs; -1 before both have begun."""
+        """Return the event time of the partition: the minimum over its inputs; -1 before both have
+        records.
+        """
         return min(self.time)
 
     def apply(self, entry: StateChange) -> None:
-        """Change the state by one entry."""
+        """Apply one state change."""
         kind, *args = entry
         _APPLY[kind](self, *args)
 
@@ -115,7 +126,7 @@ class PartitionState:
         return trajectory
 
     def _inactivity_timed(self, key: RunTrajectory) -> OrderedDict[RunTrajectory, None] | None:
-        """Where a trajectory is that ends by inactivity; None: it does not."""
+        """Return the table of trajectories that close by inactivity; None if this one does not."""
         name = key_of_trajectory(key[1])
         return (
             None
@@ -126,7 +137,7 @@ class PartitionState:
         )
 
     def _session_index(self, key: RunTrajectory) -> SessionIndex | None:
-        """The index or agent's session that a trajectory is in; None: it is in none."""
+        """Return the index of the trajectory's gateway-assigned session; None if it has none."""
         name = key_of_trajectory(key[1])
         return (
             self.session_indexes.setdefault((key[0], name), SessionIndex())
@@ -263,7 +274,9 @@ class PartitionState:
         self.silences.add(start, end, forget)
 
     def _source_replaced(self, source: SourceTopic, topic_id: str, applied: int) -> None:
-        """Another topic of that name: nothing before counted for it. Without its steps no closed trajectory can be told from a new one."""
+        """Restart an input on a replaced topic. Without its steps a closed trajectory cannot be
+        told from a new one.
+        """
         self.topic_ids[source] = topic_id
         self.applied[source] = applied
         self.time[source] = -1
@@ -283,7 +296,7 @@ class PartitionState:
                 self._annotations(key).forget_offsets()
 
     def _derive_indexes(self) -> None:
-        """What is derived from the trajectories."""
+        """Rebuild the lookup tables from the trajectories."""
         for run, key in self.closed:
             if (index := self._session_index((run, key))) is not None:
                 index.calls.update(
@@ -297,7 +310,7 @@ class PartitionState:
                     index.add(key, at, step)
 
     def _annotations(self, key: RunTrajectory) -> Annotations:
-        """Of an open or closed trajectory, to be changed at once."""
+        """Return the annotations of an open or closed trajectory, for immediate modification."""
         trajectory = self.opened.get(key)
         return (
             trajectory.annotations
@@ -308,7 +321,7 @@ class PartitionState:
     # -- snapshots
 
     def dump(self) -> bytes:
-        """The state as JSON, without what is pending: a snapshot is taken when nothing is."""
+        """Return the state as JSON. Requires that no output is pending."""
         return orjson.dumps({
             "applied": self.applied, "time": self.time, "topic_ids": self.topic_ids, "silences": self.silences.dump(),
             "opened": [[*k, v.dump()] for k, v in self.opened.items()],
@@ -318,13 +331,13 @@ class PartitionState:
 
     @classmethod
     def load(cls, packed: bytes) -> PartitionState:
-        """The state of `dump`."""
+        """Read the result of `dump`."""
         plain = orjson.loads(packed)
         state = cls(
             plain["applied"],
             plain["time"],
             plain["topic_ids"],
-            Silences.load(plain.get("silences", [[], [], []])),
+            Silences.load(plain["silences"]),
         )
         for run, key, trajectory in plain["opened"]:
             state.opened[run, key] = opened = OpenTrajectory.load(trajectory)

@@ -216,7 +216,7 @@ class InMemoryPartition:
             self.unflushed = [[ChangeKind.OUTPUTS_ACKNOWLEDGED], *facts]
 
     def snapshot(self) -> None:
-        """Append a snapshot to the state log."""
+        """Append a snapshot to the changelog."""
         self.log += [CODEC.encode(p) for p in changelog.snapshot(0, self.seq, self.state)]
         self.unflushed = []
 

@@ -371,11 +371,11 @@ def test_the_state_log_is_no_place_for_others(kafka: str, tmp_path: Path) -> Non
         running.until_state("assemble", "source truncated")
         assert running.table["assemble"]["exit_code"] == EXIT_SOURCE
         assert re.search(
-            rf"state log {feed.topics.assembly}-0, offset \d+: 7 bytes that begin",
+            rf"changelog {feed.topics.assembly}-0, offset \d+: 7 bytes that begin",
             running.log("assemble"),
         )
         told = call("doctor", *overrides_of(settings))
-        assert told.returncode == 1 and "unreadable: state log" in told.stdout, (
+        assert told.returncode == 1 and "unreadable: changelog" in told.stdout, (
             told.stdout + told.stderr
         )
         running.stop()

@@ -23,7 +23,7 @@ STOPPED_S = 60.0
 
 
 def settings_of(home: Path) -> Settings:
-    """The state log is kept whole: the tests look at every decision."""
+    """The changelog is kept whole: the tests look at every decision."""
     return installation(
         home, PROCESSES, random.Random(os.getpid()), jobs={"snapshot_min_bytes": 1 << 30}
     )

@@ -302,8 +302,8 @@ def test_doctor_finds_every_position_and_judges_it(settings: Settings, cluster: 
             "0..1",
             "unreadable",
         ),
-        ("assemble", "state log"): (topics.steps, "1", "0", "0..0", "ok"),
-        ("assemble", "unreadable state log"): (topics.assembly, "2", "1", "0..2", "unreadable"),
+        ("assemble", "changelog"): (topics.steps, "1", "0", "0..0", "ok"),
+        ("assemble", "unreadable changelog"): (topics.assembly, "2", "1", "0..2", "unreadable"),
         ("trainer", "checkpoint r/1.0"): (
             topics.ready_batches("r", "train"),
             "0",
@@ -319,4 +319,4 @@ def test_doctor_finds_every_position_and_judges_it(settings: Settings, cluster: 
         f"before the start: {topics.candidates} has lost records that admit has not read" in advice
     )
     assert f"topic recreated: nothing: lake reads the new {topics.rewards} from its start" in advice
-    assert f"unreadable: state log {topics.assembly}-2, offset 1: 7 bytes" in advice
+    assert f"unreadable: changelog {topics.assembly}-2, offset 1: 7 bytes" in advice

@@ -130,7 +130,7 @@ class Installation:
         }
 
     def lows(self, *topics: str) -> dict[tuple[str, int], int]:
-        """Where partitions begin. topics: default: all but the state log, which trims itself."""
+        """Where partitions begin. topics: default: all but the changelog, which trims itself."""
         mine = topics or [
             t for t in self.cluster.topics() if t.startswith(f"{self.topics.prefix}.")
         ]
@@ -155,7 +155,7 @@ class Installation:
         return self.topics.ready_batches(run, "train")
 
     def applied(self) -> dict[tuple[str, int], int]:
-        """Where assemble goes on, by its state log: what it has committed is ahead of that while only ticks come."""
+        """Where assemble goes on, by its changelog: what it has committed is ahead of that while only ticks come."""
         found = job_positions.positions(self.settings, self.cluster)
         return {(p.topic, p.partition): p.offset for p in found if p.process == "assemble"}
 

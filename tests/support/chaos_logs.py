@@ -317,9 +317,9 @@ class Logs:
         }  # fmt: skip
 
     def check_decisions(self, cluster: Cluster) -> dict[str, int]:
-        """Whatever was put out was decided by an owner: what a fenced worker wrote into the state log counts for nothing, also here.
+        """Whatever was put out was decided by an owner: what a fenced worker wrote into the changelog counts for nothing, also here.
 
-        The state log must be whole: no snapshot has trimmed it. Returns how many of its records do not count.
+        The changelog must be whole: no snapshot has trimmed it. Returns how many of its records do not count.
         """
         topic, decoder = (
             self.settings.kafka.topics.assembly,

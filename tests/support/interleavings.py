@@ -58,7 +58,7 @@ class Killed(Exception):
 
 @dataclass
 class Rig:
-    """The owner of one partition without Kafka. What it sends and its state log survive a kill; nothing else does."""
+    """The owner of one partition without Kafka. What it sends and its changelog survive a kill; nothing else does."""
 
     logs: Logs
     limits: Limits = LIMITS
@@ -68,7 +68,7 @@ class Rig:
     revisions: dict[RunTrajectory, dict[int, Candidate]] = field(default_factory=dict)
     sent: list[Candidate] = field(default_factory=list)
     marks: set[tuple[RunTrajectory, str, str, int]] = field(default_factory=set)
-    burials: set[tuple[SourceTopic, int, str]] = field(default_factory=set)
+    dead_letters: set[tuple[SourceTopic, int, str]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.take_over()

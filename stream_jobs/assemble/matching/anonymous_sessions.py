@@ -1,27 +1,35 @@
-"""Anonymous buckets: calls that name no trajectory, and which trajectory of their bucket each belongs to. Pure.
+"""Gateway-assigned sessions: assign calls that name no trajectory to a trajectory. Pure.
 
-A bucket is a trajectory key that all conversations share which begin with the same words of the same client: a thousand rollouts of
-one task, side by side. A step goes, by the first rule that finds something,
+All conversations of one client with the same first words share an anonymous session, that is a
+trajectory key: possibly a thousand parallel rollouts of one task. A step belongs to, by the
+first rule that matches:
 
-1. to the trajectory that has its call already: another choice of it, or the record once more;
-2. to that of the step whose retry it is: same idempotency key, or the identical prompt after a step that ended badly;
-3. if the model has not said anything in its conversation yet: to a new trajectory. So rollouts of one prompt are never merged;
-4. to that of the step whose reply is the model's last turn in its request (`turns`);
-5. to that of the step whose prompt and response are the longest beginning of its prompt, token for token;
-6. to that of the step whose tool call the model's last turn repeats as text, by the call's id;
-7. to that of the only step whose request is the longest beginning of its messages, if nothing has gone on from that step yet;
-8. to a new trajectory.
+1. the trajectory that already has its call: another choice, or a duplicate record;
+2. the trajectory of the step that it retries: same idempotency key, or the identical prompt
+  after an incomplete step;
+3. a new trajectory, if its conversation has no model turn yet. So rollouts of one prompt are
+  never merged;
+4. the trajectory of the step whose reply is the last model turn in its request (`conversation`);
+5. the trajectory of the step whose prompt and response are the longest token prefix of its
+  prompt;
+6. the trajectory of the step whose tool call id occurs as text in the last model turn;
+7. the trajectory of the only step whose request is the longest prefix of its messages, if no
+  step continues it yet;
+8. a new trajectory.
 
-By 6 and 7 an agent is followed whose history repeats replies in another form. Several rollouts that asked the same are never told
-apart by 7 alone: such a step begins a trajectory.
+Rules 6 and 7 follow agents that repeat replies in another form. Rule 7 alone never separates
+rollouts with equal requests: such a step begins a trajectory.
 
-Where several steps fit (replies that are equal, word for word) the one counts whose tokens are the longest beginning of the prompt, then
-one that nobody has gone on from, then the first on the log. Only open trajectories are looked at, except by rule 1. Whatever is
-chosen, nothing is lost: a step in the wrong trajectory is a branch of its tree, counted as drift.
+Among several matching steps (identical replies) the longest token prefix wins, then a step that
+no other step continues, then the first one on the log. Only open trajectories are searched,
+except by rule 1. No choice loses data: a step in the wrong trajectory is a branch of its tree,
+counted as drift.
 
-The session of a known agent is a bucket too, with one open trajectory at a time: nothing is split there but by time (`in_session`).
+An agent's session has one open trajectory at a time, split only by inactivity
+(`place_in_agent_session`).
 
-The index is derived from the steps and not stored: a new owner makes the same one from the state log.
+The index is derived from the steps and not stored: a new owner rebuilds the same index from the
+changelog.
 """
 
 from __future__ import annotations
@@ -52,38 +60,41 @@ from stream_jobs.assemble.model import OpenStep, OpenSteps, call_suffix
 from stream_jobs.assemble.payload.segment_tree import TOKEN_BYTES
 
 StepPosition = tuple[str, int]
-"""Trajectory id and position of a step in it."""
+"""Trajectory id, and position of a step in it."""
 StepsOf = Callable[[str], OpenSteps]
 FEW = 8
-"""Steps that are looked at one by one."""
+"""Maximum number of steps that are examined one by one."""
 STALE_MAX = 64
-"""Places in a heap that are gone, beside as many as are there: below it a heap is not worth making anew."""
+"""Stale heap entries that are tolerated, in addition to as many as there are live entries."""
 
 
 @dataclass(slots=True)
 class StepMatches:
-    """Steps that fit a request equally well: thousands, when rollouts have said the same. offsets: of each; unclaimed: a heap of those that
-    nobody has gone on from, and some that are taken or gone, which are noticed when they come to its top. Neither ever reverses: a
-    step that no longer counts as retried does so because the client has gone on from it.
+    """Steps that match a request equally well; thousands if rollouts have the same reply.
+
+    Attributes:
+        offsets: Log offset of each step.
+        unclaimed: A heap of the steps that no step continues. Stale entries are dropped when
+            they reach the top; a step never becomes unclaimed again.
     """
 
     offsets: dict[StepPosition, int] = field(default_factory=dict)
     unclaimed: list[tuple[int, StepPosition]] = field(default_factory=list, compare=False)
 
     def add(self, place: StepPosition, offset: int) -> None:
-        """One more."""
+        """Add a step."""
         self.offsets[place] = offset
         heappush(self.unclaimed, (offset, place))
 
     def remove(self, place: StepPosition) -> None:
-        """Of one that was added. The heap is made anew when most of it is gone: those that nobody asks for never come to its top."""
+        """Remove a step. Rebuilds the heap when most of it is stale."""
         del self.offsets[place]
         if len(self.unclaimed) > 2 * len(self.offsets) + STALE_MAX:
             self.unclaimed = [(offset, left) for left, offset in self.offsets.items()]
             heapify(self.unclaimed)
 
     def best(self, steps_of: StepsOf) -> StepPosition:
-        """The one that counts: one that no retry has replaced, then one that nobody has gone on from, then the first on the log."""
+        """Return the best step: not retried, then not continued, then first on the log."""
         if len(self.offsets) == 1:
             return next(iter(self.offsets))
         while self.unclaimed:
@@ -95,20 +106,22 @@ class StepMatches:
 
 
 def _rank(place: StepPosition, steps_of: StepsOf) -> tuple[bool, bool, int]:
-    """Whether a retry has replaced it, whether somebody has gone on from it, where it is on the log."""
+    """Return whether a retry replaced the step, whether a step continues it, and its log offset."""
     steps, at = steps_of(place[0]), place[1]
     return steps[at].retried is not None, bool(steps.continued[at]), steps[at].offset
 
 
 @dataclass(slots=True)
 class PrefixIndex:
-    """Where steps end, by length of prompt and response in tokens, then by their hash. So a step costs one look a length, not a step."""
+    """Index of step ends by length of prompt and response, then by hash: one lookup per length
+    instead of per step.
+    """
 
     by_length: dict[int, dict[int, StepMatches]] = field(default_factory=dict)
     lengths: list[int] = field(default_factory=list)
 
     def add(self, place: StepPosition, step: OpenStep) -> None:
-        """A step that sampled something."""
+        """Add a step, if it has sampled tokens."""
         if step.response and step.end_hash is not None:
             if step.end not in self.by_length:
                 insort(self.lengths, step.end)
@@ -117,7 +130,7 @@ class PrefixIndex:
             )
 
     def remove(self, place: StepPosition, step: OpenStep) -> None:
-        """Of a step that was added."""
+        """Remove a step."""
         if step.response and step.end_hash is not None:
             by_hash = self.by_length[step.end]
             by_hash[step.end_hash].remove(place)
@@ -128,7 +141,9 @@ class PrefixIndex:
                 self.lengths.remove(step.end)
 
     def longest(self, prompt: bytes) -> StepMatches | None:
-        """The steps whose prompt and response are the longest beginning of a prompt; None: there are none."""
+        """Return the steps whose prompt and response are the longest prefix of a prompt; None if
+        there are none.
+        """
         for length, hashed in reversed(hashes_at(prompt, self.lengths)[0]):
             if found := self.by_length[length].get(hashed):
                 return found
@@ -137,7 +152,7 @@ class PrefixIndex:
 
 @dataclass(slots=True)
 class ReplyMatches:
-    """The steps that one link leads to, all and by where they end."""
+    """The steps with one reply hash: all of them, and by their ends."""
 
     matches: StepMatches = field(default_factory=StepMatches)
     prefixes: PrefixIndex = field(default_factory=PrefixIndex)
@@ -145,9 +160,16 @@ class ReplyMatches:
 
 @dataclass(slots=True)
 class SessionIndex:
-    """What is known of one index. calls: call to trajectory id, closed ones too. opened: ids. reply_index: steps by what a request shows that goes on
-    from them; evidence: places by what shows that a call is a retry of them; ends: where steps end; messages, call_ids: steps by
-    what `OpenStep` has under these names. All of open trajectories.
+    """Index of one gateway-assigned session. Everything but `calls` covers open trajectories only.
+
+    Attributes:
+        calls: Trajectory id by call, of closed trajectories too.
+        opened: Ids of open trajectories.
+        reply_index: Steps by `reply_hash`.
+        evidence: Steps by the hashes that identify a retry.
+        prefixes: Steps by their ends.
+        by_messages, by_call_id: Steps by `messages_hash` and `call_id_hash`.
+        failed: Number of incomplete steps.
     """
 
     calls: dict[str, str] = field(default_factory=dict)
@@ -160,7 +182,7 @@ class SessionIndex:
     failed: int = 0
 
     def add(self, trajectory: str, at: int, step: OpenStep) -> None:
-        """A step of an open trajectory."""
+        """Add a step of an open trajectory."""
         self.calls[call_suffix(step.step_suffix)] = trajectory
         self.opened[trajectory] = None
         self.failed += ended_badly(step)
@@ -175,14 +197,14 @@ class SessionIndex:
             places.setdefault(key, StepMatches()).add((trajectory, at), step.offset)
 
     def _forms(self, step: OpenStep) -> Iterator[tuple[dict[int, StepMatches], int]]:
-        """What finds a step whose reply comes back in another form."""
+        """Yield the tables that find a step by a rewritten reply."""
         if step.messages_hash is not None:
             yield self.by_messages, step.messages_hash
         if step.call_id_hash is not None:
             yield self.by_call_id, step.call_id_hash
 
     def close(self, trajectory: str, steps: Sequence[OpenStep]) -> None:
-        """Nothing goes on there any more."""
+        """Remove a closed trajectory."""
         self.opened.pop(trajectory, None)
         for at, step in enumerate(steps):
             self.failed -= ended_badly(step)
@@ -201,7 +223,7 @@ class SessionIndex:
                     del places[key]
 
     def forget(self, by_suffix: Iterable[str]) -> None:
-        """Steps of a closed trajectory that is remembered no more."""
+        """Remove the calls of an evicted trajectory."""
         for step_suffix in by_suffix:
             self.calls.pop(call_suffix(step_suffix), None)
 
@@ -213,9 +235,9 @@ class Placement(NamedTuple):
     """Where a step belongs.
 
     Attributes:
-        trajectory: None: it begins one.
-        after: Position of the step it goes on from.
-        leads, messages, call_id: As in `OpenStep`.
+        trajectory: None for a new trajectory.
+        after: Position of the step that it continues.
+        reply_hash, messages_hash, call_id_hash: See `OpenStep`.
     """
 
     trajectory: str | None
@@ -226,11 +248,13 @@ class Placement(NamedTuple):
 
 
 EXPLICIT = Placement(None, None)
-"""Of a step whose request names its trajectory."""
+"""Placement of a step whose request names its trajectory."""
 
 
 def place_step(index: SessionIndex, steps_of: StepsOf, step_suffix: str, step: Step) -> Placement:
-    """Where in its bucket a step belongs. steps_of: gives those of an open trajectory."""
+    """Assign a step to a trajectory of its anonymous session. steps_of: returns the steps of an
+    open trajectory.
+    """
     asked, reply = conversation_of(step.request_json), reply_of(step.response_json)
     shown, reply_hash = reply_hashes(asked.turns, reply)
     begins = Placement(None, None, reply_hash, asked.messages, call_id_of(reply))
@@ -255,7 +279,7 @@ def place_step(index: SessionIndex, steps_of: StepsOf, step_suffix: str, step: S
 def _by_rewritten_reply(
     index: SessionIndex, steps_of: StepsOf, asked: Conversation
 ) -> StepPosition | None:
-    """The step that a request goes on from, whose history repeats the reply in another form."""
+    """Return the step that a request continues, if its history repeats the reply in another form."""
     if not asked.turns:
         return None
     for call_id in call_ids_in(asked.turns[-1]):
@@ -270,7 +294,7 @@ def _by_rewritten_reply(
 
 
 def _only(places: StepMatches, steps_of: StepsOf) -> StepPosition | None:
-    """The step of the only trajectory in which nothing has gone on from it; None when there are several, or none."""
+    """Return the only unclaimed step; None if several trajectories have one, or none has."""
     if len(places.offsets) > FEW:
         return None
     unclaimed = [place for place in places.offsets if _rank(place, steps_of)[:2] == (False, False)]
@@ -282,7 +306,9 @@ def _only(places: StepMatches, steps_of: StepsOf) -> StepPosition | None:
 
 
 def place_in_agent_session(session: SessionIndex, step_suffix: str) -> Placement:
-    """Where in its agent's session a step belongs: to the open trajectory, whatever it says. Sub-agents are branches of its tree."""
+    """Assign a step to the open trajectory of its agent's session. Sub-agents are branches of its
+    tree.
+    """
     return Placement(
         session.calls.get(call_suffix(step_suffix)) or next(iter(session.opened), None), None
     )
@@ -291,7 +317,7 @@ def place_in_agent_session(session: SessionIndex, step_suffix: str) -> Placement
 def _remove_evidence(
     places: dict[int, dict[StepPosition, None]], number: int, place: StepPosition
 ) -> None:
-    """A place is no longer led to by a number. It may be led to twice: equal numbers of one step."""
+    """Remove a step from the retry evidence. It may occur twice: two equal hashes of one step."""
     left = places.get(number, {})
     left.pop(place, None)
     if not left:
@@ -304,10 +330,10 @@ def _evidence(step: OpenStep) -> list[int]:
 
 
 def _retried_trajectory(index: SessionIndex, steps_of: StepsOf, step: Step) -> str | None:
-    """The trajectory of the step whose retry this is, by looking numbers up: a bucket may have thousands of steps.
+    """Return the trajectory of the step that this step retries, by hash lookups only.
 
-    Not `retries.retry_of`, which then decides in that trajectory which step it is: here one that was retried before counts too, for a
-    third try belongs there as well, and what the client says of its tries doesn't, for that names no conversation.
+    Unlike `retries.retry_of`, this also matches steps that were retried before (a third attempt
+    belongs there too) and ignores the client's retry count, which identifies no conversation.
     """
     by_key = idempotency_hash(step)
     length = len(step.prompt_token_ids or b"") // TOKEN_BYTES
@@ -330,5 +356,7 @@ def _retried_trajectory(index: SessionIndex, steps_of: StepsOf, step: Step) -> s
 
 
 def _first(places: Sequence[StepPosition], steps_of: StepsOf) -> str:
-    """The trajectory of the first of some steps on the log. Not of the first that is led to: that order is another after a snapshot."""
+    """Return the trajectory of the first step on the log. Index order is not used: it differs after
+    a snapshot.
+    """
     return min(places, key=lambda p: steps_of(p[0])[p[1]].offset)[0]

@@ -1,14 +1,15 @@
-"""What the model has said so far, as a request tells it, and how a later request is known to go on from a reply. Pure.
+"""Model turns in a request, and the hashes that connect a reply with later requests. Pure.
 
-Agents change what they send back: a transient message moves to the end, blocks become strings, reasoning is dropped, ids lose their
-underscore, and the template renders a call otherwise than it was sampled. What they hardly change is what the model said. So a reply
-and the request that goes on from it meet in one number, their link:
+Agents change their history: transient messages move, blocks become strings, reasoning is
+dropped, ids lose underscores, templates render calls differently. The model's own words rarely
+change. Therefore a reply and the request that continues it share one hash:
 
-- The model's last turn called tools: id, name and arguments of its last call. Ids without what is no letter or digit. Most engines
-  give each call an id of its own, so a history that was cut elsewhere is found as well.
-- Else the texts and last calls of all of the model's turns up to there.
+- If the last model turn called tools: id, name and arguments of its last call. Ids are reduced
+  to letters and digits. Most engines give each call its own id, so a truncated history is found
+  as well.
+- Otherwise: the texts and last calls of all model turns so far.
 
-Chat completions, Messages and Responses are read alike. Nothing trusts a shape: what is not as expected counts as not there.
+Chat completions, Messages and Responses are read alike. Unexpected shapes are treated as absent.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from schemas.replies import CALL_ITEMS, TEXT_BLOCKS, Call, calls_of, items_of, l
 from stream_jobs.assemble.matching.token_prefix import digest_hash, hash_of
 
 MARSHAL_VERSION = 2
-"""The last one whose bytes are a function of the value alone."""
+"""The latest version whose bytes depend only on the value."""
 
 
 TEXT_SEARCHED = 64 << 10
@@ -33,22 +34,22 @@ IDS_LOOKED_UP = 256
 _QUOTED = re.compile(r"""(?<=["'])[A-Za-z0-9_.:-]{4,128}(?=["'])""")
 
 Turn = Sequence[Mapping[str, Any]]
-"""What the model said in one turn: messages or items, as they stand in the request. Read only as far as needed: histories are long."""
+"""Messages or items of one model turn, as in the request. Parsed lazily: histories are long."""
 
 
 def turns_of(request_json: bytes) -> list[Turn] | None:
-    """The model's turns in a request, oldest first; None when the request holds no conversation that can be read."""
+    """Return the model turns of a request, oldest first; None if it holds no readable conversation."""
     items = _items(request_json)
     return None if items is None else list(_turns(items))
 
 
 class Conversation(NamedTuple):
-    """A request as later requests are held against it.
+    """A request as it is compared with later requests.
 
     Attributes:
-        turns: As of `turns_of`.
-        messages: Hash of all its messages; None when it can't be read.
-        prefixes: Hashes of the messages before each run of the model's messages, oldest first.
+        turns: See `turns_of`.
+        messages: Hash of all messages; None if unreadable.
+        prefixes: Hashes of the messages before each run of model messages, oldest first.
     """
 
     turns: list[Turn] | None
@@ -75,7 +76,7 @@ def conversation_of(request_json: bytes) -> Conversation:
 
 
 def call_id_of(turn: Turn | None) -> int | None:
-    """Hash of the id of the last tool call in a turn; None without one."""
+    """Return the hash of the last tool call id in a turn; None without one."""
     for item in reversed(turn or ()):
         for call in reversed(list(calls_of(item))):
             if call.call_id is not None and (letters := _letters(call.call_id)):
@@ -84,7 +85,7 @@ def call_id_of(turn: Turn | None) -> int | None:
 
 
 def call_ids_in(turn: Turn) -> list[int]:
-    """Hashes of what may be ids of tool calls in the text of a turn, last first.
+    """Return hashes of possible tool call ids in the text of a turn, last first.
 
     Some agents repeat a call as text: `[{'id': 'call_1', 'type': 'function', ...}]`.
     """
@@ -95,7 +96,7 @@ def call_ids_in(turn: Turn) -> list[int]:
 
 
 def reply_of(response_json: bytes) -> Turn | None:
-    """The turn that a recorded reply is; None when it says nothing."""
+    """Return the turn of a recorded reply; None if it is empty."""
     said = _loaded(response_json)
     is_list = isinstance(said, dict) and isinstance(said.get("output"), list)
     items = items_of(said)
@@ -104,7 +105,7 @@ def reply_of(response_json: bytes) -> Turn | None:
 
 
 def last_call_in(turn: Turn) -> bytes | None:
-    """The last call of a tool in a turn; None without one."""
+    """Return the last tool call in a turn; None without one."""
     for item in reversed(turn):
         named = [call for call in calls_of(item) if call.call_id or call.name]
         if named:
@@ -113,20 +114,24 @@ def last_call_in(turn: Turn) -> bytes | None:
 
 
 def turn_hash(turn: Turn) -> int:
-    """Hash of the text and the last call of a turn: equal for a reply and for the same turn in a later request."""
+    """Return the hash of text and last call: equal for a reply and for the same turn in a later
+    request.
+    """
     said = (_text(turn).encode("utf-8", "surrogatepass"), last_call_in(turn) or b"")
     return hash_of(b"turn", len(said[0]).to_bytes(8, "little"), *said)
 
 
 class ReplyHashes(NamedTuple):
-    """shown: by a request. leads: what a request will show that goes on from its reply. None: nothing was said, or it can't be read."""
+    """Hash of the previous reply that a request shows, and hash of its own reply. None: empty or
+    unreadable.
+    """
 
     shown: int | None
     reply_hash: int | None
 
 
 def reply_hashes(turns: Sequence[Turn] | None, reply: Turn | None) -> ReplyHashes:
-    """The links of a request with these turns of the model, and of the reply to it."""
+    """Return the hashes for a request with these model turns, and for the reply to it."""
     last = turns[-1] if turns else None
     shown = _of_call(last_call_in(last)) if last is not None else None
     reply_hash = _of_call(last_call_in(reply)) if reply is not None else None
@@ -163,7 +168,7 @@ def _items(request_json: bytes) -> list[Any] | None:
 
 
 def _message(item: Any) -> bytes:
-    """What a message says, whatever an agent changes of its form between calls."""
+    """Return the content of a message, independent of changes of form between calls."""
     if isinstance(item, dict):
         content = item.get("content")
         if isinstance(content, list) and all(
@@ -196,7 +201,7 @@ def _loaded(packed: bytes) -> Any:
 
 
 def _turns(items: Sequence[Any]) -> Iterator[Turn]:
-    """Neighbouring items of the model are one turn; one that says nothing is none."""
+    """Yield model turns: adjacent model items form one turn; empty turns are skipped."""
     turn: list[Mapping[str, Any]] = []
     for item in items:
         kind = item.get("type") if isinstance(item, dict) else None
@@ -211,7 +216,7 @@ def _turns(items: Sequence[Any]) -> Iterator[Turn]:
 
 
 def _says(item: Mapping[str, Any]) -> bool:
-    """Whether there is any text or call in it: looked at for every message of a history, so nothing is put together."""
+    """Return whether an item has text or a call. Called for every message, so it allocates nothing."""
     content = item.get("content")
     if isinstance(content, str) and content and not content.isspace():
         return True  # as a rule

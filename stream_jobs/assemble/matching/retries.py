@@ -1,13 +1,18 @@
 """Client retries: the same call twice in one trajectory, and which of the two counts. Pure.
 
-Two steps are one choice, asked for twice, when
-- they have the same idempotency key and the same choice index, and prompts of the same length if both are known; or
-- one ended badly (aborted by the client, or an error), and a call with the identical prompt came after it; or
-- the client says that it tries again (`x-stainless-retry-count` above 0), and an earlier step has the identical prompt.
-Prompts are identical when their token ids are; without token ids, when the requests are, byte for byte. Equal prompts alone are
-rollouts: the same question asked several times on purpose. Choices of one call are never retries of each other.
+Two steps are attempts at one choice when
+- they have the same idempotency key and choice index, and prompts of equal length if both are
+  known; or
+- one is incomplete (aborted by the client, or an error), and a later call has the identical
+  prompt; or
+- the client declares a retry (`x-stainless-retry-count` above 0), and an earlier step has the
+  identical prompt.
+Prompts are identical when their token ids are equal; without token ids, when the requests are
+equal byte for byte. Equal prompts alone are separate rollouts. Choices of one call are never
+retries of each other.
 
-Of the two counts the one that the client went on from; else the one that did not end badly; else the later one. The other is marked.
+The attempt that the client continued counts; else the complete one; else the later one. The
+other is marked.
 """
 
 from __future__ import annotations
@@ -21,14 +26,14 @@ from stream_jobs.assemble.model import OpenStep, OpenSteps, call_suffix
 
 
 class Retry(NamedTuple):
-    """Positions of the step that is never trained, and of the one that counts."""
+    """Positions of the step that is never trained, and of the step that counts."""
 
     replaced: int
     counted: int
 
 
 def idempotency_hash(step: Step) -> int | None:
-    """Of its idempotency key and choice. None: it has no key."""
+    """Return the hash of idempotency key and choice index; None without a key."""
     if not step.idempotency_key:
         return None
     return hash_of(
@@ -37,22 +42,24 @@ def idempotency_hash(step: Step) -> int | None:
 
 
 def request_hash(step: Step) -> int:
-    """What `asked` is when the token ids of the prompt are not known."""
+    """Return the `prompt_hash` of a step without token ids."""
     return hash_of(b"request\x1f", step.request_json)
 
 
 def may_be_equal(prompt: int, other: int) -> bool:
-    """Whether two prompts may be the same, by their tokens; 0 is not known. Some clients send one idempotency key with every call."""
+    """Return whether two prompts may be equal, by length; 0 is unknown. Some clients reuse one
+    idempotency key for all calls.
+    """
     return 0 in (prompt, other) or prompt == other
 
 
 def ended_badly(entry: OpenStep) -> bool:
-    """Whether the client has no whole answer from this step: asking again is what it would do."""
+    """Return whether the client received no complete answer, so that a retry is expected."""
     return entry.status != "ok"
 
 
 def retry_of(steps: OpenSteps, entry: OpenStep, step: Step) -> Retry | None:
-    """Whether the step that comes next, with its entry, is an earlier one's retry."""
+    """Return the retry if the next step repeats an earlier one."""
     new = len(steps)
     old = _retried_step(steps, entry, step)
     if old is None:
@@ -63,7 +70,7 @@ def retry_of(steps: OpenSteps, entry: OpenStep, step: Step) -> Retry | None:
 
 
 def undo_retry(steps: OpenSteps, at: int) -> Retry | None:
-    """The client goes on from step `at`, which was taken for the one that it did not get: then it is the other way round."""
+    """Undo a retry when the client continues from the replaced step `at`."""
     other = steps[at].retried
     if (
         other is None
@@ -76,7 +83,7 @@ def undo_retry(steps: OpenSteps, at: int) -> Retry | None:
 
 
 def why_retried(steps: Sequence[OpenStep], at: int) -> str:
-    """Evidence for the mark on step `at`."""
+    """Return the evidence for the mark on step `at`."""
     step, other = steps[at], steps[steps[at].retried or 0]
     if step.idempotency_hash is not None and step.idempotency_hash == other.idempotency_hash:
         how = "same idempotency key"
@@ -88,7 +95,7 @@ def why_retried(steps: Sequence[OpenStep], at: int) -> str:
 
 
 def _retried_step(steps: OpenSteps, entry: OpenStep, step: Step) -> int | None:
-    """The earlier step that the next one asks for again; of several the latest."""
+    """Return the latest earlier step that the next one repeats."""
     call = call_suffix(entry.step_suffix)
 
     def may_be(at: int) -> bool:
@@ -118,5 +125,5 @@ def _retried_step(steps: OpenSteps, entry: OpenStep, step: Step) -> int | None:
 
 
 def _continued(steps: OpenSteps, at: int, entry: OpenStep) -> bool:
-    """Whether the client has gone on from a step, at the latest with the next one."""
+    """Return whether a step is continued, by an earlier step or by the next one."""
     return bool(steps.continued[at]) or at in (entry.base, entry.after)

@@ -1,4 +1,6 @@
-"""Which earlier step a prompt goes on from, by its tokens: hashes of its beginnings against the recorded ends of steps. Pure."""
+"""Find the earlier step that a prompt continues, by hashes of its prefixes and of the recorded step
+ends. Pure.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +14,13 @@ from stream_jobs.assemble.model import OpenStep, OpenSteps
 from stream_jobs.assemble.payload.segment_tree import TOKEN_BYTES
 
 RECENT = 16
-"""Steps that a drifted prompt is held against first: as a rule it goes on from one of the last, in one of a few branches."""
+"""Latest steps that a diverging prompt is compared with first: it usually continues one of them."""
 
 
 class PrefixMatch(NamedTuple):
-    """A step against those before it. base, end_hash: as in `OpenStep`. asked: hash of the whole prompt. None: no tokens.
-
-    leaves: whether it goes on from an earlier step's prompt otherwise than was sampled there. Not looked at where it goes on from the
-    last step, as a conversation does.
+    """A step compared with earlier steps. base, end_hash, prompt_hash: see `OpenStep`; None without
+    tokens. diverges: the prompt continues an earlier prompt with other tokens than were sampled
+    there (not computed if it continues the last step).
     """
 
     base: int | None
@@ -29,7 +30,7 @@ class PrefixMatch(NamedTuple):
 
 
 def match_prefix(steps: OpenSteps, step: Step) -> PrefixMatch:
-    """Where a step goes on from, of those of its trajectory. As a rule it reads the prompt once."""
+    """Find the step that a step continues. Usually reads the prompt once."""
     prompt, response = step.prompt_token_ids, step.response_token_ids
     if prompt is None or response is None:
         return PrefixMatch(None, None, None)
@@ -51,13 +52,13 @@ def match_prefix(steps: OpenSteps, step: Step) -> PrefixMatch:
 
 
 def _at_most(ascending: Sequence[int], limit: int) -> int:
-    """The largest number up to a limit; 0: there is none."""
+    """Return the largest number up to a limit; 0 if there is none."""
     at = bisect_right(ascending, limit)
     return ascending[at - 1] if at else 0
 
 
 def _left(steps: OpenSteps, prompt: bytes) -> int | None:
-    """Of the last steps the one with the longest prompt that this one begins with, of equal ones the latest."""
+    """Return the latest of the recent steps with the longest prompt that this prompt begins with."""
     limit, first = len(prompt) // TOKEN_BYTES, max(len(steps) - RECENT, 0)
     recent = [
         i
@@ -70,10 +71,10 @@ def _left(steps: OpenSteps, prompt: bytes) -> int | None:
 
 
 def _shorter(steps: OpenSteps, prompt: bytes, longest: int, left: int | None) -> int | None:
-    """The base of a prompt that does not go on from the step that ends at `longest` tokens, the last it could go on from.
+    """Return the base of a prompt that does not continue the step that ends at `longest` tokens.
 
-    left: a step with whose prompt it begins. Up to there they are the same, so what was the base of that one is its base too, unless a
-    longer one ends behind it, or one that has come since.
+    left: a step whose prompt is a prefix of this prompt. Its base is also the base here, unless
+    a later step or a longer prefix matches.
     """
     if left is None:
         lengths = {end for end in steps.ends if 0 < end < longest}
@@ -97,7 +98,7 @@ def _shorter(steps: OpenSteps, prompt: bytes, longest: int, left: int | None) ->
 
 
 def _ending(steps: OpenSteps, hashed: int) -> int | None:
-    """The step whose prompt and response have a hash: of equal ones the one that counts, then the latest."""
+    """Return the latest step with this end hash; a step that was not retried wins."""
     latest = steps.ended.get(hashed)
     if latest is None or steps[latest].retried is None:
         return latest
@@ -109,7 +110,7 @@ def _counts(entry: OpenStep, hashed: int) -> bool:
 
 
 def _diverges(steps: OpenSteps, prompt: bytes, base: int | None, left: int | None) -> bool:
-    """As in `Measure`."""
+    """See `PrefixMatch.diverges`."""
     if base == len(steps) - 1:
         return False
     begin, end = steps[base].end if base is not None else 1, len(prompt) // TOKEN_BYTES
@@ -124,7 +125,7 @@ def _diverges(steps: OpenSteps, prompt: bytes, base: int | None, left: int | Non
 
 
 def hash_of(*parts: bytes) -> int:
-    """63 bits."""
+    """Return a 63-bit hash."""
     hashed = hashlib.sha256()
     for part in parts:
         hashed.update(part)
@@ -132,12 +133,14 @@ def hash_of(*parts: bytes) -> int:
 
 
 def digest_hash(digest: bytes) -> int:
-    """63 bits of a digest: JSON integers are signed."""
+    """Return 63 bits of a digest: JSON integers are signed."""
     return int.from_bytes(digest[:8], "little") >> 1
 
 
 def hashes_at(prompt: bytes, lengths: Iterable[int]) -> tuple[list[tuple[int, int]], hashlib._Hash]:
-    """Hashes of the beginnings of a prompt, with their lengths in tokens, and the hasher behind the longest. lengths: ascending."""
+    """Return (length, hash) of prefixes of a prompt, and the hasher after the longest. lengths:
+    ascending, in tokens.
+    """
     # SHA-256 has an instruction of its own on today's CPUs: 1.1 us a KB, less than half of what BLAKE2 takes.
     view, hashed, at = memoryview(prompt), hashlib.sha256(), 0
     found: list[tuple[int, int]] = []

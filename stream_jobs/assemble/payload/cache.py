@@ -1,4 +1,6 @@
-"""What a trajectory's output needs of its records on `claw.steps`, kept until it closes: a cache of the log, nothing more."""
+"""Cache of the payload that a trajectory's output needs from `claw.steps`, until the trajectory
+closes.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,8 @@ from stream_jobs.assemble.payload.trainability import Trainability
 
 
 class StepPayload(NamedTuple):
-    """What is kept of a step. prompt: packed ids from token `start` on; what is before it are the parent's prompt and response.
-
-    tokens: False when prompt or response ids are not known.
+    """Cached payload of a step. prompt: packed ids from token `start` on; earlier tokens belong to
+    the base. tokens: whether all ids are known.
     """
 
     start: int
@@ -29,7 +30,7 @@ class StepPayload(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Bytes of memory, about."""
+        """Return the approximate size in memory, bytes."""
         return (
             len(self.prompt)
             + len(self.response)
@@ -44,7 +45,7 @@ CachedPayload = StepPayload | bytes
 
 
 def payload_of(step: Step, origin: Trainability, start: int = 0) -> StepPayload:
-    """The payload of a step without the first `start` prompt tokens."""
+    """Return the payload of a step without its first `start` prompt tokens."""
     known = step.prompt_token_ids is not None and step.response_token_ids is not None
     response = step.response_token_ids or b""
     logprobs = step.response_logprobs
@@ -65,12 +66,14 @@ def payload_of(step: Step, origin: Trainability, start: int = 0) -> StepPayload:
 
 
 def metadata_of(event: SessionEvent) -> bytes:
-    """The metadata of an opened event."""
+    """Return the metadata of an opened event."""
     return event.metadata_json or b""
 
 
 class PayloadCache:
-    """Payload by offset, up to a number of bytes; the oldest goes first and is read from the log again when its trajectory closes."""
+    """Payload by offset, bounded in bytes. Evicts the oldest entry first; it is read again from the
+    log at closing.
+    """
 
     def __init__(self, max_bytes: int) -> None:
         self._max = max_bytes
@@ -78,7 +81,7 @@ class PayloadCache:
         self.bytes = 0
 
     def put(self, offset: int, kept: CachedPayload) -> None:
-        """Keep it; may push out the oldest."""
+        """Add an entry; may evict the oldest."""
         self.drop(offset)
         self._kept[offset] = kept
         self.bytes += _size(kept)
@@ -87,11 +90,11 @@ class PayloadCache:
             self.bytes -= _size(old)
 
     def get(self, offset: int) -> CachedPayload | None:
-        """What was kept, None when it was not or is not any more."""
+        """Return an entry; None if it is absent or evicted."""
         return self._kept.get(offset)
 
     def drop(self, offset: int) -> None:
-        """Its trajectory has closed."""
+        """Remove an entry whose trajectory has closed."""
         old = self._kept.pop(offset, None)
         if old is not None:
             self.bytes -= _size(old)

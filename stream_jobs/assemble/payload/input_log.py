@@ -1,4 +1,4 @@
-"""Reading one partition of the inputs again: payload that is not in memory any more, records that are to be buried. Blocking."""
+"""Read one partition of an input again: evicted payload, and records of dead letters. Blocking."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from stream_jobs.assemble.payload.trainability import trainability
 
 
 def decode_event(decoder: Decoder | Codec, record: Record) -> Any:
-    """What a record says, or Bad. With a Codec no schema is looked up: it never blocks."""
+    """Decode a record, or return UndecodableRecord. With a Codec no schema is looked up, so it
+    never blocks.
+    """
     try:
         return decoder.decode(record.value)
     except (Undecodable, UnknownSchema) as e:
@@ -25,7 +27,9 @@ def decode_event(decoder: Decoder | Codec, record: Record) -> Any:
 
 
 GAP = 64
-"""Offsets: a longer gap is skipped and not read. To go to another offset costs about 3 ms, as much as reading so many records of 20 kB."""
+"""Longer gaps of offsets are skipped with a seek. A seek costs about 3 ms, as much as reading this
+many records of 20 kB.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +42,9 @@ class InputLog:
     partition: int
 
     def payload(self, starts: Mapping[int, int]) -> Iterator[tuple[int, CachedPayload]]:
-        """Payload by offset, as far as it is still there, one record in memory at a time. starts: offset to `start` of `payload_of`."""
+        """Yield available payload by offset, one record in memory at a time. starts: `start` of
+        `payload_of` by offset.
+        """
         for record in self.records(sorted(starts)):
             event = decode_event(self.decoder, record)
             if isinstance(event, Step):
@@ -47,7 +53,9 @@ class InputLog:
                 yield record.offset, metadata_of(event)
 
     def records(self, wanted: Sequence[int]) -> Iterator[Record]:
-        """Records at the sorted offsets, without those that retention has removed, also while they are read."""
+        """Yield the records at sorted offsets; skips records that retention has removed or removes
+        meanwhile.
+        """
         last = -1
         while wanted:
             low, high = self.cluster.watermarks(self.topic, [self.partition])[self.partition]
@@ -66,7 +74,7 @@ class InputLog:
 
 
 def _runs(wanted: Sequence[int]) -> list[tuple[int, int]]:
-    """First and last offsets, cut where the gap is long."""
+    """Group offsets into (first, last) runs, split at long gaps."""
     runs: list[tuple[int, int]] = []
     for offset in wanted:
         if not runs or offset - runs[-1][1] > GAP:

@@ -1,14 +1,15 @@
-"""What a step's sampling parameters mean for training: of which temperature its log-probabilities are, and whether they can be recomputed.
+"""What sampling parameters mean for training: the temperature of the log-probabilities, and whether
+they can be recomputed. Pure.
 
-The trainer recomputes log-probabilities as log softmax(logits / temperature) over the whole vocabulary, so a temperature is all that
-it can follow. Pure.
+The trainer recomputes log-probabilities as log softmax(logits / temperature) over the whole
+vocabulary, so temperature is the only parameter that it can reproduce.
 
-What vLLM's log-probabilities are of, by its `--logprobs-mode` (v1/sample/sampler.py):
+vLLM's `--logprobs-mode` (v1/sample/sampler.py):
 
-- `processed_logprobs`: the distribution that the token was drawn from: the logits after penalties and constraints, divided by the
-  temperature, cut by top_k, top_p and min_p. A greedy token (temperature 0) is drawn without a division, so its log-probability is
-  that of temperature 1.
-- `raw_logprobs`: the model's own logits, at temperature 1 whatever the request said.
+- `processed_logprobs`: the distribution that the token was drawn from: logits after penalties
+  and constraints, divided by the temperature, cut by top_k, top_p and min_p. A greedy token
+  (temperature 0) is drawn without a division, so its log-probability is that of temperature 1.
+- `raw_logprobs`: the model's own logits, always at temperature 1.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from schemas.records import Sampling
 
 PROCESSED, RAW = "processed_logprobs", "raw_logprobs"
 LOWEST = 0.01
-"""vLLM takes a lower temperature for this one. Logits divided by less may overflow."""
+"""vLLM raises lower temperatures to this value. Logits divided by less may overflow."""
 
 
 def logprobs_temperature(sampling: Sampling | None) -> float | None:
-    """Temperature of the distribution that the log-probabilities are of; None: not known."""
+    """Return the temperature of the distribution of the log-probabilities; None if unknown."""
     if sampling is None:
         return None
     if sampling.logprobs_mode == RAW or sampling.temperature in (0.0, 1.0):
@@ -32,9 +33,8 @@ def logprobs_temperature(sampling: Sampling | None) -> float | None:
 
 
 def why_unscored(sampling: Sampling | None, truncated: bool = False) -> str | None:
-    """Why the log-probabilities of a step can't be recomputed; None: they can, or nothing is known against it.
-
-    truncated: take those of a truncated, penalised or constrained distribution for those of the whole one.
+    """Return why the log-probabilities cannot be recomputed; None if they can. truncated: accept
+    truncated, penalised and constrained distributions.
     """
     if sampling is None:
         return None
@@ -51,7 +51,7 @@ def why_unscored(sampling: Sampling | None, truncated: bool = False) -> str | No
 
 
 def _shaped_by(sampling: Sampling) -> list[str]:
-    """Whatever but the temperature made the distribution another one than the model's."""
+    """Return the parameters, besides temperature, that changed the distribution."""
     neutral: dict[str, float] = {
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,

@@ -1,12 +1,13 @@
 """Segment trees: the tokens of a trajectory, each stored once.
 
-A step's prompt usually starts with the prompt and response of an earlier step. Its parent is the step whose prompt and response are
-the longest prefix of its prompt. The tree has one policy segment for each step that sampled something; what the environment wrote
-between a parent's response and the next sampling hangs below the parent's segment, shared by all steps that begin with it (a radix
-tree: a fork splits a segment). So a linear conversation is one chain environment, policy, environment, policy. Tokens that a client
-sent back *differently* from how they were sampled are the environment's in the new branch. Where they say the same in other tokens, that
-is where the step comes from all the same: realigned, and no fork. All lengths are in tokens; ids are packed
-little-endian int32, 4 bytes each.
+The parent of a step is the step whose prompt and response are the longest prefix of its prompt.
+The tree has one policy segment per step with sampled tokens. Environment tokens between a
+parent's response and the next sampling are below the parent's segment, shared by all steps that
+begin with them (a radix tree: a fork splits a segment). A linear conversation is one chain:
+environment, policy, environment, policy. Tokens that a client returned differently from how they
+were sampled are environment tokens of a new branch. If they encode the same reply, the step is
+`realigned` and keeps its source. Lengths are in tokens; ids are packed little-endian int32, 4
+bytes each.
 """
 
 from __future__ import annotations
@@ -23,10 +24,8 @@ TOKEN_BYTES = 4
 
 
 class SampledTokens(NamedTuple):
-    """One step's tokens. prompt, response: packed ids; logprobs: packed, as many as response ids, None when not known.
-
-    base: position of an earlier step whose prompt and response the prompt begins with; then `prompt` is only what is behind them.
-    counts: whether it is a branch of the tree; if not, others may still have it as their base.
+    """Tokens of a step. base: position of an earlier step whose tokens precede `prompt`. counts:
+    whether it is a branch of the tree; if not, it may still be a base.
     """
 
     prompt: bytes
@@ -39,9 +38,8 @@ class SampledTokens(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """Where a step is: its position, its parent's position, the segment with its response, and how its prompt came about.
-
-    parent: of a realigned step the one whose reply came back in other tokens; its segment hangs below the longest sampled prefix.
+    """Position of a step in the tree. parent: of a realigned step, the step whose reply returned in
+    other tokens; its segment is below the longest sampled prefix.
     """
 
     index: int
@@ -52,23 +50,22 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """segments: a parent comes before its children. nodes: one for each input step, in input order."""
+    """segments: parents precede children. nodes: one per input step, in input order."""
 
     segments: tuple[Segment, ...]
     nodes: tuple[Node, ...]
 
     @property
     def environment_tokens(self) -> int:
-        """Tokens that no policy sampled, each counted once."""
+        """Return the number of tokens that no policy sampled, each counted once."""
         return sum(len(s.token_ids) // TOKEN_BYTES for s in self.segments if s.step_index is None)
 
 
 @dataclass(slots=True, eq=False)
 class _Branch:
-    """A segment while the tree grows. `environment`: children written by the environment, by their first token.
-
-    above, end: only of a branch that `_descend` has made: where it hangs, and the bytes from the root to its end. A tree that is done loses
-    its links of one direction: with both it would hold all its tokens until the next search for cycles.
+    """A segment under construction. environment: environment children by first token. above, end:
+    parent, and bytes from the root to its end. Parent links are removed at the end: cycles would
+    keep all tokens in memory until the next garbage collection.
     """
 
     tokens: bytes
@@ -81,15 +78,16 @@ class _Branch:
 
 
 RepeatsReply = Callable[[int, int], bool]
-"""Whether the request of the first step has the reply of the second one as the model's last turn."""
+"""Return whether the last model turn in the first step's request is the reply of the second step."""
 
 
 def build(
     steps: Sequence[SampledTokens | None], repeats: RepeatsReply = lambda step, earlier: False
 ) -> Tree:
-    """The tree of steps in log order; None for a step whose tokens are not known. repeats: asked of few, where a prompt has drifted.
+    """Build the tree of steps in log order; None for a step without tokens. repeats: called only
+    when a prompt diverges.
 
-    Takes the memory of each token once, not that of each prompt: of a long conversation they are hundreds of times as much.
+    Uses the memory of each token once, not of each prompt.
     """
     paths = _paths(steps)
     parents, sources, drifts = _parents(steps, paths, repeats)
@@ -120,7 +118,7 @@ def build(
 
 
 def prompt_of(tree_segments: Sequence[Segment], segment: int) -> bytes:
-    """The packed prompt of the step whose response is in `segment`: the path from the root to its parent."""
+    """Return the packed prompt of the step whose response is in `segment`."""
     pieces: list[bytes] = []
     at = tree_segments[segment].parent
     while at is not None:
@@ -130,13 +128,13 @@ def prompt_of(tree_segments: Sequence[Segment], segment: int) -> bytes:
 
 
 class _Path(NamedTuple):
-    """Where a step's prompt ends, and where its response does, in the radix tree of all tokens, whoever wrote them."""
+    """Ends of a step's prompt and response in the radix tree of all tokens."""
 
     asked: _Branch
     whole: _Branch
 
     def behind(self, parent: _Path | None) -> bytes:
-        """The prompt behind the parent's prompt and response."""
+        """Return the prompt after the parent's prompt and response."""
         pieces: list[bytes] = []
         at: _Branch | None = self.asked
         while at is not None and (parent is None or at is not parent.whole):
@@ -146,7 +144,7 @@ class _Path(NamedTuple):
 
 
 def _paths(steps: Sequence[SampledTokens | None]) -> list[_Path | None]:
-    """Of each step where it is in the radix tree. Equal tokens end at one branch, and a beginning of others is above them."""
+    """Insert all steps into a radix tree; return the path of each."""
     root = _Branch(b"")
     paths: list[_Path | None] = []
     for step in steps:
@@ -175,9 +173,10 @@ def _path(paths: Sequence[_Path | None], step: int | None) -> _Path | None:
 def _parents(
     steps: Sequence[SampledTokens | None], paths: Sequence[_Path | None], repeats: RepeatsReply
 ) -> tuple[list[int | None], list[int | None], list[Drift]]:
-    """Of each step the longest sampled prefix, the step it comes from (another one when it is realigned), and its drift.
+    """Return for each step the longest sampled prefix, its source step (different if realigned),
+    and its drift.
 
-    Both have shorter prompts than the step, so none is its own ancestor: what has sampled nothing is no prefix.
+    Both have shorter prompts than the step, so no step is its own ancestor.
     """
     counting = [
         (i, path) for i, (s, path) in enumerate(zip(steps, paths, strict=True)) if s and path and s.response and s.counts
@@ -217,9 +216,8 @@ def _parents(
 
 
 def _left(asked: _Branch, begin: int, earlier: Mapping[_Branch, Sequence[int]]) -> Sequence[int]:
-    """The steps with the longest prompt from which this one goes on with something else than what was sampled there; latest first.
-
-    asked: where its prompt ends. begin: bytes of its longest sampled prefix.
+    """Return the steps with the longest prompt from which this prompt diverges, latest first.
+    begin: bytes of its longest sampled prefix.
     """
     at = asked.above
     while at is not None and at.end >= max(begin, 1):
@@ -230,7 +228,7 @@ def _left(asked: _Branch, begin: int, earlier: Mapping[_Branch, Sequence[int]]) 
 
 
 def _causal_order(parents: Sequence[int | None], sources: Sequence[int | None]) -> list[int]:
-    """Parents and sources before children, else log order."""
+    """Order steps by parents and sources first, then by log order."""
     children: dict[int, list[int]] = {}
     ready, waits = [], [0] * len(parents)
     for i, both in enumerate(zip(parents, sources, strict=True)):
@@ -252,9 +250,10 @@ def _causal_order(parents: Sequence[int | None], sources: Sequence[int | None]) 
 
 
 def _descend(above: _Branch, tokens: bytes) -> _Branch:
-    """The branch at which `tokens`, written by the environment below `above`, end. Adds and splits what is needed.
+    """Return the branch at which `tokens`, written by the environment below `above`, end. Adds and
+    splits branches.
 
-    What ends at a branch goes on ending there: of a split one the lower half.
+    A split branch remains the lower half.
     """
     at = 0
     while at < len(tokens):
@@ -277,7 +276,7 @@ def _descend(above: _Branch, tokens: bytes) -> _Branch:
 
 
 def _common(a: bytes, b: bytes) -> int:
-    """Length in bytes of the longest common prefix, in whole tokens."""
+    """Return the length of the longest common prefix in whole tokens, bytes."""
     low, high = 0, min(len(a), len(b)) // TOKEN_BYTES
     while low < high:
         middle = (low + high + 1) // 2
@@ -294,7 +293,7 @@ def _common(a: bytes, b: bytes) -> int:
 def _number(
     root: _Branch, steps: Sequence[SampledTokens | None], index: dict[int, int]
 ) -> tuple[Segment, ...]:
-    """Segments in depth-first order, children in the order in which they were added."""
+    """Return segments in depth-first order, children in insertion order."""
     segments: list[Segment] = []
     stack: list[tuple[_Branch, int | None]] = [(root, None)]
     while stack:

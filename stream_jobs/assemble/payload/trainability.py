@@ -1,4 +1,6 @@
-"""Which weight versions sampled a step's tokens, and whether it can be trained. Pure. The one place that decides the latter."""
+"""Decide which weight versions sampled a step's tokens, and whether it can be trained. Pure. The
+only place that decides trainability.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,13 @@ REASON_CHARS = 200
 
 
 class Trainability(NamedTuple):
-    """versions: spans over all response tokens, empty when not certain. reason: why the step can't be trained; None: it can.
-
-    oldest, newest: the version ids with the lowest and highest sync index, as far as known; a call during which the version changed
-    without spans counts as its oldest.
-    logprobs_temperature: of the distribution that the log-probabilities are of, None when that is not known.
+    """Attributes:
+    versions: Spans over all response tokens; empty if uncertain.
+    oldest, newest: Version ids with the lowest and highest sync index, if known. A call
+        without spans during a version change counts as its oldest.
+    reason: Why the step cannot be trained; None if it can.
+    logprobs_temperature: Temperature of the distribution of the log-probabilities; None if
+        unknown.
     """
 
     versions: tuple[VersionSpan, ...]
@@ -31,9 +35,8 @@ class Trainability(NamedTuple):
 
 
 def trainability(step: Step, truncated: bool = False) -> Trainability:
-    """Judge one step. truncated: train what was sampled from a part of the distribution, too (`scoring`).
-
-    Raises ValueError when its packed tokens are no whole number of values.
+    """Decide the trainability of a step. truncated: also train truncated distributions
+    (`sampling_mode`). Raises ValueError if packed values are incomplete.
     """
     for name in ("prompt_token_ids", "response_token_ids", "response_logprobs"):
         if len(getattr(step, name) or b"") % 4:
@@ -61,7 +64,7 @@ def trainability(step: Step, truncated: bool = False) -> Trainability:
 
 
 def _certain_spans(step: Step, count: int) -> tuple[VersionSpan, ...]:
-    """Spans that cover the response from first to last token without a hole; else empty."""
+    """Return spans that cover the response without gaps; otherwise an empty tuple."""
     if step.versions:
         at = 0
         for span in step.versions:

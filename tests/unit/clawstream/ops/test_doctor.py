@@ -38,7 +38,7 @@ def position(
         (position(None, offset=10), "beyond the end"),
         (position(topic="gone"), "topic is gone"),
         (position("B", topic="some.*"), "topic recreated"),
-        (StoredPosition("assemble", "state log", "t", None, 0, 7, "garbage"), "unreadable"),
+        (StoredPosition("assemble", "changelog", "t", None, 0, 7, "garbage"), "unreadable"),
     ],
 )
 def test_verdicts(stored: StoredPosition, verdict: Verdict) -> None:

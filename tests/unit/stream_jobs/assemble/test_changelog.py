@@ -1,12 +1,10 @@
-"""The state log read back: fenced writers, repeated and missing records."""
+"""The changelog read back: fenced writers, repeated and missing records."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
-import cramjam
-import orjson
 import pytest
 
 from schemas.records import AssemblyDelta, AssemblyMarker, AssemblySnapshot
@@ -104,22 +102,6 @@ def test_hashes_of_steps_are_beside_the_entries_and_come_back() -> None:
     assert first == OpenStep(*STEP) and second == first._replace(
         step_suffix="01NEXT.0", last_turn_hash=9, messages_hash=-(2**62), call_id_hash=11
     )
-
-
-def test_the_format_before_is_read() -> None:
-    entries = [
-        [ChangeKind.CLOCKS_ADVANCED, 5, 5],
-        [ChangeKind.OPENED, "r", "k", 5, "train", 1],
-        [ChangeKind.STEP_ADDED, 1, list(OpenStep(*STEP))],
-    ]
-    packed = bytes(cramjam.zstd.compress(orjson.dumps(entries)))
-    log = ChangelogReader()
-    log.read(
-        1,
-        AssemblyDelta(epoch=0, seq=1, applied_steps=1, applied_rewards=0, entries=packed, format=1),
-        1,
-    )
-    assert steps_of(log) == [OpenStep(*STEP)]
 
 
 @pytest.mark.parametrize("hashes", [b"", bytes(8), bytes(30), bytes(32)])
