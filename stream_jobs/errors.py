@@ -32,18 +32,20 @@ class UnreadableChangelog(StreamJobError, SourceTruncated):
 
 
 class UnreadableJournal(StreamJobError, SourceTruncated):
-    """The journal of admission holds a record that can't be read. What was decided can't be known: it would be decided again.
+    """The journal of admission holds a record that cannot be read.
 
-    An unknown schema means that a newer release wrote it: run that one. A restart would find the same, so there is none.
+    The decisions cannot be recovered and would be made again. An unknown schema means that a
+    newer release wrote the record: run that release. The process does not restart, because it
+    would find the same record.
     """
 
 
 class PolicyRefused(StreamJobError):
-    """A policy that can't be obeyed was not published. The message names the field."""
+    """An invalid policy was not published. The message names the field."""
 
 
 class TopicReplaced(StreamJobError):
-    """A topic was deleted and made anew while it was read. The restart begins at its start."""
+    """A topic was deleted and recreated while it was read. The restart begins at its start."""
 
 
 class NotCoPartitioned(StreamJobError):
@@ -53,13 +55,15 @@ class NotCoPartitioned(StreamJobError):
 
 
 class LakeError(StreamJobError):
-    """Root of what goes wrong with the lake."""
+    """Root of all errors of the lake."""
 
 
 class LakeDamaged(LakeError):
-    """A table has a file that can't be read. The message names both, and the command that repairs the table.
+    """A table has an unreadable file. The message names both, and the command that repairs the
+    table.
 
-    Other tables are not concerned: the writer goes on with them, and reads again what this one lacks once it is repaired.
+    Other tables are not affected: the writer continues with them, and reads the missing records
+    again after the repair.
     """
 
     def __init__(self, table: str, damage: str) -> None:
@@ -70,11 +74,13 @@ class LakeDamaged(LakeError):
 
 
 class LakeRepaired(LakeDamaged):
-    """A repair has taken rows of a table back, which are still to be read again."""
+    """A repair has removed rows of a table; their records must be read again."""
 
 
 class TooManyFields(LakeError):
-    """A record has more fields that its table lacks than the table takes. Dead-letter it, whole: it can be sent again later."""
+    """A record has more unknown fields than its table accepts. Dead-letter the whole record; it can
+    be replayed later.
+    """
 
     def __init__(self, table: str, more: int, most: int) -> None:
         super().__init__(
@@ -84,7 +90,7 @@ class TooManyFields(LakeError):
 
 
 class SqlError(LakeError):
-    """A query got no answer. It is wrong, asks for what a query may not do or for too much, or the lake can't be read.
+    """A query failed: it is invalid, not allowed or too expensive, or the lake cannot be read.
 
-    The message says which, in DuckDB's words where the query is wrong.
+    The message says which, with DuckDB's text for an invalid query.
     """

@@ -63,7 +63,7 @@ class ChangelogReader:
         self.bytes_since_snapshot = 0
         self.snapshot_bytes = 0
         self._epoch = -1
-        self._pieces: list[AssemblySnapshot] = []
+        self._chunks: list[AssemblySnapshot] = []
 
     def read(self, offset: int, record: object, size: int) -> None:
         """Read the next record. size: its bytes. Raises UnreadableChangelog when a delta is
@@ -108,22 +108,22 @@ class ChangelogReader:
             ) from e
         self.state.applied = [delta.applied_steps, delta.applied_rewards]
 
-    def _snapshot(self, piece: AssemblySnapshot) -> None:
-        if piece.index == 0:
-            self._pieces = []
+    def _snapshot(self, chunk: AssemblySnapshot) -> None:
+        if chunk.index == 0:
+            self._chunks = []
         elif (
-            not self._pieces
-            or self._pieces[-1].snapshot_id != piece.snapshot_id
-            or piece.index != len(self._pieces)
+            not self._chunks
+            or self._chunks[-1].snapshot_id != chunk.snapshot_id
+            or chunk.index != len(self._chunks)
         ):
             return
-        self._pieces.append(piece)
-        if len(self._pieces) == piece.count:
-            packed = b"".join(p.data for p in self._pieces)
+        self._chunks.append(chunk)
+        if len(self._chunks) == chunk.count:
+            packed = b"".join(p.data for p in self._chunks)
             self.state = PartitionState.load(bytes(cramjam.zstd.decompress(packed)))
-            self.seq = piece.seq
+            self.seq = chunk.seq
             self.known = True
-            self.bytes_since_snapshot, self.snapshot_bytes, self._pieces = 0, len(packed), []
+            self.bytes_since_snapshot, self.snapshot_bytes, self._chunks = 0, len(packed), []
 
 
 ChangelogRecord = AssemblyMarker | AssemblyDelta | AssemblySnapshot
@@ -179,12 +179,12 @@ def snapshot(epoch: int, seq: int, state: PartitionState) -> list[AssemblySnapsh
     """Create the chunks of a snapshot. Requires that no output is pending."""
     assert not state.pending, "a snapshot is taken when nothing is pending"
     data = bytes(cramjam.zstd.compress(state.dump(), LEVEL))
-    pieces = [data[i : i + CHUNK_BYTES] for i in range(0, len(data), CHUNK_BYTES)]
+    chunks = [data[i : i + CHUNK_BYTES] for i in range(0, len(data), CHUNK_BYTES)]
     return [
         AssemblySnapshot(
-            epoch=epoch, seq=seq, snapshot_id=f"{epoch}.{seq}", index=i, count=len(pieces), data=piece, format=FORMAT
+            epoch=epoch, seq=seq, snapshot_id=f"{epoch}.{seq}", index=i, count=len(chunks), data=chunk, format=FORMAT
         )
-        for i, piece in enumerate(pieces)
+        for i, chunk in enumerate(chunks)
     ]  # fmt: skip
 
 

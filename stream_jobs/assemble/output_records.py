@@ -1,7 +1,7 @@
-"""The records that a closed trajectory becomes: its payload in parts, and what admission has to know of it. Pure.
+"""The output records of a closed trajectory: its payload in parts, and its candidate. Pure.
 
-Bytes depend only on what was decided (the index at closing, the outcome, the folded rewards) and on the payload: never on a clock, on the
-order of arrival across topics, or on a place.
+Bytes depend only on the decision (the steps at closing, the outcome, the annotations) and on the
+payload; never on a clock, on the order of arrival across topics, or on a location.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ _UNMARKED = CurationState()
 
 @dataclass(frozen=True, slots=True)
 class Assembled:
-    """A closed trajectory as records. order: position on the log of the step of each index; empty: the same, as in every conversation that
-    goes straight on. prompt_tokens: environment tokens, each once.
+    """A closed trajectory as records. order: log position of the step at each index; empty if
+    unchanged. prompt_tokens: environment tokens, each counted once.
     """
 
     parts: tuple[Trajectory, ...]
@@ -51,18 +51,20 @@ class Assembled:
 
 
 def starts_of(trajectory: OpenTrajectory) -> dict[int, int]:
-    """Offsets on `claw.steps` whose payload the trajectory needs, each with the `start` of `payload_of`."""
+    """Return the `claw.steps` offsets whose payload the trajectory needs, each with the `start` of
+    `payload_of`.
+    """
     starts = {s.offset: trajectory.steps.start_of(s) for s in trajectory.steps}
     return starts if trajectory.meta is None else {**starts, trajectory.meta: 0}
 
 
 def payload_bytes(trajectory: OpenTrajectory) -> int:
-    """About how many bytes its payload has; metadata left out."""
+    """Return the approximate payload size without metadata, bytes."""
     return trajectory.steps.size
 
 
 def slices(sizes: Mapping[RunTrajectory, int], limit: int) -> Iterator[list[RunTrajectory]]:
-    """The keys in order, in runs of at most `limit` bytes; one that is larger is alone."""
+    """Split the keys, in order, into runs of at most `limit` bytes; a larger one is alone."""
     run, used = list[RunTrajectory](), 0
     for key, size in sizes.items():
         if run and used + size > limit:
@@ -80,7 +82,9 @@ def assembled(
     closed: ClosedTrajectory,
     payload: Mapping[int, CachedPayload],
 ) -> Assembled:
-    """The records of a trajectory. payload: by offset, all of `starts_of`; not looked at when the outcome is `lost`."""
+    """Create the records of a trajectory. payload: by offset, all of `starts_of`; ignored when the
+    outcome is `lost`.
+    """
     kept = (
         [None] * len(trajectory.steps)
         if closed.outcome == "lost"
@@ -143,7 +147,9 @@ def assembled(
 
 
 def in_parts(whole: Trajectory, limit: int = MAX_RECORD_BYTES) -> Iterator[Trajectory]:
-    """The trajectory in records of at most about `limit` bytes: first the segments, then the steps. Metadata is in the first."""
+    """Split a trajectory into records of about `limit` bytes: segments, then steps. The first part
+    has the metadata.
+    """
     size = (
         sum(map(_segment_size, whole.segments))
         + sum(map(_step_size, whole.steps))
@@ -176,7 +182,7 @@ def in_parts(whole: Trajectory, limit: int = MAX_RECORD_BYTES) -> Iterator[Traje
 
 
 def candidate(key: RunTrajectory, closed: ClosedTrajectory, codec: Codec) -> Candidate:
-    """What admission has to know, at the revision that `closed` has come to. At most MAX_RECORD_BYTES when encoded."""
+    """Create the candidate of the current revision. At most MAX_RECORD_BYTES when encoded."""
     annotations = closed.annotations
     whole, assessed = annotations.marks.get("", _UNMARKED), annotations.assessed
     name = key_of_trajectory(key[1])
@@ -230,7 +236,7 @@ def candidate(key: RunTrajectory, closed: ClosedTrajectory, codec: Codec) -> Can
 
 
 def step_mark(mark: StepMarkDecision) -> StepMark:
-    """The record of a mark on a step that came after its trajectory had closed."""
+    """Create the record of a mark on a late step."""
     run, key = mark.key
     return StepMark(
         event_id=stable_id("step_mark", run, mark.step_id, mark.kind), run_id=run, trajectory_key=key_of_trajectory(key),
@@ -239,7 +245,7 @@ def step_mark(mark: StepMarkDecision) -> StepMark:
 
 
 def _sync_indexes(*versions: str | None) -> list[int]:
-    """Of those that are versions of a run."""
+    """Return the sync indexes of the labels that are versions of a run."""
     return [
         found.sync_index
         for v in versions
@@ -248,7 +254,9 @@ def _sync_indexes(*versions: str | None) -> list[int]:
 
 
 def _small(record: Candidate, codec: Codec) -> Candidate:
-    """A candidate above the limit keeps what decides about the whole, and must not be trained: admission could not name its steps."""
+    """Reduce a candidate above the size limit to trajectory-level fields, and make it untrainable:
+    its steps cannot be listed.
+    """
     if (
         at_most(record) <= MAX_RECORD_BYTES
         or (size := len(codec.encode(record))) <= MAX_RECORD_BYTES
@@ -268,7 +276,9 @@ def _small(record: Candidate, codec: Codec) -> Candidate:
 
 
 def at_most(record: Candidate) -> int:
-    """Bytes that a candidate has at the most when encoded: writing one of 5,000 steps only to count it would take a third of making it."""
+    """Return an upper bound of a candidate's encoded size, bytes. Encoding one of 5,000 steps only
+    to measure it would add a third to its cost.
+    """
     texts = [
         record.run_id,
         record.trajectory_key,
@@ -322,7 +332,7 @@ def _payloads(
 
 
 def _sampled(entry: OpenStep, what: StepPayload | None) -> SampledTokens | None:
-    """What a step's payload leaves out is the prompt and response of its base."""
+    """Return the tokens of a step. Prompt tokens that its payload omits are those of its base."""
     if what is None or not what.tokens:
         return None
     base = entry.base if what.start else None
@@ -333,7 +343,7 @@ def _sampled(entry: OpenStep, what: StepPayload | None) -> SampledTokens | None:
 
 
 def _repeats(step: OpenStep, earlier: StepPayload | None) -> bool:
-    """Whether the model's last turn in a step's request is the reply of an earlier one."""
+    """Return whether the last model turn in a step's request is the reply of an earlier step."""
     if step.last_turn_hash is None or earlier is None:
         return False
     reply = reply_of(earlier.response_json)
@@ -354,7 +364,9 @@ def _step_size(s: TrajectoryStep) -> int:
 
 
 def _batches(items: Sequence[T], limit: int, sizes: Sequence[int], used: int) -> list[list[T]]:
-    """Items in order, cut into runs of at most `limit` bytes; `used` bytes of the first are taken."""
+    """Split items, in order, into runs of at most `limit` bytes; `used` bytes of the first run are
+    taken.
+    """
     runs: list[list[T]] = [[]]
     for item, size in zip(items, sizes, strict=True):
         if used + size > limit and (runs[-1] or used):

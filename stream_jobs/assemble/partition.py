@@ -308,16 +308,16 @@ class PartitionProcessor:
         self._delta_at = log.state.time[STEPS]
 
     async def _append_snapshot(self) -> None:
-        pieces = [
+        chunks = [
             self._encode(p) for p in changelog.snapshot(self._epoch, self._log.seq, self._log.state)
         ]
-        first = await self._append(pieces)
+        first = await self._append(chunks)
         self._unflushed_changes = []  # the snapshot has it
-        self._log.bytes_since_snapshot, self._log.snapshot_bytes = 0, sum(map(len, pieces))
+        self._log.bytes_since_snapshot, self._log.snapshot_bytes = 0, sum(map(len, chunks))
         topic = self._shared.topics.assembly
         await asyncio.to_thread(self._shared.cluster.delete_records, topic, self.partition, first)
         logger().info(
-            "snapshot", partition=self.partition, bytes=self._log.snapshot_bytes, pieces=len(pieces)
+            "snapshot", partition=self.partition, bytes=self._log.snapshot_bytes, chunks=len(chunks)
         )
 
     async def _append(self, values: Sequence[bytes]) -> int:

@@ -1,4 +1,6 @@
-"""A partition of assemble in memory, for tests and try-outs: records of a made-up run in, what would be put out. A crash is a call."""
+"""A partition of assemble in memory, for tests: records of a test run in, outputs out. A crash is a
+method call.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,7 @@ ANONYMOUS_KEY = "bucket-" + "0" * 32
 def step(
     key: str, n: int, prompt: Sequence[int] = (1,), response: Sequence[int] = (2,), **more: Any
 ) -> Step:
-    """Step C<n>.0 of a trajectory key. more: any field."""
+    """Create step C<n>.0 of a trajectory key. more: any field."""
     given: dict[str, Any] = {
         "step_id": f"{key}~C{n}.0", "run_id": "r", "trajectory_key": key, "call_id": f"{key}~C{n}", "choice_index": 0,
         "protocol": "openai.chat", "model": "policy", "status": "ok", "streamed": False, "request_json": b"{}",
@@ -63,7 +65,9 @@ def chat_step(
     tokens: bool = True,
     **more: Any,
 ) -> Step:
-    """Step C<n>.0 of a chat. Its tokens are the characters of the messages, so a message that comes back as it was is a prefix."""
+    """Create step C<n>.0 of a chat. Its tokens are the characters of the messages, so unchanged
+    messages are a prefix.
+    """
     message = {"role": "assistant", **reply}
     given: dict[str, Any] = {
         "request_json": orjson.dumps({"messages": messages}),
@@ -80,7 +84,7 @@ def chat_step(
 
 
 def _ids(*messages: Mapping[str, Any]) -> list[int]:
-    """Of each message its role, its text, its calls, and an end."""
+    """Return role, text, calls and an end token of each message."""
     ids: list[int] = []
     for message in messages:
         calls = [
@@ -109,7 +113,7 @@ def session(key: str, kind: Any, event_id: str = "", **more: Any) -> SessionEven
 
 
 def failed_call(key: str | None, n: int = 0, **more: Any) -> FailedCall:
-    """A call that an engine answered with 500. more: any field."""
+    """Create a call that an engine answered with 500. more: any field."""
     given: dict[str, Any] = {
         "event_id": f"{key}~F{n}", "run_id": "r", "trajectory_key": key, "protocol": "openai.chat", "streamed": False,
         "source": "engine", "status": 500, "message": "out of memory", "gateway_id": "g", "received_at": 0, "duration_ms": 1.5,
@@ -120,7 +124,7 @@ def failed_call(key: str | None, n: int = 0, **more: Any) -> FailedCall:
 def reward(
     key: str, value: float | None = 1.0, n: int | None = None, name: str = "a", revision: int = 0
 ) -> Reward:
-    """A reward of the trajectory, or of its step C<n>.0."""
+    """Create a reward of the trajectory, or of its step C<n>.0."""
     return Reward(
         event_id=f"{key}-{name}-{n}-{revision}-{value}", run_id="r", trajectory_key=key, source="env", name=name,
         function_version="1", value=value, reward_revision=revision, created_at=0, step_id=f"{key}~C{n}.0" if n is not None else None,
@@ -128,7 +132,7 @@ def reward(
 
 
 def curation(key: str, event_id: str, n: int | None = None, **fields: Any) -> Curation:
-    """A mark on the trajectory, or on its step C<n>.0."""
+    """Create a curation of the trajectory, or of its step C<n>.0."""
     return Curation(
         event_id=event_id, run_id="r", trajectory_key=key, by="me", created_at=0,
         step_id=f"{key}~C{n}.0" if n is not None else None, **fields,
@@ -136,7 +140,7 @@ def curation(key: str, event_id: str, n: int | None = None, **fields: Any) -> Cu
 
 
 def assessment(key: str, quality: float | None, *steps: float, revision: int = 1) -> Assessment:
-    """What rules say of a trajectory and of its steps, by index."""
+    """Create an assessment of a trajectory and of its steps, by index."""
     return Assessment(
         event_id=f"{key}-assessed-{revision}", run_id="r", trajectory_key=key_of_trajectory(key), trajectory_id=key,
         rules=("length@1",), quality=quality, step_quality=steps, findings=(), assessment_revision=revision, created_at=0,
@@ -145,7 +149,9 @@ def assessment(key: str, quality: float | None, *steps: float, revision: int = 1
 
 @dataclass
 class InMemoryPartition:
-    """A partition's owner without Kafka: folds, writes deltas to a list, puts out what was decided."""
+    """A partition processor without Kafka: folds records, appends deltas to a list, and collects
+    the outputs.
+    """
 
     limits: Limits = LIMITS
     state: PartitionState = field(default_factory=PartitionState)
@@ -163,7 +169,7 @@ class InMemoryPartition:
         self.fold = AssemblyFold(self.state, self.limits)
 
     def feed(self, *records: tuple[SourceTopic, int, Any]) -> InMemoryPartition:
-        """One batch of (source, timestamp, event); offsets are given in order."""
+        """Process one batch of (source, timestamp, event); assigns offsets in order."""
         return self.batch([(s, self._offset(s), t, e) for s, t, e in records])
 
     def _offset(self, source: SourceTopic) -> int:
@@ -171,13 +177,13 @@ class InMemoryPartition:
         return self.next[source] - 1
 
     def batch(self, records: Sequence[tuple[SourceTopic, int, int, Any]]) -> InMemoryPartition:
-        """Fold and put out."""
+        """Fold a batch and emit its outputs."""
         self.decide(records)
         self.emit()
         return self
 
     def decide(self, records: Sequence[tuple[SourceTopic, int, int, Any]]) -> None:
-        """Fold and make durable."""
+        """Fold a batch and make it durable."""
         for source, offset, timestamp, event in records:
             key = (getattr(event, "trajectory_key", None) or "").encode()
             kept = self.fold.record(source, offset, timestamp, key, event)
@@ -192,7 +198,7 @@ class InMemoryPartition:
             self.unflushed = []
 
     def emit(self) -> None:
-        """Put out what is decided and not done."""
+        """Emit outputs that are decided and not acknowledged."""
         facts = []
         for key, trajectory in self.state.pending.closings.items():
             done = assembled(key, trajectory, self.state.closed[key], self.payload)
@@ -221,7 +227,9 @@ class InMemoryPartition:
         self.unflushed = []
 
     def crash(self) -> None:
-        """Lose everything but the log, the payload (it is on `claw.steps`) and what was put out; start again from the log."""
+        """Lose everything except the changelog, the payload (it is on `claw.steps`) and the
+        outputs; restart from the changelog.
+        """
         log = ChangelogReader()
         for offset, value in enumerate(self.log, 1):  # behind a marker
             log.read(offset, CODEC.decode(value), len(value))
@@ -230,12 +238,14 @@ class InMemoryPartition:
         self.emit()
 
     def last(self, key: str) -> Candidate:
-        """The last candidate of a trajectory id."""
+        """Return the last candidate of a trajectory id."""
         return self.candidates[max(k for k in self.candidates if k[0] == key)]
 
 
 def content(w: InMemoryPartition) -> tuple[dict[str, Trajectory], dict[str, Candidate]]:
-    """What must not depend on interleaving, duplicates or crashes: trajectories without places, the last candidates without number."""
+    """Return what must not depend on interleaving, duplicates or crashes: trajectories without
+    offsets, last candidates without revision.
+    """
     trajectories = {
         k: replace(t, steps=tuple(replace(s, offset=0) for s in t.steps))
         for k, t in w.trajectories.items()

@@ -1,9 +1,11 @@
-"""Faust's consumer and app as the jobs need them. The one place, with `shell`, that knows Faust.
+"""Faust's consumer and app, adapted to the jobs. Only this module and `shell` import Faust.
 
-What Faust must be told, or kept from, beside its settings below: its fetch wait is fixed (`_Thread`); it seeks to committed offsets only
-(`_Consumer`); a fetch that comes in while partitions are taken away must be sought again (`_give_back`); everything is revoked in every
-rebalance, and state is rebuilt in `on_rebalance_complete`, the one signal that is awaited before records flow; a fetch of an older
-generation is dropped; its worker command is not used, for that starts a web server and takes over signals and standard output.
+Adaptations besides the settings below: the fetch wait is fixed in Faust (`_Thread`); Faust seeks
+only to committed offsets (`Consumer`); a fetch that arrives during a revocation must be sought
+again (`_give_back`); every rebalance revokes everything, and state is restored in
+`on_rebalance_complete`, the only signal that is awaited before records flow; fetches of an older
+generation are dropped; Faust's worker command is not used, because it starts a web server and
+takes over signals and standard output.
 """
 
 from __future__ import annotations
@@ -25,21 +27,25 @@ from stream_jobs.worker.fetch_buffer import Fetched
 from stream_jobs.worker.member_name import worker_name
 
 FETCH_WAIT_MS = 250
-"""aiokafka has one fetch in flight a broker; at Faust's fixed 1500 ms an idle partition would hold up the busy ones that long. Each fetch
-names all partitions: at 50 ms an idle worker took 3 % of a core, at 100 ms 2 %."""
+"""aiokafka has one fetch in flight per broker; with Faust's fixed 1500 ms an idle partition would
+delay busy ones. Each fetch names all partitions: an idle worker used 3 % of a core at 50 ms, 2 %
+at 100 ms.
+"""
 METADATA_MS = 5000
-"""A group that was assigned while a topic was not there is assigned anew once it is seen; by default nobody looks for five minutes."""
+"""Interval for detecting a missing topic that was created after the assignment. The default is five
+minutes.
+"""
 
 NO_HEADERS: Mapping[str, bytes] = MappingProxyType({})
 
 
 def record_of(r: Any) -> Record:
-    """Headers are left out: no input of the jobs has any that count."""
+    """Convert a record. Headers are dropped: the inputs of the jobs have none that matter."""
     return Record(r.topic, r.partition, r.offset, r.timestamp, r.key, r.value, NO_HEADERS)
 
 
 def make_app(settings: Settings, group: str) -> Any:
-    """The Faust app, embedded: no worker of Faust's, so no web server, no signal handlers, no redirected output."""
+    """Create the embedded Faust app: without web server, signal handlers and redirected output."""
     kafka, jobs = settings.kafka, settings.jobs
     directory = settings.data_dir / "faust" / group  # nothing is kept there: the store is in memory
     directory.mkdir(parents=True, exist_ok=True)
@@ -70,7 +76,7 @@ def make_app(settings: Settings, group: str) -> Any:
 
 
 def _credentials(options: Mapping[str, str]) -> Any:
-    """Faust's credentials for librdkafka's options; None for a plain connection."""
+    """Return Faust's credentials for librdkafka options; None for a plain connection."""
     protocol = options.get("security.protocol", "plaintext").lower()
     context = (
         ssl.create_default_context(cafile=options.get("ssl.ca.location"))
@@ -94,7 +100,7 @@ def _credentials(options: Mapping[str, str]) -> Any:
 
 
 class _Thread(driver.AIOKafkaConsumerThread):  # type: ignore[misc]
-    """Faust hard-codes the fetch wait, and reads what transactions have not committed: there are no settings."""
+    """Sets the fetch wait and the isolation level, for which Faust has no settings."""
 
     def _create_worker_consumer(self, transport: Any) -> Any:
         consumer = super()._create_worker_consumer(transport)
@@ -104,7 +110,9 @@ class _Thread(driver.AIOKafkaConsumerThread):  # type: ignore[misc]
 
 
 class Consumer(driver.Consumer):  # type: ignore[misc]
-    """Seeks to the job's own positions instead of the committed ones, and gives whole fetches away instead of single records."""
+    """Seeks to the job's own positions instead of committed offsets, and passes on whole fetches
+    instead of single records.
+    """
 
     def __init__(
         self,
@@ -131,7 +139,9 @@ class Consumer(driver.Consumer):  # type: ignore[misc]
         return committed | own
 
     async def _drain_messages(self, fetcher: Any) -> None:
-        """Runs as long as Faust's fetcher. Any exception ends the process, but for those by which Faust stops it."""
+        """Run as long as Faust's fetcher. Any exception ends the process, except those by which
+        Faust stops it.
+        """
         try:
             while not (self.should_stop or fetcher.should_stop):
                 fetched, _ = await self._wait_next_records(1.0)
@@ -144,15 +154,17 @@ class Consumer(driver.Consumer):  # type: ignore[misc]
                 raise
 
     async def _give_back(self) -> None:
-        """What was fetched while partitions were taken away, or before the new ones were sought, must come again."""
+        """Seek again, so that records fetched during a revocation or before the seek are fetched
+        again.
+        """
         try:
             await self.perform_seek()
         except Exception as e:
             if self.flow_active:
                 raise
             # Partitions that are being taken away: many kinds of errors. The rebalance that goes on seeks before anything flows.
-            logger().debug("seek_overtaken", error=repr(e))
+            logger().debug("seek_superseded", error=repr(e))
 
     def verify_event_path(self, now: float, tp: TP) -> None:
-        """Faust looks whether its streams hang; it has none. What remains is whether aiokafka fetches."""
+        """Check only whether aiokafka fetches; Faust's check of its streams does not apply."""
         self._thread.verify_recovery_event_path(now, tp)

@@ -1,4 +1,6 @@
-"""What was fetched and is not yet processed, bounded by records and by bytes: a record may have ten megabytes. Knows no Kafka client."""
+"""Fetched, unprocessed records, bounded by records and bytes: a record may have ten megabytes.
+Independent of the Kafka client.
+"""
 
 from __future__ import annotations
 
@@ -8,44 +10,52 @@ from typing import Any
 
 GATHER_S = 0.005
 GATHER_ROUNDS = 6
-"""A batch is gathered for at most this many rounds, while more comes: each batch costs a delta and its acknowledgement."""
-PIECES = 6
+"""Maximum rounds of gathering a batch while more records arrive. Each batch costs a delta and its
+acknowledgement.
+"""
+MAX_QUEUED_CHUNKS = 6
 BATCH_BYTES = 32 << 20
-"""Keys, values and headers. A batch and what waits behind it overshoot by a piece at most, and by its last record."""
-PIECE_BYTES = 4 << 20
+"""Keys, values and headers. A batch and the waiting records exceed it by at most one chunk and one
+record.
+"""
+CHUNK_BYTES = 4 << 20
 
 Fetched = Mapping[Any, Sequence[Any]]
 """aiokafka's records by its topic and partition."""
 
 
 class FetchBuffer:
-    """One puts, one takes. records: how many make a batch. batch_bytes: as many bytes make one, too, and as many may wait."""
+    """A queue with one producer and one consumer. records, batch_bytes: bounds of a batch;
+    batch_bytes also bounds the waiting records.
+    """
 
     def __init__(
-        self, records: int, batch_bytes: int = BATCH_BYTES, piece_bytes: int = PIECE_BYTES
+        self, records: int, batch_bytes: int = BATCH_BYTES, chunk_bytes: int = CHUNK_BYTES
     ) -> None:
-        self._records, self._bytes, self._piece_bytes = records, batch_bytes, piece_bytes
-        self._pieces: asyncio.Queue[tuple[int, Fetched, int, int]] = asyncio.Queue()
+        self._records, self._bytes, self._chunk_bytes = records, batch_bytes, chunk_bytes
+        self._chunks: asyncio.Queue[tuple[int, Fetched, int, int]] = asyncio.Queue()
         self._waiting_bytes = 0
         self._room = asyncio.Event()
 
     async def put(self, generation: int, fetched: Fetched) -> None:
-        """Cut a fetch into pieces and put them in, in order. Waits while there is enough."""
-        for piece, count, size in _pieces(fetched, self._records, self._piece_bytes):
-            while self._waiting_bytes >= self._bytes or self._pieces.qsize() >= PIECES:
+        """Split a fetch into chunks and queue them in order. Waits while the buffer is full."""
+        for chunk, count, size in _chunks(fetched, self._records, self._chunk_bytes):
+            while self._waiting_bytes >= self._bytes or self._chunks.qsize() >= MAX_QUEUED_CHUNKS:
                 self._room.clear()
                 await self._room.wait()
             self._waiting_bytes += size
-            self._pieces.put_nowait((generation, piece, count, size))
+            self._chunks.put_nowait((generation, chunk, count, size))
 
     async def batch(self) -> list[tuple[int, Fetched]]:
-        """The next batch, each piece with its generation. Waits for the first piece, and a little for more."""
-        first, count, size = self._taken(await self._pieces.get())
+        """Return the next batch, each chunk with its generation. Waits for the first chunk, and
+        briefly for more.
+        """
+        first, count, size = self._taken(await self._chunks.get())
         batch = [first]
         for gathered in range(GATHER_ROUNDS):
             before = len(batch)
-            while count < self._records and size < self._bytes and not self._pieces.empty():
-                more, more_count, more_size = self._taken(self._pieces.get_nowait())
+            while count < self._records and size < self._bytes and not self._chunks.empty():
+                more, more_count, more_size = self._taken(self._chunks.get_nowait())
                 batch.append(more)
                 count, size = count + more_count, size + more_size
             if count >= self._records or size >= self._bytes or (gathered and len(batch) == before):
@@ -53,25 +63,27 @@ class FetchBuffer:
             await asyncio.sleep(GATHER_S)
         return batch
 
-    def _taken(self, piece: tuple[int, Fetched, int, int]) -> tuple[tuple[int, Fetched], int, int]:
-        generation, fetched, count, size = piece
+    def _taken(self, chunk: tuple[int, Fetched, int, int]) -> tuple[tuple[int, Fetched], int, int]:
+        generation, fetched, count, size = chunk
         self._waiting_bytes -= size
         self._room.set()
         return (generation, fetched), count, size
 
 
-def _pieces(fetched: Fetched, records: int, size: int) -> Iterator[tuple[Fetched, int, int]]:
-    """A fetch in pieces that end with the record that makes them full. With each its records and bytes."""
-    piece, count, used = dict[Any, list[Any]](), 0, 0
+def _chunks(fetched: Fetched, records: int, size: int) -> Iterator[tuple[Fetched, int, int]]:
+    """Split a fetch into chunks, each with its number of records and bytes. The record that reaches
+    a bound ends the chunk.
+    """
+    chunk, count, used = dict[Any, list[Any]](), 0, 0
     for place, found in fetched.items():
         for record in found:
-            piece.setdefault(place, []).append(record)
+            chunk.setdefault(place, []).append(record)
             count, used = count + 1, used + _size(record)
             if count >= records or used >= size:
-                yield piece, count, used
-                piece, count, used = {}, 0, 0
-    if piece:
-        yield piece, count, used
+                yield chunk, count, used
+                chunk, count, used = {}, 0, 0
+    if chunk:
+        yield chunk, count, used
 
 
 def _size(record: Any) -> int:

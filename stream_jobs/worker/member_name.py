@@ -9,5 +9,7 @@ from schemas.settings import JobsSettings
 
 
 def worker_name(jobs: JobsSettings) -> str:
-    """Under what name a worker is a member of its group. Two that live at once must differ: else Kafka fences one after the other."""
+    """Return the worker's name in its consumer group. Live workers must differ; otherwise Kafka
+    fences them.
+    """
     return jobs.worker_id if jobs.worker_id is not None else f"{socket.gethostname()}-{os.getpid()}"

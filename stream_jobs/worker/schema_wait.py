@@ -1,8 +1,10 @@
-"""Partitions with a record whose schema is not known: their records wait while the schemas topic is read, the others go on.
+"""Hold back partitions whose records have an unknown schema while the schemas topic is read; other
+partitions continue.
 
-A look-up takes milliseconds, or as long as the broker of the schemas topic is away. It runs on a thread, so that neither other
-partitions nor ticks and heartbeats wait for it. Only a schema that is still unknown behind a look-up that began after its record
-was read makes a dead letter: who writes a new schema announces it before.
+A lookup takes milliseconds, or as long as the broker is unavailable. It runs on a thread, so
+that other partitions, ticks and heartbeats do not wait. A record becomes a dead letter only if
+its schema is still unknown after a lookup that began after the record was read: writers announce
+a new schema first.
 """
 
 from __future__ import annotations
@@ -18,15 +20,18 @@ from runtime.process.lifecycle import die
 from runtime.topics.records import Decoder
 
 GIVE_UP_S = 300.0
-"""How long the schemas topic may be away. Then the process ends: the next one makes the topic if somebody has deleted it."""
+"""Maximum outage of the schemas topic. Then the process ends; the next one recreates a deleted
+topic.
+"""
 RETRY_S = 1.0
 
 
 class SchemaWait:
-    """Keeps the records of partitions that wait.
+    """Holds the records of waiting partitions.
 
-    process: takes the records of a partition, in order, while `busy` is held. pause: stops (True) or starts (False) fetching a
-    partition: from the first records on that come while others wait, so that no more wait than were fetched.
+    process: takes the records of a partition, in order, while `busy` is held. pause: stops
+    (True) or resumes (False) fetching a partition, from the first records that arrive while
+    others wait; this bounds the waiting records.
     """
 
     def __init__(
@@ -46,7 +51,9 @@ class SchemaWait:
         self._processing: set[asyncio.Task[None]] = set()
 
     def takes(self, partition: int, records: Sequence[Record]) -> bool:
-        """Whether the records wait: the partition waits already, or one of them has an unknown schema. To be called with `busy` held."""
+        """Return whether the records must wait: the partition already waits, or a schema is
+        unknown. Requires `busy`.
+        """
         waiting = self._waiting.get(partition)
         if waiting is not None:
             waiting += records
@@ -61,7 +68,9 @@ class SchemaWait:
         return True
 
     def drop(self) -> None:
-        """Forget what waits: the partitions are taken away, and who gets them reads it again. A batch in hand goes on."""
+        """Drop waiting records: the partitions are revoked, and the next owner reads them. The
+        current batch continues.
+        """
         for task in self._tasks.values():
             task.cancel()
         self._tasks.clear()
@@ -74,7 +83,9 @@ class SchemaWait:
             self._pause(partition, False)
 
     async def _wait(self, partition: int) -> None:
-        """Look schemas up until that was done for all that waits, then process it. Any exception ends the process."""
+        """Look schemas up until all waiting records are covered, then process them. Any exception
+        ends the process.
+        """
         waiting = self._waiting[partition]
         try:
             while True:
@@ -93,7 +104,7 @@ class SchemaWait:
             die(e)
 
     async def _look_up(self, partition: int) -> None:
-        """Raises Unavailable after `GIVE_UP_S`."""
+        """Look schemas up. Raises Unavailable after `GIVE_UP_S`."""
         until = time.monotonic() + GIVE_UP_S
         while True:
             try:

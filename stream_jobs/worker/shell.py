@@ -1,11 +1,12 @@
 """The shell around a stream job: one Faust app around one `Job`.
 
-Faust is a thin shell here: the consumer group, rebalances, fetching, commits. It has no table and no store, and its error path (which
-acknowledges, and so loses) is never entered: any exception ends the process at once and the supervisor restarts it. Records do not go
-through its streams, one by one, but in the batches in which they were fetched: Faust's machinery for single records costs more than the
-fold. So nothing is acknowledged by the record, either; what is done is committed by its offset.
+Faust provides the consumer group, rebalances, fetching and commits. Its tables, stores and error
+path (which acknowledges and so loses records) are not used: any exception ends the process, and
+the supervisor restarts it. Records bypass its streams and are processed in the batches in which
+they were fetched, because per-record overhead exceeds the cost of the fold. Finished work is
+committed by offset.
 
-On SIGTERM the batch in hand is finished and committed, then the process exits 0.
+On SIGTERM the current batch is finished and committed, then the process exits 0.
 """
 
 from __future__ import annotations
@@ -33,19 +34,21 @@ from stream_jobs.worker.fetch_buffer import FetchBuffer, Fetched
 from stream_jobs.worker.schema_wait import SchemaWait
 
 FETCH_PAUSE_S = 0.02
-"""Behind a fetch that brought less than a batch. A fetch costs as much as many records: it names all partitions, goes through two loops of
-asyncio and is answered by the first record that comes. What comes meanwhile is the next one's; a record that comes when all is quiet waits not at all."""
+"""Pause after a fetch smaller than a batch, so that the next one is larger. A fetch costs as much
+as many records. A record that arrives in an idle period is not delayed.
+"""
 COMMIT_S = 1.0
 LOOK_S = 0.5
-"""How often it is asked whether Faust has stopped by itself."""
+"""Interval of the check whether Faust has stopped."""
 STOP_S = 8.0
 REPEAT_LOG_S = 10.0
 
 
 class Job(Protocol):
-    """What runs on the shell. An exception ends the process.
+    """A job that runs on the shell. An exception ends the process.
 
-    inputs: topics with equal partition counts; all are read together. decoder: looks up the schemas of records before `process` gets them.
+    inputs: topics with equal partition counts, read together. decoder: looks up schemas of
+    records before `process`.
     """
 
     inputs: tuple[str, ...]
@@ -53,22 +56,26 @@ class Job(Protocol):
     decoder: Decoder
 
     async def assigned(self, partitions: Sequence[int]) -> Mapping[tuple[str, int], int]:
-        """The worker has these partitions now. Returns (topic, partition) to first offset; committed offsets hold for the others."""
+        """Take over partitions. Returns first offsets by (topic, partition); committed offsets
+        apply to the others.
+        """
 
     async def revoked(self) -> None:
-        """It has none any more."""
+        """Release all partitions."""
 
     async def process(self, partition: int, records: Sequence[Record]) -> Mapping[str, int]:
-        """Take the next records of a partition. Returns, by topic, up to which offset everything is done for good."""
+        """Process the next records of a partition. Returns the last durably finished offset by
+        topic.
+        """
 
     async def tick(self) -> None:
         """Called every tick_interval_s."""
 
     def stop(self) -> None:
-        """The process is to end: what takes long is given up, and `process` returns soon."""
+        """Prepare to end: abandon long operations, so that `process` returns soon."""
 
     def close(self) -> None:
-        """The end."""
+        """Release all resources."""
 
 
 async def serve(
@@ -91,7 +98,7 @@ class Shell:
         self._job = job
         self._positions: Mapping[tuple[str, int], int] = {}
         self._batch_records = settings.jobs.batch_records
-        self._inbox = FetchBuffer(self._batch_records)
+        self._fetch_buffer = FetchBuffer(self._batch_records)
         self._done: dict[TP, int] = {}
         self._revokes = 0
         self._busy = asyncio.Lock()
@@ -113,7 +120,7 @@ class Shell:
         self._app.on_partitions_revoked.connect(self._revoked, weak=False)
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Until `stop` is set. Ends the process on any failure."""
+        """Run until `stop` is set. Any failure ends the process."""
         starting = asyncio.create_task(self._app.start())
         repeated = [
             asyncio.create_task(self._repeat(self._job.tick_interval_s, self._job.tick)),
@@ -157,7 +164,7 @@ class Shell:
                 die(e)
 
     async def _commit(self) -> None:
-        """Tell Kafka how far we are."""
+        """Commit the finished offsets."""
         done, self._done = self._done, {}
         generation = self._app.consumer_generation_id
         if (
@@ -202,7 +209,7 @@ class Shell:
                 # Who overtakes us in a rebalance has the partition by right. In no rebalance it is another group's worker, or we were dead.
                 if before == (self._app.consumer_generation_id, self._revokes):
                     raise
-                logger().info("take_over_given_up", partitions=partitions)
+                logger().info("take_over_abandoned", partitions=partitions)
                 positions = {}
             if before != (self._app.consumer_generation_id, self._revokes):
                 await (
@@ -221,16 +228,16 @@ class Shell:
     # -- records
 
     async def _take(self, fetched: Fetched) -> None:
-        """What Faust has fetched while its flow was open. Waits while there is enough, and for more when it was little."""
-        await self._inbox.put(self._app.consumer_generation_id, fetched)
+        """Buffer a fetch. Waits while the buffer is full, and briefly after a small fetch."""
+        await self._fetch_buffer.put(self._app.consumer_generation_id, fetched)
         if sum(map(len, fetched.values())) < self._batch_records:
             await asyncio.sleep(FETCH_PAUSE_S)
 
     async def _read(self, _: Any) -> None:
-        """The agent: Faust starts it, ends it and asks for its topics; its stream stays empty."""
+        """Read batches as a Faust agent; its stream stays empty."""
         try:
             while not self._stopping:
-                batch = await self._inbox.batch()
+                batch = await self._fetch_buffer.batch()
                 if not self._stopping:
                     async with self._busy:
                         await self._process(batch)
@@ -238,7 +245,7 @@ class Shell:
             die(e)
 
     async def _process(self, batch: Sequence[tuple[int, Fetched]]) -> None:
-        """Process what is of the present generation: a later one reads the rest again."""
+        """Process records of the current generation; others are read again."""
         now = self._app.consumer_generation_id
         by_partition: dict[int, list[Record]] = {}
         for generation, fetched in batch:
@@ -259,7 +266,7 @@ class Shell:
             self._done |= {TP(topic, partition): offset + 1 for topic, offset in done.items()}
 
     def _pause(self, partition: int, pause: bool) -> None:
-        """Stop or start fetching a partition of all inputs."""
+        """Stop or resume fetching a partition of all inputs."""
         consumer = self._app.consumer
         places = {TP(topic, partition) for topic in self._job.inputs} & consumer.assignment()
         (consumer.pause_partitions if pause else consumer.resume_partitions)(places)

@@ -18,10 +18,10 @@ def record(offset: int, size: int) -> Any:
 
 @given(st.lists(st.lists(st.integers(0, 60), max_size=8), max_size=8))
 def test_batches_are_bounded_and_nothing_is_lost_or_out_of_order(fetches: list[list[int]]) -> None:
-    """Batches of 5 records or 100 bytes, pieces of 25 bytes, records of up to 60."""
+    """Batches of 5 records or 100 bytes, chunks of 25 bytes, records of up to 60."""
 
     async def main() -> None:
-        inbox = FetchBuffer(5, 100, 25)
+        buffer = FetchBuffer(5, 100, 25)
         offset = 0
         fetched = list[dict[str, list[Any]]]()
         for sizes in fetches:
@@ -30,12 +30,12 @@ def test_batches_are_bounded_and_nothing_is_lost_or_out_of_order(fetches: list[l
 
         async def put() -> None:
             for fetch in fetched:
-                await inbox.put(1, fetch)
+                await buffer.put(1, fetch)
 
         putting = asyncio.create_task(put())
         came: list[int] = []
         while len(came) < offset:
-            batch = [r for _, piece in await inbox.batch() for r in piece["p"]]
+            batch = [r for _, chunk in await buffer.batch() for r in chunk["p"]]
             assert len(batch) < 5 + 5 and sum(len(r.value) for r in batch) < 100 + 25 + 60
             came += [r.offset for r in batch]
         await putting
@@ -46,13 +46,13 @@ def test_batches_are_bounded_and_nothing_is_lost_or_out_of_order(fetches: list[l
 
 def test_who_puts_waits_while_there_is_enough() -> None:
     async def main() -> None:
-        inbox = FetchBuffer(500, 100, 25)
-        putting = asyncio.create_task(inbox.put(1, {"p": [record(i, 50) for i in range(10)]}))
+        buffer = FetchBuffer(500, 100, 25)
+        putting = asyncio.create_task(buffer.put(1, {"p": [record(i, 50) for i in range(10)]}))
         await asyncio.sleep(0)
-        assert not putting.done() and inbox._waiting_bytes == 100
+        assert not putting.done() and buffer._waiting_bytes == 100
         sizes = list[int]()
         while sum(sizes) < 10:
-            sizes.append(sum(len(piece["p"]) for _, piece in await inbox.batch()))
+            sizes.append(sum(len(chunk["p"]) for _, chunk in await buffer.batch()))
         await putting
         assert max(sizes) == 2
 

@@ -172,7 +172,7 @@ def test_behind_a_small_fetch_more_is_waited_for_and_what_came_is_there(
         place = TP("s", 0)
         records = [fetched(i, b"v") for i in range(shell._batch_records + 1)]
         small = asyncio.create_task(shell._take({place: records[:1]}))
-        assert await shell._inbox.batch() == [(1, {place: records[:1]})]
+        assert await shell._fetch_buffer.batch() == [(1, {place: records[:1]})]
         assert not small.done()
         small.cancel()
         await shell._take({place: records[1:]})  # a whole batch: there is more where it came from
