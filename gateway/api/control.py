@@ -18,8 +18,8 @@ from fastapi import APIRouter, Depends, Request
 from pydantic import BaseModel, ConfigDict, Field
 
 from gateway.asgi.messages import header_map
-from gateway.attribution.resolver import TRAJECTORY_HEADER, Caller
-from gateway.attribution.sessions import Origin
+from gateway.attribution.resolver import TRAJECTORY_HEADER, Principal
+from gateway.attribution.sessions import TrajectoryRef
 from gateway.auth.api_keys import Scope
 from gateway.durability.record_writer import Event
 from gateway.errors import Unprocessable
@@ -124,7 +124,7 @@ class Recorder:
     def __init__(self, services: Services) -> None:
         self._services = services
 
-    def opened(self, origin: Origin, said: OpenSession | Register) -> SessionEvent:
+    def opened(self, origin: TrajectoryRef, said: OpenSession | Register) -> SessionEvent:
         """The trajectory's opening; the same one said again is the same event, another one adds what was not said before."""
         told = (said.metadata, said.group_size, said.round, origin.channel, origin.group_id)
         return SessionEvent(
@@ -145,7 +145,7 @@ class Recorder:
             created_at=self._services.clock.micros(),
         )
 
-    def ended(self, origin: Origin, said: Complete) -> list[Reward | SessionEvent]:
+    def ended(self, origin: TrajectoryRef, said: Complete) -> list[Reward | SessionEvent]:
         """Its reward, if it has one, and its end. Raises Unprocessable."""
         if said.step_id is None:
             _of_one_trajectory(origin.trajectory_key, "step_id")
@@ -175,7 +175,7 @@ class Recorder:
         return [self.reward(origin, reward, "reward"), event]
 
     def reward(
-        self, origin: Origin, said: GiveReward, field: str = "value", by: str | None = None
+        self, origin: TrajectoryRef, said: GiveReward, field: str = "value", by: str | None = None
     ) -> Reward:
         """A reward; the same one said twice is one event. field: what it is called. by: who, unless said. Raises Unprocessable.
 
@@ -211,7 +211,7 @@ class Recorder:
             created_at=self._services.clock.micros(),
         )  # fmt: skip
 
-    def curation(self, origin: Origin, said: Curate, by: str, event_id: str) -> Curation:
+    def curation(self, origin: TrajectoryRef, said: Curate, by: str, event_id: str) -> Curation:
         """A mark. Unlike other events a repeated one counts again: the last mark holds, whatever was said between."""
         return Curation(
             event_id=event_id,
@@ -285,19 +285,23 @@ def control_routes(services: Services) -> APIRouter:
     """Routes of sessions, trajectories, rewards and curations."""
     router, recorder, door = APIRouter(), Recorder(services), services.door
 
-    def caller_with(scope: Scope) -> Any:
+    def principal_with(scope: Scope) -> Any:
         """Before the body is looked at: who asks, if that one has the scope."""
 
-        async def authenticate(request: Request) -> Caller:
+        async def authenticate(request: Request) -> Principal:
             return door.authenticate(header_map(request.scope), scope)
 
         return Depends(authenticate)
 
-    agent, rewarder, curator = caller_with("agent"), caller_with("reward"), caller_with("curate")
+    agent, rewarder, curator = (
+        principal_with("agent"),
+        principal_with("reward"),
+        principal_with("curate"),
+    )
 
     @router.post("/sessions", status_code=201)
     async def open_session(
-        request: Request, said: OpenSession | None = None, caller: Caller = agent
+        request: Request, said: OpenSession | None = None, caller: Principal = agent
     ) -> dict[str, str]:
         said = said or OpenSession()
         key = said.trajectory_key or header_map(request.scope).get(TRAJECTORY_HEADER) or new_ulid()
@@ -315,7 +319,7 @@ def control_routes(services: Services) -> APIRouter:
 
     async def complete(
         request: Request,
-        caller: Caller,
+        caller: Principal,
         said: Complete | None,
         key: str | None = None,
         group: str | None = None,
@@ -333,13 +337,13 @@ def control_routes(services: Services) -> APIRouter:
 
     @router.post("/sessions/complete")
     async def complete_session(
-        request: Request, said: Complete | None = None, caller: Caller = agent
+        request: Request, said: Complete | None = None, caller: Principal = agent
     ) -> dict[str, str]:
         return await complete(request, caller, said)
 
     @router.post("/complete_trajectory/{trajectory}")
     async def complete_by_key(
-        request: Request, trajectory: str, said: Complete | None = None, caller: Caller = agent
+        request: Request, trajectory: str, said: Complete | None = None, caller: Principal = agent
     ) -> dict[str, str]:
         return await complete(request, caller, said, trajectory)
 
@@ -350,7 +354,7 @@ def control_routes(services: Services) -> APIRouter:
         trajectory: str,
         prompt: str,
         said: Complete | None = None,
-        caller: Caller = agent,
+        caller: Principal = agent,
     ) -> dict[str, str]:
         return await complete(request, caller, said, trajectory, prompt)
 
@@ -361,7 +365,7 @@ def control_routes(services: Services) -> APIRouter:
         trajectory: str,
         prompt: str,
         said: Register | None = None,
-        caller: Caller = agent,
+        caller: Principal = agent,
     ) -> dict[str, str]:
         said = said or Register()
         _of_one_trajectory(trajectory, "trajectory_key")
@@ -373,7 +377,7 @@ def control_routes(services: Services) -> APIRouter:
 
     @router.post("/rewards", status_code=201)
     async def give_reward(
-        request: Request, said: GiveReward, caller: Caller = rewarder
+        request: Request, said: GiveReward, caller: Principal = rewarder
     ) -> dict[str, str]:
         if said.value is None and not said.reason:
             raise Unprocessable("reason: says why there is no value, or give a value", "reason")
@@ -383,7 +387,7 @@ def control_routes(services: Services) -> APIRouter:
         return {"status": "ok", "trajectory_key": key}
 
     @router.post("/curations", status_code=201)
-    async def curate(request: Request, said: Curate, caller: Caller = curator) -> dict[str, str]:
+    async def curate(request: Request, said: Curate, caller: Principal = curator) -> dict[str, str]:
         if all(v is None for v in (said.quality, said.trainable, said.tags, said.note)):
             raise Unprocessable("quality: or trainable, tags or note must say something", "quality")
         by = said.by or caller.name

@@ -31,7 +31,7 @@ MAX_ID = 200
 class AgentSession(NamedTuple):
     """A session as its agent names it. Sub-agents have the session of the agent that started them."""
 
-    harness: AgentName
+    agent: AgentName
     session_id: str
 
 
@@ -61,10 +61,10 @@ def _speaks_openclaw(headers: Mapping[str, str], said: Mapping[str, Any]) -> boo
 
 def session_of(headers: Mapping[str, str], said: Mapping[str, Any]) -> AgentSession | None:
     """The session of a known agent. headers: names in lower case."""
-    harness = agent_of(headers, said)
-    if harness is None:
+    agent = agent_of(headers, said)
+    if agent is None:
         return None
-    match harness:
+    match agent:
         case "claude-code":
             found = headers.get("x-claude-code-session-id") or _claude_user(said)
         case "codex":
@@ -74,7 +74,7 @@ def session_of(headers: Mapping[str, str], said: Mapping[str, Any]) -> AgentSess
         case "openclaw":
             trace = TRACEPARENT.fullmatch(headers.get("traceparent", ""))
             found = trace[1] if trace else None
-    return AgentSession(harness, found) if found and len(found) <= MAX_ID else None
+    return AgentSession(agent, found) if found and len(found) <= MAX_ID else None
 
 
 def _claude_user(said: Mapping[str, Any]) -> str | None:

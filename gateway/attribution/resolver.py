@@ -9,7 +9,7 @@ A request carries at most one key of ours, as `Authorization: Bearer`, `x-api-ke
 A wrong key of ours is refused even where none is needed. Keys are looked up by their SHA-256 and never logged.
 
 The run: the API key's, else the session key's, else header x-clawstream-run, else the setting. The trajectory: the path's, else header
-x-clawstream-trajectory, else the session key's, else the session that a known agent names itself (`harness`), else a bucket: the hash of
+x-clawstream-trajectory, else the session key's, else the session that a known agent names itself (`agent`), else a bucket: the hash of
 who calls and the user's first turn.
 """
 
@@ -28,8 +28,8 @@ from gateway.attribution.sessions import (
     CHANNEL_HEADER,
     OURS,
     PREFIX,
-    Origin,
     SessionKeys,
+    TrajectoryRef,
     channel_of,
     checked,
     secret_of,
@@ -51,12 +51,12 @@ RELOAD_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Caller:
+class Principal:
     """Who asks. identity: SHA-256 of the credential as it came, b"" without one. unbound: no key is needed here."""
 
     identity: bytes
     key: ApiKey | None
-    session: Origin | None
+    session: TrajectoryRef | None
     unbound: bool
 
     def may(self, scope: Scope) -> bool:
@@ -71,7 +71,7 @@ class Caller:
         return self.key.name if self.key is not None else None
 
 
-NOBODY = Caller(b"", None, None, unbound=True)
+NOBODY = Principal(b"", None, None, unbound=True)
 
 
 def credential_of(headers: Mapping[str, str]) -> str | None:
@@ -101,7 +101,7 @@ class Door:
 
     # -- who
 
-    def authenticate(self, headers: Mapping[str, str], scope: Scope) -> Caller:
+    def authenticate(self, headers: Mapping[str, str], scope: Scope) -> Principal:
         """Who asks, if that one may. headers: names in lower case. Raises WrongKey or Forbidden."""
         try:
             caller = self._caller(headers)
@@ -111,19 +111,19 @@ class Door:
             raise
         return caller
 
-    def require(self, caller: Caller, scope: Scope) -> None:
+    def require(self, caller: Principal, scope: Scope) -> None:
         """Raises Forbidden unless the caller has the scope."""
         if not caller.may(scope):
             self._metrics.keys_refused.labels("scope").inc()
             what = "a session key" if caller.session is not None else f"the key {caller.name!r}"
             raise Forbidden(f"{what} lacks the scope {scope!r}", "authorization")
 
-    def require_completion_reward(self, caller: Caller) -> None:
+    def require_completion_reward(self, caller: Principal) -> None:
         """Raises Forbidden unless the caller may say the reward when it completes a trajectory."""
         if not (caller.session is not None and self._session_rewards):
             self.require(caller, "reward")
 
-    def _caller(self, headers: Mapping[str, str]) -> Caller:
+    def _caller(self, headers: Mapping[str, str]) -> Principal:
         token = credential_of(headers)
         if token is None:
             if self._required:
@@ -139,16 +139,16 @@ class Door:
                 raise WrongKey(
                     "this API key is not known here, was revoked or has expired", "authorization"
                 )
-            return Caller(digest, key, None, not self._required)
+            return Principal(digest, key, None, not self._required)
         if token.startswith(PREFIX):
             return self._session_caller(token, digest)
         if self._required:
             raise WrongKey(
                 "this is no key of this gateway: see clawstream keys create", "authorization"
             )
-        return Caller(digest, None, None, unbound=True)
+        return Principal(digest, None, None, unbound=True)
 
-    def _session_caller(self, token: str, digest: bytes) -> Caller:
+    def _session_caller(self, token: str, digest: bytes) -> Principal:
         session = self._sessions.find(token, digest)
         key = None
         if session.key_id is not None:
@@ -162,7 +162,7 @@ class Door:
             raise WrongKey(
                 "this session was opened without an API key: open it anew", "authorization"
             )
-        return Caller(digest, key, session.origin, not self._required)
+        return Principal(digest, key, session.origin, not self._required)
 
     # -- where
 
@@ -173,11 +173,13 @@ class Door:
         key: str | None = None,
         group: str | None = None,
         said: Mapping[str, Any] | None = None,
-    ) -> Origin:
+    ) -> TrajectoryRef:
         """Where a request belongs, if its caller may. The same as `authenticate`, then `origin`."""
         return self.origin(self.authenticate(headers, scope), headers, key, group, said)
 
-    def run_of(self, caller: Caller, headers: Mapping[str, str], asked: str | None = None) -> str:
+    def run_of(
+        self, caller: Principal, headers: Mapping[str, str], asked: str | None = None
+    ) -> str:
         """The run of what the caller writes. asked: the one a body names. Raises Forbidden when the caller's key has another."""
         pinned = (
             caller.session.run_id
@@ -192,13 +194,13 @@ class Door:
 
     def origin(
         self,
-        caller: Caller,
+        caller: Principal,
         headers: Mapping[str, str],
         key: str | None = None,
         group: str | None = None,
         said: Mapping[str, Any] | None = None,
         run: str | None = None,
-    ) -> Origin:
+    ) -> TrajectoryRef:
         """Where a request of the caller belongs.
 
         headers: names in lower case. key, group: trajectory and prompt uid of the path. said: what the body of a model call says. run: the
@@ -228,7 +230,7 @@ class Door:
             key = _unnamed_key(caller, headers, said)
         return checked(self.run_of(caller, headers, run), key, group, channel)
 
-    def mint(self, caller: Caller, origin: Origin) -> str:
+    def mint(self, caller: Principal, origin: TrajectoryRef) -> str:
         """A session key for the origin, that lives as long as the caller's API key."""
         return self._sessions.mint(origin, caller.key.key_id if caller.key is not None else None)
 
@@ -263,12 +265,12 @@ class Door:
                 broken = True
 
 
-def _unnamed_key(caller: Caller, headers: Mapping[str, str], said: Mapping[str, Any]) -> str:
+def _unnamed_key(caller: Principal, headers: Mapping[str, str], said: Mapping[str, Any]) -> str:
     """The trajectory key of a call that names none: any gateway gives the same. The caller is part of it, so nobody meets another's."""
     session = session_of(headers, said)
     if session is None:
         return bucket_key(caller.identity, first_user_turn(said))
-    return agent_key(session.harness, caller.identity, session.session_id)
+    return agent_key(session.agent, caller.identity, session.session_id)
 
 
 def _utf8(text: str | None) -> str | None:

@@ -39,7 +39,7 @@ KEPT = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
+class TrajectoryRef:
     """Where a record belongs. group_id None: a group of its own. channel None: the request did not say."""
 
     run_id: str
@@ -59,7 +59,7 @@ def _b64(data: bytes) -> str:
 class Session(NamedTuple):
     """What a session key says. key_id: of the API key that opened it; None: the gateway was open."""
 
-    origin: Origin
+    origin: TrajectoryRef
     key_id: str | None
 
 
@@ -70,7 +70,7 @@ class SessionKeys:
         self._secret = secret
         self._known: OrderedDict[bytes, Session] = OrderedDict()
 
-    def mint(self, origin: Origin, key_id: str | None = None) -> str:
+    def mint(self, origin: TrajectoryRef, key_id: str | None = None) -> str:
         """The key of a session. key_id: of the API key that opens it."""
         fields = {
             "r": origin.run_id, "k": origin.trajectory_key, "g": origin.group_id, "c": origin.channel, "a": key_id,
@@ -99,7 +99,7 @@ class SessionKeys:
         try:
             said = orjson.loads(base64.urlsafe_b64decode(payload + "=" * (-len(payload) % 4)))
             return Session(
-                Origin(said["r"], said["k"], said.get("g"), said.get("c")), said.get("a")
+                TrajectoryRef(said["r"], said["k"], said.get("g"), said.get("c")), said.get("a")
             )
         except (binascii.Error, orjson.JSONDecodeError, KeyError, TypeError, ValueError) as error:
             raise WrongKey(
@@ -154,7 +154,7 @@ def channel_of(value: str | None, param: str = CHANNEL_HEADER) -> Channel | None
             raise BadRequest(f"{param}: {value[:40]!r} is no channel, use train or val", param)
 
 
-def checked(run: str, key: str, group: str | None, channel: Channel | None) -> Origin:
+def checked(run: str, key: str, group: str | None, channel: Channel | None) -> TrajectoryRef:
     """An origin whose ids are fit to be recorded. Raises BadRequest that names the id."""
     for name, check, value in (
         ("run_id", check_run_id, run),
@@ -166,4 +166,4 @@ def checked(run: str, key: str, group: str | None, channel: Channel | None) -> O
                 check(value)
             except InvalidId as error:
                 raise BadRequest(str(error), name) from error
-    return Origin(run, key, group, channel)
+    return TrajectoryRef(run, key, group, channel)

@@ -27,7 +27,7 @@ MAX_VALUE = 100
 class HeaderSign(NamedTuple):
     """A header that tells. value None: whatever it says."""
 
-    harness: AgentName
+    agent: AgentName
     header: str
     value: str | None
     name: Name
@@ -36,7 +36,7 @@ class HeaderSign(NamedTuple):
 class PromptSign(NamedTuple):
     """Words of an agent's own prompt that tell."""
 
-    harness: AgentName
+    agent: AgentName
     where: Where
     words: str
     name: Name
@@ -127,29 +127,27 @@ PROMPTS = (
 
 def tags_of(headers: Mapping[str, str], said: Mapping[str, Any]) -> tuple[Tag, ...]:
     """The tags of a call, each name once. headers: names in lower case."""
-    harness = agent_of(headers, said)
-    if harness is None:
+    agent = agent_of(headers, said)
+    if agent is None:
         return ()
     found: dict[str, str] = {}
     seen: set[str] = set()
     for sign in HEADERS:
         value = (
-            headers.get(sign.header)
-            if sign.harness == harness and sign.header not in seen
-            else None
+            headers.get(sign.header) if sign.agent == agent and sign.header not in seen else None
         )
         if value and sign.value in (None, value):
             seen.add(sign.header)
             found.setdefault(sign.name, f"header {sign.header}: {value[:MAX_VALUE]}")
-    if harness == "codex" and (kind := _codex_kind(headers)) is not None:
+    if agent == "codex" and (kind := _codex_kind(headers)) is not None:
         found.setdefault(CODEX_KINDS[kind], f"header {CODEX_METADATA}: request_kind {kind}")
     texts: dict[Where, str] = {}
-    for mark in PROMPTS:
-        if mark.harness == harness:
-            if mark.where not in texts:
-                texts[mark.where] = _text(mark.where, said)
-            if mark.words in texts[mark.where]:
-                found.setdefault(mark.name, f"{mark.where}: {mark.words}")
+    for prompt in PROMPTS:
+        if prompt.agent == agent:
+            if prompt.where not in texts:
+                texts[prompt.where] = _text(prompt.where, said)
+            if prompt.words in texts[prompt.where]:
+                found.setdefault(prompt.name, f"{prompt.where}: {prompt.words}")
     return tuple(Tag(name=name, evidence=evidence) for name, evidence in found.items())
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import orjson
 
-from gateway.attribution.sessions import Origin
+from gateway.attribution.sessions import TrajectoryRef
 from gateway.capture.engine_tokens import CapturedTokens
 from gateway.capture.sampling import requested_sampling
 from gateway.capture.unread import Unread
@@ -23,7 +23,7 @@ ABORTED = ("abort", "error")
 class Call:
     """One accepted call. received_at: microseconds. body: the client's bytes."""
 
-    origin: Origin
+    origin: TrajectoryRef
     call_id: str
     protocol: str
     request: Request

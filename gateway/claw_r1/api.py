@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from gateway.api.control import Complete, GiveReward, Recorder, Register, public_url
 from gateway.asgi.client_disconnect import DisconnectWatcher, Receive
 from gateway.asgi.messages import header_map
-from gateway.attribution.resolver import Caller
+from gateway.attribution.resolver import Principal
 from gateway.auth.key_limits import Counted
 from gateway.capture.engine_tokens import CapturedTokens
 from gateway.capture.steps import ABORTED
@@ -136,7 +136,7 @@ def claw_r1_routes(services: Services) -> APIRouter:
     router = APIRouter(lifespan=lifespan)
 
     @asynccontextmanager
-    async def opened(request: Request) -> AsyncIterator[tuple[Caller, bytes]]:
+    async def opened(request: Request) -> AsyncIterator[tuple[Principal, bytes]]:
         """Who asks, and only then its body, which counts as held within the block."""
         caller = services.door.authenticate(header_map(request.scope), "agent")
         async with held_body(request.receive, services) as body:
@@ -186,7 +186,7 @@ class Submitter:
         self._thread = ThreadPoolExecutor(1, "submit-steps")
 
     async def submit(
-        self, caller: Caller, headers: Mapping[str, str], body: bytes, channel: Channel | None
+        self, caller: Principal, headers: Mapping[str, str], body: bytes, channel: Channel | None
     ) -> int:
         """How many steps were taken. Raises GatewayError; then some may be recorded, and submitting all again is harmless."""
         if len(body) < THREAD_BYTES:
@@ -207,7 +207,7 @@ class Submitter:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _read(
-        self, caller: Caller, headers: Mapping[str, str], body: bytes, channel: Channel | None
+        self, caller: Principal, headers: Mapping[str, str], body: bytes, channel: Channel | None
     ) -> tuple[int, list[Event]]:
         services = self._services
         request = SubmitRequest(
@@ -222,7 +222,7 @@ class Submitter:
 
     def _place(
         self,
-        caller: Caller,
+        caller: Principal,
         headers: Mapping[str, str],
         at: int,
         said: StepPayload,
@@ -239,7 +239,7 @@ class Submitter:
     def _text(self, said: StepPayload) -> str | None:
         return self._text_of(said.response_ids) if self._text_of is not None else None
 
-    def _events(self, caller: Caller, steps: Sequence[tuple[Placed, Step]]) -> list[Event]:
+    def _events(self, caller: Principal, steps: Sequence[tuple[Placed, Step]]) -> list[Event]:
         """In the order of the log: openings, steps, ends; rewards are a log of their own.
 
         The reward of a last step is the trajectory's, as Claw-R1's own complete_trajectory has it.
@@ -304,7 +304,7 @@ class Generator:
             raise
 
     async def _generate(
-        self, caller: Caller, attempt: Attempt, said: Generate, counted: Counted
+        self, caller: Principal, attempt: Attempt, said: Generate, counted: Counted
     ) -> Response:
         asked, headers = COMPLETIONS.parse_request(self._completion(said)), attempt.headers
         attempt.model = asked.model

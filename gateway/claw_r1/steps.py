@@ -17,7 +17,7 @@ import orjson
 from pydantic import BaseModel, ConfigDict, Field
 from ulid import ULID
 
-from gateway.attribution.sessions import Origin
+from gateway.attribution.sessions import TrajectoryRef
 from gateway.errors import BadRequest, GatewayError, Unprocessable
 from gateway.protocols.request_fields import dumps
 from schemas.ids import Version, step_id
@@ -84,7 +84,7 @@ class Placed:
 
     at: int
     said: StepPayload
-    origin: Origin
+    origin: TrajectoryRef
 
     def wrong(self, field: str, why: str) -> Unprocessable:
         """The error that names a field of this step."""

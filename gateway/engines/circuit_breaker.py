@@ -23,18 +23,18 @@ MISSED = 3
 PAUSE_S = 0.5
 LONGEST_PAUSE_S = 8.0
 
-By = Literal["call", "trial", "probe"]
+By = Literal["call", "half_open", "probe"]
 
 
 @dataclass(frozen=True, slots=True)
 class Circuit:
-    """failures, missed: in a row. openings: since a call last succeeded. open_until_s None: closed. trying: a trial is under way."""
+    """failures, missed: in a row. openings: since a call last succeeded. open_until_s None: closed. half_open: a trial is under way."""
 
     failures: int = 0
     missed: int = 0
     openings: int = 0
     open_until_s: float | None = None
-    trying: bool = False
+    half_open: bool = False
 
 
 CLOSED = Circuit()
@@ -55,24 +55,24 @@ class Failed(NamedTuple):
     surely: bool = False
 
 
-class Tried(NamedTuple):
+class HalfOpenStarted(NamedTuple):
     """A trial begins."""
 
 
-class Left(NamedTuple):
+class HalfOpenCancelled(NamedTuple):
     """A trial ended without telling anything: its client left."""
 
 
-Event = Answered | Failed | Tried | Left
+Event = Answered | Failed | HalfOpenStarted | HalfOpenCancelled
 
 
 def fold(circuit: Circuit, event: Event) -> Circuit:
     """The circuit after an event."""
     match event:
-        case Tried():
-            return replace(circuit, trying=True)
-        case Left():
-            return replace(circuit, trying=False)
+        case HalfOpenStarted():
+            return replace(circuit, half_open=True)
+        case HalfOpenCancelled():
+            return replace(circuit, half_open=False)
         case Answered(by, at_s):
             return _answered(circuit, by, at_s)
         case Failed(by, at_s, surely):
@@ -84,12 +84,12 @@ def _answered(circuit: Circuit, by: By, at_s: float) -> Circuit:
         return replace(circuit, missed=0) if by == "probe" else Circuit(missed=circuit.missed)
     if by == "call" or (by == "probe" and at_s < circuit.open_until_s):
         return circuit
-    return Circuit() if by == "trial" else Circuit(openings=circuit.openings)
+    return Circuit() if by == "half_open" else Circuit(openings=circuit.openings)
 
 
 def _failed(circuit: Circuit, by: By, at_s: float, surely: bool) -> Circuit:
     if circuit.open_until_s is not None:
-        return _opened(circuit, at_s) if by == "trial" else circuit
+        return _opened(circuit, at_s) if by == "half_open" else circuit
     failures, missed = circuit.failures + (by != "probe"), circuit.missed + (by == "probe")
     if surely or failures >= FAILURES or missed >= MISSED:
         return _opened(circuit, at_s)
@@ -105,7 +105,7 @@ def admits(circuit: Circuit, at_s: float, probed: bool) -> bool:
     """Whether a call may go there now. If the circuit is not closed, that call is its trial."""
     if circuit.open_until_s is None:
         return True
-    return not probed and not circuit.trying and at_s >= circuit.open_until_s
+    return not probed and not circuit.half_open and at_s >= circuit.open_until_s
 
 
 def kind_of(status: int, told: bool, body: bytes) -> EngineKind | None:

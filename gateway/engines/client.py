@@ -253,7 +253,7 @@ class UpstreamCall:
                 continue
             left = deadline - upstream.now_s()
             if left <= 0:
-                raise self._refusal or upstream.engines.nobody()
+                raise self._refusal or upstream.engines.no_engine_error()
             if self._avoid:  # all were asked: give them a moment
                 await asyncio.sleep(min(BACKOFF_S[min(attempt, len(BACKOFF_S) - 1)], left))
                 attempt, self._avoid = attempt + 1, ()
@@ -322,7 +322,7 @@ class UpstreamCall:
             return response
         if status in LIMITED:
             engine.answered(self._by)
-            engine.rest(response.header("retry-after"))
+            engine.start_cooldown(response.header("retry-after"))
         else:
             engine.failed(self._by)
         passes = status in LIMITED or spec.kind == "text"

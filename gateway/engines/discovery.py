@@ -25,7 +25,7 @@ RETRY_S = 0.5
 
 
 class EngineDiscovery:
-    """uptime_s: the clock of the registry. bury: takes dead letters; called on the event loop."""
+    """uptime_s: the clock of the registry. on_dead_letter: takes dead letters; called on the event loop."""
 
     def __init__(
         self,
@@ -34,10 +34,10 @@ class EngineDiscovery:
         registry: EngineRegistry,
         codec: Codec,
         uptime_s: Callable[[], float],
-        bury: Callable[[Message], None],
+        on_dead_letter: Callable[[Message], None],
     ) -> None:
         self._cluster, self._settings, self._registry = cluster, settings, registry
-        self._uptime_s, self._bury, self._codec = uptime_s, bury, codec
+        self._uptime_s, self._on_dead_letter, self._codec = uptime_s, on_dead_letter, codec
         self._topics = settings.kafka.topics
         self._stop = threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -122,7 +122,7 @@ class EngineDiscovery:
     def _dead_letter(self, record: Record, topic_id: str, reason: str, detail: str) -> None:
         letter = dead_letter(record, topic_id, "gateway", reason, detail)
         message = Message(self._topics.dead_letters, letter.key or b"", self._codec.encode(letter))
-        self._on_loop(lambda: self._bury(message))
+        self._on_loop(lambda: self._on_dead_letter(message))
 
     def _on_loop(self, call: Callable[[], None]) -> None:
         if self._loop is not None and not self._stop.is_set():

@@ -13,8 +13,8 @@ from gateway.engines.circuit_breaker import (
     By,
     Event,
     Failed,
-    Left,
-    Tried,
+    HalfOpenCancelled,
+    HalfOpenStarted,
     admits,
     fold,
     kind_of,
@@ -46,14 +46,14 @@ VERSION = "/version"
 
 
 class Engine:
-    """An engine. judged: called when it became callable, or ceased to be. spec: with the kind that was found. max_reply: see `Pool`."""
+    """An engine. on_state_change: called when it became callable, or ceased to be. spec: with the kind that was found. max_reply: see `Pool`."""
 
     def __init__(
         self,
         spec: EngineSpec,
         clock: Callable[[], float],
         probe_interval_s: float,
-        judged: Callable[[Engine], None],
+        on_state_change: Callable[[Engine], None],
         max_reply: int = MAX_REPLY,
     ) -> None:
         self.spec, self.name = spec, spec.name
@@ -61,9 +61,13 @@ class Engine:
         self.in_flight = 0
         self.circuit = CLOSED
         self.kind_known = spec.kind_known
-        self.rests_until_s = float("-inf")
+        self.cooldown_until_s = float("-inf")
         self.first_probe = asyncio.Event()
-        self._clock, self._interval_s, self._judged = clock, probe_interval_s, judged
+        self._clock, self._interval_s, self._state_changed = (
+            clock,
+            probe_interval_s,
+            on_state_change,
+        )
         self._address = address_of(spec.base_url)
         self.pool = Pool(self._address, max_reply)
         self._heads: dict[tuple[str, str], tuple[str, str]] = {}
@@ -75,12 +79,12 @@ class Engine:
     # -- whether it may be asked
 
     @property
-    def plain(self) -> bool:
+    def healthy(self) -> bool:
         """Nothing speaks against it."""
         return (
             self.kind_known
             and self.circuit.open_until_s is None
-            and self.rests_until_s == float("-inf")
+            and self.cooldown_until_s == float("-inf")
         )
 
     @property
@@ -90,29 +94,29 @@ class Engine:
 
     @property
     def state(self) -> str:
-        """For people: unknown (not probed yet), out, trying, resting or ready."""
+        """For people: unknown (not probed yet), open, half_open, cooldown or ready."""
         if not self.kind_known:
             return "unknown"
         if self.circuit.open_until_s is not None:
-            return "trying" if self.circuit.trying else "out"
-        return "resting" if self.rests_until_s > self._clock() else "ready"
+            return "half_open" if self.circuit.half_open else "open"
+        return "cooldown" if self.cooldown_until_s > self._clock() else "ready"
 
     def admits(self, now_s: float) -> bool:
         """Whether a call may go there now."""
         return self.kind_known and admits(self.circuit, now_s, self.probed)
 
-    def rest(self, retry_after: str | None) -> None:
+    def start_cooldown(self, retry_after: str | None) -> None:
         """It said that it has enough: others are preferred for a while."""
         seconds = float(retry_after) if retry_after is not None and retry_after.isdecimal() else 1.0
-        self.rests_until_s = self._clock() + min(seconds, REST_S)
-        self._judged(self)
+        self.cooldown_until_s = self._clock() + min(seconds, REST_S)
+        self._state_changed(self)
 
-    def rested(self, now_s: float) -> bool:
+    def cooled_down(self, now_s: float) -> bool:
         """Whether it does not rest."""
-        if self.rests_until_s <= now_s and self.rests_until_s != float("-inf"):
-            self.rests_until_s = float("-inf")
-            self._judged(self)
-        return self.rests_until_s <= now_s
+        if self.cooldown_until_s <= now_s and self.cooldown_until_s != float("-inf"):
+            self.cooldown_until_s = float("-inf")
+            self._state_changed(self)
+        return self.cooldown_until_s <= now_s
 
     # -- what its calls and probes tell
 
@@ -121,8 +125,8 @@ class Engine:
         self.in_flight += 1
         if self.circuit.open_until_s is None:
             return "call"
-        self._take(Tried())
-        return "trial"
+        self._take(HalfOpenStarted())
+        return "half_open"
 
     def answered(self, by: By) -> None:
         """It began to answer."""
@@ -135,8 +139,8 @@ class Engine:
 
     def left(self, by: By) -> None:
         """The client left before it could answer."""
-        if by == "trial":
-            self._take(Left())
+        if by == "half_open":
+            self._take(HalfOpenCancelled())
 
     def _take(self, event: Event) -> None:
         before, self.circuit = self.circuit, fold(self.circuit, event)
@@ -144,13 +148,13 @@ class Engine:
             self.circuit = CLOSED  # the very same, so that the hot path sees it at a glance
         if (before.open_until_s is None) != (
             self.circuit.open_until_s is None
-        ) or before.trying != self.circuit.trying:
+        ) or before.half_open != self.circuit.half_open:
             if before.open_until_s is None:
                 logger().warning("engine_out", engine=self.name, base_url=self.spec.base_url)
                 self._soon.set()
             elif self.circuit.open_until_s is None:
                 logger().info("engine_back", engine=self.name, base_url=self.spec.base_url)
-            self._judged(self)
+            self._state_changed(self)
 
     # -- requests
 
@@ -306,7 +310,7 @@ class Engine:
         self._announce()
         self._heads.clear()
         self.kind_known = True
-        self._judged(self)
+        self._state_changed(self)
 
     async def _get(self, path: str) -> tuple[int, bool, bytes]:
         """Status, whether it carries our middleware's header, body. Raises Unreachable, ConnectionError or TimeoutError."""

@@ -86,9 +86,9 @@ class EnginePool:
             order = [
                 engine
                 for engine in order
-                if engine not in avoid and (engine.plain or engine.admits(now))
+                if engine not in avoid and (engine.healthy or engine.admits(now))
             ]
-            order = [engine for engine in order if engine.rested(now)] or order
+            order = [engine for engine in order if engine.cooled_down(now)] or order
         return choose(order)
 
     def _route(self, who: tuple[str, str | None]) -> Ranking[Engine]:
@@ -116,7 +116,7 @@ class EnginePool:
             self._waiting.discard(woken)
             self._metrics.waiting.dec()
 
-    def nobody(self) -> NoEngine:
+    def no_engine_error(self) -> NoEngine:
         """The error when no engine was ready in time."""
         counts = Counter(self.states().values())
         known = ", ".join(f"{n} {state}" for state, n in sorted(counts.items())) or "none is known"
@@ -149,12 +149,12 @@ class EnginePool:
                     spec,
                     self._clock.monotonic,
                     settings.probe_interval_s,
-                    self._judged,
+                    self._state_changed,
                     settings.max_reply_bytes,
                 )
                 engine.watch()
         self._routes.clear()
-        self._impaired = {engine for engine in self._engines.values() if not engine.plain}
+        self._impaired = {engine for engine in self._engines.values() if not engine.healthy}
         self._changed()
 
     def _end(self, engine: Engine) -> None:
@@ -168,10 +168,10 @@ class EnginePool:
             self._refresh()
             self._changed()
 
-    def _judged(self, engine: Engine) -> None:
+    def _state_changed(self, engine: Engine) -> None:
         if self._engines.get(engine.name) is not engine:
             return
-        if engine.plain:
+        if engine.healthy:
             self._impaired.discard(engine)
         else:
             self._impaired.add(engine)
@@ -186,7 +186,7 @@ class EnginePool:
         for name, state in self._shown.items():
             if states.get(name) != state:
                 self._metrics.engines.remove(name, state)
-                if state not in ("out", "trying") and states.get(name) == "out":
+                if state not in ("open", "half_open") and states.get(name) == "open":
                     self._metrics.engine_outages.labels(name).inc()
         for name, state in states.items():
             self._metrics.engines.labels(name, state).set(1)

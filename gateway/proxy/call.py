@@ -23,7 +23,7 @@ from gateway.asgi.client_disconnect import DisconnectWatcher, Receive
 from gateway.asgi.error_replies import outcome_of, reply_of
 from gateway.asgi.in_flight_limits import InFlightLimits, ReplyReservation
 from gateway.asgi.messages import Headers, Scope, Send, header_map, read_body, send_reply
-from gateway.attribution.resolver import Caller, Door
+from gateway.attribution.resolver import Door, Principal
 from gateway.attribution.tags import tags_of
 from gateway.auth.key_limits import Counted, KeyLimits, tokens_of
 from gateway.capture.engine_tokens import NOT_REPORTED, CapturedTokens
@@ -240,7 +240,7 @@ class CallEndpoint:
 
     def _accept(
         self,
-        caller: Caller,
+        caller: Principal,
         headers: Mapping[str, str],
         body: bytes,
         trajectory: str | None,

@@ -16,8 +16,8 @@ import orjson
 from ulid import ULID
 
 from gateway.asgi.error_replies import http_error_of
-from gateway.attribution.resolver import Caller, Door
-from gateway.attribution.sessions import Origin
+from gateway.attribution.resolver import Door, Principal
+from gateway.attribution.sessions import TrajectoryRef
 from gateway.capture.steps import Call
 from gateway.clock import Clock
 from gateway.durability.log import LogProducer, Message
@@ -68,7 +68,7 @@ class Attempt:
     began: float
     key: str | None = None
     group: str | None = None
-    caller: Caller | None = None
+    caller: Principal | None = None
     call: Call | None = None
     engine: str | None = None
     model: str | None = None
@@ -155,7 +155,7 @@ class FailedCalls:
             return
         self._send(self._record(attempt, failure, run, origin))
 
-    def _origin(self, attempt: Attempt, caller: Caller) -> Origin | None:
+    def _origin(self, attempt: Attempt, caller: Principal) -> TrajectoryRef | None:
         """Return the trajectory of the call if path and headers name it."""
         try:
             return self._door.origin(caller, attempt.headers, attempt.key, attempt.group)
@@ -163,7 +163,7 @@ class FailedCalls:
             return None
 
     def _record(
-        self, attempt: Attempt, failure: Failure, run: str, origin: Origin | None
+        self, attempt: Attempt, failure: Failure, run: str, origin: TrajectoryRef | None
     ) -> FailedCall:
         call = attempt.call
         model = call.request.model if call is not None else attempt.model

@@ -8,7 +8,7 @@ from gateway.asgi.client_disconnect import DisconnectWatcher, Receive
 from gateway.asgi.error_replies import ErrorFormat, Reply, reply_of
 from gateway.asgi.in_flight_limits import ReplyReservation
 from gateway.asgi.messages import Scope, Send, header_map, send_reply
-from gateway.attribution.resolver import Caller
+from gateway.attribution.resolver import Principal
 from gateway.auth.key_limits import tokens_of_reply
 from gateway.errors import BadRequest, ClientGone, GatewayError
 from gateway.protocols.request_fields import model_of, object_of, with_whole_characters
@@ -63,7 +63,7 @@ class PassthroughEndpoint:
 
     async def _forward(
         self,
-        caller: Caller,
+        caller: Principal,
         headers: dict[str, str],
         path: str,
         body: bytes,

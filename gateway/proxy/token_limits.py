@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from gateway.attribution.sessions import Origin
+from gateway.attribution.sessions import TrajectoryRef
 from gateway.engines.client import Upstream
 from gateway.errors import BadRequest, UpstreamFailed
 from gateway.protocols.base import Request
@@ -87,7 +87,7 @@ class PromptLimit:
         return self._limit is not None and may_exceed(request.body, self._limit)
 
     async def check(
-        self, request: Request, protocol: str, origin: Origin, credentials: Mapping[str, str]
+        self, request: Request, protocol: str, origin: TrajectoryRef, credentials: Mapping[str, str]
     ) -> None:
         """Check the prompt of a call to which the limit `applies`.
 
@@ -120,7 +120,7 @@ class PromptLimit:
         counting: Counting,
         payload: Mapping[str, Any],
         request: Request,
-        origin: Origin,
+        origin: TrajectoryRef,
         credentials: Mapping[str, str],
     ) -> int | None:
         """Return the engine's count; None when it cannot count, so that its own limit applies."""

@@ -30,7 +30,7 @@ from support.soak_engine import SLOW
 from support.up import ENVIRON, ROOT, command
 
 from benchmarks.gateway.http_load import load
-from gateway.attribution.sessions import Origin, SessionKeys
+from gateway.attribution.sessions import SessionKeys, TrajectoryRef
 from runtime.process.child import die_with_parent
 from runtime.process.config import overrides_of
 from schemas.settings import Settings
@@ -88,7 +88,7 @@ def place_of(i: int, path: str) -> tuple[str, dict[str, str]]:
             }
         case 2:
             # Short ones, so that the cache of keys is full when it is first measured.
-            token = SESSIONS.mint(Origin("default", f"soak-{i // 2}", None, "train"))
+            token = SESSIONS.mint(TrajectoryRef("default", f"soak-{i // 2}", None, "train"))
             return f"/v1{path}", {"authorization": f"Bearer {token}"}
     return f"/v1{path}", {
         "authorization": f"Bearer someone-{i // 80}"

@@ -32,7 +32,7 @@ AGENTS: dict[str, tuple[str, int, dict[str, int]]] = {
     "openclaw-openai-responses": ("openclaw", 1, {}),
     "openclaw-anthropic-messages": ("openclaw", 1, {}),
 }
-"""AgentName, sessions, how many calls have which tag."""
+"""Agent, sessions, how many calls have which tag."""
 
 
 def recorded(name: str) -> list[dict[str, Any]]:
@@ -64,12 +64,12 @@ def test_the_lock_of_the_agents_has_a_hash_for_every_package_and_names_no_place_
 
 @pytest.mark.parametrize("name", AGENTS)
 def test_each_call_is_known_by_its_agent_session_and_tags(name: str) -> None:
-    harness, sessions, expected = AGENTS[name]
+    agent, sessions, expected = AGENTS[name]
     found, counted = set(), dict.fromkeys(expected, 0)
     for call in recorded(name):
         if call["method"] == "POST":
             session = session_of(call["headers"], call["body"])
-            assert session is not None and session.harness == harness
+            assert session is not None and session.agent == agent
             found.add(session)
             for tag in tags_of(call["headers"], call["body"]):
                 counted[tag.name] += 1

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from gateway.attribution.conversation import first_user_turn, last_user_text, system_text
 from gateway.attribution.resolver import Door
-from gateway.attribution.sessions import KEPT, Origin, Session, SessionKeys, secret_of
+from gateway.attribution.sessions import KEPT, Session, SessionKeys, TrajectoryRef, secret_of
 from gateway.auth.api_keys import Scope, create_key, revoke_key
 from gateway.errors import BadRequest, Forbidden, WrongKey
 from gateway.metrics import Metrics
@@ -55,11 +55,11 @@ def bearer(key: str) -> dict[str, str]:
 
 
 def test_session_key_says_what_was_minted_and_nothing_else() -> None:
-    keys, origin = SessionKeys(b"secret"), Origin("run-1", "t:1", "task über", "val")
+    keys, origin = SessionKeys(b"secret"), TrajectoryRef("run-1", "t:1", "task über", "val")
     key = keys.mint(origin, "0123456789ab")
     assert key.startswith("sk-claw-") and keys.read(key) == Session(origin, "0123456789ab")
-    assert keys.read(keys.mint(Origin("r", "t", None, None))) == Session(
-        Origin("r", "t", None, None), None
+    assert keys.read(keys.mint(TrajectoryRef("r", "t", None, None))) == Session(
+        TrajectoryRef("r", "t", None, None), None
     )
     for wrong in (
         key[:-1],
@@ -76,7 +76,7 @@ def test_session_key_says_what_was_minted_and_nothing_else() -> None:
 
 
 def test_known_session_keys_are_bounded_and_a_wrong_one_is_not_remembered() -> None:
-    keys, origin = SessionKeys(b"secret"), Origin("r", "t", None, None)
+    keys, origin = SessionKeys(b"secret"), TrajectoryRef("r", "t", None, None)
     key = keys.mint(origin)
     for n in range(KEPT + 10):
         assert keys.find(key, n.to_bytes(32, "big")).origin == origin
@@ -116,26 +116,30 @@ def test_a_secret_that_can_be_guessed_is_refused(tmp_path: Path, secret: str) ->
 def test_where_a_request_belongs(make: Make) -> None:
     door = make()
     nobody = door.authenticate({}, "agent")
-    session = bearer(door.mint(nobody, Origin("r", "t", "g", "val")))
+    session = bearer(door.mint(nobody, TrajectoryRef("r", "t", "g", "val")))
 
-    def admit(headers: dict[str, str], key: str | None = None, group: str | None = None) -> Origin:
+    def admit(
+        headers: dict[str, str], key: str | None = None, group: str | None = None
+    ) -> TrajectoryRef:
         return door.admit(headers, "agent", key, group)
 
-    assert admit({}, "t1", "g1") == Origin("default", "t1", "g1", None)
-    assert admit({"x-clawstream-run": "x", "x-clawstream-channel": "val"}, "t1", "g1") == Origin(
-        "x", "t1", "g1", "val"
-    )
-    assert admit({"x-clawstream-trajectory": "t1"}) == Origin("default", "t1", None, None)
+    assert admit({}, "t1", "g1") == TrajectoryRef("default", "t1", "g1", None)
+    assert admit(
+        {"x-clawstream-run": "x", "x-clawstream-channel": "val"}, "t1", "g1"
+    ) == TrajectoryRef("x", "t1", "g1", "val")
+    assert admit({"x-clawstream-trajectory": "t1"}) == TrajectoryRef("default", "t1", None, None)
     named = {"x-clawstream-trajectory": "t1", "x-clawstream-group": "Ã¼ber 7"}
-    assert admit(named) == Origin("default", "t1", "über 7", None)
-    assert admit(named, "t2", "g2") == Origin("default", "t2", "g2", None)
-    assert admit(session) == Origin("r", "t", "g", "val")
-    assert admit({"x-api-key": session["authorization"][7:]}) == Origin("r", "t", "g", "val")
-    assert admit(session | {"x-clawstream-channel": "train"}) == Origin("r", "t", "g", "train")
+    assert admit(named) == TrajectoryRef("default", "t1", "über 7", None)
+    assert admit(named, "t2", "g2") == TrajectoryRef("default", "t2", "g2", None)
+    assert admit(session) == TrajectoryRef("r", "t", "g", "val")
+    assert admit({"x-api-key": session["authorization"][7:]}) == TrajectoryRef("r", "t", "g", "val")
+    assert admit(session | {"x-clawstream-channel": "train"}) == TrajectoryRef(
+        "r", "t", "g", "train"
+    )
     assert admit(session | {"x-clawstream-run": "other"}).run_id == "r"
-    assert admit(session, "t2", "g2") == Origin("r", "t2", "g2", "val")
-    assert admit(session, "t") == Origin("r", "t", "g", "val")
-    assert admit(bearer("sk-other"), "t1", "g1") == Origin("default", "t1", "g1", None)
+    assert admit(session, "t2", "g2") == TrajectoryRef("r", "t2", "g2", "val")
+    assert admit(session, "t") == TrajectoryRef("r", "t", "g", "val")
+    assert admit(bearer("sk-other"), "t1", "g1") == TrajectoryRef("default", "t1", "g1", None)
     with pytest.raises(BadRequest, match="no trajectory"):
         admit({})
     with pytest.raises(BadRequest, match="trajectory key"):
@@ -284,7 +288,7 @@ def test_a_session_key_is_for_its_own_trajectory_and_dies_with_its_api_key(
 ) -> None:
     agent = key("agent", "reward")
     door = make(auth="required")
-    opened = Origin("r", "t", "g", None)
+    opened = TrajectoryRef("r", "t", "g", None)
     session = bearer(door.mint(door.authenticate(agent, "agent"), opened))
     assert door.admit(session, "agent") == opened
     caller = door.authenticate(session, "agent")

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from support.claw_r1 import BIG, CODEC, HI, RunScenario, post, step
 
 from gateway.api.control import AT_ONCE
-from gateway.attribution.sessions import Origin
+from gateway.attribution.sessions import TrajectoryRef
 from gateway.auth.api_keys import create_key
 from gateway.claw_r1.steps import MAX_STEPS, PROTOCOL, Placed, Request, StepPayload, step_of
 from gateway.testing.gateway import GatewayFixture, run_gateway
@@ -24,7 +24,7 @@ from schemas.ids import key_of_step
 from schemas.records import Reward, SessionEvent, Step, VersionSpan
 from schemas.tokens import unpack_ids, unpack_logprobs
 
-WHERE = Origin("default", "t1", "g1", None)
+WHERE = TrajectoryRef("default", "t1", "g1", None)
 ASKED = Request("gateway-0", 5)
 
 
@@ -355,5 +355,5 @@ def test_ids_are_of_the_content(
         not response
     )
     elsewhere = Placed(0, placed(prompt_ids=prompt, response_ids=response, rollout_log_probs=None, step_index=index).said,
-                       Origin("other", "t1", "g1", None))  # fmt: skip
+                       TrajectoryRef("other", "t1", "g1", None))  # fmt: skip
     assert step_of(elsewhere, ASKED, None).step_id != one.step_id

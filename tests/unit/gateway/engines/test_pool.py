@@ -23,8 +23,8 @@ from gateway.engines.circuit_breaker import (
     Answered,
     Circuit,
     Failed,
-    Left,
-    Tried,
+    HalfOpenCancelled,
+    HalfOpenStarted,
     admits,
     fold,
     kind_of,
@@ -216,7 +216,7 @@ def test_trajectories_spread_over_engines() -> None:
 
 # ---------------------------------------------------------------- circuits
 
-Happening = Answered | Failed | Tried | Left
+Happening = Answered | Failed | HalfOpenStarted | HalfOpenCancelled
 
 
 def after(*events: Happening, since: Circuit = CLOSED) -> Circuit:
@@ -255,18 +255,18 @@ def test_where_nothing_is_probed_one_call_at_a_time_tries() -> None:
     circuit = after(Failed("call", 0.0, surely=True))
     assert not admits(circuit, 0.4, probed=False)
     assert admits(circuit, 0.5, probed=False) and not admits(circuit, 0.5, probed=True)
-    trying = after(Tried(), since=circuit)
-    assert not admits(trying, 9.0, probed=False)
-    assert admits(after(Left(), since=trying), 9.0, probed=False)
-    assert after(Answered("trial", 9.0), since=trying) == CLOSED
-    worse = after(Failed("trial", 9.0), since=trying)
-    assert worse.open_until_s == 10.0 and not worse.trying
+    half_open = after(HalfOpenStarted(), since=circuit)
+    assert not admits(half_open, 9.0, probed=False)
+    assert admits(after(HalfOpenCancelled(), since=half_open), 9.0, probed=False)
+    assert after(Answered("half_open", 9.0), since=half_open) == CLOSED
+    worse = after(Failed("half_open", 9.0), since=half_open)
+    assert worse.open_until_s == 10.0 and not worse.half_open
 
 
 happenings = st.one_of(
-    st.builds(Answered, st.sampled_from(["call", "trial", "probe"]), st.just(0.0)),
-    st.builds(Failed, st.sampled_from(["call", "trial", "probe"]), st.just(0.0), st.booleans()),
-    st.just(Left()),
+    st.builds(Answered, st.sampled_from(["call", "half_open", "probe"]), st.just(0.0)),
+    st.builds(Failed, st.sampled_from(["call", "half_open", "probe"]), st.just(0.0), st.booleans()),
+    st.just(HalfOpenCancelled()),
 )
 
 
@@ -278,19 +278,19 @@ def test_whatever_happens_an_engine_that_is_well_gets_calls_again(
     for event, passed in story:
         now += passed
         if isinstance(event, Answered | Failed):
-            if (event.by == "trial") > trial or (event.by == "probe") > probed:
+            if (event.by == "half_open") > trial or (event.by == "probe") > probed:
                 continue  # there is no such thing now
             event = event._replace(at_s=now)
         before, circuit = circuit, fold(circuit, event)
-        trial = circuit.trying
+        trial = circuit.half_open
         if before.open_until_s is not None and circuit.open_until_s is None:
             assert isinstance(event, Answered) and event.by != "call" and now >= before.open_until_s
         assert circuit.open_until_s is None or circuit.open_until_s <= now + LONGEST_PAUSE_S
         if not probed and admits(circuit, now, probed) and circuit.open_until_s is not None:
-            circuit, trial = fold(circuit, Tried()), True
+            circuit, trial = fold(circuit, HalfOpenStarted()), True
             assert not admits(circuit, now, probed)
     later = now + LONGEST_PAUSE_S
-    well = Answered("probe", later) if probed else Answered("trial", later)
+    well = Answered("probe", later) if probed else Answered("half_open", later)
     assert admits(fold(circuit, well), later, probed)
 
 

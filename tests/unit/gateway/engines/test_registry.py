@@ -96,7 +96,7 @@ def test_an_engine_that_is_away_is_passed_over_at_once_and_comes_back() -> None:
                 await rig.until(lambda: len(rig.upstream.ready) == 2)
                 key = key_of(there, rig)
             assert await rig.ask(key) == (200, b"hi")
-            await rig.until(lambda: rig.upstream.engines.states()[there] == "out")
+            await rig.until(lambda: rig.upstream.engines.states()[there] == "open")
             assert [w.base_url for w in rig.upstream.ready] == [here]
             assert rig.count("engine_outages_total") == 1 and rig.count("engines{") == 2
             async with engine.serve(port):
@@ -123,10 +123,10 @@ def test_a_provider_that_failed_is_tried_by_one_call() -> None:
             for _ in range(2):
                 with pytest.raises(UpstreamFailed):
                     await rig.ask()
-            await rig.until(lambda: rig.upstream.engines.states()[url] == "out")
+            await rig.until(lambda: rig.upstream.engines.states()[url] == "open")
             failing[0], before = False, len(requests)
             calls = [asyncio.create_task(rig.ask(f"k{i}")) for i in range(10)]
-            await rig.until(lambda: rig.upstream.engines.states()[url] == "trying")
+            await rig.until(lambda: rig.upstream.engines.states()[url] == "half_open")
             await rig.until(lambda: len(requests) > before)
             assert len(requests) == before + 1 and rig.count("waiting") == 9
             go_on.set()
@@ -238,12 +238,12 @@ def test_a_host_that_cannot_be_looked_up_is_an_engine_that_is_away() -> None:
 
 def test_a_probe_that_breaks_is_told_and_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
     async def test(url: str) -> None:
-        judged, again = 0, asyncio.Event()
+        on_state_change, again = 0, asyncio.Event()
 
         def judge(_: Engine) -> None:
-            nonlocal judged
-            judged += 1
-            if judged == 1:
+            nonlocal on_state_change
+            on_state_change += 1
+            if on_state_change == 1:
                 raise RuntimeError("a bug")
             again.set()
 
