@@ -159,7 +159,7 @@ def test_a_process_that_is_never_asked_ends_without_a_word() -> None:
     """So it is when the one who started it is killed before it has a query."""
     with QueryProcess() as worker:
         said, _ = worker.process.communicate(timeout=60)  # closes its standard input
-        assert (worker.process.returncode, said, worker.told.read()) == (0, b"", b"")
+        assert (worker.process.returncode, said, worker.errors.read()) == (0, b"", b"")
 
 
 def test_a_wrong_setting_ends_the_process(settings: Settings) -> None:
