@@ -197,17 +197,20 @@ def _targets(table: str) -> str:
     return f"""
         step_locations AS (
             SELECT run_id, step_id, max_by(trajectory_id, kafka_timestamp) AS trajectory_id FROM (
-                SELECT run_id, unnest(steps).step_id AS step_id, trajectory_id, kafka_timestamp FROM trajectories_raw
+                SELECT run_id, unnest(steps).step_id AS step_id, trajectory_id, kafka_timestamp
+                    FROM trajectories_raw
                 UNION ALL SELECT run_id, step_id, trajectory_id, kafka_timestamp FROM step_marks_raw
             ) GROUP BY ALL
         ), keyed AS (
             SELECT *, regexp_full_match(trajectory_key, '{UNNAMED_KEY.pattern}') AS unnamed,
-                   coalesce(trajectory_id, trajectory_key) = trajectory_key AS by_key FROM {table}_raw
+                   coalesce(trajectory_id, trajectory_key) = trajectory_key AS by_key
+                       FROM {table}_raw
         ), targets AS (
             SELECT s.* EXCLUDE (unnamed, by_key),
                    CASE WHEN s.unnamed AND s.by_key THEN p.trajectory_id
                         ELSE coalesce(s.trajectory_id, s.trajectory_key) END AS of_trajectory,
-                   CASE WHEN s.unnamed AND s.trajectory_id = s.trajectory_key AND p.trajectory_id IS NOT NULL THEN NULL
+                   CASE WHEN s.unnamed AND s.trajectory_id = s.trajectory_key
+                       AND p.trajectory_id IS NOT NULL THEN NULL
                         ELSE s.step_id END AS of_step,
                    coalesce(of_trajectory, s.trajectory_id) AS may_be
             FROM keyed s LEFT JOIN step_locations p ON p.run_id = s.run_id AND p.step_id = s.step_id
@@ -227,30 +230,37 @@ _VIEWS = {
                    any_value(reason) AS reason, flatten(list(steps ORDER BY part)) AS steps
             FROM trajectories_raw GROUP BY ALL
         )
-        SELECT c.run_id, c.trajectory_id, c.trajectory_key, c.group_id, c.group_size, c.round, c.channel, c.outcome, p.reason,
+        SELECT c.run_id, c.trajectory_id, c.trajectory_key, c.group_id, c.group_size, c.round,
+            c.channel, c.outcome, p.reason,
                list_sum([r.value FOR r IN c.rewards IF r.step_id IS NULL]) AS reward,
                c.oldest_sync_index,
                list_min([s.oldest_version FOR s IN p.steps IF s.trainable
-                         AND starts_with(s.oldest_version, c.run_id || '/' || c.oldest_sync_index || '.')]) AS weight_version,
+                         AND starts_with(s.oldest_version,
+                             c.run_id || '/' || c.oldest_sync_index || '.')]) AS weight_version,
                c.newest_sync_index,
                len(c.steps)::INTEGER AS steps, c.prompt_tokens, c.trainable_tokens, c.trainable,
-               c.reason AS untrainable_reason, c.quality, c.tags, c.revision, c.rewards, p.metadata_json,
+               c.reason AS untrainable_reason, c.quality, c.tags, c.revision, c.rewards,
+                   p.metadata_json,
                p.steps AS step_details,
                {_times(("opened_at", "closed_at", "kafka_timestamp"), "c.")}, c.kafka_topic_id
         FROM latest c LEFT JOIN payload p ON p.kafka_topic_id = c.payload_topic_id
              AND p.run_id = c.run_id AND p.trajectory_id = c.trajectory_id""",
     "steps": f"""
         WITH inside AS (
-            SELECT kafka_timestamp, run_id, trajectory_id, unnest(steps) AS step FROM trajectories_raw
+            SELECT kafka_timestamp, run_id, trajectory_id, unnest(steps) AS step
+                FROM trajectories_raw
         ), closed AS (
             SELECT * FROM inside
-            QUALIFY row_number() OVER (PARTITION BY run_id, step.step_id ORDER BY kafka_timestamp DESC) = 1
+            QUALIFY row_number() OVER (PARTITION BY run_id, step.step_id
+                ORDER BY kafka_timestamp DESC) = 1
         ), later AS (
-            SELECT run_id, step_id, any_value(trajectory_id) AS trajectory_id, list(DISTINCT mark ORDER BY mark) AS marks
+            SELECT run_id, step_id, any_value(trajectory_id) AS trajectory_id, list(DISTINCT mark
+                ORDER BY mark) AS marks
             FROM step_marks_raw GROUP BY ALL
         )
         SELECT s.* REPLACE ({_times(("received_at", "finished_at", "kafka_timestamp"), "s.")}),
-               coalesce(c.trajectory_id, l.trajectory_id) AS trajectory_id, c.step.index AS step_index,
+               coalesce(c.trajectory_id, l.trajectory_id) AS trajectory_id, c.step.index
+                   AS step_index,
                c.step.parent AS parent_index, c.step.drift AS drift, c.step.trainable AS trainable,
                c.step.untrainable_reason AS untrainable_reason,
                list_sort(list_distinct(list_concat(c.step.marks, l.marks))) AS marks

@@ -106,7 +106,8 @@ def targets(sql: Any, of: TargetKind, where: str, run_id: str | None = None) -> 
         WITH found AS (
             SELECT DISTINCT run_id, trajectory_id, step_id FROM ({_FROM[of]}) WHERE ({where}\n)),
         done AS (
-            SELECT DISTINCT run_id, unnest(trajectory_ids) AS trajectory_id FROM groups WHERE admitted)
+            SELECT DISTINCT run_id, unnest(trajectory_ids) AS trajectory_id
+            FROM groups WHERE admitted)
         SELECT f.run_id, f.trajectory_id, f.step_id, d.trajectory_id IS NOT NULL
         FROM found f LEFT JOIN done d ON d.run_id = f.run_id AND d.trajectory_id = f.trajectory_id
         WHERE $run IS NULL OR f.run_id = $run ORDER BY ALL"""

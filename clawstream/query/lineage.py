@@ -1,7 +1,7 @@
-"""Questions of lineage, answered from the lake: what made a weight version, and what became of a step, a trajectory, a run.
+"""Answer questions of lineage: what a weight version was trained on, and what became of a step.
 
-Each question first narrows the tables to what can matter, by columns with file statistics (run, ids, batch numbers, log time), and only then
-joins: a version's lineage does not read what other versions were made of, as far as files are apart by time.
+Each question first narrows the tables by columns with file statistics (run, ids, batch numbers, log
+time), then joins. So the lineage of a version does not read files of other times.
 """
 
 from __future__ import annotations
@@ -17,18 +17,19 @@ from stream_jobs.errors import StreamJobError
 
 Row = dict[str, Any]
 SKEW = "INTERVAL 1 MINUTE"
-"""How far the clocks of brokers may be apart, where log times of several partitions bound a search."""
+"""Maximum clock difference of brokers, added where log times of partitions bound a search."""
 _STEP = (
-    "step_id", "step_index", "parent_index", "response_tokens", "trained", "untrained_reason", "sampled_by", "tags", "drift",
+    "step_id", "step_index", "parent_index", "response_tokens", "trained", "untrained_reason",
+    "sampled_by", "tags", "drift",
 )  # fmt: skip
 
 
 class NotInLake(StreamJobError):
-    """The lake has no such version, step, trajectory or run. It may be behind: `clawstream lag` tells."""
+    """The lake has no such version, step, trajectory or run, or lags: see `clawstream lag`."""
 
 
 class Lineage:
-    """Asks one lake. connection: of `clawstream.query.connection.connect`."""
+    """Answers questions of one lake. connection: of `clawstream.query.connection.connect`."""
 
     def __init__(self, connection: Any) -> None:
         self._connection = connection
@@ -45,12 +46,20 @@ class Lineage:
     # -- from a version
 
     def weights(self, version_id: str, ancestors: bool = False) -> Row:
-        """A version with its parents, and what it was trained on; ancestors: what they were trained on too. Raises NotInLake."""
+        """Return a version with its ancestors and its training data.
+
+        Args:
+            ancestors: include the training data of the ancestors.
+
+        Raises:
+            NotInLake: the lake has no such version.
+        """
         parsed = parse_version(version_id)
         versions = self._versions(parsed.run_id) if parsed is not None else {}
         if version_id not in versions:
             raise NotInLake(
-                f"the lake has no version {version_id}: versions are named <run>/<sync index>.<attempt>"
+                f"the lake has no version {version_id}: "
+                "versions are named <run>/<sync index>.<attempt>"
             )
         chain = _chain(versions, version_id)
         batches = self._batches(chain if ancestors else chain[:1])
@@ -74,12 +83,13 @@ class Lineage:
         }
 
     def _versions(self, run_id: str) -> dict[str, Row]:
-        """All versions of a run by id, in log order."""
-        query = f"SELECT * FROM lineage_versions WHERE run_id = {_text(run_id)} ORDER BY published_at, version_id"
+        """Return all versions of a run by id, in log order."""
+        query = f"""SELECT * FROM lineage_versions WHERE run_id = {_text(run_id)}
+            ORDER BY published_at, version_id"""
         return {v["version_id"]: v for v in self._rows(query)}
 
     def _batches(self, versions: Sequence[Row]) -> list[Row]:
-        """What versions of one run were trained on, a batch each, as a tree down to steps."""
+        """Return the batches of versions of one run, as trees down to steps."""
         trained = [v for v in versions if v["first_batch_seq"] is not None]
         if not trained:
             return []
@@ -90,8 +100,10 @@ class Lineage:
         groups = self._table(
             "some_groups",
             f"""SELECT g.* FROM groups_raw g WHERE run_id = {_text(run)} AND admitted
-                AND batch_seq BETWEEN {min(v["first_batch_seq"] for v in trained)} AND {max(v["last_batch_seq"] for v in trained)}
-                AND EXISTS (FROM {chosen} v WHERE v.channel = g.channel AND v.batches_topic_id = g.kafka_topic_id
+                AND batch_seq BETWEEN {min(v["first_batch_seq"] for v in trained)}
+                    AND {max(v["last_batch_seq"] for v in trained)}
+                AND EXISTS (FROM {chosen} v WHERE v.channel = g.channel
+                    AND v.batches_topic_id = g.kafka_topic_id
                             AND g.batch_seq BETWEEN v.first_batch_seq AND v.last_batch_seq)""",
         )
         steps: dict[tuple[Any, ...], list[Row]] = {}
@@ -107,18 +119,22 @@ class Lineage:
         out: dict[tuple[Any, ...], Row] = {}
         for g in self._rows(
             f"""SELECT v.version_id, g.* FROM {groups} g JOIN {chosen} v ON v.channel = g.channel
-                AND v.batches_topic_id = g.kafka_topic_id AND g.batch_seq BETWEEN v.first_batch_seq AND v.last_batch_seq
+                AND v.batches_topic_id = g.kafka_topic_id AND g.batch_seq BETWEEN v.first_batch_seq
+                    AND v.last_batch_seq
                 ORDER BY v.sync_index DESC, v.attempt DESC, g.batch_seq, g.index"""
         ):
             batch = out.setdefault(
                 (g["version_id"], g["batch_seq"]),
-                {"version_id": g["version_id"], "batch_seq": g["batch_seq"], "channel": g["channel"],
+                {"version_id": g["version_id"], "batch_seq": g["batch_seq"],
+                 "channel": g["channel"],
                  "admission_policy_version": g["admission_policy_version"], "groups": []},
             )  # fmt: skip
             members = [
                 {
-                    "trajectory_id": m["trajectory_id"], "revision": m["revision"], "reward": reward, "rewards": m["rewards"],
-                    "steps": steps.get((g["version_id"], g["batch_seq"], g["group_id"], g["round"], m["trajectory_id"]), []),
+                    "trajectory_id": m["trajectory_id"], "revision": m["revision"],
+                    "reward": reward, "rewards": m["rewards"],
+                    "steps": steps.get((g["version_id"], g["batch_seq"], g["group_id"], g["round"],
+                                        m["trajectory_id"]), []),
                 }
                 for m, reward in zip(g["members"], g["rewards"], strict=True)
             ]  # fmt: skip
@@ -128,21 +144,23 @@ class Lineage:
         return list(out.values())
 
     def _steps(self, run: str, versions: str, groups: str) -> list[Row]:
-        """Steps of the members of some groups. The arguments name relations."""
+        """Return steps of the members of groups. The arguments name relations."""
         members = self._table("some_members", f"SELECT unnest(members) AS m FROM {groups}")
         (bounds,) = self._rows(
-            f"SELECT min(m.place.first_offset) AS first, max(m.place.last_offset) AS last FROM {members}"
+            f"""SELECT min(m.place.first_offset) AS first, max(m.place.last_offset) AS last
+                FROM {members}"""
         )
         if bounds["last"] is None:
             return []
-        theirs = f"""SEMI JOIN {members} o ON o.m.trajectory_id = t.trajectory_id AND o.m.place.topic_id = t.kafka_topic_id
+        theirs = f"""SEMI JOIN {members} o ON o.m.trajectory_id = t.trajectory_id
+            AND o.m.place.topic_id = t.kafka_topic_id
                      AND o.m.place.partition = t.kafka_partition
                      WHERE t.run_id = {_text(run)} AND t.kafka_offset <= {bounds["last"]}"""
         found = self._table(
             "some_trajectories",
             f"SELECT * FROM trajectories_raw t {theirs} AND t.kafka_offset >= {bounds['first']}",
         )
-        # What was sent twice after a crash is in the lake where it lay first, and in the batch where it lay last.
+        # Of a trajectory sent twice, the lake has the first copy, the batch names the last one.
         whole = f"SELECT trajectory_id FROM {found} GROUP BY ALL HAVING count(*) = any_value(parts)"
         if self._rows(
             f"SELECT m.trajectory_id FROM {members} WHERE m.trajectory_id NOT IN ({whole}) LIMIT 1"
@@ -156,13 +174,15 @@ class Lineage:
                 f"SELECT * FROM {found} WHERE trajectory_id IN ({whole}) UNION ALL FROM {more}",
             )
         (times,) = self._rows(
-            f"SELECT min(opened_at) - {SKEW} AS since, max(closed_at) + {SKEW} AS until FROM {found}"
+            f"""SELECT min(opened_at) - {SKEW} AS since, max(closed_at) + {SKEW} AS until
+                FROM {found}"""
         )
         if times["since"] is None:
             return []
         steps = self._table(
             "some_steps",
-            f"""SELECT run_id, step_id, versions, version_first, version_last FROM steps_raw WHERE run_id = {_text(run)}
+            f"""SELECT run_id, step_id, versions, version_first, version_last FROM steps_raw
+                WHERE run_id = {_text(run)}
                 AND kafka_timestamp BETWEEN {_time(times["since"])} AND {_time(times["until"])}
                 AND step_id IN (SELECT unnest(steps).step_id FROM {found})""",
         )
@@ -173,15 +193,17 @@ class Lineage:
     # -- to a version
 
     def step(self, step_id: str, run: str | None = None) -> list[Row]:
-        """What became of a step, once for each run that has one of that id. Raises NotInLake."""
+        """Return what became of a step, once per run that has this id. Raises NotInLake."""
         try:
             key = key_of_step(step_id)
         except InvalidId as e:
             raise NotInLake(str(e)) from e
         of_run = f"AND run_id = {_text(run)}" if run is not None else ""
         found = self._rows(
-            f"""SELECT run_id, step_id, trajectory_key, group_id, channel, status, version_first, version_last, kafka_partition,
-                       kafka_offset, timezone('UTC', kafka_timestamp) AS at FROM steps_raw WHERE step_id = {_text(step_id)} {of_run}"""
+            f"""SELECT run_id, step_id, trajectory_key, group_id, channel, status, version_first,
+                version_last, kafka_partition,
+                       kafka_offset, timezone('UTC', kafka_timestamp) AS at FROM steps_raw
+                           WHERE step_id = {_text(step_id)} {of_run}"""
         )
         if not found:
             raise NotInLake(f"the lake has no step {step_id}{f' of run {run}' if run else ''}")
@@ -192,20 +214,26 @@ class Lineage:
         at = _time(row["at"].replace(tzinfo=UTC))
         one = self._table(
             "one_step",
-            f"""SELECT run_id, step_id, versions, version_first, version_last, response_token_ids FROM steps_raw
-                WHERE kafka_timestamp = {at} AND run_id = {_text(run)} AND step_id = {_text(step_id)}""",
+            f"""SELECT run_id, step_id, versions, version_first, version_last, response_token_ids
+                FROM steps_raw
+                WHERE kafka_timestamp = {at} AND run_id = {_text(run)}
+                    AND step_id = {_text(step_id)}""",
         )
         spans = self._rows(
-            f"SELECT version, first_token, end_token FROM ({TOKENS.format(steps=one)}) ORDER BY first_token"
+            f"""SELECT version, first_token, end_token FROM ({TOKENS.format(steps=one)})
+                ORDER BY first_token"""
         )
         marks = self._rows(
-            f"""SELECT DISTINCT mark, trajectory_id, evidence FROM step_marks_raw WHERE run_id = {_text(run)}
+            f"""SELECT DISTINCT mark, trajectory_id, evidence FROM step_marks_raw
+                WHERE run_id = {_text(run)}
                 AND step_id = {_text(step_id)}"""
         )
         inside = self._rows(
             f"""SELECT trajectory_id, s FROM (
-                    SELECT trajectory_id, unnest(steps) AS s, kafka_timestamp FROM trajectories_raw WHERE run_id = {_text(run)}
-                    AND trajectory_id BETWEEN {_text(key)} AND {_text(key + "~~")} AND kafka_timestamp >= {at} - {SKEW}
+                    SELECT trajectory_id, unnest(steps) AS s, kafka_timestamp FROM trajectories_raw
+                        WHERE run_id = {_text(run)}
+                    AND trajectory_id BETWEEN {_text(key)} AND {_text(key + "~~")}
+                        AND kafka_timestamp >= {at} - {SKEW}
                 ) WHERE s.step_id = {_text(step_id)} ORDER BY kafka_timestamp DESC LIMIT 1"""
         )
         out: Row = {"step": row | {"sampled_by": spans}, "marks": marks, "trajectory": None}
@@ -222,20 +250,35 @@ class Lineage:
     def trajectory(
         self, trajectory_id: str, run: str | None = None, only: Iterable[str] | None = None
     ) -> list[Row]:
-        """What became of a trajectory, once for each run that has one of that id. only: steps to list. Raises NotInLake."""
+        """Return what became of a trajectory, once per run that has this id.
+
+        Args:
+            only: steps to list.
+
+        Raises:
+            NotInLake: the lake has no such trajectory.
+        """
         of_run = f"AND run_id = {_text(run)}" if run is not None else ""
         found = self._rows(
-            f"""SELECT run_id, any_value(group_id) AS group_id, any_value(round) AS round, any_value(channel) AS channel,
-                       any_value(outcome) AS outcome, any_value(reason) AS reason, sum(len(steps))::INTEGER AS steps,
-                       timezone('UTC', min(opened_at)) AS opened_at, timezone('UTC', max(closed_at)) AS closed_at
-                FROM trajectories_raw WHERE trajectory_id = {_text(trajectory_id)} {of_run} GROUP BY run_id"""
+            f"""SELECT run_id, any_value(group_id) AS group_id, any_value(round) AS round,
+                any_value(channel) AS channel,
+                       any_value(outcome) AS outcome, any_value(reason) AS reason,
+                           sum(len(steps))::INTEGER AS steps,
+                       timezone('UTC', min(opened_at)) AS opened_at, timezone('UTC', max(closed_at))
+                           AS closed_at
+                FROM trajectories_raw WHERE trajectory_id = {_text(trajectory_id)} {of_run}
+                    GROUP BY run_id"""
         )
         if not found:
             (named,) = self._rows(
-                f"""SELECT count(*) AS n FROM steps_raw WHERE trajectory_key = {_text(key_of_trajectory(trajectory_id))} {of_run}"""
+                f"""SELECT count(*) AS n FROM steps_raw
+                    WHERE trajectory_key = {_text(key_of_trajectory(trajectory_id))} {of_run}"""
             )
             if named["n"]:
-                why = f"{trajectory_id} has not closed: the lake has {named['n']} steps of its key, and no trajectory yet"
+                why = (
+                    f"{trajectory_id} has not closed: "
+                    f"the lake has {named['n']} steps of its key, and no trajectory yet"
+                )
                 raise NotInLake(why)
             raise NotInLake(
                 f"the lake has no trajectory {trajectory_id}{f' of run {run}' if run else ''}"
@@ -247,25 +290,32 @@ class Lineage:
         named = f"run_id = {_text(run)} AND trajectory_id = {_text(trajectory_id)}"
         groups = self._table(
             "some_groups",
-            f"""SELECT * FROM groups_raw WHERE run_id = {_text(run)} AND group_id = {_text(row["group_id"])}
+            f"""SELECT * FROM groups_raw WHERE run_id = {_text(run)}
+                AND group_id = {_text(row["group_id"])}
                 AND list_contains(trajectory_ids, {_text(trajectory_id)})""",
         )
         decided = self._rows(
-            f"""SELECT admitted, channel, batch_seq, round, whole_group, reason, detail, admission_policy_version,
+            f"""SELECT admitted, channel, batch_seq, round, whole_group, reason, detail,
+                admission_policy_version,
                        revisions[list_position(trajectory_ids, {_text(trajectory_id)})] AS revision,
                        rewards[list_position(trajectory_ids, {_text(trajectory_id)})] AS reward
                 FROM {groups} ORDER BY kafka_timestamp"""
         )
         candidates = self._rows(
-            f"""SELECT revision, trainable, reason, list_sum([r.value FOR r IN rewards IF r.step_id IS NULL]) AS reward
+            f"""SELECT revision, trainable, reason, list_sum([r.value FOR r IN rewards
+                IF r.step_id IS NULL]) AS reward
                 FROM candidates_raw WHERE {named} ORDER BY revision"""
         )
         late = self._rows(
-            f"SELECT revision, missed_batch_seq FROM late_revisions_raw WHERE {named} ORDER BY revision"
+            f"""SELECT revision, missed_batch_seq FROM late_revisions_raw
+                WHERE {named} ORDER BY revision"""
         )
         wanted = set(only) if only is not None else None
         rows = [
-            s for s in self._steps(run, "lineage_versions", f"(SELECT * FROM {groups} WHERE admitted)")
+            s
+            for s in self._steps(
+                run, "lineage_versions", f"(SELECT * FROM {groups} WHERE admitted)"
+            )
             if s["trajectory_id"] == trajectory_id and (wanted is None or s["step_id"] in wanted)
         ]  # fmt: skip
         versions = self._versions(run)
@@ -291,23 +341,30 @@ class Lineage:
     # -- a run
 
     def run(self, run_id: str) -> Row:
-        """A run in numbers: versions, batches, groups, trajectories, steps. Raises NotInLake."""
+        """Return the counts of a run: versions, batches, groups, trajectories, steps."""
         of_run, versions = f"WHERE run_id = {_text(run_id)}", list(self._versions(run_id).values())
         (steps,) = self._rows(f"SELECT count(*) AS n FROM steps_raw {of_run}")
         groups = self._rows(
-            f"""SELECT channel, admitted, coalesce(reason, 'admitted') AS reason, count(*) AS groups,
-                       sum(len(trajectory_ids))::BIGINT AS trajectories FROM groups_raw {of_run} GROUP BY ALL ORDER BY ALL"""
+            f"""SELECT channel, admitted, coalesce(reason, 'admitted') AS reason, count(*)
+                AS groups,
+                       sum(len(trajectory_ids))::BIGINT AS trajectories FROM groups_raw {of_run}
+                           GROUP BY ALL ORDER BY ALL"""
         )
         batches = self._rows(
-            f"""SELECT b.channel, b.kafka_topic_id AS batches_topic_id, count(*) AS batches, min(b.batch_seq) AS first_batch_seq,
-                       max(b.batch_seq) AS last_batch_seq, sum(b.trainable_tokens)::BIGINT AS trainable_tokens,
-                       count(*) FILTER (EXISTS (FROM lineage_versions v WHERE v.run_id = b.run_id AND v.surviving
+            f"""SELECT b.channel, b.kafka_topic_id AS batches_topic_id, count(*) AS batches,
+                min(b.batch_seq) AS first_batch_seq,
+                       max(b.batch_seq) AS last_batch_seq, sum(b.trainable_tokens)::BIGINT
+                           AS trainable_tokens,
+                       count(*) FILTER (EXISTS (FROM lineage_versions v WHERE v.run_id = b.run_id
+                           AND v.surviving
                            AND v.channel = b.channel AND v.batches_topic_id = b.kafka_topic_id
-                           AND b.batch_seq BETWEEN v.first_batch_seq AND v.last_batch_seq)) AS trained
+                           AND b.batch_seq BETWEEN v.first_batch_seq AND v.last_batch_seq))
+                               AS trained
                 FROM batches_raw b {of_run} GROUP BY ALL ORDER BY ALL"""
         )
         outcomes = self._rows(
-            f"""SELECT channel, outcome, count(DISTINCT trajectory_id) AS trajectories FROM trajectories_raw {of_run}
+            f"""SELECT channel, outcome, count(DISTINCT trajectory_id) AS trajectories
+                FROM trajectories_raw {of_run}
                 GROUP BY ALL ORDER BY ALL"""
         )
         (late,) = self._rows(f"SELECT count(*) AS n FROM late_revisions_raw {of_run}")
@@ -332,7 +389,7 @@ class Lineage:
 
 
 def _chain(versions: Mapping[str, Row], head: str) -> list[Row]:
-    """`head` and its ancestors, newest first."""
+    """Return `head` and its ancestors, newest first."""
     left, found, at = dict(versions), list[Row](), head
     while at in left:
         found.append(left.pop(at))
@@ -341,9 +398,9 @@ def _chain(versions: Mapping[str, Row], head: str) -> list[Row]:
 
 
 def _descendants(versions: Mapping[str, Row], version_id: str) -> list[str]:
-    """Ids of all versions that come from it, in log order."""
+    """Return the ids of all descendants of a version, in log order."""
     found = {version_id}
-    for _ in versions:  # the log's order is parents first, but who copies a log may mix it
+    for _ in versions:  # parents come first on a log, but a copied log may be in another order
         more = {v["version_id"] for v in versions.values() if v["parent_version"] in found} - found
         if not more:
             break
@@ -352,7 +409,7 @@ def _descendants(versions: Mapping[str, Row], version_id: str) -> list[str]:
 
 
 def _verdict(trajectory: Row) -> str:
-    """What became of a trajectory, in a sentence."""
+    """Describe the outcome of a trajectory in a sentence."""
     admitted = [d for d in trajectory["decisions"] if d["admitted"]]
     if admitted:
         batch = f"batch {admitted[0]['batch_seq']} of channel {admitted[0]['channel']}"
@@ -368,14 +425,17 @@ def _verdict(trajectory: Row) -> str:
     return "closed; neither admitted nor refused yet"
 
 
-def _verdict_of_step(trajectory: Row, said: Row, marks: Sequence[Row]) -> str:
+def _verdict_of_step(trajectory: Row, step_row: Row, marks: Sequence[Row]) -> str:
     if marks:
         return f"{marks[0]['mark']}, so not trained: {marks[0]['evidence']}"
     for step in trajectory["steps"]:
         if step["untrained_reason"] is not None:
-            return f"not trained: {step['untrained_reason']}; its trajectory is {trajectory['verdict']}"
-    if not trajectory["steps"] and not said["trainable"]:
-        return f"untrainable: {said['untrainable_reason']}; its trajectory: {trajectory['verdict']}"
+            return (
+                f"not trained: {step['untrained_reason']}; "
+                f"its trajectory is {trajectory['verdict']}"
+            )
+    if not trajectory["steps"] and not step_row["trainable"]:
+        return f"untrainable: {step_row['untrainable_reason']}; its trajectory: {trajectory['verdict']}"
     verdict: str = trajectory["verdict"]
     return verdict
 

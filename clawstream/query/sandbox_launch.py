@@ -39,8 +39,10 @@ class QueryProcess:
         reading, writing = os.pipe()
         self.errors: IO[bytes] = os.fdopen(reading, "rb")
         self.process = subprocess.Popen(
-            die_with_parent([*_COMMAND, str(writing)]), stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=(writing,),
-            env=os.environ | _ENVIRONMENT, start_new_session=True,  # Ctrl-C is for this process, which ends that one
+            die_with_parent([*_COMMAND, str(writing)]), stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, pass_fds=(writing,),
+            env=os.environ | _ENVIRONMENT,
+            start_new_session=True,  # Ctrl-C goes to this process, which ends the child
         )  # fmt: skip
         os.close(writing)
 
