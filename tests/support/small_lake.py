@@ -31,5 +31,5 @@ class SmallLake:
         ]
         rows = [row for p in placed for row in catalog()[name].rows_of(p)]
         return self.lake.append(
-            name, rows, {(topic_id, 0): self.next[topic_id]}, bury=lambda *_: None
+            name, rows, {(topic_id, 0): self.next[topic_id]}, reject=lambda *_: None
         )

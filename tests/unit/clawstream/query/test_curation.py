@@ -128,7 +128,7 @@ def test_the_mark_names_what_it_is_of() -> None:
 
 @pytest.mark.parametrize(
     ("wrong", "why"),
-    [({}, "nothing to say"), ({"quality": 2.0}, "quality: 2"), ({"quality": float("nan")}, "quality"), ({"tags": ("",)}, "tags"), ({"tags": ("x",) * 33}, "tags")],
+    [({}, "the mark is empty"), ({"quality": 2.0}, "quality: 2"), ({"quality": float("nan")}, "quality"), ({"tags": ("",)}, "tags"), ({"tags": ("x",) * 33}, "tags")],
 )  # fmt: skip
 def test_a_mark_that_says_nothing_or_too_much(wrong: dict[str, Any], why: str) -> None:
     with pytest.raises(InvalidCurationMark, match=why):

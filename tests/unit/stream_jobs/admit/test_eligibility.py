@@ -172,7 +172,7 @@ def lake(tmp_path: Path) -> tuple[Settings, Any]:
             for i, (r, headers) in enumerate(records)
         ]
         rows = [row for p in placed for row in catalog()[name].rows_of(p)]
-        made.append(name, rows, {("T", 0): len(records)}, bury=lambda *_: None)
+        made.append(name, rows, {("T", 0): len(records)}, reject=lambda *_: None)
 
     return settings, put
 
