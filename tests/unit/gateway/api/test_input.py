@@ -228,7 +228,7 @@ def test_an_unforeseen_error_is_logged_without_what_a_client_said(
 
     asyncio.run(scenario())
     said = "".join(capfd.readouterr()) + caplog.text
-    assert "KeyError" in said and "test_gateway_input.py:" in said
+    assert "KeyError" in said and "test_input.py:" in said
     assert "their-words" not in said
 
 
