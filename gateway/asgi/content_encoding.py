@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 
 READABLE = frozenset({"gzip", "x-gzip", "deflate"})
-_EITHER = 32 + zlib.MAX_WBITS
+WINDOW_BITS = 32 + zlib.MAX_WBITS
 """Accepts the header of gzip or of zlib."""
 
 
@@ -21,7 +21,7 @@ class Inflater:
 
     def __init__(self, most: int) -> None:
         self._left = most
-        self._unpacking = zlib.decompressobj(_EITHER)
+        self._unpacking = zlib.decompressobj(WINDOW_BITS)
 
     @property
     def ended(self) -> bool:
@@ -38,7 +38,7 @@ class Inflater:
         try:
             found = self._unpacking.decompress(data, self._left + 1)
             while self._unpacking.eof and self._unpacking.unused_data and len(found) <= self._left:
-                data, self._unpacking = self._unpacking.unused_data, zlib.decompressobj(_EITHER)
+                data, self._unpacking = self._unpacking.unused_data, zlib.decompressobj(WINDOW_BITS)
                 found += self._unpacking.decompress(data, self._left + 1 - len(found))
         except zlib.error as error:
             raise ValueError(f"not gzip or deflate: {error}") from error

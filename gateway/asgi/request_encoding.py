@@ -10,11 +10,9 @@ from collections.abc import MutableMapping
 from typing import Any
 
 from gateway.asgi.client_disconnect import Receive
-from gateway.asgi.content_encoding import READABLE
+from gateway.asgi.content_encoding import READABLE, WINDOW_BITS
 from gateway.errors import BadRequest, WrongEncoding
 
-WINDOW_BITS = 32 + zlib.MAX_WBITS
-"""Accepts the header of gzip or of zlib."""
 PIECE = 1 << 16
 """Maximum bytes per decoded chunk."""
 

@@ -2,8 +2,8 @@
 
 Best effort by design: a FailedCall record never delays or fails a reply and is not spooled. While
 Kafka is unreachable, or too many records are in flight, the record is counted
-(`clawstream_gateway_failed_calls`, `lost`) and dropped. A call that sampled tokens has durable steps
-instead.
+(`clawstream_gateway_failed_calls`, `lost`) and dropped. A call that sampled tokens has durable
+steps instead.
 """
 
 from __future__ import annotations

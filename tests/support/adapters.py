@@ -1,4 +1,4 @@
-"""What the tests of all wire protocols need: a stream cut into pieces, scripted replies, and JSON that no engine would write."""
+"""Helpers for tests of wire protocols: cut streams, scripted replies, invalid JSON."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def plain(
 def scripted_choices(
     finish: Sequence[str] = ("stop", "length"), tools: bool = True
 ) -> st.SearchStrategy[ScriptedChoice]:
-    """Choices of some tokens: texts of any characters, some of them empty, some of them reasoning; calls behind them."""
+    """Generate choices: texts (some empty, some reasoning) followed by tool calls."""
 
     def make(texts: list[str], reasoning: int, calls: list[Json], reason: str) -> ScriptedChoice:
         return ScriptedChoice(
@@ -100,7 +100,7 @@ def json_values() -> st.SearchStrategy[Any]:
 
 @st.composite
 def broken(draw: st.DrawFn, server: ProtocolServer, request: Json) -> list[Any]:
-    """The events of a real stream, some of them with a value somewhere in them replaced, lost or doubled."""
+    """Generate the events of a stream with replaced, missing or duplicate values."""
     stream = EventSplitter().feed(written(server, request, [draw(scripted_choices())]))
     events: list[Any] = [
         orjson.loads(d) for e in stream if (d := data_of(e)) is not None and d != b"[DONE]"
@@ -124,7 +124,7 @@ def _places(value: Any) -> Iterator[tuple[Any, Any]]:
 def takes_or_refuses(
     adapter: ProtocolAdapter, body: bytes, kind: EngineKind, events: Iterable[Any]
 ) -> None:
-    """An event is refused where it is read, or it can be added and answered: nothing else may be raised."""
+    """Check that `read` refuses an event, or that the event can be added without an error."""
     accumulator = adapter.accumulator(adapter.parse_request(body), kind)
     for said in events:
         data = orjson.dumps(said)

@@ -1,4 +1,4 @@
-"""HTTP as clients may send it, byte by byte over real sockets: bounds, time-outs, upgrades, half-closed connections, HTTP/1.0."""
+"""HTTP over real sockets: limits, timeouts, upgrades, half-closed connections, HTTP/1.0."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ H2C = b"HTTP2-Settings: AAEAAEAAAAIAAAAAAAMAAAAAAAQBAAAAAAUAAEAAAAYABgAA\r\nUpgr
 
 @pytest.fixture
 def run_scenario(tmp_path: Path) -> RunScenario:
-    """`run_scenario(scenario, script, **gateway settings)` runs an async scenario against a gateway of its own."""
+    """Return `run_scenario`, which runs an async scenario against its own gateway."""
     return partial(run_gateway, tmp_path, CODEC)
 
 
@@ -149,7 +149,8 @@ def test_what_is_no_request_is_a_400_in_the_usual_shape(run_scenario: RunScenari
         b"SSH-2.0-x\r\n\r\n",
         b"GET /health HTTP/1.1\r\nbad header\r\n\r\n",
         b"CONNECT x:80 HTTP/1.1\r\nhost: x\r\n\r\n",
-        b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 1\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
+        b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 1\r\n"
+        b"transfer-encoding: chunked\r\n\r\n0\r\n\r\n",
     ]
 
     async def scenario(w: GatewayFixture) -> None:
@@ -239,7 +240,7 @@ def test_a_body_that_comes_steadily_may_take_longer(run_scenario: RunScenario) -
 
 @pytest.mark.parametrize("split", [False, True])
 def test_javas_offer_of_http2_is_ignored(run_scenario: RunScenario, split: bool) -> None:
-    """The bytes that java.net.http.HttpClient of Java 17.0.15 was seen to send: it offers HTTP/2 on clear connections."""
+    """Request bytes of java.net.http.HttpClient in Java 17.0.15, with an HTTP/2 upgrade offer."""
     said = (
         b"POST /t/g/v1/chat/completions HTTP/1.1\r\n" + JAVA + b"Content-Length: %d\r\n"
         b"Host: 127.0.0.1:8100\r\n" + H2C + b"User-Agent: Java-http-client/17.0.15\r\n"
@@ -279,7 +280,8 @@ def test_a_websocket_is_still_refused_with_426(run_scenario: RunScenario) -> Non
     async def scenario(w: GatewayFixture) -> None:
         async with connected(w.url) as client:
             await client.send(
-                b"GET /v1/responses HTTP/1.1\r\nhost: x\r\nconnection: Upgrade\r\nupgrade: websocket\r\n\r\n"
+                b"GET /v1/responses HTTP/1.1\r\nhost: x\r\n"
+                b"connection: Upgrade\r\nupgrade: websocket\r\n\r\n"
             )
             head, body = await client.reply()
             assert b" 426 " in head and orjson.loads(body)["error"]["code"] == "no_websocket"

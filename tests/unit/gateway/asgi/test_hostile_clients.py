@@ -1,4 +1,4 @@
-"""Engines that say what no engine should, and clients that stop: the gateway keeps its word and its memory."""
+"""Invalid engine replies and stalled clients: records stay complete, memory stays bounded."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ DONE = b"data: [DONE]\n\n"
 
 @pytest.fixture
 def run_scenario(tmp_path: Path) -> RunScenario:
-    """`run_scenario(scenario, script, **gateway settings)` runs an async scenario against a gateway of its own."""
+    """Return `run_scenario`, which runs an async scenario against its own gateway."""
     return partial(run_gateway, tmp_path, CODEC)
 
 
@@ -44,7 +44,7 @@ def run_scenario(tmp_path: Path) -> RunScenario:
 async def before(
     tmp_path: Path, reply: bytes, kind: str = "text", forever: bytes = b"", **gateway: Any
 ) -> AsyncIterator[Any]:
-    """A gateway before an engine that says these bytes, then the others without an end. Gives the URL and the log."""
+    """Yield URL and log of a gateway whose engine sends these bytes, then an endless stream."""
 
     ends: list[asyncio.Task[Any]] = []
 
@@ -221,8 +221,8 @@ def test_a_client_that_stops_reading_is_let_go(tmp_path: Path) -> None:
             ask = orjson.dumps(ASK | {"stream": True})
             with socket.create_connection(("127.0.0.1", port)) as client:
                 client.sendall(
-                    b"POST /t/g/v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n"
-                    % len(ask)
+                    b"POST /t/g/v1/chat/completions HTTP/1.1\r\nhost: x\r\n"
+                    b"content-length: %d\r\n\r\n" % len(ask)
                 )
                 client.sendall(ask)
                 async with asyncio.timeout(60):

@@ -1,4 +1,4 @@
-"""What a step says of how it was sampled: what the engine applied, or else what the request asked for."""
+"""Sampling parameters of a step: reported by the engine, or else taken from the request."""
 
 from __future__ import annotations
 

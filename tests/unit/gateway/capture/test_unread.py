@@ -1,4 +1,4 @@
-"""What the gateway can't read it passes on as it came, and records with its bytes: no reply becomes an error by being recorded."""
+"""Unreadable replies pass unchanged and are recorded with their bytes."""
 
 from __future__ import annotations
 

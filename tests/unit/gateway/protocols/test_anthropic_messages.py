@@ -1,4 +1,4 @@
-"""Anthropic messages: requests, plain and streamed replies, errors; read alone, and through a whole gateway with the official client."""
+"""Anthropic messages: requests, plain and streamed replies, errors; with and without a gateway."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ RunScenario = Callable[..., None]
 
 @pytest.fixture(params=["captured", "vllm", "text"])
 def run_scenario(request: pytest.FixtureRequest, tmp_path: Path) -> RunScenario:
-    """`run_scenario(scenario, script)` runs an async scenario against a gateway of its own, with each kind of engine."""
+    """Return `run_scenario`, which runs an async scenario against its own gateway."""
     return partial(run_gateway, tmp_path, CODEC, kind=request.param)
 
 
@@ -318,7 +318,8 @@ def test_an_engines_errors_become_anthropics(
 
 
 def test_an_error_that_is_anthropics_stays_as_it_is() -> None:
-    body = b'{"type": "error", "error": {"type": "overloaded_error", "message": "m"}, "request_id": "r"}'
+    error = b'{"type": "overloaded_error", "message": "m"}'
+    body = b'{"type": "error", "error": %s, "request_id": "r"}' % error
     assert ANTHROPIC_ERRORS.engine_error(529, body) is body
 
 
@@ -333,7 +334,7 @@ def test_any_engine_error_can_be_written(said: Any, status: int) -> None:
     )
 
 
-# ---------------------------------------------------------------- through the gateway, with the official client
+# -- through the gateway, with the official client
 
 
 @pytest.mark.parametrize("say", [HI, THOUGHT, CALLS], ids=["text", "thinking", "tools"])

@@ -1,6 +1,6 @@
-"""Each recorded reply of a provider, through its official client: the gateway changes nothing, and records what the client has.
+"""Recorded provider replies pass unchanged, and records equal what the official client has.
 
-One gateway and one server that replays the files serve all cases. The server is a provider (`text`) to the gateway: no tokens.
+One gateway and one replay server (a provider of kind `text`, without tokens) serve all cases.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def test_the_record_is_what_the_client_has(case: Case, played: dict[str, Outcome
 
 
 def _told(value: Any) -> Any:
-    """A message without its empty fields, which a client leaves out or fills in, and without what its helpers add."""
+    """Return a message without empty fields and without fields that client helpers add."""
     if isinstance(value, dict):
         return {
             name: _told(inner)

@@ -1,4 +1,4 @@
-"""The dialect of chat completions, the reader of streams and the steps made of both: bytes in, values out."""
+"""Adapter of chat completions, stream relay, and the steps built from them."""
 
 from __future__ import annotations
 

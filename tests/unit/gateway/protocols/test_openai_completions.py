@@ -1,4 +1,4 @@
-"""OpenAI completions: requests, plain and streamed replies, tokens; read alone, and through a whole gateway with the official client."""
+"""OpenAI completions: requests, plain and streamed replies, tokens; with and without a gateway."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ RunScenario = Callable[..., None]
 
 @pytest.fixture(params=["captured", "vllm", "text"])
 def run_scenario(request: pytest.FixtureRequest, tmp_path: Path) -> RunScenario:
-    """`run_scenario(scenario, script)` runs an async scenario against a gateway of its own, with each kind of engine."""
+    """Return `run_scenario`, which runs an async scenario against its own gateway."""
     return partial(run_gateway, tmp_path, CODEC, kind=request.param)
 
 
@@ -240,7 +240,7 @@ def test_from_the_first_finish_on_it_waits() -> None:
 
 
 def test_tokens_told_once_count_once_whatever_waits_beside_them() -> None:
-    """A real engine tells the tokens of all choices in one comment, then writes an event for each: not every event has a comment."""
+    """A real engine sends one comment with the tokens of all choices, then an event for each."""
 
     def comment(*choices: engine_frames.Choice) -> bytes:
         return engine_frames.comment(
@@ -292,7 +292,7 @@ def test_no_event_can_break_the_accumulator(said: list[Any], kind: EngineKind) -
     takes_or_refuses(ADAPTER, BODY, kind, said)
 
 
-# ---------------------------------------------------------------- through the gateway, with the official client
+# -- through the gateway, with the official client
 
 
 @pytest.mark.parametrize("stream", [False, True])

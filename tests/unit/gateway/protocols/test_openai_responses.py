@@ -1,4 +1,4 @@
-"""OpenAI Responses: requests, plain and streamed replies, errors; read alone, and through a whole gateway with the official client."""
+"""OpenAI Responses: requests, plain and streamed replies, errors; with and without a gateway."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ RunScenario = Callable[..., None]
 
 @pytest.fixture(params=["captured", "vllm", "text"])
 def run_scenario(request: pytest.FixtureRequest, tmp_path: Path) -> RunScenario:
-    """`run_scenario(scenario, script)` runs an async scenario against a gateway of its own, with each kind of engine."""
+    """Return `run_scenario`, which runs an async scenario against its own gateway."""
     return partial(run_gateway, tmp_path, CODEC, kind=request.param)
 
 
@@ -77,7 +77,7 @@ def sse(*said: Json) -> bytes:
 
 
 def same_in_both(message_json: bytes) -> Any:
-    """The message without what vLLM writes differently in a stream: the status of a reasoning item."""
+    """Return the message without the status of reasoning items, which differs in vLLM streams."""
     said = json.loads(message_json)
     for item in said["output"]:
         if item["type"] == "reasoning":
@@ -346,7 +346,7 @@ def test_our_error_is_the_next_event_of_the_stream() -> None:
     }  # fmt: skip
 
 
-# ---------------------------------------------------------------- through the gateway, with the official client
+# -- through the gateway, with the official client
 
 
 @pytest.mark.parametrize("say", [HI, THOUGHT, CALLS], ids=["text", "reasoning", "tools"])

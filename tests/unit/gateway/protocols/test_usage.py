@@ -78,7 +78,8 @@ def test_a_streamed_message_says_its_usage_in_two_events() -> None:
 
 def test_a_streamed_response_says_its_usage_in_its_last_event() -> None:
     accumulator = OpenAIResponsesAccumulator()
-    data = b'{"type":"response.completed","response":{"output":[],"usage":{"input_tokens":4,"output_tokens":1}}}'
+    usage = b'{"input_tokens":4,"output_tokens":1}'
+    data = b'{"type":"response.completed","response":{"output":[],"usage":%s}}' % usage
     accumulator.add(accumulator.read(b"", data).update)
     assert accumulator.reply().usage == Usage(prompt_tokens=4, completion_tokens=1)
 

@@ -1,4 +1,4 @@
-"""Model calls over HTTP, between the official OpenAI client and a scripted engine: what is recorded, what the client sees."""
+"""Model calls between the official OpenAI client and a scripted engine."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ RunScenario = Callable[..., None]
 
 @pytest.fixture(params=["captured", "vllm"])
 def run_scenario(request: pytest.FixtureRequest, tmp_path: Path) -> RunScenario:
-    """`run_scenario(scenario, script, **gateway settings)` runs an async scenario against a gateway of its own, with each kind of engine that tells tokens."""
+    """Return `run_scenario`, which runs an async scenario against its own gateway."""
     return partial(run_gateway, tmp_path, CODEC, kind=request.param)
 
 

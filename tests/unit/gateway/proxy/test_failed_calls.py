@@ -1,4 +1,4 @@
-"""Model calls that fail: what the log tells of them, and that telling it never costs a call anything."""
+"""Records of failed model calls, which never delay or fail a reply."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What passes between client and engine beside the calls' bodies: queries, headers, requests that are not recorded, encodings."""
+"""Forwarded queries, headers, unrecorded requests and content encodings."""
 
 from __future__ import annotations
 
@@ -37,7 +37,10 @@ CHAT = orjson.dumps({
     "finish_reason": "stop"}]
 })  # fmt: skip
 EMBEDDINGS = b'{"object":"list","data":[],"usage":{"prompt_tokens":4,"total_tokens":4}}'
-STREAM = b'data: {"choices":[{"index":0,"delta":{"content":"hi"},"finish_reason":"stop"}]}\n\ndata: [DONE]\n\n'
+STREAM = (
+    b'data: {"choices":[{"index":0,"delta":{"content":"hi"},"finish_reason":"stop"}]}\n\n'
+    b"data: [DONE]\n\n"
+)
 TOLD = {
     "x-request-id": "req_1",
     "request-id": "req_2",
@@ -51,7 +54,7 @@ TOLD = {
 
 @pytest.fixture
 def run_scenario(tmp_path: Path) -> RunScenario:
-    """`run_scenario(scenario, script, **gateway settings)` runs an async scenario against a gateway of its own."""
+    """Return `run_scenario`, which runs an async scenario against its own gateway."""
     return partial(run_gateway, tmp_path, CODEC)
 
 

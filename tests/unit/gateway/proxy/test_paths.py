@@ -31,7 +31,7 @@ TAILS = {"completions": ["/chat/completions", "/completions"], "models": ["/mode
 
 @pytest.fixture
 def run_scenario(tmp_path: Path) -> RunScenario:
-    """`run_scenario(scenario, script, **gateway settings)` runs an async scenario against a gateway of its own."""
+    """Return `run_scenario`, which runs an async scenario against its own gateway."""
     return partial(run_gateway, tmp_path, CODEC)
 
 

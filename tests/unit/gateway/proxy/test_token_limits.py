@@ -1,4 +1,4 @@
-"""Bounds in tokens: over-long prompts are refused before anything is sampled, and replies have a default bound."""
+"""Token limits: long prompts are refused before sampling; replies get a default limit."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ CHAT = {
 
 @dataclass
 class Counter:
-    """An engine that counts, a word a token, and samples nothing. asked: path and body of every request."""
+    """Engine that counts one token per word. asked: Path and body of every request."""
 
     counts: bool = True
     refusal: int = 400
@@ -90,7 +90,7 @@ class Counter:
 async def gateway_to(
     counter: Counter, directory: Path, upstream: dict[str, Any], **gateway: Any
 ) -> AsyncIterator[str]:
-    """A gateway before the engine; gives the base URL of a trajectory. upstream: what its setting says beside the URL."""
+    """Yield the base URL of a trajectory. upstream: Further settings of the upstream."""
     async with counter.serve() as engine:
         upstreams = [{"url": engine, **upstream}]
         settings = Settings.model_validate(

@@ -1,4 +1,4 @@
-"""Bodies stay the JSON they were, byte for byte where there was no secret; a secret is found however JSON writes it."""
+"""Redacted bodies stay valid JSON; bytes without secrets stay unchanged."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def hides(name: str) -> bool:
 
 
 def shape(value: Any) -> Any:
-    """What redaction must not change: structure, names without secrets, and JSON inside of strings."""
+    """Return what redaction must keep: structure, names without secrets, JSON in strings."""
     if isinstance(value, dict):
         return [
             (
@@ -106,7 +106,7 @@ pieces = st.sampled_from(
 @given(st.lists(pieces, max_size=10).map("".join) | unicode, st.booleans(), st.booleans())
 @settings(max_examples=examples(400))
 def test_a_string_says_what_its_text_would(text: str, ascii_only: bool, slashes: bool) -> None:
-    """However JSON writes it: what may be passed over in the JSON text is no secret in the string."""
+    """No escape sequence of JSON hides a secret of a string."""
     raw = json.dumps([text], ensure_ascii=ascii_only)
     if slashes:
         raw = raw.replace("/", "\\/")
@@ -127,7 +127,10 @@ def test_no_way_to_write_a_character_hides_a_secret(
 
 
 def test_what_has_no_secret_is_the_same_object() -> None:
-    raw = b' {"model" :"m","max_tokens": 100,\n"n":1.0e2, "big": 123456789012345678901234567890, "x": "\\u00e9\\/"}\n'
+    raw = (
+        b' {"model" :"m","max_tokens": 100,\n"n":1.0e2, "big": 123456789012345678901234567890,'
+        b' "x": "\\u00e9\\/"}\n'
+    )
     assert redacted_body(raw, SCAN) is raw
 
 

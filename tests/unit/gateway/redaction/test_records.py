@@ -273,7 +273,8 @@ def test_a_rule_of_ones_own_that_fails_keeps_the_fact(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "rules_of_my_own.py").write_text(
-        "def breaks(text):\n    raise KeyError(text)\ndef find(text):\n    return [(0, 3)] if text.startswith('to ') else []\nnumber = 3\n"
+        "def breaks(text):\n    raise KeyError(text)\n"
+        "def find(text):\n    return [(0, 3)] if text.startswith('to ') else []\nnumber = 3\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     failures = Failures()

@@ -1,4 +1,4 @@
-"""What is a secret and what is not, alone and in any text; and that no text takes more than linear time."""
+"""Secrets and look-alikes, alone and in any text; redaction takes linear time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from gateway.redaction.scan import NamedFinder, Scan, WrongRange
 SCAN = Scan(list(RULES.values()), b"key", "plain")
 HASHED = Scan(list(RULES.values()), b"key")
 HEX40 = "da39a3ee5e6b4b0d3255bfef95601890afd80709"
-PEM = "-----BEGIN RSA PRIVATE KEY-----\nMIIEpAIBAAKCAQEA1234567890abcd\nqwertyuiopasdfghjklzxcvb\nabcd==\n-----END RSA PRIVATE KEY-----"
+PEM = (
+    "-----BEGIN RSA PRIVATE KEY-----\nMIIEpAIBAAKCAQEA1234567890abcd\nqwertyuiopasdfghjklzxcvb\n"
+    "abcd==\n-----END RSA PRIVATE KEY-----"
+)
 JWT = "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0NTY3ODkwIn0.dozjgNryP4J3jVmNHl0w5N_XgL0n3I9PlFUP0THsR8U"
 
 SECRETS = [
@@ -257,7 +260,7 @@ ADVERSARIAL = [
 
 @pytest.mark.parametrize("unit", ADVERSARIAL)
 def test_work_is_linear_in_the_text(unit: str) -> None:
-    """A text eight times as long takes about eight times the work, whatever it repeats; quadratic work would be 64 times as much."""
+    """A text eight times as long takes about eight times the work, not 64 times (quadratic)."""
 
     texts = [(unit * (size // len(unit) + 1))[:size].encode() for size in (1 << 13, 1 << 16)]
     best = [9e9, 9e9]

@@ -1,4 +1,4 @@
-"""Token ids show nothing that the text must not, and a turn that continued another one still does, with real tokenizers."""
+"""Redacted token ids contain no secrets and keep shared prefixes, with real tokenizers."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ KINDS = ("bytes", "bytes across words", "sentencepiece", "words")
 
 @cache
 def tokenizer(kind: str) -> Tokenizer:
-    """Small tokenizers of the families that models have; `bytes across words` has tokens that hold parts of two words."""
+    """Small tokenizers of common families; `bytes across words` has tokens across two words."""
     if kind == "words":
         core = Tokenizer(
             models.WordLevel(
@@ -186,7 +186,7 @@ def test_pieces_are_what_the_tokenizer_decodes(kind: str, folder: Path, text: st
 
 @st.composite
 def conversations(draw: st.DrawFn, kind: str) -> list[tuple[list[int], list[int]]]:
-    """Prompt and response of each turn: a reply ends with its end mark, or was cut off anywhere and the template adds it."""
+    """Prompt and response of each turn; a truncated reply gets its end token from the template."""
     core = tokenizer(kind)
     start, end = (core.token_to_id(s) for s in SPECIAL)
 
