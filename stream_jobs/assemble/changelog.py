@@ -130,7 +130,7 @@ ChangelogRecord = AssemblyMarker | AssemblyDelta | AssemblySnapshot
 
 
 def accepts(offset: int, record: object, epoch: int) -> bool:
-    """Return whether a reader accepts the record at `offset`. epoch: the highest epoch before it."""
+    """Return whether readers accept the record at `offset`. epoch: the highest one before it."""
     if isinstance(record, AssemblyMarker):
         return offset > epoch
     return isinstance(record, AssemblyDelta | AssemblySnapshot) and epoch <= record.epoch < offset
@@ -182,10 +182,16 @@ def snapshot(epoch: int, seq: int, state: PartitionState) -> list[AssemblySnapsh
     chunks = [data[i : i + CHUNK_BYTES] for i in range(0, len(data), CHUNK_BYTES)]
     return [
         AssemblySnapshot(
-            epoch=epoch, seq=seq, snapshot_id=f"{epoch}.{seq}", index=i, count=len(chunks), data=chunk, format=FORMAT
+            epoch=epoch,
+            seq=seq,
+            snapshot_id=f"{epoch}.{seq}",
+            index=i,
+            count=len(chunks),
+            data=chunk,
+            format=FORMAT,
         )
         for i, chunk in enumerate(chunks)
-    ]  # fmt: skip
+    ]
 
 
 def unpack_changes(delta: AssemblyDelta) -> list[StateChange]:

@@ -84,7 +84,8 @@ class AssemblyFold:
         state.applied[source] = offset
         self.tick(source, timestamp)
         if isinstance(event, Tick) or (isinstance(event, FailedCall) and source == STEPS):
-            return None  # a failed call is told in the lake only: nothing was sampled, and no trajectory waits for it
+            # A failed call is recorded only in the lake: nothing was sampled.
+            return None
         try:
             entries, payload = self._handler.handle(source, offset, key, event)
         except (RejectedRecord, InvalidId, ValueError) as e:

@@ -272,10 +272,21 @@ class EventHandler:
                 [ChangeKind.ATTRIBUTED, *key, now, {"group_id": check_group_id(step.group_id)}]
             )
         entry = OpenStep(
-            offset, now, step_suffix, len(step.prompt_token_ids or b"") // TOKEN_BYTES, len(step.response_token_ids or b"") // TOKEN_BYTES,
-            measured.base, measured.end_hash, step.status, trained.reason, trained.oldest, trained.newest,
+            offset,
+            now,
+            step_suffix,
+            len(step.prompt_token_ids or b"") // TOKEN_BYTES,
+            len(step.response_token_ids or b"") // TOKEN_BYTES,
+            measured.base,
+            measured.end_hash,
+            step.status,
+            trained.reason,
+            trained.oldest,
+            trained.newest,
             reply=len(step.response_json) >> 10,
-            prompt_hash=measured.prompt_hash if measured.prompt_hash is not None else request_hash(step),
+            prompt_hash=measured.prompt_hash
+            if measured.prompt_hash is not None
+            else request_hash(step),
             idempotency_hash=idempotency_hash(step),
             reply_hash=placement.reply_hash,
             after=placement.after if placement.after != measured.base else None,
@@ -283,7 +294,7 @@ class EventHandler:
             last_turn_hash=_last_turn_hash(step) if measured.diverges else None,
             messages_hash=placement.messages_hash,
             call_id_hash=placement.call_id_hash,
-        )  # fmt: skip
+        )
         entries.append(
             [ChangeKind.STEP_ADDED, trajectory.open_seq if trajectory else offset, list(entry)]
         )

@@ -19,7 +19,7 @@ from stream_jobs.errors import FencedOut
 from stream_jobs.worker.member_name import worker_name
 
 SILENT_TICKS, SILENT_AT_LEAST_S = 10, 10.0
-"""A partition of which so many ticks are missing was silent: Kafka was away, or no worker was there."""
+"""A partition that misses this many ticks was silent: no Kafka, or no worker."""
 CLOCK_AHEAD_MS = 600_000
 """Far more than synchronised clocks differ."""
 
@@ -117,9 +117,12 @@ class Assembler:
         if ahead > CLOCK_AHEAD_MS and not self._clock_told:
             self._clock_told = True
             logger().warning(
-                "clock_ahead", partition=owner.partition, ahead_s=ahead // 1000, log_time_ms=owner.time,
+                "clock_ahead",
+                partition=owner.partition,
+                ahead_s=ahead // 1000,
+                log_time_ms=owner.time,
                 action="a broker's clock, or this machine's, is wrong: see Clocks in docs/operating.md",
-            )  # fmt: skip
+            )
 
     async def tick(self) -> None:
         """Write a tick into the inputs of every owned partition. A lost tick is harmless: the next

@@ -364,9 +364,17 @@ class OpenTrajectory:
 
     def dump(self) -> Any:
         return [
-            self.open_seq, self.opened_at, self.channel, self.last, self.group_id, self.group_size, self.round, self.meta,
-            [list(s) for s in self.steps], self.annotations.dump(),
-        ]  # fmt: skip
+            self.open_seq,
+            self.opened_at,
+            self.channel,
+            self.last,
+            self.group_id,
+            self.group_size,
+            self.round,
+            self.meta,
+            [list(s) for s in self.steps],
+            self.annotations.dump(),
+        ]
 
     @classmethod
     def load(cls, plain: Any) -> OpenTrajectory:
@@ -425,10 +433,24 @@ class ClosedTrajectory:
         return self._times.get(step_suffix)
 
     def dump(self) -> bytes:
-        return orjson.dumps([
-            self.opened_at, self.closed_at, self.outcome, self.reason, self.channel, self.group_id, self.group_size, self.round,
-            [list(s) for s in self.steps], self.annotations.dump(), self.prompt_tokens, self.place, self.revision, self.late,
-        ])  # fmt: skip
+        return orjson.dumps(
+            [
+                self.opened_at,
+                self.closed_at,
+                self.outcome,
+                self.reason,
+                self.channel,
+                self.group_id,
+                self.group_size,
+                self.round,
+                [list(s) for s in self.steps],
+                self.annotations.dump(),
+                self.prompt_tokens,
+                self.place,
+                self.revision,
+                self.late,
+            ]
+        )
 
     @classmethod
     def load(cls, packed: bytes) -> ClosedTrajectory:

@@ -198,12 +198,19 @@ def candidate(key: RunTrajectory, closed: ClosedTrajectory, codec: Codec) -> Can
         score = scores[index] if scores is not None else None
         found = _sync_indexes(s.oldest, s.newest) if reason is None else ()
         synced.update(found)
-        steps.append(CandidateStep(
-            step_id=f"{name}~{s.step_suffix}", index=index, response_tokens=s.response, trainable=reason is None, reason=reason,
-            quality=score if marks.quality is None else marks.quality,
-            tags=(*(s.tags or ()), *[t for t in marks.tags or () if t not in (s.tags or ())]),
-            assessed_quality=score, oldest_sync_index=min(found, default=None),
-        ))  # fmt: skip
+        steps.append(
+            CandidateStep(
+                step_id=f"{name}~{s.step_suffix}",
+                index=index,
+                response_tokens=s.response,
+                trainable=reason is None,
+                reason=reason,
+                quality=score if marks.quality is None else marks.quality,
+                tags=(*(s.tags or ()), *[t for t in marks.tags or () if t not in (s.tags or ())]),
+                assessed_quality=score,
+                oldest_sync_index=min(found, default=None),
+            )
+        )
     trained = [s for s, c in zip(closed.steps, steps, strict=True) if c.trainable]
     judged = assessed.quality if assessed is not None else None
     reason = _why_not(closed, whole, bool(trained))
@@ -239,9 +246,15 @@ def step_mark(mark: StepMarkDecision) -> StepMark:
     """Create the record of a mark on a late step."""
     run, key = mark.key
     return StepMark(
-        event_id=stable_id("step_mark", run, mark.step_id, mark.kind), run_id=run, trajectory_key=key_of_trajectory(key),
-        trajectory_id=key, step_id=mark.step_id, mark=mark.kind, evidence=mark.evidence, offset=mark.offset,
-    )  # fmt: skip
+        event_id=stable_id("step_mark", run, mark.step_id, mark.kind),
+        run_id=run,
+        trajectory_key=key_of_trajectory(key),
+        trajectory_id=key,
+        step_id=mark.step_id,
+        mark=mark.kind,
+        evidence=mark.evidence,
+        offset=mark.offset,
+    )
 
 
 def _sync_indexes(*versions: str | None) -> list[int]:
@@ -292,7 +305,7 @@ def at_most(record: Candidate) -> int:
     for r in record.rewards:
         texts += (r.name, r.function_version, r.step_id or "", r.reason or "")
     text = "".join(texts)
-    # UTF-8 has at most 4 bytes a character. Beside the texts: their lengths, numbers of at most 10 bytes, what may be null.
+    # UTF-8 has at most 4 bytes per character. The rest: lengths, numbers of at most 10 bytes, nulls.
     return (
         (1 if text.isascii() else 4) * len(text)
         + 10 * len(texts)
@@ -312,11 +325,18 @@ def _why_not(closed: ClosedTrajectory, marks: CurationState, some_step: bool) ->
 def _rewards(key: RunTrajectory, closed: ClosedTrajectory) -> tuple[RewardValue, ...]:
     values = (
         RewardValue(
-            source=r.source, name=r.name, function_version=r.version, value=r.value, reason=r.reason, reward_revision=r.revision,
-            step_id=f"{key_of_trajectory(key[1])}~{r.step_suffix}" if r.step_suffix is not None else None,
+            source=r.source,
+            name=r.name,
+            function_version=r.version,
+            value=r.value,
+            reason=r.reason,
+            reward_revision=r.revision,
+            step_id=f"{key_of_trajectory(key[1])}~{r.step_suffix}"
+            if r.step_suffix is not None
+            else None,
         )
         for r in closed.annotations.rewards.values()
-    )  # fmt: skip
+    )
     return tuple(sorted(values, key=lambda r: (r.source, r.name, r.step_id or "")))
 
 
@@ -336,7 +356,7 @@ def _sampled(entry: OpenStep, what: StepPayload | None) -> SampledTokens | None:
     if what is None or not what.tokens:
         return None
     base = entry.base if what.start else None
-    # What a retry replaced is in the lake, but no branch of the tree: the conversation did not go that way.
+    # A replaced step is in the lake, but is no branch of the tree.
     return SampledTokens(
         what.prompt, what.response, what.logprobs, what.versions, base, counts=entry.retried is None
     )

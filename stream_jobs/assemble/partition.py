@@ -141,9 +141,11 @@ class PartitionProcessor:
         begun = time.monotonic()
         shared, ids = self._shared, self._topics_at_start.topic_ids
         marker = AssemblyMarker(
-            worker=shared.worker, steps_topic_id=ids[shared.topics.steps], rewards_topic_id=ids[shared.topics.rewards],
+            worker=shared.worker,
+            steps_topic_id=ids[shared.topics.steps],
+            rewards_topic_id=ids[shared.topics.rewards],
             created_at=now_micros(),
-        )  # fmt: skip
+        )
         ack = await shared.producer.send(
             shared.topics.assembly, None, self._encode(marker), partition=self.partition
         )
@@ -159,9 +161,16 @@ class PartitionProcessor:
         await self._emit()
         state = self._log.state
         logger().info(
-            "partition_taken_over", partition=self.partition, epoch=self._epoch, open=len(state.opened), closed=len(state.closed),
-            waiting=sum(map(len, state.waiting)), cached=len(self._cache), sent_again=again, seconds=round(time.monotonic() - begun, 2),
-        )  # fmt: skip
+            "partition_taken_over",
+            partition=self.partition,
+            epoch=self._epoch,
+            open=len(state.opened),
+            closed=len(state.closed),
+            waiting=sum(map(len, state.waiting)),
+            cached=len(self._cache),
+            sent_again=again,
+            seconds=round(time.monotonic() - begun, 2),
+        )
 
     def _read_log(self) -> None:
         """Read the changelog up to the own marker (blocking). A fenced owner may be trimming its
@@ -193,7 +202,7 @@ class PartitionProcessor:
         today = self._topics_at_start.topic_ids[topic]
         low, high = self._topics_at_start.watermarks[topic]
         if state.topic_ids[source] == today and state.applied[source] + 1 > high:
-            # The owner before us may have gone on until our marker: only an end asked for after that can be held against it.
+            # The previous owner may have written until our marker: compare with a later end offset.
             ends = await asyncio.to_thread(self._shared.cluster.watermarks, topic, [self.partition])
             low, high = ends[self.partition]
         if state.topic_ids[source] != today:

@@ -45,7 +45,7 @@ from stream_jobs.assemble.model import (
 )
 
 LATE_MAX = 1000
-"""Late steps remembered per trajectory. Beyond it, a late step that is sent again is marked again."""
+"""Late steps remembered per trajectory. Beyond it, duplicates are marked again."""
 
 
 @dataclass(slots=True)
@@ -322,12 +322,21 @@ class PartitionState:
 
     def dump(self) -> bytes:
         """Return the state as JSON. Requires that no output is pending."""
-        return orjson.dumps({
-            "applied": self.applied, "time": self.time, "topic_ids": self.topic_ids, "silences": self.silences.dump(),
-            "opened": [[*k, v.dump()] for k, v in self.opened.items()],
-            "closed": self.closed.dump(),
-            "waiting": [[w.source, w.offset, w.at, *w.key, w.step_suffix, w.entry] for side in self.waiting for w in side.values()],
-        })  # fmt: skip
+        return orjson.dumps(
+            {
+                "applied": self.applied,
+                "time": self.time,
+                "topic_ids": self.topic_ids,
+                "silences": self.silences.dump(),
+                "opened": [[*k, v.dump()] for k, v in self.opened.items()],
+                "closed": self.closed.dump(),
+                "waiting": [
+                    [w.source, w.offset, w.at, *w.key, w.step_suffix, w.entry]
+                    for side in self.waiting
+                    for w in side.values()
+                ],
+            }
+        )
 
     @classmethod
     def load(cls, packed: bytes) -> PartitionState:

@@ -48,12 +48,26 @@ def step(
 ) -> Step:
     """Create step C<n>.0 of a trajectory key. more: any field."""
     given: dict[str, Any] = {
-        "step_id": f"{key}~C{n}.0", "run_id": "r", "trajectory_key": key, "call_id": f"{key}~C{n}", "choice_index": 0,
-        "protocol": "openai.chat", "model": "policy", "status": "ok", "streamed": False, "request_json": b"{}",
-        "response_json": b'{"content":"x"}', "prompt_token_ids": pack_ids(prompt), "response_token_ids": pack_ids(response),
-        "response_logprobs": pack_logprobs([-0.5] * len(response)), "version_first": "r/3.0", "version_last": "r/3.0",
-        "gateway_id": "g", "received_at": 0, "finished_at": 0,
-    }  # fmt: skip
+        "step_id": f"{key}~C{n}.0",
+        "run_id": "r",
+        "trajectory_key": key,
+        "call_id": f"{key}~C{n}",
+        "choice_index": 0,
+        "protocol": "openai.chat",
+        "model": "policy",
+        "status": "ok",
+        "streamed": False,
+        "request_json": b"{}",
+        "response_json": b'{"content":"x"}',
+        "prompt_token_ids": pack_ids(prompt),
+        "response_token_ids": pack_ids(response),
+        "response_logprobs": pack_logprobs([-0.5] * len(response)),
+        "version_first": "r/3.0",
+        "version_last": "r/3.0",
+        "gateway_id": "g",
+        "received_at": 0,
+        "finished_at": 0,
+    }
     return Step(**(given | more))
 
 
@@ -115,9 +129,18 @@ def session(key: str, kind: Any, event_id: str = "", **more: Any) -> SessionEven
 def failed_call(key: str | None, n: int = 0, **more: Any) -> FailedCall:
     """Create a call that an engine answered with 500. more: any field."""
     given: dict[str, Any] = {
-        "event_id": f"{key}~F{n}", "run_id": "r", "trajectory_key": key, "protocol": "openai.chat", "streamed": False,
-        "source": "engine", "status": 500, "message": "out of memory", "gateway_id": "g", "received_at": 0, "duration_ms": 1.5,
-    }  # fmt: skip
+        "event_id": f"{key}~F{n}",
+        "run_id": "r",
+        "trajectory_key": key,
+        "protocol": "openai.chat",
+        "streamed": False,
+        "source": "engine",
+        "status": 500,
+        "message": "out of memory",
+        "gateway_id": "g",
+        "received_at": 0,
+        "duration_ms": 1.5,
+    }
     return FailedCall(**(given | more))
 
 
@@ -126,25 +149,46 @@ def reward(
 ) -> Reward:
     """Create a reward of the trajectory, or of its step C<n>.0."""
     return Reward(
-        event_id=f"{key}-{name}-{n}-{revision}-{value}", run_id="r", trajectory_key=key, source="env", name=name,
-        function_version="1", value=value, reward_revision=revision, created_at=0, step_id=f"{key}~C{n}.0" if n is not None else None,
-    )  # fmt: skip
+        event_id=f"{key}-{name}-{n}-{revision}-{value}",
+        run_id="r",
+        trajectory_key=key,
+        source="env",
+        name=name,
+        function_version="1",
+        value=value,
+        reward_revision=revision,
+        created_at=0,
+        step_id=f"{key}~C{n}.0" if n is not None else None,
+    )
 
 
 def curation(key: str, event_id: str, n: int | None = None, **fields: Any) -> Curation:
     """Create a curation of the trajectory, or of its step C<n>.0."""
     return Curation(
-        event_id=event_id, run_id="r", trajectory_key=key, by="me", created_at=0,
-        step_id=f"{key}~C{n}.0" if n is not None else None, **fields,
-    )  # fmt: skip
+        event_id=event_id,
+        run_id="r",
+        trajectory_key=key,
+        by="me",
+        created_at=0,
+        step_id=f"{key}~C{n}.0" if n is not None else None,
+        **fields,
+    )
 
 
 def assessment(key: str, quality: float | None, *steps: float, revision: int = 1) -> Assessment:
     """Create an assessment of a trajectory and of its steps, by index."""
     return Assessment(
-        event_id=f"{key}-assessed-{revision}", run_id="r", trajectory_key=key_of_trajectory(key), trajectory_id=key,
-        rules=("length@1",), quality=quality, step_quality=steps, findings=(), assessment_revision=revision, created_at=0,
-    )  # fmt: skip
+        event_id=f"{key}-assessed-{revision}",
+        run_id="r",
+        trajectory_key=key_of_trajectory(key),
+        trajectory_id=key,
+        rules=("length@1",),
+        quality=quality,
+        step_quality=steps,
+        findings=(),
+        assessment_revision=revision,
+        created_at=0,
+    )
 
 
 @dataclass

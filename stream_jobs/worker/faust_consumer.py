@@ -60,10 +60,10 @@ def make_app(settings: Settings, group: str) -> Any:
         topic_allow_declare=False,
         topic_disable_leader=True,
         table_standby_replicas=1,  # without it the inputs are not assigned together
-        consumer_group_instance_id=f"{group}-{worker_name(jobs)}",  # a killed worker gets its partitions back at once
+        consumer_group_instance_id=f"{group}-{worker_name(jobs)}",  # static membership: no rebalance after a kill
         consumer_metadata_max_age_ms=METADATA_MS,
         consumer_max_fetch_size=4 << 20,
-        consumer_auto_offset_reset="earliest",  # a first start. Where the log was cut ahead of us, too, and silently: the jobs look (`check_truncation`)
+        consumer_auto_offset_reset="earliest",  # also after truncation: see `check_truncation`
         broker_commit_interval=1.0,
         broker_session_timeout=jobs.session_timeout_s,
         broker_heartbeat_interval=min(1.0, jobs.session_timeout_s / 4),
@@ -162,7 +162,7 @@ class Consumer(driver.Consumer):  # type: ignore[misc]
         except Exception as e:
             if self.flow_active:
                 raise
-            # Partitions that are being taken away: many kinds of errors. The rebalance that goes on seeks before anything flows.
+            # A revocation causes many kinds of errors; the rebalance seeks before records flow.
             logger().debug("seek_superseded", error=repr(e))
 
     def verify_event_path(self, now: float, tp: TP) -> None:

@@ -279,7 +279,7 @@ def place_step(index: SessionIndex, steps_of: StepsOf, step_suffix: str, step: S
 def _by_rewritten_reply(
     index: SessionIndex, steps_of: StepsOf, asked: Conversation
 ) -> StepPosition | None:
-    """Return the step that a request continues, if its history repeats the reply in another form."""
+    """Return the step that a request continues if its history rewrites the reply."""
     if not asked.turns:
         return None
     for call_id in call_ids_in(asked.turns[-1]):
@@ -338,9 +338,10 @@ def _retried_trajectory(index: SessionIndex, steps_of: StepsOf, step: Step) -> s
     by_key = idempotency_hash(step)
     length = len(step.prompt_token_ids or b"") // TOKEN_BYTES
     same = [
-        (t, i) for t, i in (index.evidence.get(by_key, ()) if by_key is not None else ())
+        (t, i)
+        for t, i in (index.evidence.get(by_key, ()) if by_key is not None else ())
         if may_be_equal(steps_of(t)[i].prompt, length)
-    ]  # fmt: skip
+    ]
     if same:
         return _first(same, steps_of)
     if not index.failed:
@@ -349,9 +350,13 @@ def _retried_trajectory(index: SessionIndex, steps_of: StepsOf, step: Step) -> s
     if step.prompt_token_ids is not None and step.response_token_ids is not None:
         asked.insert(0, hash_of(step.prompt_token_ids))
     places = [
-        (t, i) for number in asked for t, i in index.evidence.get(number, ())
-        if ended_badly(steps_of(t)[i]) and steps_of(t)[i].retried is None and steps_of(t)[i].prompt_hash == number
-    ]  # fmt: skip
+        (t, i)
+        for number in asked
+        for t, i in index.evidence.get(number, ())
+        if ended_badly(steps_of(t)[i])
+        and steps_of(t)[i].retried is None
+        and steps_of(t)[i].prompt_hash == number
+    ]
     return _first(places, steps_of) if places else None
 
 

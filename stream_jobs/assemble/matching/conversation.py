@@ -38,7 +38,7 @@ Turn = Sequence[Mapping[str, Any]]
 
 
 def turns_of(request_json: bytes) -> list[Turn] | None:
-    """Return the model turns of a request, oldest first; None if it holds no readable conversation."""
+    """Return the model turns of a request, oldest first; None if unreadable."""
     items = _items(request_json)
     return None if items is None else list(_turns(items))
 
@@ -58,7 +58,7 @@ class Conversation(NamedTuple):
 
 
 def conversation_of(request_json: bytes) -> Conversation:
-    """Read a request. A message hashes alike with and without `cache_control`, as text and as a list of text blocks."""
+    """Read a request. Hashes ignore `cache_control` and whether content is text or text blocks."""
     items = _items(request_json)
     if items is None:
         return Conversation(None, None, ())
@@ -216,7 +216,7 @@ def _turns(items: Sequence[Any]) -> Iterator[Turn]:
 
 
 def _says(item: Mapping[str, Any]) -> bool:
-    """Return whether an item has text or a call. Called for every message, so it allocates nothing."""
+    """Return whether an item has text or a call. Hot path: allocates nothing."""
     content = item.get("content")
     if isinstance(content, str) and content and not content.isspace():
         return True  # as a rule
@@ -246,5 +246,5 @@ def _dumped(said: Any) -> bytes:
     try:
         return orjson.dumps(said, option=orjson.OPT_SORT_KEYS)
     except orjson.JSONEncodeError:
-        # It reads 1,024 levels and writes 254. This writes 2,000, but leaves the keys in their order.
+        # orjson writes at most 254 levels, marshal 2,000; marshal does not sort the keys.
         return marshal.dumps(said, MARSHAL_VERSION)

@@ -37,7 +37,7 @@ def match_prefix(steps: OpenSteps, step: Step) -> PrefixMatch:
     limit = len(prompt) // TOKEN_BYTES
     longest = _at_most(steps.ends, limit)
     hashes, hashed = hashes_at(prompt, [longest])
-    # Each end costs a digest. A conversation goes on from its last step, so as a rule one is enough.
+    # Each end costs a digest. Usually one is enough: the last step is continued.
     base = _ending(steps, hashes[0][1]) if longest else None
     left = None
     if longest and base is None:
@@ -58,7 +58,7 @@ def _at_most(ascending: Sequence[int], limit: int) -> int:
 
 
 def _left(steps: OpenSteps, prompt: bytes) -> int | None:
-    """Return the latest of the recent steps with the longest prompt that this prompt begins with."""
+    """Return the latest recent step whose prompt is the longest prefix of this prompt."""
     limit, first = len(prompt) // TOKEN_BYTES, max(len(steps) - RECENT, 0)
     recent = [
         i
@@ -141,7 +141,7 @@ def hashes_at(prompt: bytes, lengths: Iterable[int]) -> tuple[list[tuple[int, in
     """Return (length, hash) of prefixes of a prompt, and the hasher after the longest. lengths:
     ascending, in tokens.
     """
-    # SHA-256 has an instruction of its own on today's CPUs: 1.1 us a KB, less than half of what BLAKE2 takes.
+    # SHA-256 has CPU instructions: 1.1 us per KB, less than half of the cost of BLAKE2.
     view, hashed, at = memoryview(prompt), hashlib.sha256(), 0
     found: list[tuple[int, int]] = []
     for length in lengths:

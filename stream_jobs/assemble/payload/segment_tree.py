@@ -78,7 +78,7 @@ class _Branch:
 
 
 RepeatsReply = Callable[[int, int], bool]
-"""Return whether the last model turn in the first step's request is the reply of the second step."""
+"""Return whether the first step's last model turn is the reply of the second step."""
 
 
 def build(
@@ -179,8 +179,10 @@ def _parents(
     Both have shorter prompts than the step, so no step is its own ancestor.
     """
     counting = [
-        (i, path) for i, (s, path) in enumerate(zip(steps, paths, strict=True)) if s and path and s.response and s.counts
-    ]  # fmt: skip
+        (i, path)
+        for i, (s, path) in enumerate(zip(steps, paths, strict=True))
+        if s and path and s.response and s.counts
+    ]
     latest = {path.whole: i for i, path in counting}  # of equal ones the latest
     sampling = {i for i, _ in counting}
     prompt_lengths: dict[

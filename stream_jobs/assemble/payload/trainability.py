@@ -102,7 +102,7 @@ def _why_not(
         logprobs = tokens.unpack_logprobs(step.response_logprobs)
         redacted = {i for span in step.redacted_response for i in range(span.start, span.end)}
         if any(i >= count or not math.isnan(logprobs[i]) for i in redacted):
-            return "log-probabilities of redacted tokens"  # NaN is what tells the trainer which ones not to train
+            return "log-probabilities of redacted tokens"  # NaN means: do not train
         if len(redacted) == count:
             return "all sampled tokens were redacted"
         sampled: Sequence[float] = [p for i, p in enumerate(logprobs) if i not in redacted]
@@ -111,7 +111,7 @@ def _why_not(
             "f", step.response_logprobs
         )  # twice as fast; the byte order of this machine
     if not math.isfinite(sum(sampled)):
-        return "log-probabilities that are not finite"  # one of them would make every gradient of its batch so
+        return "log-probabilities that are not finite"  # would spoil the batch
     if max(sampled) > 0:
         return "log-probabilities above 0"
     if not spans:
