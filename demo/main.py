@@ -304,7 +304,8 @@ def _finish(settings: Settings, report: dict[str, Any]) -> None:
         ]
     out.append(f"report        {path}\nreward curve  {settings.data_dir / 'reward.png'}\n")
     out.append(
-        'next: ask the lake yourself, e.g.\n  .venv/bin/clawstream sql "select outcome, count(*) from trajectories group by 1" '
+        "next: query the lake, e.g.\n  .venv/bin/clawstream sql "
+        '"select outcome, count(*) from trajectories group by 1" '
         f"data_dir={settings.data_dir}\n"
     )
     sys.stdout.write("\n".join(out))

@@ -84,7 +84,10 @@ def plain_reply(shape: Shape, captured: bool) -> bytes:
     body = _completion(shape, "word " * max(22, (REPLY_BYTES - empty) // 5), not captured)
     head = JSON_HEAD + b"content-length: %d\r\n" % (len(body) + len(frame))
     if captured:
-        head += f"{engine_frames.ASK}: 1\r\n{engine_frames.VERSION_START}: {VERSION}\r\n{engine_frames.OWN_BODY}: {len(body)}\r\n".encode()
+        head += (
+            f"{engine_frames.ASK}: 1\r\n{engine_frames.VERSION_START}: {VERSION}\r\n"
+            f"{engine_frames.OWN_BODY}: {len(body)}\r\n"
+        ).encode()
     return head + b"\r\n" + body + frame
 
 
@@ -140,9 +143,10 @@ class Replies:
         models = b'{"object":"list","data":[{"id":"policy","object":"model"}]}'
         self.models = JSON_HEAD + b"content-length: %d\r\n\r\n" % len(models) + models
         self.stream_head = {
-            c: b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n"
+            c: b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\n"
+            b"transfer-encoding: chunked\r\n"
             + (
-                f"{engine_frames.ASK}: 1\r\n{engine_frames.VERSION_START}: {VERSION}\r\n\r\n".encode()
+                told + f"{engine_frames.VERSION_START}: {VERSION}\r\n\r\n".encode()
                 if c
                 else b"\r\n"
             )

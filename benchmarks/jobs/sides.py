@@ -174,9 +174,8 @@ def assemble_alone(bench: Bench, load: Load, workers: int) -> tuple[float, float
     """
     with bench.installation(load) as here:
         processes = list[Process]()
-        for worker in range(
-            workers
-        ):  # one after the other: who is just taking over when another one joins is fenced, and dies
+        # One after the other: a worker that takes over while another one joins is fenced and dies.
+        for worker in range(workers):
             processes.append(here.job("jobs assemble", str(worker)))
             alone = here.settings.kafka.partitions if worker == 0 else 1
             here.until_logged(processes[-1], "partition_taken_over", alone)

@@ -82,11 +82,9 @@ def curate(
         )
         return
     for target in found[:EXAMPLES]:
-        typer.echo(
-            "  "
-            f"{target.step_id or target.trajectory_id}{' (admitted already)' if target.admitted else ''}"
-        )
+        admitted = " (admitted already)" if target.admitted else ""
+        typer.echo(f"  {target.step_id or target.trajectory_id}{admitted}")
     if len(found) > EXAMPLES:
         typer.echo(f"  and {len(found) - EXAMPLES} more")
-    told = f"{len(found)} {of}, {late} of them admitted already: for these it comes too late for training"
+    told = f"{len(found)} {of}, {late} of them admitted already, too late for training"
     typer.echo(f"{told}; {f'{sent} marked' if send else 'none marked: say --send'}")

@@ -114,12 +114,8 @@ def history(
                 for k in now
                 if k not in _HIDDEN and was and was.get(k) != now[k]
             ]
-            typer.echo(
-                f"{_title(entry)}: "
-                f"{f'not obeyed: {entry.rejection}' if entry.rejection else ', '.join(changed) or 'as it was'}"
-                if was
-                else _title(entry)
-            )
+            what = f"not obeyed: {entry.rejection}" if entry.rejection else ", ".join(changed)
+            typer.echo(f"{_title(entry)}: {what or 'as it was'}" if was else _title(entry))
             was = was if entry.rejection else now
         if log.ended is not None:
             typer.echo(f"ended at offset {log.ended}")

@@ -31,7 +31,7 @@ Set = Annotated[list[str] | None, typer.Option("--set", "-s", metavar="a.b=c", h
 
 
 def _settings(config: Path | None, overrides: list[str] | None, sets: list[str] | None) -> Settings:
-    """Return the settings of overrides and of `--set`, which works beside an optional TABLE, too."""
+    """Return the settings of overrides and of `--set` (beside an optional TABLE)."""
     return settings_of(config, [*(overrides or ()), *(sets or ())])
 
 

@@ -262,8 +262,9 @@ class Codec:
                 check_extent(parsed)
                 self._writers[header] = _Writer(parsed, named, plain_name(parsed["name"]))
         except (
-            ValueError, TypeError, KeyError, OverflowError, RecursionError, fastavro.schema.SchemaParseException,
-        ) as e:  # fmt: skip
+            *(ValueError, TypeError, KeyError, OverflowError, RecursionError),
+            fastavro.schema.SchemaParseException,
+        ) as e:
             raise Undecodable(f"not an Avro record schema: {e}") from e
         if confluent_id is not None:
             self._confluent[confluent_id] = header
@@ -324,8 +325,9 @@ class Codec:
         try:
             return (writer.read or self._reading(writer))(value, body)
         except (
-            EOFError, ValueError, TypeError, IndexError, KeyError, OverflowError, struct.error, RecursionError,
-        ) as e:  # fmt: skip
+            *(EOFError, ValueError, TypeError, IndexError, KeyError, OverflowError),
+            *(struct.error, RecursionError),
+        ) as e:
             raise Undecodable(f"not a {name}: {type(e).__name__}: {e}") from e
         except fastavro.read.SchemaResolutionError as e:
             raise Undecodable(f"a {name} whose schema can't be read as today's: {e}") from e
