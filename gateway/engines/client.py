@@ -135,7 +135,7 @@ def broken(error: Exception, spec: EngineSpec) -> UpstreamFailed | UpstreamTimeo
 
 
 class Upstream:
-    """All engines. now_s: the clock of the spec registry."""
+    """All engines. now_s: the clock of the engine registry."""
 
     def __init__(
         self,

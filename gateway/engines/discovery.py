@@ -1,4 +1,4 @@
-"""Reads `claw.workers` from its start and keeps the spec registry up to date. A thread, for the Kafka client blocks.
+"""Reads `claw.workers` from its start and keeps the engine registry up to date. A thread, for the Kafka client blocks.
 
 It also makes the topics first, so that any order of starts works, and keeps trying while Kafka is away.
 """

@@ -1,6 +1,7 @@
 """All engines as this gateway sees them: who may be called now, who serves which trajectory, and waiting for one.
 
-An engine gets a engine when it becomes ready and loses it when it no longer is: then it gets no new calls, those in flight end.
+The pool creates an Engine when the registry reports it ready. When the registry no longer does, the
+engine gets no new calls; calls in flight finish.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ ROUTES = 1024
 
 
 class EnginePool:
-    """All engines. now_s: the clock of the spec registry."""
+    """All engines. now_s: the clock of the engine registry."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Which engines there are, from `claw.workers` and the settings: a fold over spec statuses, and the order in which they serve a
+"""Which engines there are, from `claw.workers` and the settings: a fold over worker statuses, and the order in which they serve a
 trajectory. No I/O.
 """
 
@@ -101,7 +101,7 @@ def _static(
 
 
 class EngineRegistry:
-    """The last word of every spec. Times are seconds of one clock that stands still while the topic cannot be read: an outage of
+    """The last status of every worker. Times are seconds of one clock that stands still while the topic cannot be read: an outage of
     Kafka silences the heartbeats, not the engines.
 
     upstreams: as in the settings. environ: where their keys may be, default this process's. Raises UpstreamUnusable when one is missing there.
@@ -130,11 +130,11 @@ class EngineRegistry:
         self._changed()
 
     def subscribe(self, listener: Callable[[], None]) -> None:
-        """`listener()` is called whenever another spec may be ready than before."""
+        """`listener()` is called whenever another engine may be ready than before."""
         self._listeners.append(listener)
 
     def update(self, worker_id: str, status: WorkerStatus | None, now_s: float) -> None:
-        """Fold one record; None is a tombstone, the spec's clean exit."""
+        """Fold one record; None is a tombstone, the worker's clean exit."""
         before = self._reported.get(worker_id)
         if status is None:
             if self._reported.pop(worker_id, None) is not None:
@@ -168,13 +168,13 @@ class EngineRegistry:
         return self._ready
 
     def states(self, now_s: float) -> dict[str, str]:
-        """What each reporting spec said last; `absent`: it has missed three heartbeats."""
+        """What each reporting worker said last; `absent`: it has missed three heartbeats."""
         return {
             name: h.state if now_s <= h.until_s else "absent" for name, h in self._reported.items()
         }
 
     def oldest_loaded(self, run_id: str, now_s: float) -> int | None:
-        """Lowest sync index of the run that a ready spec samples with; None when none says so."""
+        """Lowest sync index of the run that a ready engine samples with; None when none says so."""
         ready = (
             h.version for h in self._reported.values() if h.state == "ready" and now_s <= h.until_s
         )
