@@ -26,6 +26,7 @@ from runtime.blob_store import BlobStore
 from runtime.broker.embedded import EmbeddedBroker
 from runtime.kafka import Cluster, KafkaError, LoopProducer, Unavailable
 from runtime.process.config import overrides_of
+from runtime.process.lifecycle import die
 from runtime.topics.records import create_topics
 from schemas.codec.single_object import Codec
 from schemas.records import Step
@@ -185,12 +186,12 @@ def post(
     return done
 
 
-def test_outbox_says_it_once_for_all_of_a_post(cluster: Cluster, settings: Settings) -> None:
+def test_loop_producer_says_it_once_for_all_of_a_post(cluster: Cluster, settings: Settings) -> None:
     topic = settings.kafka.topics.steps
     cluster.create_topic(topic, 4, {})
 
     async def body() -> None:
-        loop_producer = cluster.loop_producer(30.0)
+        loop_producer = cluster.loop_producer(30.0, die)
         posts = [post(loop_producer, topic, b"%d" % i, b"%d too" % i) for i in range(200)]
         assert await asyncio.gather(*posts) == [None] * 200
         assert isinstance(await post(loop_producer, topic, b"small", bytes(11 << 20)), KafkaError)
@@ -205,14 +206,14 @@ def test_outbox_says_it_once_for_all_of_a_post(cluster: Cluster, settings: Setti
     )
 
 
-def test_outbox_takes_a_new_producer_id_and_fails_what_it_waited_for(
+def test_loop_producer_takes_a_new_producer_id_and_fails_what_it_waited_for(
     cluster: Cluster, settings: Settings
 ) -> None:
     topic = settings.kafka.topics.steps
     cluster.create_topic(topic, 1, {})
 
     async def body() -> None:
-        loop_producer = cluster.loop_producer(30.0)
+        loop_producer = cluster.loop_producer(30.0, die)
         assert await post(loop_producer, topic, b"1") is None
         waiting = post(loop_producer, topic, b"2")
         loop_producer.renew_soon("the test says so")
@@ -224,10 +225,10 @@ def test_outbox_takes_a_new_producer_id_and_fails_what_it_waited_for(
     asyncio.run(body())
 
 
-def test_outbox_without_kafka_gives_up_in_time_and_takes_only_so_much() -> None:
+def test_loop_producer_without_kafka_gives_up_in_time_and_takes_only_so_much() -> None:
     async def body() -> None:
         loop_producer = Cluster(f"127.0.0.1:{free_port()}").loop_producer(
-            2.0, queue_buffering_max_kbytes=100
+            2.0, die, queue_buffering_max_kbytes=100
         )
         posts = [post(loop_producer, "t", bytes(10_000)) for _ in range(30)]
         full = [p for p in posts if p.done()]
