@@ -61,7 +61,7 @@ def test_workers_load_serve_drain_and_leave(cluster: Cluster, settings: Settings
                 "POST", "/v1/chat/completions", BODY, {}, key="t", run_id="r", model="policy"
             ) as response:
                 assert response.status == 200 and b"Hel" in await response.read()
-                return response.worker.worker_id, response.worker.kind
+                return response.spec.worker_id, response.spec.kind
 
         async with slow.serve() as slow_url, quick.serve() as quick_url:
             await upstream.open()

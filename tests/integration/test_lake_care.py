@@ -55,7 +55,7 @@ def test_rows_are_the_steps_whoever_is_killed_while_files_are_merged(
 
     # However slow the machine: a writer is killed when it has written, and only every second maintenance process, in the time that the previous one took.
     writer, before = processes.write(**flush), version()
-    maintenance, began, lasts, mortal = processes.maintenance(), time.monotonic(), 0.0, False
+    maintenance, began, lasts, mortal = processes.maintain(), time.monotonic(), 0.0, False
     doomed = 0.0
     deadline = time.monotonic() + 400
     while min(killed.values()) < 2 or merges() < 2:
@@ -67,7 +67,7 @@ def test_rows_are_the_steps_whoever_is_killed_while_files_are_merged(
         lived = time.monotonic() - began
         if maintenance.poll() is not None:
             lasts = lasts if mortal else lived
-            maintenance, began, mortal = processes.maintenance(), time.monotonic(), not mortal
+            maintenance, began, mortal = processes.maintain(), time.monotonic(), not mortal
             doomed = rng.uniform(0.3, 1.0) * lasts
         elif mortal and lived > doomed:
             maintenance.kill()
@@ -81,7 +81,7 @@ def test_rows_are_the_steps_whoever_is_killed_while_files_are_merged(
     eventually(lambda: len(set(column(settings, "steps", "step_id"))) == sent)
     maintenance.kill()
     maintenance.wait()
-    assert processes.maintenance().wait(180) == 0
+    assert processes.maintain().wait(180) == 0
     assert processes.stop(writer) == 0
     assert sorted(column(settings, "steps", "step_id")) == sorted(
         a_step(n).step_id for n in range(sent)
