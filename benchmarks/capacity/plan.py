@@ -347,7 +347,8 @@ def parsed(words: Sequence[str]) -> Assumptions:
     return Assumptions(**given)
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Print the plan for the assumptions on the command line."""
     try:
         print(json.dumps(run(parsed(sys.argv[1:]))))
     except ValueError as error:
