@@ -1,4 +1,7 @@
-"""Records that would be too large for the log: their large fields go to the blob store, before the record goes anywhere."""
+"""Moves the large fields of a record that is too large for Kafka to the blob store.
+
+The fields are moved before the record is sent or spooled.
+"""
 
 from __future__ import annotations
 
@@ -17,32 +20,41 @@ from schemas.topics import MAX_MESSAGE_BYTES, MAX_RECORD_BYTES
 
 THREADS = 4
 ENVELOPE_BYTES = 64 * 1024
-"""What Kafka puts around a value: key, headers, framing."""
+"""Bytes that Kafka adds to a value: key, headers, framing."""
 
 
 class Blobs:
-    """Makes messages fit. A store that does not answer is away after timeout_s; it has threads of its own and holds up nothing else.
+    """Makes messages fit into Kafka by moving fields to the blob store.
 
-    Nothing queues behind threads that hang, for it would be held in memory until the store is back: who gets no thread in time
-    is told so, and at once when all of them have been in the store for longer than timeout_s.
+    A store that does not answer within timeout_s counts as unavailable. The store has its own
+    threads, so it delays nothing else.
+
+    Calls do not queue behind hanging threads: a queued call would stay in memory until the store
+    answers. A call that gets no thread within timeout_s fails. It fails at once when all threads
+    have been in the store for longer than timeout_s.
     """
 
     def __init__(self, store: BlobStore, codec: Codec, timeout_s: float) -> None:
         self._store, self._codec, self._timeout_s = store, codec, timeout_s
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="blobs")
         self._free = asyncio.Semaphore(THREADS)
-        self._began_at = float("-inf")  # when a thread was last given work
+        self._began_at = float("-inf")  # time of the last start of work in a thread
 
     async def fit(self, messages: Sequence[Message]) -> Sequence[Message]:
-        """The messages, each at most MAX_RECORD_BYTES where fields can be moved, with what was moved durable in the store.
+        """Shrink messages to MAX_RECORD_BYTES each, as far as fields can be moved.
 
-        Raises RecordTooLarge for one that Kafka would not take even so, BlobsUnavailable when the store did not take the fields.
+        Moved fields are durable in the store on return.
+
+        Raises:
+            RecordTooLarge: A record is too large for Kafka even without the fields that can move.
+            BlobsUnavailable: The store did not accept the fields.
         """
         if all(len(m.value) <= MAX_RECORD_BYTES for m in messages):
             return messages
         if self._free.locked() and time.monotonic() - self._began_at >= self._timeout_s:
             raise BlobsUnavailable(
-                f"all {THREADS} threads wait for the blob store, for {self._timeout_s:g} s and longer"
+                f"all {THREADS} threads wait for the blob store, "
+                f"for {self._timeout_s:g} s and longer"
             )
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -57,17 +69,16 @@ class Blobs:
         loop = asyncio.get_running_loop()
 
         def ended(_: object) -> None:
-            on_loop(loop, self._free.release)  # a thread that hung may end behind it
+            on_loop(loop, self._free.release)  # a hanging thread may outlive the loop
 
         self._began_at = time.monotonic()
         work = self._threads.submit(self.fit_now, messages)
-        work.add_done_callback(
-            ended
-        )  # when the thread is back, which may be long after its caller was told
+        # Runs when the thread ends, possibly long after its caller has got an error.
+        work.add_done_callback(ended)
         return asyncio.wrap_future(work)
 
     def fit_now(self, messages: Sequence[Message]) -> list[Message]:
-        """As `fit`, blocking and without a limit of time."""
+        """Do the same as `fit`, blocking and without a timeout."""
         return [m if len(m.value) <= MAX_RECORD_BYTES else self._shrunk(m) for m in messages]
 
     def _shrunk(self, message: Message) -> Message:
@@ -78,7 +89,8 @@ class Blobs:
             value = self._codec.encode(small)
         if len(value) + len(message.key) > MAX_MESSAGE_BYTES - ENVELOPE_BYTES:
             raise RecordTooLarge(
-                f"a {type(record).__name__} takes {len(value)} bytes without what can be kept outside"
+                f"a {type(record).__name__} takes {len(value)} bytes "
+                "without what can be kept outside"
             )
         try:
             for data in outside:
@@ -88,5 +100,5 @@ class Blobs:
         return message._replace(value=value)
 
     def close(self) -> None:
-        """Give the threads back; one that hangs in the store is left to itself."""
+        """Shut down the threads without waiting for a thread that hangs in the store."""
         self._threads.shutdown(wait=False, cancel_futures=True)

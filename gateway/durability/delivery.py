@@ -1,17 +1,24 @@
-"""The owner of durability: a record counts once Kafka's in-sync replicas have it, or once it lies fsynced in the spool.
+"""The owner of durability: a record is durable in Kafka's in-sync replicas or fsynced in the spool.
 
-1. A field that makes a record too large goes to the blob store first (`blobs`); when that is away, the record waits whole in the spool.
-2. Kafka is well and nothing of the record's key waits in the spool: send it, wait for the acknowledgement.
-3. Otherwise, or without an acknowledgement in time: append to the spool. What comes in while an fsync runs shares the next one.
-4. A key with records in the spool is only appended there, so the order of one key holds: what was answered first is on the log first.
-5. The drain sends the oldest segment, waits for all acknowledgements, removes it, and goes on to the next. A
-   crash in between sends it again: the ids are the same, and readers drop what they have. A segment that the disk has damaged is sent
-   as far as it can be read, and kept beside the spool.
+1. A field that makes a record too large goes to the blob store first (`blobs`). When the store is
+   unavailable, the whole record waits in the spool.
+2. If Kafka is reachable and the spool has no record of the same key, the record is sent to Kafka,
+   and the caller waits for the acknowledgement.
+3. Otherwise, or without an acknowledgement in time, the record is appended to the spool. Records
+   that arrive during an fsync share the next fsync.
+4. Records of a key that has records in the spool go only to the spool. This keeps the order of the
+   key: records reach Kafka in the order of their replies.
+5. The drain sends the oldest segment, waits for all acknowledgements, deletes the segment and
+   continues with the next one. After a crash in between, the segment is sent again: the ids are the
+   same, and readers drop duplicates. The readable records of a damaged segment are sent, and its
+   file is kept beside the spool.
 
-A record that was sent but not acknowledged in time may end up both on the log and in the spool: harmless for the same reason, as
-long as the lake remembers its id. What is older is held back (`_too_old`) for `clawstream spool drain`, which asks the lake first.
+A record that was sent but not acknowledged in time may be both in Kafka and in the spool. This is
+harmless for the same reason, as long as the lake remembers its id. Older segments are held
+(`_too_old`) for `clawstream spool drain`, which checks each record against the lake first.
 
-There is no task and no thread a record. What `record` began goes on when its caller is cancelled.
+A record needs no task and no thread of its own. A write continues when the caller of `record` is
+cancelled.
 """
 
 from __future__ import annotations
@@ -42,13 +49,13 @@ from schemas.topics import MAX_RECORD_BYTES
 
 DeliveryStatus = Literal["acknowledged", "spooled", "unconfirmed"]
 NO_RESERVATION = nullcontext()
-"""Entered for each call while Kafka is reachable: a generator for each would cost more."""
+"""Context manager of all calls while Kafka is reachable: one generator per call would cost more."""
 RETRY_S = 0.25
-"""How often the drain looks whether Kafka is back."""
+"""Interval at which the drain checks whether Kafka is reachable again."""
 
 
 class _PendingWrite:
-    """One call of `record`. waiter: the caller, None when it does not wait."""
+    """One call of `record`. waiter: The future of the caller; None: the caller does not wait."""
 
     __slots__ = ("began", "delivery", "maybe_sent", "messages", "waiter")
 
@@ -63,7 +70,7 @@ class _PendingWrite:
         self.maybe_sent = False
 
     def sent(self, error: KafkaUnavailable | RecordTooLarge | None) -> None:
-        """What the producer says."""
+        """Handle the result of the producer."""
         if error is None:
             self.delivery.ended(self)
             if self.waiter is not None and not self.waiter.done():
@@ -76,13 +83,13 @@ class _PendingWrite:
             self.delivery.spool(self)
 
     def spooled(self) -> None:
-        """It lies fsynced."""
+        """Complete the write: the records are fsynced in the spool."""
         self.delivery.ended(self)
         if self.waiter is not None and not self.waiter.done():
             self.waiter.set_result("spooled")
 
     def failed(self, error: NotRecorded) -> None:
-        """Nobody took it."""
+        """Complete the write with an error: neither Kafka nor the spool has the records."""
         self.delivery.ended(self)
         self.delivery.lost(error)
         if self.waiter is not None and not self.waiter.done():
@@ -90,10 +97,13 @@ class _PendingWrite:
 
 
 class DeliveryManager:
-    """Records, durably. acks=none answers before: see gateway.acks.
+    """Makes records durable. With acks=none, `record` returns before that; see gateway.acks.
 
-    blobs: None leaves large records as they are. max_behind, max_age_s: what makes a segment too old to be sent by itself, in records
-    written to the log since, and in seconds of the log's time.
+    blobs: None: large records are sent unchanged.
+    max_behind: A segment is too old to be sent automatically after this many newer records in the
+        steps topic, if some of its records may be in Kafka.
+    max_age_s: A segment is too old to be sent automatically after this many seconds of the topic's
+        timestamps.
     """
 
     def __init__(
@@ -114,9 +124,8 @@ class DeliveryManager:
             blobs,
         )
         self._max_behind, self._max_age_s = max_behind, max_age_s
-        self._in_spool: Counter[bytes] = (
-            Counter()
-        )  # per key, from the moment it is decided to spool until it is drained
+        # Records per key, from the decision to spool them until they are drained.
+        self._in_spool: Counter[bytes] = Counter()
         self._waiting: list[_PendingWrite] = []
         self._reserved = self._unreadable_counted = 0
         self._open = 0
@@ -129,7 +138,12 @@ class DeliveryManager:
         self._work = asyncio.Event()
 
     async def start(self) -> None:
-        """Open the spool and begin to drain what an earlier process left. Raises SpoolTaken or SpoolFailed."""
+        """Open the spool and start to drain the segments of earlier processes.
+
+        Raises:
+            SpoolTaken: Another process uses the spool directory.
+            SpoolFailed: The spool directory cannot be read or written.
+        """
         await asyncio.to_thread(self._spool.open)
         for segment in self._spool.segments:
             self._in_spool.update(segment.keys)
@@ -141,7 +155,7 @@ class DeliveryManager:
         self._drainer.add_done_callback(_die_of_a_bug)
 
     async def close(self, drain_timeout_s: float = 10.0) -> None:
-        """Finish what is being recorded, drain the spool if Kafka is there, end."""
+        """Finish the open writes, drain the spool if Kafka is reachable, and stop."""
         await self._none_open.wait()
         deadline = time.monotonic() + drain_timeout_s
         while self._spool.segments and self._producer.reachable and time.monotonic() < deadline:
@@ -157,7 +171,7 @@ class DeliveryManager:
 
     @property
     def spooled_bytes(self) -> int:
-        """Bytes that wait in the spool."""
+        """Bytes that wait in the spool to be sent."""
         return self._spool.size_bytes
 
     @property
@@ -166,9 +180,15 @@ class DeliveryManager:
         return len(self._in_spool)
 
     def reserve(self, size: int) -> AbstractContextManager[None]:
-        """Room for a call that is about to be sampled. Raises NoRoom when Kafka is away and the spool could not take it.
+        """Reserve spool space for the records of a call that is about to be sampled.
 
-        size: estimated bytes of its records. With Kafka well nothing is reserved.
+        Nothing is reserved while Kafka is reachable.
+
+        Args:
+            size: Estimated bytes of the records.
+
+        Raises:
+            NoRoom: On entry: Kafka is unreachable and the spool has too little space.
         """
         return NO_RESERVATION if self._producer.reachable else self._reserving(size)
 
@@ -186,7 +206,11 @@ class DeliveryManager:
             self._reserved -= size
 
     async def record(self, messages: Sequence[Message]) -> DeliveryStatus:
-        """Make them durable. Raises NotRecorded when neither Kafka nor the spool took them. Runs on when the caller is cancelled."""
+        """Make messages durable. The write continues when the caller is cancelled.
+
+        Raises:
+            NotRecorded: Neither Kafka nor the spool accepted the messages.
+        """
         if not messages:
             return "acknowledged" if self._acks == "all" else "unconfirmed"
         waiter: asyncio.Future[DeliveryStatus] | None = None
@@ -208,7 +232,7 @@ class DeliveryManager:
             return await waiter
         except asyncio.CancelledError:
             if waiter.done() and not waiter.cancelled():
-                waiter.exception()  # nobody reads it any more; it is counted and logged
+                waiter.exception()  # marks it as retrieved: the error is counted and logged already
             raise
 
     async def _fit(self, pending: _PendingWrite, blobs: Blobs) -> None:
@@ -231,21 +255,21 @@ class DeliveryManager:
             self.spool(pending)
 
     def ended(self, pending: _PendingWrite) -> None:
-        """It is decided what became of it."""
+        """Count a write as completed, whatever its result."""
         self._metrics.ack_wait.observe(time.perf_counter() - pending.began)
         self._open -= 1
         if not self._open:
             self._none_open.set()
 
     def lost(self, error: NotRecorded) -> None:
-        """Count and say what nobody took."""
+        """Count and log a write that neither Kafka nor the spool accepted."""
         self._metrics.not_recorded.inc()
         logger().error("not_recorded", error=str(error))
 
     # -- spool
 
     def spool(self, pending: _PendingWrite) -> None:
-        """Append it. From now on its keys only go to the spool."""
+        """Append the records to the spool. From now on, records of their keys go only there."""
         self._in_spool.update(m.key for m in pending.messages)
         self._waiting.append(pending)
         if self._writer is None or self._writer.done():
@@ -329,7 +353,7 @@ class DeliveryManager:
             segment, messages = found
             await asyncio.to_thread(self._spool.mark_sent, segment, self._producer.position)
         try:
-            if messages:  # none: the disk has lost them all
+            if messages:  # empty if the disk has lost all records
                 await self._publish(messages)
         except (KafkaUnavailable, BlobsUnavailable) as error:
             logger().warning("spool_drain_waits", error=str(error))
@@ -342,7 +366,13 @@ class DeliveryManager:
         return True
 
     async def _publish(self, messages: Sequence[Message]) -> None:
-        """Send, acknowledged when it returns. Raises KafkaUnavailable, BlobsUnavailable or RecordTooLarge."""
+        """Send messages; acknowledged on return.
+
+        Raises:
+            KafkaUnavailable: Kafka did not acknowledge all of them.
+            BlobsUnavailable: The blob store did not accept a large field.
+            RecordTooLarge: A message is larger than Kafka accepts.
+        """
         if self._blobs is not None:
             messages = await self._blobs.fit(messages)
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -378,17 +408,20 @@ class DeliveryManager:
         self._show()
 
     async def _too_old(self, segment: Segment) -> bool:
-        """Whether assemble may have forgotten the trajectories of what a segment holds, or the lake the ids of it, so that a second copy on
-        the log would count twice. Judged by what has come to the log since; the own monotonic clock bounds it, a wall clock decides nothing.
+        """Return whether a second copy of the segment's records in Kafka could count twice.
+
+        That is possible once assemble may have dropped their trajectories or the lake their ids.
+        The decision depends on the records that the steps topic has received since. The own
+        monotonic clock limits the age; a wall clock has no influence.
         """
-        if (
-            segment.position is None
-        ):  # not sent: Kafka was never seen before. Sent: the disk has lost it
+        if segment.position is None:
+            # A segment that was not sent began before Kafka was first reached. One that was sent
+            # had a position, and the disk has lost it.
             return segment.maybe_sent
         try:
             passed = await self._producer.passed_since(segment.position)
         except KafkaUnavailable:
-            return False  # then sending fails as well
+            return False  # sending fails as well
         age_s = self._spool.age_s(segment)
         if (passed.seconds if age_s is None else min(age_s, passed.seconds)) > self._max_age_s:
             return True
@@ -397,7 +430,7 @@ class DeliveryManager:
     async def _hold(self, segment: Segment) -> None:
         async with self._files:
             path = await asyncio.to_thread(self._spool.hold, segment)
-        # It waits for a person. New records of its keys do not.
+        # The segment waits for the operator. New records of its keys do not wait.
         self._forget(list(segment.keys.elements()))
         self._show()
         _say_held(segment.size, str(path))
@@ -405,12 +438,18 @@ class DeliveryManager:
 
 def _say_held(size: int, path: str | None = None) -> None:
     logger().error(
-        "spool_held", bytes=size, path=path,
-        action="too old to be sent by itself: run `clawstream spool drain`, which asks the lake for each record first",
-    )  # fmt: skip
+        "spool_held",
+        bytes=size,
+        path=path,
+        action="too old to be sent by itself: run `clawstream spool drain`, "
+        "which asks the lake for each record first",
+    )
 
 
 def _die_of_a_bug(task: asyncio.Task[None]) -> None:
-    """A drain or a writer that ends unseen would leave records, answered or waited for, for ever: better a crash and a restart."""
+    """Crash the process when the drain or the writer ends with an error.
+
+    Without it, records would stay in the spool and callers would wait forever. A restart continues.
+    """
     if not task.cancelled() and (error := task.exception()) is not None:
         die(error)

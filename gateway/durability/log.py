@@ -1,4 +1,4 @@
-"""Where records go: the protocol, Kafka, and an in-memory fake for tests and try-outs."""
+"""The producer of records: the protocol, Kafka, and an in-memory fake for tests and trials."""
 
 from __future__ import annotations
 
@@ -18,15 +18,22 @@ from runtime.process.lifecycle import die
 
 PROBE_INTERVAL_S = 1.0
 SILENT_AFTER_S = 3.0
-"""Kafka counts as away when neither a probe nor an acknowledgement came for so long."""
+"""Kafka counts as unreachable after this time without a successful probe or acknowledgement."""
 QUEUE_KB = 256 * 1024
-"""Memory for records that wait for their acknowledgement; what goes beyond is spooled."""
+"""Memory for records that wait for their acknowledgement; records beyond it are spooled."""
 
 
 POSITION_EVERY_S = 5.0
-"""How often it is asked where the log ends. What spooled records are judged by may be older by that: they count as older, which is safe."""
+"""Interval between queries of the end of the steps topic.
+
+A position may be older than its segment by this time. The segment then counts as older, which is
+safe.
+"""
 PASSED_FOR_S = 10.0
-"""How long an answer to `passed_since` is used again: all segments of an outage ask about the same position."""
+"""Time for which a result of `passed_since` is reused.
+
+All segments of an outage ask about the same position.
+"""
 
 
 class Message(NamedTuple):
@@ -38,25 +45,27 @@ class Message(NamedTuple):
 
 
 class LogPosition(NamedTuple):
-    """Where the log of steps ended at some moment. ends: by partition."""
+    """The end of the steps topic at some time. ends: End offset of each partition."""
 
     topic_id: str
     ends: tuple[int, ...]
 
     def dump(self) -> bytes:
-        """As JSON."""
+        """Encode as JSON."""
         return orjson.dumps([self.topic_id, list(self.ends)])
 
     @classmethod
     def load(cls, packed: bytes) -> LogPosition:
-        """What `dump` gave."""
+        """Decode the result of `dump`."""
         topic_id, ends = orjson.loads(packed)
         return cls(topic_id, tuple(ends))
 
 
 class Passed(NamedTuple):
-    """What has come to the log of steps since a position. seconds: from the first of these records to the newest, by the log's timestamps; so
-    the time in which the log took nothing right behind the position, because it was away, is none.
+    """The records that the steps topic has received since a position.
+
+    seconds: From the first of these records to the newest, by the timestamps of the topic. An
+        outage directly after the position, in which the topic received nothing, does not count.
     """
 
     records: int
@@ -64,43 +73,53 @@ class Passed(NamedTuple):
 
 
 Sent = Callable[[KafkaUnavailable | RecordTooLarge | None], None]
-"""Told what became of records: None when all are acknowledged."""
+"""Called with the result of a send: None if all records are acknowledged."""
 
 
 class LogProducer(Protocol):
-    """A log that acknowledges."""
+    """A producer that reports acknowledgements."""
 
     @property
     def reachable(self) -> bool:
-        """Whether an acknowledgement can be expected. Cheap; may lag a few seconds behind the truth."""
+        """Whether to expect an acknowledgement. Cheap; may be a few seconds out of date."""
         ...
 
     @property
     def uptime_s(self) -> float:
-        """Seconds during which the log was seen reachable. Stands still in an outage: what is judged by it does not age then."""
+        """Seconds during which Kafka was reachable.
+
+        Stands still in an outage, so that nothing measured by it ages then.
+        """
         ...
 
     def send(self, messages: Sequence[Message], sent: Sent) -> None:
-        """Calls `sent` once, on the loop, soon or before it returns: all in-sync replicas have all of them, or why not.
+        """Send messages; the records of a key keep their order.
 
-        No messages: None, at once. One key keeps its order. After KafkaUnavailable some may have arrived: send all again, ids make that harmless.
+        After KafkaUnavailable, some messages may have arrived. Send all of them again; the ids make
+        duplicates harmless.
+
+        Args:
+            messages: If empty, `sent` gets None at once.
+            sent: Called once, on the event loop, possibly before this method returns. Gets None if
+                all in-sync replicas have all messages, otherwise the error.
         """
         ...
 
     @property
     def position(self) -> LogPosition | None:
-        """Where the log of steps ended when that was last seen; None: not seen yet."""
+        """The last known end of the steps topic; None: not known yet."""
         ...
 
     async def passed_since(self, position: LogPosition) -> Passed:
-        """What has come to the log of steps since then. Raises KafkaUnavailable."""
+        """Return what the steps topic has received since a position. Raises KafkaUnavailable."""
         ...
 
 
 class KafkaLogProducer:
-    """Kafka, with a cheap state of health: a metadata probe every second and what became of the last acknowledgements.
+    """Kafka, with a cheap health check by a metadata probe every second and by acknowledgements.
 
-    The probe also sees when the topic is another one than before: its broker was wiped under us, see `runtime.kafka.LoopProducer`.
+    The probe also detects a topic that was deleted and created again because its broker was wiped;
+    see `runtime.kafka.LoopProducer`.
     """
 
     def __init__(self, cluster: kafka.Cluster, probe_topic: str, produce_timeout_s: float) -> None:
@@ -115,18 +134,19 @@ class KafkaLogProducer:
         self._position_at = float("-inf")
         self._passed: tuple[LogPosition, float, Passed] | None = None
         self._closed = threading.Event()
-        # A daemon: a probe of a silent broker may hang for longer than a stop should take.
+        # A daemon thread: a probe of a silent broker may take longer than a shutdown should.
         self._prober = threading.Thread(target=self._probe, name="kafka-health", daemon=True)
 
     def start(self) -> None:
-        """Begin to probe."""
+        """Start the probe thread."""
         self._prober.start()
 
     def _probe(self) -> None:
         seen_at = time.monotonic()
         while not self._closed.wait(PROBE_INTERVAL_S if self.reachable else PROBE_INTERVAL_S / 4):
             try:
-                # Both: only the metadata says that every partition has a leader, only the description has the id.
+                # Both calls are needed: only the metadata shows that every partition has a
+                # leader, and only the description has the topic id.
                 partitions = self._cluster.topics(self._topic).get(self._topic)
                 topic_id = (
                     self._cluster.topic_ids([self._topic]).get(self._topic) if partitions else None
@@ -171,7 +191,7 @@ class KafkaLogProducer:
     def send(self, messages: Sequence[Message], sent: Sent) -> None:
         if messages:
             self._loop_producer.post(messages, partial(self._told, sent))
-        else:  # says nothing about the health of Kafka
+        else:  # no evidence about the health of Kafka
             sent(None)
 
     def _told(self, sent: Sent, error: kafka.KafkaError | None) -> None:
@@ -180,7 +200,7 @@ class KafkaLogProducer:
             if now - self._ok_at < SILENT_AFTER_S:
                 self._ok_at = now
                 sent(None)
-            else:  # the probe has not looked yet whether this is still the same log
+            else:  # no probe has checked yet that this is still the same topic
                 sent(
                     KafkaUnavailable(
                         f"Kafka at {self._cluster.bootstrap_servers} acknowledged out of a silence"
@@ -208,7 +228,10 @@ class KafkaLogProducer:
         return self._passed[2]
 
     def _ask_passed(self, position: LogPosition) -> Passed:
-        """Of a topic that was made anew since then everything counts (blocking)."""
+        """Query the records since a position (blocking).
+
+        All records count if the topic was recreated since then.
+        """
         same = self._cluster.topic_id(self._topic) == position.topic_id
         starts, ends = dict[int, int](), dict[int, int]()
         for p, (low, end) in self._cluster.watermarks(
@@ -223,16 +246,18 @@ class KafkaLogProducer:
         return Passed(sum(ends[p] - start for p, start in starts.items()), seconds)
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Wait for what is in flight, then end."""
+        """Wait for the sends in flight, then close the producer."""
         self._closed.set()
         self._loop_producer.close(timeout_s)
 
 
 class InMemoryLogProducer:
-    """A log in memory. `messages` is everything acknowledged, in order.
+    """A producer in memory. `messages` has all acknowledged messages, in order.
 
-    reachable=False: known to be away. acknowledges=False: looks well, but does not acknowledge. `gate` cleared: it takes its time. passed: what
-    has come to it since whenever.
+    reachable: False: known to be unreachable.
+    acknowledges: False: appears reachable but does not acknowledge.
+    gate: While cleared, sends wait.
+    passed: Result of `passed_since` for every position.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The one way from an event to the log: what must not be kept is taken out, then it is encoded, then it is made durable."""
+"""The only path from an event to Kafka: redact the event, encode it, make it durable."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Event = Step | SessionEvent | Reward | Curation
 
 
 class RecordWriter:
-    """redaction None: everything is kept as it is."""
+    """Writes events as records. redaction None: events are written unchanged."""
 
     def __init__(
         self, topics: Topics, codec: Codec, delivery: DeliveryManager, redaction: Redaction | None
@@ -24,7 +24,7 @@ class RecordWriter:
         self._steps, self._rewards = topics.steps, topics.rewards
 
     async def record(self, events: Sequence[Event]) -> DeliveryStatus:
-        """Durable when it returns, in this order for each key and topic. Raises NotRecorded."""
+        """Write events; durable on return, in this order per key and topic. Raises NotRecorded."""
         if self._redaction is not None:
             events = [await self._redaction.redacted(event) for event in events]
         return await self._delivery.record([self._message(event) for event in events])

@@ -1,21 +1,27 @@
-"""The spool: records that Kafka did not acknowledge, on disk, in order, until it is back.
+"""The spool: records that Kafka has not acknowledged, on disk and in order until Kafka returns.
 
-A directory of append-only segments `<number>-<sync marker>.spool`, with `-sent` behind the marker once any of its records may have reached
-Kafka, by whatever way. How a record lies in them is `spool_frames`' business. A record counts once it is fsynced, and only then may its
-reply be sent. A segment is removed when all of it is acknowledged, so a crash in between sends it again: ids make that harmless, and
-there is no stored position that could be wrong.
+The spool is a directory of append-only segments `<number>-<sync marker>.spool`. The suffix `-sent`
+after the marker means that some records of the segment may already be in Kafka, whichever way they
+were sent. `spool_frames` defines the format of a record in a segment.
 
-A segment begins with the position at which the log of steps ended when its first record came, as far as that was known: how old it is
-is judged by what has come to the log since, not by a clock. It lies there twice, each in a frame of its own.
+A record is durable once it is fsynced; only then may its reply be sent. A segment is deleted when
+Kafka has acknowledged all of its records. A crash before the deletion causes a second send, which
+is harmless because readers drop records by id. No send position is stored, so none can be wrong.
 
-What can't be read of a segment costs the records that it hits. Those that can be read are sent; then the file is not removed but moved,
-as it is, into the directory `damaged`, where `clawstream doctor` names it and `clawstream spool drain` sends what can be read by then. The
-end of a record that a crash cut off, and that was never replied to, looks the same and is kept the same way.
+A segment begins with the end position of the steps topic at the time of its first record, if that
+position was known. The age of a segment is measured by the records that the topic has received
+since, not by a wall clock. The position is written twice, each time in its own frame.
 
-What is too old to be sent by itself (`journal` says why) is moved into the directory `held`, where `clawstream spool drain` finds it
-while the gateway runs. Both count within the bound until they are gone.
+Damage to a segment loses only the records that it hits. The readable records are sent. Then the
+file is not deleted but moved, unchanged, into the directory `damaged`: `clawstream doctor` lists
+it, and `clawstream spool drain` sends the records that are readable by then. A last record that a
+crash cut off, and that was never replied to, looks the same and is kept the same way.
 
-Not thread-safe and blocking: its owner (`journal`) calls it from one thread at a time.
+A segment that is too old to be sent automatically (`delivery` explains why) is moved into the
+directory `held`, where `clawstream spool drain` finds it while the gateway runs. Held and damaged
+segments count towards the size limit until they are removed.
+
+Blocking and not thread-safe: the owner (`delivery`) calls it from one thread at a time.
 """
 
 from __future__ import annotations
@@ -39,17 +45,20 @@ from runtime.logs import logger
 
 SEGMENT_BYTES = 1 << 20
 DISK_RESERVE_BYTES = 1 << 20
-"""Left free on the disk: what is written there takes a little more than its length."""
+"""Disk space that the spool leaves free: a file takes slightly more space than its length."""
 HELD, DAMAGED, REFUSED = "held", "damaged", "refused"
 READ_BYTES = 4096
-"""Read at once where the disk does not give a whole file back."""
+"""Block size for reading a file that the disk does not return as a whole."""
 _POSITION = Message("", b"position", b"")
-"""Topic and key of the frames that hold a segment's position on the log."""
+"""Topic and key of the frames that hold the position of a segment in the steps topic."""
 _REFUSED_SYNC = b"refused\xff"
 
 
 class Contents(NamedTuple):
-    """What is in a segment. position: where the log of steps ended when it began; None: not known."""
+    """The contents of a segment.
+
+    position: End of the steps topic when the segment began; None: unknown.
+    """
 
     messages: list[Message]
     unreadable_bytes: int
@@ -57,7 +66,10 @@ class Contents(NamedTuple):
 
 
 class Damage(NamedTuple):
-    """A segment that was put aside because some of it can't be read. readable: records of it that can."""
+    """A segment that was moved to `damaged` because parts of it are unreadable.
+
+    readable: Number of its records that can be read.
+    """
 
     path: Path
     readable: int
@@ -65,15 +77,20 @@ class Damage(NamedTuple):
 
     @property
     def told(self) -> str:
-        """A line for a person."""
+        """Describe the damage and the remedy in one line for the operator."""
         return (
-            f"{self.path}: {self.unreadable_bytes} bytes can't be read, {self.readable} records can: the disk has lost records, or "
-            "a crash cut one off; `clawstream spool drain` sends what can be read, remove the file to give up the rest"
+            f"{self.path}: {self.unreadable_bytes} bytes can't be read, {self.readable} records "
+            "can: the disk has lost records, or a crash cut one off; `clawstream spool drain` "
+            "sends what can be read, remove the file to give up the rest"
         )
 
 
 def sync_of(path: Path) -> bytes:
-    """The marker of a segment, which its name says. Raises SpoolFailed when it is no name of a segment."""
+    """Return the sync marker in the name of a segment.
+
+    Raises:
+        SpoolFailed: The file name is not a segment name.
+    """
     parts = path.stem.split("-")
     with suppress(ValueError, IndexError):
         if len(sync := bytes.fromhex(parts[1])) == SYNC_BYTES:
@@ -84,7 +101,12 @@ def sync_of(path: Path) -> bytes:
 
 
 def read_segment(path: Path) -> Contents:
-    """What can be read of a segment, and how much can't. Raises OSError and SpoolFailed."""
+    """Read the readable records of a segment; count its unreadable bytes.
+
+    Raises:
+        OSError: The file cannot be read. A disk error (EIO) is not raised: its block is unreadable.
+        SpoolFailed: The file name is not a segment name.
+    """
     found = scan(_bytes_of(path), sync_of(path))
     positions = [LogPosition.load(m.value) for m in found.messages if m.topic == _POSITION.topic]
     messages = [m for m in found.messages if m.topic != _POSITION.topic]
@@ -96,7 +118,7 @@ def _position_frames(position: LogPosition, sync: bytes) -> bytes:
 
 
 def _bytes_of(path: Path) -> bytes:
-    """A file; zeros where the disk does not give it back."""
+    """Read a file; blocks that the disk cannot return are zeros."""
     fd = os.open(path, os.O_RDONLY)
     try:
         size = os.fstat(fd).st_size
@@ -126,7 +148,7 @@ def _read(fd: int, length: int, at: int) -> bytes:
 
 
 def damaged_in(directory: Path) -> list[Damage]:
-    """The damaged segments of one gateway's spool. Raises OSError and SpoolFailed."""
+    """List the damaged segments of one gateway's spool. Raises OSError and SpoolFailed."""
     found = [(path, read_segment(path)) for path in sorted((directory / DAMAGED).glob("*.spool"))]
     return [
         Damage(path, len(contents.messages), contents.unreadable_bytes) for path, contents in found
@@ -134,7 +156,11 @@ def damaged_in(directory: Path) -> list[Damage]:
 
 
 def put_with_damaged(directory: Path, path: Path) -> Path:
-    """Move a segment, as it is, to the damaged ones of its spool, unless it is there; gives where it lies now."""
+    """Move a segment, unchanged, into `damaged` of its spool, unless it is there already.
+
+    Returns:
+        Its path in `damaged`.
+    """
     target = directory / DAMAGED / path.name
     if path != target:
         target.parent.mkdir(exist_ok=True)
@@ -145,7 +171,13 @@ def put_with_damaged(directory: Path, path: Path) -> Path:
 
 
 def set_aside(directory: Path, message: Message) -> Path:
-    """Keep a record that Kafka will never take in `refused`, in the same format, so that it does not stop the others."""
+    """Append a record that Kafka will never accept to the file `refused`, in the same format.
+
+    The record then does not block the records behind it.
+
+    Returns:
+        The path of the file.
+    """
     path = directory / REFUSED
     with path.open("ab") as file:
         file.write(frame(message, _REFUSED_SYNC))
@@ -155,7 +187,15 @@ def set_aside(directory: Path, message: Message) -> Path:
 
 
 def lock(directory: Path) -> int:
-    """Take a spool directory, made if need be: a file descriptor that holds it. Raises SpoolTaken or SpoolFailed."""
+    """Lock a spool directory for this process; create the directory if it is missing.
+
+    Returns:
+        The file descriptor that holds the lock until it is closed.
+
+    Raises:
+        SpoolTaken: Another process holds the lock.
+        SpoolFailed: The directory cannot be created or locked.
+    """
     try:
         directory.mkdir(parents=True, exist_ok=True)
         held = os.open(directory / "lock", os.O_RDWR | os.O_CREAT, 0o600)
@@ -175,10 +215,12 @@ def lock(directory: Path) -> int:
 
 @dataclass(slots=True)
 class Segment:
-    """One file of the spool. keys: how many records of each key it holds. unreadable: bytes of it, when it was last read.
+    """One file of the spool.
 
-    position: where the log of steps ended when it began; None: not known. began: when that was, by the clock of `Spool`; None: an earlier
-    process made it.
+    keys: Number of records per key.
+    unreadable: Unreadable bytes found by the last read.
+    position: End of the steps topic when the segment began; None: unknown.
+    began: Time of its start on the clock of `Spool`; None: an earlier process created the segment.
     """
 
     path: Path
@@ -190,12 +232,17 @@ class Segment:
 
     @property
     def maybe_sent(self) -> bool:
-        """Whether any of its records may be on Kafka already."""
+        """Whether some of its records may already be in Kafka."""
         return self.path.stem.endswith("-sent")
 
 
 class Spool:
-    """Bounded by max_bytes and by the free space of the disk. `open` before anything else. now: a monotonic clock, seconds."""
+    """Records on disk, limited by max_bytes and by the free space of the disk.
+
+    Call `open` before any other method.
+
+    now: Monotonic clock, seconds.
+    """
 
     def __init__(
         self,
@@ -207,17 +254,23 @@ class Spool:
         self._directory, self._max_bytes, self._segment_bytes = directory, max_bytes, segment_bytes
         self._now = now
         self.segments: list[Segment] = []
-        self._active: int | None = (
-            None  # file descriptor of the last segment while it takes records
-        )
+        # File descriptor of the last segment while it is open for appends.
+        self._active: int | None = None
         self._lock: int | None = None
         self._sync = os.urandom(SYNC_BYTES)
-        self._aside = {HELD: 0, DAMAGED: 0}  # bytes put aside
-        self.unreadable_bytes = 0  # found by this process, in segments that it then put aside
-        self._next = 1  # number of the next segment: never one that a segment has, held ones too
+        self._aside = {HELD: 0, DAMAGED: 0}  # bytes by directory
+        # Found by this process in segments that it then moved to `damaged`.
+        self.unreadable_bytes = 0
+        # Number of the next segment: unique, also among held and damaged segments.
+        self._next = 1
 
     def open(self) -> None:
-        """Take the directory and read what an earlier process left. Raises SpoolTaken or SpoolFailed."""
+        """Lock the directory and read the segments of earlier processes.
+
+        Raises:
+            SpoolTaken: Another process holds the directory.
+            SpoolFailed: The directory cannot be read or written.
+        """
         self._lock = lock(self._directory)
         try:
             for name in self._aside:
@@ -234,7 +287,7 @@ class Spool:
 
     def _recover(self, path: Path) -> Segment | None:
         size = path.stat().st_size
-        if not size:  # a crash came before the first record
+        if not size:  # the process crashed before it wrote the first record
             path.unlink()
             return None
         found = read_segment(path)
@@ -244,23 +297,28 @@ class Spool:
             return segment
         if segment.unreadable:
             self._put_with_damaged(segment)
-        else:  # its position is all there is
+        else:  # it contains only its position
             path.unlink()
         return None
 
     def frame(self, message: Message) -> bytes:
-        """A record as this process writes it: for `append`."""
+        """Encode a record as a frame for `append`."""
         return frame(message, self._sync)
 
     def age_s(self, segment: Segment) -> float | None:
-        """Seconds since its first record; None: it came to an earlier process."""
+        """Return the seconds since its first record; None: an earlier process wrote that record."""
         return None if segment.began is None else self._now() - segment.began
 
     def mark_sent(self, segment: Segment, position: LogPosition | None = None) -> None:
-        """From now on some of its records may be on Kafka; durable when this returns. Raises OSError.
+        """Mark that some records of a segment may be in Kafka; durable on return.
 
-        position: where the log of steps ends now. A segment that began before its process had ever seen Kafka gets it: nothing of it was
-        sent before.
+        Args:
+            segment: The segment that is about to be sent.
+            position: Current end of the steps topic. A segment gets it if it began before its
+                process had reached Kafka for the first time: none of its records was sent before.
+
+        Raises:
+            OSError: The disk refused.
         """
         if not segment.maybe_sent:
             if segment.position is None and position is not None:
@@ -279,7 +337,7 @@ class Spool:
         segment.position, segment.size = position, segment.size + len(data)
 
     def hold(self, segment: Segment) -> Path:
-        """Put a segment aside for `clawstream spool drain`; gives where it lies now."""
+        """Move a segment into `held` for `clawstream spool drain`; return its new path."""
         if segment is self.segments[-1]:
             self.seal()
         target = self._directory / HELD / segment.path.name
@@ -295,22 +353,25 @@ class Spool:
         self._aside[DAMAGED] += segment.size
         self.unreadable_bytes += segment.unreadable
         logger().error(
-            "spool_damaged", kept_in=str(path), unreadable_bytes=segment.unreadable, records_read=segment.keys.total(),
+            "spool_damaged",
+            kept_in=str(path),
+            unreadable_bytes=segment.unreadable,
+            records_read=segment.keys.total(),
             action="the disk has lost records, or a crash cut one off: see `clawstream doctor`",
-        )  # fmt: skip
+        )
 
     @property
     def held_bytes(self) -> int:
-        """Bytes that were too old to be sent, and are still there."""
+        """Bytes of the segments that are still in `held`: too old to be sent automatically."""
         return self._still_aside(HELD)
 
     @property
     def damaged_bytes(self) -> int:
-        """Bytes of segments of which some can't be read, and that are still there."""
+        """Bytes of the segments that are still in `damaged`: partly unreadable."""
         return self._still_aside(DAMAGED)
 
     def _still_aside(self, name: str) -> int:
-        if self._aside[name]:  # another process, or a person, takes them away
+        if self._aside[name]:  # another process or the operator may have removed segments
             self._aside[name] = self._count_aside(name)
         return self._aside[name]
 
@@ -323,12 +384,12 @@ class Spool:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes on disk that wait."""
+        """Bytes of the segments that wait to be sent."""
         return sum(segment.size for segment in self.segments)
 
     @property
     def free_bytes(self) -> int:
-        """Bytes that may still be appended: by the bound, and by the disk."""
+        """Bytes that may still be appended, by max_bytes and by the free space of the disk."""
         try:
             disk = os.statvfs(self._directory)
         except OSError as error:
@@ -340,15 +401,23 @@ class Spool:
     def append(
         self, batch: Sequence[bytes], maybe_sent: bool = False, position: LogPosition | None = None
     ) -> None:
-        """Frames onto disk: durable when this returns. Raises SpoolFull or SpoolFailed; then none of them is in the spool.
+        """Append frames; durable on return. The owner then counts their keys with `count`.
 
-        maybe_sent: some of them may be on Kafka; their segment says so before they are in it. position: where the log of steps ends, as far
-        as that is known: a new segment keeps it. The keys are counted by `count`, for the owner knows them.
+        Args:
+            batch: Frames of `frame`.
+            maybe_sent: Some of the records may be in Kafka. The segment is marked as sent before
+                the frames are in it.
+            position: End of the steps topic, if it is known. A new segment stores it.
+
+        Raises:
+            SpoolFull: The frames do not fit. None of them is in the spool.
+            SpoolFailed: The disk refused. None of them is in the spool.
         """
         data = b"".join(batch)
         if len(data) > self.free_bytes:
             raise SpoolFull(
-                f"spool {self._directory}: {len(data)} bytes do not fit into {self.free_bytes} that are left"
+                f"spool {self._directory}: {len(data)} bytes do not fit into {self.free_bytes} "
+                "that are left"
             )
         try:
             fd, segment = self._open_active(maybe_sent, position)
@@ -364,13 +433,17 @@ class Spool:
         segment.size += len(data)
 
     def _cut_off(self) -> None:
-        """Undo an append that failed midway. A segment that it made goes too: one without records could never be drained."""
+        """Undo an append that failed midway.
+
+        Also removes the segment if that append created it: a segment without records could never
+        be drained.
+        """
         if self._active is None:
             return
         segment = self.segments[-1]
         with suppress(OSError):
             os.ftruncate(self._active, segment.size)
-        self.seal()  # whatever was written of it, the next record begins a file of its own
+        self.seal()  # the next record begins a new file, in case the truncation failed
         if not segment.size:
             self.segments.remove(segment)
             with suppress(OSError):
@@ -391,30 +464,33 @@ class Spool:
         return self._active, self.segments[-1]
 
     def count(self, keys: Iterable[bytes]) -> None:
-        """Note the keys of what was just appended."""
+        """Count the keys of the records that were just appended."""
         self.segments[-1].keys.update(keys)
 
     def seal(self) -> None:
-        """The last segment takes no more records: the next go to a new one."""
+        """Close the last segment for appends; the next record goes to a new segment."""
         if self._active is not None:
             os.close(self._active)
             self._active = None
 
     def first(self) -> tuple[Segment, list[Message]] | None:
-        """The oldest segment, sealed, and its records in order; None when the spool is empty."""
+        """Return the oldest segment, sealed, and its records in order; None: the spool is empty."""
         if not self.segments:
             return None
         if len(self.segments) == 1:
             self.seal()
         segment = self.segments[0]
-        # Fsynced, and perhaps not readable any more: then the disk has lost what was replied to.
+        # Unreadable bytes of an fsynced segment mean that the disk lost records already replied to.
         found = read_segment(segment.path)
         missing = max(0, segment.size - segment.path.stat().st_size)
         segment.unreadable = max(segment.unreadable, missing + found.unreadable_bytes)
         return segment, found.messages
 
     def remove(self, segment: Segment) -> None:
-        """All of it that can be read is acknowledged: it goes, or to the damaged ones when something can't be read."""
+        """Delete a segment whose readable records are acknowledged.
+
+        Moves it into `damaged` instead if parts of it are unreadable.
+        """
         if segment.unreadable:
             self._put_with_damaged(segment)
         else:
@@ -422,11 +498,11 @@ class Spool:
         self.segments.remove(segment)
 
     def set_aside(self, message: Message) -> Path:
-        """A record that Kafka will never take: see `set_aside`."""
+        """Keep a record that Kafka will never accept; see the function `set_aside`."""
         return set_aside(self._directory, message)
 
     def close(self) -> None:
-        """Give the directory back."""
+        """Release the lock of the directory."""
         self.seal()
         if self._lock is not None:
             os.close(self._lock)

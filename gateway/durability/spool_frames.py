@@ -1,11 +1,14 @@
-"""How a record lies in a segment of the spool, and how records are read back from a segment that the disk has damaged. Pure.
+"""The format of a record in a spool segment, and reading records from a damaged segment. Pure.
 
-A frame is the segment's sync marker (8 random bytes), the length of the payload (uint32 LE), the CRC-32 of the payload (uint32 LE) and the
-CRC-32 of these three (uint32 LE); then the payload: length of topic and of key (2 x uint16 LE), topic, key, value.
+A frame is a header and a payload. The header is the sync marker of the segment (8 random bytes),
+the length of the payload (uint32 LE), the CRC-32 of the payload (uint32 LE) and the CRC-32 of these
+three fields (uint32 LE). The payload is the length of the topic and of the key (2 x uint16 LE),
+then topic, key and value.
 
-Where no frame begins although one should, the reader goes on at the next marker whose frame is whole. So damage costs the records that it
-hits, and no others. The marker is random for the same reason as in an Avro file: a client chooses what its records hold, and must not be
-able to put a frame into one that counts when the frame around it is damaged.
+Where a frame is expected but not found, the reader continues at the next marker that starts a valid
+frame. Damage therefore loses only the records that it hits. The marker is random for the same
+reason as in an Avro file: a client chooses the contents of its records. It must not be able to
+embed a frame that the reader accepts when the frame around it is damaged.
 """
 
 from __future__ import annotations
@@ -24,19 +27,23 @@ _NAMES = struct.Struct("<HH")
 
 
 class Scan(NamedTuple):
-    """What was found in a segment: its records in order, and the ranges [start, end) of bytes that are of no whole frame."""
+    """The contents of a segment.
+
+    messages: Its records in order.
+    unreadable: Byte ranges [start, end) that belong to no valid frame.
+    """
 
     messages: list[Message]
     unreadable: list[tuple[int, int]]
 
     @property
     def unreadable_bytes(self) -> int:
-        """How many bytes are of no whole frame."""
+        """Number of bytes that belong to no valid frame."""
         return sum(end - start for start, end in self.unreadable)
 
 
 def frame(message: Message, sync: bytes) -> bytes:
-    """One record as it lies in a segment. sync: the segment's marker."""
+    """Encode one record. sync: The marker of the segment."""
     topic = message.topic.encode()
     payload = _NAMES.pack(len(topic), len(message.key)) + topic + message.key + message.value
     head = _HEAD.pack(sync, len(payload), zlib.crc32(payload))
@@ -44,7 +51,7 @@ def frame(message: Message, sync: bytes) -> bytes:
 
 
 def scan(data: bytes, sync: bytes) -> Scan:
-    """Read a segment, damaged or not. sync: its marker."""
+    """Read a segment, damaged or not. sync: The marker of the segment."""
     messages: list[Message] = []
     unreadable: list[tuple[int, int]] = []
     at = lost_from = 0
@@ -66,7 +73,11 @@ def scan(data: bytes, sync: bytes) -> Scan:
 
 
 def _frame_at(data: bytes, at: int, sync: bytes) -> tuple[Message, int] | None:
-    """The whole frame that begins at an offset, and the offset of its end; None: there is none."""
+    """Decode the frame that begins at an offset; None: no valid frame begins there.
+
+    Returns:
+        The record, and the offset of the end of the frame.
+    """
     begin = at + HEADER_BYTES
     if begin > len(data):
         return None
