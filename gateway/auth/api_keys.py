@@ -1,10 +1,12 @@
-"""API keys: who may do what. A file that `clawstream keys` writes and all gateways of an installation read.
+"""API keys and their permissions, in a file that `clawstream keys` writes and all gateways read.
 
-A key is `claw-` and 256 random bits; the file keeps its SHA-256 only. A slow hash such as bcrypt defends secrets that can be guessed;
-2^256 random keys cannot, however fast the hash is, and a lookup by digest costs a microsecond instead of 100 ms. Nor does a lookup
-of a digest tell by its time how much of a key was right.
+A key is `claw-` and 256 random bits; the file stores only its SHA-256. A slow hash such as bcrypt
+protects secrets that can be guessed. A key of 256 random bits cannot be guessed, however fast the
+hash is, and a lookup by digest takes a microsecond instead of 100 ms. The duration of a lookup by
+digest does not reveal how many characters of a key are correct.
 
-The file is replaced as a whole, mode 0600, under a lock, so writers do not lose each other's keys and readers never see half a file.
+The file is replaced as a whole, with mode 0600 and under a lock. So concurrent writers lose no keys
+and readers never see a partial file.
 """
 
 from __future__ import annotations
@@ -26,7 +28,13 @@ from schemas.ids import RUN_ID
 
 Scope = Literal["agent", "reward", "curate", "admin"]
 SCOPES: tuple[Scope, ...] = ("agent", "reward", "curate", "admin")
-"""agent: model calls, sessions and their completion. reward: rewards. curate: curations. admin: everything."""
+"""The permissions of a key.
+
+agent: Model calls, sessions and their completion.
+reward: Rewards.
+curate: Curations.
+admin: Everything.
+"""
 PREFIX = "claw-"
 ID_CHARS = 12
 
@@ -35,10 +43,13 @@ Limit = Annotated[int, Field(ge=1, lt=2**53)] | None
 
 
 class ApiKey(BaseModel):
-    """What is kept of a key.
+    """The stored data of a key.
 
-    sha256: hex digest of the key. run_id: the run that all its records belong to. Times: seconds since the epoch. Limits hold for its
-    model calls in one gateway process, see `key_limits`.
+    sha256: Hex digest of the key.
+    run_id: The run of all its records.
+    created_at, expires_at: Seconds since the epoch.
+
+    The limits apply to the model calls of the key in one gateway process; see `key_limits`.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -55,14 +66,14 @@ class ApiKey(BaseModel):
 
     @property
     def limited(self) -> bool:
-        """Whether it has any limit."""
+        """Whether the key has a limit."""
         return any(
             v is not None for v in (self.calls_per_minute, self.calls_at_once, self.tokens_per_day)
         )
 
     @property
     def key_id(self) -> str:
-        """Names the key in public."""
+        """Public identifier of the key."""
         return self.sha256[:ID_CHARS]
 
     def may(self, scope: Scope) -> bool:
@@ -77,12 +88,12 @@ class _File(BaseModel):
 
 
 def digest_of(key: str) -> bytes:
-    """SHA-256 of a key: 32 bytes."""
+    """Return the SHA-256 of a key: 32 bytes."""
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
 def read_keys(path: Path) -> tuple[ApiKey, ...]:
-    """All keys of the file; none when there is no file. Raises KeysUnreadable."""
+    """Read all keys of the file; none if the file does not exist. Raises KeysUnreadable."""
     try:
         return _File.model_validate_json(path.read_bytes()).keys
     except FileNotFoundError:
@@ -95,7 +106,8 @@ def read_keys(path: Path) -> tuple[ApiKey, ...]:
         first = error.errors(include_input=False, include_url=False)[0]
         where = ".".join(map(str, first["loc"])) or "(all)"
         raise KeysUnreadable(
-            f"API keys {path}: {where}: {first['msg']}. Restore it, or write it by `clawstream keys`"
+            f"API keys {path}: {where}: {first['msg']}. "
+            "Restore it, or write it by `clawstream keys`"
         ) from error
 
 
@@ -109,7 +121,15 @@ def create_key(
     calls_at_once: int | None = None,
     tokens_per_day: int | None = None,
 ) -> str:
-    """Make a key, keep its hash, give the key: it is told this once. Raises KeyTaken when the name is in use, Unprocessable."""
+    """Create a key and store its hash.
+
+    Returns:
+        The key. It cannot be retrieved later.
+
+    Raises:
+        KeyTaken: The name is in use.
+        Unprocessable: An argument is not valid.
+    """
     key = PREFIX + secrets.token_urlsafe(32)
     try:
         made = ApiKey(
@@ -136,7 +156,15 @@ def create_key(
 
 
 def revoke_key(path: Path, name: str) -> ApiKey:
-    """Forget a key, named by its name or id. Gateways refuse it, and the sessions it opened, about a second later. Raises NoSuchKey."""
+    """Remove a key. Gateways reject the key and the sessions it opened about a second later.
+
+    Args:
+        path: The file of the keys.
+        name: Name or id of the key.
+
+    Raises:
+        NoSuchKey: No key has this name or id.
+    """
     with _locked(path):
         keys = read_keys(path)
         gone = next((k for k in keys if name in (k.name, k.key_id)), None)
@@ -161,7 +189,7 @@ def _write(path: Path, keys: tuple[ApiKey, ...]) -> None:
 
 
 class KeyRing:
-    """The keys of the file in memory, by digest. `reload` takes in what has changed. now: seconds since the epoch."""
+    """The keys of the file in memory. now: Clock, seconds since the epoch."""
 
     def __init__(self, path: Path, now: Callable[[], float] = time.time) -> None:
         self._path, self._now = path, now
@@ -174,7 +202,14 @@ class KeyRing:
         return len(self._by_digest)
 
     def reload(self) -> bool:
-        """Read the file if it is another one than last time; whether it was. Raises KeysUnreadable and keeps what it had."""
+        """Read the file if it has changed since the last read.
+
+        Returns:
+            Whether the file had changed.
+
+        Raises:
+            KeysUnreadable: The file cannot be read. The keys in memory stay as they were.
+        """
         try:
             stat = self._path.stat()
             seen: tuple[int, int, int] | None = (stat.st_mtime_ns, stat.st_ino, stat.st_size)
@@ -188,19 +223,20 @@ class KeyRing:
             return False
         keys = read_keys(self._path)
         by_digest, by_id = {bytes.fromhex(k.sha256): k for k in keys}, {k.key_id: k for k in keys}
+        # Assigned together: a gateway reloads in a thread.
         self._by_digest, self._by_id, self._seen = (
             by_digest,
             by_id,
             seen,
-        )  # at once: a gateway reloads in a thread
+        )
         return True
 
     def by_digest(self, digest: bytes) -> ApiKey | None:
-        """The key with this digest, unless it has expired."""
+        """Return the key with this digest; None: unknown or expired."""
         return self._alive(self._by_digest.get(digest))
 
     def by_id(self, key_id: str) -> ApiKey | None:
-        """The key with this id, unless it has expired."""
+        """Return the key with this id; None: unknown or expired."""
         return self._alive(self._by_id.get(key_id))
 
     def _alive(self, key: ApiKey | None) -> ApiKey | None:

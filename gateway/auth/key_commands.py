@@ -1,4 +1,4 @@
-"""What `clawstream keys` does: text for a person."""
+"""The commands of `clawstream keys`; they return text for the terminal."""
 
 from __future__ import annotations
 
@@ -24,7 +24,18 @@ def create(
     calls_at_once: int | None = None,
     tokens_per_day: int | None = None,
 ) -> str:
-    """Make a key. Raises GatewayError."""
+    """Create a key and return it. Raises GatewayError.
+
+    Args:
+        settings: They name the file of the keys.
+        name: Unique name of the key.
+        scopes: See `SCOPES`.
+        run_id: The run of all records of the key; None: not fixed.
+        days: Time until the key expires; None: never.
+        calls_per_minute: None: no limit.
+        calls_at_once: Concurrent calls; None: no limit.
+        tokens_per_day: Tokens of prompts and replies per day (UTC); None: no limit.
+    """
     if days is not None and not 0 < days <= 36500:
         raise Unprocessable(f"days: {days:g} is not in (0, 36500]", "days")
     expires_at = int(time.time() + days * DAY_S) if days is not None else None
@@ -48,7 +59,7 @@ def _scope(text: str) -> Scope:
 
 
 def listing(settings: Settings) -> str:
-    """All keys, a line each. Raises GatewayError."""
+    """List all keys, one per line. Raises GatewayError."""
     keys = read_keys(settings.api_keys_file)
     if not keys:
         return f"no API keys in {settings.api_keys_file}"
@@ -57,11 +68,19 @@ def listing(settings: Settings) -> str:
     ]
     rows += [
         (
-            k.name, k.key_id, ",".join(k.scopes), k.run_id or "-", _day(k.created_at), _day(k.expires_at),
-            *(str(limit or "-") for limit in (k.calls_per_minute, k.calls_at_once, k.tokens_per_day)),
+            k.name,
+            k.key_id,
+            ",".join(k.scopes),
+            k.run_id or "-",
+            _day(k.created_at),
+            _day(k.expires_at),
+            *(
+                str(limit or "-")
+                for limit in (k.calls_per_minute, k.calls_at_once, k.tokens_per_day)
+            ),
         )
         for k in keys
-    ]  # fmt: skip
+    ]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows
@@ -75,6 +94,6 @@ def _day(seconds: int | None) -> str:
 
 
 def revoke(settings: Settings, name: str) -> str:
-    """Forget a key. Raises GatewayError."""
+    """Remove a key, given by its name or id. Raises GatewayError."""
     gone = revoke_key(settings.api_keys_file, name)
     return f"revoked {gone.name} ({gone.key_id})"

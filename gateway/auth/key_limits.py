@@ -1,4 +1,7 @@
-"""Limits of API keys: calls a minute, calls at once, tokens a day. Each gateway process counts for itself, from its start."""
+"""Limits of API keys: calls per minute, concurrent calls, tokens per day.
+
+Each gateway process counts separately, from its start.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,12 @@ AT_ONCE_RETRY_S = 1
 
 @dataclass(slots=True)
 class _Use:
-    """What a key has used. calls: those that it may begin now, of a bucket that fills by its calls a minute. day: since the epoch, UTC."""
+    """The usage of a key.
+
+    calls: Calls that it may begin now. A token bucket that refills at calls_per_minute.
+    filled_s: Time of the last refill.
+    day: Day of the token count: days since the epoch, UTC.
+    """
 
     calls: float
     filled_s: float
@@ -29,7 +37,7 @@ class _Use:
 
 
 class Counted:
-    """Counts one call of a key, as a context manager. Set `tokens` before the block ends."""
+    """Context manager that counts one call of a key. Set `tokens` before the block ends."""
 
     __slots__ = ("_key", "_limits", "_use", "counts_tokens", "tokens")
 
@@ -37,7 +45,7 @@ class Counted:
         self._limits, self._key, self.tokens = limits, key, 0
         self._use: _Use | None = None
         self.counts_tokens = key is not None and key.tokens_per_day is not None
-        """True: the key has a limit of tokens."""
+        """Whether the key has a token limit."""
 
     def __enter__(self) -> Counted:
         if self._key is not None and self._key.limited:
@@ -51,14 +59,17 @@ class Counted:
 
 
 class KeyLimits:
-    """What each key with a limit has used. `call` is the one way to begin and end a call."""
+    """The usage of each key that has a limit. `call` is the only way to begin and end a call."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._uses: dict[str, _Use] = {}
 
     def call(self, key: ApiKey | None) -> Counted:
-        """Count a call of a key while the returned context is active. None: the caller has no key.
+        """Count a call of a key while the returned context is active.
+
+        Args:
+            key: None: the caller has no key.
 
         Raises:
             KeyLimited: On entry: the key is at a limit. The call is not counted.
@@ -91,7 +102,10 @@ class KeyLimits:
 
 
 def tokens_of(steps: Sequence[Step]) -> int:
-    """Tokens of a call, prompt and reply: as the engine counted them, else those that are recorded."""
+    """Count the tokens of a call, prompt and replies.
+
+    Uses the counts of the engine if it sent any, otherwise the recorded token ids.
+    """
     if not steps:
         return 0
     usage = steps[0].usage
@@ -103,9 +117,12 @@ def tokens_of(steps: Sequence[Step]) -> int:
 
 
 def tokens_of_reply(body: bytes) -> int:
-    """Count the tokens of a reply that is not recorded, by its `usage`. 0: it says none, or is no JSON.
+    """Count the tokens of a reply that is not recorded, from its `usage`.
 
-    Rerankers and some servers of embeddings say `total_tokens` only.
+    Rerankers and some embedding servers send only `total_tokens`.
+
+    Returns:
+        0 if the reply has no usage or is not JSON.
     """
     try:
         said = loads(body)

@@ -1,12 +1,14 @@
-"""Whether an engine may be asked: a circuit breaker, a pure fold over what its calls and probes said. Times are given, in seconds.
+"""The circuit breaker of an engine: a pure fold over the results of its calls and probes.
 
-    closed      calls go to it. It opens when a connection could not be made, after FAILURES calls in a row that broke or were
-                answered 502 or 503 before anything else, or after MISSED probes in a row without an answer.
-    open        no call goes to it. The pause doubles with each opening, until a call has succeeded again.
-    half-open   the pause is over: a probe that succeeds closes it. Where nothing is probed, one call may try: its success closes the
-                circuit, its failure opens it again.
+    closed      The engine gets calls. The circuit opens when a connection fails, after FAILURES
+                calls in a row that broke or got 502 or 503 before any of the reply, or after MISSED
+                probes in a row without an answer.
+    open        The engine gets no calls. The pause doubles with each opening until a call succeeds.
+    half-open   The pause is over. A successful probe closes the circuit. An engine without probes
+                gets one trial call: its success closes the circuit, its failure opens it again.
 
-A call that was in flight when the circuit opened says nothing about new ones: an engine that shuts down still ends its old calls.
+The result of a call that was in flight when the circuit opened is ignored: an engine that shuts
+down still finishes its old calls. Times are arguments, in seconds.
 """
 
 from __future__ import annotations
@@ -28,7 +30,14 @@ By = Literal["call", "half_open", "probe"]
 
 @dataclass(frozen=True, slots=True)
 class Circuit:
-    """failures, missed: in a row. openings: since a call last succeeded. open_until_s None: closed. half_open: a trial is under way."""
+    """The state of a circuit.
+
+    failures: Failed calls in a row.
+    missed: Failed probes in a row.
+    openings: Since the last successful call.
+    open_until_s: End of the pause; None: closed.
+    half_open: A trial call is in flight.
+    """
 
     failures: int = 0
     missed: int = 0
@@ -41,14 +50,14 @@ CLOSED = Circuit()
 
 
 class Answered(NamedTuple):
-    """The engine answered something sensible; a probe, or the first of a call's reply."""
+    """A probe succeeded, or a call got the start of a valid reply."""
 
     by: By
     at_s: float
 
 
 class Failed(NamedTuple):
-    """It did not. surely: no connection could be made, so no other call would fare better."""
+    """A call or probe failed. surely: The connection failed, so other calls would fail as well."""
 
     by: By
     at_s: float
@@ -56,18 +65,18 @@ class Failed(NamedTuple):
 
 
 class HalfOpenStarted(NamedTuple):
-    """A trial begins."""
+    """A trial call begins."""
 
 
 class HalfOpenCancelled(NamedTuple):
-    """A trial ended without telling anything: its client left."""
+    """A trial call ended without a result because its client disconnected."""
 
 
 Event = Answered | Failed | HalfOpenStarted | HalfOpenCancelled
 
 
 def fold(circuit: Circuit, event: Event) -> Circuit:
-    """The circuit after an event."""
+    """Return the circuit after an event."""
     match event:
         case HalfOpenStarted():
             return replace(circuit, half_open=True)
@@ -102,14 +111,28 @@ def _opened(circuit: Circuit, at_s: float) -> Circuit:
 
 
 def admits(circuit: Circuit, at_s: float, probed: bool) -> bool:
-    """Whether a call may go there now. If the circuit is not closed, that call is its trial."""
+    """Return whether the engine may get a call now.
+
+    If the circuit is not closed, that call is its trial call.
+
+    Args:
+        circuit: The circuit of the engine.
+        at_s: The current time.
+        probed: Probes check the engine, so it needs no trial call.
+    """
     if circuit.open_until_s is None:
         return True
     return not probed and not circuit.half_open and at_s >= circuit.open_until_s
 
 
 def kind_of(status: int, told: bool, body: bytes) -> EngineKind | None:
-    """What the answer to `GET /version` says of an engine; None: nothing, it is not up. told: it carries our header."""
+    """Find the kind of an engine from its reply to `GET /version`; None: the engine is not up.
+
+    Args:
+        status: HTTP status of the reply.
+        told: The reply has the header of our engine middleware.
+        body: Body of the reply.
+    """
     if status >= 500 or status == 429:
         return None
     if status == 200 and told:

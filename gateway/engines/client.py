@@ -1,14 +1,17 @@
-"""Calls to the engines: picking one, waiting for one, asking another where nothing was told. The one owner of retries.
+"""Calls to the engines: choice of an engine, waiting for one, retries. The only owner of retries.
 
-A call is asked again, of another engine first and at once, when nothing of a reply was seen:
+A call is retried, at once and on another engine first, as long as no part of a reply has arrived:
 
-1. no connection could be made, or the engine said 502 or 503: it sampled nothing. As often as there are engines, then with pauses
-   until gateway.worker_wait_s are over. A provider's own 502 or 503 passes when no other engine is free;
-2. the engine said 429 or 529 and another one is free. Else its reply passes, with its `retry-after`;
-3. the connection broke before the first byte of the reply's body. It may have sampled, but nobody was told and nothing recorded, so
-   asking again makes no second step. Once a call, for the request itself may be what kills engines.
+1. The connection failed, or the engine replied 502 or 503: it sampled nothing. Every engine is
+   tried, then again with pauses until gateway.worker_wait_s are over. The 502 or 503 of a provider
+   is passed to the client when no other engine is free.
+2. The engine replied 429 or 529, and another engine is free. Otherwise the reply is passed to the
+   client with its `retry-after`.
+3. The connection broke before the first byte of the reply's body. The engine may have sampled, but
+   the client saw nothing and nothing was recorded, so a retry makes no second step. Only one such
+   retry per call, because the request itself may crash engines.
 
-Whatever breaks later is an error of the call.
+Any later failure is an error of the call.
 """
 
 from __future__ import annotations
@@ -39,10 +42,13 @@ Body = Callable[[EngineSpec], bytes] | bytes | None
 
 
 class Response:
-    """An engine's reply, headers read. Bodies are read with `read` or `pieces`, which raise UpstreamFailed or UpstreamTimeout.
+    """The reply of an engine after its headers.
 
-    encoding: how the body that these give is packed; None: it is not. Engines are asked for no compression, and some compress even
-    so; what can be unpacked is.
+    `read` and `pieces` read the body; they raise UpstreamFailed or UpstreamTimeout.
+
+    encoding: Compression of the body that they return; None: not compressed. The gateway asks
+        engines for uncompressed replies, but some compress anyway; supported encodings are
+        decompressed.
     """
 
     __slots__ = ("_connection", "_engine", "encoding", "spec")
@@ -58,16 +64,20 @@ class Response:
 
     @property
     def headers(self) -> Mapping[bytes, bytes]:
-        """Names in lower case; of several the last."""
+        """Headers by name in lower case; the last one where a name repeats."""
         return self._connection.headers
 
     def header(self, name: str) -> str | None:
-        """A header of the reply. name: in lower case."""
+        """Return a header of the reply; None: missing. name: In lower case."""
         value = self._connection.headers.get(name.encode())
         return value.decode("latin-1") if value is not None else None
 
     async def read(self, held: ReplyReservation | None = None) -> bytes:
-        """The whole body. held: what counts it; else it must be small."""
+        """Read the whole body.
+
+        Args:
+            held: Reservation that counts the bytes; None: only for a body known to be small.
+        """
         try:
             body = await self._connection.read(held.extend if held is not None else None)
         except (ConnectionError, TimeoutError) as error:
@@ -76,11 +86,14 @@ class Response:
 
     @property
     def readable(self) -> bool:
-        """Whether `pieces` can unpack the body."""
+        """Whether `pieces` can decompress the body."""
         return self.encoding is None or self.encoding in READABLE
 
     def _unpacked(self, body: bytes) -> bytes:
-        """The body without its encoding; as it is, and `encoding` stays, when it can't be unpacked."""
+        """Decompress a body and clear `encoding`.
+
+        Returns the body unchanged and keeps `encoding` if the body cannot be decompressed.
+        """
         if self.encoding not in READABLE:
             return body
         try:
@@ -93,17 +106,17 @@ class Response:
         return found
 
     async def settle(self) -> None:
-        """All that matters was read: let the body end, so that the connection can serve the next call."""
+        """Read the irrelevant rest of the body, so that the connection can serve the next call."""
         if self._connection.complete:
             return
         try:
             async with asyncio.timeout(SETTLE_S):
                 await self._connection.read()
         except (ConnectionError, TimeoutError):
-            return  # closed when the block is left
+            return  # the end of the block closes the connection
 
     async def pieces(self) -> AsyncIterator[bytes]:
-        """The body as it comes, of a reply that is `readable`."""
+        """Yield the body as it arrives. The reply must be `readable`."""
         inflater = None if self.encoding is None else Inflater(MAX_STREAM)
         try:
             while piece := await self._connection.piece():
@@ -126,7 +139,7 @@ def _encoding(said: bytes) -> str | None:
 
 
 def broken(error: Exception, spec: EngineSpec) -> UpstreamFailed | UpstreamTimeout:
-    """Our error for a connection's."""
+    """Convert an error of a connection to an error of the gateway."""
     if isinstance(error, TimeoutError):
         return UpstreamTimeout(f"the engine at {spec.base_url} {error or 'did not answer'}")
     return UpstreamFailed(
@@ -135,7 +148,7 @@ def broken(error: Exception, spec: EngineSpec) -> UpstreamFailed | UpstreamTimeo
 
 
 class Upstream:
-    """All engines. now_s: the clock of the engine registry."""
+    """The client of all engines. now_s: The clock of the engine registry, seconds."""
 
     def __init__(
         self,
@@ -154,7 +167,7 @@ class Upstream:
         self.engines = EnginePool(settings, registry, now_s, clock, metrics)
 
     async def open(self) -> None:
-        """Before the first call; on the event loop that serves."""
+        """Start the engine pool. Call it on the serving event loop, before the first call."""
         await self.engines.open()
 
     async def close(self) -> None:
@@ -163,7 +176,7 @@ class Upstream:
 
     @property
     def ready(self) -> list[EngineSpec]:
-        """Engines that can be called now."""
+        """The engines that accept calls now."""
         return self.engines.ready
 
     def call(
@@ -179,12 +192,28 @@ class Upstream:
         on_asking: Callable[[EngineSpec | None], None] = lambda spec: None,
         credentials: Mapping[str, str] | None = None,
     ) -> UpstreamCall:
-        """Call an engine: `async with upstream.call(...) as response`. Leaving the block before the reply is read aborts it there.
+        """Call an engine: `async with upstream.call(...) as response`.
 
-        body: also a function of the engine that is asked. headers: the client's that mean something to an engine; names in lower
-        case. credentials: its keys, sent only to an upstream with `forward_credentials`. on_asking: told which engine is being
-        asked, and None when that one surely sampled nothing. Raises NoEngine, UpstreamFailed or UpstreamTimeout; an engine's own
-        error status is a reply.
+        Leaving the block before the reply is read aborts the call at the engine. An error status of
+        the engine is a reply, not an error.
+
+        Args:
+            method: HTTP method.
+            path: Path as in the OpenAI API, with `/v1`; it may have a query.
+            body: The body, or a function that builds it for the chosen engine.
+            headers: Headers of the client that are relevant to an engine; names in lower case.
+            key: Trajectory key.
+            run_id: Run of the call.
+            model: Model that the client asks for.
+            on_asking: Called with each engine before the request is sent to it, and with None when
+                that engine has certainly sampled nothing.
+            credentials: API keys of the client, sent only to an upstream with
+                `forward_credentials`.
+
+        Raises:
+            NoEngine: On entry: no engine became ready in time, or all of them refused.
+            UpstreamFailed: The connection broke.
+            UpstreamTimeout: The engine did not answer in time.
         """
         return UpstreamCall(
             self, method, path, body, headers, key, (run_id, model), on_asking, credentials or {}
@@ -192,7 +221,11 @@ class Upstream:
 
 
 class UpstreamCall:
-    """One call on its way. A plain class: a generator-based context manager would cost more than the picking."""
+    """One call in progress, as an async context manager.
+
+    A plain class, because a generator-based context manager would cost more than the choice of the
+    engine.
+    """
 
     __slots__ = (
         "_avoid",
@@ -254,7 +287,7 @@ class UpstreamCall:
             left = deadline - upstream.now_s()
             if left <= 0:
                 raise self._refusal or upstream.engines.no_engine_error()
-            if self._avoid:  # all were asked: give them a moment
+            if self._avoid:  # all engines were tried: pause before the next round
                 await asyncio.sleep(min(BACKOFF_S[min(attempt, len(BACKOFF_S) - 1)], left))
                 attempt, self._avoid = attempt + 1, ()
             else:
@@ -269,7 +302,7 @@ class UpstreamCall:
         self._let_go()
 
     async def _try(self, engine: Engine) -> Response | None:
-        """Call this engine. None: it is to be asked of another one."""
+        """Send the call to this engine. None: retry on another engine."""
         spec = engine.spec
         self._engine, self._by = engine, engine.begin()
         try:
@@ -293,7 +326,7 @@ class UpstreamCall:
             self._broke = True
             self._again("broken", failure)
             return None
-        except BaseException:  # cancelled, or a bug: the engine's place is free again
+        except BaseException:  # cancelled, or a bug: release the engine
             engine.left(self._by)
             self._let_go()
             raise
@@ -312,7 +345,7 @@ class UpstreamCall:
         await connection.begin()
 
     def _judge(self, engine: Engine, spec: EngineSpec) -> Response | None:
-        """The reply, unless it is one that another engine may better."""
+        """Return the reply; None: another engine may give a better one."""
         connection = self._connection
         assert connection is not None
         response = Response(spec, engine, connection)
@@ -345,7 +378,10 @@ class UpstreamCall:
             self._refusal = refusal
 
     def _let_go(self) -> None:
-        """A reply read to its end gives its connection back; else this makes the engine abort."""
+        """Release the connection: reuse it after a complete reply, otherwise close it.
+
+        Closing the connection makes the engine abort the call.
+        """
         engine, self._engine = self._engine, None
         if engine is not None:
             engine.in_flight -= 1

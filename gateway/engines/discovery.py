@@ -1,6 +1,7 @@
-"""Reads `claw.workers` from its start and keeps the engine registry up to date. A thread, for the Kafka client blocks.
+"""Reads `claw.workers` from its start and keeps the engine registry up to date.
 
-It also makes the topics first, so that any order of starts works, and keeps trying while Kafka is away.
+Runs in a thread because the Kafka client blocks. Creates the topics first, so that processes can
+start in any order. Retries while Kafka is unreachable.
 """
 
 from __future__ import annotations
@@ -25,7 +26,11 @@ RETRY_S = 0.5
 
 
 class EngineDiscovery:
-    """uptime_s: the clock of the registry. on_dead_letter: takes dead letters; called on the event loop."""
+    """Follows the topic of worker statuses.
+
+    uptime_s: The clock of the registry, seconds.
+    on_dead_letter: Receives dead letters; called on the event loop.
+    """
 
     def __init__(
         self,
@@ -41,23 +46,23 @@ class EngineDiscovery:
         self._topics = settings.kafka.topics
         self._stop = threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
-        # A daemon: while Kafka is away a call into the client may last longer than a stop should.
+        # A daemon thread: while Kafka is unreachable, a client call may outlast a shutdown.
         self._thread = threading.Thread(target=self._run, name="workers", daemon=True)
 
     def start(self) -> None:
-        """Begin. Call on the event loop that serves."""
+        """Start the thread. Call it on the serving event loop."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
     def stop(self) -> None:
-        """End; waits a little."""
+        """Stop the thread; wait for its end for at most a second."""
         self._stop.set()
         self._thread.join(1.0)
 
     def _run(self) -> None:
         try:
             self._keep_following()
-        except BaseException as error:  # noqa: BLE001 - a thread that ends unseen would leave a gateway without engines
+        except BaseException as error:  # noqa: BLE001 - a silent end leaves no engines
             die(error)
 
     def _keep_following(self) -> None:
@@ -67,11 +72,10 @@ class EngineDiscovery:
                 create_topics(self._cluster, self._settings)
                 served = True
                 self._follow()
-            except (
-                SettingsError
-            ) as error:  # topics that were changed while calls are under way end none of them
+            except SettingsError as error:
                 if not served:
                     raise
+                # A change of the topics while the gateway serves does not end its calls.
                 logger().error("topics_unfit", error=str(error))
             except SourceTruncated as error:
                 logger().warning("workers_topic_made_anew", error=str(error))
@@ -83,7 +87,7 @@ class EngineDiscovery:
     def _follow(self) -> None:
         topic = self._topics.workers
         topic_id = self._cluster.topic_id(topic)
-        # A reader's own codec: the other one is used on the event loop.
+        # The thread has its own codec because the event loop uses the other one.
         decoder = Decoder(self._cluster, self._topics.schemas)
         first, _ = self._cluster.watermarks(topic, [0])[0]
         reader: Reader = self._cluster.reader(f"{self._topics.prefix}-gateway", {(topic, 0): first})

@@ -1,4 +1,4 @@
-"""One engine as this gateway sees it: its connections, its calls in flight, whether it may be asked; and the task that probes it."""
+"""One engine of this gateway: its connections, calls in flight, circuit, and the probing task."""
 
 from __future__ import annotations
 
@@ -27,26 +27,34 @@ from runtime.logs import logger
 from schemas import engine_frames
 
 PATIENCE = 2.0
-"""An engine that takes so many probe intervals to say that it is well is not."""
+"""A probe fails after this many probe intervals without an answer."""
 REPROBE_OPEN_S = 0.5
 REPROBE_TEXT_S = 60.0
-"""What was found to be no vLLM is seldom asked again: a provider's own server should not be bothered."""
+"""Probe interval of an engine that is not a vLLM: long, to spare the server of a provider."""
 REST_S = 30.0
-"""Longest time for which an engine that said `retry-after` is passed over."""
+"""Longest cooldown of an engine that sent `retry-after`."""
 MUTE = 5
-"""So many probes without a word of its kind make an engine of the settings a provider."""
+"""After this many probes that do not show its kind, an engine of the settings is a provider."""
 NOT_UP = (502, 503)
 MAX_HEADS = 256
 TOKENLESS: Mapping[EngineKind, str] = {
-    "text": "its steps have text only and are never trained. To train, name a vLLM that `clawstream rollout` starts, or a vLLM of yours",
-    "vllm": "over Responses and Messages its steps are never trained. Use chat or completions, or let `clawstream rollout` start it",
+    "text": "its steps have text only and are never trained. To train, name a vLLM that "
+    "`clawstream rollout` starts, or a vLLM of yours",
+    "vllm": "over Responses and Messages its steps are never trained. Use chat or completions, "
+    "or let `clawstream rollout` start it",
 }
-"""What to do about an engine that tells no tokens, or not over each protocol."""
+"""Advice for an engine that returns no token ids, or not over every protocol."""
 VERSION = "/version"
 
 
 class Engine:
-    """An engine. on_state_change: called when it became callable, or ceased to be. spec: with the kind that was found. max_reply: see `Pool`."""
+    """An engine.
+
+    spec: The engine, with the kind that probes found; `listed` is the spec without it.
+    clock: Monotonic clock, seconds.
+    on_state_change: Called when the engine starts or stops accepting calls.
+    max_reply: See `Pool`.
+    """
 
     def __init__(
         self,
@@ -76,11 +84,11 @@ class Engine:
         self._drained = False
         self._mute = 0
 
-    # -- whether it may be asked
+    # -- availability
 
     @property
     def healthy(self) -> bool:
-        """Nothing speaks against it."""
+        """Whether its kind is known, its circuit is closed and it is not in a cooldown."""
         return (
             self.kind_known
             and self.circuit.open_until_s is None
@@ -89,12 +97,12 @@ class Engine:
 
     @property
     def probed(self) -> bool:
-        """A probe says when it is well again; else a call has to try."""
+        """Whether probes show its recovery; otherwise a trial call has to."""
         return self.listed.kind != "text" or not self.listed.kind_known
 
     @property
     def state(self) -> str:
-        """For people: unknown (not probed yet), open, half_open, cooldown or ready."""
+        """State for display: unknown (not probed yet), open, half_open, cooldown or ready."""
         if not self.kind_known:
             return "unknown"
         if self.circuit.open_until_s is not None:
@@ -102,26 +110,30 @@ class Engine:
         return "cooldown" if self.cooldown_until_s > self._clock() else "ready"
 
     def admits(self, now_s: float) -> bool:
-        """Whether a call may go there now."""
+        """Return whether the engine may get a call now."""
         return self.kind_known and admits(self.circuit, now_s, self.probed)
 
     def start_cooldown(self, retry_after: str | None) -> None:
-        """It said that it has enough: others are preferred for a while."""
+        """Prefer other engines for a while: this one is at its limit.
+
+        Args:
+            retry_after: Value of its header `retry-after`, seconds.
+        """
         seconds = float(retry_after) if retry_after is not None and retry_after.isdecimal() else 1.0
         self.cooldown_until_s = self._clock() + min(seconds, REST_S)
         self._state_changed(self)
 
     def cooled_down(self, now_s: float) -> bool:
-        """Whether it does not rest."""
+        """Return whether it is not in a cooldown; end a cooldown that is over."""
         if self.cooldown_until_s <= now_s and self.cooldown_until_s != float("-inf"):
             self.cooldown_until_s = float("-inf")
             self._state_changed(self)
         return self.cooldown_until_s <= now_s
 
-    # -- what its calls and probes tell
+    # -- results of calls and probes
 
     def begin(self) -> By:
-        """A call goes there."""
+        """Count the start of a call; return its role for the circuit breaker."""
         self.in_flight += 1
         if self.circuit.open_until_s is None:
             return "call"
@@ -129,23 +141,23 @@ class Engine:
         return "half_open"
 
     def answered(self, by: By) -> None:
-        """It began to answer."""
+        """Record that the engine began to answer."""
         if self.circuit is not CLOSED:
             self._take(Answered(by, self._clock()))
 
     def failed(self, by: By, surely: bool = False) -> None:
-        """It did not answer."""
+        """Record that the engine did not answer. surely: The connection failed."""
         self._take(Failed(by, self._clock(), surely))
 
     def left(self, by: By) -> None:
-        """The client left before it could answer."""
+        """Record that the client disconnected before the engine answered."""
         if by == "half_open":
             self._take(HalfOpenCancelled())
 
     def _take(self, event: Event) -> None:
         before, self.circuit = self.circuit, fold(self.circuit, event)
         if self.circuit == CLOSED:
-            self.circuit = CLOSED  # the very same, so that the hot path sees it at a glance
+            self.circuit = CLOSED  # the same object, so that the hot path compares identity
         if (before.open_until_s is None) != (
             self.circuit.open_until_s is None
         ) or before.half_open != self.circuit.half_open:
@@ -166,8 +178,17 @@ class Engine:
         credentials: Mapping[str, str],
         length: int | None,
     ) -> bytes:
-        """A request's head. path: as of OpenAI, with `/v1`; it may have a query. headers, credentials: the client's, as far as they
-        mean something to an engine; the engine's own key goes before.
+        """Build the head of a request.
+
+        Args:
+            method: HTTP method.
+            path: Path as in the OpenAI API, with `/v1`; it may have a query.
+            headers: Headers of the client that are relevant to an engine.
+            credentials: API keys of the client. The engine's own key takes precedence.
+            length: Bytes of the body; None: no body.
+
+        Raises:
+            BadRequest: The path or a header has characters that a request cannot contain.
         """
         path, _, query = path.partition("?")
         line, rest = self._heads.get((method, path)) or self._fixed(method, path)
@@ -181,7 +202,7 @@ class Engine:
         return f"{line}{rest}{''.join(fields)}\r\n".encode("latin-1")
 
     def _fixed(self, method: str, path: str) -> tuple[str, str]:
-        """What is the same for all requests of a method and path."""
+        """Build and cache the part of the head that all requests of a method and path share."""
         spec, fields = (
             self.spec,
             [f"host: {self._address.header}", "accept: */*", "accept-encoding: identity"],
@@ -205,7 +226,7 @@ class Engine:
     # -- probes
 
     def watch(self) -> None:
-        """Begin to probe it, if it is one that is probed."""
+        """Start to probe the engine, if it is `probed`."""
         if self.probed:
             self._watching = asyncio.create_task(self._watch())
             self._watching.add_done_callback(self._watched)
@@ -215,14 +236,14 @@ class Engine:
             self._announce()
 
     def _announce(self) -> None:
-        """Who tells no tokens is named, with what to do: nothing of it can be trained."""
+        """Log an engine whose steps cannot be trained because it returns no token ids."""
         if (do := TOKENLESS.get(self.spec.kind)) is not None:
             logger().warning(
                 "engine_tells_no_tokens", engine=self.name, base_url=self.spec.base_url, do=do
             )
 
     def _watched(self, task: asyncio.Task[None]) -> None:
-        """It ends when it is cancelled, else by a bug: an engine must not go unprobed for it."""
+        """Restart the probing task after a bug ended it, so that the engine stays probed."""
         if task.cancelled() or self._drained:
             return
         logger().error(
@@ -236,7 +257,7 @@ class Engine:
         self._watching.add_done_callback(self._watched)
 
     async def drain(self) -> None:
-        """No more probes; connections are closed as their calls end."""
+        """Stop probing; close each connection when its call ends."""
         self._drained = True
         if self._watching is not None:
             self._watching.cancel()
@@ -244,7 +265,7 @@ class Engine:
         self.pool.drain()
 
     async def close(self) -> None:
-        """No more probes, no connections."""
+        """Stop probing and close all connections."""
         await self.drain()
         self.pool.close()
 
@@ -285,8 +306,13 @@ class Engine:
         self.answered("probe")
 
     async def _kind(self) -> EngineKind | None:
-        """What it says to be; None: nothing. What answers or hangs MUTE times without a word of it is a provider, until it
-        says otherwise. A 502 or 503 is no answer: nothing is up there yet. Raises as `_get` does.
+        """Query the kind of the engine; None: unknown.
+
+        An engine that answers or hangs MUTE times without showing its kind counts as a provider
+        until it shows another kind. A 502 or 503 is not an answer: the engine is not up yet.
+
+        Raises:
+            Unreachable: As `_get`; also ConnectionError.
         """
         try:
             status, told, body = await self._get(VERSION)
@@ -313,7 +339,16 @@ class Engine:
         self._state_changed(self)
 
     async def _get(self, path: str) -> tuple[int, bool, bytes]:
-        """Status, whether it carries our middleware's header, body. Raises Unreachable, ConnectionError or TimeoutError."""
+        """Send a GET request.
+
+        Returns:
+            Status, whether the reply has the header of our engine middleware, body.
+
+        Raises:
+            Unreachable: No connection was possible.
+            ConnectionError: The connection broke.
+            TimeoutError: The engine did not answer in time.
+        """
         connection = await self.connection()
         try:
             patience_s = PATIENCE * self._interval_s
@@ -324,14 +359,11 @@ class Engine:
             connection.release()
 
     async def connection(self) -> Connection:
-        """An idle connection, or a new one. Raises Unreachable."""
+        """Return an idle connection, or a new one. Raises Unreachable."""
         try:
             return self.pool.take() or await self.pool.connect()
-        except (
-            OSError,
-            TimeoutError,
-            ValueError,
-        ) as error:  # ValueError: a name that cannot be looked up
+        except (OSError, TimeoutError, ValueError) as error:
+            # ValueError: a host name that cannot be resolved.
             reason = "no answer" if isinstance(error, TimeoutError) else error
             raise Unreachable(
                 f"the engine at {self.spec.base_url} cannot be reached: {reason}"
@@ -351,5 +383,5 @@ def _clean(text: str) -> str:
 
 
 def _ours(credential: str) -> bool:
-    """Whether a header holds a key of this gateway, however it is put."""
+    """Return whether a header value contains a key of this gateway, with or without a scheme."""
     return any(word.startswith(OURS) for word in credential.split())

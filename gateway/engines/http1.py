@@ -1,7 +1,8 @@
-"""HTTP/1.1 to one engine: kept-alive connections, one request at a time on each. The only file that knows HTTP's bytes upstream.
+"""HTTP/1.1 to one engine: keep-alive connections with one request at a time each.
 
-A general client costs eight times as much CPU a call as this one (docs/routing.md), more than all the rest of the gateway. What the
-gateway does not need is not here: redirects, cookies, compression, proxies, pipelining.
+The only module that handles raw HTTP of engines. A general client takes eight times the CPU per
+call of this one (docs/routing.md), more than the rest of the gateway. Features that the gateway
+does not need are left out: redirects, cookies, compression, proxies, pipelining.
 """
 
 from __future__ import annotations
@@ -17,19 +18,20 @@ from urllib.parse import urlsplit
 import httptools
 
 CONNECT_S = 5.0
-# Below the 5 s after which uvicorn closes an idle connection: a call must not race with that.
+# Less than the 5 s after which uvicorn closes an idle connection, so that a call cannot race with
+# the close.
 KEEPALIVE_S = 3.0
 MAX_HEAD = 1 << 20
-"""Bytes of a reply's headers, and of what follows a chunked body."""
+"""Maximum bytes of the headers of a reply, and of the trailers of a chunked body."""
 READ_AHEAD = 1 << 18
-"""Bytes that wait for a slow reader of a stream before the engine is made to wait."""
+"""Bytes that are buffered for a slow reader before the connection stops reading from the engine."""
 MAX_REPLY = 64 << 20
 JOINED = 1 << 16
-"""Up to here head and body of a request are written in one go."""
+"""Up to this body size in bytes, head and body of a request are written in one call."""
 
 
 class Address(NamedTuple):
-    """Where an engine listens, and the path that its URL begins with."""
+    """Host and port of an engine, and the path prefix of its URL."""
 
     host: str
     port: int
@@ -38,13 +40,17 @@ class Address(NamedTuple):
 
     @property
     def header(self) -> str:
-        """As it stands in the header `host`."""
+        """The value of the header `host`."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return host if self.port == (443 if self.tls else 80) else f"{host}:{self.port}"
 
 
 def address_of(url: str) -> Address:
-    """Read an http or https URL. Raises ValueError, also for what no request could name."""
+    """Parse an http or https URL.
+
+    Raises:
+        ValueError: Not such a URL, or a host or path that no request can contain.
+    """
     parts = urlsplit(url)
     where = f"{parts.scheme}://{parts.hostname}"
     if (
@@ -68,9 +74,11 @@ def address_of(url: str) -> Address:
 
 
 class Connection(asyncio.Protocol):
-    """One connection. `send`, then `begin`, then `read` or `piece`s, then `release`; all by one task.
+    """One connection. One task calls `send`, then `begin`, then `read` or `piece`, then `release`.
 
-    Raises ConnectionError, also for what is no HTTP, or TimeoutError. touched: something of the reply's body has come.
+    Raises ConnectionError, also for data that is not HTTP, or TimeoutError.
+
+    touched: Some of the reply's body has arrived.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, pool: Pool) -> None:
@@ -93,7 +101,7 @@ class Connection(asyncio.Protocol):
 
     @property
     def max_reply(self) -> int:
-        """Bytes of a reply that is read whole."""
+        """Maximum bytes of a reply that is read as a whole."""
         return self._pool.max_reply
 
     # -- by the caller
@@ -104,10 +112,11 @@ class Connection(asyncio.Protocol):
         """Write a request.
 
         Args:
-            head: Everything up to and with the blank line.
-            body: What follows it.
-            silence_s: Longest time without a byte of the reply, as long as the reader is not behind.
-            total_s: Longest time for the whole reply; None: as long as it takes.
+            head: Request line and headers, including the blank line.
+            body: The body; None: no body.
+            silence_s: Longest time without a byte of the reply; does not run while the reader is
+                behind.
+            total_s: Longest time for the whole reply; None: no limit.
         """
         assert self._transport is not None and not self.busy
         self.busy, self.complete, self.touched = True, False, False
@@ -121,12 +130,16 @@ class Connection(asyncio.Protocol):
             self._transport.writelines((head, body))
 
     async def begin(self) -> None:
-        """Wait for the reply's head and the first of its body, or its end."""
+        """Wait for the head of the reply and the first part of its body, or its end."""
         while not self._parts and not self.complete:
             await self._more()
 
     async def read(self, take: Callable[[int], Awaitable[None]] | None = None) -> bytes:
-        """The rest of the body. take: told of each piece's length before more is read."""
+        """Read the rest of the body.
+
+        Args:
+            take: Called with the length of each piece before the next one is read.
+        """
         parts, size = [], 0
         while piece := await self.piece():
             size += len(piece)
@@ -140,7 +153,7 @@ class Connection(asyncio.Protocol):
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     async def piece(self) -> bytes:
-        """What has come since the last one; empty at the end."""
+        """Return the bytes of the body since the last piece; empty at the end of the body."""
         while not self._parts:
             if self.complete:
                 return b""
@@ -148,7 +161,7 @@ class Connection(asyncio.Protocol):
         return self._taken()
 
     def release(self) -> None:
-        """Done with this exchange: the connection serves the next one if the reply was complete, else it is closed at once."""
+        """End this call: reuse the connection if the reply was complete, else close it at once."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -193,7 +206,7 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if not self.busy or self.complete:
-            self.close()  # nobody asked
+            self.close()  # bytes without a request
             return
         before, self._heard_s = self._size, self._loop.time()
         try:
@@ -201,12 +214,12 @@ class Connection(asyncio.Protocol):
         except httptools.HttpParserUpgrade:
             self._fail(ConnectionError("the reply switches protocols"))
         except httptools.HttpParserError as error:
-            if not self.complete:  # what follows a reply does not make it wrong
+            if not self.complete:  # bytes after a complete reply do not invalidate it
                 self._fail(ConnectionError(f"the reply is no HTTP/1.1: {error}"))
             self._keep = False
         if self._size != before:
             self._head = 0
-        else:  # headers, or what follows a chunked body
+        else:  # headers or trailers
             self._head += len(data)
             if self._head > MAX_HEAD and not self.complete:
                 self._fail(ConnectionError(f"the reply's headers are larger than {MAX_HEAD} bytes"))
@@ -222,7 +235,10 @@ class Connection(asyncio.Protocol):
             self._transport.pause_reading()
 
     def eof_received(self) -> None:
-        """The engine sends no more: the end of a reply that does not tell its length. A connection that is lost without this was cut."""
+        """Complete a reply that states no length: the engine has closed its side.
+
+        A connection that is lost without this call was cut.
+        """
         told = b"content-length" in self.headers or b"transfer-encoding" in self.headers
         if self.busy and not self._in_head and not told and self._error is None:
             self.complete, self._keep = True, False
@@ -261,25 +277,25 @@ class Connection(asyncio.Protocol):
             self._waiter.set_result(None)
 
     def close(self) -> None:
-        """Close it, whatever it does."""
+        """Close the connection at once, also during a call."""
         if self._transport is not None:
             self._transport.abort()
 
-    # -- by the parser, which goes on behind a reply that is complete: what comes there is nobody's
+    # -- by the parser, which also parses bytes after a complete reply: those bytes are ignored
 
     def on_message_begin(self) -> None:
         if self.complete:
             self._keep = False
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._in_head:  # else a trailer
+        if self._in_head:  # otherwise a trailer
             self.headers[name.lower()] = value
 
     def on_headers_complete(self) -> None:
         if self.complete:
             return
         self.status = self._parser.get_status_code()
-        if self.status < 200:  # an interim reply: the real one follows
+        if self.status < 200:  # an interim reply: the final one follows
             self.headers = {}
         else:
             self._in_head = False
@@ -297,7 +313,7 @@ class Connection(asyncio.Protocol):
 
 
 class Pool:
-    """The connections to one address. max_reply: bytes of a reply that is read whole."""
+    """The connections to one address. max_reply: Maximum bytes of a reply read as a whole."""
 
     def __init__(self, address: Address, max_reply: int = MAX_REPLY) -> None:
         self._address, self.max_reply = address, max_reply
@@ -308,7 +324,7 @@ class Pool:
         self._draining = False
 
     def take(self) -> Connection | None:
-        """An idle connection that is young enough."""
+        """Return a connection idle for less than KEEPALIVE_S; None: there is none."""
         while self._idle:
             connection = self._idle.pop()
             if self._loop.time() - connection.idle_since < KEEPALIVE_S:
@@ -317,7 +333,11 @@ class Pool:
         return None
 
     async def connect(self) -> Connection:
-        """A new connection. Raises OSError, TimeoutError among them: nothing was sent."""
+        """Open a new connection.
+
+        Raises:
+            OSError: Including TimeoutError. Nothing was sent.
+        """
         async with asyncio.timeout(CONNECT_S):
             _, connection = await self._loop.create_connection(
                 lambda: Connection(self._loop, self),
@@ -328,7 +348,7 @@ class Pool:
         return connection
 
     def put(self, connection: Connection) -> None:
-        """It is idle again."""
+        """Take back an idle connection for reuse."""
         if self._draining:
             connection.close()
             return
@@ -339,11 +359,11 @@ class Pool:
             idle.popleft().close()
 
     def opened(self, connection: Connection) -> None:
-        """It is there."""
+        """Register a new connection."""
         self._open.add(connection)
 
     def lost(self, connection: Connection) -> None:
-        """It is gone."""
+        """Remove a closed connection."""
         self._open.discard(connection)
         if not connection.busy and connection in self._idle:
             self._idle.remove(connection)

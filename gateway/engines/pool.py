@@ -1,4 +1,4 @@
-"""All engines as this gateway sees them: who may be called now, who serves which trajectory, and waiting for one.
+"""The engines of this gateway: which ones accept calls, which one serves a trajectory, and waiting.
 
 The pool creates an Engine when the registry reports it ready. When the registry no longer does, the
 engine gets no new calls; calls in flight finish.
@@ -18,13 +18,13 @@ from gateway.metrics import Metrics
 from schemas.settings import GatewaySettings
 
 FIRST_PROBES_S = 1.0
-"""So long the start waits for the first word of the engines in the settings."""
+"""Longest time that the start waits for the first probes of the engines in the settings."""
 ROUTES = 1024
-"""Model names are the clients': so many are remembered."""
+"""Size of the cache of routes; limited because clients choose the model names."""
 
 
 class EnginePool:
-    """All engines. now_s: the clock of the engine registry."""
+    """All engines. now_s: The clock of the engine registry, seconds."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class EnginePool:
         registry.subscribe(self._table_changed)
 
     async def open(self) -> None:
-        """Before the first call; on the event loop that serves."""
+        """Start probing. Call it on the serving event loop, before the first call."""
         self._open = True
         self._refresh()
         firsts = [
@@ -66,7 +66,7 @@ class EnginePool:
 
     @property
     def ready(self) -> list[EngineSpec]:
-        """Engines that can be called now."""
+        """The engines that accept calls now."""
         self._refresh()
         now = self._clock.monotonic()
         return [engine.spec for engine in self._engines.values() if engine.admits(now)]
@@ -76,7 +76,13 @@ class EnginePool:
     def pick(
         self, key: str, who: tuple[str, str | None], avoid: tuple[Engine, ...]
     ) -> Engine | None:
-        """The engine for a trajectory; None: none can be called now."""
+        """Choose the engine for a call; None: no engine accepts calls now.
+
+        Args:
+            key: Trajectory key. Calls of a key prefer the same engine.
+            who: Run id and model of the call.
+            avoid: Engines to leave out.
+        """
         self._refresh()
         ranking = self._routes.get(who)
         if ranking is None:
@@ -93,7 +99,7 @@ class EnginePool:
         return choose(order)
 
     def _route(self, who: tuple[str, str | None]) -> Ranking[Engine]:
-        """The engines for a run and model."""
+        """Rank the engines for a run and model; cache the result."""
         if len(self._routes) >= ROUTES:
             self._routes.clear()
         engines = tuple(self._engines[w.name] for w in eligible(self._specs, *who))
@@ -102,7 +108,7 @@ class EnginePool:
         return ranking
 
     async def wait(self, deadline: float) -> None:
-        """Until something about the engines changes, or the deadline."""
+        """Wait until an engine changes, or until the deadline on the clock of the gateway."""
         now = self._clock.monotonic()
         trials = [
             engine.circuit.open_until_s for engine in self._engines.values() if not engine.probed
@@ -118,17 +124,21 @@ class EnginePool:
             self._metrics.waiting.dec()
 
     def no_engine_error(self) -> NoEngine:
-        """The error when no engine was ready in time."""
+        """Build the error for a call that got no engine in time."""
         counts = Counter(self.states().values())
         known = ", ".join(f"{n} {state}" for state, n in sorted(counts.items())) or "none is known"
         return NoEngine(
-            f"no engine was ready within {self._settings.worker_wait_s:g} s ({known}): nothing was sampled, try again"
+            f"no engine was ready within {self._settings.worker_wait_s:g} s ({known}): "
+            "nothing was sampled, try again"
         )
 
     # -- the engines there are
 
     def states(self) -> dict[str, str]:
-        """Every engine's state: as it says itself, or when it says `ready`, as its calls and probes say."""
+        """Return the state of every engine by name.
+
+        The state that the engine reports; if that is `ready`, the state by its calls and probes.
+        """
         return self._registry.states(self._now_s()) | {
             engine.name: engine.state for engine in self._engines.values()
         }
@@ -159,7 +169,7 @@ class EnginePool:
         self._changed()
 
     def _end(self, engine: Engine) -> None:
-        """It gets no new calls; those in flight end."""
+        """Drain an engine: it gets no new calls, and its calls in flight finish."""
         task = asyncio.create_task(engine.drain())
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
@@ -179,7 +189,7 @@ class EnginePool:
         self._changed()
 
     def _changed(self) -> None:
-        """Wake whoever waits for an engine; show what there is."""
+        """Wake the calls that wait for an engine; update the metrics."""
         for waiting in self._waiting:
             if not waiting.done():
                 waiting.set_result(None)

@@ -1,5 +1,6 @@
-"""Which engines there are, from `claw.workers` and the settings: a fold over worker statuses, and the order in which they serve a
-trajectory. No I/O.
+"""The engines from `claw.workers` and the settings, and their order for a trajectory. No I/O.
+
+The registry is a fold over worker statuses.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from schemas.settings import UpstreamSettings
 
 MISSED_HEARTBEATS = 3
 SLOTS = 4096
-"""Trajectories are spread over the engines in so many shares, whose orders are kept."""
+"""Number of slots that trajectories hash to. Each slot has a cached order of the engines."""
 CROWDED = 2
-"""So many times the calls of the least loaded engine make a trajectory leave its own."""
+"""A trajectory leaves its engine at more than this many times the calls of the least loaded one."""
 _API_ROOT = re.compile(r"/v\d+[a-z0-9]*(/openai)?$")
 
 
@@ -31,8 +32,12 @@ _API_ROOT = re.compile(r"/v\d+[a-z0-9]*(/openai)?$")
 class EngineSpec:
     """An engine that can be called.
 
-    name: unique; worker_id None: it does not report, a setting names it. models (): not known. kind_known False: a probe is to find it.
-    api_root: what stands for `/v1` in its paths. model_map: its own name of a model that clients ask for.
+    name: Unique name.
+    worker_id: None: the engine is named in the settings and sends no heartbeats.
+    models: Models that it serves; (): not known.
+    kind_known: False: a probe has to find the kind.
+    api_root: Replaces `/v1` in its paths.
+    model_map: Its own name for each model that clients ask for.
     """
 
     name: str
@@ -53,12 +58,15 @@ class EngineSpec:
 class _Reported:
     spec: EngineSpec
     state: WorkerState
-    until_s: float  # absent from then on
-    version: str | None = None  # of the weights that it samples with
+    until_s: float  # the worker is absent after this time
+    version: str | None = None  # version of the weights that it samples with
 
 
 def _split(url: str) -> tuple[str, str]:
-    """Base URL and API root of an engine's URL: `https://host/api/v4` is `https://host/api` and `/v4`."""
+    """Split the URL of an engine into base URL and API root.
+
+    `https://host/api/v4` becomes `https://host/api` and `/v4`.
+    """
     url = url.rstrip("/")
     found = _API_ROOT.search(url)
     return (url[: found.start()], found[0]) if found is not None else (url, "/v1")
@@ -72,13 +80,14 @@ def _static(
         key = environ.get(upstream.api_key_env)
         if not key:
             raise UpstreamUnusable(
-                f"gateway.upstreams: the key of {upstream.url} is to be in the environment as {upstream.api_key_env}, "
-                "which is not set"
+                f"gateway.upstreams: the key of {upstream.url} is to be in the environment "
+                f"as {upstream.api_key_env}, which is not set"
             )
     if key is not None and not (key.isascii() and key.isprintable() and " " not in key):
         where = upstream.api_key_env or "its api_key"
         raise UpstreamUnusable(
-            f"gateway.upstreams: the key of {upstream.url} ({where}) has characters that no header can hold"
+            f"gateway.upstreams: the key of {upstream.url} ({where}) has characters "
+            "that no header can hold"
         )
     base, root = _split(upstream.url)
     try:
@@ -101,10 +110,17 @@ def _static(
 
 
 class EngineRegistry:
-    """The last status of every worker. Times are seconds of one clock that stands still while the topic cannot be read: an outage of
-    Kafka silences the heartbeats, not the engines.
+    """The last status of every worker, and the engines of the settings.
 
-    upstreams: as in the settings. environ: where their keys may be, default this process's. Raises UpstreamUnusable when one is missing there.
+    Times are seconds of one clock that stands still while the topic cannot be read: an outage of
+    Kafka stops the heartbeats but not the engines.
+
+    Args:
+        upstreams: As in the settings.
+        environ: Environment variables with their API keys; None: those of this process.
+
+    Raises:
+        UpstreamUnusable: The key or the URL of an upstream is missing or not valid.
     """
 
     def __init__(
@@ -121,7 +137,11 @@ class EngineRegistry:
         self.configure(upstreams)
 
     def configure(self, upstreams: Iterable[UpstreamSettings | str]) -> None:
-        """The engines that the settings name. One that is no longer named gets no new calls."""
+        """Set the engines of the settings. An engine that is removed gets no new calls.
+
+        Raises:
+            UpstreamUnusable: The key or the URL of an upstream is missing or not valid.
+        """
         named: dict[str, EngineSpec] = {}
         for upstream in upstreams:
             spec = _static(UpstreamSettings.model_validate(upstream), self._environ, named)
@@ -130,11 +150,11 @@ class EngineRegistry:
         self._changed()
 
     def subscribe(self, listener: Callable[[], None]) -> None:
-        """`listener()` is called whenever another engine may be ready than before."""
+        """Call `listener()` whenever the set of ready engines may have changed."""
         self._listeners.append(listener)
 
     def update(self, worker_id: str, status: WorkerStatus | None, now_s: float) -> None:
-        """Fold one record; None is a tombstone, the worker's clean exit."""
+        """Fold one record. status: None is a tombstone, the clean exit of the worker."""
         before = self._reported.get(worker_id)
         if status is None:
             if self._reported.pop(worker_id, None) is not None:
@@ -149,13 +169,15 @@ class EngineRegistry:
             self._changed()
 
     def clear(self) -> None:
-        """The topic was made anew: nothing of the old one holds."""
+        """Remove all worker statuses: the topic was recreated, so they are not valid any more."""
         self._reported.clear()
         self._changed()
 
     def ready(self, now_s: float) -> tuple[EngineSpec, ...]:
-        """Workers that said they are ready, not longer ago than three of their heartbeats; and the static ones. The same object as
-        long as they are the same.
+        """Return the engines of the settings and the workers that are ready.
+
+        A worker is ready if it reported so within its last three heartbeat intervals. Returns the
+        same object until the set changes.
         """
         if now_s > self._ready_until_s:
             fresh = [
@@ -168,13 +190,16 @@ class EngineRegistry:
         return self._ready
 
     def states(self, now_s: float) -> dict[str, str]:
-        """What each reporting worker said last; `absent`: it has missed three heartbeats."""
+        """Return the last state of each worker; `absent` after three missed heartbeats."""
         return {
             name: h.state if now_s <= h.until_s else "absent" for name, h in self._reported.items()
         }
 
     def oldest_loaded(self, run_id: str, now_s: float) -> int | None:
-        """Lowest sync index of the run that a ready engine samples with; None when none says so."""
+        """Return the lowest sync index of the run that a ready worker samples with.
+
+        None: no ready worker reports a version of the run.
+        """
         ready = (
             h.version for h in self._reported.values() if h.state == "ready" and now_s <= h.until_s
         )
@@ -190,7 +215,10 @@ class EngineRegistry:
 
 
 def eligible(specs: Collection[EngineSpec], run_id: str, model: str | None) -> list[EngineSpec]:
-    """Those that follow the run and serve the model, as far as there are any: else the engine itself says what is wrong."""
+    """Return the engines that follow the run and serve the model.
+
+    A condition that no engine meets is dropped: the engine itself then reports the error.
+    """
     chosen = list(specs)
     for wish in (
         lambda w: w.run_id is None or w.run_id == run_id,
@@ -213,19 +241,26 @@ N = TypeVar("N", bound=Named)
 
 
 def slot_of(key: str) -> int:
-    """The share that a trajectory belongs to: the same for every gateway."""
+    """Return the slot of a trajectory; every gateway computes the same one."""
     return zlib.crc32(key.encode()) % SLOTS
 
 
 def ranked(engines: Iterable[N], slot: int) -> list[N]:
-    """The engines of a slot, best first, by rendezvous hash: when one leaves, only its own trajectories move."""
+    """Order the engines for a slot, best first, by rendezvous hashing.
+
+    When an engine leaves, only its own trajectories move.
+    """
     return sorted(
         engines, key=lambda e: hashlib.blake2b(f"{e.name}\0{slot}".encode(), digest_size=8).digest()
     )
 
 
 def choose(order: Sequence[N]) -> N | None:
-    """The first of a slot's order: the prefix is in its cache. The least loaded when the first is crowded."""
+    """Choose an engine from the order of a slot; None: the order is empty.
+
+    The first engine has the prefix in its cache. If it is crowded, the least loaded engine is
+    chosen.
+    """
     if not order:
         return None
     first = order[0]
@@ -240,14 +275,14 @@ def _calls(engine: Named) -> int:
 
 
 class Ranking(Generic[N]):
-    """A set of engines, and the order of each slot, made when it is first asked for."""
+    """A set of engines, and the order of each slot, computed on first use."""
 
     def __init__(self, engines: Iterable[N]) -> None:
         self.engines = tuple(engines)
         self._orders: list[list[N] | None] = [None] * SLOTS
 
     def order(self, key: str) -> list[N]:
-        """All of them, the one of the trajectory first."""
+        """Return all engines in the order of a trajectory, the preferred one first."""
         slot = slot_of(key)
         order = self._orders[slot]
         if order is None:
