@@ -1,1 +1,1 @@
-"""From a record to Kafka or, when Kafka does not acknowledge, to the fsynced spool."""
+"""Delivery of records to Kafka or, when Kafka does not acknowledge, to the fsynced spool."""

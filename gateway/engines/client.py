@@ -1,6 +1,6 @@
 """Calls to the engines: choice of an engine, waiting for one, retries. The only owner of retries.
 
-A call is retried, at once and on another engine first, as long as no part of a reply has arrived:
+A call is retried, at once and on another engine first, while the client has seen no reply:
 
 1. The connection failed, or the engine replied 502 or 503: it sampled nothing. Every engine is
    tried, then again with pauses until gateway.worker_wait_s are over. The 502 or 503 of a provider

@@ -312,7 +312,8 @@ class Engine:
         until it shows another kind. A 502 or 503 is not an answer: the engine is not up yet.
 
         Raises:
-            Unreachable: As `_get`; also ConnectionError.
+            Unreachable: No connection was possible.
+            ConnectionError: The connection broke.
         """
         try:
             status, told, body = await self._get(VERSION)

@@ -71,7 +71,7 @@ class EnginePool:
         now = self._clock.monotonic()
         return [engine.spec for engine in self._engines.values() if engine.admits(now)]
 
-    # -- which engine
+    # -- choice of an engine
 
     def pick(
         self, key: str, who: tuple[str, str | None], avoid: tuple[Engine, ...]
@@ -132,7 +132,7 @@ class EnginePool:
             "nothing was sampled, try again"
         )
 
-    # -- the engines there are
+    # -- set of engines
 
     def states(self) -> dict[str, str]:
         """Return the state of every engine by name.

@@ -1,4 +1,4 @@
-"""API keys: their file, the command line, and gateways that read it while it changes."""
+"""API keys: their file, the command line, and gateways that read the file while it changes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def script() -> Script:
 
 async def eventually(condition: Callable[[], Awaitable[bool]]) -> None:
     async with asyncio.timeout(60):
-        while not await condition():  # noqa: ASYNC110 - the condition is of the outside
+        while not await condition():  # noqa: ASYNC110 - the condition is external
             await asyncio.sleep(0.05)
 
 
@@ -84,8 +84,13 @@ def test_names_are_unique_and_a_key_is_revoked_by_name_or_id(tmp_path: Path) -> 
 
 @pytest.mark.parametrize(
     ("name", "scopes", "run", "field"),
-    [("a b", ["agent"], None, "name"), ("a", [], None, "scopes"), ("a", ["root"], None, "scopes"), ("a", ["agent"], "R", "run_id")],
-)  # fmt: skip
+    [
+        ("a b", ["agent"], None, "name"),
+        ("a", [], None, "scopes"),
+        ("a", ["root"], None, "scopes"),
+        ("a", ["agent"], "R", "run_id"),
+    ],
+)
 def test_a_key_that_cannot_be_is_refused_by_field(
     tmp_path: Path, name: str, scopes: list[Any], run: str | None, field: str
 ) -> None:
@@ -193,9 +198,16 @@ def test_a_gateway_that_needs_keys_refuses_in_the_shape_of_the_protocol(
     agent = create_key(tmp_path / "api-keys.json", "agent", ["agent"])
 
     async def scenario(w: GatewayFixture) -> None:
-        for path, method in (("/t/g/v1/chat/completions", "POST"), ("/v1/chat/completions", "POST"), ("/v1/models", "GET"),
-                             ("/rewards", "POST"), ("/sessions", "POST"), ("/curations", "POST"), ("/complete_trajectory/t", "POST"),
-                             ("/t/g/register_trajectory", "POST")):  # fmt: skip
+        for path, method in (
+            ("/t/g/v1/chat/completions", "POST"),
+            ("/v1/chat/completions", "POST"),
+            ("/v1/models", "GET"),
+            ("/rewards", "POST"),
+            ("/sessions", "POST"),
+            ("/curations", "POST"),
+            ("/complete_trajectory/t", "POST"),
+            ("/t/g/register_trajectory", "POST"),
+        ):
             for headers in (
                 {},
                 {"authorization": "Bearer claw-wrong"},
@@ -204,8 +216,11 @@ def test_a_gateway_that_needs_keys_refuses_in_the_shape_of_the_protocol(
                 async with w.http.request(method, w.url + path, json=ASK, headers=headers) as r:
                     error = (await r.json())["error"]
                     assert (r.status, error["type"]) == (401, "authentication_error"), path
-        for path, body in (("/rewards", REWARD), ("/curations", {"trajectory_id": "t", "trainable": False}),
-                           ("/complete_trajectory/t", {"reward": 1e3})):  # fmt: skip
+        for path, body in (
+            ("/rewards", REWARD),
+            ("/curations", {"trajectory_id": "t", "trainable": False}),
+            ("/complete_trajectory/t", {"reward": 1e3}),
+        ):
             async with w.http.post(w.url + path, json=body, headers={"x-api-key": agent}) as r:
                 error = (await r.json())["error"]
                 assert (r.status, error["type"], error["code"]) == (
@@ -272,8 +287,12 @@ def test_who_opened_a_session_may_reward_it_and_its_agent_may_not(
             session = {"authorization": f"Bearer {(await r.json())['session_key']}"}
         async with w.http.post(w.url + "/v1/chat/completions", json=ASK, headers=session) as r:
             assert r.status == 200
-        for path, body in (("/sessions/complete", {"reward": 1e6}), ("/rewards", REWARD), ("/complete_trajectory/other", {}),
-                           ("/sessions", {"trajectory_key": "other"})):  # fmt: skip
+        for path, body in (
+            ("/sessions/complete", {"reward": 1e6}),
+            ("/rewards", REWARD),
+            ("/complete_trajectory/other", {}),
+            ("/sessions", {"trajectory_key": "other"}),
+        ):
             async with w.http.post(w.url + path, json=body, headers=session) as r:
                 assert r.status == 403, path
         async with w.http.post(
@@ -308,7 +327,7 @@ def test_an_environment_with_nothing_but_its_session_may_be_allowed_to_reward(
     run_scenario(scenario, script(), auth="required", session_rewards=True, reward_max=10)
 
 
-# ---------------------------------------------------------------- curations and buckets
+# ---------------------------------------------------------------- curations and anonymous sessions
 
 
 def test_curations_say_who_and_a_repeated_mark_counts_again(

@@ -1,4 +1,4 @@
-"""Large fields: out of the record, into the store, and back for those who read them."""
+"""Large fields: moved from the record to the blob store, and restored by readers."""
 
 from __future__ import annotations
 
@@ -40,8 +40,9 @@ HI = ScriptedChoice([7, 8, 9], ["Hel", "lo", ""], [-0.5, -0.25, -0.125])
 
 def a_step(**more: Any) -> Step:
     given: dict[str, Any] = {
-        "step_id": "t~C.0", "run_id": "r", "trajectory_key": "t", "call_id": "t~C", "choice_index": 0, "protocol": "openai.chat",
-        "model": "policy", "status": "ok", "streamed": False, "request_json": b"{}", "response_json": b"{}", "gateway_id": "g",
+        "step_id": "t~C.0", "run_id": "r", "trajectory_key": "t", "call_id": "t~C",
+        "choice_index": 0, "protocol": "openai.chat", "model": "policy", "status": "ok",
+        "streamed": False, "request_json": b"{}", "response_json": b"{}", "gateway_id": "g",
         "received_at": 1, "finished_at": 2,
     }  # fmt: skip
     return Step(**(given | more))
@@ -49,7 +50,8 @@ def a_step(**more: Any) -> Step:
 
 SESSION = SessionEvent(event_id="e", run_id="r", trajectory_key="t", kind="opened", created_at=1)
 REWARD = Reward(
-    event_id="e", run_id="r", trajectory_key="t", source="env", name="n", function_version="1", reward_revision=0, created_at=1
+    event_id="e", run_id="r", trajectory_key="t", source="env", name="n", function_version="1",
+    reward_revision=0, created_at=1,
 )  # fmt: skip
 
 
@@ -239,7 +241,7 @@ def ask(w: GatewayFixture, size: int, **more: Any) -> Any:
 
 
 class Messages(list[Message]):
-    """A list that can be watched."""
+    """A list that supports weak references."""
 
 
 def test_a_store_that_hangs_holds_no_more_than_its_threads(tmp_path: Path) -> None:
@@ -265,17 +267,16 @@ def test_a_store_that_hangs_holds_no_more_than_its_threads(tmp_path: Path) -> No
 
         await asyncio.gather(*(one() for _ in range(THREADS * 3)))
         late = asyncio.create_task(one())
-        await asyncio.sleep(
-            0
-        )  # all threads have been in the store for too long: it is told at once
+        # All threads have been in the store for too long, so the call fails at once.
+        await asyncio.sleep(0)
         await asyncio.sleep(0)
         assert late.done()
         async with asyncio.timeout(60):
-            while len(began) < THREADS:  # noqa: ASYNC110 - they encode before they are in the store
+            while len(began) < THREADS:  # noqa: ASYNC110 - the threads encode before the store call
                 await asyncio.sleep(0.005)
         gc.collect()
         assert len([ref for ref in kept if ref() is not None]) <= THREADS == len(began)
-        go_on.set()  # the store is back, and so are its threads
+        go_on.set()  # the store answers again, which frees its threads
         async with asyncio.timeout(60):
             while True:
                 try:
@@ -366,13 +367,14 @@ def test_neither_store_nor_spool_is_503(tmp_path: Path) -> None:
 def a_trajectory(metadata: bytes | None, *replies: bytes) -> Trajectory:
     steps = tuple(
         TrajectoryStep(
-            step_id=f"t~C.{i}", index=i, status="ok", drift="root", prompt_tokens=1, response_tokens=1, response_json=reply,
-            trainable=True, offset=i,
+            step_id=f"t~C.{i}", index=i, status="ok", drift="root", prompt_tokens=1,
+            response_tokens=1, response_json=reply, trainable=True, offset=i,
         ) for i, reply in enumerate(replies)
     )  # fmt: skip
     return Trajectory(
-        run_id="r", trajectory_key="t", trajectory_id="t", group_id="t", channel="train", outcome="completed", opened_at=0,
-        closed_at=1, metadata_json=metadata, part=0, parts=1, segments=(), steps=steps,
+        run_id="r", trajectory_key="t", trajectory_id="t", group_id="t", channel="train",
+        outcome="completed", opened_at=0, closed_at=1, metadata_json=metadata, part=0, parts=1,
+        segments=(), steps=steps,
     )  # fmt: skip
 
 

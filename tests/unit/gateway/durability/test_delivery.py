@@ -1,4 +1,4 @@
-"""The delivery over spool and Kafka: order of each key, callers that leave, what is too old to be sent by itself."""
+"""Delivery to Kafka and the spool: order per key, cancelled callers, segments too old to send."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_key_in_the_spool_goes_on_in_the_spool(tmp_path: Path) -> None:
     async def body(it: DeliveryManager, producer: InMemoryLogProducer, spool: Spool) -> None:
         producer.acknowledges = False
         assert await it.record([note(1)]) == "spooled"
-        # Kafka takes what is new again, but the drain has not come by yet: the order of the key must hold.
+        # Kafka accepts records again, but the drain has not run yet: the key must keep its order.
         producer.acknowledges = True
         assert await it.record([note(2)]) == "spooled"
         assert await it.record([note(3, b"other")]) == "acknowledged"
@@ -108,10 +108,11 @@ def test_many_at_once_share_few_fsyncs(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_full_spool_refuses_only_what_does_not_fit(tmp_path: Path) -> None:
     async def body(it: DeliveryManager, producer: InMemoryLogProducer, spool: Spool) -> None:
+        # Kafka was never reachable, so a segment contains only its records.
         producer.reachable, producer.position = (
             False,
             None,
-        )  # Kafka was never seen: a segment has nothing but its records
+        )
         with it.reserve(50), pytest.raises(NoRoom), it.reserve(51):
             pass
         with it.reserve(100):
@@ -174,7 +175,7 @@ def test_a_first_write_that_fails_leaves_no_segment(
 def test_what_was_begun_goes_on_when_its_caller_is_cancelled(tmp_path: Path) -> None:
     async def body(it: DeliveryManager, producer: InMemoryLogProducer, spool: Spool) -> None:
         producer.gate.clear()
-        for n in (1, 2):  # the second one will not be acknowledged
+        for n in (1, 2):  # the second record is not acknowledged
             caller = asyncio.create_task(it.record([note(n, b"%d" % n)]))
             await asyncio.sleep(0)
             caller.cancel()
@@ -194,7 +195,7 @@ def test_what_was_begun_goes_on_when_its_caller_is_cancelled(tmp_path: Path) -> 
 
 
 class At:
-    """A monotonic clock that is set."""
+    """A monotonic clock that the test sets."""
 
     def __init__(self) -> None:
         self.now = 1_000_000.0
@@ -209,7 +210,11 @@ def lives(
     producer: InMemoryLogProducer,
     *bodies: Callable[[DeliveryManager], Awaitable[None]],
 ) -> Metrics:
-    """Processes one after the other over one spool: started, done something with, closed. Gives the last one's metrics."""
+    """Run processes one after the other over one spool: start, run a body, close.
+
+    Returns:
+        The metrics of the last process.
+    """
 
     async def run() -> Metrics:
         metrics = Metrics()
@@ -233,9 +238,9 @@ def held(directory: Path) -> list[Message]:
     ("log_s", "others", "was_sent", "sent_by_itself"),
     [
         (3600.0, 100, True, True),
-        (600.0, 101, True, False),  # the lake may have forgotten the copy that may be there
+        (600.0, 101, True, False),  # the lake may have dropped the id of a possible copy
         (600.0, 10**6, False, True),  # there is no copy
-        (3601.0, 0, False, False),  # its trajectories are closed or forgotten
+        (3601.0, 0, False, False),  # its trajectories are closed or dropped
     ],
 )
 def test_a_segment_that_is_too_old_by_the_log_is_held_back(
@@ -251,7 +256,7 @@ def test_a_segment_that_is_too_old_by_the_log_is_held_back(
     async def after(it: DeliveryManager) -> None:
         producer.reachable = producer.acknowledges = True
         producer.passed = Passed(others, log_s)
-        await wait_for(lambda: not it.spooled_keys)  # the file goes first, in a thread
+        await wait_for(lambda: not it.spooled_keys)  # the file moves before, in a thread
         assert await it.record([note(2)]) == "acknowledged", "what is held back holds nothing up"
 
     metrics = lives(tmp_path, clock, producer, before, after)
@@ -273,11 +278,10 @@ def test_however_long_kafka_was_away_and_whatever_a_clock_did_meanwhile_all_of_t
             await after(it)
 
     async def after(it: DeliveryManager) -> None:
-        monkeypatch.setattr(
-            "time.time", lambda: 4e9
-        )  # the machine's clock is put right, by decades
-        clock.now += 10**6  # and Kafka was away for days
-        producer.passed = Passed(3, 0.1)  # its log has just begun to go on
+        # The machine's clock is corrected by decades.
+        monkeypatch.setattr("time.time", lambda: 4e9)
+        clock.now += 10**6  # Kafka was unreachable for days
+        producer.passed = Passed(3, 0.1)  # the topic has just begun to receive records again
         producer.reachable = True
         await wait_for(lambda: not it.spooled_keys)
 
@@ -308,14 +312,14 @@ def test_a_segment_without_a_position_is_held_back_only_if_it_may_have_been_sent
     clock, producer = At(), InMemoryLogProducer()
 
     async def before(it: DeliveryManager) -> None:
-        producer.position, producer.reachable = None, False  # Kafka was never seen
+        producer.position, producer.reachable = None, False  # Kafka was never reachable
         await it.record([note(1)])
 
     async def within(it: DeliveryManager) -> None:
         producer.gate.clear()
         producer.position, producer.reachable = LogPosition("memory", (0,)), True
         await wait_for(lambda: list(tmp_path.glob("*-sent.spool")))
-        producer.reachable = False  # and dies: what it has sent is not known
+        producer.reachable = False  # the process ends: it is unknown which records arrived
         producer.gate.set()
 
     lives(tmp_path, clock, producer, before, within)
@@ -328,7 +332,7 @@ def test_a_segment_without_a_position_is_held_back_only_if_it_may_have_been_sent
         producer.reachable = True
         await wait_for(lambda: not it.spooled_keys)
 
-    path.write_bytes(path.read_bytes()[: size_of(note(1))])  # the disk has lost the position
+    path.write_bytes(path.read_bytes()[: size_of(note(1))])  # the disk loses the position
     lives(tmp_path, clock, producer, after)
     assert producer.messages == [] and held(tmp_path) == [note(1)]
 
@@ -368,7 +372,7 @@ def test_a_drain_that_was_cut_short_marks_what_it_may_have_sent(tmp_path: Path) 
         producer.gate.clear()
         producer.reachable = True
         await wait_for(lambda: list(tmp_path.glob("*-sent.spool")))
-        producer.reachable = False  # and dies: what it has sent is not known
+        producer.reachable = False  # the process ends: it is unknown which records arrived
         producer.gate.set()
 
     lives(tmp_path, clock, producer, before, within)
@@ -378,7 +382,10 @@ def test_a_drain_that_was_cut_short_marks_what_it_may_have_sent(tmp_path: Path) 
 def test_what_may_be_sent_is_marked_for_good_before_it_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each durable write with what the directory durably says then: names count from the fsync of the directory on."""
+    """Record the durable file names at each durable write.
+
+    A name is durable after the fsync of its directory.
+    """
     durable: set[str] = set()
     seen: list[tuple[set[str], int]] = []
     fsync = os.fsync

@@ -1,4 +1,4 @@
-"""When a reply may end, and what is recorded when something breaks: without Kafka, without room, without engine, without client."""
+"""The end of a reply, and the records in failures of Kafka, the spool, the engine or the client."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ RunScenario = Callable[..., None]
 
 @pytest.fixture
 def run_scenario(tmp_path: Path) -> RunScenario:
-    """`run_scenario(scenario, script, **gateway settings)` runs an async scenario against a gateway of its own."""
+    """Provide `run_scenario(scenario, script, **gateway settings)`.
+
+    It runs an async scenario against a new gateway.
+    """
     return partial(run_gateway, tmp_path, CODEC)
 
 
@@ -39,9 +42,9 @@ def sdk(w: GatewayFixture, path: str = "/t1/g1/v1", key: str = "none", **more: A
 
 
 async def counted(w: GatewayFixture, name: str, count: float) -> None:
-    """Wait until a metric has come to so much."""
+    """Wait until a metric has reached a value."""
     async with asyncio.timeout(60):
-        while await w.metric(name) < count:  # noqa: ASYNC110 - it is asked over HTTP
+        while await w.metric(name) < count:  # noqa: ASYNC110 - the metric is read over HTTP
             await asyncio.sleep(0.01)
 
 
@@ -184,7 +187,7 @@ def test_records_too_large_for_kafka_are_not_spooled(run_scenario: RunScenario) 
     run_scenario(scenario, Script([HI]))
 
 
-# ---------------------------------------------------------------- what breaks
+# ---------------------------------------------------------------- failures
 
 
 def test_client_that_leaves_a_stream_aborts_the_engine_and_leaves_what_it_got(
@@ -347,7 +350,7 @@ def test_two_gateways_need_two_spools(tmp_path: Path) -> None:
     two.close()
 
 
-# ---------------------------------------------------------------- bounds
+# ---------------------------------------------------------------- limits
 
 
 def test_bytes_in_flight_are_bounded_and_given_back(run_scenario: RunScenario) -> None:

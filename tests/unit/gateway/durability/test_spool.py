@@ -1,4 +1,4 @@
-"""The spool: what was promised survives, in order, within bounds, whatever the disk does."""
+"""The spool: durable records survive, in order and within the size limit, despite disk errors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_a_crash_keeps_everything_in_order_over_segments(tmp_path: Path) -> None
     for m in wrote:
         append(spool, m)
     assert len(spool.segments) == 7
-    spool.close()  # gives back the lock as a death does; nothing is written by it
+    spool.close()  # releases the lock as a crash does, and writes nothing
     again = open_spool(tmp_path)
     assert sum((s.keys for s in again.segments), start=type(again.segments[0].keys)()) == {
         b"k0": 17,
@@ -153,7 +153,8 @@ async def main():
     producer.reachable = False
     assert await it.record([Message("t", b"k", b"before")]) == "spooled"
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))  # real writes that stop midway, those of the log too
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))  # real writes that stop midway, \
+those of the log too
     for i in range(20):
         try:
             await it.record([Message("t", b"k", b"x" * 4000)])

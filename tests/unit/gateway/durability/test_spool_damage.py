@@ -1,4 +1,7 @@
-"""A spool on a disk that flips bits, cuts off and inserts: damage costs the records that it hits, and what can't be read is kept."""
+"""A spool on a disk that flips bits, truncates files and inserts bytes.
+
+Damage loses only the records that it hits, and damaged files are kept.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ WHOLE = b"".join(frame(m, SYNC) for m in RECORDS)
 
 
 def hit(at: int) -> int:
-    """The record that a byte of `WHOLE` is of."""
+    """Return the index of the record that contains a byte of `WHOLE`."""
     return next(n for n, end in enumerate(ENDS) if at < end)
 
 
@@ -58,9 +61,8 @@ def test_a_spool_whose_segment_has_any_byte_flipped_sends_all_others_and_keeps_t
     spool.close()
     (file,) = tmp_path.glob("*.spool")
     whole = file.read_bytes()
-    for at in range(
-        0, len(whole), 7
-    ):  # of each record several, head and payload; `scan` is tested with every byte
+    # Several bytes of each record, in header and payload; another test runs `scan` on every byte.
+    for at in range(0, len(whole), 7):
         data = bytearray(whole)
         data[at] ^= 0xFF
         file.write_bytes(data)
@@ -82,7 +84,10 @@ def test_a_spool_whose_segment_has_any_byte_flipped_sends_all_others_and_keeps_t
 
 @st.composite
 def damage(draw: st.DrawFn) -> tuple[list[Message], bytes, list[Message]]:
-    """Records; a segment of them in which bytes were flipped, cut out and inserted; the records that no damage has touched."""
+    """Generate records, a damaged segment of them, and the records that no damage touches.
+
+    Damage flips, removes and inserts bytes.
+    """
     items = draw(st.lists(messages, min_size=1, max_size=8))
     data = b"".join(frame(m, SYNC) for m in items)
     owner = [n for n, m in enumerate(items) for _ in frame(m, SYNC)]
@@ -152,7 +157,7 @@ def test_cut_anywhere_leaves_exactly_the_whole_frames(
 
 
 def test_a_frame_inside_a_damaged_record_is_no_record(tmp_path: Path) -> None:
-    """A client that writes frames into its prompts does not know the marker of the segment."""
+    """A client that embeds frames in its prompts cannot guess the marker of the segment."""
     spool = open_spool(tmp_path, segment_bytes=1 << 20)
     forged = frame(Message("claw.rewards", b"other", b"forged"), os.urandom(SYNC_BYTES))
     append(spool, Message("t", b"k", forged), note(1))
@@ -160,7 +165,7 @@ def test_a_frame_inside_a_damaged_record_is_no_record(tmp_path: Path) -> None:
     (file,) = tmp_path.glob("*.spool")
     assert sync_of(file) == file.read_bytes()[:SYNC_BYTES]
     data = bytearray(file.read_bytes())
-    data[SYNC_BYTES] ^= 1  # the length: where the record ends is not known
+    data[SYNC_BYTES] ^= 1  # the length field: the end of the record is unknown
     file.write_bytes(data)
     again = open_spool(tmp_path)
     assert drain(again) == [note(1)]

@@ -1,4 +1,7 @@
-"""Calls to engines over real sockets: whom a call asks, what is asked again, how a call ends. No failed call where none need be."""
+"""Calls to engines over real sockets: choice of the engine, retries, and the end of a call.
+
+A call fails only if no retry can help.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,8 @@ def test_a_connection_that_breaks_before_a_byte_is_asked_once_elsewhere(how: str
     async def breaks(wire: Wire, _: bytes) -> bool:
         if how == "head":
             await wire.say(
-                b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+                b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n"
+                b"transfer-encoding: chunked\r\n\r\n"
             )
         wire.die()
         return True
@@ -52,10 +56,11 @@ def test_a_connection_that_breaks_before_a_byte_is_asked_once_elsewhere(how: str
     async def test(broken: str, whole: str) -> None:
         async with Rig(as_text(broken, whole)) as rig:
             assert await rig.ask(key_of(broken, rig)) == (200, b"hi")
+            # Without None, because the broken engine may have sampled.
             assert [w and w.base_url for w in rig.asked] == [
                 broken,
                 whole,
-            ]  # never None: it may have sampled
+            ]
             assert rig.count('upstream_retries_total{reason="broken"}') == 1
         async with Rig(as_text(broken)) as rig:
             with pytest.raises(UpstreamFailed, match="went away"):
@@ -96,7 +101,7 @@ def test_an_engine_that_has_enough_gives_way_to_another(reply: bytes, reason: st
             assert await rig.ask(key) == (200, b"hi")
             assert [w and w.base_url for w in rig.asked] == [full, None, free]
             assert rig.count(f'upstream_retries_total{{reason="{reason}"}}') == 1
-            if reason == "limited":  # the next call does not even try
+            if reason == "limited":  # the next call skips the engine
                 rig.asked.clear()
                 assert await rig.ask(key) == (200, b"hi") and len(rig.asked) == 1
 
@@ -196,14 +201,15 @@ def test_keys_and_prompts_are_in_no_log(capsys: pytest.CaptureFixture[str]) -> N
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_one_dead_upstream_of_two_costs_no_failed_call(tmp_path: Path, stream: bool) -> None:
+    # Enough agents that each engine is the first choice of several, whatever its port.
     calls, agents, held = (
         3,
         64,
         [],
-    )  # so many that either engine is the first of enough of them, whatever its port
+    )
 
     async def holds(wire: Wire, request: bytes) -> bool | None:
-        """An engine under load: it has shown nothing yet of its calls when it dies."""
+        """Answer like an engine under load that dies before it has sent a byte of its replies."""
         if request.startswith(b"POST"):
             held.append(request)
             await asyncio.sleep(SOON_S)
@@ -231,9 +237,8 @@ def test_one_dead_upstream_of_two_costs_no_failed_call(tmp_path: Path, stream: b
                 await stack.enter_async_context(engine.serve()),
                 await dies.enter_async_context(wired(holds)),
             ]
-            both = [
-                {"url": url, "kind": "captured"} for url in urls
-            ]  # both are asked from the first call on
+            # With a given kind, both engines get calls from the start.
+            both = [{"url": url, "kind": "captured"} for url in urls]
             settings = Settings.model_validate(
                 {"data_dir": tmp_path, "gateway": {"upstreams": both}}
             )

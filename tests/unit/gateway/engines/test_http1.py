@@ -1,4 +1,4 @@
-"""HTTP to an engine as it may come over real sockets: replies of every length and none, connections that are kept or end."""
+"""HTTP to an engine over real sockets: replies with and without a length, kept and lost connections."""
 
 from __future__ import annotations
 
@@ -76,7 +76,8 @@ def test_replies_of_every_length(parts: list[bytes], close: bool, kept: bool) ->
     [
         b"HTTP/1.1 204 No Content\r\n\r\n",
         b"HTTP/1.1 304 Not Modified\r\ncontent-length: 5\r\n\r\n",
-        b"HTTP/1.1 103 Early Hints\r\nlink: x\r\n\r\nHTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 204 No Content\r\n\r\n",
+        b"HTTP/1.1 103 Early Hints\r\nlink: x\r\n\r\nHTTP/1.1 100 Continue\r\n\r\n"
+        b"HTTP/1.1 204 No Content\r\n\r\n",
         b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n",
     ],
 )
@@ -172,7 +173,7 @@ def test_a_body_that_ends_with_the_connection_is_whole_only_at_its_end(how: str)
     async def answer(wire: Wire, _: bytes) -> bool:
         await wire.say(b"HTTP/1.1 200 OK\r\n\r\nhi")
         if how == "reset":
-            linger = struct.pack("ii", 1, 0)  # the connection is reset, not ended
+            linger = struct.pack("ii", 1, 0)  # resets the connection instead of closing it
             wire.writer.get_extra_info("socket").setsockopt(
                 socket.SOL_SOCKET, socket.SO_LINGER, linger
             )

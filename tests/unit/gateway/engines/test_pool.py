@@ -1,4 +1,4 @@
-"""Which engine serves a call: the worker registry, the order of engines, circuits, kinds, keys. Lists in, lists out."""
+"""The choice of an engine: registry, order of engines, circuits, kinds, keys. Pure functions."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ from schemas.settings import UpstreamSettings
 
 def status(name: str, state: Any = "ready", **more: Any) -> WorkerStatus:
     fields: dict[str, Any] = {
-        "worker_id": name, "base_url": f"http://{name}/v1/", "models": ("policy",), "state": state, "heartbeat_at": 0,
-        "heartbeat_interval_ms": 2000, "started_at": 0, "loads": 0,
+        "worker_id": name, "base_url": f"http://{name}/v1/", "models": ("policy",), "state": state,
+        "heartbeat_at": 0, "heartbeat_interval_ms": 2000, "started_at": 0, "loads": 0,
     }  # fmt: skip
     return WorkerStatus(**fields | more)
 
@@ -109,7 +109,9 @@ def test_what_the_settings_name() -> None:
     assert (b.base_url, b.kind, b.kind_known) == ("http://b", "vllm", True)
     registry.configure(["http://b/v1"])
     assert names(registry, 0.0) == ["http://b/v1"]
-    registry.configure(["http://b/v1", {"url": "http://b/v1", "models": ["m"]}])  # type: ignore[list-item]
+    registry.configure(
+        ["http://b/v1", {"url": "http://b/v1", "models": ["m"]}]  # type: ignore[list-item]
+    )
     assert names(registry, 0.0) == ["http://b/v1", "http://b/v1#2"]
 
 
@@ -148,10 +150,15 @@ def test_keys_of_engines_come_from_settings_or_environment_and_show_nowhere() ->
 @pytest.mark.parametrize(
     "value",
     [
-        "ftp://hunter2", "http://me:hunter2@host", "http://host?key=hunter2", "[{url: http://a, api_key: [hunter2]}]",
-        "[{url: http://a, kind: hunter2}]", "[{url: http://a, api_key: hunter2, api_key_env: X}]", "[{key: hunter2}]",
+        "ftp://hunter2",
+        "http://me:hunter2@host",
+        "http://host?key=hunter2",
+        "[{url: http://a, api_key: [hunter2]}]",
+        "[{url: http://a, kind: hunter2}]",
+        "[{url: http://a, api_key: hunter2, api_key_env: X}]",
+        "[{key: hunter2}]",
     ],
-)  # fmt: skip
+)
 def test_wrong_upstreams_are_named_and_not_repeated(value: str) -> None:
     with pytest.raises(SettingsError) as error:
         load(None, [f"gateway.upstreams={value if value.startswith('[') else [value]}"], {})
@@ -244,7 +251,9 @@ def test_other_failures_open_when_they_come_in_a_row() -> None:
 def test_a_probe_closes_it_after_the_pause_and_only_then() -> None:
     circuit = after(Failed("call", 10.0, surely=True))
     assert after(Answered("probe", 10.1), since=circuit) == circuit
-    assert after(Answered("call", 99.0), since=circuit) == circuit  # one that was in flight before
+    assert (
+        after(Answered("call", 99.0), since=circuit) == circuit
+    )  # a call that was in flight before
     assert after(Answered("probe", 10.6), since=circuit) == Circuit(openings=1)
     again = after(Answered("probe", 10.6), Failed("call", 11.0, surely=True), since=circuit)
     assert again.open_until_s == 12.0  # the pause has doubled
@@ -279,7 +288,7 @@ def test_whatever_happens_an_engine_that_is_well_gets_calls_again(
         now += passed
         if isinstance(event, Answered | Failed):
             if (event.by == "half_open") > trial or (event.by == "probe") > probed:
-                continue  # there is no such thing now
+                continue  # this event cannot occur now
             event = event._replace(at_s=now)
         before, circuit = circuit, fold(circuit, event)
         trial = circuit.half_open
@@ -317,7 +326,7 @@ def test_what_an_engine_is(status: int, told: bool, body: bytes, kind: str | Non
 def head(
     path: str = "/v1/chat/completions", client: dict[str, str] | None = None, **worker: Any
 ) -> list[str]:
-    """The lines of a request's head."""
+    """Return the lines of the head of a request."""
 
     async def made() -> bytes:
         fields: dict[str, Any] = {
@@ -336,9 +345,14 @@ def head(
 
 def test_a_request_as_the_engine_gets_it() -> None:
     plain = [
-        "POST /v1/chat/completions HTTP/1.1", "host: h:8000", "accept: */*", "accept-encoding: identity",
-        "user-agent: clawstream", "content-type: application/json", "content-length: 3",
-    ]  # fmt: skip
+        "POST /v1/chat/completions HTTP/1.1",
+        "host: h:8000",
+        "accept: */*",
+        "accept-encoding: identity",
+        "user-agent: clawstream",
+        "content-type: application/json",
+        "content-length: 3",
+    ]
     assert head() == plain
     assert set(head(kind="captured")) - set(plain) == {"x-clawstream-capture: 1"}
     assert head("/v1/messages?beta=true", base_url="https://h/api", api_root="/v4")[:2] == [
@@ -391,7 +405,9 @@ def test_the_clients_keys_stay_here_unless_they_are_the_providers() -> None:
 
 
 def test_another_name_for_the_model_leaves_the_rest_as_it_is() -> None:
-    body = '{"model": "small", "seed": 123456789012345678901234567890, "messages": ["é"], "x": 0.1}'.encode()
+    body = (
+        '{"model": "small", "seed": 123456789012345678901234567890, "messages": ["é"], "x": 0.1}'
+    ).encode()
     assert json.loads(renamed(body, "big")) == json.loads(body) | {"model": "big"}
     assert b"123456789012345678901234567890" in renamed(body, "big") and "é".encode() in renamed(
         body, "big"

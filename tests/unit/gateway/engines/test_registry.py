@@ -1,4 +1,4 @@
-"""What the gateway knows of its engines over real sockets: kinds, circuits, probes, loading, draining."""
+"""The state of engines over real sockets: kinds, circuits, probes, loading, draining."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from schemas.records import WorkerStatus
 
 pytestmark = pytest.mark.usefixtures("each_event_loop")
 PATIENT_S = 4.0
-"""Between probes that none fails of a machine that is busy: twice as long an engine may take to answer one."""
+"""Probe interval that a busy machine keeps: a probe may take twice as long before it fails."""
 
 
 def test_kinds_are_found_and_only_ours_are_asked_to_capture() -> None:
@@ -101,7 +101,7 @@ def test_an_engine_that_is_away_is_passed_over_at_once_and_comes_back() -> None:
             assert rig.count("engine_outages_total") == 1 and rig.count("engines{") == 2
             async with engine.serve(port):
                 await rig.until(lambda: len(rig.upstream.ready) == 2)
-                assert (await rig.ask(key, model="x"))[0] == 404  # served by that one again
+                assert (await rig.ask(key, model="x"))[0] == 404  # the same engine serves again
 
     asyncio.run(body())
 
@@ -158,8 +158,8 @@ def test_an_engine_that_hangs_is_noticed_by_probes() -> None:
 
 def heard(url: str, state: Any) -> WorkerStatus:
     return WorkerStatus(
-        worker_id="w", base_url=url, models=(), state=state, heartbeat_at=0, heartbeat_interval_ms=1000, started_at=0,
-        loads=0,
+        worker_id="w", base_url=url, models=(), state=state, heartbeat_at=0,
+        heartbeat_interval_ms=1000, started_at=0, loads=0,
     )  # fmt: skip
 
 
@@ -204,7 +204,7 @@ def test_what_never_says_its_kind_is_a_provider_until_it_does(says: bytes) -> No
 
 @pytest.mark.parametrize("reports", [False, True])
 def test_what_is_not_up_yet_is_no_provider(reports: bool) -> None:
-    """Behind a proxy an engine that loads is a 503; a worker of ours is never a provider."""
+    """Behind a proxy, a loading engine replies 503; a reporting worker is never a provider."""
     probes = 0
 
     async def answer(wire: Wire, request: bytes) -> bool | None:
@@ -255,7 +255,8 @@ def test_a_probe_that_breaks_is_told_and_goes_on(capsys: pytest.CaptureFixture[s
                 await asyncio.sleep(0.005)
             engine.failed("probe", surely=True)
             await again.wait()
-            while engine.state != "ready":  # it is probed again  # noqa: ASYNC110 - the state is the prober's
+            # The engine is probed again.
+            while engine.state != "ready":  # noqa: ASYNC110 - the probing task sets the state
                 await asyncio.sleep(0.005)
         await engine.close()
 

@@ -1,4 +1,4 @@
-"""Bounds of replies: how long an engine may be silent, and how many bytes of replies are held at once."""
+"""Limits of replies: the silence of an engine, and the bytes of replies held in memory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ CHUNK = b"2\r\nhi\r\n"
 
 @pytest.fixture
 def run_scenario(tmp_path: Path) -> RunScenario:
-    """`run_scenario(scenario, script, **gateway settings)` runs an async scenario against a gateway of its own."""
+    """Provide `run_scenario(scenario, script, **gateway settings)`.
+
+    It runs an async scenario against a new gateway.
+    """
     return partial(run_gateway, tmp_path, CODEC)
 
 
@@ -34,7 +37,7 @@ def run_scenario(tmp_path: Path) -> RunScenario:
 
 
 class HandClock:
-    """The loop of a connection, whose time is set by hand."""
+    """The event loop of a connection, with a time that the test sets."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -54,7 +57,7 @@ class HandClock:
         return asyncio.get_running_loop().create_future()
 
     def until(self, now: float) -> None:
-        """Let time go on."""
+        """Advance the time and run the timers that are due."""
         while due := sorted((t for t in self.timers if t[0] <= now), key=lambda t: t[0]):
             self.timers.remove(due[0])
             self.now = due[0][0]
@@ -63,7 +66,7 @@ class HandClock:
 
 
 class Transport:
-    """Takes everything."""
+    """A transport that ignores all calls."""
 
     def write(self, data: bytes) -> None:
         return
@@ -79,7 +82,7 @@ class Transport:
 
 
 class Quiet:
-    """A pool of nothing."""
+    """A connection pool that ignores all calls."""
 
     max_reply = 1 << 20
 
@@ -151,14 +154,14 @@ def test_beyond_the_limit_one_reply_goes_on_and_the_others_wait_for_its_end() ->
         replies = ReplyLimit(100)
         first, second, third = replies.reserve(), replies.reserve(), replies.reserve()
         await first.extend(60)
-        await second.extend(60)  # the first that exceeds it
+        await second.extend(60)  # the first reply that exceeds the limit
         with pytest.raises(Overloaded, match="max_in_flight_reply_bytes=100"):
             replies.check()
         waiting = [asyncio.create_task(held.extend(50)) for held in (first, third)]
         await second.extend(1000)
         left = asyncio.create_task(replies.reserve().extend(10))
         await asyncio.sleep(0)
-        left.cancel()  # its client leaves
+        left.cancel()  # its client disconnects
         assert not any(task.done() for task in waiting) and replies.held == 1120
         second.release()
         await waiting[0]
