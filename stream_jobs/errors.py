@@ -68,7 +68,8 @@ class LakeDamaged(LakeError):
 
     def __init__(self, table: str, damage: str) -> None:
         super().__init__(
-            f"table {table} of the lake is damaged: {damage}; run `clawstream tables repair {table}`"
+            f"table {table} of the lake is damaged: {damage}; "
+            f"run `clawstream tables repair {table}`"
         )
         self.table, self.damage = table, damage
 
@@ -84,8 +85,9 @@ class TooManyFields(LakeError):
 
     def __init__(self, table: str, more: int, most: int) -> None:
         super().__init__(
-            f"table {table} of the lake would have {more} fields that this release does not know; at most {most} are added "
-            "(MORE_FIELDS): replay this dead letter under a release that knows them"
+            f"table {table} of the lake would have {more} fields that this release does not know; "
+            f"at most {most} are added (MORE_FIELDS): "
+            "replay this dead letter under a release that knows them"
         )
 
 

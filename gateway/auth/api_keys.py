@@ -224,11 +224,7 @@ class KeyRing:
         keys = read_keys(self._path)
         by_digest, by_id = {bytes.fromhex(k.sha256): k for k in keys}, {k.key_id: k for k in keys}
         # Assigned together: a gateway reloads in a thread.
-        self._by_digest, self._by_id, self._seen = (
-            by_digest,
-            by_id,
-            seen,
-        )
+        self._by_digest, self._by_id, self._seen = by_digest, by_id, seen
         return True
 
     def by_digest(self, digest: bytes) -> ApiKey | None:

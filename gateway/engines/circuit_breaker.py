@@ -1,8 +1,8 @@
 """The circuit breaker of an engine: a pure fold over the results of its calls and probes.
 
     closed      The engine gets calls. The circuit opens when a connection fails, after FAILURES
-                calls in a row that broke or got 502 or 503 before any of the reply, or after MISSED
-                probes in a row without an answer.
+                calls in a row that broke or got the status 502 or 503, or after MISSED probes in a
+                row without an answer.
     open        The engine gets no calls. The pause doubles with each opening until a call succeeds.
     half-open   The pause is over. A successful probe closes the circuit. An engine without probes
                 gets one trial call: its success closes the circuit, its failure opens it again.
@@ -34,7 +34,7 @@ class Circuit:
 
     failures: Failed calls in a row.
     missed: Failed probes in a row.
-    openings: Since the last successful call.
+    openings: Openings since the last successful call.
     open_until_s: End of the pause; None: closed.
     half_open: A trial call is in flight.
     """

@@ -73,8 +73,9 @@ class ChangelogReader:
             return
         if isinstance(record, AssemblyDelta | AssemblySnapshot) and record.format != FORMAT:
             raise UnreadableChangelog(
-                f"changelog, offset {offset}: written in format {record.format}, this release has {FORMAT}; "
-                f"run all assemble workers on {'the newer' if record.format > FORMAT else 'that older'} release"
+                f"changelog, offset {offset}: written in format {record.format}, "
+                f"this release has {FORMAT}; run all assemble workers on "
+                f"{'the newer' if record.format > FORMAT else 'that older'} release"
             )
         match record:
             case AssemblyMarker():
@@ -90,11 +91,11 @@ class ChangelogReader:
     def _delta(self, offset: int, delta: AssemblyDelta) -> None:
         if delta.seq <= self.seq:
             return
-        if (
-            delta.seq != self.seq + 1
-        ):  # the log is trimmed up to a complete snapshot, so its first delta is 1 or follows one
+        if delta.seq != self.seq + 1:
+            # The log is trimmed up to a complete snapshot, so its first delta is 1 or follows one.
             raise UnreadableChangelog(
-                f"changelog, offset {offset}: delta {delta.seq} follows {self.seq}; run clawstream doctor"
+                f"changelog, offset {offset}: delta {delta.seq} follows {self.seq}; "
+                "run clawstream doctor"
             )
         self.known = True
         self.seq = delta.seq
@@ -103,7 +104,8 @@ class ChangelogReader:
                 self.state.apply(entry)
         except (LookupError, TypeError, ValueError, struct.error) as e:
             raise UnreadableChangelog(
-                f"changelog, offset {offset}: an entry that this release can't apply ({type(e).__name__}: {e}); "
+                f"changelog, offset {offset}: an entry that this release can't apply "
+                f"({type(e).__name__}: {e}); "
                 "if a newer release wrote it, upgrade all assemble workers"
             ) from e
         self.state.applied = [delta.applied_steps, delta.applied_rewards]
@@ -151,8 +153,8 @@ def decode_record(decoder: Decoder, record: Record) -> ChangelogRecord:
     except (Undecodable, UnknownSchema) as e:
         what = str(e)
     raise UnreadableChangelog(
-        f"changelog {record.topic}-{record.partition}, offset {record.offset}: {what}; only assemble may write there; "
-        "run clawstream doctor"
+        f"changelog {record.topic}-{record.partition}, offset {record.offset}: {what}; "
+        "only assemble may write there; run clawstream doctor"
     )
 
 

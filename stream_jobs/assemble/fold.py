@@ -96,7 +96,8 @@ class AssemblyFold:
             )
         except MemoryError:
             raise  # the machine's fault, not the record's: the next process may have more
-        except Exception:  # noqa: BLE001 - a record must not stop its partition: it becomes a dead letter with the traceback
+        except Exception:  # noqa: BLE001 - a record must not stop its partition
+            # The record becomes a dead letter with the traceback.
             entries, payload = (
                 [
                     [

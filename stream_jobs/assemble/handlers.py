@@ -235,7 +235,10 @@ class EventHandler:
                 self.state.time[STEPS],
             ]
             return [ends, closes] if found in self.state.opened else [ends]
-        detail = f"no {'step' if waiting.step_suffix else 'trajectory'} {_describe(waiting.key, waiting.step_suffix)}: {why}"
+        detail = (
+            f"no {'step' if waiting.step_suffix else 'trajectory'} "
+            f"{_describe(waiting.key, waiting.step_suffix)}: {why}"
+        )
         return [ends, [ChangeKind.DEAD_LETTERED, source, offset, "unknown_target", detail]]
 
     def _make_room(self, source: SourceTopic) -> list[StateChange]:
@@ -347,7 +350,8 @@ class EventHandler:
         if is_unnamed(name[1]) and (event.kind == "opened" or event.step_id is None):
             raise RejectedRecord(
                 "invalid",
-                f"{name[1]} was made by the gateway: only a completion that names a step has a target there",
+                f"{name[1]} was made by the gateway: "
+                "only a completion that names a step has a target there",
             )
         if event.kind == "opened":
             return self._opened(offset, name, event)
@@ -457,7 +461,8 @@ class EventHandler:
         if key_of_trajectory(said.trajectory_id) != name[1] or is_unnamed(said.trajectory_id):
             raise RejectedRecord(
                 "invalid",
-                f"{said.trajectory_id!r:.250} is not the id of a trajectory of trajectory key {name[1]!r}",
+                f"{said.trajectory_id!r:.250} is not the id of a trajectory "
+                f"of trajectory key {name[1]!r}",
             )
         what = [said.assessment_revision, said.quality, list(said.step_quality)]
         return self._apply_or_defer(

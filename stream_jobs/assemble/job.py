@@ -121,7 +121,8 @@ class Assembler:
                 partition=owner.partition,
                 ahead_s=ahead // 1000,
                 log_time_ms=owner.time,
-                action="a broker's clock, or this machine's, is wrong: see Clocks in docs/operating.md",
+                action="a broker's clock, or this machine's, is wrong: "
+                "see Clocks in docs/operating.md",
             )
 
     async def tick(self) -> None:

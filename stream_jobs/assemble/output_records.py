@@ -275,7 +275,10 @@ def _small(record: Candidate, codec: Codec) -> Candidate:
         or (size := len(codec.encode(record))) <= MAX_RECORD_BYTES
     ):
         return record
-    reason = f"candidate of {size} bytes exceeds {MAX_RECORD_BYTES}: {len(record.steps)} steps, {len(record.rewards)} rewards"
+    reason = (
+        f"candidate of {size} bytes exceeds {MAX_RECORD_BYTES}: "
+        f"{len(record.steps)} steps, {len(record.rewards)} rewards"
+    )
     rewards = tuple(r for r in record.rewards if r.step_id is None)[:50]
     return replace(
         record,
@@ -305,7 +308,8 @@ def at_most(record: Candidate) -> int:
     for r in record.rewards:
         texts += (r.name, r.function_version, r.step_id or "", r.reason or "")
     text = "".join(texts)
-    # UTF-8 has at most 4 bytes per character. The rest: lengths, numbers of at most 10 bytes, nulls.
+    # UTF-8 has at most 4 bytes per character. The rest are lengths, numbers of at most 10 bytes,
+    # and nulls.
     return (
         (1 if text.isascii() else 4) * len(text)
         + 10 * len(texts)

@@ -213,8 +213,8 @@ class PartitionProcessor:
             self._fold.replace_source(source, today, low)
         elif not low <= state.applied[source] + 1 <= high:
             raise SourceTruncated(
-                f"source truncated: {topic}-{self.partition} holds offsets {low} to {high - 1}, position "
-                f"{state.applied[source] + 1}; run clawstream doctor"
+                f"source truncated: {topic}-{self.partition} holds offsets {low} to {high - 1}, "
+                f"position {state.applied[source] + 1}; run clawstream doctor"
             )
 
     def _refill(self) -> None:
@@ -286,7 +286,8 @@ class PartitionProcessor:
         """
         if record.offset <= self._last_delivered[source]:
             raise InputDisorder(
-                f"{record.topic}-{record.partition}: offset {record.offset} came behind {self._last_delivered[source]}; restart"
+                f"{record.topic}-{record.partition}: offset {record.offset} came behind "
+                f"{self._last_delivered[source]}; restart"
             )
         expected = self._log.state.applied[source] + 1
         if record.offset <= expected:
@@ -303,7 +304,8 @@ class PartitionProcessor:
             lambda: any(self._inputs[source].records(range(expected, record.offset)))
         ):
             raise InputDisorder(
-                f"{record.topic}-{record.partition}: offset {record.offset} came where {expected} was due; restart"
+                f"{record.topic}-{record.partition}: offset {record.offset} came where {expected} "
+                "was due; restart"
             )
 
     async def _append_delta(self, entries: list[StateChange]) -> None:
@@ -349,8 +351,8 @@ class PartitionProcessor:
                 and not await asyncio.to_thread(self._all_fenced, due, ack.offset - 1)
             ):
                 raise FencedOut(
-                    f"{topic}-{self.partition}: our record came to offset {ack.offset}, not to {due}: another worker owns the "
-                    "partition, or the topic was made anew"
+                    f"{topic}-{self.partition}: our record came to offset {ack.offset}, "
+                    f"not to {due}: another worker owns the partition, or the topic was made anew"
                 )
             self._last = ack.offset
         return acks[0].offset

@@ -60,7 +60,8 @@ def make_app(settings: Settings, group: str) -> Any:
         topic_allow_declare=False,
         topic_disable_leader=True,
         table_standby_replicas=1,  # without it the inputs are not assigned together
-        consumer_group_instance_id=f"{group}-{worker_name(jobs)}",  # static membership: no rebalance after a kill
+        # Static membership: no rebalance after a kill.
+        consumer_group_instance_id=f"{group}-{worker_name(jobs)}",
         consumer_metadata_max_age_ms=METADATA_MS,
         consumer_max_fetch_size=4 << 20,
         consumer_auto_offset_reset="earliest",  # also after truncation: see `check_truncation`

@@ -117,6 +117,7 @@ class SchemaWait:
                     raise
                 logger().warning(
                     "schemas_unavailable", partition=partition, error=str(e),
-                    action="records of an unknown schema wait, with all behind them in their partition",
+                    action="records of an unknown schema wait, "
+                    "with all behind them in their partition",
                 )  # fmt: skip
             await asyncio.sleep(RETRY_S)

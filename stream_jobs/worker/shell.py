@@ -206,7 +206,8 @@ class Shell:
             try:
                 positions = await self._job.assigned(partitions)
             except FencedOut:
-                # In a rebalance the new owner is legitimate. Otherwise this worker was presumed dead.
+                # In a rebalance the new owner is legitimate. Otherwise this worker was presumed
+                # dead.
                 if before == (self._app.consumer_generation_id, self._revokes):
                     raise
                 logger().info("take_over_abandoned", partitions=partitions)

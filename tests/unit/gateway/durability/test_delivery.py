@@ -109,10 +109,7 @@ def test_many_at_once_share_few_fsyncs(tmp_path: Path, monkeypatch: pytest.Monke
 def test_full_spool_refuses_only_what_does_not_fit(tmp_path: Path) -> None:
     async def body(it: DeliveryManager, producer: InMemoryLogProducer, spool: Spool) -> None:
         # Kafka was never reachable, so a segment contains only its records.
-        producer.reachable, producer.position = (
-            False,
-            None,
-        )
+        producer.reachable, producer.position = False, None
         with it.reserve(50), pytest.raises(NoRoom), it.reserve(51):
             pass
         with it.reserve(100):

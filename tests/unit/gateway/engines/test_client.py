@@ -57,10 +57,7 @@ def test_a_connection_that_breaks_before_a_byte_is_asked_once_elsewhere(how: str
         async with Rig(as_text(broken, whole)) as rig:
             assert await rig.ask(key_of(broken, rig)) == (200, b"hi")
             # Without None, because the broken engine may have sampled.
-            assert [w and w.base_url for w in rig.asked] == [
-                broken,
-                whole,
-            ]
+            assert [w and w.base_url for w in rig.asked] == [broken, whole]
             assert rig.count('upstream_retries_total{reason="broken"}') == 1
         async with Rig(as_text(broken)) as rig:
             with pytest.raises(UpstreamFailed, match="went away"):
@@ -202,11 +199,7 @@ def test_keys_and_prompts_are_in_no_log(capsys: pytest.CaptureFixture[str]) -> N
 @pytest.mark.parametrize("stream", [False, True])
 def test_one_dead_upstream_of_two_costs_no_failed_call(tmp_path: Path, stream: bool) -> None:
     # Enough agents that each engine is the first choice of several, whatever its port.
-    calls, agents, held = (
-        3,
-        64,
-        [],
-    )
+    calls, agents, held = 3, 64, []
 
     async def holds(wire: Wire, request: bytes) -> bool | None:
         """Answer like an engine under load that dies before it has sent a byte of its replies."""

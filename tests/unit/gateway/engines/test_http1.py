@@ -1,4 +1,4 @@
-"""HTTP to an engine over real sockets: replies with and without a length, kept and lost connections."""
+"""HTTP to an engine over real sockets: lengths of replies, reuse and loss of connections."""
 
 from __future__ import annotations
 

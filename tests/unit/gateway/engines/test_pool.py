@@ -251,9 +251,7 @@ def test_other_failures_open_when_they_come_in_a_row() -> None:
 def test_a_probe_closes_it_after_the_pause_and_only_then() -> None:
     circuit = after(Failed("call", 10.0, surely=True))
     assert after(Answered("probe", 10.1), since=circuit) == circuit
-    assert (
-        after(Answered("call", 99.0), since=circuit) == circuit
-    )  # a call that was in flight before
+    assert after(Answered("call", 99.0), since=circuit) == circuit  # was in flight before
     assert after(Answered("probe", 10.6), since=circuit) == Circuit(openings=1)
     again = after(Answered("probe", 10.6), Failed("call", 11.0, surely=True), since=circuit)
     assert again.open_until_s == 12.0  # the pause has doubled

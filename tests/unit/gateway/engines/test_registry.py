@@ -47,7 +47,9 @@ def test_kinds_are_found_and_only_ours_are_asked_to_capture() -> None:
             async with engine.serve() as url, Rig([url], probe_interval_s=PATIENT_S) as rig:
                 await rig.until(lambda: rig.upstream.ready)
                 assert [w.kind for w in rig.upstream.ready] == [kind]
-                bodies = lambda worker: json.dumps(ASK | {"kind": worker.kind}).encode()  # noqa: E731
+                bodies = lambda worker: (  # noqa: E731
+                    json.dumps(ASK | {"kind": worker.kind}).encode()
+                )
                 async with rig.upstream.call(
                     "POST", "/v1/chat/completions", bodies, {"content-type": "application/json"},
                     key="k", run_id="r", model="policy",
@@ -251,7 +253,7 @@ def test_a_probe_that_breaks_is_told_and_goes_on(capsys: pytest.CaptureFixture[s
         engine.watch()
         async with asyncio.timeout(SOON_S):
             await engine.first_probe.wait()
-            while "a bug" not in "".join(capsys.readouterr()):  # noqa: ASYNC110 - the log is a file
+            while "a bug" not in "".join(capsys.readouterr()):  # noqa: ASYNC110 - reads the log
                 await asyncio.sleep(0.005)
             engine.failed("probe", surely=True)
             await again.wait()
