@@ -449,7 +449,8 @@ def _say_held(size: int, path: str | None = None) -> None:
 def _die_of_a_bug(task: asyncio.Task[None]) -> None:
     """Crash the process when the drain or the writer ends with an error.
 
-    Without it, records would stay in the spool and callers would wait forever. A restart continues.
+    Otherwise, records would stay in the spool and callers would wait forever. A restart continues
+    the work.
     """
     if not task.cancelled() and (error := task.exception()) is not None:
         die(error)

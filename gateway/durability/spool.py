@@ -6,7 +6,7 @@ were sent. `spool_frames` defines the format of a record in a segment.
 
 A record is durable once it is fsynced; only then may its reply be sent. A segment is deleted when
 Kafka has acknowledged all of its records. A crash before the deletion causes a second send, which
-is harmless because readers drop records by id. No send position is stored, so none can be wrong.
+is harmless: readers drop duplicates by id. No send position is stored, so none can be wrong.
 
 A segment begins with the end position of the steps topic at the time of its first record, if that
 position was known. The age of a segment is measured by the records that the topic has received
@@ -318,7 +318,7 @@ class Spool:
                 process had reached Kafka for the first time: none of its records was sent before.
 
         Raises:
-            OSError: The disk refused.
+            OSError: The write or the rename failed.
         """
         if not segment.maybe_sent:
             if segment.position is None and position is not None:
@@ -411,7 +411,7 @@ class Spool:
 
         Raises:
             SpoolFull: The frames do not fit. None of them is in the spool.
-            SpoolFailed: The disk refused. None of them is in the spool.
+            SpoolFailed: The write failed. None of them is in the spool.
         """
         data = b"".join(batch)
         if len(data) > self.free_bytes:
