@@ -236,7 +236,7 @@ class Engine:
             self._announce()
 
     def _announce(self) -> None:
-        """Log an engine whose steps cannot be trained because it returns no token ids."""
+        """Log advice if the engine returns no token ids, or not over every protocol."""
         if (do := TOKENLESS.get(self.spec.kind)) is not None:
             logger().warning(
                 "engine_tells_no_tokens", engine=self.name, base_url=self.spec.base_url, do=do
