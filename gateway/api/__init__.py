@@ -1,1 +1,1 @@
-"""REST routes without sampling: sessions, trajectories, rewards, curations."""
+"""Define the REST routes that do not sample: sessions, trajectories, rewards, curations."""

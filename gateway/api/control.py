@@ -1,8 +1,10 @@
-"""Everything that is not a model call: sessions, registering and completing trajectories, rewards, curations.
+"""Serve sessions, registration and completion of trajectories, rewards and curations.
 
-Each is answered only after its records are durable. Event ids are functions of what is said, so a client that repeats a request
-adds nothing. Whether a trajectory exists is not judged here: a record for an unknown one becomes a dead letter of assemble. A key that the
-gateway made, a bucket or the session of a known agent, holds many trajectories: what is said of one of them names a step.
+Each request is answered only after its records are durable. An event id is a function of the
+event's content, so a repeated request adds nothing. These routes do not check whether a trajectory
+exists: assemble dead-letters a record of an unknown one. A key that the gateway assigned (an
+anonymous key, or the session of a known agent) holds many trajectories: a request about one of them
+names one of its steps.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ Text = Annotated[str, Field(min_length=1, max_length=200)]
 Reason = Annotated[str, Field(max_length=2000)]
 MAX_TAGS = 32
 AT_ONCE = 256
-"""So many records are made before others get their turn: 10 ms of the loop, a small part of what waits for Kafka."""
+"""Records created before the event loop yields: 10 ms, small beside the wait for Kafka."""
 Size = Annotated[int, Field(ge=1, le=100_000, strict=True)]
 Round = Annotated[int, Field(ge=0, le=2**31 - 1, strict=True)]
 
@@ -54,7 +56,10 @@ class _Body(BaseModel):
 
 
 class OpenSession(_Body):
-    """A new session. trajectory_key: default a fresh one. metadata: what reward functions need to know of the task."""
+    """Body of POST /sessions.
+
+    trajectory_key: a new one by default. metadata: facts about the task for reward functions.
+    """
 
     run_id: str | None = None
     group_id: str | None = None
@@ -66,7 +71,7 @@ class OpenSession(_Body):
 
 
 class Register(_Body):
-    """Tells about a trajectory before its first call."""
+    """Body that describes a trajectory before its first call."""
 
     channel: Channel | None = None
     group_size: Size | None = None
@@ -75,7 +80,11 @@ class Register(_Body):
 
 
 class Complete(_Body):
-    """The trajectory is over. reward: its reward from the environment, if it has one. step_id: a step of it, where the gateway made the key."""
+    """Body that ends a trajectory.
+
+    reward: the reward from the environment, if any. step_id: a step of the trajectory, required
+    where the gateway assigned the key.
+    """
 
     step_id: str | None = None
     reward: Value | None = None
@@ -85,7 +94,10 @@ class Complete(_Body):
 
 
 class GiveReward(_Body):
-    """A reward of a trajectory or, with step_id, of a step. value null: explicitly none, with the reason."""
+    """Body of POST /rewards: a reward of a trajectory or, with step_id, of a step.
+
+    value null: explicitly no reward; `reason` is then required.
+    """
 
     trajectory_id: str | None = None
     step_id: str | None = None
@@ -101,7 +113,10 @@ class GiveReward(_Body):
 
 
 class Curate(_Body):
-    """A mark on a trajectory or, with step_id, on a step. What is left out stays as it was. by: default the API key's name."""
+    """Body of POST /curations: a mark on a trajectory or, with step_id, on a step.
+
+    An omitted field keeps its value. by: the API key's name by default.
+    """
 
     trajectory_id: str | None = None
     step_id: str | None = None
@@ -114,18 +129,22 @@ class Curate(_Body):
 
 
 def json_of(value: Any, field: str) -> bytes | None:
-    """A value as it is kept; None stays None. Raises Unprocessable, see `dumps`."""
+    """Return a value as stored JSON; None stays None. Raises Unprocessable, see `dumps`."""
     return None if value is None else dumps(value, field, Unprocessable)
 
 
 class Recorder:
-    """Session events and rewards onto the log."""
+    """Build session events, rewards and curations, and write them to the log."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
 
     def opened(self, origin: TrajectoryRef, said: OpenSession | Register) -> SessionEvent:
-        """The trajectory's opening; the same one said again is the same event, another one adds what was not said before."""
+        """Return the opening of a trajectory.
+
+        An equal opening has the same event id; a different one adds the fields that were absent
+        before.
+        """
         told = (said.metadata, said.group_size, said.round, origin.channel, origin.group_id)
         return SessionEvent(
             event_id=stable_id(
@@ -146,7 +165,7 @@ class Recorder:
         )
 
     def ended(self, origin: TrajectoryRef, said: Complete) -> list[Reward | SessionEvent]:
-        """Its reward, if it has one, and its end. Raises Unprocessable."""
+        """Return the trajectory's reward, if it has one, and its end. Raises Unprocessable."""
         if said.step_id is None:
             _of_one_trajectory(origin.trajectory_key, "step_id")
         event = SessionEvent(
@@ -177,15 +196,26 @@ class Recorder:
     def reward(
         self, origin: TrajectoryRef, said: GiveReward, field: str = "value", by: str | None = None
     ) -> Reward:
-        """A reward; the same one said twice is one event. field: what it is called. by: who, unless said. Raises Unprocessable.
+        """Return a reward; an equal one has the same event id.
 
-        Where the gateway made the key a step says which trajectory is meant; with the key as trajectory id the reward is of all of that one.
+        Where the gateway assigned the key, step_id identifies the trajectory. If trajectory_id is
+        then the key, the reward applies to that whole trajectory, not to the step.
+
+        Args:
+            origin: Trajectory of the reward.
+            said: The reward.
+            field: Name of the value's field in error messages.
+            by: Author, unless `said` names one.
+
+        Raises:
+            Unprocessable: The value is outside the limits, or a field cannot be stored.
         """
         limits = self._services.settings.gateway
         if said.value is not None and not limits.reward_min <= said.value <= limits.reward_max:
             raise Unprocessable(
-                f"{field}: {said.value:g} is not in [{limits.reward_min:g}, {limits.reward_max:g}], see gateway.reward_min and "
-                "gateway.reward_max",
+                f"{field}: {said.value:g} is not in "
+                f"[{limits.reward_min:g}, {limits.reward_max:g}], "
+                "see gateway.reward_min and gateway.reward_max",
                 field,
             )
         named = said.trajectory_id if is_unnamed(origin.trajectory_key) else None
@@ -212,7 +242,11 @@ class Recorder:
         )  # fmt: skip
 
     def curation(self, origin: TrajectoryRef, said: Curate, by: str, event_id: str) -> Curation:
-        """A mark. Unlike other events a repeated one counts again: the last mark holds, whatever was said between."""
+        """Return a mark.
+
+        Unlike other events, an equal mark is a new event: the last mark holds, even after a
+        different one.
+        """
         return Curation(
             event_id=event_id,
             run_id=origin.run_id,
@@ -228,7 +262,11 @@ class Recorder:
         )
 
     async def record(self, events: Sequence[Event]) -> None:
-        """All durable when it returns, in this order. Raises NotRecorded: then some may be."""
+        """Write the events in this order; all are durable on return.
+
+        Raises:
+            NotRecorded: Some of the events may be durable.
+        """
         for at in range(0, len(events), AT_ONCE):
             if at:
                 await asyncio.sleep(0)
@@ -236,7 +274,11 @@ class Recorder:
 
 
 def target_of(trajectory_id: str | None, step_id: str | None) -> str:
-    """Trajectory key of what a reward or mark is about. Raises Unprocessable that names the field."""
+    """Return the trajectory key of a reward's or mark's target.
+
+    Raises:
+        Unprocessable: An id is invalid; the error names the field.
+    """
     try:
         if step_id is not None:
             if not STEP_ID.fullmatch(step_id):
@@ -269,24 +311,25 @@ def target_of(trajectory_id: str | None, step_id: str | None) -> str:
 def _of_one_trajectory(key: str, field: str) -> None:
     if is_unnamed(key):
         raise Unprocessable(
-            f"{field}: {key} is a key that the gateway made, it may hold many trajectories. Say which one by step_id, a step of it",
+            f"{field}: {key} is a key that the gateway made, it may hold many trajectories. "
+            "Say which one by step_id, a step of it",
             field,
         )
 
 
 def public_url(gateway: GatewaySettings, request: Request) -> str:
-    """What the base URLs that agents are given begin with, without a slash at its end."""
+    """Return the start of the base URLs given to agents, without a trailing slash."""
     if gateway.public_url is not None:
         return gateway.public_url.rstrip("/")
     return str(request.base_url).rstrip("/") + gateway.base_path
 
 
 def control_routes(services: Services) -> APIRouter:
-    """Routes of sessions, trajectories, rewards and curations."""
+    """Return the routes of sessions, trajectories, rewards and curations."""
     router, recorder, door = APIRouter(), Recorder(services), services.door
 
     def principal_with(scope: Scope) -> Any:
-        """Before the body is looked at: who asks, if that one has the scope."""
+        """Authenticate the caller and check its scope before the body is read."""
 
         async def authenticate(request: Request) -> Principal:
             return door.authenticate(header_map(request.scope), scope)

@@ -1,4 +1,4 @@
-"""The model calls in the OpenAPI page: they are served before the web framework, so it does not know them. Pure."""
+"""Add the model calls to the OpenAPI page: they are served outside the web framework. Pure."""
 
 from __future__ import annotations
 
@@ -23,13 +23,21 @@ REQUESTS: Mapping[str, tuple[list[str], Mapping[str, Schema]]] = {
     "/moderations": (["input"], {"input": {}}),
     "/rerank": (["query", "documents"], {"query": {}, "documents": {"type": "array"}}),
 }
-"""What the gateway itself relies on; everything else goes to the engine as it is. Required fields, properties."""
+"""Required fields and properties that the gateway itself reads, by path.
+
+All other fields go to the engine unchanged.
+"""
 PREFIXES = ("", "/v1", "/{trajectory}/{prompt}", "/{trajectory}/{prompt}/v1")
 JSON = "application/json"
 
 
 def with_model_calls(page: dict[str, Any], tails: Iterable[tuple[str, str]]) -> dict[str, Any]:
-    """The page with the model calls. tails: (method, tail of the path)."""
+    """Return the page with the model calls.
+
+    Args:
+        page: The OpenAPI page; changed in place.
+        tails: Pairs of method and tail of the path.
+    """
     for method, tail in tails:
         path = f"{tail}{{id}}" if tail.endswith("/") else tail
         for prefix in PREFIXES:

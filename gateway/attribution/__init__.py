@@ -1,1 +1,1 @@
-"""Which trajectory and session a request belongs to, and which agent sent it."""
+"""Attribute each request to a trajectory, a session and an agent."""

@@ -1,7 +1,8 @@
-"""Which known agent sends a request, and which of its sessions it belongs to. Pure.
+"""Identify the known agent that sends a request, and its session. Pure.
 
-What each one sends was measured on unmodified agents (claude-code 2.1, codex 0.169, openclaw 2026.9, opencode): see docs/sessions.md.
-An agent that is not known by certain signs is not guessed: a bare `traceparent` or `x-session-id` of anybody else is no session.
+The signs were measured on unmodified agents (claude-code 2.1, codex 0.169, openclaw 2026.9,
+opencode): see docs/sessions.md. An agent without a certain sign stays unidentified: a bare
+`traceparent` or `x-session-id` from an unknown client is not a session.
 """
 
 from __future__ import annotations
@@ -17,26 +18,31 @@ from gateway.attribution.conversation import last_user_text, system_text
 AgentName = Literal["claude-code", "codex", "opencode", "openclaw"]
 
 LOOKED_AT = 4096
-"""Characters at the start of a block of the prompt in which an agent names itself."""
+"""Characters searched at the start of each prompt block for the name of an agent."""
 OPENCLAW_SYSTEM = ("running inside OpenClaw", "You are a context summarization assistant")
-"""Openclaw's own prompt, and the one it compacts with."""
+"""Start of openclaw's own system prompt, and of its compaction prompt."""
 OPENCLAW_USER = "<<<BEGIN_OPENCLAW_INTERNAL_CONTEXT>>>"
-"""Begins a message that openclaw moves to the end of every request."""
+"""Start of a message that openclaw moves to the end of every request."""
 TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}")
 OLD_USER_ID = re.compile(r"_session_([0-9a-f-]{36})$")
 MAX_ID = 200
-"""Characters of a session id that are believed."""
+"""Maximum characters of an accepted session id."""
 
 
 class AgentSession(NamedTuple):
-    """A session as its agent names it. Sub-agents have the session of the agent that started them."""
+    """Name a session as its agent does. A sub-agent has the session of its parent agent."""
 
     agent: AgentName
     session_id: str
 
 
 def agent_of(headers: Mapping[str, str], said: Mapping[str, Any]) -> AgentName | None:
-    """The agent, if it is a known one. headers: names in lower case."""
+    """Return the agent if it is a known one.
+
+    Args:
+        headers: Names in lower case.
+        said: Body of the request.
+    """
     agent = headers.get("user-agent", "").lower()
     if "x-claude-code-session-id" in headers or agent.startswith("claude-cli/"):
         return "claude-code"
@@ -53,14 +59,20 @@ def _speaks_openclaw(headers: Mapping[str, str], said: Mapping[str, Any]) -> boo
     start = system_text(said, LOOKED_AT)
     if OPENCLAW_SYSTEM[0] in start:
         return True
-    # Its compaction prompt and its context blocks are seen with others too; a trace is what openclaw alone sends with them.
+    # Other clients also send this compaction prompt and these context blocks. Only openclaw sends a
+    # trace with them.
     return "traceparent" in headers and (
         start.startswith(OPENCLAW_SYSTEM[1]) or OPENCLAW_USER in last_user_text(said, LOOKED_AT)
     )
 
 
 def session_of(headers: Mapping[str, str], said: Mapping[str, Any]) -> AgentSession | None:
-    """The session of a known agent. headers: names in lower case."""
+    """Return the session of a known agent, or None.
+
+    Args:
+        headers: Names in lower case.
+        said: Body of the request.
+    """
     agent = agent_of(headers, said)
     if agent is None:
         return None
@@ -78,7 +90,10 @@ def session_of(headers: Mapping[str, str], said: Mapping[str, Any]) -> AgentSess
 
 
 def _claude_user(said: Mapping[str, Any]) -> str | None:
-    """Claude Code's session in `metadata.user_id`: JSON with session_id, in older versions `..._session_<uuid>`."""
+    """Return Claude Code's session from `metadata.user_id`.
+
+    The value is JSON with session_id; older versions send `..._session_<uuid>`.
+    """
     metadata = said.get("metadata")
     user = metadata.get("user_id") if isinstance(metadata, dict) else None
     if not isinstance(user, str):

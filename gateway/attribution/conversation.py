@@ -1,7 +1,8 @@
-"""What a request says, as text, whichever protocol it came by: system prompt, first and last turn of the user. Pure.
+"""Read the text of a request in any protocol: system prompt, first and last user turn. Pure.
 
-OpenAI chat and Anthropic have `messages` (Anthropic's system prompt is beside them, or among them), Responses has `input` and
-`instructions`, completions `prompt`. Nothing here trusts a shape: what is not as expected counts as not there.
+OpenAI chat and Anthropic requests have `messages`; Anthropic's system prompt is a separate field or
+one of the messages. Responses requests have `input` and `instructions`, completions `prompt`.
+Content of an unexpected shape counts as absent.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ TEXT_TYPES = ("text", "input_text", "output_text")
 
 
 def turns(said: Mapping[str, Any]) -> list[Any]:
-    """The conversation, oldest first; a request without one gives none."""
+    """Return the conversation, oldest turn first; empty for a request without one."""
     for name in ("messages", "input"):
         found = said.get(name)
         if isinstance(found, list):
@@ -26,7 +27,7 @@ def turns(said: Mapping[str, Any]) -> list[Any]:
 
 
 def _pieces(content: Any) -> Iterator[str]:
-    """The texts of a content: a string, or a list of blocks."""
+    """Yield the texts of a content value: a string, or a list of blocks."""
     if isinstance(content, str):
         yield content
     elif isinstance(content, list):
@@ -42,7 +43,12 @@ def _pieces(content: Any) -> Iterator[str]:
 
 
 def text_of(content: Any, most: int | None = None) -> str:
-    """All text of a content, a line break between blocks; of each block the first `most` characters."""
+    """Join all text of a content value, with a line break between blocks.
+
+    Args:
+        content: A string, or a list of blocks.
+        most: Characters to keep of each block; None: all.
+    """
     return (
         content[:most]
         if isinstance(content, str)
@@ -51,7 +57,10 @@ def text_of(content: Any, most: int | None = None) -> str:
 
 
 def system_text(said: Mapping[str, Any], most: int | None = None) -> str:
-    """The system prompt: what stands before the conversation, and the system messages that begin it. Of each block `most` characters."""
+    """Return the system prompt, `most` characters of each block.
+
+    It consists of the text before the conversation and the system messages at its start.
+    """
     found = [text_of(said[name], most) for name in ("system", "instructions") if said.get(name)]
     for turn in turns(said):
         if not isinstance(turn, dict) or turn.get("role") not in SYSTEM_ROLES:
@@ -67,20 +76,27 @@ def _of_user(found: Iterable[Any]) -> Any:
 
 
 def first_user_text(said: Mapping[str, Any], most: int | None = None) -> str:
-    """Text of the user's first message; of each block the first `most` characters."""
+    """Return the text of the user's first message, `most` characters of each block."""
     return text_of(_of_user(turns(said)), most)
 
 
 def last_user_text(said: Mapping[str, Any], most: int | None = None) -> str:
-    """Text of the user's last message, without results of tools; of each block the first `most` characters."""
+    """Return the text of the user's last message, `most` characters of each block.
+
+    Results of tools are not part of it.
+    """
     return text_of(_of_user(reversed(turns(said))), most)
 
 
 def first_user_turn(said: Mapping[str, Any]) -> bytes:
-    """The user's first message in a form that all later calls of its conversation give too: canonical bytes.
+    """Return the user's first message as canonical bytes, equal in all calls of a conversation.
 
-    Agents turn a string into a list of one block and back, and move `cache_control` about: both are undone. A completions prompt is
-    one turn as a whole, text or token ids. A request without a user's message gives its first message, an empty one b"". Raises BadRequest.
+    Agents convert a string into a list of one block and back, and move `cache_control` between
+    blocks: the canonical form undoes both. A completions prompt, text or token ids, is one turn. A
+    request without a user message gives its first message; an empty request gives b"".
+
+    Raises:
+        BadRequest: The turn has no canonical form.
     """
     found = turns(said)
     content = _of_user(found)

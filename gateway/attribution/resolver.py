@@ -1,16 +1,22 @@
-"""The door: who a request comes from, what that one may do, and which trajectory it belongs to. No I/O on the way of a request.
+"""Authenticate a request, authorize it, and resolve its trajectory. Does no I/O per request.
 
-A request carries at most one key of ours, as `Authorization: Bearer`, `x-api-key` (Anthropic's clients) or `api-key`:
+A request carries at most one Clawstream key, as `Authorization: Bearer`, `x-api-key` (Anthropic's
+clients) or `api-key`:
 
-- an API key, `claw-...`: its scopes say what it may do, and its run, if it has one, is the run of all it writes;
-- a session key, `sk-claw-...`: scope agent for one trajectory, as long as the API key that opened it lives;
-- anything else, or nothing: nobody we know. Where `gateway.auth` is open that one may do everything, as may everyone else.
+- an API key, `claw-...`: its scopes limit the caller, and its run, if it has one, is the run of
+  every record the caller writes;
+- a session key, `sk-claw-...`: scope agent for one trajectory, valid as long as the API key that
+  opened it;
+- any other value, or none: an unknown caller. Where `gateway.auth` is open, every caller may do
+  everything.
 
-A wrong key of ours is refused even where none is needed. Keys are looked up by their SHA-256 and never logged.
+An invalid Clawstream key is refused even where no key is required. Keys are looked up by their
+SHA-256 and never logged.
 
-The run: the API key's, else the session key's, else header x-clawstream-run, else the setting. The trajectory: the path's, else header
-x-clawstream-trajectory, else the session key's, else the session that a known agent names itself (`agent`), else a bucket: the hash of
-who calls and the user's first turn.
+The run is the first of: the API key's, the session key's, header x-clawstream-run, the setting. The
+trajectory is the first of: the path's, header x-clawstream-trajectory, the session key's, the
+session that a known agent names (`agents`), an anonymous key: the hash of the caller and the user's
+first turn.
 """
 
 from __future__ import annotations
@@ -47,12 +53,15 @@ TRAJECTORY_HEADER = "x-clawstream-trajectory"
 GROUP_HEADER = "x-clawstream-group"
 KEY_HEADERS = ("x-api-key", "api-key")
 RELOAD_S = 1.0
-"""How often the file of API keys is looked at: so long a revoked key lives on."""
+"""Interval in seconds between reads of the API key file: a revoked key stays valid this long."""
 
 
 @dataclass(frozen=True, slots=True)
 class Principal:
-    """Who asks. identity: SHA-256 of the credential as it came, b"" without one. unbound: no key is needed here."""
+    """Describe an authenticated caller.
+
+    identity: SHA-256 of the credential as received, b"" without one. unbound: no key is required.
+    """
 
     identity: bytes
     key: ApiKey | None
@@ -60,14 +69,14 @@ class Principal:
     unbound: bool
 
     def may(self, scope: Scope) -> bool:
-        """Whether it has the scope. A session key has scope agent."""
+        """Return whether the caller has the scope. A session key has scope agent."""
         return self.unbound or (
             scope == "agent" if self.key is None or self.session else self.key.may(scope)
         )
 
     @property
     def name(self) -> str | None:
-        """Name of its API key."""
+        """Return the name of its API key."""
         return self.key.name if self.key is not None else None
 
 
@@ -75,7 +84,10 @@ NOBODY = Principal(b"", None, None, unbound=True)
 
 
 def credential_of(headers: Mapping[str, str]) -> str | None:
-    """The key that a request carries: one of ours if there is one, for clients may send another provider's beside it."""
+    """Return the key of a request.
+
+    A Clawstream key takes precedence, because clients may also send another provider's key.
+    """
     scheme, _, token = headers.get("authorization", "").partition(" ")
     found = [token.strip()] if scheme.lower() == "bearer" else []
     found += [headers[name] for name in KEY_HEADERS if name in headers]
@@ -83,7 +95,11 @@ def credential_of(headers: Mapping[str, str]) -> str | None:
 
 
 class Door:
-    """Made once from the settings. Raises KeysUnreadable when the file of API keys cannot be read."""
+    """Authenticate callers and resolve their trajectories.
+
+    Raises:
+        KeysUnreadable: The file of API keys cannot be read.
+    """
 
     def __init__(self, settings: Settings, metrics: Metrics) -> None:
         self._metrics = metrics
@@ -99,10 +115,19 @@ class Door:
                 do="clawstream keys create, or gateway.auth=open",
             )
 
-    # -- who
+    # -- authentication
 
     def authenticate(self, headers: Mapping[str, str], scope: Scope) -> Principal:
-        """Who asks, if that one may. headers: names in lower case. Raises WrongKey or Forbidden."""
+        """Return the caller of a request.
+
+        Args:
+            headers: Names in lower case.
+            scope: Scope the caller must have.
+
+        Raises:
+            WrongKey: The key is missing or invalid.
+            Forbidden: The caller lacks the scope.
+        """
         try:
             caller = self._caller(headers)
             self.require(caller, scope)
@@ -112,14 +137,14 @@ class Door:
         return caller
 
     def require(self, caller: Principal, scope: Scope) -> None:
-        """Raises Forbidden unless the caller has the scope."""
+        """Raise Forbidden unless the caller has the scope."""
         if not caller.may(scope):
             self._metrics.keys_refused.labels("scope").inc()
             what = "a session key" if caller.session is not None else f"the key {caller.name!r}"
             raise Forbidden(f"{what} lacks the scope {scope!r}", "authorization")
 
     def require_completion_reward(self, caller: Principal) -> None:
-        """Raises Forbidden unless the caller may say the reward when it completes a trajectory."""
+        """Raise Forbidden unless the caller may set the reward when it completes a trajectory."""
         if not (caller.session is not None and self._session_rewards):
             self.require(caller, "reward")
 
@@ -164,7 +189,7 @@ class Door:
             )
         return Principal(digest, key, session.origin, not self._required)
 
-    # -- where
+    # -- trajectory
 
     def admit(
         self,
@@ -174,13 +199,22 @@ class Door:
         group: str | None = None,
         said: Mapping[str, Any] | None = None,
     ) -> TrajectoryRef:
-        """Where a request belongs, if its caller may. The same as `authenticate`, then `origin`."""
+        """Call `authenticate`, then `origin`."""
         return self.origin(self.authenticate(headers, scope), headers, key, group, said)
 
     def run_of(
         self, caller: Principal, headers: Mapping[str, str], asked: str | None = None
     ) -> str:
-        """The run of what the caller writes. asked: the one a body names. Raises Forbidden when the caller's key has another."""
+        """Return the run that the caller writes to.
+
+        Args:
+            caller: The authenticated caller.
+            headers: Names in lower case.
+            asked: Run named in the body.
+
+        Raises:
+            Forbidden: The caller's key is bound to another run.
+        """
         pinned = (
             caller.session.run_id
             if caller.session is not None
@@ -201,10 +235,20 @@ class Door:
         said: Mapping[str, Any] | None = None,
         run: str | None = None,
     ) -> TrajectoryRef:
-        """Where a request of the caller belongs.
+        """Return the trajectory of a caller's request.
 
-        headers: names in lower case. key, group: trajectory and prompt uid of the path. said: what the body of a model call says. run: the
-        one that a body names. Raises BadRequest, or Forbidden when a session key names another trajectory than its own.
+        Args:
+            caller: The authenticated caller.
+            headers: Names in lower case.
+            key: Trajectory uid of the path.
+            group: Prompt uid of the path.
+            said: Body of a model call.
+            run: Run named in the body.
+
+        Raises:
+            BadRequest: The request names no trajectory, or an id is invalid.
+            Forbidden: A session key names another trajectory than its own, or the run is not the
+                key's.
         """
         session = caller.session
         key = key or headers.get(TRAJECTORY_HEADER)
@@ -224,21 +268,22 @@ class Door:
         if key is None:
             if said is None:
                 raise BadRequest(
-                    f"no trajectory: name it in the path or in {TRAJECTORY_HEADER}, or use a session key",
+                    f"no trajectory: name it in the path or in {TRAJECTORY_HEADER}, "
+                    "or use a session key",
                     TRAJECTORY_HEADER,
                 )
             key = _unnamed_key(caller, headers, said)
         return checked(self.run_of(caller, headers, run), key, group, channel)
 
     def mint(self, caller: Principal, origin: TrajectoryRef) -> str:
-        """A session key for the origin, that lives as long as the caller's API key."""
+        """Mint a session key for the origin, valid as long as the caller's API key."""
         return self._sessions.mint(origin, caller.key.key_id if caller.key is not None else None)
 
-    # -- the file of keys
+    # -- API key file
 
     @asynccontextmanager
     async def watching(self) -> AsyncIterator[None]:
-        """Takes in changes of the file of API keys while it is entered."""
+        """Reload the file of API keys on changes while the context is entered."""
         task = asyncio.create_task(self._watch())
         try:
             yield
@@ -266,7 +311,10 @@ class Door:
 
 
 def _unnamed_key(caller: Principal, headers: Mapping[str, str], said: Mapping[str, Any]) -> str:
-    """The trajectory key of a call that names none: any gateway gives the same. The caller is part of it, so nobody meets another's."""
+    """Return the trajectory key of a call that names none; equal on every gateway.
+
+    The key includes the caller, so two callers never share a trajectory.
+    """
     session = session_of(headers, said)
     if session is None:
         return bucket_key(caller.identity, first_user_turn(said))
@@ -274,7 +322,7 @@ def _unnamed_key(caller: Principal, headers: Mapping[str, str], said: Mapping[st
 
 
 def _utf8(text: str | None) -> str | None:
-    """A header's value as the client meant it: HTTP hands it on as latin-1."""
+    """Decode a header value as UTF-8: HTTP servers pass it on as latin-1."""
     if text is None or text.isascii():
         return text
     try:

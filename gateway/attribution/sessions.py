@@ -1,8 +1,9 @@
-"""Sessions: where a record belongs, and the keys that say so. Stateless, so any gateway can serve any session.
+"""Mint and read session keys, which name a trajectory. Stateless: any gateway serves any session.
 
-A session key is `sk-claw-<base64url of JSON {r,k,g,c,a}>.<base64url of HMAC-SHA256>`: run, trajectory key, group, channel, and the id of the
-API key that opened it, which it does not outlive. The signature covers the part before the dot; the secret is gateway.session_secret,
-else a file of mode 0600 in data_dir, made once.
+A session key is `sk-claw-<base64url of JSON {r,k,g,c,a}>.<base64url of HMAC-SHA256>`: run,
+trajectory key, group, channel, and the id of the API key that opened it. It expires with that API
+key. The signature covers the part before the dot. The secret is gateway.session_secret, else a file
+of mode 0600 in data_dir, created once.
 """
 
 from __future__ import annotations
@@ -30,17 +31,21 @@ from schemas.settings import Settings
 
 PREFIX = "sk-claw-"
 OURS = (api_keys.PREFIX, PREFIX)
-"""Every key that begins so is this installation's own: the door reads it, and it goes to no engine."""
+"""Prefixes of this installation's keys: the resolver reads such keys, and no engine receives them.
+"""
 CHANNEL_HEADER = "x-clawstream-channel"
 SECRET_BYTES = 16
-"""A shorter session secret is refused."""
+"""Minimum length of a session secret."""
 KEPT = 4096
-"""Session keys whose signature need not be checked again."""
+"""Session keys whose verified signature is cached."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrajectoryRef:
-    """Where a record belongs. group_id None: a group of its own. channel None: the request did not say."""
+    """Identify the trajectory of a record.
+
+    group_id None: the trajectory is its own group. channel None: the request named no channel.
+    """
 
     run_id: str
     trajectory_key: str
@@ -57,29 +62,44 @@ def _b64(data: bytes) -> str:
 
 
 class Session(NamedTuple):
-    """What a session key says. key_id: of the API key that opened it; None: the gateway was open."""
+    """Hold the content of a session key.
+
+    key_id: id of the API key that opened the session; None: the gateway was open.
+    """
 
     origin: TrajectoryRef
     key_id: str | None
 
 
 class SessionKeys:
-    """Mints and reads session keys. secret: any bytes, the same for all gateways of an installation."""
+    """Mint and read session keys.
+
+    secret: any bytes, the same for all gateways of an installation.
+    """
 
     def __init__(self, secret: bytes) -> None:
         self._secret = secret
         self._known: OrderedDict[bytes, Session] = OrderedDict()
 
     def mint(self, origin: TrajectoryRef, key_id: str | None = None) -> str:
-        """The key of a session. key_id: of the API key that opens it."""
+        """Return the key of a session. key_id: id of the API key that opens it."""
         fields = {
-            "r": origin.run_id, "k": origin.trajectory_key, "g": origin.group_id, "c": origin.channel, "a": key_id,
+            "r": origin.run_id, "k": origin.trajectory_key, "g": origin.group_id,
+            "c": origin.channel, "a": key_id,
         }  # fmt: skip
         payload = _b64(orjson.dumps({k: v for k, v in fields.items() if v is not None}))
         return f"{PREFIX}{payload}.{self._sign(payload)}"
 
     def find(self, key: str, digest: bytes) -> Session:
-        """What the key says; digest: its SHA-256. The last ones are remembered by it, not by themselves. Raises WrongKey."""
+        """Return the content of a key, from the cache if possible.
+
+        Args:
+            key: The session key.
+            digest: Its SHA-256, the key of the cache, so that the cache holds no session key.
+
+        Raises:
+            WrongKey: See `read`.
+        """
         known = self._known.get(digest)
         if known is not None:
             self._known.move_to_end(digest)
@@ -90,7 +110,11 @@ class SessionKeys:
         return known
 
     def read(self, key: str) -> Session:
-        """What the key says. Raises WrongKey."""
+        """Return the content of a key.
+
+        Raises:
+            WrongKey: The signature is wrong, or the signed content is unreadable.
+        """
         payload, _, signature = key.removeprefix(PREFIX).partition(".")
         if not hmac.compare_digest(signature.encode(), self._sign(payload).encode()):
             raise WrongKey(
@@ -111,7 +135,13 @@ class SessionKeys:
 
 
 def secret_of(settings: Settings) -> bytes:
-    """The installation's secret; made on first use when the settings have none. Safe to race. Raises SettingsError for one that is short."""
+    """Return the installation's secret; create it on first use when the settings have none.
+
+    Concurrent gateways may call this safely.
+
+    Raises:
+        SettingsError: The secret is too short.
+    """
     if settings.gateway.session_secret is not None:
         return _long_enough(
             settings.gateway.session_secret.encode(),
@@ -129,7 +159,7 @@ def secret_of(settings: Settings) -> bytes:
 
 
 def _long_enough(secret: bytes, where: str, what_to_do: str) -> bytes:
-    """Who guesses the secret makes session keys of any run."""
+    """Check the length: a caller who guesses the secret can mint session keys of any run."""
     size = len(secret.strip())
     if size < SECRET_BYTES:
         raise SettingsError(
@@ -141,12 +171,12 @@ def _long_enough(secret: bytes, where: str, what_to_do: str) -> bytes:
 def _make_secret(path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     secret = secrets.token_urlsafe(32).encode()
-    with suppress(FileExistsError):  # only the first one counts
+    with suppress(FileExistsError):  # the first writer wins
         create_durably(path, secret, 0o600)
 
 
 def channel_of(value: str | None, param: str = CHANNEL_HEADER) -> Channel | None:
-    """A channel as a header says it. Raises BadRequest."""
+    """Parse the channel of a header. Raises BadRequest."""
     match value:
         case None | "train" | "val":
             return value
@@ -155,7 +185,7 @@ def channel_of(value: str | None, param: str = CHANNEL_HEADER) -> Channel | None
 
 
 def checked(run: str, key: str, group: str | None, channel: Channel | None) -> TrajectoryRef:
-    """An origin whose ids are fit to be recorded. Raises BadRequest that names the id."""
+    """Return a reference with valid ids. Raises BadRequest that names the invalid id."""
     for name, check, value in (
         ("run_id", check_run_id, run),
         ("trajectory_key", check_trajectory_key, key),

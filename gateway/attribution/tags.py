@@ -1,7 +1,8 @@
-"""What a call of a known agent is for, when it is not its main conversation: a sub-agent's, a title, a compaction, a summary. Pure.
+"""Tag the calls of a known agent that are not its main conversation. Pure.
 
-A tag says what it was concluded from: a header, or words of the agent's own prompt, never of the user's. What is not certain gets no tag. A
-new sign is a line in one of the two tables; where it was seen stands beside it.
+Such a call belongs to a sub-agent, or makes a title, a compaction or a summary. A tag names its
+evidence: a header, or words of the agent's own prompt, never of the user's. An uncertain call gets
+no tag. To add a sign, add a line to one of the two tables, with its source in a comment.
 """
 
 from __future__ import annotations
@@ -20,12 +21,15 @@ Where = Literal[
     "system prompt", "anywhere in the system prompt", "first user turn", "last user turn"
 ]
 LOOKED_AT = 2000
-"""Characters at the start of a block in which an agent puts its instruction. Further in, words may be those of a user's own files."""
+"""Characters searched at the start of a block, where an agent puts its instruction.
+
+Text further in may come from a user's own files.
+"""
 MAX_VALUE = 100
 
 
 class HeaderSign(NamedTuple):
-    """A header that tells. value None: whatever it says."""
+    """Map a header of an agent to a tag. value None: any value matches."""
 
     agent: AgentName
     header: str
@@ -34,7 +38,7 @@ class HeaderSign(NamedTuple):
 
 
 class PromptSign(NamedTuple):
-    """Words of an agent's own prompt that tell."""
+    """Map words of an agent's own prompt to a tag."""
 
     agent: AgentName
     where: Where
@@ -44,89 +48,89 @@ class PromptSign(NamedTuple):
 
 HEADERS = (
     HeaderSign("claude-code", "x-claude-code-agent-id", None, "sub_agent"),  # measured, 2.1.329
-    HeaderSign(
-        "claude-code", "x-claude-code-request-class", "subagent", "sub_agent"
-    ),  # its gateway hints, from 2.1.273
+    # its gateway hints, from 2.1.273
+    HeaderSign("claude-code", "x-claude-code-request-class", "subagent", "sub_agent"),
     HeaderSign("claude-code", "x-claude-code-request-class", "workflow", "sub_agent"),
     HeaderSign("claude-code", "x-claude-code-request-class", "compaction", "compaction"),
     HeaderSign("claude-code", "x-claude-code-compaction", None, "compaction"),
-    HeaderSign(
-        "codex", "x-openai-subagent", "compact", "compaction"
-    ),  # codex-rs/core, session sources
+    # codex-rs/core, session sources
+    HeaderSign("codex", "x-openai-subagent", "compact", "compaction"),
     HeaderSign("codex", "x-openai-subagent", "memory_consolidation", "summary"),
-    HeaderSign(
-        "codex", "x-openai-subagent", None, "sub_agent"
-    ),  # measured, 0.169.0: collab_spawn; also review and others
+    # measured, 0.169.0: collab_spawn; also review and others
+    HeaderSign("codex", "x-openai-subagent", None, "sub_agent"),
     HeaderSign("codex", "x-codex-parent-thread-id", None, "sub_agent"),  # measured
     HeaderSign("opencode", "x-parent-session-id", None, "sub_agent"),  # measured
 )
-"""Of one agent and header the first that fits counts."""
+"""The first match of an agent and header counts."""
 
 CODEX_METADATA = "x-codex-turn-metadata"
 CODEX_KINDS: Mapping[str, Name] = {"compaction": "compaction", "memory": "summary"}
 """`request_kind` of codex's turn metadata, codex-rs/core."""
 
 PROMPTS = (
-    PromptSign(
-        "claude-code", "system prompt", "cc_is_subagent=true", "sub_agent"
-    ),  # measured: its billing block
-    PromptSign(
-        "claude-code", "system prompt", "Generate a concise, sentence-case title", "title"
-    ),  # session title, 2.x
-    PromptSign(
-        "claude-code", "system prompt", "indicates a new conversation topic", "title"
-    ),  # topic and title, 1.x
+    # measured: its billing block
+    PromptSign("claude-code", "system prompt", "cc_is_subagent=true", "sub_agent"),
+    # session title, 2.x
+    PromptSign("claude-code", "system prompt", "Generate a concise, sentence-case title", "title"),
+    # topic and title, 1.x
+    PromptSign("claude-code", "system prompt", "indicates a new conversation topic", "title"),
+    # 1.x and 2.x
     PromptSign(
         "claude-code", "system prompt", "tasked with summarizing conversations", "compaction"
-    ),  # 1.x and 2.x
+    ),
+    # /compact
     PromptSign(
         "claude-code",
         "last user turn",
         "Your task is to create a detailed summary of",
         "compaction",
-    ),  # /compact
+    ),
+    # recap, 2.x
     PromptSign(
         "claude-code", "last user turn", "The user stepped away and is coming back.", "summary"
-    ),  # recap, 2.x
-    PromptSign(
-        "codex", "last user turn", "CONTEXT CHECKPOINT COMPACTION", "compaction"
-    ),  # core/templates/compact
+    ),
+    # core/templates/compact
+    PromptSign("codex", "last user turn", "CONTEXT CHECKPOINT COMPACTION", "compaction"),
     PromptSign("codex", "system prompt", "CONTEXT CHECKPOINT COMPACTION", "compaction"),
-    PromptSign(
-        "opencode", "system prompt", "You are a title generator", "title"
-    ),  # agent/prompt/title.txt
-    PromptSign(
-        "opencode", "first user turn", "Generate a title for this conversation:", "title"
-    ),  # session/prompt.ts
+    # agent/prompt/title.txt
+    PromptSign("opencode", "system prompt", "You are a title generator", "title"),
+    # session/prompt.ts
+    PromptSign("opencode", "first user turn", "Generate a title for this conversation:", "title"),
+    # compaction.txt
     PromptSign(
         "opencode", "system prompt", "anchored context summarization assistant", "compaction"
-    ),  # compaction.txt
-    PromptSign(
-        "opencode", "system prompt", "tasked with summarizing conversations", "compaction"
-    ),  # its older wording
+    ),
+    # its older wording
+    PromptSign("opencode", "system prompt", "tasked with summarizing conversations", "compaction"),
+    # summary.txt
     PromptSign(
         "opencode", "system prompt", "Summarize what was done in this conversation", "summary"
-    ),  # summary.txt
-    PromptSign(
-        "openclaw", "anywhere in the system prompt", "Subagent spawned by", "sub_agent"
-    ),  # measured, 2026.9.6
+    ),
+    # measured, 2026.9.6
+    PromptSign("openclaw", "anywhere in the system prompt", "Subagent spawned by", "sub_agent"),
+    # older wording
     PromptSign(
         "openclaw",
         "anywhere in the system prompt",
         "You are a **subagent** spawned by",
         "sub_agent",
-    ),  # before
+    ),
+    # its compaction
     PromptSign(
         "openclaw", "system prompt", "You are a context summarization assistant", "compaction"
-    ),  # its compaction
-    PromptSign(
-        "openclaw", "last user turn", "generate a short 1-2 word filename slug", "title"
-    ),  # session memory file
+    ),
+    # session memory file
+    PromptSign("openclaw", "last user turn", "generate a short 1-2 word filename slug", "title"),
 )
 
 
 def tags_of(headers: Mapping[str, str], said: Mapping[str, Any]) -> tuple[Tag, ...]:
-    """The tags of a call, each name once. headers: names in lower case."""
+    """Return the tags of a call, each name once.
+
+    Args:
+        headers: Names in lower case.
+        said: Body of the request.
+    """
     agent = agent_of(headers, said)
     if agent is None:
         return ()

@@ -1,1 +1,1 @@
-"""Claw-R1's own HTTP API and command line, mapped to ours. Only the application imports it."""
+"""Map Claw-R1's own HTTP API and command line to ours. Only the application imports it."""

@@ -1,7 +1,8 @@
-"""Claw-R1's own HTTP API for white-box agents: /submit_steps, /generate, /compute_reward, /init_trajectory.
+"""Serve Claw-R1's HTTP API for white-box agents.
 
-What its black-box agents use beside model calls (register_trajectory, complete_trajectory) is in `control`. docs/claw-r1.md has each
-route with what differs and why.
+Routes: /submit_steps, /generate, /compute_reward, /init_trajectory. `gateway.api.control` serves
+the other routes of its black-box agents (register_trajectory, complete_trajectory). docs/claw-r1.md
+lists each route with the differences and their reasons.
 """
 
 from __future__ import annotations
@@ -54,25 +55,31 @@ from schemas.settings import GatewaySettings
 from schemas.tokens import unpack_ids, unpack_logprobs
 
 LARGE_BODIES = frozenset({"/submit_steps", "/generate", "/compute_reward"})
-"""Paths whose bodies carry token ids: gateway.max_body_bytes holds for them, as for model calls."""
+"""Paths whose bodies carry token ids: gateway.max_body_bytes limits them, as model calls."""
 THREAD_BYTES = 1 << 14
-"""Larger submissions are read on a thread: 1 MB of ids takes 20 ms, 16 KB of tiny steps as long."""
+"""Submissions above this size are read in a thread.
+
+1 MB of ids takes 20 ms to read, and so do 16 KB of tiny steps.
+"""
 PREFIX_IDS = 128
-"""Calls whose prompts begin with the same ids go to the same engine, which has them in its cache."""
+"""Number of first prompt ids that select the engine.
+
+Calls with equal ids go to the same engine, which has them in its cache.
+"""
 OURS = frozenset(
     {"prompt", "stream", "n", "best_of", "echo", "suffix", "prompt_embeds", "use_beam_search"}
 )
-"""Not a sampling parameter of POST /generate, which gives one whole reply."""
+"""Parameters of completions that POST /generate does not accept: it returns one whole reply."""
 DEFAULTS: Mapping[str, Any] = {"temperature": 1.0, "top_p": 1.0, "repetition_penalty": 1.0}
-"""Claw-R1's. Said to the engine, for a model may bring defaults of its own."""
+"""Claw-R1's defaults, sent explicitly because a model may have other defaults."""
 COMPLETIONS = OpenAICompletions()
 PROTOCOL = "claw-r1.generate"
-"""The protocol of a failed call of POST /generate."""
+"""Protocol name of a failed call of POST /generate."""
 M = TypeVar("M", bound=BaseModel)
 
 
 class Generate(BaseModel):
-    """Body of POST /generate. sampling_params: as vLLM's completions have them."""
+    """Body of POST /generate. sampling_params: those of vLLM's completions."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -83,7 +90,7 @@ class Generate(BaseModel):
 
 
 def read_as(model: type[M], body: bytes) -> M:
-    """A request's body. Raises BadRequest or Unprocessable that names the field."""
+    """Parse a request's body. Raises BadRequest or Unprocessable that names the field."""
     try:
         return model.model_validate_json(body)
     except ValidationError as error:
@@ -95,7 +102,7 @@ def read_as(model: type[M], body: bytes) -> M:
 
 
 def in_openapi(model: type[BaseModel]) -> dict[str, Any]:
-    """What the OpenAPI page says of a body that the route reads itself."""
+    """Return the OpenAPI description of a body that the route parses itself."""
     schema = model.model_json_schema()
     named = schema.pop("$defs", {})
 
@@ -118,7 +125,11 @@ def in_openapi(model: type[BaseModel]) -> dict[str, Any]:
 
 
 def claw_r1_routes(services: Services) -> APIRouter:
-    """The routes. Raises SettingsError when the reward function or the tokenizer of the settings is not there."""
+    """Return the routes.
+
+    Raises:
+        SettingsError: The reward function or the tokenizer of the settings does not exist.
+    """
     gateway = services.settings.gateway
     text_of = _text_of(gateway)
     judge, submitter, generator = (
@@ -137,7 +148,7 @@ def claw_r1_routes(services: Services) -> APIRouter:
 
     @asynccontextmanager
     async def opened(request: Request) -> AsyncIterator[tuple[Principal, bytes]]:
-        """Who asks, and only then its body, which counts as held within the block."""
+        """Authenticate the caller, then read its body, which counts as held within the block."""
         caller = services.door.authenticate(header_map(request.scope), "agent")
         async with held_body(request.receive, services) as body:
             yield caller, body
@@ -173,13 +184,17 @@ def claw_r1_routes(services: Services) -> APIRouter:
 def _text_of(gateway: GatewaySettings) -> TextOf | None:
     if gateway.tokenizer_path is None:
         return None
-    from gateway.claw_r1 import tokenizer  # the one thing that needs this library
+    from gateway.claw_r1 import tokenizer  # only this module needs the library
 
     return tokenizer.TextOf(gateway.tokenizer_path)
 
 
 class Submitter:
-    """POST /submit_steps: steps, their rewards, their trajectories' openings and ends, durable before the reply."""
+    """Serve POST /submit_steps.
+
+    The steps, their rewards, and the openings and ends of their trajectories are durable before the
+    reply.
+    """
 
     def __init__(self, services: Services, text_of: TextOf | None) -> None:
         self._services, self._text_of, self._recorder = services, text_of, Recorder(services)
@@ -188,7 +203,11 @@ class Submitter:
     async def submit(
         self, caller: Principal, headers: Mapping[str, str], body: bytes, channel: Channel | None
     ) -> int:
-        """How many steps were taken. Raises GatewayError; then some may be recorded, and submitting all again is harmless."""
+        """Record the steps, and return their number.
+
+        Raises:
+            GatewayError: Some steps may be recorded; submitting all again is harmless.
+        """
         if len(body) < THREAD_BYTES:
             steps, events = self._read(caller, headers, body, channel)
         else:
@@ -203,7 +222,7 @@ class Submitter:
         return steps
 
     def close(self) -> None:
-        """Let its thread end."""
+        """Stop the thread without waiting."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _read(
@@ -240,9 +259,9 @@ class Submitter:
         return self._text_of(said.response_ids) if self._text_of is not None else None
 
     def _events(self, caller: Principal, steps: Sequence[tuple[Placed, Step]]) -> list[Event]:
-        """In the order of the log: openings, steps, ends; rewards are a log of their own.
+        """Return the events in log order: openings, steps, ends; rewards have their own log.
 
-        The reward of a last step is the trajectory's, as Claw-R1's own complete_trajectory has it.
+        The reward of a last step is the trajectory's, as in Claw-R1's own complete_trajectory.
         """
         recorder, door = self._recorder, self._services.door
         opened: dict[bytes, Event] = {}
@@ -272,13 +291,16 @@ class Submitter:
 
 
 class Generator:
-    """POST /generate: tokens in, tokens out, by one completions call. It records nothing: the agent submits its steps."""
+    """Serve POST /generate: tokens in, tokens out, by one completions call.
+
+    It records nothing: the agent submits its steps.
+    """
 
     def __init__(self, services: Services) -> None:
         self._services = services
 
     async def serve(self, headers: Mapping[str, str], receive: Receive) -> Response:
-        """The reply, an engine's own error included. A call that fails is told to the log.
+        """Return the reply, or an engine's own error. Every failed call is recorded.
 
         Raises:
             GatewayError: The gateway refused the call, or the engine gave no usable reply.
@@ -298,7 +320,8 @@ class Generator:
                     finally:
                         client.stop()
         except ClientGone:
-            return Response(status_code=499)  # nobody reads it; leaving has made the engine stop
+            # nobody reads it; the disconnect has stopped the engine
+            return Response(status_code=499)
         except GatewayError as error:
             services.failed.record(attempt, failure_of(error))
             raise
@@ -317,9 +340,11 @@ class Generator:
         try:
             async with self._services.upstream.call(
                 "POST", COMPLETIONS.path, lambda spec: COMPLETIONS.engine_body(asked, spec.kind),
-                {k: v for k, v in headers.items() if k in FORWARDED} | {"content-type": "application/json"},
-                key=_prefix_key(said.prompt_ids), run_id=(run := self._services.door.run_of(caller, headers)), model=asked.model,
-                on_asking=asking,
+                {k: v for k, v in headers.items() if k in FORWARDED}
+                | {"content-type": "application/json"},
+                key=_prefix_key(said.prompt_ids),
+                run_id=(run := self._services.door.run_of(caller, headers)),
+                model=asked.model, on_asking=asking,
             ) as response:  # fmt: skip
                 body = await response.read(held)
                 if response.status >= 400:
@@ -342,19 +367,20 @@ class Generator:
         return Response(orjson.dumps(reply), media_type="application/json")
 
     def _completion(self, said: Generate) -> bytes:
-        """The body of the completions call. Raises BadRequest or Unprocessable."""
+        """Return the body of the completions call. Raises BadRequest or Unprocessable."""
         gateway = self._services.settings.gateway
         for name, value in (("image_data", said.image_data), ("video_data", said.video_data)):
             if value:
                 raise Unprocessable(
-                    f"{name}: token ids cannot carry it; send images as parts of chat messages to .../v1/chat/completions",
+                    f"{name}: token ids cannot carry it; "
+                    "send images as parts of chat messages to .../v1/chat/completions",
                     name,
                 )
         if gateway.max_prompt_tokens is not None:
             refuse_longer(len(said.prompt_ids), gateway.max_prompt_tokens, "prompt_ids")
         asked = {
             k: v for k, v in said.sampling_params.items() if k != "logprobs"
-        }  # they are given in any case
+        }  # log-probabilities are always returned
         if wrong := next(
             (name for name in asked if name in OURS and not _says_nothing(asked[name])), None
         ):
@@ -366,7 +392,8 @@ class Generator:
         if asked.get("max_tokens") is None:
             if gateway.default_max_tokens is None:
                 raise Unprocessable(
-                    "sampling_params.max_tokens: say it, or set gateway.default_max_tokens (--response-length)",
+                    "sampling_params.max_tokens: say it, or set gateway.default_max_tokens "
+                    "(--response-length)",
                     "sampling_params.max_tokens",
                 )
             asked["max_tokens"] = gateway.default_max_tokens
@@ -377,9 +404,12 @@ class Generator:
 
 
 def sampled(tokens: Tokens, finish_reason: str | None, run_id: str) -> dict[str, Any]:
-    """The reply's body: Claw-R1's three fields, and which weights sampled. Raises UpstreamFailed without tokens.
+    """Return the reply's body: Claw-R1's three fields, and the weights that sampled.
 
-    policy_version: the sync index, when one version of this run sampled them all.
+    policy_version is the sync index if one version of this run sampled all tokens.
+
+    Raises:
+        UpstreamFailed: The engine reported no tokens.
     """
     if tokens.ids is None or tokens.logprobs is None:
         raise UpstreamFailed(f"/generate needs an engine that tells tokens: {tokens.absent}")
@@ -397,7 +427,7 @@ def sampled(tokens: Tokens, finish_reason: str | None, run_id: str) -> dict[str,
 
 
 def _says_nothing(value: Any) -> bool:
-    """Whether a parameter that is not for this route asks for nothing that it does not give: none, false or one."""
+    """Return whether a refused parameter has no effect here: its value is none, false or one."""
     return value is None or value is False or (value == 1 and value is not True)
 
 

@@ -1,9 +1,10 @@
-"""Claw-R1's command line for its gateway, as settings of ours.
+r"""Translate the command line of Claw-R1's gateway to Clawstream settings.
 
-    clawstream gateway --vllm-addresses a:8001,b:8001 --tokenizer-path P --prompt-length 4096 --response-length 1024
+    clawstream gateway --vllm-addresses a:8001,b:8001 --tokenizer-path P \
+        --prompt-length 4096 --response-length 1024
 
-Each flag means what it meant, or is taken with a line that says why it has no meaning any more. Words `a.b=c` go on as they are and
-win over flags.
+Each flag keeps its meaning, or is accepted and ignored with a notice that gives the reason. Words
+`a.b=c` are passed on unchanged and take precedence over flags.
 """
 
 from __future__ import annotations
@@ -20,11 +21,14 @@ NO_MEANING = {
     "ray_address": "there is no Ray",
     "ray_namespace": "there is no Ray",
 }
-"""Flags that are taken and do nothing, and why."""
+"""Flags that are accepted and ignored, with the reason."""
 
 
 class Meant(NamedTuple):
-    """What a command line means: words for `runtime.process.config.load`, and a line for each flag without a meaning."""
+    """Hold the meaning of a command line.
+
+    words: for `runtime.process.config.load`. notices: a line for each ignored flag.
+    """
 
     words: list[str]
     notices: list[str]
@@ -53,7 +57,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def meant_by(arguments: Sequence[str]) -> Meant:
-    """The settings that flags and words mean. Exits with 2 and the usage on an unknown flag, as argparse does."""
+    """Return the settings that flags and words mean.
+
+    Exits with 2 and the usage on an unknown flag, as argparse does.
+    """
     flags = _parser().parse_intermixed_args(arguments)
     words = []
     if flags.vllm_addresses is not None:
@@ -77,7 +84,7 @@ def meant_by(arguments: Sequence[str]) -> Meant:
 
 
 def overrides_of(arguments: Sequence[str]) -> list[str]:
-    """`meant_by`, with the notices written to standard error."""
+    """Return the words of `meant_by`; write the notices to standard error."""
     meant = meant_by(arguments)
     for notice in meant.notices:
         sys.stderr.write(f"clawstream: {notice}\n")

@@ -1,8 +1,9 @@
-"""POST /compute_reward: what one reward function says of one response. Nothing is recorded.
+"""Serve POST /compute_reward: the score that one reward function gives a response. Records nothing.
 
-The function is one of the reward job's (`rewards.registry`), so it gets a closed trajectory: of one step, with the dataset's fields as its
-metadata. A function of the user's own runs in a child process, with a time-out, and a thread of ours waits for it: so
-one that computes long, hangs or crashes holds up neither calls nor the spool.
+The function is one of the reward job's (`rewards.registry`), so it gets a closed trajectory: one
+step, with the dataset's fields as metadata. A user's function runs in a child process with a
+time-out, and a gateway thread waits for it: a function that is slow, hangs or crashes delays
+neither calls nor the spool.
 """
 
 from __future__ import annotations
@@ -32,7 +33,10 @@ TextOf = Callable[[Sequence[int]], str]
 
 
 class ComputeReward(BaseModel):
-    """Body of POST /compute_reward. num_turns, extra_fields and dataset_fields are the function's metadata."""
+    """Body of POST /compute_reward.
+
+    num_turns, extra_fields and dataset_fields are the function's metadata.
+    """
 
     model_config = ConfigDict(frozen=True)
 
@@ -45,7 +49,7 @@ class ComputeReward(BaseModel):
 
 
 def trajectory_of(said: ComputeReward, run_id: str, text: str) -> Trajectory:
-    """What the function gets. text: of the response. Raises Unprocessable."""
+    """Return the trajectory for the function. text: of the response. Raises Unprocessable."""
     prompt, response = pack_ids(said.prompt_ids), pack_ids(said.response_ids)
     metadata = {
         **said.dataset_fields,
@@ -53,24 +57,26 @@ def trajectory_of(said: ComputeReward, run_id: str, text: str) -> Trajectory:
         "extra_fields": said.extra_fields,
     }
     step = TrajectoryStep(
-        step_id=STEP_ID, index=0, segment=1, status="ok", drift="root", prompt_tokens=len(said.prompt_ids),
-        response_tokens=len(said.response_ids), response_json=orjson.dumps({"role": "assistant", "content": text}),
+        step_id=STEP_ID, index=0, segment=1, status="ok", drift="root",
+        prompt_tokens=len(said.prompt_ids), response_tokens=len(said.response_ids),
+        response_json=orjson.dumps({"role": "assistant", "content": text}),
         trainable=False, untrainable_reason="computed on request", offset=0,
     )  # fmt: skip
     return Trajectory(
-        run_id=run_id, trajectory_key="compute-reward", trajectory_id="compute-reward", group_id="compute-reward", channel="train",
-        outcome="completed", opened_at=0, closed_at=0, metadata_json=json_of(metadata, "dataset_fields"), part=0, parts=1, steps=(step,),
+        run_id=run_id, trajectory_key="compute-reward", trajectory_id="compute-reward",
+        group_id="compute-reward", channel="train", outcome="completed", opened_at=0, closed_at=0,
+        metadata_json=json_of(metadata, "dataset_fields"), part=0, parts=1, steps=(step,),
         segments=(Segment(token_ids=prompt), Segment(parent=0, step_index=0, token_ids=response)),
     )  # fmt: skip
 
 
 def score_of(rule: Rule, trajectory: Trajectory) -> float:
-    """The number. Raises Unprocessable with the reason when the function gives none."""
+    """Return the score. Raises Unprocessable with the reason when the function gives none."""
     try:
         said = rule.function(trajectory)
     except MemoryError:
         raise
-    except Exception as error:  # a user's function: what it raises is the reply
+    except Exception as error:  # a user's function: the reply reports its exception
         raise Unprocessable(f"{rule}: {reason_text(error)}", "dataset_fields") from error
     if isinstance(said, Mapping):
         said = said.get(STEP_ID)
@@ -80,10 +86,18 @@ def score_of(rule: Rule, trajectory: Trajectory) -> float:
 
 
 class Judge:
-    """Calls the function of `gateway.compute_reward`."""
+    """Call the function of `gateway.compute_reward`."""
 
     def __init__(self, settings: Settings, text_of: TextOf | None) -> None:
-        """text_of: None when no tokenizer is configured. Raises SettingsError when there is no such function."""
+        """Load the function.
+
+        Args:
+            settings: The settings.
+            text_of: Decodes token ids; None when no tokenizer is configured.
+
+        Raises:
+            SettingsError: The function does not exist.
+        """
         self._pool, self._text_of = FunctionPool(settings.functions), text_of
         spec = settings.gateway.compute_reward
         try:
@@ -98,7 +112,12 @@ class Judge:
         self._threads = ThreadPoolExecutor(THREADS, "compute-reward")
 
     async def judge(self, said: ComputeReward, run_id: str) -> dict[str, Any]:
-        """The reply. Raises NotConfigured, or Unprocessable with the reason why there is no reward."""
+        """Return the reply.
+
+        Raises:
+            NotConfigured: No function or no tokenizer is configured.
+            Unprocessable: The function gave no reward; the message gives the reason.
+        """
         if self._rule is None:
             raise NotConfigured(
                 "no reward function: set gateway.compute_reward=name@version, see docs/claw-r1.md"
@@ -119,6 +138,6 @@ class Judge:
         }
 
     def close(self) -> None:
-        """End its threads and child processes; a function that runs is not waited for."""
+        """Stop its threads and child processes without waiting for a running function."""
         self._pool.stop()
         self._threads.shutdown(wait=False, cancel_futures=True)

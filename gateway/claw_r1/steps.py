@@ -1,8 +1,9 @@
-"""Steps that a white-box agent of Claw-R1 submits, as records of ours. Pure.
+"""Convert the steps that a white-box agent of Claw-R1 submits into records. Pure.
 
-The agent sampled elsewhere, or by POST /generate: ids, log-probabilities and versions are recorded as it states them. `Step.protocol` is
-`claw-r1.submit_steps`, so nobody takes them for an engine's own word. What else it says of a step (multi_modal_data, metadata,
-routed_experts, fields unknown here) stays in `request_json`, as JSON.
+The agent sampled elsewhere, or by POST /generate: its ids, log-probabilities and versions are
+recorded as stated. `Step.protocol` is `claw-r1.submit_steps`, which marks them as stated by an
+agent and not by an engine. The other fields of a step (multi_modal_data, metadata, routed_experts,
+unknown fields) stay in `request_json`, as JSON.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ from schemas.tokens import pack_ids, pack_logprobs
 PROTOCOL = "claw-r1.submit_steps"
 NO_LOGPROBS = "the agent submitted no log-probabilities"
 PACKED = ("prompt_ids", "response_ids", "rollout_log_probs")
-"""Fields of a step that are kept packed."""
+"""Fields of a step that are stored packed."""
 RECORDS = ("reward", "is_last")
-"""Fields of a step that become records of their own."""
+"""Fields of a step that become separate records."""
 MAX_STEPS = 4096
-"""Of a request: each becomes a record, whatever little it says."""
+"""Maximum steps of a request: each becomes a record, whatever its size."""
 
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1, strict=True)]
 LogProb = Annotated[float, Field(ge=-3e38, le=0, allow_inf_nan=False)]
@@ -40,7 +41,7 @@ Index = Annotated[int, Field(ge=0, le=2**31 - 1, strict=True)]
 
 
 class StatedSpan(BaseModel):
-    """Response tokens [start, end) were sampled by this version, as POST /generate says it."""
+    """State which version sampled response tokens [start, end), as POST /generate reports it."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -50,9 +51,10 @@ class StatedSpan(BaseModel):
 
 
 class StepPayload(BaseModel):
-    """One step, as Claw-R1 has it. Unknown fields are kept.
+    """Hold one step in Claw-R1's format. Unknown fields are kept.
 
-    policy_version: sync index of the weights that sampled; metadata.policy_version where it is not said or 0. versions: ours, exact.
+    policy_version: sync index of the weights that sampled; metadata.policy_version if it is absent
+    or 0. versions: Clawstream's exact version spans.
     """
 
     model_config = ConfigDict(extra="allow", frozen=True, protected_namespaces=())
@@ -80,21 +82,25 @@ class Submission(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A step and where it belongs. at: its place in the request, for messages."""
+    """Assign a step to its trajectory. at: index of the step in the request, for messages."""
 
     at: int
     said: StepPayload
     origin: TrajectoryRef
 
     def wrong(self, field: str, why: str) -> Unprocessable:
-        """The error that names a field of this step."""
+        """Return the error that names a field of this step."""
         name = f"steps.{self.at}.{field}"
         return Unprocessable(f"{name}: {why}", name)
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What all steps of a request share. received_at: microseconds. An idempotency key is of a request, not of a step: the ids do its work."""
+    """Hold the values that all steps of a request share.
+
+    received_at: microseconds. An idempotency key is not among them: it belongs to a request, and
+    the step ids serve its purpose.
+    """
 
     gateway_id: str
     received_at: int
@@ -102,7 +108,7 @@ class Request:
 
 
 def misplaced(at: int, error: GatewayError) -> GatewayError:
-    """Why a step has no place, in the words of its own fields."""
+    """Return the error of a step without a valid trajectory, with the step's own field names."""
     if not isinstance(error, BadRequest):
         return error
     field = {"group_id": "prompt_uid", "run_id": None}.get(error.param or "", "trajectory_uid")
@@ -114,14 +120,22 @@ def misplaced(at: int, error: GatewayError) -> GatewayError:
 
 
 def in_order(steps: Iterable[Placed]) -> list[Placed]:
-    """As they are to stand on the log: by step_index, which assemble then finds again as the log's order."""
+    """Sort steps by step_index, so that assemble finds this order on the log."""
     return sorted(steps, key=lambda s: s.said.step_index)
 
 
 def step_of(placed: Placed, request: Request, text: str | None) -> Step:
-    """The record. text: of the response, None when it is not known. Raises Unprocessable that names the field.
+    """Return the record of a step.
 
-    Its id is a function of what is said: the same step submitted twice is one event.
+    Its id is a function of its content: the same step submitted twice is one event.
+
+    Args:
+        placed: The step and its trajectory.
+        request: Values of the request.
+        text: Text of the response; None when it is unknown.
+
+    Raises:
+        Unprocessable: A field is invalid; the error names it.
     """
     said, origin = placed.said, placed.origin
     prompt, response, logprobs = _tokens(placed)
@@ -129,7 +143,7 @@ def step_of(placed: Placed, request: Request, text: str | None) -> Step:
     digest = hashlib.blake2b(digest_size=10)
     for part in (origin.run_id.encode(), origin.kafka_key, prompt, response, logprobs or b"", kept):
         digest.update(len(part).to_bytes(8, "little") + part)
-    # A ulid of time zero: it names content, not a moment.
+    # A ulid with time zero: it identifies content, not a moment.
     call_id = f"{origin.trajectory_key}~{ULID.from_bytes(bytes(6) + digest.digest())}"
     stated = _stated_version(said, origin.run_id)
     return Step(
@@ -167,7 +181,8 @@ def _tokens(placed: Placed) -> tuple[bytes, bytes, bytes | None]:
     if len(said.rollout_log_probs) != len(said.response_ids):
         raise placed.wrong(
             "rollout_log_probs",
-            f"{len(said.rollout_log_probs)} log-probabilities for {len(said.response_ids)} response_ids",
+            f"{len(said.rollout_log_probs)} log-probabilities for "
+            f"{len(said.response_ids)} response_ids",
         )
     return (
         pack_ids(said.prompt_ids),
@@ -177,21 +192,22 @@ def _tokens(placed: Placed) -> tuple[bytes, bytes, bytes | None]:
 
 
 def _kept(placed: Placed) -> bytes:
-    """Everything that is said of a step but its tokens, canonical JSON."""
+    """Return all fields of a step but its tokens, as canonical JSON."""
     kept = placed.said.model_dump(exclude_unset=True, exclude={*PACKED, *RECORDS})
     step = f"steps.{placed.at}"
     try:
         return dumps(kept, step, Unprocessable, sort=True)
     except Unprocessable:
-        for name, value in kept.items():  # which one is it?
+        for name, value in kept.items():  # find the field that fails
             dumps(value, f"{step}.{name}", Unprocessable)
         raise
 
 
 def _stated_version(said: StepPayload, run_id: str) -> str | None:
-    """`<run>/<n>.0` for the integer that the agent states; the attempt is not Claw-R1's to know. None when it states none.
+    """Return `<run>/<n>.0` for the integer that the agent states; None when it states none.
 
-    Claw-R1's own flows leave `policy_version` at its default 0 and state the real one in their metadata.
+    Claw-R1 does not report the attempt, so it is 0. Claw-R1's own flows leave `policy_version` at
+    its default 0 and state the real version in their metadata.
     """
     stated = said.policy_version
     in_metadata = (said.metadata or {}).get("policy_version")

@@ -1,4 +1,7 @@
-"""Token ids to text, by a model's `tokenizer.json`. The only file that imports tokenizers; no code of a model's directory ever runs."""
+"""Decode token ids to text by a model's `tokenizer.json`.
+
+This is the only file that imports tokenizers. It never runs code of a model's directory.
+"""
 
 from __future__ import annotations
 
@@ -11,22 +14,23 @@ from schemas.errors import SettingsError
 
 
 class TextOf:
-    """Decodes with the tokenizer of a directory. Raises SettingsError when there is none."""
+    """Decode with the tokenizer of a directory. Raises SettingsError when there is none."""
 
     def __init__(self, directory: Path) -> None:
         file = directory / "tokenizer.json"
         if not file.is_file():
             raise SettingsError(
-                f"setting gateway.tokenizer_path: no {file}; give a directory in which a fast tokenizer was saved"
+                f"setting gateway.tokenizer_path: no {file}; "
+                "give a directory in which a fast tokenizer was saved"
             )
         try:
             self._tokenizer = Tokenizer.from_file(str(file))
-        except Exception as error:  # the library raises nothing more exact
+        except Exception as error:  # the library raises no narrower type
             raise SettingsError(
                 f"setting gateway.tokenizer_path: {file} cannot be read: {error}"
             ) from error
 
     def __call__(self, ids: Sequence[int]) -> str:
-        """The text, without special tokens; ids that the tokenizer does not know give none."""
+        """Return the text without special tokens; unknown ids give no text."""
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
         return text

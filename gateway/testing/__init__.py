@@ -1,1 +1,1 @@
-"""A scripted engine and a gateway in this process, for tests and try-outs."""
+"""Provide a scripted engine and a gateway in this process, for tests and demos."""

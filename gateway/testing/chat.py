@@ -1,4 +1,4 @@
-"""OpenAI chat completions from the engine's side: a server of `scripted_engine`."""
+"""Speak OpenAI chat completions as an engine: a server of `ScriptedEngine`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ def _usage(script: Script) -> Json:
 
 
 class ChatServer:
-    """OpenAI chat completions as vLLM 0.32 writes them: null where tokens were not asked for, and no chunk without news."""
+    """Write OpenAI chat completions as vLLM 0.32 does.
+
+    Fields of tokens that were not requested are null, and a chunk without new content is omitted.
+    """
 
     path = "/v1/chat/completions"
 
@@ -59,34 +62,42 @@ class ChatServer:
 
 
 def plain(request: Json, script: Script) -> Json:
-    """The reply that vLLM would write."""
+    """Return the reply that vLLM would write."""
     ids, logprobs = (
         request.get(k) and not script.no_tokens for k in ("return_token_ids", "logprobs")
     )
     return {
-        "id": f"chatcmpl-{script.number}", "object": "chat.completion", "created": 1, "model": request.get("model") or "policy",
+        "id": f"chatcmpl-{script.number}", "object": "chat.completion", "created": 1,
+        "model": request.get("model") or "policy",
         "choices": [
             {
-                "index": i, "message": scripted.message(), "logprobs": _logprobs(scripted, 0, len(scripted.ids)) if logprobs else None,
-                "finish_reason": scripted.finish_reason, "stop_reason": None, "token_ids": list(scripted.ids) if ids else None,
+                "index": i, "message": scripted.message(),
+                "logprobs": _logprobs(scripted, 0, len(scripted.ids)) if logprobs else None,
+                "finish_reason": scripted.finish_reason, "stop_reason": None,
+                "token_ids": list(scripted.ids) if ids else None,
                 "routed_experts": None,
             }
             for i, scripted in enumerate(script.choices)
         ],
         "service_tier": None, "system_fingerprint": None,
         "usage": _usage(script),
-        "prompt_logprobs": None, "prompt_token_ids": list(script.prompt_ids) if ids else None, "prompt_text": None,
+        "prompt_logprobs": None, "prompt_token_ids": list(script.prompt_ids) if ids else None,
+        "prompt_text": None,
     }  # fmt: skip
 
 
 def chunks(request: Json, script: Script) -> Iterator[tuple[Json, list[tuple[int, int, int]]]]:
-    """The chunks that vLLM would write, and what tokens they show: choices take turns, one token at a time."""
+    """Yield the chunks that vLLM would write, and the tokens in each.
+
+    The choices take turns, one token at a time.
+    """
     unshown = [0] * len(script.choices)
     ids, logprobs = (
         request.get(k) and not script.no_tokens for k in ("return_token_ids", "logprobs")
     )
     head: Json = {
-        "id": f"chatcmpl-{script.number}", "object": "chat.completion.chunk", "created": 1, "model": request.get("model") or "policy"
+        "id": f"chatcmpl-{script.number}", "object": "chat.completion.chunk", "created": 1,
+        "model": request.get("model") or "policy"
     }  # fmt: skip
     for i in range(len(script.choices)):
         first: Json = {
@@ -116,7 +127,8 @@ def chunks(request: Json, script: Script) -> Iterator[tuple[Json, list[tuple[int
             if not delta and not last and not ids and not logprobs:
                 continue
             choice: Json = {
-                "index": i, "delta": delta, "logprobs": _logprobs(scripted, at, at + 1) if logprobs else None,
+                "index": i, "delta": delta,
+                "logprobs": _logprobs(scripted, at, at + 1) if logprobs else None,
                 "finish_reason": scripted.finish_reason if last else None,
             }  # fmt: skip
             if last:

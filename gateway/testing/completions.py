@@ -1,4 +1,4 @@
-"""OpenAI completions from the engine's side: a server of `scripted_engine`."""
+"""Speak OpenAI completions as an engine: a server of `ScriptedEngine`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ _FINGERPRINT = "vllm-0.32.0-scripted"
 
 
 class CompletionsServer:
-    """Completions as vLLM 0.32 writes them: null where tokens were not asked for. The choices of a prompt follow each other."""
+    """Write completions as vLLM 0.32 does.
+
+    Fields of tokens that were not requested are null. The choices of a prompt are consecutive.
+    """
 
     path = "/v1/completions"
 
@@ -27,14 +30,21 @@ class CompletionsServer:
             **_HEAD, "id": f"cmpl-{script.number}", "model": request.get("model") or "policy",
             "choices": [
                 {
-                    "index": i, "text": _echo(request) + scripted.text, "logprobs": _logprobs(request, script, scripted, 0, len(scripted.ids)),
-                    "finish_reason": scripted.finish_reason, "stop_reason": None, "token_ids": list(scripted.ids) if ids else None,
-                    "prompt_logprobs": None, "prompt_token_ids": list(script.prompt_ids) if ids else None, "routed_experts": None,
+                    "index": i, "text": _echo(request) + scripted.text,
+                    "logprobs": _logprobs(request, script, scripted, 0, len(scripted.ids)),
+                    "finish_reason": scripted.finish_reason, "stop_reason": None,
+                    "token_ids": list(scripted.ids) if ids else None,
+                    "prompt_logprobs": None,
+                    "prompt_token_ids": list(script.prompt_ids) if ids else None,
+                    "routed_experts": None,
                 }
                 for i, scripted in enumerate(script.choices)
             ],
             "service_tier": None, "system_fingerprint": _FINGERPRINT,
-            "usage": {**_usage(request, script), "prompt_tokens_details": None, "completion_tokens_details": None},
+            "usage": {
+                **_usage(request, script), "prompt_tokens_details": None,
+                "completion_tokens_details": None,
+            },
             "kv_transfer_params": None, "ec_transfer_params": None, "metrics": None,
         }  # fmt: skip
 
@@ -93,7 +103,7 @@ def _asks_ids(request: Json, script: Script) -> bool:
 
 
 def _echo(request: Json) -> str:
-    """The prompt, where it is echoed: vLLM leaves it out when it returns token ids."""
+    """Return the prompt if it is echoed: vLLM omits it when it returns token ids."""
     prompt = request.get("prompt")
     return (
         prompt
@@ -109,9 +119,8 @@ def _logprobs(
         return None
     tokens = [scripted.texts[i] or "" for i in range(first, last)]
     values: list[float | None] = list(scripted.logprobs[first:last])
-    if (
-        request.get("echo") and first == 0
-    ):  # the prompt's come first, and nothing is known of its first token
+    # The tokens of an echoed prompt come first; the first of them has no log-probability.
+    if request.get("echo") and first == 0:
         tokens = [f"<{i}>" for i in script.prompt_ids] + tokens
         values = [None, *[-9.0] * (len(script.prompt_ids) - 1), *values]
     offset = sum(len(t or "") for t in scripted.texts[:first])

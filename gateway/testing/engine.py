@@ -1,10 +1,13 @@
-"""A fake engine for tests and try-outs: it choices what a script choices, in the protocols of its servers, as vLLM 0.32 writes them.
+"""Serve scripted replies as an engine, for tests and demos, in the protocols of its servers.
 
-    engine = ScriptedEngine(lambda request: Script([ScriptedChoice([7, 8], ["Hel", "lo"], [-0.1, -0.2])]))
+    engine = ScriptedEngine(
+        lambda request: Script([ScriptedChoice([7, 8], ["Hel", "lo"], [-0.1, -0.2])])
+    )
     async with engine.serve() as url: ...
 
-As an engine of kind `captured` it tells the tokens as our middleware does (`schemas.engine_frames`); as `vllm` only in the reply's own
-fields, where they are asked for; as `text` it is no vLLM and knows no tokens.
+The wire format is that of vLLM 0.32. An engine of kind `captured` reports the tokens as our
+middleware does (`schemas.engine_frames`). Kind `vllm` reports them only in the reply's own fields,
+where they are requested. Kind `text` is not a vLLM and reports no tokens.
 """
 
 from __future__ import annotations
@@ -34,12 +37,20 @@ PROTOCOL_SERVERS: tuple[ProtocolServer, ...] = (
     MessagesServer(),
 )
 BACKLOG = 2048
-"""Connections that may come at once. Those beyond are not refused but try again after seconds, and their calls count as unreachable."""
+"""Maximum pending connections.
+
+Connections beyond this limit are not refused but retry after seconds, and their calls count as
+unreachable.
+"""
 
 
 @dataclass
 class ScriptedEngine:
-    """requests: every body that came in. aborted: how many replies the gateway broke off. probes: how often it was asked what it is."""
+    """Serve scripted replies.
+
+    requests: every received body. aborted: replies that the gateway broke off. probes: how often
+    the gateway asked for the version.
+    """
 
     script: Callable[[Json], Script]
     kind: EngineKind = "captured"
@@ -50,7 +61,7 @@ class ScriptedEngine:
 
     @asynccontextmanager
     async def serve(self, port: int = 0, host: str = "127.0.0.1") -> AsyncIterator[str]:
-        """Listen; gives the base URL without /v1."""
+        """Listen, and yield the base URL without /v1."""
         app = web.Application(client_max_size=64 << 20)
         for server in PROTOCOL_SERVERS:
             app.router.add_post(server.path, partial(self._call, server))
@@ -78,7 +89,7 @@ class ScriptedEngine:
         except (ValueError, KeyError, TypeError):
             messages = None
         if not messages:
-            # vLLM checks a body before it knows whose endpoint this is.
+            # vLLM validates the body before it selects the endpoint's error format.
             error = {
                 "message": "messages: missing",
                 "type": "Bad Request",
@@ -189,7 +200,7 @@ def _choice(script: Script, index: int, first: int, last: int, each: int) -> eng
 def frames_of(
     script: Script, event: Event, prompts: int, with_prompts: bool
 ) -> list[engine_frames.Frame]:
-    """What the middleware tells with an event."""
+    """Return the frames that the middleware sends with an event."""
     each = max(1, len(script.choices) // prompts)
     frames = []
     for g in range(prompts):
@@ -209,7 +220,7 @@ def frames_of(
 
 
 def whole_frames(script: Script, prompts: int) -> list[engine_frames.Frame]:
-    """What the middleware tells with a plain reply."""
+    """Return the frames that the middleware sends with a plain reply."""
     return frames_of(
         script,
         Event(b"", [(i, 0, len(s.ids)) for i, s in enumerate(script.choices)]),

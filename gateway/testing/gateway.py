@@ -1,4 +1,7 @@
-"""A whole gateway in this process for tests and try-outs: a real web server between a scripted engine and a log in memory."""
+"""Run a whole gateway in this process for tests and demos.
+
+A real web server runs between a scripted engine and a log in memory.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ from schemas.settings import Settings
 
 @dataclass
 class GatewayFixture:
-    """A running gateway and all around it."""
+    """Hold a running gateway and its surroundings."""
 
     url: str
     engine: ScriptedEngine
@@ -42,46 +45,46 @@ class GatewayFixture:
     budgets: InMemoryBudgets = field(default_factory=InMemoryBudgets)
 
     def records(self) -> list[Any]:
-        """Everything on the log but failed calls, in order."""
+        """Return all records on the log except failed calls, in order."""
         return [r for r in self._all() if not isinstance(r, FailedCall)]
 
     def failed_calls(self) -> list[FailedCall]:
-        """The failed calls on the log, in order."""
+        """Return the failed calls on the log, in order."""
         return [r for r in self._all() if isinstance(r, FailedCall)]
 
     def _all(self) -> list[Any]:
         return [self.codec.decode(m.value) for m in self.producer.messages]
 
     def steps(self) -> list[Step]:
-        """The steps on the log, in order."""
+        """Return the steps on the log, in order."""
         return [r for r in self.records() if isinstance(r, Step)]
 
     def spooled(self) -> list[Any]:
-        """Everything that waits in the spool, in order."""
+        """Return all records in the spool, in order."""
         directory = self.settings.spool_dir / self.settings.gateway.gateway_id
         while True:
             try:
                 found = [read_segment(file).messages for file in sorted(directory.glob("*.spool"))]
             except FileNotFoundError:
-                continue  # drained, or given another name, since it was listed
+                continue  # drained or renamed since it was listed
             return [self.codec.decode(m.value) for messages in found for m in messages]
 
     async def metric(self, name: str) -> float:
-        """Sum of the samples whose name begins so."""
+        """Return the sum of the samples whose name starts with `name`."""
         text = await (await self.http.get(self.url + "/metrics")).text()
         return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(name))
 
     async def until(self, condition: Callable[[], Any], timeout_s: float = 60.0) -> Any:
-        """Wait until the condition is true, give its value. Raises TimeoutError."""
+        """Wait until the condition is true, and return its value. Raises TimeoutError."""
         async with asyncio.timeout(timeout_s):
-            while not (value := condition()):  # noqa: ASYNC110 - the conditions are of the outside
+            while not (value := condition()):  # noqa: ASYNC110 - no event signals the condition
                 await asyncio.sleep(0.005)
         return value
 
 
 @asynccontextmanager
 async def running(app: FastAPI) -> AsyncIterator[str]:
-    """The app behind a real web server, without the server's own main loop and its ticks; gives the URL."""
+    """Serve the app with a real web server without the server's main loop; yield the URL."""
     listening = listen("127.0.0.1", 0)
     config = server_config(app)
     config.load()
@@ -102,7 +105,16 @@ def run_gateway(
     kind: EngineKind = "captured",
     **gateway: Any,
 ) -> None:
-    """Run an async scenario against a gateway of its own. kind: of the engine. gateway: settings. The codec is given, for it is dear to make."""
+    """Run an async scenario against a new gateway.
+
+    Args:
+        directory: Data directory of the gateway.
+        codec: Passed in, because it is expensive to create.
+        scenario: Coroutine function that gets the running gateway.
+        script: Replies of the engine.
+        kind: Kind of the engine.
+        gateway: Settings of the gateway.
+    """
 
     async def body() -> None:
         engine = ScriptedEngine(script if callable(script) else lambda _: script, kind)

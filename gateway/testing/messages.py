@@ -1,4 +1,4 @@
-"""Anthropic messages from the engine's side: a server of `scripted_engine`."""
+"""Speak Anthropic messages as an engine: a server of `ScriptedEngine`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ _SIGNATURE = "5c5c5c"
 
 
 class MessagesServer:
-    """Messages as vLLM 0.32 writes them. Other than plain replies, streams have no block for an empty text, and scripted null of an abort."""
+    """Write messages as vLLM 0.32 does.
+
+    Unlike plain replies, streams have no block for an empty text, and report an abort as null.
+    """
 
     path = "/v1/messages"
 
@@ -26,14 +29,17 @@ class MessagesServer:
         reason = _STOP_REASONS.get(scripted.finish_reason)
         return {
             "id": f"chatcmpl-{script.number}", "type": "message", "role": "assistant",
-            "content": content or [{"type": "text", "text": ""}], "model": request.get("model") or "policy",
-            **({} if reason is None else {"stop_reason": reason}), "usage": _usage(script, len(scripted.ids)),
+            "content": content or [{"type": "text", "text": ""}],
+            "model": request.get("model") or "policy",
+            **({} if reason is None else {"stop_reason": reason}),
+            "usage": _usage(script, len(scripted.ids)),
         }  # fmt: skip
 
     def events(self, request: Json, script: Script) -> Iterator[Event]:
         (scripted,) = script.choices
         message: Json = {
-            "id": f"chatcmpl-{script.number}", "type": "message", "role": "assistant", "content": [],
+            "id": f"chatcmpl-{script.number}", "type": "message", "role": "assistant",
+            "content": [],
             "model": request.get("model") or "policy", "stop_reason": None, "stop_sequence": None,
             "usage": _usage(script, 0),
         }  # fmt: skip

@@ -1,4 +1,4 @@
-"""OpenAI Responses from the engine's side: a server of `scripted_engine`."""
+"""Speak OpenAI Responses as an engine: a server of `ScriptedEngine`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ _LAST_KEYS = ("type", "name")
 
 
 class ResponsesServer:
-    """Responses as vLLM 0.32 writes them: the last event is always `response.completed`, an aborted reply has the status completed."""
+    """Write Responses as vLLM 0.32 does.
+
+    The last event is always `response.completed`; an aborted reply has the status completed.
+    """
 
     path = "/v1/responses"
 
@@ -57,7 +60,7 @@ class ResponsesServer:
         }
 
     def failure(self) -> bytes:
-        """As OpenAI writes it: vLLM breaks the connection."""
+        """Return an error event in OpenAI's format; vLLM breaks the connection instead."""
         said = {
             "type": "error",
             "code": "server_error",
@@ -69,12 +72,13 @@ class ResponsesServer:
 
 
 def _response(request: Json, script: Script, status: str, output: list[Json]) -> Json:
-    """The response object; fields a request may set come back from it."""
+    """Return the response object with the fields that the request sets."""
     asked, sampled = len(script.prompt_ids), sum(len(s.ids) for s in script.choices)
     usage: Json = {
         "input_tokens": asked,
         "input_tokens_details": {
-            "cached_tokens": 0, "cache_write_tokens": 0, "input_tokens_per_turn": [], "cached_tokens_per_turn": [],
+            "cached_tokens": 0, "cache_write_tokens": 0, "input_tokens_per_turn": [],
+            "cached_tokens_per_turn": [],
         },
         "output_tokens": sampled,
         "output_tokens_details": {
@@ -89,34 +93,43 @@ def _response(request: Json, script: Script, status: str, output: list[Json]) ->
         "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
         "instructions": request.get("instructions"), "metadata": request.get("metadata"),
         "model": request.get("model") or "policy", "object": "response", "output": output,
-        "parallel_tool_calls": request.get("parallel_tool_calls", True), "temperature": request.get("temperature", 1.0),
-        "tool_choice": request.get("tool_choice", "auto") if tools else "none", "tools": tools, "top_p": 1.0,
-        "background": False, "max_output_tokens": request.get("max_output_tokens", 1000), "max_tool_calls": None,
-        "previous_response_id": None, "prompt": None, "reasoning": request.get("reasoning"), "service_tier": "auto",
+        "parallel_tool_calls": request.get("parallel_tool_calls", True),
+        "temperature": request.get("temperature", 1.0),
+        "tool_choice": request.get("tool_choice", "auto") if tools else "none", "tools": tools,
+        "top_p": 1.0,
+        "background": False, "max_output_tokens": request.get("max_output_tokens", 1000),
+        "max_tool_calls": None,
+        "previous_response_id": None, "prompt": None, "reasoning": request.get("reasoning"),
+        "service_tier": "auto",
         "status": status, "text": request.get("text"), "top_logprobs": request.get("top_logprobs"),
         "truncation": "disabled", "usage": None if status == "in_progress" else usage, "user": None,
-        "presence_penalty": 0.0, "frequency_penalty": 0.0, "kv_transfer_params": None, "ec_transfer_params": None,
+        "presence_penalty": 0.0, "frequency_penalty": 0.0, "kv_transfer_params": None,
+        "ec_transfer_params": None,
         "input_messages": None, "output_messages": None,
     }  # fmt: skip
 
 
 def _reasoning(id_: str, status: str, content: list[Json] | None) -> Json:
     return {
-        "id": id_, "summary": [], "type": "reasoning", "content": content, "encrypted_content": None,
+        "id": id_, "summary": [], "type": "reasoning", "content": content,
+        "encrypted_content": None,
         "status": status,
     }  # fmt: skip
 
 
 def _message(id_: str, status: str, content: list[Json]) -> Json:
     return {
-        "id": id_, "content": content, "role": "assistant", "status": status, "type": "message", "phase": None,
+        "id": id_, "content": content, "role": "assistant", "status": status, "type": "message",
+        "phase": None,
     }  # fmt: skip
 
 
 def _call(id_: str, status: str, call: Json, arguments: str) -> Json:
     return {
-        "arguments": arguments, "call_id": call["id"], "name": call["function"]["name"], "type": "function_call",
-        "id": id_, "async": None, "caller": None, "namespace": call.get("namespace"), "status": status,
+        "arguments": arguments, "call_id": call["id"], "name": call["function"]["name"],
+        "type": "function_call",
+        "id": id_, "async": None, "caller": None, "namespace": call.get("namespace"),
+        "status": status,
     }  # fmt: skip
 
 
@@ -147,7 +160,7 @@ def _text_part(request: Json, script: Script, scripted: ScriptedChoice) -> Json:
 
 
 def _items(request: Json, script: Script) -> list[Json]:
-    """The items of the whole output."""
+    """Return the items of the whole output."""
     (scripted,) = script.choices
     items: list[Json] = []
     if thought := "".join(t for t in scripted.texts[: scripted.reasoning] if t):
@@ -169,7 +182,7 @@ def _items(request: Json, script: Script) -> list[Json]:
 
 
 def _events(request: Json, script: Script) -> Iterator[tuple[Json, int]]:
-    """All events, and how many tokens have been sampled when each is written."""
+    """Yield all events, each with the number of tokens sampled so far."""
     (scripted,) = script.choices
     begun = _response(request, script, "in_progress", [])
     yield {"response": begun, "sequence_number": 0, "type": "response.created"}, 0

@@ -1,4 +1,4 @@
-"""What a scripted engine choices, and what a server is: a wire protocol from the engine's side. See `scripted_engine`."""
+"""Define the script of a scripted engine and the interface of its protocol servers."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class ScriptedChoice:
-    """One choice: token ids, the text of each (None: a chunk without a delta), log-probabilities; and tool-call deltas after them.
+    """Script one choice.
 
-    reasoning: how many of the first texts are reasoning.
+    ids: token ids. texts: the text of each token; None: a chunk without a delta. logprobs:
+    log-probabilities. tool_calls: deltas after the tokens. reasoning: number of first texts that
+    are reasoning.
     """
 
     ids: Sequence[int]
@@ -31,7 +33,7 @@ class ScriptedChoice:
         return "".join(t for t in self.texts if t)
 
     def message(self) -> Json:
-        """The message of a plain reply."""
+        """Return the message of a plain reply."""
         message: Json = {
             "role": "assistant",
             "content": self.text or None,
@@ -45,12 +47,14 @@ class ScriptedChoice:
 
 @dataclass
 class Script:
-    """What is said to one request.
+    """Script the reply to one request.
 
-    versions: per choice; None: the engine does not know. status: an error instead of a reply. die_after: the connection breaks
-    after so many chunks. fail_after: an error event after so many chunks. gate: acquired before each chunk behind the first.
-    no_tokens: an engine that tells neither ids nor log-probabilities. number: the reply's ids are made of it; agents take replies with
-    one id for one reply. sampling: what the middleware tells of it. cached: prompt tokens that the engine had in its cache.
+    versions: per choice; None: the engine reports none. status: an error instead of a reply.
+    die_after: the connection breaks after this many chunks. fail_after: an error event follows this
+    many chunks. gate: acquired before each chunk except the first. no_tokens: the engine reports
+    neither ids nor log-probabilities. number: part of the reply's ids; agents treat replies with
+    the same id as one reply. sampling: sampling parameters that the middleware reports. cached:
+    prompt tokens that the engine had in its cache.
     """
 
     choices: Sequence[ScriptedChoice]
@@ -68,33 +72,42 @@ class Script:
 
 
 class Event(NamedTuple):
-    """An event of a stream, as bytes with its blank line. shows: the tokens it brings: choice, first, behind the last."""
+    """Hold an event of a stream as bytes, with its blank line.
+
+    shows: the tokens in it, as (choice, first, end), end exclusive.
+    """
 
     data: bytes
     shows: Sequence[tuple[int, int, int]] = ()
 
 
 class ProtocolServer(Protocol):
-    """A wire protocol from the engine's side. With `script.no_tokens` no field of a reply tells tokens."""
+    """Implement a wire protocol as an engine.
+
+    With `script.no_tokens`, no reply field contains tokens.
+    """
 
     path: str
 
     def prompts(self, request: Json) -> int:
-        """How many prompts the request has: generations of the engine."""
+        """Return the number of prompts of the request, which is the number of generations."""
         ...
 
     def plain(self, request: Json, script: Script) -> Json:
-        """The whole reply."""
+        """Return the whole reply."""
         ...
 
     def events(self, request: Json, script: Script) -> Iterator[Event]:
-        """The reply as a stream, its end marker included. Every token is shown by an event at the latest when it is told of."""
+        """Yield the reply as a stream, with its end marker.
+
+        Every token is in the `shows` of an event no later than the event that reports it.
+        """
         ...
 
     def error(self, status: int) -> Json:
-        """The body of an error."""
+        """Return the body of an error."""
         ...
 
     def failure(self) -> bytes:
-        """An error as an event of a stream, with what then ends the stream."""
+        """Return an error event and the bytes that end the stream."""
         ...

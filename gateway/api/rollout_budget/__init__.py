@@ -1,1 +1,1 @@
-"""The rollout budget of a run: replacements wanted and free staleness capacity."""
+"""Compute the rollout budget of a run: requested replacements and free staleness capacity."""

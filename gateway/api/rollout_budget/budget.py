@@ -1,7 +1,9 @@
-"""What a run asks of those who make its rollouts: replacements, and how many groups may be under way. A pure fold over its journal.
+"""Compute the rollout budget of a run from its admission journal. A pure fold.
 
-The journal of admission, `claw.ready-batches.<run>.<channel>`, says what was admitted and refused and by which policy; `claw.weights` how far
-training is. What is under way, begun and not yet decided, is on neither: whoever begins groups must count them.
+The budget tells rollout workers how many replacements the run needs, and how many groups may be
+undecided. The journal of admission, `claw.ready-batches.<run>.<channel>`, lists the admitted and
+refused groups and the policy that applied; `claw.weights` gives the progress of training. Neither
+lists groups that have begun but are not yet decided: the client that begins groups must count them.
 """
 
 from __future__ import annotations
@@ -26,13 +28,15 @@ KEPT = 256
 """Refusals that are listed; older ones are only counted."""
 DETAIL_CHARS = 300
 RUN_ENDED = "run_ended"
-"""Reason of a refusal that asks for nothing: nobody will train the replacement."""
+"""Reason of a refusal that requests no replacement, because nobody would train it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A group that was refused whole, as the reply shows it. offset: on the journal. n: trajectories asked for instead. total:
-    `replacements_total` up to and with it.
+    """Describe a group that was refused whole, as in the reply.
+
+    offset: on the journal. n: trajectories requested instead. total: `replacements_total` up to and
+    including this refusal.
     """
 
     offset: int
@@ -46,10 +50,12 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class BudgetSnapshot:
-    """What a journal and the weights log say up to `read_to`, the next offset of the journal. Totals count from the journal's start.
+    """Hold the budget up to `read_to`, the next offset of the journal.
 
-    replacements: trajectories asked for, by reason. refusals: the newest that ask for some, oldest first. dropped: offset of the newest one that
-    is listed no more. newest_sync_index: of the newest version of the surviving chain, which is the last one on the log.
+    Totals count from the journal's start. replacements: requested trajectories, by reason.
+    refusals: the newest that request replacements, oldest first. dropped: offset of the newest
+    refusal that is no longer listed. newest_sync_index: of the newest version of the surviving
+    chain, which is the last version on the log.
     """
 
     read_to: int
@@ -65,19 +71,31 @@ class BudgetSnapshot:
     ended: bool
 
     def after(self, offset: int | None) -> tuple[tuple[Refusal, ...], bool]:
-        """The refusals behind an offset, and whether some behind it are listed no more. None: from the start."""
+        """Return the listed refusals after an offset, and whether some after it were dropped.
+
+        Args:
+            offset: Offset on the journal; None: from the start.
+        """
         if offset is None:
             return self.refusals, self.dropped is not None
         gap = self.dropped is not None and self.dropped > offset
         return tuple(r for r in self.refusals if r.offset > offset), gap
 
     def free_capacity(self, channel: Channel, loaded: int | None = None) -> int | None:
-        """Groups that may be undecided at once, all of those that are under way included, so that none begun now is refused as stale.
+        """Return how many groups may be undecided at once without a new one being refused as stale.
 
-        Admission demands floor(batch_seq / sync_every) - v <= max_staleness of a group whose oldest token is of version v. So it must come into a
-        batch below (v + max_staleness + 1) * sync_every, and each batch up to there takes batch_groups groups. loaded: the lowest sync index
-        that an engine samples with, if lower than the newest. None: nothing bounds it, for no age is too high. An upper bound where
-        batches close by tokens. 0 before the first policy or version, and after the end of the run.
+        The number includes the groups already in progress. Admission requires floor(batch_seq /
+        sync_every) - v <= max_staleness of a group whose oldest token is of version v. So the group
+        must enter a batch below (v + max_staleness + 1) * sync_every, and each batch below that
+        takes batch_groups groups. The result is an upper bound where batches close by tokens.
+
+        Args:
+            channel: Channel of the groups.
+            loaded: Lowest sync index that an engine samples with, if lower than the newest.
+
+        Returns:
+            The number of groups. None: unbounded, because no age is too high. 0 before the first
+                policy or version, and after the end of the run.
         """
         if self.ended or self.policy is None:
             return 0
@@ -93,7 +111,10 @@ class BudgetSnapshot:
 
 @dataclass(slots=True)
 class RolloutBudget:
-    """The fold of one run and channel. Memory: KEPT refusals, whatever the journal's length."""
+    """Fold the journal of one run and channel.
+
+    Memory is bounded by KEPT refusals, whatever the journal's length.
+    """
 
     run_id: str
     _read_to: int = 0
@@ -109,7 +130,7 @@ class RolloutBudget:
     _ended: bool = False
 
     def apply(self, offset: int, record: Journaled) -> None:
-        """The journal's next record."""
+        """Apply the journal's next record."""
         self._read_to = offset + 1
         match record:
             case ReadyBatch():
@@ -120,10 +141,13 @@ class RolloutBudget:
             case Refused():
                 self._refuse(offset, record)
             case Late():
-                pass  # a late reward changes nothing of what is wanted
+                pass  # a late reward does not change the budget
 
     def apply_version(self, version: WeightVersion) -> None:
-        """The weights log's next record; those of other runs are passed over. A trainer that went back is where it now is."""
+        """Apply the next record of the weights log; versions of other runs are ignored.
+
+        After a rollback of the trainer, its newest record gives the current version.
+        """
         if version.run_id == self.run_id:
             self._newest = version.sync_index
 
@@ -150,16 +174,21 @@ class RolloutBudget:
             self._dropped = self._refusals.popleft().offset
 
     def snapshot(self) -> BudgetSnapshot:
-        """What it says now, as a value of its own."""
+        """Return the current budget as an independent value."""
         return BudgetSnapshot(
-            self._read_to, self._policy, self._next_seq, self._admitted, self._refused, dict(self._asked), self._total,
+            self._read_to, self._policy, self._next_seq, self._admitted, self._refused,
+            dict(self._asked), self._total,
             tuple(self._refusals), self._dropped, self._newest, self._ended,
         )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class BudgetReading:
-    """What is known of a journal. journal_id: of its topic; offsets of another one mean nothing. age_s: since it was known to be all."""
+    """Hold the state of a journal as last read.
+
+    journal_id: id of the topic; an offset is valid only for this id. age_s: seconds since the
+    journal was last read to its end.
+    """
 
     journal_id: str
     snapshot: BudgetSnapshot
@@ -167,15 +196,20 @@ class BudgetReading:
 
 
 class BudgetSource(Protocol):
-    """Knows journals."""
+    """Read the budget of a run and channel."""
 
     async def get(self, run_id: str, channel: Channel) -> BudgetReading | None:
-        """What the journal of a run and channel says; None when there is none. Raises BudgetUnknown, or Overloaded."""
+        """Return the state of a journal; None when the journal does not exist.
+
+        Raises:
+            BudgetUnknown: The journal cannot be read now.
+            Overloaded: Too many journals are followed.
+        """
         ...
 
 
 class InMemoryBudgets:
-    """Journals in memory, for tests and try-outs. reachable=False: no answer."""
+    """Hold journals in memory, for tests and demos. reachable=False: every read fails."""
 
     def __init__(self) -> None:
         self.journals: dict[tuple[str, Channel], RolloutBudget] = {}
@@ -183,7 +217,10 @@ class InMemoryBudgets:
         self._ends: Counter[tuple[str, Channel]] = Counter()
 
     def put(self, run_id: str, channel: Channel, *records: Journaled | WeightVersion) -> None:
-        """Fold records of the journal, at offsets 0, 1, ..., and of the weights log. Without any: a journal that is empty."""
+        """Apply records of the journal, at offsets 0, 1, ..., and of the weights log.
+
+        Without records, create an empty journal.
+        """
         at = (run_id, channel)
         budget = self.journals.setdefault(at, RolloutBudget(run_id))
         for record in records:

@@ -1,8 +1,9 @@
-"""Tails the journals of those runs whose budget is asked for, and `claw.weights`. A thread, for the Kafka client blocks.
+"""Follow `claw.weights` and the journals of the runs whose budget is requested.
 
-A journal is read from its start when it is first asked for, followed while it is, and forgotten IDLE_S after the last question. As long as
-nobody asks, nothing is read. One reader for all: it is made anew, at the same positions, when their set changes. Kafka away: what was read
-stays, and grows old.
+A journal is read from its start on the first request, followed while requests come, and dropped
+IDLE_S after the last request. Without requests, nothing is read. One reader serves all journals; it
+is recreated at the same positions when their set changes. While Kafka is unreachable, the last
+state stays and its age grows. The Kafka client blocks, so it runs in a thread.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ from schemas.records import Channel, Late, PolicyApplied, ReadyBatch, Refused, W
 from schemas.settings import Settings
 
 MAX_WATCHED = 64
-"""Journals that are followed at the same time."""
+"""Maximum journals followed at the same time."""
 IDLE_S = 120.0
-"""So long after the last question a journal is followed."""
+"""Seconds that a journal is followed after the last request."""
 FIRST_ANSWER_S = 3.0
-"""How long the first question waits until its journal is read."""
+"""Seconds that the first request waits until its journal is read."""
 CHECK_S = 1.0
-"""How often Kafka is asked which of the topics are there, and whether they are still the same."""
+"""Interval in seconds between checks of which topics exist and whether their ids changed."""
 ABSENT_S = 5.0
-"""So long it is believed that there is no such journal, while Kafka does not say so again."""
+"""Seconds that a missing journal counts as missing without a new answer of Kafka."""
 RETRY_S = 0.5
 POLL_RECORDS = 50
 QUEUE_KB = 4096
@@ -40,7 +41,11 @@ QUEUE_KB = 4096
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """journal_id None: there is no journal. flaw: why it cannot be told. at: when Kafka was last seen to have no more; seconds."""
+    """Hold the last state of a journal.
+
+    journal_id None: the journal does not exist. flaw: why its budget is unknown. at: time of the
+    last read that reached the end of the journal, in seconds.
+    """
 
     journal_id: str | None
     snapshot: BudgetSnapshot | None
@@ -50,7 +55,10 @@ class _Answer:
 
 @dataclass(slots=True, eq=False)
 class _Watch:
-    """One journal. asked_at and known belong to the event loop, the rest to the thread; `answer` is handed over whole."""
+    """Follow one journal.
+
+    The event loop owns asked_at and known, the thread the rest; `answer` is replaced as a whole.
+    """
 
     run_id: str
     topic: str
@@ -63,10 +71,10 @@ class _Watch:
     next: int = BEGINNING
     weights_next: int = BEGINNING
     flaw: str | None = None
-    read: bool = False  # once to its end
+    read: bool = False  # read to its end at least once
 
     def reset(self, journal_id: str | None) -> None:
-        """Begin anew: another journal has its name, or none."""
+        """Start over: the topic was recreated or deleted."""
         self.budget, self.journal_id, self.flaw, self.read = (
             RolloutBudget(self.run_id),
             journal_id,
@@ -81,7 +89,7 @@ class _Watch:
 
 
 class BudgetFeed:
-    """A `gateway.api.rollout_budget.budget.BudgetSource` over Kafka. clock: seconds."""
+    """Implement `gateway.api.rollout_budget.budget.BudgetSource` with Kafka. clock: seconds."""
 
     def __init__(
         self, cluster: Cluster, settings: Settings, clock: Callable[[], float] = time.monotonic
@@ -90,24 +98,28 @@ class BudgetFeed:
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self._watched: dict[str, _Watch] = {}
-        self._woken = threading.Event()  # the set of watches is another one
+        self._woken = threading.Event()  # the set of watches changed
         self._loop: asyncio.AbstractEventLoop | None = None
-        # A daemon: while Kafka is away a call into the client may last longer than a stop should.
+        # A daemon thread: while Kafka is unreachable, a client call may take longer than a stop
+        # should.
         self._thread = threading.Thread(target=self._run, name="budget", daemon=True)
 
     def start(self) -> None:
-        """Be ready for questions. Call on the event loop that serves."""
+        """Start the thread. Call on the event loop that serves requests."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
     def stop(self) -> None:
-        """End; waits a little."""
+        """Stop the thread; wait at most one second."""
         self._stop.set()
         self._woken.set()
         self._thread.join(1.0)
 
     async def get(self, run_id: str, channel: Channel) -> BudgetReading | None:
-        """See BudgetSource. Waits FIRST_ANSWER_S at most for a journal that was not followed until now."""
+        """Return the state of a journal, see BudgetSource.
+
+        Waits at most FIRST_ANSWER_S for a journal that was not followed before.
+        """
         watch = self._watch(run_id, channel)
         try:
             async with asyncio.timeout(FIRST_ANSWER_S):
@@ -124,13 +136,14 @@ class BudgetFeed:
             return BudgetReading(answer.journal_id, answer.snapshot, age_s)
         if age_s > ABSENT_S:
             raise BudgetUnknown(
-                f"{watch.topic} was not there {age_s:.0f} s ago, and Kafka is away since then: ask again"
+                f"{watch.topic} was not there {age_s:.0f} s ago, "
+                "and Kafka is away since then: ask again"
             )
         return None
 
     @property
     def following(self) -> int:
-        """Journals that are followed now."""
+        """Return the number of followed journals."""
         return len(self._watched)
 
     def _watch(self, run_id: str, channel: Channel) -> _Watch:
@@ -145,7 +158,7 @@ class BudgetFeed:
         return watch
 
     def _make_room(self, now: float) -> None:
-        """Forget who was not asked for; if all were, one that does not exist. Raises Overloaded."""
+        """Drop idle journals; without any, one that does not exist. Raises Overloaded."""
         if len(self._watched) < MAX_WATCHED:
             return
         gone = [w for w in self._watched.values() if now - w.asked_at > IDLE_S]
@@ -157,17 +170,18 @@ class BudgetFeed:
         gone = gone or sorted(absent, key=lambda w: w.asked_at)[:1]
         if not gone:
             raise Overloaded(
-                f"the budget of {MAX_WATCHED} runs is asked for already; one makes room {IDLE_S:.0f} s after its last"
+                f"the budget of {MAX_WATCHED} runs is asked for already; "
+                f"one makes room {IDLE_S:.0f} s after its last"
             )
         for watch in gone:
             del self._watched[watch.topic]
 
-    # -- the thread
+    # -- runs in the thread
 
     def _run(self) -> None:
         try:
             self._keep_following()
-        except BaseException as error:  # noqa: BLE001 - a thread that ends unseen would answer with what it knew for ever
+        except BaseException as error:  # noqa: BLE001 - after a silent end, answers would never change
             die(error)
 
     def _keep_following(self) -> None:
@@ -189,14 +203,14 @@ class BudgetFeed:
                 self._stop.wait(RETRY_S)
 
     def _asked_for(self) -> list[_Watch]:
-        """Those that were asked for lately; the others are forgotten."""
+        """Return the recently requested journals, and drop the others."""
         now = self._clock()
         with self._lock:
             self._watched = {t: w for t, w in self._watched.items() if now - w.asked_at <= IDLE_S}
             return list(self._watched.values())
 
     def _follow(self, watches: Sequence[_Watch]) -> None:
-        """Read until the set of watches or of topics is another one. Raises KafkaError."""
+        """Read until the set of watches or of topics changes. Raises KafkaError."""
         self._identify(watches)
         readable = [w for w in watches if w.readable]
         self._publish(set(watches).difference(readable), self._clock())
@@ -219,7 +233,10 @@ class BudgetFeed:
             reader.close()
 
     def _identify(self, watches: Sequence[_Watch]) -> bool:
-        """Look which topics are there; whether any is another one than before. Never by a request that could make one."""
+        """Check which topics exist; return whether any topic id changed.
+
+        The request used here cannot create a topic.
+        """
         weights = self._topics.weights
         ids = self._cluster.topic_ids([weights, *(w.topic for w in watches)])
         changed = False
@@ -241,8 +258,10 @@ class BudgetFeed:
     def _read_for(
         self, seconds: float, reader: Reader, decoder: Decoder, watches: Sequence[_Watch]
     ) -> bool:
-        """Fold what comes, and rest as long as that took: the loop that serves calls shares the interpreter with this thread. False: the set
-        of watches is another one.
+        """Fold new records for some seconds; return False when the set of watches changed.
+
+        After each poll it waits as long as the poll's records took, because the event loop that
+        serves calls shares the interpreter with this thread.
         """
         journals = {w.topic: w for w in watches}
         began = self._clock()
@@ -256,20 +275,24 @@ class BudgetFeed:
                     _apply_version(watches, decoder, record)
                 else:
                     _apply(journals[record.topic], decoder, record)
-                time.sleep(0)  # whoever waits for the interpreter gets it now, and not after 5 ms
+                time.sleep(0)  # yield the interpreter to the event loop now instead of after 5 ms
             if any(not w.readable for w in watches):
-                return False  # it is told, and read no further, in the next round
+                return False  # the next round publishes the flaw and stops reading
             if reader.at_end:
                 self._publish([w for w in watches if not w.read], began)
             if records:
                 for watch in watches:
                     if watch.read and watch.answer is not None:
-                        self._hand_over(watch, watch.answer.at)  # what is new; not that it is all
+                        # publishes new records without claiming the end was reached
+                        self._hand_over(watch, watch.answer.at)
                 self._stop.wait(time.perf_counter() - polled)
         return True
 
     def _publish(self, watches: Iterable[_Watch], at: float) -> None:
-        """Hand over what was read to the end, or cannot be read. at: when Kafka had no more."""
+        """Publish the journals that were read to the end or cannot be read.
+
+        at: time when Kafka had no more records.
+        """
         for watch in watches:
             watch.read = watch.readable
             self._hand_over(watch, at)
@@ -282,11 +305,18 @@ class BudgetFeed:
 
 
 def _apply(watch: _Watch, decoder: Decoder, record: Record) -> None:
-    """Fold a record of a journal. What cannot be read is no budget of zero: admission itself stops there."""
+    """Fold a record of a journal.
+
+    An unreadable record makes the budget unknown, not zero: admission itself stops at such a
+    record.
+    """
     try:
         event = decoder.decode(record.value)
     except (Undecodable, UnknownSchema) as error:
-        watch.flaw = f"{record.topic} offset {record.offset}: {error}. Admission cannot go on behind it either"
+        watch.flaw = (
+            f"{record.topic} offset {record.offset}: {error}. "
+            "Admission cannot go on behind it either"
+        )
         return
     if watch.flaw is None and isinstance(event, ReadyBatch | Refused | Late | PolicyApplied):
         watch.budget.apply(record.offset, event)
@@ -294,7 +324,10 @@ def _apply(watch: _Watch, decoder: Decoder, record: Record) -> None:
 
 
 def _apply_version(watches: Iterable[_Watch], decoder: Decoder, record: Record) -> None:
-    """Fold a record of the weights log. One that cannot be read is the trainer's and the workers' to complain of."""
+    """Fold a record of the weights log.
+
+    An unreadable record is logged and skipped: the trainer and the engines report it.
+    """
     version = None
     try:
         version = decoder.decode(record.value)

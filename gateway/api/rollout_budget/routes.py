@@ -1,4 +1,4 @@
-"""`GET /runs/<run>/demand`: what managed rollouts poll. Nothing is recorded."""
+"""Serve `GET /runs/<run>/demand`, which managed rollouts poll. Records nothing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ After = Annotated[
 
 
 class BudgetReply(BaseModel):
-    """What a run and channel ask for. Totals count from the journal's start and never fall; see docs/admission.md."""
+    """Reply with the budget of a run and channel.
+
+    Totals count from the journal's start and never fall; see docs/admission.md.
+    """
 
     model_config = ConfigDict(frozen=True)
 
@@ -50,7 +53,16 @@ class BudgetReply(BaseModel):
 def reply_of(
     run_id: str, channel: Channel, reading: BudgetReading, after: int | None, loaded: int | None
 ) -> BudgetReply:
-    """The reply. loaded: lowest sync index of the run that a ready engine samples with; None when no engine says so."""
+    """Return the reply.
+
+    Args:
+        run_id: The run.
+        channel: The channel.
+        reading: State of the journal.
+        after: Offset of the last refusal that the client handled; None: from the start.
+        loaded: Lowest sync index of the run that a ready engine samples with; None when no engine
+            reports one.
+    """
     snapshot, policy = reading.snapshot, reading.snapshot.policy
     refusals, missing = snapshot.after(after)
     return BudgetReply(
@@ -84,7 +96,13 @@ def reply_of(
 def rollout_budget_routes(
     door: Door, source: BudgetSource, loaded: Callable[[str], int | None]
 ) -> APIRouter:
-    """The route. loaded: of a run, the lowest sync index that a ready engine samples with."""
+    """Return the route.
+
+    Args:
+        door: Authenticates the caller.
+        source: Gives the state of a journal.
+        loaded: Given a run, returns the lowest sync index that a ready engine samples with.
+    """
     router = APIRouter()
 
     @router.get("/runs/{run}/demand")
@@ -95,7 +113,8 @@ def rollout_budget_routes(
         caller = door.authenticate(headers, "agent")
         if caller.session is not None and not caller.unbound:
             raise Forbidden(
-                "a session key is for one trajectory; the rollout budget is of a whole run: use an API key",
+                "a session key is for one trajectory; the rollout budget is of a whole run: "
+                "use an API key",
                 "run",
             )
         if not RUN_ID.fullmatch(run):
@@ -104,7 +123,8 @@ def rollout_budget_routes(
         reading = await source.get(run, channel)
         if reading is None:
             raise NotFound(
-                f"run {run!r} has no channel {channel!r}: no admission has made its journal yet, see `clawstream admit`",
+                f"run {run!r} has no channel {channel!r}: no admission has made its journal yet, "
+                "see `clawstream admit`",
                 "run",
             )
         return reply_of(run, channel, reading, after, loaded(run))
