@@ -341,8 +341,7 @@ class Generator:
             async with self._services.upstream.call(
                 "POST", COMPLETIONS.path, lambda spec: COMPLETIONS.engine_body(asked, spec.kind),
                 {k: v for k, v in headers.items() if k in FORWARDED}
-                | {"content-type": "application/json"},
-                key=_prefix_key(said.prompt_ids),
+                | {"content-type": "application/json"}, key=_prefix_key(said.prompt_ids),
                 run_id=(run := self._services.door.run_of(caller, headers)),
                 model=asked.model, on_asking=asking,
             ) as response:  # fmt: skip

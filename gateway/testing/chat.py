@@ -74,8 +74,7 @@ def plain(request: Json, script: Script) -> Json:
                 "index": i, "message": scripted.message(),
                 "logprobs": _logprobs(scripted, 0, len(scripted.ids)) if logprobs else None,
                 "finish_reason": scripted.finish_reason, "stop_reason": None,
-                "token_ids": list(scripted.ids) if ids else None,
-                "routed_experts": None,
+                "token_ids": list(scripted.ids) if ids else None, "routed_experts": None,
             }
             for i, scripted in enumerate(script.choices)
         ],

@@ -33,8 +33,7 @@ class CompletionsServer:
                     "index": i, "text": _echo(request) + scripted.text,
                     "logprobs": _logprobs(request, script, scripted, 0, len(scripted.ids)),
                     "finish_reason": scripted.finish_reason, "stop_reason": None,
-                    "token_ids": list(scripted.ids) if ids else None,
-                    "prompt_logprobs": None,
+                    "token_ids": list(scripted.ids) if ids else None, "prompt_logprobs": None,
                     "prompt_token_ids": list(script.prompt_ids) if ids else None,
                     "routed_experts": None,
                 }

@@ -104,16 +104,14 @@ def _response(request: Json, script: Script, status: str, output: list[Json]) ->
         "status": status, "text": request.get("text"), "top_logprobs": request.get("top_logprobs"),
         "truncation": "disabled", "usage": None if status == "in_progress" else usage, "user": None,
         "presence_penalty": 0.0, "frequency_penalty": 0.0, "kv_transfer_params": None,
-        "ec_transfer_params": None,
-        "input_messages": None, "output_messages": None,
+        "ec_transfer_params": None, "input_messages": None, "output_messages": None,
     }  # fmt: skip
 
 
 def _reasoning(id_: str, status: str, content: list[Json] | None) -> Json:
     return {
         "id": id_, "summary": [], "type": "reasoning", "content": content,
-        "encrypted_content": None,
-        "status": status,
+        "encrypted_content": None, "status": status,
     }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Bad input, sessions, completions and rewards over HTTP."""
+"""Test bad input, sessions, completions and rewards over HTTP."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ RunScenario = Callable[..., None]
 
 @pytest.fixture
 def run_scenario(tmp_path: Path) -> RunScenario:
-    """`run_scenario(scenario, script, **gateway settings)` runs an async scenario against a gateway of its own."""
+    """Return a function that runs an async scenario against a new gateway.
+
+    Call it as `run_scenario(scenario, script, **gateway settings)`.
+    """
     return partial(run_gateway, tmp_path, CODEC)
 
 
@@ -139,12 +142,12 @@ def test_openings_that_say_different_things_are_different_events(run_scenario: R
     async def scenario(w: GatewayFixture) -> None:
         said: list[tuple[str, dict[str, Any]]] = [
             ("/sessions", {"trajectory_key": "t", "group_id": "g"}),
-            ("/t/g/register_trajectory", {}),  # the same as the first
+            ("/t/g/register_trajectory", {}),  # equal to the first
             ("/t/g/register_trajectory", {"metadata": {"a": 1, "b": 2}}),
             (
                 "/sessions",
                 {"trajectory_key": "t", "group_id": "g", "metadata": {"b": 2, "a": 1}},
-            ),  # the same as the third
+            ),  # equal to the third
             ("/t/g/register_trajectory", {"metadata": {"a": 1}}),
             ("/t/g/register_trajectory", {"metadata": {}}),
             ("/t/g/register_trajectory", {"group_size": 4}),
@@ -185,7 +188,7 @@ def test_bodies_of_all_routes_together_are_bounded(run_scenario: RunScenario) ->
         assert "max_in_flight_bytes" in reply["error"]["message"]
         go_on.set()
         assert (await held)[0] == 201
-        for _ in range(3):  # what was held is given back, whatever became of it
+        for _ in range(3):  # every outcome releases the reserved bytes
             assert (await send(io.BytesIO(body)))[0] == 201
             assert (await send(io.BytesIO(body[:-1])))[0] == 400
             assert (await send(io.BytesIO(body * 2)))[0] == 503
@@ -264,7 +267,8 @@ def test_session_key_finds_its_trajectory(run_scenario: RunScenario) -> None:
             session = await r.json()
         (opened,) = w.records()
         assert opened == SessionEvent(
-            event_id=opened.event_id, run_id="r-1", trajectory_key=session["trajectory_key"], kind="opened",
+            event_id=opened.event_id, run_id="r-1", trajectory_key=session["trajectory_key"],
+            kind="opened",
             group_id="task 7", channel="val", group_size=4, round=1, metadata_json=b'{"a":1}',
             created_at=opened.created_at,
         )  # fmt: skip
@@ -320,7 +324,7 @@ def test_register_and_complete_by_path(run_scenario: RunScenario) -> None:
             "val",
             2,
         )
-        assert again.event_id != opened.event_id  # it says less
+        assert again.event_id != opened.event_id  # it has fewer fields
         assert (failed.kind, failed.reason, failed.channel) == ("failed", "gave up", "val")
         assert (done.kind, done.group_id) == ("completed", None)
         assert done.event_id == done_again.event_id != failed.event_id

@@ -1,6 +1,7 @@
-"""What real agents sent (tests/agents/recorded, their texts cut short), played again: who they are, which trajectory, which tags.
+"""Replay the recorded requests of real agents: test their agent, trajectory and tags.
 
-The recordings are written by tests/agents when it runs the agents themselves; docs/agents.md says how to renew them.
+The recordings, tests/agents/recorded, have shortened texts. tests/agents writes them when it runs
+the agents themselves; docs/agents.md explains how to update them.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ AGENTS: dict[str, tuple[str, int, dict[str, int]]] = {
     "codex": ("codex", 1, {"sub_agent": 2}),
     "codex-compaction": ("codex", 1, {"compaction": 1}),
     "codex-built-in": ("codex", 1, {}),
-    # Three messages of the user and a compaction, each a run with a trace of its own: a session key makes them one.
+    # Three user messages and a compaction. Each has its own trace; a session key makes them one
+    # session.
     "openclaw": ("openclaw", 4, {"sub_agent": 2, "compaction": 4}),
     "openclaw-run": ("openclaw", 1, {"sub_agent": 2}),
     "openclaw-openai-completions": ("openclaw", 1, {}),
@@ -50,9 +52,8 @@ def test_every_recording_is_known() -> None:
     assert {p.stem for p in RECORDED.glob("*.json")} == AGENTS.keys()
 
 
-def test_the_lock_of_the_agents_has_a_hash_for_every_package_and_names_no_place_to_get_it_from() -> (
-    None
-):
+def test_the_lock_of_the_agents_has_a_hash_for_every_package_and_names_no_place_to_get_it_from(
+) -> None:  # fmt: skip
     packages = orjson.loads((RECORDED.parent / "package-lock.json").read_bytes())["packages"]
     wanted = orjson.loads((RECORDED.parent / "package.json").read_bytes())["dependencies"]
     assert packages[""]["dependencies"] == wanted
@@ -85,7 +86,7 @@ def test_claude_code_is_known_without_its_header_by_what_its_body_says() -> None
 
 @pytest.mark.parametrize("name", AGENTS)
 def test_its_requests_are_served_and_kept(name: str, tmp_path: Path, codec: Codec) -> None:
-    """Every request as it was sent, through a whole gateway."""
+    """Send every request, as recorded, through a whole gateway."""
     _, sessions, expected = AGENTS[name]
     calls = recorded(name)
 

@@ -1,4 +1,4 @@
-"""The door: who a request comes from, what that one may do, and which trajectory it belongs to."""
+"""Test authentication, scopes and the trajectory of a request."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CHAT = {"messages": [{"role": "system", "content": "be brief"}, {"role": "user",
 
 @pytest.fixture
 def make(tmp_path: Path) -> Make:
-    """`make(**gateway settings)`: a door; all share secret and keys."""
+    """Return `make(**gateway settings)`, which creates a resolver; all share secret and keys."""
 
     def door(**gateway: Any) -> Door:
         return Door(Settings.model_validate({"data_dir": tmp_path, "gateway": gateway}), Metrics())
@@ -38,7 +38,7 @@ def make(tmp_path: Path) -> Make:
 
 @pytest.fixture
 def key(tmp_path: Path) -> Callable[..., dict[str, str]]:
-    """`key(*scopes, run)`: makes an API key and gives the headers that carry it."""
+    """Return `key(*scopes, run)`: it creates an API key and returns the headers that carry it."""
     names = iter("abcdefgh")
 
     def made(*scopes: Scope, run: str | None = None) -> dict[str, str]:
@@ -236,13 +236,19 @@ def test_scopes_hold_where_keys_are_required(
     agent, reward, admin = key("agent"), key("reward", "curate"), key("admin")
     door = make(auth="required")
     cases: list[tuple[dict[str, str], Scope, type[Exception] | None]] = [
-        (agent, "agent", None), (agent, "reward", Forbidden), (agent, "curate", Forbidden), (agent, "admin", Forbidden),
+        (agent, "agent", None), (agent, "reward", Forbidden), (agent, "curate", Forbidden),
+        (agent, "admin", Forbidden),
         (reward, "reward", None), (reward, "curate", None), (reward, "agent", Forbidden),
-        (admin, "agent", None), (admin, "reward", None), (admin, "curate", None), (admin, "admin", None),
-        ({}, "agent", WrongKey), (bearer("sk-proj-1"), "agent", WrongKey), (bearer("claw-wrong"), "agent", WrongKey),
+        (admin, "agent", None), (admin, "reward", None), (admin, "curate", None),
+        (admin, "admin", None),
+        ({}, "agent", WrongKey), (bearer("sk-proj-1"), "agent", WrongKey),
+        (bearer("claw-wrong"), "agent", WrongKey),
         ({"authorization": agent["authorization"].replace("Bearer", "Basic")}, "agent", WrongKey),
         ({"x-api-key": agent["authorization"][7:]}, "agent", None),
-        ({"x-api-key": agent["authorization"][7:], "authorization": "Bearer sk-ant-other"}, "agent", None),
+        (
+            {"x-api-key": agent["authorization"][7:], "authorization": "Bearer sk-ant-other"},
+            "agent", None,
+        ),
         ({"api-key": agent["authorization"][7:]}, "agent", None),
         ({"authorization": agent["authorization"].replace("Bearer", "bEARER ")}, "agent", None),
     ]  # fmt: skip
@@ -320,11 +326,27 @@ TEXT = {"type": "text", "text": "hi"}
     [
         {"messages": [{"role": "user", "content": "hi"}]},
         {"messages": [{"role": "developer", "content": "x"}, {"role": "user", "content": [TEXT]}]},
-        {"messages": [{"role": "user", "content": [TEXT | {"cache_control": {"type": "ephemeral"}}]}], "system": "x"},
-        {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}]},
+        {
+            "messages": [
+                {"role": "user", "content": [TEXT | {"cache_control": {"type": "ephemeral"}}]}
+            ],
+            "system": "x",
+        },
+        {
+            "messages": [
+                {"role": "user", "content": "hi"},
+                {"role": "assistant", "content": "a"},
+                {"role": "user", "content": "b"},
+            ]
+        },
         {"input": "hi", "instructions": "x"},
         {"input": [{"role": "user", "content": [{"type": "input_text", "text": "hi"}]}]},
-        {"input": [{"type": "message", "role": "user", "content": "hi"}, {"type": "function_call", "name": "f"}]},
+        {
+            "input": [
+                {"type": "message", "role": "user", "content": "hi"},
+                {"type": "function_call", "name": "f"},
+            ]
+        },
         {"prompt": "hi"},
     ],
 )  # fmt: skip

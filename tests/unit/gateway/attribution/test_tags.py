@@ -1,4 +1,4 @@
-"""Known agents by what they send: their sessions, and what a call of theirs is for."""
+"""Test how known agents are identified by their requests, and their sessions and tags."""
 
 from __future__ import annotations
 
@@ -45,7 +45,10 @@ BILLING = {
     "type": "text",
     "text": "x-anthropic-billing-header: cc_version=2.1.329; cc_is_subagent=true;",
 }
-COMPACT = "CRITICAL: Respond with TEXT ONLY.\n\nYour task is to create a detailed summary of the conversation so far"
+COMPACT = (
+    "CRITICAL: Respond with TEXT ONLY.\n\n"
+    "Your task is to create a detailed summary of the conversation so far"
+)
 
 SESSIONS: list[tuple[dict[str, str], dict[str, Any], tuple[str, str | None] | None]] = [
     (CLAUDE, {}, ("claude-code", "s")),
@@ -86,7 +89,7 @@ SESSIONS: list[tuple[dict[str, str], dict[str, Any], tuple[str, str | None] | No
     ),
     ({}, OPENCLAW, ("openclaw", None)),
     ({"traceparent": "broken"}, OPENCLAW, ("openclaw", None)),
-    # Nobody we know: their headers may mean anything.
+    # An unknown agent: its headers may mean anything.
     (TRACE, chat("You are helpful", "hi"), None),
     ({"x-session-id": "s"}, chat(None, "hi"), None),
     ({"session-id": "s"}, chat(None, "hi"), None),
@@ -188,7 +191,8 @@ TAGGED: list[tuple[dict[str, str], dict[str, Any], dict[str, str]]] = [
     (
         TRACE,
         chat(
-            "... running inside OpenClaw ...\n# Subagent Context\nYou are a **subagent** spawned by the main agent",
+            "... running inside OpenClaw ...\n# Subagent Context\n"
+            "You are a **subagent** spawned by the main agent",
             "x",
         ),
         {"sub_agent": "anywhere in the system prompt: You are a **subagent** spawned by"},
@@ -196,7 +200,8 @@ TAGGED: list[tuple[dict[str, str], dict[str, Any], dict[str, str]]] = [
     (
         TRACE,
         chat(
-            "... running inside OpenClaw ...\n# Subagent Context\n\nSubagent spawned by main agent; one specific task.",
+            "... running inside OpenClaw ...\n# Subagent Context\n\n"
+            "Subagent spawned by main agent; one specific task.",
             "x",
         ),
         {"sub_agent": "anywhere in the system prompt: Subagent spawned by"},
@@ -206,9 +211,9 @@ TAGGED: list[tuple[dict[str, str], dict[str, Any], dict[str, str]]] = [
         chat("You are a context summarization assistant. Your task", "x"),
         {"compaction": "system prompt: You are a context summarization assistant"},
     ),
-    # Nor do they mean anything further in, where a user's own files may stand.
+    # The words are ignored further in, where a user's own files may be quoted.
     (OPENCODE, chat("You are opencode" + " " * 2000 + "You are a title generator", "x"), {}),
-    # The words of one agent mean nothing from another, nor from a stranger.
+    # The words of one agent are ignored from another agent and from an unknown client.
     ({}, chat("You are a title generator", COMPACT), {}),
     (CODEX, responses("cc_is_subagent=true", COMPACT), {}),
     ({"x-openai-subagent": "compact"}, chat(None, "x"), {}),

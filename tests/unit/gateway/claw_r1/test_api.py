@@ -1,4 +1,4 @@
-"""Claw-R1's own API: its agents generate, ask for rewards and begin trajectories as they did."""
+"""Test Claw-R1's own API: generate, compute_reward and init_trajectory."""
 
 from __future__ import annotations
 
@@ -28,13 +28,16 @@ from schemas.tokens import unpack_logprobs
 
 @pytest.fixture
 def run_scenario(tmp_path: Path) -> RunScenario:
-    """`run_scenario(scenario, script, **gateway settings)` runs an async scenario against a gateway of its own."""
+    """Return a function that runs an async scenario against a new gateway.
+
+    Call it as `run_scenario(scenario, script, **gateway settings)`.
+    """
     return partial(run_gateway, tmp_path, CODEC)
 
 
 @pytest.fixture
 def tokenizer(tmp_path: Path) -> Path:
-    """A directory with the tokenizer of a model of four words."""
+    """Return a directory with the tokenizer of a model of four words."""
     made = Tokenizer(WordLevel({"so": 0, "it": 1, "is": 2, "42": 3, "?": 4}, unk_token="?"))
     made.pre_tokenizer = WhitespaceSplit()
     made.save(str(tmp_path / "tokenizer.json"))
@@ -72,7 +75,7 @@ def test_generate_gives_the_tokens_that_were_sampled(run_scenario: RunScenario, 
             **ours,
         }
         assert w.producer.messages == []
-        # and what came is what is submitted, unchanged
+        # the agent submits the reply unchanged
         again = step(
             response_ids=said["token_ids"],
             rollout_log_probs=said["log_probs"],
@@ -221,7 +224,7 @@ def test_a_reward_is_computed_by_the_function_of_the_settings(
             status, said = await post(w, "/compute_reward", body)
             assert (status, said["error"]["param"]) == (422, param)
         assert w.producer.messages == []
-        # submitted steps have their text now
+        # submitted steps now have their text
         await post(w, "/submit_steps", {"steps": [step(response_ids=[0, 1, 2])]})
         assert w.steps()[0].response_json == b'{"role":"assistant","content":"so it is"}'
 
@@ -257,7 +260,7 @@ def test_a_function_of_ones_own(run_scenario: RunScenario, tokenizer: Path) -> N
 def test_a_function_that_never_answers_costs_its_own_call_only(
     tmp_path: Path, name: str, why: str
 ) -> None:
-    """It computes in a child process: the event loop goes on, and the next call is answered."""
+    """The function runs in a child process: the event loop continues and answers the next call."""
     limits = {"timeout_s": 0.2, "processes": 1}
     settings = {"gateway": {"compute_reward": f"{OWN}:{name}@1"}, "functions": limits}
     body = ComputeReward(prompt_ids=[0], response_ids=[1])
@@ -311,7 +314,7 @@ def test_init_trajectory_gives_a_base_url_that_works(run_scenario: RunScenario) 
         assert len({f["trajectory_uid"] for f in found}) == 2
         uid = found[0]["trajectory_uid"]
         assert found[0] == {"trajectory_uid": uid, "base_url": f"{w.url}/{uid}/{uid}/v1"}
-        # as its black-box flow does it: another group in the place of the default one
+        # as its black-box flow does: another group replaces the default one
         base = found[0]["base_url"].rsplit("/", 2)[0] + "/task-7/v1"
         for path, body in (
             ("/register_trajectory", {"channel": "val", "metadata": {"policy_version": 3}}),

@@ -1,6 +1,7 @@
-"""What was measured to be wrong with Claw-R1's gateway and data pool is not wrong with ours: a test for each, named by what was wrong.
+"""Test that the gateway has none of the faults measured in Claw-R1's gateway and data pool.
 
-The numbers of docs/claw-r1.md stand beside them. What concerns its trainer, rollouter or dashboard alone has no test here.
+Each fault has a test, named after the fault and its number in docs/claw-r1.md. Faults of Claw-R1's
+trainer, rollouter or dashboard alone have no test here.
 """
 
 from __future__ import annotations
@@ -42,7 +43,10 @@ RunScenario = Callable[..., None]
 
 @pytest.fixture
 def run_scenario(tmp_path: Path) -> RunScenario:
-    """`run_scenario(scenario, script, **gateway settings)` runs an async scenario against a gateway of its own."""
+    """Return a function that runs an async scenario against a new gateway.
+
+    Call it as `run_scenario(scenario, script, **gateway settings)`.
+    """
     return partial(run_gateway, tmp_path, CODEC)
 
 
@@ -53,7 +57,7 @@ def sdk(w: GatewayFixture, path: str = "/t1/g1/v1", **more: Any) -> AsyncOpenAI:
 
 
 class Impatient(httpx.AsyncHTTPTransport):
-    """A client whose time is over, so many times, as soon as an engine was asked."""
+    """Simulate a client that times out as soon as an engine was called, `times` times."""
 
     def __init__(self, asked: Sequence[Any], times: int) -> None:
         super().__init__()
@@ -63,7 +67,7 @@ class Impatient(httpx.AsyncHTTPTransport):
         before, waits = len(self._asked), asyncio.create_task(super().handle_async_request(request))
         if self._times:
             self._times -= 1
-            while len(self._asked) == before:  # noqa: ASYNC110 - the engine's list
+            while len(self._asked) == before:  # noqa: ASYNC110 - polls the engine's list
                 await asyncio.sleep(0.005)
             waits.cancel()
             await asyncio.gather(waits, return_exceptions=True)
@@ -77,7 +81,7 @@ async def post(w: GatewayFixture, path: str, body: Any = None) -> tuple[int, Any
 
 
 def assembled(w: GatewayFixture) -> InMemoryPartition:
-    """What assemble makes of the log as it is."""
+    """Return the result of assemble for the current log."""
     worker = InMemoryPartition()
     for at, record in enumerate(w.records()):
         worker.feed((REWARDS if isinstance(record, Reward) else STEPS, at, record))
@@ -90,8 +94,8 @@ def candidate(w: GatewayFixture, key: str = "t1") -> Candidate:
 
 def submitted(**more: Any) -> dict[str, Any]:
     said: dict[str, Any] = {
-        "prompt_ids": [1, 2], "response_ids": [3, 4], "rollout_log_probs": [-0.5, -0.5], "trajectory_uid": "t1",
-        "prompt_uid": "g1", "policy_version": 3,
+        "prompt_ids": [1, 2], "response_ids": [3, 4], "rollout_log_probs": [-0.5, -0.5],
+        "trajectory_uid": "t1", "prompt_uid": "g1", "policy_version": 3,
     }  # fmt: skip
     return {"steps": [said | more]}
 
@@ -100,7 +104,7 @@ def submitted(**more: Any) -> dict[str, Any]:
 
 
 def test_1_tokens_are_not_made_from_text_again(run_scenario: RunScenario) -> None:
-    """Five sampled tokens whose text would be two, with five log-probabilities."""
+    """Five sampled tokens, whose text would encode to two, keep five log-probabilities."""
     say = ScriptedChoice(
         [10, 11, 12, 13, 14], ["a", "b", "a", "b", ""], [-1.0, -2.0, -3.0, -4.0, -5.0]
     )
@@ -154,7 +158,7 @@ def test_3_bad_requests_do_not_fill_a_pipe_that_nobody_reads(
             ) as r:
                 assert r.status == 400
         said = "".join(capfd.readouterr()).splitlines()
-        # Nothing of the requests; an engine that is slow to answer a probe is told of.
+        # No output about the requests; a slow probe of an engine may be logged.
         assert [line for line in said if " engine_" not in line] == []
 
     run_scenario(scenario, SCRIPT)
@@ -164,7 +168,7 @@ def test_3_bad_requests_do_not_fill_a_pipe_that_nobody_reads(
     "body", [b"{", b"", b"[]", b'{"messages":null}', b'{"messages":["hi"]}', b'{"messages":[{}]}']
 )
 def test_4_a_malformed_body_is_not_a_500(run_scenario: RunScenario, body: bytes) -> None:
-    """A message without a role is the engine's to refuse, as vLLM does."""
+    """The engine refuses a message without a role, as vLLM does."""
 
     async def scenario(w: GatewayFixture) -> None:
         async with w.http.post(w.url + "/t/g/v1/chat/completions", data=body) as r:
@@ -194,7 +198,10 @@ def test_5_completing_a_val_trajectory_finds_it_whatever_channel_is_said(
 
 
 def test_5_an_unknown_trajectory_does_not_disappear(run_scenario: RunScenario) -> None:
-    """Whether it exists is known on the log alone: there it waits for its steps, then becomes a dead letter."""
+    """Only the log shows whether a trajectory exists.
+
+    There the completion waits for the steps, then becomes a dead letter.
+    """
 
     async def scenario(w: GatewayFixture) -> None:
         await post(w, "/complete_trajectory/nobody", {"reward": 0.5})
@@ -227,7 +234,10 @@ def test_6_a_call_that_is_tried_three_times_is_trained_once(run_scenario: RunSce
 
 
 def test_7_a_long_prompt_is_never_cut(run_scenario: RunScenario) -> None:
-    """Refused by the engine's own bound or by ours, and said how long it is; what is asked of the engine is the whole of it."""
+    """The engine's limit or the gateway's refuses the prompt and reports its length.
+
+    The engine receives the whole prompt.
+    """
     messages = [
         {"role": "system", "content": "be brief"},
         {"role": "user", "content": "word " * 5000},
@@ -287,7 +297,7 @@ def test_9_without_a_log_no_sampled_call_is_lost_and_a_log_that_comes_back_is_fo
             await client.chat.completions.create(**ASK)
         await w.until(
             lambda: len(w.steps()) == 2
-        )  # by way of the spool, if the drain has not done with it
+        )  # through the spool, if the drain has not finished
 
     run_scenario(scenario, SCRIPT)
 
@@ -345,7 +355,10 @@ def test_10_no_code_of_a_models_directory_runs(tmp_path: Path) -> None:
 def test_14_sampling_parameters_and_version_are_those_of_the_call(
     run_scenario: RunScenario,
 ) -> None:
-    """The seed's black-box agents lost the parameters, and stamped the version when a batch was prepared."""
+    """Claw-R1's black-box agents lost the parameters.
+
+    Its version was set when a batch was prepared, not when the call was sampled.
+    """
 
     async def scenario(w: GatewayFixture) -> None:
         await post(w, "/t1/g1/v1/register_trajectory", {"metadata": {"policy_version": 1}})
@@ -422,9 +435,13 @@ def test_2_1_13_one_dead_engine_of_two_fails_no_call(run_scenario: RunScenario) 
 
     async def scenario(w: GatewayFixture) -> None:
         both = w.settings.gateway.model_copy(
-            update={"upstreams": Settings.model_validate({"gateway": {"upstreams": [dead, w.engine_url]}}).gateway.upstreams,
-                    "gateway_id": "gateway-1"}
-        )  # fmt: skip
+            update={
+                "upstreams": Settings.model_validate(
+                    {"gateway": {"upstreams": [dead, w.engine_url]}}
+                ).gateway.upstreams,
+                "gateway_id": "gateway-1",
+            }
+        )
         app = create_app(
             w.settings.model_copy(update={"gateway": both}),
             w.producer,
@@ -459,9 +476,11 @@ def test_2_1_15_tools_and_parameters_go_through_and_tool_calls_come_back(
         "function": {"name": "lookup", "arguments": '{"key":"k1"}'},
     }
     asked: Mapping[str, Any] = ASK | {
-        "tools": [{"type": "function", "function": {"name": "lookup", "parameters": {"type": "object"}}}],
-        "tool_choice": "auto", "n": 1, "stop": ["x"], "seed": 3, "presence_penalty": 0.1, "response_format": {"type": "text"},
-        "logprobs": True, "top_k": 5, "min_p": 0.1,
+        "tools": [
+            {"type": "function", "function": {"name": "lookup", "parameters": {"type": "object"}}}
+        ],
+        "tool_choice": "auto", "n": 1, "stop": ["x"], "seed": 3, "presence_penalty": 0.1,
+        "response_format": {"type": "text"}, "logprobs": True, "top_k": 5, "min_p": 0.1,
     }  # fmt: skip
 
     async def scenario(w: GatewayFixture) -> None:
@@ -499,7 +518,7 @@ def test_2_1_16_images_reach_the_engine_and_are_kept(run_scenario: RunScenario) 
     run_scenario(scenario, SCRIPT)
 
 
-# ---------------------------------------------------------------- the pool, as far as the gateway shows it, 2.2
+# -------------------------------------------------- the pool, seen from the gateway, 2.2
 
 
 def test_2_2_2_a_late_step_does_not_open_its_trajectory_again(run_scenario: RunScenario) -> None:

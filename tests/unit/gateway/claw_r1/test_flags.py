@@ -1,4 +1,4 @@
-"""The command line of Claw-R1's gateway gives our settings."""
+"""Test the settings that the command line of Claw-R1's gateway gives."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from schemas.settings import GatewaySettings
 
 ROOT = Path(__file__).parents[4]
 DOCUMENTED = [
-    "--data-pool-name", "data_pool", "--vllm-addresses", "host1:8001, https://host2:8001,", "--tokenizer-path", "/models/a b#c: d",
-    "--prompt-length", "4096", "--response-length=1024",
+    "--data-pool-name", "data_pool", "--vllm-addresses", "host1:8001, https://host2:8001,",
+    "--tokenizer-path", "/models/a b#c: d", "--prompt-length", "4096", "--response-length=1024",
 ]  # fmt: skip
 RAY = [
     "--reward-worker-name",
@@ -34,7 +34,8 @@ def settings_of(arguments: list[str]) -> GatewaySettings:
 def test_each_flag_is_a_setting() -> None:
     found = settings_of([*DOCUMENTED, "--host", "0.0.0.0", "--port", "8123"])
     assert found == GatewaySettings(
-        upstreams=("http://host1:8001", "https://host2:8001"), tokenizer_path=Path("/models/a b#c: d"), max_prompt_tokens=4096,
+        upstreams=("http://host1:8001", "https://host2:8001"),
+        tokenizer_path=Path("/models/a b#c: d"), max_prompt_tokens=4096,
         default_max_tokens=1024, host="0.0.0.0", port=8123,
     )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Claw-R1's own API: its agents submit steps as they did."""
+"""Test Claw-R1's own API: submission of steps."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ ASKED = Request("gateway-0", 5)
 
 @pytest.fixture
 def run_scenario(tmp_path: Path) -> RunScenario:
-    """`run_scenario(scenario, script, **gateway settings)` runs an async scenario against a gateway of its own."""
+    """Return a function that runs an async scenario against a new gateway.
+
+    Call it as `run_scenario(scenario, script, **gateway settings)`.
+    """
     return partial(run_gateway, tmp_path, CODEC)
 
 
@@ -53,12 +56,15 @@ def test_a_step_is_recorded_as_it_was_said(run_scenario: RunScenario) -> None:
         (found,) = w.records()
         assert isinstance(found, Step)
         assert found == Step(
-            step_id=found.step_id, run_id="r-1", trajectory_key="t1", call_id=found.step_id[:-2], choice_index=0, group_id="g1",
-            channel="val", protocol=PROTOCOL, model="", status="ok", streamed=False, request_json=found.request_json,
-            response_json=b'{"role":"assistant","content":null}', prompt_token_ids=found.prompt_token_ids,
-            response_token_ids=found.response_token_ids, response_logprobs=found.response_logprobs, version_first="r-1/3.0",
-            version_last="r-1/3.0", user_agent="flow/1", gateway_id="gateway-0", received_at=found.received_at,
-            finished_at=found.received_at,
+            step_id=found.step_id, run_id="r-1", trajectory_key="t1", call_id=found.step_id[:-2],
+            choice_index=0, group_id="g1",
+            channel="val", protocol=PROTOCOL, model="", status="ok", streamed=False,
+            request_json=found.request_json, response_json=b'{"role":"assistant","content":null}',
+            prompt_token_ids=found.prompt_token_ids,
+            response_token_ids=found.response_token_ids, response_logprobs=found.response_logprobs,
+            version_first="r-1/3.0",
+            version_last="r-1/3.0", user_agent="flow/1", gateway_id="gateway-0",
+            received_at=found.received_at, finished_at=found.received_at,
         )  # fmt: skip
         assert key_of_step(found.step_id) == "t1"
         assert unpack_ids(found.prompt_token_ids or b"") == [1, 2, 3]
@@ -129,9 +135,9 @@ def test_a_trajectory_in_one_request_comes_onto_the_log_in_its_order(
         assert json.loads(opened.metadata_json or b"") == dataset
         assert (ended.kind, ended.trajectory_key) == ("completed", "t1")
         sent = [s for s in middle if isinstance(s, Step)]
-        assert [(s.trajectory_key, s.group_id, json.loads(s.request_json)["step_index"]) for s in sent] == [
-            ("t1", "g1", 0), ("t2", None, 0), ("t1", "g1", 1),
-        ]  # fmt: skip
+        assert [
+            (s.trajectory_key, s.group_id, json.loads(s.request_json)["step_index"]) for s in sent
+        ] == [("t1", "g1", 0), ("t2", None, 0), ("t1", "g1", 1)]
         rewards = [r for r in middle if isinstance(r, Reward)]
         assert [(r.trajectory_key, r.step_id, r.source, r.name, r.value) for r in rewards] == [
             ("t1", sent[0].step_id, "env", "submit_steps", 0.25),
@@ -350,10 +356,15 @@ def test_ids_are_of_the_content(
     assert (made(response_ids=other).step_id == one.step_id) == (other == response)
     assert made(step_index=index + 1).step_id != one.step_id
     assert made(multi_modal_data={"images": [1]}).step_id != one.step_id
-    # prompt and response are told apart
+    # prompt and response are distinguished
     assert (made(prompt_ids=prompt + response, response_ids=[]).step_id == one.step_id) == (
         not response
     )
-    elsewhere = Placed(0, placed(prompt_ids=prompt, response_ids=response, rollout_log_probs=None, step_index=index).said,
-                       TrajectoryRef("other", "t1", "g1", None))  # fmt: skip
+    elsewhere = Placed(
+        0,
+        placed(
+            prompt_ids=prompt, response_ids=response, rollout_log_probs=None, step_index=index
+        ).said,
+        TrajectoryRef("other", "t1", "g1", None),
+    )
     assert step_of(elsewhere, ASKED, None).step_id != one.step_id

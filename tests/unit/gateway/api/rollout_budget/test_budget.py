@@ -1,4 +1,4 @@
-"""What a run asks of its rollouts: the fold over its journal, and the route."""
+"""Test the rollout budget of a run: the fold over its journal, and the route."""
 
 from __future__ import annotations
 
@@ -29,16 +29,18 @@ RunScenario = Callable[..., None]
 
 def refused(group: str, n: int = 2, reason: str = "zero_variance", **changes: Any) -> Refused:
     plain: dict[str, Any] = {
-        "run_id": "r", "channel": "train", "group_id": group, "round": 0, "trajectory_ids": (), "revisions": (),
-        "whole_group": n > 0, "reason": reason, "n": n, "input_topic_id": "topic-1", "input_from": 0, "input_to": 0,
+        "run_id": "r", "channel": "train", "group_id": group, "round": 0, "trajectory_ids": (),
+        "revisions": (),
+        "whole_group": n > 0, "reason": reason, "n": n, "input_topic_id": "topic-1",
+        "input_from": 0, "input_to": 0,
     }  # fmt: skip
     return Refused(**{**plain, **changes})
 
 
 def version(sync_index: int, run: str = "r", attempt: int = 0) -> WeightVersion:
     return WeightVersion(
-        version_id=f"{run}/{sync_index}.{attempt}", run_id=run, sync_index=sync_index, attempt=attempt, format="full",
-        files=(), channel="train", metrics={}, created_at=0,
+        version_id=f"{run}/{sync_index}.{attempt}", run_id=run, sync_index=sync_index,
+        attempt=attempt, format="full", files=(), channel="train", metrics={}, created_at=0,
     )  # fmt: skip
 
 
@@ -53,7 +55,7 @@ def applied(**changes: Any) -> PolicyApplied:
 
 
 def journal_of(*events: Any) -> list[Journaled]:
-    """What the real admission writes of a log of candidates."""
+    """Return the journal that the real admission writes for a log of candidates."""
     state = AdmissionFold("r", "train", SOURCE)
     return [d for e in entries(*events) for d in state.fold(e) if not isinstance(d, Invalid)]
 
@@ -112,7 +114,7 @@ def test_memory_is_bounded_and_what_is_no_longer_listed_is_still_counted() -> No
 def test_a_poller_that_goes_on_from_the_last_offset_sees_each_refusal_once(
     said: list[int | None],
 ) -> None:
-    """None: a poll between records; a number: a refusal that asks for so many."""
+    """Mix polls and records: None is a poll, a number is a refusal that requests that many."""
     budget, offset, after, reading, owed = RolloutBudget("r"), 0, None, list[str](), 0
     for n in (*said, None):
         if n is not None:
@@ -134,16 +136,20 @@ def test_a_poller_that_goes_on_from_the_last_offset_sees_each_refusal_once(
 
 
 @given(
-    sync_every=st.integers(1, 3), batch_groups=st.integers(1, 3), limit=st.integers(0, 2), at=st.integers(0, 3),
-    batches=st.integers(0, 6), behind=st.integers(0, 2),
+    sync_every=st.integers(1, 3), batch_groups=st.integers(1, 3), limit=st.integers(0, 2),
+    at=st.integers(0, 3), batches=st.integers(0, 6), behind=st.integers(0, 2),
 )  # fmt: skip
 def test_so_many_groups_and_not_one_more_pass_the_real_gate(
     sync_every: int, batch_groups: int, limit: int, at: int, batches: int, behind: int
 ) -> None:
-    """Groups of one: as many as are free, all of the version that the slowest engine has, are admitted; those of the batch after are not."""
+    """Check the free capacity against the real admission, with groups of one trajectory.
+
+    As many groups as are free, all of the slowest engine's version, are admitted. The groups of the
+    next batch are refused.
+    """
     rules = policy(
-        group_size=1, min_members=1, algorithm="reinforce", sync_every=sync_every, batch_groups=batch_groups,
-        max_staleness=limit,
+        group_size=1, min_members=1, algorithm="reinforce", sync_every=sync_every,
+        batch_groups=batch_groups, max_staleness=limit,
     )  # fmt: skip
     loaded = max(0, at - behind)
     before = [cand(f"b{i}", f"b{i}", oldest_sync_index=99) for i in range(batches * batch_groups)]
@@ -177,8 +183,8 @@ def test_capacity_when_there_is_no_bound_and_when_nothing_is_known() -> None:
 def test_lowest_version_that_a_ready_engine_samples_with() -> None:
     def says(name: str, label: str | None, state: Any = "ready") -> tuple[str, WorkerStatus]:
         return name, WorkerStatus(
-            worker_id=name, base_url="http://x:1", models=(), state=state, weight_version=label, heartbeat_at=0,
-            heartbeat_interval_ms=1000, started_at=0, loads=0,
+            worker_id=name, base_url="http://x:1", models=(), state=state, weight_version=label,
+            heartbeat_at=0, heartbeat_interval_ms=1000, started_at=0, loads=0,
         )  # fmt: skip
 
     registry = EngineRegistry()
@@ -203,7 +209,10 @@ def test_lowest_version_that_a_ready_engine_samples_with() -> None:
 
 @pytest.fixture
 def run_scenario(tmp_path: Path) -> RunScenario:
-    """`run_scenario(scenario, script, **gateway settings)` runs an async scenario against a gateway of its own."""
+    """Return a function that runs an async scenario against a new gateway.
+
+    Call it as `run_scenario(scenario, script, **gateway settings)`.
+    """
     return partial(run_gateway, tmp_path, CODEC)
 
 
@@ -248,11 +257,14 @@ def test_demand_over_http(run_scenario: RunScenario) -> None:
             },
         ]
         assert told == {
-            "run_id": "r", "channel": "train", "journal_id": "memory", "read_to": 4, "age_s": 0.0, "ended": False,
-            "replacements_total": 12, "replacements_by_reason": {"zero_variance": 8, "stale": 4}, "refusals": listed,
-            "refusals_missing": False, "groups_admitted": 0, "groups_refused": 2, "next_batch_seq": 0,
-            "newest_sync_index": 1, "loaded_sync_index": None, "admission_policy_version": 1, "max_staleness": 2, "sync_every": 2,
-            "batch_groups": 3, "free_staleness_capacity": 24,
+            "run_id": "r", "channel": "train", "journal_id": "memory", "read_to": 4, "age_s": 0.0,
+            "ended": False,
+            "replacements_total": 12, "replacements_by_reason": {"zero_variance": 8, "stale": 4},
+            "refusals": listed,
+            "refusals_missing": False, "groups_admitted": 0, "groups_refused": 2,
+            "next_batch_seq": 0,
+            "newest_sync_index": 1, "loaded_sync_index": None, "admission_policy_version": 1,
+            "max_staleness": 2, "sync_every": 2, "batch_groups": 3, "free_staleness_capacity": 24,
         }  # fmt: skip
         assert (await ask(w, "/runs/r/demand?after=1"))[1]["refusals"] == listed[1:]
         assert (await ask(w, "/runs/r/demand?after=3"))[1]["refusals"] == []
