@@ -1,4 +1,4 @@
-"""Fixtures on real parts: one real Kafka for the whole session, a topic prefix of its own for every test."""
+"""Provide fixtures on real parts: one Kafka for the session, a new topic prefix for every test."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from runtime.kafka import Cluster
 from schemas.settings import Settings
 
 T = TypeVar("T")
-# A busy machine makes a test slow, not wrong. And each run tries the same examples: a change is judged by what it changes, not by luck. To
-# look for new ones: `pytest --hypothesis-profile=searching`.
+# A busy machine makes a test slow, not wrong, so there is no deadline. Every run tries the same
+# examples, so that a change is tested by its effect and not by chance. To search for new examples:
+# `pytest --hypothesis-profile=searching`.
 hypothesis_settings.register_profile(
     "searching", deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
@@ -38,7 +39,10 @@ hypothesis_settings.load_profile("unhurried")
     params=[asyncio.DefaultEventLoopPolicy, uvloop.EventLoopPolicy], ids=["asyncio", "uvloop"]
 )
 def each_event_loop(request: pytest.FixtureRequest) -> Iterator[None]:
-    """The gateway serves on uvloop, tests and try-outs on asyncio's own loop: both write, pause and break in their own way."""
+    """Run a test on both event loops: the gateway uses uvloop, tests and demos asyncio's own loop.
+
+    The two differ in how they write, pause and disconnect.
+    """
     asyncio.set_event_loop_policy(request.param())
     yield
     asyncio.set_event_loop_policy(None)
@@ -46,14 +50,14 @@ def each_event_loop(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def kafka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Bootstrap servers of a real Apache Kafka that lives as long as the test session."""
+    """Return the bootstrap servers of a real Apache Kafka that runs for the test session."""
     with EmbeddedBroker(tmp_path_factory.mktemp("kafka"), free_port()) as broker:
         yield broker.bootstrap_servers
 
 
 @pytest.fixture
 def settings(kafka: str, tmp_path: Path) -> Settings:
-    """Settings of an installation of its own: another topic prefix, another data directory."""
+    """Return settings of a new installation: another topic prefix, another data directory."""
     return Settings.model_validate(
         {
             "data_dir": tmp_path,
@@ -68,13 +72,16 @@ def settings(kafka: str, tmp_path: Path) -> Settings:
 
 @pytest.fixture
 def cluster(settings: Settings) -> Cluster:
-    """The cluster of `settings`."""
+    """Return the cluster of `settings`."""
     return Cluster(settings.bootstrap_servers)
 
 
 @pytest.fixture
 def eventually() -> Callable[..., object]:
-    """`eventually(condition, timeout_s)`: polls until the condition is true, returns its value, fails at the deadline."""
+    """Return `eventually(condition, timeout_s)`, which polls until the condition is true.
+
+    It returns the condition's value, and fails at the deadline.
+    """
 
     def poll(condition: Callable[[], T], timeout_s: float = 180.0) -> T:
         deadline = time.monotonic() + timeout_s

@@ -1,4 +1,4 @@
-"""Real agents: installed once, and one real installation of ours for all of them."""
+"""Install the real agents once, and run one real Clawstream installation for all of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from support.stage import Stage, stage_in
 
 @pytest.fixture(scope="session")
 def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
-    """Kafka, gateway, assemble and lake, with the agents at hand."""
+    """Provide Kafka, gateway, assemble and lake, with the agents installed."""
     install()
     with stage_in(tmp_path_factory.mktemp("stage")) as made:
         yield made

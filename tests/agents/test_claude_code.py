@@ -1,4 +1,7 @@
-"""Claude Code through the gateway: only its base URL and its key are changed. Headless, in a home of its own."""
+"""Test Claude Code through the gateway: only its base URL and its key are changed.
+
+It runs headless, with a new home directory.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ ALLOWED = ["--allowedTools", "Bash", "Read", "Agent"]
 
 
 def decide(heard: Heard) -> Reply:
-    """The model: two tools at once, then a sub-agent, then a summary when it is asked for one."""
+    """Act as the model: two tools at once, then a sub-agent, then a summary on request."""
     asked = heard.users[-1]
     if "cc_is_subagent=true" in heard.system:
         return Reply("The helper saw egret") if heard.results else Reply("", (bash("echo egret"),))
@@ -91,7 +94,8 @@ def test_a_conversation_with_tools_a_sub_agent_and_a_compaction_is_one_trajector
     assert trajectory.trajectory_key.startswith("agent-claude-code-")
     assert roots(trajectory) == 1
     assert sorted(tags(trajectory)) == [()] * 6 + [("compaction",)] + [("sub_agent",)] * 2
-    # What begins anew: the conversation, the sub-agent, and the conversation after its compaction.
+    # The calls that start a new prefix: the conversation, the sub-agent, and the conversation after
+    # its compaction.
     assert sorted(drifts(trajectory)) == ["clean"] * 6 + ["root"] * 3
     evidence = {t.name: t.evidence for s in trajectory.steps for t in s.tags}
     assert evidence["sub_agent"].startswith("header x-claude-code-agent-id: ")

@@ -1,4 +1,7 @@
-"""Codex through the gateway, over Responses: a provider of its own configuration file, or its built-in one with another base URL."""
+"""Test Codex through the gateway, over Responses.
+
+It uses a provider of its own configuration file, or its built-in one with another base URL.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,10 @@ openai_base_url = "{url}/v1"
 
 
 def decide(heard: Heard) -> Reply:
-    """The model: two tools at once, then a sub-agent and its answer, then a summary when it is asked for one."""
+    """Act as the model: two tools at once, then a sub-agent and its answer, then a summary.
+
+    The summary follows a request for one.
+    """
     asked = heard.users[-1]
     if "CONTEXT CHECKPOINT COMPACTION" in asked:
         return Reply("The note says heron.")
@@ -62,7 +68,7 @@ def shell(command: str) -> Call:
 
 
 class Codex:
-    """Codex in a home of its own."""
+    """Run Codex with a new home directory."""
 
     def __init__(self, folder: Path, configuration: str, more: str = "") -> None:
         self._home, self._work = folder / "home", folder / "work"
@@ -73,7 +79,7 @@ class Codex:
         self._begun = False
 
     async def say(self, url: str, prompt: str) -> str:
-        """One turn; gives the last thing that the agent said."""
+        """Run one turn, and return the agent's last message."""
         (self._home / ".codex" / "config.toml").write_text(
             self._configuration.format(url=url, more=self._more)
         )

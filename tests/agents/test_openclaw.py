@@ -1,4 +1,7 @@
-"""OpenClaw through the gateway, set up by its own configuration file: only the base URL and the key of its provider are changed."""
+"""Test OpenClaw through the gateway, set up by its own configuration file.
+
+Only the base URL and the key of its provider are changed.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ PATIENCE_S = 240.0
 
 
 def decide(heard: Heard) -> Reply:
-    """The model: two tools at once, then a sub-agent that it waits for."""
+    """Act as the model: two tools at once, then a sub-agent that it waits for."""
     real = [t for t in heard.turns if t.role != "system" and CONTEXT not in t.text]
     asked = next(t.text for t in reversed(real) if t.role == "user")
     if COMPACTS in heard.system:
@@ -58,7 +61,7 @@ def decide(heard: Heard) -> Reply:
 
 
 def configuration(url: str, key: str, api: str, port: int) -> bytes:
-    """Its configuration file. A base URL for Anthropic's protocol has no /v1."""
+    """Return its configuration file. A base URL for Anthropic's protocol has no /v1."""
     return orjson.dumps({
         "gateway": {"mode": "local", "port": port, "auth": {"mode": "token", "token": "any"}},
         "models": {
@@ -76,7 +79,7 @@ def configuration(url: str, key: str, api: str, port: int) -> bytes:
 
 
 class OpenClaw:
-    """OpenClaw in a home of its own."""
+    """Run OpenClaw with a new home directory."""
 
     def __init__(self, folder: Path) -> None:
         self.home, self.work = folder / "home", folder / "work"
@@ -90,19 +93,19 @@ class OpenClaw:
         )
 
     async def say(self, *words: str) -> Any:
-        """Run its command line to the end; gives what it prints as JSON."""
+        """Run its command line to the end, and return its JSON output."""
         ended = await run(["openclaw", "agent", *words, "--json"], self.work, self.env)
         assert ended.code == 0, ended
         return orjson.loads(ended.out[ended.out.index("{") :])
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
-        """Its own gateway, as it runs for a user."""
+        """Run its own gateway, as for a user."""
         log = self.home / "gateway.log"
         with log.open("wb") as out:
             process = await asyncio.create_subprocess_exec(
-                "openclaw", "gateway", "run", cwd=self.work, env=self.env, stdin=asyncio.subprocess.DEVNULL,
-                stdout=out, stderr=out, start_new_session=True,
+                "openclaw", "gateway", "run", cwd=self.work, env=self.env,
+                stdin=asyncio.subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True,
             )  # fmt: skip
             try:
                 async with asyncio.timeout(PATIENCE_S):
@@ -116,7 +119,7 @@ class OpenClaw:
 
 
 async def session_key(url: str) -> str:
-    """A key of the gateway for one trajectory."""
+    """Return a session key of the gateway for one trajectory."""
     async with aiohttp.ClientSession() as http, http.post(f"{url}/sessions", json={}) as reply:
         found: Mapping[str, str] = await reply.json()
         return found["session_key"]
@@ -125,7 +128,7 @@ async def session_key(url: str) -> str:
 def test_a_conversation_with_tools_and_a_sub_agent_is_one_trajectory(
     stage: Stage, tmp_path: Path
 ) -> None:
-    """Its own gateway, several messages, a key of `POST /sessions`."""
+    """Use its own gateway, several messages and a key of `POST /sessions`."""
     openclaw = OpenClaw(tmp_path)
 
     async def scenario(url: str, ear: Ear) -> None:
@@ -153,7 +156,7 @@ def test_a_conversation_with_tools_and_a_sub_agent_is_one_trajectory(
 def test_without_a_session_key_a_run_is_a_trajectory_with_its_sub_agent(
     stage: Stage, tmp_path: Path
 ) -> None:
-    """Any key: the trace tells which calls belong together."""
+    """Use an unknown key: the trace shows which calls belong together."""
     openclaw = OpenClaw(tmp_path)
 
     async def scenario(url: str, ear: Ear) -> None:
@@ -190,5 +193,5 @@ def test_one_headless_run_over_each_protocol_is_one_trajectory(
     assert trajectory.trajectory_key.startswith("agent-openclaw-")
     assert roots(trajectory) == 1
     assert tags(trajectory) == [(), ()]
-    # Its context message moves to the end of every request, but over Responses.
+    # OpenClaw moves its context message to the end of every request, except over Responses.
     assert drifts(trajectory) == ["root", "clean" if api == "openai-responses" else "root"]

@@ -1,4 +1,7 @@
-"""The containers of the core profile on a real Docker engine: calls through the published port, kills, volumes."""
+"""Test the containers of the core profile on a real Docker engine.
+
+The tests call through the published port, kill containers and keep volumes.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +26,14 @@ Eventually = Callable[..., Any]
 
 
 def compose_command() -> list[str]:
-    """`docker compose`, or the stand-alone `docker-compose`."""
+    """Return `docker compose`, or the stand-alone `docker-compose`."""
     if shutil.which("docker-compose"):
         return ["docker-compose"]
     return ["docker", "compose"]
 
 
 class Containers:
-    """The project's containers, with an engine beside them, under a project name of their own."""
+    """Run the project's containers and an engine under a separate project name."""
 
     def __init__(self, port: int) -> None:
         self.url = f"http://127.0.0.1:{port}"
@@ -46,12 +49,16 @@ class Containers:
 
     def __call__(self, *arguments: str, read: bool = False) -> str:
         done = subprocess.run(
-            [*self._command, *arguments], env=self._environment, check=True, text=True, stdout=subprocess.PIPE if read else None
-        )  # fmt: skip
+            [*self._command, *arguments],
+            env=self._environment,
+            check=True,
+            text=True,
+            stdout=subprocess.PIPE if read else None,
+        )
         return done.stdout or ""
 
     def clawstream(self, *arguments: str) -> str:
-        """What a command prints, run beside the gateway."""
+        """Run a command next to the gateway, and return its output."""
         return self(
             "exec",
             "-T",
@@ -64,7 +71,7 @@ class Containers:
         )
 
     def count(self, query: str) -> int:
-        """The one number that a query gives; 0 while the table does not exist."""
+        """Return the single number that a query gives; 0 while the table does not exist."""
         try:
             (row,) = json.loads(self.clawstream("sql", query, "--format", "json"))
         except subprocess.CalledProcessError:
@@ -76,7 +83,7 @@ class Containers:
 @pytest.fixture(scope="module")
 def containers() -> Iterator[Containers]:
     containers = Containers(free_port())
-    # Not by compose: without the buildx plugin it builds nothing.
+    # Not with compose: without the buildx plugin it builds nothing.
     base = os.environ.get("BASE_IMAGE", "python:3.11-slim-bookworm")
     image = ("--target", "core", "--tag", "clawstream-core", "--build-arg", f"BASE_IMAGE={base}")
     subprocess.run(
@@ -92,7 +99,7 @@ def containers() -> Iterator[Containers]:
 
 
 def call(containers: Containers, key: str, trajectory: str, reward: float) -> None:
-    """One trajectory of one call, completed with a reward."""
+    """Create one trajectory of one call, and complete it with a reward."""
     base = f"{containers.url}/{trajectory}/group"
     with OpenAI(base_url=f"{base}/v1", api_key=key, max_retries=5) as client:
         reply = client.chat.completions.create(

@@ -1,4 +1,4 @@
-"""The layout is the architecture: imports between packages, one place for each foreign library, light modules."""
+"""Test the layout: imports between packages, one place for each foreign library, light modules."""
 
 from __future__ import annotations
 
@@ -63,13 +63,16 @@ MODULES = {name_of(path) for path in FILES}
 
 
 def package_of(module: str) -> str:
-    """The package on the second level; a module directly in a process is a package of its own."""
+    """Return the package on the second level; a module directly in a process is its own package."""
     return ".".join(module.split(".")[:2])
 
 
 @cache
 def imports(path: Path) -> frozenset[str]:
-    """All modules that a file imports, inside functions too, and modules of ours that a string names."""
+    """Return all modules that a file imports or names in a string, including inside functions.
+
+    Only Clawstream modules count as named in a string.
+    """
     return frozenset(_imports(path))
 
 
@@ -93,7 +96,7 @@ def _imports(path: Path) -> Iterator[str]:
 
 
 def arrows() -> dict[str, set[str]]:
-    """Package to the packages that it imports, on the second level."""
+    """Return the packages that each package imports, on the second level."""
     found = defaultdict(set)
     for path in FILES:
         here = package_of(name_of(path))

@@ -1,4 +1,4 @@
-"""Files that are whole or not there."""
+"""Test files that are either whole or absent."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Exit codes: one table, in the code and in the documentation, and no traceback where a message
-says what to do.
+"""Test the exit codes: one table in the code and in the documentation.
+
+A command prints no traceback where a message gives the remedy.
 """
 
 from __future__ import annotations
@@ -29,8 +30,10 @@ ROOT = Path(__file__).parents[3]
 @pytest.mark.parametrize(
     ("error", "code"),
     [
-        (SettingsError(), 2), (Unavailable(), 69), (KafkaError(), 1), (PlumbingError(), 1), (AlreadyRunning(), 75), (PortTaken(), 75),
-        (Fenced(), 78), (SourceTruncated(), 79), (ValueError(), 70), (MemoryError(), 70), (InvalidId(), 2),
+        (SettingsError(), 2), (Unavailable(), 69), (KafkaError(), 1), (PlumbingError(), 1),
+        (AlreadyRunning(), 75), (PortTaken(), 75),
+        (Fenced(), 78), (SourceTruncated(), 79), (ValueError(), 70), (MemoryError(), 70),
+        (InvalidId(), 2),
         (SpoolTaken(""), 75), (SpoolFailed(""), 1),
     ],
 )  # fmt: skip
@@ -78,7 +81,10 @@ def test_a_process_dies_with_its_code_and_a_traceback_only_of_what_is_unforeseen
 
 
 def test_the_root_of_every_package_is_of_the_foreseen() -> None:
-    """A package whose errors have a root of their own would end its process with the code of a bug."""
+    """Check that every package's error root is an expected error.
+
+    A package with another root would end its process with the exit code of a bug.
+    """
     roots = [GatewayError, PlumbingError, RolloutError, SchemaError, StreamJobError, TrainerError]
     assert [root.__bases__ for root in roots] == [(ForeseenError,)] * len(roots)
 

@@ -1,5 +1,6 @@
-"""One parser of replies: texts and tool calls of chat completions, completions, Messages and
-Responses.
+"""Test the parser of replies.
+
+It reads texts and tool calls of chat completions, completions, Messages and Responses.
 """
 
 from __future__ import annotations
@@ -25,7 +26,11 @@ def test_every_tag_of_the_gateway_names_an_auxiliary_call() -> None:
         ({"text": "42", "finish_reason": "stop"}, ["42"], "42"),
         ({"content": None, "refusal": "no"}, ["no"], "no"),
         (
-            {"content": [{"type": "thinking", "thinking": "41?"}, {"type": "text", "text": "4"}, {"type": "text", "text": "2"}]},
+            {"content": [
+                {"type": "thinking", "thinking": "41?"},
+                {"type": "text", "text": "4"},
+                {"type": "text", "text": "2"},
+            ]},
             ["4", "2"], "42",
         ),
         (
@@ -48,16 +53,42 @@ def test_texts(reply: Any, texts: list[str], answer: str | None) -> None:
 @pytest.mark.parametrize(
     ("reply", "call"),
     [
-        ({"tool_calls": [{"id": "c", "function": {"name": "f", "arguments": "{}"}}]}, Call("c", "f", "{}", True)),
-        ({"tool_calls": [{"id": "c", "function": {"name": "f", "arguments": {"a": 1}}}]}, Call("c", "f", {"a": 1}, True)),
-        ({"tool_calls": [{"id": "c", "type": "custom", "custom": {"name": "f", "input": "x"}}]}, Call("c", "f", "x", False)),
+        (
+            {"tool_calls": [{"id": "c", "function": {"name": "f", "arguments": "{}"}}]},
+            Call("c", "f", "{}", True),
+        ),
+        (
+            {"tool_calls": [{"id": "c", "function": {"name": "f", "arguments": {"a": 1}}}]},
+            Call("c", "f", {"a": 1}, True),
+        ),
+        (
+            {"tool_calls": [{"id": "c", "type": "custom", "custom": {"name": "f", "input": "x"}}]},
+            Call("c", "f", "x", False),
+        ),
         ({"tool_calls": ["f"]}, Call(None, None, None, True)),
-        ({"content": [{"type": "tool_use", "id": "c", "name": "f", "input": {}}]}, Call("c", "f", {}, True)),
+        (
+            {"content": [{"type": "tool_use", "id": "c", "name": "f", "input": {}}]},
+            Call("c", "f", {}, True),
+        ),
         ({"function_call": {"name": "f", "arguments": "{}"}}, Call(None, "f", "{}", True)),
-        ({"output": [{"type": "function_call", "id": "i", "call_id": "c", "name": "f", "arguments": "{}"}]}, Call("c", "f", "{}", True)),
-        ({"output": [{"type": "custom_tool_call", "call_id": "c", "name": "f", "input": "x"}]}, Call("c", "f", "x", False)),
-        ({"output": [{"type": "local_shell_call", "id": "c", "action": {"command": ["ls"]}}]}, Call("c", None, {"command": ["ls"]}, False)),
-        ({"output": [{"type": "apply_patch_call", "call_id": "c", "operation": {"diff": ""}}]}, Call("c", None, {"diff": ""}, False)),
+        (
+            {"output": [
+                {"type": "function_call", "id": "i", "call_id": "c", "name": "f", "arguments": "{}"}
+            ]},
+            Call("c", "f", "{}", True),
+        ),
+        (
+            {"output": [{"type": "custom_tool_call", "call_id": "c", "name": "f", "input": "x"}]},
+            Call("c", "f", "x", False),
+        ),
+        (
+            {"output": [{"type": "local_shell_call", "id": "c", "action": {"command": ["ls"]}}]},
+            Call("c", None, {"command": ["ls"]}, False),
+        ),
+        (
+            {"output": [{"type": "apply_patch_call", "call_id": "c", "operation": {"diff": ""}}]},
+            Call("c", None, {"diff": ""}, False),
+        ),
     ],
 )  # fmt: skip
 def test_calls(reply: Any, call: Call) -> None:

@@ -1,5 +1,6 @@
-"""One rule by which every command finds a user's function: by file or module, in the folders of the
-settings.
+"""Test the single rule by which every command finds a user's function.
+
+The function is named by file or module, in the folders of the settings.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ GIVES = "def f(t):\n    return {value}\n"
 
 @pytest.fixture(autouse=True)
 def as_before() -> Iterator[None]:
-    """What a test imports is forgotten behind it."""
+    """Undo the imports of a test."""
     path, modules = list(sys.path), set(sys.modules)
     yield
     sys.path[:] = path
@@ -85,8 +86,10 @@ def test_a_module_that_another_one_hides_is_named_as_a_file(folders: list[Path],
     ("text", "target", "why"),
     [
         ("", "mine.py:f", r"mine\.py has no f"), ("f = 3", "mine.py:f", "not callable"),
-        ("import no_such", "mine.py:f", r"ModuleNotFoundError: .*mine\.py, line 1"), ("def f(:", "mine.py:f", "SyntaxError"),
-        ("1 / 0", "mine:f", "ZeroDivisionError"), ("", "none.py:f", "no file none.py in .*here, .*config"),
+        ("import no_such", "mine.py:f", r"ModuleNotFoundError: .*mine\.py, line 1"),
+        ("def f(:", "mine.py:f", "SyntaxError"),
+        ("1 / 0", "mine:f", "ZeroDivisionError"),
+        ("", "none.py:f", "no file none.py in .*here, .*config"),
         ("", "none:f", "No module named 'none'"), ("", ":f", "ValueError"),
     ],
 )  # fmt: skip

@@ -1,7 +1,4 @@
-"""What a stored position means when it meets today's topics.
-
-And the marks that a Delta log holds.
-"""
+"""Test the verdict on a stored position against today's topics, and the offsets in a Delta log."""
 
 from __future__ import annotations
 
@@ -66,7 +63,7 @@ def test_marks_are_found_behind_checkpoints_of_the_delta_log(tmp_path: Path) -> 
     assert read_committed_offsets(str(tmp_path), "rewards", {}) == {}
     lake = Lake(str(tmp_path), {}, 10)
     lake.acquire()
-    for n in range(1, 24):  # a checkpoint each 20 commits
+    for n in range(1, 24):  # a checkpoint every 20 commits
         source = ("old", 0) if n < 3 else ("new", n % 3)
         assert (
             lake.append("rewards", [], {source: n}, lambda row, why: None, commit_offsets=True) == 0

@@ -1,4 +1,4 @@
-"""What `clawstream up` finds wrong with settings before it starts anything."""
+"""Test the settings errors that `clawstream up` reports before it starts anything."""
 
 from __future__ import annotations
 
@@ -95,7 +95,8 @@ def test_a_taken_port_names_the_process_and_the_setting() -> None:
         port = taken.getsockname()[1]
         with pytest.raises(
             PortTaken,
-            match=rf"^gateway cannot listen on 127\.0\.0\.1:{port}: Address already in use\. .* set gateway\.port$",
+            match=rf"^gateway cannot listen on 127\.0\.0\.1:{port}: Address already in use\. "
+            r".* set gateway\.port$",
         ):
             check_free("127.0.0.1", port, "gateway", "gateway.port")
     check_free("127.0.0.1", 0, "gateway", "gateway.port")

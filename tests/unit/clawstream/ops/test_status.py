@@ -1,4 +1,4 @@
-"""What `clawstream status` prints."""
+"""Test the output of `clawstream status`."""
 
 from __future__ import annotations
 

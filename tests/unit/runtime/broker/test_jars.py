@@ -1,6 +1,6 @@
-"""Obtaining Kafka's jars: pins, verification, repair, concurrency.
+"""Test the download of Kafka's jars: pins, verification, repair, concurrency.
 
-The fetch is injected; nothing touches a network.
+The fetch is injected; no test uses a network.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ PINS = tuple(pin(name[0], content) for name, content in CONTENTS.items())
 
 
 class Repository:
-    """A Maven repository in memory: serves `contents`, remembers what was asked for."""
+    """Serve `contents` as a Maven repository in memory, and record the requests."""
 
     def __init__(self, contents: dict[str, bytes]) -> None:
         self.contents = contents
@@ -63,7 +63,7 @@ def test_committed_pins_are_complete_and_name_no_host() -> None:
     assert len(pins) == 93
     assert len({jar.name for jar in pins}) == 93
     assert all(len(jar.sha256) == 64 and int(jar.sha256, 16) and jar.size > 0 for jar in pins)
-    # What the broker does not start without, in the one version that works.
+    # The broker does not start without these, in the only version that works.
     assert {"kafka_2.13-4.3.1.jar", "log4j-1.2-api-2.25.4.jar", "log4j-core-2.25.4.jar"} <= {
         jar.name for jar in pins
     }
@@ -87,9 +87,8 @@ def test_fetches_once_then_not_again(tmp_path: Path) -> None:
 def test_a_corrupted_jar_is_fetched_anew(tmp_path: Path, damage: bytes) -> None:
     ensure_jars(tmp_path, PINS, Repository(CONTENTS))
     (tmp_path / "a-1.0.jar").write_bytes(damage)
-    os.utime(
-        tmp_path / "a-1.0.jar", ns=(0, 0)
-    )  # a file system's clock may not have ticked since the jar came
+    # The file system's clock may not have ticked since the jar was written.
+    os.utime(tmp_path / "a-1.0.jar", ns=(0, 0))
     repository = Repository(CONTENTS)
     ensure_jars(tmp_path, PINS, repository)
     assert repository.asked == ["a-1.0.jar"]

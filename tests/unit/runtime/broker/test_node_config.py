@@ -1,4 +1,4 @@
-"""What a broker node is told, and the one answer it is asked for. Values in, text out."""
+"""Test the configuration of a broker node and the reading of its replies. Values in, text out."""
 
 import struct
 from pathlib import Path
@@ -33,9 +33,8 @@ def test_one_node_keeps_one_copy_and_refuses_misspelt_topics() -> None:
     assert told["broker.session.timeout.ms"] == "2000"
     assert told["auto.create.topics.enable"] == "false"
     assert told["message.max.bytes"] == told["replica.fetch.max.bytes"] == "10485760"
-    assert (
-        "log.message.timestamp.type" not in told
-    )  # each topic says whose clock stamps its records
+    # Each topic sets its own timestamp type.
+    assert "log.message.timestamp.type" not in told
 
 
 def test_three_nodes_keep_three_copies_and_need_two() -> None:
@@ -76,13 +75,16 @@ def test_the_log_is_bounded() -> None:
 
 
 def test_how_far_a_node_is_with_its_logs() -> None:
-    line = "[x] INFO Completed load of Log(dir=/d/t-0) with 1 segments in 4ms ({}/144 completed in /d) (kafka.log.LogManager)\n"
+    line = (
+        "[x] INFO Completed load of Log(dir=/d/t-0) with 1 segments in 4ms "
+        "({}/144 completed in /d) (kafka.log.LogManager)\n"
+    )
     assert logs_read("[x] WARN something else\n") is None
     assert logs_read(line.format(9) + line.format(10) + "[x] WARN something else\n") == (10, 144)
 
 
 def unescape(value: str) -> str:
-    """As java.util.Properties reads a value whose only escapes are \\\\ and \\uXXXX."""
+    r"""Decode a value as java.util.Properties does; its only escapes are \\ and \uXXXX."""
     units, at = bytearray(), 0
     while at < len(value):
         if value[at] != "\\":

@@ -1,4 +1,4 @@
-"""The start cache: what it is named by, and that a failed making leaves nothing. No real Java."""
+"""Test the start cache: its name, and that a failed build leaves no file. Runs no real Java."""
 
 import fcntl
 import random
@@ -24,7 +24,7 @@ class Usage(NamedTuple):
 
 @pytest.fixture
 def java(tmp_path: Path) -> Callable[[str], Java]:
-    """A "Java" that runs these lines of shell."""
+    """Return a function that creates a fake Java from lines of shell."""
 
     def write(script: str) -> Java:
         path = tmp_path / "java"
@@ -42,9 +42,8 @@ def test_it_is_named_by_all_that_it_depends_on(tmp_path: Path) -> None:
     names.add(start_cache(Java("/opt/java", 25, "a"), tmp_path).path.name)
     (tmp_path / ".verified").write_text('{"a.jar": ["00", 1, 2]}')
     names.add(start_cache(Java("java", 25, "a"), tmp_path).path.name)
-    (tmp_path / ".verified").write_text(
-        '{"a.jar": ["00", 1, 3]}'
-    )  # the same bytes, put there at another time
+    # The same bytes, written at another time.
+    (tmp_path / ".verified").write_text('{"a.jar": ["00", 1, 3]}')
     names.add(start_cache(Java("java", 25, "a"), tmp_path).path.name)
     assert len(names) == 6
     assert start_cache(Java("java", 25, "a"), tmp_path).path.name in names
@@ -64,7 +63,7 @@ def test_a_start_is_told_of_one_that_is_there(tmp_path: Path, version: int, opti
 
 def test_a_bad_one_that_may_not_be_deleted_is_passed_over(tmp_path: Path) -> None:
     cache = start_cache(Java("java", 25), tmp_path)
-    cache.path.mkdir()  # nothing deletes a directory as a file, whoever asks
+    cache.path.mkdir()  # a directory cannot be deleted as a file, even by root
     assert cache.options
     cache.discard("it is bad")
     assert cache.made and cache.options == []
@@ -78,7 +77,8 @@ def test_each_java_of_a_making_has_the_lowest_priority(
         'mkdir "${a%.properties}";; esac; done;; esac; exit 1'
     )
     cache = start_cache(asked_by_all, tmp_path / "jars")
-    for made in (False, True):  # the format; the look at one that is there, and the format again
+    # First the format; then the check of the existing cache, and the format again.
+    for made in (False, True):
         (tmp_path / "jars").mkdir(exist_ok=True)
         if made:
             cache.path.write_bytes(b"classes")
@@ -115,13 +115,17 @@ def test_one_process_makes_it(tmp_path: Path, java: Callable[[str], Java]) -> No
         assert not make_start_cache(cache)
     assert not (tmp_path / "java.ran").exists()
     cache.path.write_bytes(b"classes")
-    assert make_start_cache(cache)  # by somebody else; Java was asked only whether it takes that
+    # Another process made it; Java was only asked whether it accepts the cache.
+    assert make_start_cache(cache)
     assert (tmp_path / "java.ran").read_text().endswith("-version\n")
     assert cache.path.read_bytes() == b"classes"
 
 
 def test_a_build_of_java_is_told_from_others() -> None:
-    told = "Property settings:\n    java.home = /opt/java\n    java.vm.vendor = V\n    java.vm.name = N\n    user.name = me\n"
+    told = (
+        "Property settings:\n    java.home = /opt/java\n    java.vm.vendor = V\n"
+        "    java.vm.name = N\n    user.name = me\n"
+    )
     assert java_build(told + "    java.vm.version = 17.0.1+2\n") == "/opt/java V N 17.0.1+2"
 
 

@@ -1,5 +1,6 @@
-"""Users' functions in child processes: whatever one does, its call ends and the next one is
-answered.
+"""Test users' functions in child processes.
+
+Whatever a function does, its call ends and the next call is answered.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ def pool() -> Iterator[FunctionPool]:
 @pytest.mark.parametrize(
     ("name", "value", "reason"),
     [
-        ("speaks", 0.5, None), ("loops", None, "timeout"), ("speaks", 0.5, None), ("crashes", None, "crashed"),
+        ("speaks", 0.5, None), ("loops", None, "timeout"), ("speaks", 0.5, None),
+        ("crashes", None, "crashed"),
         ("exits", None, "SystemExit: 3"), ("fails", None, "ValueError: no"), ("speaks", 0.5, None),
     ],
 )  # fmt: skip
@@ -132,7 +134,7 @@ def test_to_stop_ends_all_processes_that_are_idle() -> None:
 
 
 def ended(pid: int) -> bool:
-    """Whether a process is no more, or has ended and waits for nobody."""
+    """Return whether a process is gone, or is a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except FileNotFoundError:
@@ -172,7 +174,7 @@ def test_to_stop_ends_what_runs_and_what_waits(tmp_path: Path) -> None:
 
 def test_to_stop_leaves_no_process_that_was_still_to_be_started() -> None:
     pool, starts = FunctionPool(FunctionSettings(dirs=(TESTS,), processes=1)), threading.Event()
-    pool._starter.submit(starts.wait)  # the process of the call below is started behind it
+    pool._starter.submit(starts.wait)  # the next call's process starts after it
     with ThreadPoolExecutor(2) as threads:
         try:
             call = threads.submit(pool.find, "own_functions.py:speaks")

@@ -1,4 +1,4 @@
-"""The loop_producer without a broker: whatever happens, every post is told, once, in time."""
+"""Test the loop producer without a broker: every post is reported once and in time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a reader does with errors of the client that end nothing."""
+"""Test how a reader handles client errors that do not stop it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_an_error_that_lasts_is_logged_now_and_then_and_another_one_at_once() ->
 
 
 def test_a_commit_that_lands_behind_a_newer_one_is_due_again() -> None:
-    """The client repeats a commit by itself while the coordinator is not there yet."""
+    """The client retries a commit by itself while the coordinator is unavailable."""
     commits = AsyncCommits()
     assert commits.due({("t", 0): 0, ("t", 1): 5}) == {("t", 0): 0, ("t", 1): 5}
     assert commits.due({("t", 0): 23}) == {("t", 0): 23, ("t", 1): 5}

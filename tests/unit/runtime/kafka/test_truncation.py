@@ -1,4 +1,4 @@
-"""What the jobs do with an input that is not what it was: cut ahead of them by retention."""
+"""Test how the jobs handle an input that retention cut ahead of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from runtime.kafka.truncation import check_truncation
 
 
 class Log:
-    """A partition that begins at `low`."""
+    """Act as a partition that begins at `low`."""
 
     def __init__(self, low: int) -> None:
         self.low = low
@@ -26,7 +26,7 @@ def test_a_hole_is_an_error_when_the_log_begins_behind_what_was_due() -> None:
         check_truncation(cast(Cluster, cast(Any, Log(low))), "claw.steps", 0, 500, 1000)
 
     come(0)
-    come(500)  # control records of a transaction, at the very start
+    come(500)  # control records of a transaction, at the start
     with pytest.raises(
         SourceTruncated, match=r"claw\.steps-0 begins at offset 501; 500 was due and 1000 came"
     ):

@@ -1,5 +1,6 @@
-"""No child outlives the process that started it, however that ends and whatever the child does
-about signals.
+"""Test that no child outlives its parent process.
+
+It holds for every kind of parent exit, and whatever the child does about signals.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ import pytest
 from runtime.process.child import die_with_parent
 
 ROOT = Path(__file__).parents[4]
-DEAF = "import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(os.getpid(), flush=True); time.sleep(600)"
+DEAF = (
+    "import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+    "print(os.getpid(), flush=True); time.sleep(600)"
+)
 PARENT = """
 import subprocess, sys, time
 from runtime.process.child import die_with_parent
@@ -41,9 +45,8 @@ def test_a_child_ends_with_its_parent(number: signal.Signals) -> None:
 
 def test_a_child_whose_parent_is_gone_already_does_not_start() -> None:
     command = die_with_parent([sys.executable, "-c", "print('started')"])
-    command[command.index(str(os.getpid()))] = (
-        "1"  # as if the parent had died before the kernel was asked
-    )
+    # Simulates a parent that died before the child registered with the kernel.
+    command[command.index(str(os.getpid()))] = "1"
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (1, "")
 

@@ -1,4 +1,4 @@
-"""Settings: three sources, strict, and errors that name the path."""
+"""Test the settings: three sources, strict parsing, and errors that name the path."""
 
 from __future__ import annotations
 

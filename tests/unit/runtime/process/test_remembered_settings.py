@@ -1,4 +1,7 @@
-"""A data directory remembers the settings of its `up`, below whatever is said to a command."""
+"""Test that a data directory remembers the settings of its `up`.
+
+Settings given to a command take precedence over them.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ SECRETS = [
 
 
 def kept(directory: Path, *overrides: str) -> None:
-    """What `up` with these overrides leaves there."""
+    """Remember the settings of an `up` with these overrides in the directory."""
     remember(load(None, [f"data_dir={directory}", *overrides], {}))
 
 

@@ -1,5 +1,6 @@
-"""A supervisor whose data directory has no room left: it says so once, goes on supervising, and
-writes again when there is room.
+"""Test a supervisor whose data directory is full.
+
+It reports this once, continues to supervise, and writes again when there is space.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ async def main():
         supervisor.start(ProcessSpec("b", SLEEP))
         for restarts in (1, 2, 3):
             os.kill(supervisor.table["a"]["pid"], signal.SIGKILL)
-            await until(lambda: supervisor.table["a"]["restarts"] == restarts and supervisor.table["a"]["pid"])
+            await until(lambda: supervisor.table["a"]["restarts"] == restarts\
+ and supervisor.table["a"]["pid"])
         assert (home / "up.json").read_bytes() == before
         filler.unlink()
         await until(lambda: read_table(home)["processes"].get("b"))
@@ -58,7 +60,7 @@ asyncio.run(main())
 
 
 def test_a_full_disk_is_said_once_and_waited_out(tmp_path: Path) -> None:
-    """On a file system of 256 KiB of its own, in a mount namespace of its own."""
+    """Use a separate file system of 256 KiB, in a separate mount namespace."""
     done = subprocess.run(
         ["unshare", "-rm", sys.executable, "-c", FULL, str(tmp_path)],
         cwd=ROOT,

@@ -1,4 +1,4 @@
-"""What topics that are there already must be like: how long they keep what the jobs rely on."""
+"""Test the checks of existing topics: their retention covers what the jobs need."""
 
 from __future__ import annotations
 
@@ -13,18 +13,17 @@ from schemas.topics import Topics, TopicSpec
 WEEK, MONTH = str(7 * 86_400_000), str(30 * 86_400_000)
 TOPICS = Topics()
 CENTURIES = ["9223372036854775807", "7730941129200000"]
-"""The largest there is, and a broker's `log.retention.hours=2147483647`."""
+"""The largest value, and the value of a broker's `log.retention.hours=2147483647`."""
 
 
 def found(changed: dict[str, dict[str, str]], **settings: Any) -> list[tuple[str, str, str, str]]:
-    """Misfits of an installation as we make it, with some topics' configuration changed."""
+    """Return the misfits of a new installation after changes to some topics' configuration."""
     chosen = Settings.model_validate(settings)
     kafka = chosen.kafka
     specs: list[TopicSpec] = [*TOPICS.specs(kafka.partitions, int(kafka.steps_retention_s * 1000))]
     specs.append(TOPICS.ready_batches_spec("r", "train"))
-    made = {
-        s.name: dict(s.config) for s in Topics().specs(12, int(MONTH))
-    }  # as an earlier start has made them
+    # Topics as an earlier start created them.
+    made = {s.name: dict(s.config) for s in Topics().specs(12, int(MONTH))}
     made[specs[-1].name] = dict(specs[-1].config)
     there = {s.name: s.partitions for s in specs}
     configs = {name: config | changed.get(name, {}) for name, config in made.items()}
@@ -55,7 +54,7 @@ def test_what_we_make_fits_copies_too() -> None:
 )
 @pytest.mark.parametrize("setting", ["retention.ms", "retention.bytes"])
 def test_what_is_kept_for_ever_has_no_end(topic: str, setting: str) -> None:
-    """A broker's default of seven days would take a living run's decisions without a word."""
+    """A broker's default of seven days would silently delete a live run's decisions."""
     assert found({topic: {setting: WEEK}}) == [(topic, setting, WEEK, "-1")]
 
 

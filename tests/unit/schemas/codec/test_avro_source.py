@@ -1,5 +1,6 @@
-"""Schemas come from anybody, and readers and writers are compiled from them: nothing of one is ever
-run, and none ends a process.
+"""Test that a hostile schema runs no code and ends no process.
+
+Schemas come from anyone, and readers and writers are compiled from them.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def newer(name: str, more: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def places(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Every place in a schema, but for the schema itself and the name by which we know it."""
+    """Yield every place in a schema, except the schema itself and its name, which identifies it."""
     inner = (
         node.items()
         if isinstance(node, dict)
@@ -100,9 +101,9 @@ def replaced(schema: dict[str, Any], path: tuple[Any, ...], value: Any) -> dict[
 
 @pytest.fixture
 def sources(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """All source and its names of files, as it is compiled.
+    """Collect all compiled source and its file names.
 
-    At the end none of it has anything of HOSTILE, and none of that has run.
+    At the end, check that none contains any part of HOSTILE and that no hostile code ran.
     """
     seen: list[str] = []
 
@@ -118,9 +119,9 @@ def sources(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 
 def met(schemas: WriterSchemas, schema: Any, bodies: tuple[bytes, ...]) -> None:
-    """What every process and the lake do with an announced schema and records of it.
+    """Do what every process and the lake do with an announced schema and its records.
 
-    Fails for any error that they don't expect.
+    Fails for any unexpected error.
     """
     try:
         header = MAGIC + bytes.fromhex(schemas.announce(json.dumps(schema)))
@@ -145,7 +146,7 @@ def test_the_schema_that_is_made_hostile_is_a_good_one(sources: list[str]) -> No
 
 @pytest.mark.parametrize("name", ["Tick", "Candidate"])
 def test_nothing_of_an_announced_schema_is_run(name: str, sources: list[str]) -> None:
-    """Tick is read by every process, Candidate by the lake as columns as well."""
+    """Every process reads Tick; the lake also reads Candidate as columns."""
     schemas = WriterSchemas()
     schema = newer(name, MORE)
     if name == "Candidate":
@@ -160,7 +161,7 @@ def test_nothing_of_an_announced_schema_is_run(name: str, sources: list[str]) ->
 
 @pytest.mark.parametrize("hostile", HOSTILE)
 def test_nothing_of_a_schema_that_nobody_checked_is_run(hostile: str, sources: list[str]) -> None:
-    """Each generator holds by itself, whoever calls it."""
+    """Each generator is safe by itself, for every caller."""
     person = {**PERSON, "fields": [*PERSON["fields"], *MORE[2:3]]}
     tick = newer("Tick", [{"name": "who", "type": person}, *MORE[3:4]])
     wide = newer("Tick", MORE)
@@ -283,7 +284,7 @@ def test_a_large_schema_is_read_without_a_compiled_reader() -> None:
 
 
 def test_records_inside_records_are_bounded_by_the_bytes() -> None:
-    """A byte that is forty records deep, and many of them."""
+    """Test a byte that is forty records deep, and many such bytes."""
     deep: Any = {
         "type": "record",
         "name": "D0",

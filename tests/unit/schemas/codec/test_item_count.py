@@ -1,5 +1,6 @@
-"""A small record that announces a great many items is a dead letter soon and costs no memory,
-whoever's schema it was written by.
+"""Test that a small record that announces many items becomes a dead letter quickly.
+
+It costs no memory, for any writer schema.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ ITEMS: dict[str, Any] = {
 
 
 def number(n: int) -> bytes:
-    """A long, zig-zag, seven bits a byte."""
+    """Encode a long: zig-zag, seven bits per byte."""
     n, out = n << 1 if n >= 0 else ~(n << 1), b""
     while n > 127:
         out, n = out + bytes([n & 127 | 128]), n >> 7
@@ -57,7 +58,7 @@ def number(n: int) -> bytes:
 
 
 def tick_with(kind: str, items: Any, place: int) -> dict[str, Any]:
-    """The schema of a tick with an array or a map besides, before its fields or behind them."""
+    """Return the schema of a tick with an extra array or map, before or after its fields."""
     schema = copy.deepcopy(dict(shipped("Tick")))
     many = {"type": kind, "items" if kind == "array" else "values": items}
     schema["fields"].insert(place * len(schema["fields"]), {"name": "many", "type": many})
@@ -103,7 +104,7 @@ def _keep(buried: list[tuple[Any, ...]], *one: Any) -> None:
 
 @pytest.mark.parametrize("items", ITEMS)
 def test_the_lake_buries_it_as_well(items: str) -> None:
-    """The first record of a schema is decoded, each that follows is read as columns."""
+    """The lake decodes the first record of a schema and reads the following ones as columns."""
     schema = copy.deepcopy(dict(shipped("Reward")))
     schema["fields"].append({"name": "many", "type": {"type": "array", "items": ITEMS[items]}})
     schemas = WriterSchemas()
@@ -138,7 +139,7 @@ def test_items_that_take_no_bytes_are_read_up_to_a_bound() -> None:
 
 
 def test_records_of_an_older_release_have_the_same_bound() -> None:
-    """What it lacks has a default today: of one byte would come a hundred."""
+    """Fields that such a record lacks have a default today: one byte would become a hundred."""
     schema = copy.deepcopy(dict(shipped("Trajectory")))
     steps = next(f for f in schema["fields"] if f["name"] == "steps")
     steps["type"]["items"]["fields"].append({"name": "later", "type": "boolean", "default": False})
@@ -166,8 +167,10 @@ def test_records_of_an_older_release_have_the_same_bound() -> None:
 
 @pytest.mark.parametrize("end", [0, 1, -1])
 def test_a_block_that_says_a_wrong_size_is_no_block(end: int) -> None:
-    """fastavro skips a block by its size: it would go on elsewhere than where the items were
-    counted.
+    """Check that a wrong block size makes the record undecodable.
+
+    fastavro skips a block by its size, so it would continue at an offset other than the end of the
+    counted items.
     """
     codec, header = announced(tick_with("array", {"type": "array", "items": "null"}, 0))
     value = header + number(-2) + number(4 + end) + b"\x02\0" * 2 + b"\0" + TICK
@@ -179,8 +182,9 @@ def test_a_block_that_says_a_wrong_size_is_no_block(end: int) -> None:
 
 
 def changed(schema: dict[str, Any], data: st.DataObject) -> dict[str, Any]:
-    """A schema that another release could have: fields less, others besides, in another order, of
-    narrower types, or that can be null.
+    """Return a schema that another release could have.
+
+    It lacks some fields and has others, in another order; some types are narrower or nullable.
     """
     schema = copy.deepcopy(schema)
     fields = [f for f in schema["fields"] if data.draw(st.integers(0, 5))]
@@ -215,7 +219,7 @@ def test_what_others_wrote_is_read_as_fastavro_reads_it(data: st.DataObject) -> 
     try:
         codec, header = announced(schema)
     except Undecodable:
-        return  # two fields brought a type of one name
+        return  # two fields define a type of the same name
     writer, current = codec_module._parse(schema), codec_module._parse(shipped(name))
     cls = next(c for c in codec_module.TOP_LEVEL if c.__name__ == name)
     out = io.BytesIO()
@@ -224,11 +228,8 @@ def test_what_others_wrote_is_read_as_fastavro_reads_it(data: st.DataObject) -> 
     try:
         plain = fastavro.schemaless_reader(out, writer, current)
         expected = codec_module._builder(cls)(cast("dict[str, Any]", plain))
-    except (
-        fastavro.read.SchemaResolutionError,
-        TypeError,
-        ValueError,
-    ):  # they do not fit, or a field without a default is missing
+    # The schemas do not match, or a field without a default is missing.
+    except (fastavro.read.SchemaResolutionError, TypeError, ValueError):
         with pytest.raises(Undecodable):
             codec.decode(header + out.getvalue())
         return

@@ -1,5 +1,6 @@
-"""Records as a person edits them: every record there and back, bytes that nobody touched, and what
-is said about a mistake.
+"""Test records as a person edits them.
+
+Every record survives the round trip, unedited bytes stay equal, and an error names its field.
 """
 
 from __future__ import annotations
@@ -102,7 +103,10 @@ def test_only_what_is_changed_changes() -> None:
         ({"status": "fine"}, "status: must be one of ok, aborted, error, not 'fine'"),
         ({"run_id": None}, "run_id: must not be null"),
         ({"nope": 1}, "nope: no field of Step; there are step_id, run_id,"),
-        ({"versions": [{"version": "r/0.0", "start": 0}]}, "versions.0.end: is missing, and has no default"),
+        (
+            {"versions": [{"version": "r/0.0", "start": 0}]},
+            "versions.0.end: is missing, and has no default",
+        ),
         ({"versions": {}}, "versions: a list was expected"),
         ({"versions": [3]}, "versions.0: an object was expected, not 3"),
         ({"prompt_token_ids": [1.5]}, "prompt_token_ids: no list of whole numbers"),

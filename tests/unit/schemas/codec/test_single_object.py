@@ -1,5 +1,6 @@
-"""Records and their schemas: classes equal the schemas, values survive the wire, old and new
-schemas read each other.
+"""Test records and their schemas.
+
+Classes equal the schemas, values survive encoding, and old and new schemas read each other.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ CODEC = Codec()
 
 
 def records_of(schema: typing.Any) -> typing.Iterator[dict[str, typing.Any]]:
-    """Every record definition inside a schema."""
+    """Yield every record definition inside a schema."""
     if isinstance(schema, dict):
         if schema.get("type") == "record":
             yield schema
@@ -53,7 +54,7 @@ def records_of(schema: typing.Any) -> typing.Iterator[dict[str, typing.Any]]:
 
 
 def random_record(cls: type) -> typing.Any:
-    """A record of random content that the schema of the class allows."""
+    """Return a record of random content that the schema of the class allows."""
     plain = generate_one(codec_module._parse(shipped(cls.__name__)))
     return codec_module._builder(cls)(plain)
 
@@ -98,7 +99,7 @@ def test_the_compiled_writer_writes_what_fastavro_writes(cls: type) -> None:
 
 
 def with_fastavro(cls: type, body: bytes) -> typing.Any:
-    """What fastavro reads. Raises for a wrong value."""
+    """Return what fastavro decodes. Raises for a wrong value."""
     stream = io.BytesIO(body)
     plain = fastavro.schemaless_reader(stream, codec_module._parse(shipped(cls.__name__)), None)
     if stream.read(1):
@@ -131,7 +132,7 @@ def test_what_the_compiled_reader_makes_of_broken_bytes_fastavro_makes_of_them(
     try:
         read = CODEC.decode(bytes(value))
     except Undecodable:
-        return  # fastavro refuses it as well, or lets pass what no Avro writer writes
+        return  # fastavro also refuses it, or accepts a value that no Avro writer writes
     assert repr(read) == repr(with_fastavro(cls, bytes(value[10:])))  # NaN is not equal to itself
 
 
@@ -159,7 +160,8 @@ def test_whole_numbers_of_any_size(value: int) -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"partition": "1"}, {"partition": 2**31}, {"partition": True}, {"partition": None}, {"partition": 1.5},
+        {"partition": "1"}, {"partition": 2**31}, {"partition": True}, {"partition": None},
+        {"partition": 1.5},
         {"partition": 1, "event_time": 2**63},
     ],
 )  # fmt: skip
@@ -196,7 +198,7 @@ def test_truncated_or_extended_values_are_undecodable(cls: type) -> None:
 
 
 def test_more_records_in_an_array_than_anyone_writes_are_undecodable() -> None:
-    """In one block or in many: a record of two bytes would become sixty."""
+    """The bound holds for one block or many: a record of two bytes would take sixty in memory."""
     tags = tuple(records.Tag(name="QQ", evidence="ZZ") for _ in range(2))
     value = CODEC.encode(dataclasses.replace(random_record(records.Step), tags=tags))
     at = value.index(b"\x04" + b"\x04QQ\x04ZZ" * 2 + b"\0")
@@ -269,7 +271,7 @@ def test_confluent_framing_is_read() -> None:
 
 
 def test_every_current_schema_is_archived() -> None:
-    """Released schemas stay readable: `python -m schemas.codec.archive` adds a changed schema."""
+    """Keep released schemas readable: `python -m schemas.codec.archive` adds a changed schema."""
     fingerprints = {fingerprint_of(s) for s in archived()}
     for cls in TOP_LEVEL:
         assert fingerprint_of(shipped(cls.__name__)) in fingerprints, (
@@ -279,9 +281,9 @@ def test_every_current_schema_is_archived() -> None:
 
 @pytest.mark.parametrize("old", archived(), ids=lambda s: f"{s['name']}-{fingerprint_of(s)[:8]}")
 def test_archived_schema_and_current_one_read_each_other(old: dict[str, typing.Any]) -> None:
-    """Both directions, on bytes: what it wrote is read today, and as fastavro reads it.
+    """Check both directions on bytes.
 
-    What is written today it reads.
+    The current schema reads bytes of the archived one, as fastavro does, and the reverse.
     """
     current, before = codec_module._parse(shipped(old["name"])), codec_module._parse(old)
     for writer, reader in ((before, current), (current, before)):

@@ -1,4 +1,4 @@
-"""What may be sent again from the dead letters."""
+"""Test which dead letters can be sent again."""
 
 from __future__ import annotations
 

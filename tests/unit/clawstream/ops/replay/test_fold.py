@@ -1,4 +1,4 @@
-"""The fold of a replay, the way back from the lake, and copies: lists in, lists out."""
+"""Test the replay fold, replay from the lake, and copies: lists in, lists out."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ CODEC = Codec()
 
 @st.composite
 def logs(draw: st.DrawFn) -> tuple[Log, Log]:
-    """(time, event) of steps and of rewards; a tick ends both. Some records appear twice."""
+    """Draw (time, event) lists of steps and of rewards; a tick ends both. Some records repeat."""
     steps: list[Any] = []
     for n in range(draw(st.integers(1, 12))):
         key = draw(st.sampled_from(("a", "b", ANONYMOUS_KEY)))
@@ -109,7 +109,7 @@ def logs(draw: st.DrawFn) -> tuple[Log, Log]:
 
 
 def moments(steps: Log, rewards: Log) -> list[ReplayEvent]:
-    """As they come from topics: ticks on rewards say nothing."""
+    """Return the events in topic order, without ticks on rewards, which have no effect."""
     both = [(t, STEPS, i, e) for i, (t, e) in enumerate(steps)]
     both += [(t, REWARDS, i, e) for i, (t, e) in enumerate(rewards) if not isinstance(e, Tick)]
     return [
@@ -123,7 +123,7 @@ def no_rules(_: Trajectory) -> list[Reward]:
 
 
 def payload_again(steps: Log) -> Any:
-    """Payload that the cache has lost, read from the list."""
+    """Return a function that reads from the list the payload that the cache dropped."""
 
     def again(_: int, starts: Mapping[int, int]) -> Iterable[tuple[int, CachedPayload]]:
         for offset, start in starts.items():
@@ -173,7 +173,7 @@ def test_the_last_revisions_are_those_of_assemble_and_a_replay_is_repeatable(
     assert without == trajectories
     assert sum(replay.stats.trajectories.values()) == len(trajectories)
     assert play(steps, rewards)[1] == outs
-    assert play(steps, rewards, cache_bytes=0)[1] == outs  # all payload read again
+    assert play(steps, rewards, cache_bytes=0)[1] == outs  # all payload is read again
     times = [o.time for o in outs]
     assert times == sorted(times)
 
@@ -227,7 +227,7 @@ def test_what_is_open_at_the_end_is_counted_and_bad_targets_too() -> None:
     assert replay.stats.as_dict()["trajectories"] == {"timed_out": 1}
 
 
-# -- the lake
+# -- lake
 
 SPANS = (VersionSpan(version="r/1.0", start=0, end=1), VersionSpan(version="r/2.0", start=1, end=2))
 
@@ -235,8 +235,14 @@ SPANS = (VersionSpan(version="r/1.0", start=0, end=1), VersionSpan(version="r/2.
 @pytest.mark.parametrize(
     "event",
     [
-        step("a", 1, [1, 2, 3], [4, 5], versions=SPANS, request_json='{"ä":1}'.encode(), received_at=1_700_000_000_123_456),
-        step("a", 2, prompt_token_ids=None, response_token_ids=None, response_logprobs=None, tokens_absent_reason="x"),
+        step(
+            "a", 1, [1, 2, 3], [4, 5], versions=SPANS, request_json='{"ä":1}'.encode(),
+            received_at=1_700_000_000_123_456,
+        ),
+        step(
+            "a", 2, prompt_token_ids=None, response_token_ids=None, response_logprobs=None,
+            tokens_absent_reason="x",
+        ),
         step("a", 3, [], []),
         session("a", "opened", metadata_json=b'{"gold":"x"}', group_id="g", group_size=4, round=2),
         session("a", "failed", reason="why"),
@@ -287,16 +293,18 @@ def test_a_lake_with_more_partitions_than_the_settings(tmp_path: Path) -> None:
     assert partitions_of(few, versions) == 21
     assert partitions_of(few.model_copy(update={"run_id": "nobody"}), versions) == 2
     source = LakeReplaySource(few, versions, 21, Span(), RecordFilter("r"))
-    replay = Replay(
-        "r", 21, LIMITS, CODEC, no_rules, "id", 0, source.payload
-    )  # no cache: all payload is read again
+    # Without a cache: all payload is read again.
+    replay = Replay("r", 21, LIMITS, CODEC, no_rules, "id", 0, source.payload)
     outs = [out for event in source.events() for out in replay.take(event)]
     assert {o.partition for o in outs if o.topic == "trajectories"} == {20}
     assert list(last(outs)) == ["a"]
 
 
 def test_a_pin_that_names_only_steps(tmp_path: Path) -> None:
-    """What it does not name is empty: no rewards, no closings, and payload of the steps alone."""
+    """Tables that the pin does not name are empty.
+
+    The replay gets no rewards, no closings, and the payload of steps alone.
+    """
     mine = Settings(data_dir=tmp_path, run_id="r", kafka=KafkaSettings(partitions=1))
     lake = Lake(mine.lake_uri, {}, 100)
     lake.acquire()
@@ -321,7 +329,7 @@ def record(time: int, key: bytes | None, event: Any, partition: int = 0) -> tupl
 
 
 def copied(copier: Copier, *records: tuple[int, Record]) -> list[tuple[int, int, Any]]:
-    """(partition, time, event or None)."""
+    """Return (partition, time, event or None) of each copied record."""
     out = []
     for time, r in records:
         out += [(p, time, v) for p, _, v in copier.places(time, r)]

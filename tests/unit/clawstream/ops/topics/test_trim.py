@@ -1,5 +1,6 @@
-"""What of a topic may go: every bound holds, a run that lives holds all that it has, and one that
-is over holds nothing.
+"""Test which offsets of a topic may be trimmed.
+
+Every bound holds. A live run retains all its records; an ended run retains none.
 """
 
 from __future__ import annotations
@@ -64,15 +65,30 @@ def test_the_lowest_bound_counts(low: int, more: int, at: list[int]) -> None:
         (RunSummary(0, 3), [], ["a"], None),
         (RunSummary(0, 3, has_policy=True, ended=59), [JOURNAL], [], None),
         (RunSummary(0, 3, ended=59), [], [], None),
-        (RunSummary(0, 3, has_policy=True, ended=60), [JOURNAL], [], "run a has ended at 60, but the admission of a (train) has read to 60"),
+        (
+            RunSummary(0, 3, has_policy=True, ended=60), [JOURNAL], [],
+            "run a has ended at 60, but the admission of a (train) has read to 60",
+        ),
         (RunSummary(0, 3, has_policy=True, ended=60), [replace(JOURNAL, low=5)], [], None),
         (RunSummary(0, 3, has_policy=True, ended=60), [JOURNAL], ["a"], None),
-        (RunSummary(0, 3, has_policy=True, ended=59), [], [], "run a has ended at 59, but no decisions of it are seen (--give-up a)"),
+        (
+            RunSummary(0, 3, has_policy=True, ended=59), [], [],
+            "run a has ended at 59, but no decisions of it are seen (--give-up a)",
+        ),
         (RunSummary(0, 3, has_policy=True, ended=59), [], ["a"], None),
-        (RunSummary(0, 3, has_policy=True, ended=59), [EMPTY], [], "run a has ended at 59, but the admission of a (val) has read to 0"),
-        (RunSummary(0, 3, has_policy=True, ended=59), [JOURNAL, EMPTY], [], "run a has ended at 59, but the admission of a (val) has read to 0"),
+        (
+            RunSummary(0, 3, has_policy=True, ended=59), [EMPTY], [],
+            "run a has ended at 59, but the admission of a (val) has read to 0",
+        ),
+        (
+            RunSummary(0, 3, has_policy=True, ended=59), [JOURNAL, EMPTY], [],
+            "run a has ended at 59, but the admission of a (val) has read to 0",
+        ),
         (RunSummary(0, 3, has_policy=True, ended=59), [JOURNAL, replace(EMPTY, seen=60)], [], None),
-        (RunSummary(0, 3, has_policy=True, ended=59), [replace(EMPTY, seen=60)], [], "run a has ended at 59, but no decisions"),
+        (
+            RunSummary(0, 3, has_policy=True, ended=59), [replace(EMPTY, seen=60)], [],
+            "run a has ended at 59, but no decisions",
+        ),
         (RunSummary(0, 90), [replace(JOURNAL, low=5)], [], None),
         (None, [JOURNAL], [], "nothing on the candidates says that run a has ended (--give-up a)"),
         (None, [replace(JOURNAL, low=5)], [], None),
@@ -95,7 +111,7 @@ def test_what_holds_ready_batches() -> None:
 
 
 def test_what_holds_a_run_of_which_nothing_was_trained() -> None:
-    """A base version and not one batch: nothing will ever move that, but for a word."""
+    """Without a batch, a base version never advances the bound; only giving the run up does."""
     journal = replace(JOURNAL, trained=0)
     (bound,) = journal_bounds(journal, None, ())
     assert bound.at == 0 and "--give-up a" in bound.why
@@ -172,7 +188,7 @@ def test_runs_are_found_by_their_keys() -> None:
     decoder = Decoder(Cluster("localhost:1"), "claw.schemas", CODEC)
     assert summarize_runs(iter(records), 2, decoder) == {
         "a": RunSummary(2, 1, True, 8),
-        "b": RunSummary(2, 2, True, None),  # the end of another run says nothing of this one
+        "b": RunSummary(2, 2, True, None),  # the end of another run does not affect this one
         "c": RunSummary(2, 5),
         "d": RunSummary(2, 10),
     }
