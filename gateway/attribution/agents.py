@@ -20,7 +20,7 @@ AgentName = Literal["claude-code", "codex", "opencode", "openclaw"]
 LOOKED_AT = 4096
 """Characters searched at the start of each prompt block for the name of an agent."""
 OPENCLAW_SYSTEM = ("running inside OpenClaw", "You are a context summarization assistant")
-"""Start of openclaw's own system prompt, and of its compaction prompt."""
+"""Words in openclaw's own system prompt, and the start of its compaction prompt."""
 OPENCLAW_USER = "<<<BEGIN_OPENCLAW_INTERNAL_CONTEXT>>>"
 """Start of a message that openclaw moves to the end of every request."""
 TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}")

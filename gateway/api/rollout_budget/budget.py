@@ -84,10 +84,14 @@ class BudgetSnapshot:
     def free_capacity(self, channel: Channel, loaded: int | None = None) -> int | None:
         """Return how many groups may be undecided at once without a new one being refused as stale.
 
-        The number includes the groups already in progress. Admission requires floor(batch_seq /
-        sync_every) - v <= max_staleness of a group whose oldest token is of version v. So the group
-        must enter a batch below (v + max_staleness + 1) * sync_every, and each batch below that
-        takes batch_groups groups. The result is an upper bound where batches close by tokens.
+        The number includes the groups already in progress. Of a group whose oldest token is of
+        version v, admission requires
+
+            floor(batch_seq / sync_every) - v <= max_staleness
+
+        So the group must enter a batch below (v + max_staleness + 1) * sync_every, and each batch
+        below that takes batch_groups groups. The result is an upper bound where batches close by
+        tokens.
 
         Args:
             channel: Channel of the groups.
@@ -95,7 +99,7 @@ class BudgetSnapshot:
 
         Returns:
             The number of groups. None: unbounded, because no age is too high. 0 before the first
-                policy or version, and after the end of the run.
+            policy or version, and after the end of the run.
         """
         if self.ended or self.policy is None:
             return 0

@@ -283,7 +283,8 @@ class BudgetFeed:
             if records:
                 for watch in watches:
                     if watch.read and watch.answer is not None:
-                        # publishes new records without claiming the end was reached
+                        # publishes the new records; the age still counts from the last read to the
+                        # end
                         self._hand_over(watch, watch.answer.at)
                 self._stop.wait(time.perf_counter() - polled)
         return True
@@ -326,7 +327,7 @@ def _apply(watch: _Watch, decoder: Decoder, record: Record) -> None:
 def _apply_version(watches: Iterable[_Watch], decoder: Decoder, record: Record) -> None:
     """Fold a record of the weights log.
 
-    An unreadable record is logged and skipped: the trainer and the engines report it.
+    An unreadable record is logged and skipped: the trainer and the rollout workers report it.
     """
     version = None
     try:

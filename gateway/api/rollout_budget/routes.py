@@ -21,7 +21,7 @@ After = Annotated[
 
 
 class BudgetReply(BaseModel):
-    """Reply with the budget of a run and channel.
+    """Describe the rollout budget of a run and channel.
 
     Totals count from the journal's start and never fall; see docs/admission.md.
     """

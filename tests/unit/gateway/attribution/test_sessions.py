@@ -110,7 +110,7 @@ def test_a_secret_that_can_be_guessed_is_refused(tmp_path: Path, secret: str) ->
         secret_of(Settings(data_dir=tmp_path))
 
 
-# ---------------------------------------------------------------- where
+# ---------------------------------------------------------------- trajectory
 
 
 def test_where_a_request_belongs(make: Make) -> None:
@@ -215,7 +215,7 @@ def test_what_is_no_session_falls_into_a_bucket(make: Make) -> None:
     assert one.admit(bearer("x"), "agent", said={"prompt": "ho"}).trajectory_key != bucket
 
 
-# ---------------------------------------------------------------- who
+# ---------------------------------------------------------------- authentication and scopes
 
 
 def test_a_host_that_others_reach_is_never_open_by_oversight() -> None:
@@ -316,7 +316,7 @@ def test_a_session_key_is_for_its_own_trajectory_and_dies_with_its_api_key(
         door.authenticate(session, "agent")
 
 
-# ---------------------------------------------------------------- the first words of a conversation
+# ---------------------------------------------------------------- first user turn
 
 TEXT = {"type": "text", "text": "hi"}
 

@@ -198,7 +198,7 @@ def test_truncated_or_extended_values_are_undecodable(cls: type) -> None:
 
 
 def test_more_records_in_an_array_than_anyone_writes_are_undecodable() -> None:
-    """The bound holds for one block or many: a record of two bytes would take sixty in memory."""
+    """The bound holds for one block or many: a record of two bytes would expand to sixty bytes."""
     tags = tuple(records.Tag(name="QQ", evidence="ZZ") for _ in range(2))
     value = CODEC.encode(dataclasses.replace(random_record(records.Step), tags=tags))
     at = value.index(b"\x04" + b"\x04QQ\x04ZZ" * 2 + b"\0")
