@@ -31,8 +31,7 @@ from schemas.settings import Settings
 
 PREFIX = "sk-claw-"
 OURS = (api_keys.PREFIX, PREFIX)
-"""Prefixes of this installation's keys: the resolver reads such keys, and no engine receives them.
-"""
+"""Prefixes of this installation's keys. The resolver reads such keys; no engine receives them."""
 CHANNEL_HEADER = "x-clawstream-channel"
 SECRET_BYTES = 16
 """Minimum length of a session secret."""

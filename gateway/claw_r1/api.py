@@ -377,9 +377,8 @@ class Generator:
                 )
         if gateway.max_prompt_tokens is not None:
             refuse_longer(len(said.prompt_ids), gateway.max_prompt_tokens, "prompt_ids")
-        asked = {
-            k: v for k, v in said.sampling_params.items() if k != "logprobs"
-        }  # log-probabilities are always returned
+        # Log-probabilities are always returned.
+        asked = {k: v for k, v in said.sampling_params.items() if k != "logprobs"}
         if wrong := next(
             (name for name in asked if name in OURS and not _says_nothing(asked[name])), None
         ):
