@@ -181,7 +181,7 @@ class BudgetFeed:
     def _run(self) -> None:
         try:
             self._keep_following()
-        except BaseException as error:  # noqa: BLE001 - after a silent end, answers would never change
+        except BaseException as error:  # noqa: BLE001 - a silent end would freeze the answers
             die(error)
 
     def _keep_following(self) -> None:
