@@ -435,7 +435,10 @@ def _verdict_of_step(trajectory: Row, step_row: Row, marks: Sequence[Row]) -> st
                 f"its trajectory is {trajectory['verdict']}"
             )
     if not trajectory["steps"] and not step_row["trainable"]:
-        return f"untrainable: {step_row['untrainable_reason']}; its trajectory: {trajectory['verdict']}"
+        return (
+            f"untrainable: {step_row['untrainable_reason']}; its trajectory: "
+            f"{trajectory['verdict']}"
+        )
     verdict: str = trajectory["verdict"]
     return verdict
 

@@ -218,7 +218,8 @@ def test_memory_does_not_grow_with_the_calls_served(
             if first + ROUND == FROM:
                 samples = len(scraped(port).splitlines())
             print(
-                f"{sizes[-1][0]} calls: {sizes[-1][1] / 2**20:.1f} MiB, {time.monotonic() - began:.0f} s",
+                f"{sizes[-1][0]} calls: {sizes[-1][1] / 2**20:.1f} MiB, "
+                f"{time.monotonic() - began:.0f} s",
                 flush=True,
             )
         eventually(

@@ -190,15 +190,16 @@ def test_rewards(there: Installation) -> None:
 def test_trajectories(there: Installation) -> None:
     key, topic = "on-trajectories", there.topics.trajectories
     said = TrajectoryStep(
-        step_id=f"{key}~1.0", index=0, segment=1, status="ok", drift="root", prompt_tokens=1, response_tokens=1,
-        response_json=b'{"content":"42"}', trainable=True, offset=0,
+        step_id=f"{key}~1.0", index=0, segment=1, status="ok", drift="root", prompt_tokens=1,
+        response_tokens=1, response_json=b'{"content":"42"}', trainable=True, offset=0,
     )  # fmt: skip
     whole = Trajectory(
-        run_id=RUN, trajectory_key=key, trajectory_id=key, group_id=key, channel="train", outcome="completed",
-        opened_at=0, closed_at=1, metadata_json=b'{"gold":"42"}', part=0, parts=1, steps=(said,),
-        segments=(
+        run_id=RUN, trajectory_key=key, trajectory_id=key, group_id=key, channel="train",
+        outcome="completed", opened_at=0, closed_at=1, metadata_json=b'{"gold":"42"}', part=0,
+        parts=1, steps=(said,), segments=(
             Segment(token_ids=pack_ids([1])),
-            Segment(parent=0, step_index=0, token_ids=pack_ids([3]), logprobs=pack_logprobs([-0.1])),
+            Segment(parent=0, step_index=0, token_ids=pack_ids([3]),
+                logprobs=pack_logprobs([-0.1])),
         ),
     )  # fmt: skip
     there.feed.poison(topic, key.encode())
@@ -233,9 +234,11 @@ def test_candidates(there: Installation) -> None:
             topic,
             RUN.encode(),
             Candidate(
-                run_id=RUN, channel="val", trajectory_key=key, trajectory_id=key, group_id="on-candidates", revision=0,
-                outcome="completed", opened_at=0, closed_at=now_micros() // 1000, rewards=(value,), prompt_tokens=1, trainable_tokens=1,
-                steps=(CandidateStep(step_id=f"{key}~1.0", index=0, response_tokens=1, trainable=True),),
+                run_id=RUN, channel="val", trajectory_key=key, trajectory_id=key,
+                group_id="on-candidates", revision=0, outcome="completed", opened_at=0,
+                closed_at=now_micros() // 1000, rewards=(value,), prompt_tokens=1,
+                trainable_tokens=1, steps=(CandidateStep(step_id=f"{key}~1.0", index=0,
+                    response_tokens=1, trainable=True),),
                 oldest_sync_index=0, newest_sync_index=0, trainable=True,
             ),
             place,
@@ -249,8 +252,8 @@ def test_candidates(there: Installation) -> None:
 
 def refused(settings: Settings, channel: Any) -> Refused:
     return Refused(
-        run_id=RUN, channel=channel, group_id=f"refused-{channel}", trajectory_ids=(), revisions=(), whole_group=True,
-        reason="stale", n=1, input_topic_id="c", input_from=0, input_to=0,
+        run_id=RUN, channel=channel, group_id=f"refused-{channel}", trajectory_ids=(), revisions=(),
+        whole_group=True, reason="stale", n=1, input_topic_id="c", input_from=0, input_to=0,
     )  # fmt: skip
 
 
@@ -270,8 +273,8 @@ def test_ready_batches(there: Installation, channel: str, owner: str) -> None:
 def test_weights(there: Installation) -> None:
     topic = there.topics.weights
     version = WeightVersion(
-        version_id="other/0.0", run_id="other", sync_index=0, attempt=0, format="full", files=(), channel="train",
-        metrics={}, created_at=0,
+        version_id="other/0.0", run_id="other", sync_index=0, attempt=0, format="full", files=(),
+        channel="train", metrics={}, created_at=0,
     )  # fmt: skip
     there.feed.poison(topic, b"other/0.0")
     there.feed.put_newer(topic, b"other/0.0", version)
@@ -339,8 +342,8 @@ def test_dead_letters(there: Installation) -> None:
     topic = there.topics.dead_letters
     there.feed.poison(topic, b"poison")
     letter = DeadLetter(
-        topic="elsewhere", topic_id="e", partition=0, offset=0, timestamp_ms=0, process="test", reason="invalid",
-        detail="", created_at=0,
+        topic="elsewhere", topic_id="e", partition=0, offset=0, timestamp_ms=0, process="test",
+        reason="invalid", detail="", created_at=0,
     )  # fmt: skip
     there.feed.put_newer(topic, b"k", letter)
     there.up.until(

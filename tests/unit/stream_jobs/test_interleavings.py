@@ -58,13 +58,16 @@ SEED = st.integers(0, 2**32)
 SOURCE = CandidateLog("t", 0, 2)
 PLACE = Place(topic_id="t", partition=0, first_offset=0, last_offset=0)
 PATIENT = Limits(
-    trajectory_timeout=50_000, closed_horizon=10_000_000, orphan_after=5_000_000, closed_max=10_000, bucket_inactivity=900,
-    agent_inactivity=1500,
+    trajectory_timeout=50_000, closed_horizon=10_000_000, orphan_after=5_000_000, closed_max=10_000,
+    bucket_inactivity=900, agent_inactivity=1500,
 )  # fmt: skip
 POLICY: dict[str, Any] = {
-    "policy_version": 1, "group_size": 1, "min_members": 1, "required_rewards": ("env",), "reward_weights": {},
-    "reward_deadline_ms": 10**9, "group_deadline_ms": 10**9, "max_staleness": None, "drop_zero_variance": False,
-    "min_trainable_tokens": 1, "train_outcomes": ("completed", "failed"), "sync_every": 1, "val_groups": 1, "val_deadline_ms": 1,
+    "policy_version": 1, "group_size": 1, "min_members": 1, "required_rewards": ("env",),
+    "reward_weights": {},
+    "reward_deadline_ms": 10**9, "group_deadline_ms": 10**9, "max_staleness": None,
+    "drop_zero_variance": False,
+    "min_trainable_tokens": 1, "train_outcomes": ("completed", "failed"), "sync_every": 1,
+    "val_groups": 1, "val_deadline_ms": 1,
     "algorithm": "rloo", "created_at": 0,
 }  # fmt: skip
 
@@ -277,7 +280,8 @@ def test_a_retry_finds_the_same_trajectory_before_and_after_a_snapshot() -> None
             {key: [s.step_suffix for s in t.steps] for key, t in worker.state.opened.items()}
         )
     assert found[0] == found[1] == {
-        ("r", f"{ANONYMOUS_KEY}~C0"): ["C0.0", "C2.0", "C3.0"], ("r", f"{ANONYMOUS_KEY}~C1"): ["C1.0"],
+        ("r", f"{ANONYMOUS_KEY}~C0"): ["C0.0", "C2.0", "C3.0"],
+        ("r", f"{ANONYMOUS_KEY}~C1"): ["C1.0"],
     }  # fmt: skip
 
 

@@ -56,31 +56,38 @@ def candidate(
     key: str, revision: int, sync: int | None, *rewards: records.RewardValue
 ) -> records.Candidate:
     return records.Candidate(
-        run_id="r", channel="train", trajectory_key=key, trajectory_id=key, group_id="g", revision=revision,
-        outcome="completed", opened_at=1_000, closed_at=2_000, rewards=rewards,
-        steps=(records.CandidateStep(step_id=f"{key}~1.0", index=0, response_tokens=2, trainable=True),),
+        run_id="r", channel="train", trajectory_key=key, trajectory_id=key, group_id="g",
+        revision=revision, outcome="completed", opened_at=1_000, closed_at=2_000, rewards=rewards,
+        steps=(records.CandidateStep(step_id=f"{key}~1.0", index=0, response_tokens=2,
+            trainable=True),),
         prompt_tokens=3, trainable_tokens=2, oldest_sync_index=sync, trainable=True,
     )  # fmt: skip
 
 
 def trajectory(key: str, version: str, part: int = 0, parts: int = 1) -> records.Trajectory:
     step = records.TrajectoryStep(
-        step_id=f"{key}~{part + 1}.0", index=part, status="ok", drift="root", prompt_tokens=3, response_tokens=2,
-        response_json=b"{}", oldest_version=version, newest_version=version, trainable=True, marks=("retried",), offset=0,
+        step_id=f"{key}~{part + 1}.0", index=part, status="ok", drift="root", prompt_tokens=3,
+        response_tokens=2, response_json=b"{}", oldest_version=version, newest_version=version,
+        trainable=True, marks=("retried",), offset=0,
     )  # fmt: skip
     return records.Trajectory(
-        run_id="r", trajectory_key=key, trajectory_id=key, group_id="g", channel="train", outcome="completed",
-        opened_at=1_000, closed_at=2_000, metadata_json=b'{"gold": 1}', part=part, parts=parts, segments=(), steps=(step,),
+        run_id="r", trajectory_key=key, trajectory_id=key, group_id="g", channel="train",
+        outcome="completed", opened_at=1_000, closed_at=2_000, metadata_json=b'{"gold": 1}',
+        part=part, parts=parts, segments=(), steps=(step,),
     )  # fmt: skip
 
 
 def test_rewards_by_sync_index(settings: Settings, lake: SmallLake) -> None:
-    lake.put("trajectories", "TT", trajectory("a", "r/1.2"), trajectory("b", "r/1.2"), trajectory("c", "r/2.2"),
+    lake.put("trajectories", "TT", trajectory("a", "r/1.2"), trajectory("b", "r/1.2"),
+        trajectory("c", "r/2.2"),
              trajectory("d", "r/11.1", 0, 2), trajectory("d", "r/3.9", 1, 2))  # fmt: skip
     lake.put(
-        "candidates", "CC", candidate("a", 0, 1), candidate("b", 0, 1, reward(1.0), reward(9.0, step_id="b~1.0")),
-        candidate("c", 0, 2, reward(0.25), reward(0.5, source="env")), candidate("c", 2, 2, reward(None), reward(0.5, source="env")),
-        candidate("c", 1, 2, reward(7.0)), candidate("a", 1, 1, reward(0.5)), candidate("d", 0, 3), candidate("e", 0, None),
+        "candidates", "CC", candidate("a", 0, 1),
+        candidate("b", 0, 1, reward(1.0), reward(9.0, step_id="b~1.0")),
+        candidate("c", 0, 2, reward(0.25), reward(0.5, source="env")),
+        candidate("c", 2, 2, reward(None), reward(0.5, source="env")),
+        candidate("c", 1, 2, reward(7.0)), candidate("a", 1, 1, reward(0.5)), candidate("d", 0, 3),
+        candidate("e", 0, None),
     )  # fmt: skip
     query = (
         "select oldest_sync_index, avg(reward) from trajectories group by 1 order by 1 nulls last"
@@ -91,7 +98,10 @@ def test_rewards_by_sync_index(settings: Settings, lake: SmallLake) -> None:
         (3, None),
         (None, None),
     ]
-    columns = "trajectory_id, weight_version, revision, steps, trainable_tokens, len(step_details), closed_at::varchar"
+    columns = (
+        "trajectory_id, weight_version, revision, steps, trainable_tokens, len(step_details), "
+        "closed_at::varchar"
+    )
     assert connect(settings).execute(
         f"select {columns} from trajectories order by 1"
     ).fetchall() == [
@@ -133,7 +143,10 @@ def test_duckdb_shows_what_each_column_means(settings: Settings, lake: SmallLake
 
 def test_a_damaged_table_leaves_the_comments(settings: Settings, lake: SmallLake) -> None:
     (settings.data_dir / "lake" / "rewards" / "_delta_log" / f"{0:020}.json").write_text("{")
-    query = "select comment from duckdb_columns() where table_name = 'trajectories' and column_name = 'steps'"
+    query = (
+        "select comment from duckdb_columns() where table_name = 'trajectories' and "
+        "column_name = 'steps'"
+    )
     assert json.loads(run_sql(settings, query, "json")) == [{"comment": "Number of steps."}]
 
 
@@ -145,9 +158,10 @@ def test_every_described_column_of_a_view_is_there() -> None:
 def test_steps_carry_their_marks_once(settings: Settings, lake: SmallLake) -> None:
     steps = [
         records.Step(
-            step_id=s, run_id="r", trajectory_key="a", call_id="a~1", choice_index=0, protocol="p", model="m", status="ok",
-            streamed=False, request_json=b'{"x": 1}', response_json=b"{}", prompt_token_ids=pack_ids([1, 2, 3]),
-            response_token_ids=pack_ids([4, 5]), response_logprobs=pack_logprobs([-0.5, -0.25]), gateway_id="g",
+            step_id=s, run_id="r", trajectory_key="a", call_id="a~1", choice_index=0, protocol="p",
+            model="m", status="ok", streamed=False, request_json=b'{"x": 1}', response_json=b"{}",
+            prompt_token_ids=pack_ids([1, 2, 3]), response_token_ids=pack_ids([4, 5]),
+            response_logprobs=pack_logprobs([-0.5, -0.25]), gateway_id="g",
             received_at=1, finished_at=2,
         )
         for s in ("a~1.0", "a~9.0")
@@ -158,11 +172,15 @@ def test_steps_carry_their_marks_once(settings: Settings, lake: SmallLake) -> No
         "trajectories", "T2", trajectory("a", "r/1.2")
     )  # the same, replayed into a topic made anew
     marks = [
-        records.StepMark(event_id=str(i), run_id="r", trajectory_key="a", trajectory_id="a", step_id="a~9.0", mark="late", offset=9)
+        records.StepMark(event_id=str(i), run_id="r", trajectory_key="a", trajectory_id="a",
+            step_id="a~9.0", mark="late", offset=9)
         for i in range(2)
     ]  # fmt: skip
     lake.put("step_marks", "MM", *marks)
-    query = "select step_id, trajectory_id, step_index, marks, list_sum(response_logprobs), len(prompt_token_ids) from steps order by 1"
+    query = (
+        "select step_id, trajectory_id, step_index, marks, list_sum(response_logprobs), "
+        "len(prompt_token_ids) from steps order by 1"
+    )
     assert connect(settings).execute(query).fetchall() == [
         ("a~1.0", "a", 0, ["retried"], -0.75, 3),
         ("a~9.0", "a", None, ["late"], -0.75, 3),
@@ -176,8 +194,8 @@ def test_steps_carry_their_marks_once(settings: Settings, lake: SmallLake) -> No
 def test_the_reward_that_counts(settings: Settings, lake: SmallLake) -> None:
     def of(event_id: str, value: float, revision: int, **more: Any) -> records.Reward:
         return records.Reward(
-            event_id=event_id, run_id="r", trajectory_key="k", source="human", name="n", function_version="1", value=value,
-            reward_revision=revision, created_at=1, **more,
+            event_id=event_id, run_id="r", trajectory_key="k", source="human", name="n",
+            function_version="1", value=value, reward_revision=revision, created_at=1, **more,
         )  # fmt: skip
 
     sent = [
@@ -203,8 +221,9 @@ def test_what_names_a_step_where_the_gateway_made_the_key_has_the_trajectory_of_
 ) -> None:
     def of(event_id: str, value: float, n: int | None, **more: Any) -> records.Reward:
         return records.Reward(
-            event_id=event_id, run_id="r", trajectory_key=key, source="human", name="n", function_version="1", value=value,
-            created_at=1, **{"reward_revision": 0, "step_id": f"{key}~{n}.0" if n is not None else None} | more,
+            event_id=event_id, run_id="r", trajectory_key=key, source="human", name="n",
+            function_version="1", value=value, created_at=1,
+            **{"reward_revision": 0, "step_id": f"{key}~{n}.0" if n is not None else None} | more,
         )  # fmt: skip
 
     sent = [
@@ -229,7 +248,10 @@ def test_what_names_a_step_where_the_gateway_made_the_key_has_the_trajectory_of_
         created_at=1,
     )
     lake.put("curation", "RR2", mark)
-    query = "select value, split_part(step_id, '~', 2), split_part(trajectory_id, '~', 2) from rewards order by 1"
+    query = (
+        "select value, split_part(step_id, '~', 2), split_part(trajectory_id, '~', 2) from "
+        "rewards order by 1"
+    )
     unknown = [
         (v, f"{n}.0", None) for v, n in ((1.0, 1), (2.0, 1), (3.0, 2), (5.0, 9), (6.0, 8), (7.0, 7))
     ]
@@ -250,7 +272,8 @@ def test_what_names_a_step_where_the_gateway_made_the_key_has_the_trajectory_of_
     )
     lake.put("step_marks", "MM", late)
     assert connect(settings).execute(query).fetchall() == [
-        (1.0, "1.0", "1"), (3.0, None, "1"), (5.0, "9.0", None), (6.0, "8.0", None), (7.0, "7.0", "5"),
+        (1.0, "1.0", "1"), (3.0, None, "1"), (5.0, "9.0", None), (6.0, "8.0", None),
+        (7.0, "7.0", "5"),
     ]  # fmt: skip
     assert connect(settings).execute(of_marks).fetchall() == [("1", 1.0)]
 
@@ -283,7 +306,10 @@ def test_a_wrong_query_is_told_in_the_words_of_duckdb(settings: Settings, lake: 
 
 
 def test_nested_values_are_json_in_every_text_format(settings: Settings, lake: SmallLake) -> None:
-    query = "select {'a': 1, 'b': [1.5::double, null]} s, map {'x': [1]} m, [date '2020-01-02'] d, sum(2) n, 'y'::blob b"
+    query = (
+        "select {'a': 1, 'b': [1.5::double, null]} s, map {'x': [1]} m, [date '2020-01-02'] d, "
+        "sum(2) n, 'y'::blob b"
+    )
     nested = """{"a": 1, "b": [1.5, null]}""", """{"x": [1]}""", """["2020-01-02"]"""
     assert json.loads(run_sql(settings, query, "json")) == [
         {"s": {"a": 1, "b": [1.5, None]}, "m": {"x": [1]}, "d": ["2020-01-02"], "n": 2, "b": "79"}

@@ -49,13 +49,16 @@ def sql(tmp_path: Path) -> Any:
         candidates.append(cand(tid, trajectory_key=key, quality=low, steps=scored))
         for s in two:
             steps.append(Step(
-                step_id=s, run_id="r", trajectory_key=key, call_id=s[:-2], choice_index=0, protocol="p", model="m", status="ok",
-                streamed=False, request_json=b"{}", response_json=b"{}", gateway_id="g", received_at=0, finished_at=0,
+                step_id=s, run_id="r", trajectory_key=key, call_id=s[:-2], choice_index=0,
+                protocol="p", model="m", status="ok", streamed=False, request_json=b"{}",
+                response_json=b"{}", gateway_id="g", received_at=0, finished_at=0,
             ))  # fmt: skip
         trajectories.append(Trajectory(
-            run_id="r", trajectory_key=key, trajectory_id=tid, group_id="g", channel="train", outcome="completed", opened_at=0, closed_at=1,
-            part=0, parts=1, segments=(), steps=tuple(TrajectoryStep(
-                step_id=s, index=i, status="ok", drift="root", prompt_tokens=1, response_tokens=5, response_json=b"{}", trainable=True, offset=i,
+            run_id="r", trajectory_key=key, trajectory_id=tid, group_id="g", channel="train",
+            outcome="completed", opened_at=0, closed_at=1, part=0, parts=1, segments=(),
+            steps=tuple(TrajectoryStep(
+                step_id=s, index=i, status="ok", drift="root", prompt_tokens=1, response_tokens=5,
+                response_json=b"{}", trainable=True, offset=i,
             ) for i, s in enumerate(two)),
         ))  # fmt: skip
     lake.put("candidates", "CC", *candidates)
@@ -71,9 +74,10 @@ def sql(tmp_path: Path) -> Any:
         trainable_tokens=5,
     )
     lake.put("groups", "BB", ReadyBatch(
-        run_id="r", channel="train", batch_seq=0, groups=(BatchGroup(group_id="g", round=0, n=1, members=(member,)),), policy_version=1,
-        sync_every=1, algorithm="grpo", reward_weights={}, input_topic_id="C", input_partition=0, input_from=0, input_to=1,
-        content_hash="", trainable_tokens=5, created_at_event_time=0,
+        run_id="r", channel="train", batch_seq=0,
+        groups=(BatchGroup(group_id="g", round=0, n=1, members=(member,)),), policy_version=1,
+        sync_every=1, algorithm="grpo", reward_weights={}, input_topic_id="C", input_partition=0,
+        input_from=0, input_to=1, content_hash="", trainable_tokens=5, created_at_event_time=0,
     ))  # fmt: skip
     connection = connect(settings)
     yield connection

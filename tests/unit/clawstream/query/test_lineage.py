@@ -30,8 +30,9 @@ def version(
 ) -> records.WeightVersion:
     sync, attempt = map(int, name.split("."))
     return records.WeightVersion(
-        version_id=f"{RUN}/{name}", run_id=RUN, sync_index=sync, attempt=attempt, format="full", files=(), channel="train",
-        parent_version=f"{RUN}/{parent}" if parent else None, batches_topic_id=topic, first_batch_seq=first, last_batch_seq=last,
+        version_id=f"{RUN}/{name}", run_id=RUN, sync_index=sync, attempt=attempt, format="full",
+        files=(), channel="train", parent_version=f"{RUN}/{parent}" if parent else None,
+        batches_topic_id=topic, first_batch_seq=first, last_batch_seq=last,
         metrics={}, created_at=1,
     )  # fmt: skip
 
@@ -43,11 +44,13 @@ def step(
     label = versions if isinstance(versions, str) else None
     spans = versions.items() if isinstance(versions, dict) else ()
     return records.Step(
-        step_id=f"{key}~{n}.0", run_id=RUN, trajectory_key=key, call_id=f"{key}~{n}", choice_index=0, protocol="p", model="m",
-        status="ok", streamed=False, request_json=b"{}", response_json=b"{}", prompt_token_ids=pack_ids([1, 2]),
-        response_token_ids=pack_ids([3, 4, 5]), response_logprobs=pack_logprobs([-1.0] * 3), version_first=label, version_last=label,
-        versions=tuple(records.VersionSpan(version=v, start=a, end=b) for v, (a, b) in spans), gateway_id="g", received_at=1,
-        finished_at=1,
+        step_id=f"{key}~{n}.0", run_id=RUN, trajectory_key=key, call_id=f"{key}~{n}",
+        choice_index=0, protocol="p", model="m", status="ok", streamed=False, request_json=b"{}",
+        response_json=b"{}", prompt_token_ids=pack_ids([1, 2]),
+        response_token_ids=pack_ids([3, 4, 5]), response_logprobs=pack_logprobs([-1.0] * 3),
+        version_first=label, version_last=label,
+        versions=tuple(records.VersionSpan(version=v, start=a, end=b) for v, (a, b) in spans),
+        gateway_id="g", received_at=1, finished_at=1,
     )  # fmt: skip
 
 
@@ -69,9 +72,12 @@ class Story(SmallLake):
         """A closed trajectory, its steps told by `changes` of TrajectoryStep by index, with the candidate of revision 0."""
         said = [
             records.TrajectoryStep(
-                **{"step_id": s.step_id, "index": i, "parent": i - 1 if i else None, "segment": i, "status": "ok",
-                   "drift": "clean" if i else "root", "prompt_tokens": 2, "response_tokens": 3, "response_json": b"{}",
-                   "oldest_version": f"{RUN}/0.0", "newest_version": f"{RUN}/0.0", "trainable": True, "offset": i}
+                **{"step_id": s.step_id, "index": i, "parent": i - 1 if i else None, "segment": i,
+                    "status": "ok",
+                   "drift": "clean" if i else "root", "prompt_tokens": 2, "response_tokens": 3,
+                   "response_json": b"{}",
+                   "oldest_version": f"{RUN}/0.0", "newest_version": f"{RUN}/0.0",
+                   "trainable": True, "offset": i}
                 | changes.get(f"step{i}", {})
             )
             for i, s in enumerate(steps)
@@ -83,8 +89,10 @@ class Story(SmallLake):
         self.put("steps", "SS", *steps)
         self.put("trajectories", "TT", *(
             records.Trajectory(
-                run_id=RUN, trajectory_key=key.partition("~")[0], trajectory_id=key, group_id=group or key.partition("-")[0], channel="train",
-                outcome="completed", opened_at=1000, closed_at=2000, part=i, parts=parts, segments=(), steps=tuple(piece),
+                run_id=RUN, trajectory_key=key.partition("~")[0], trajectory_id=key,
+                group_id=group or key.partition("-")[0], channel="train", outcome="completed",
+                opened_at=1000, closed_at=2000, part=i, parts=parts, segments=(),
+                steps=tuple(piece),
             )
             for i, piece in enumerate(pieces)
         ))  # fmt: skip
@@ -103,7 +111,8 @@ class Story(SmallLake):
         last = self.places.get(key, 0)
         return records.BatchMember(
             trajectory_id=key, trajectory_key=key.partition("~")[0], revision=revision,
-            place=records.Place(topic_id="TT", partition=0, first_offset=max(0, last - 1), last_offset=last), rewards=(value,),
+            place=records.Place(topic_id="TT", partition=0, first_offset=max(0, last - 1),
+                last_offset=last), rewards=(value,),
             untrainable_steps=untrainable, trainable_tokens=3, oldest_sync_index=0,
         )  # fmt: skip
 
@@ -122,8 +131,9 @@ class Story(SmallLake):
             for g in groups
         ]
         record = records.ReadyBatch(
-            run_id=RUN, channel=channel, batch_seq=seq, groups=tuple(made), policy_version=7, sync_every=2, algorithm="grpo",
-            reward_weights={}, input_topic_id="CC", input_partition=0, input_from=0, input_to=1, content_hash="h",
+            run_id=RUN, channel=channel, batch_seq=seq, groups=tuple(made), policy_version=7,
+            sync_every=2, algorithm="grpo", reward_weights={}, input_topic_id="CC",
+            input_partition=0, input_from=0, input_to=1, content_hash="h",
             trainable_tokens=3, created_at_event_time=1,
         )  # fmt: skip
         self.put("batches", f"{topic}", record)
@@ -143,9 +153,11 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Settings:
         lake.batch(seq, [lake.member(pair[0]), lake.member(pair[1], 0.0)])
     # Batch 6: an untrained step of each kind; two parts; spans of two versions; a trajectory of a bucket; late revisions.
     lake.closed(
-        "g6-0", *(step("g6-0", i, {f"{RUN}/1.0": (0, 1), f"{RUN}/2.1": (1, 3)}) for i in range(4)), parts=2,
-        step0={"trainable": False, "untrainable_reason": "retried"}, step1={"tags": (records.Tag(name="title", evidence="e"),)},
-        step2={"oldest_version": f"{RUN}/1.0", "newest_version": f"{RUN}/2.1"}, step3={"segment": None},
+        "g6-0", *(step("g6-0", i, {f"{RUN}/1.0": (0, 1), f"{RUN}/2.1": (1, 3)}) for i in range(4)),
+        parts=2, step0={"trainable": False, "untrainable_reason": "retried"},
+        step1={"tags": (records.Tag(name="title", evidence="e"),)},
+        step2={"oldest_version": f"{RUN}/1.0", "newest_version": f"{RUN}/2.1"},
+        step3={"segment": None},
     )  # fmt: skip
     bucket = "bucket-" + "0" * 32
     lake.closed(f"{bucket}~9", step(bucket, 9), step(bucket, 10), group="g6")
@@ -178,18 +190,20 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Settings:
     for key in ("g8-0", "w-0"):
         lake.closed(key, step(key, 1))
     refused = records.Refused(
-        run_id=RUN, channel="train", group_id="g8", trajectory_ids=("g8-0",), revisions=(0,), whole_group=True,
-        reason="zero_variance", detail="all 1.0", n=2, input_topic_id="CC", input_from=0, input_to=1,
+        run_id=RUN, channel="train", group_id="g8", trajectory_ids=("g8-0",), revisions=(0,),
+        whole_group=True, reason="zero_variance", detail="all 1.0", n=2, input_topic_id="CC",
+        input_from=0, input_to=1,
     )  # fmt: skip
     lake.put("groups", "BB", refused)
     lake.put("steps", "SS", step("g8-0", 99), step("open-0", 1))
     mark = records.StepMark(
-        event_id="m", run_id=RUN, trajectory_key="g8-0", trajectory_id="g8-0", step_id="g8-0~99.0", mark="late",
-        evidence="closed as completed at 2000", offset=9,
+        event_id="m", run_id=RUN, trajectory_key="g8-0", trajectory_id="g8-0", step_id="g8-0~99.0",
+        mark="late", evidence="closed as completed at 2000", offset=9,
     )  # fmt: skip
     lake.put("step_marks", "TT", mark)
     lake.put(
-        "weights", "WW", version("0.0", None), version("1.0", "0.0", 0, 1), version("2.0", "1.0", 2, 3),
+        "weights", "WW", version("0.0", None), version("1.0", "0.0", 0, 1),
+        version("2.0", "1.0", 2, 3),
         version("2.1", "1.0", 2, 3), version("3.1", "2.1", 4, 5), version("4.1", "3.1", 6, 7),
     )  # fmt: skip
     return settings
@@ -220,7 +234,8 @@ def test_a_version_names_every_step_that_made_it(lineage: Lineage) -> None:
     assert ids(said) == [f"g{b}-{m}~{s}.0" for b in (4, 5) for m in (0, 1) for s in (1, 2)]
     assert said["descendants"] == ["r/4.1"]
     assert {k: v for k, v in said["totals"].items() if k != "not_in_lake"} == {
-        "batches": 2, "groups": 2, "trajectories": 4, "steps": 8, "trained_steps": 8, "trained_tokens": 24, "sampled_by": ["r/0.0"],
+        "batches": 2, "groups": 2, "trajectories": 4, "steps": 8, "trained_steps": 8,
+        "trained_tokens": 24, "sampled_by": ["r/0.0"],
     }  # fmt: skip
     whole = lineage.weights("r/3.1", ancestors=True)
     assert [b["batch_seq"] for b in whole["batches"]] == [4, 5, 2, 3, 0, 1]
@@ -313,7 +328,8 @@ def test_what_became_of_a_step(lineage: Lineage) -> None:
     )
     (said,) = lineage.step("g6-0~2.0")
     assert said["step"]["sampled_by"] == [
-        {"version": "r/1.0", "first_token": 0, "end_token": 1}, {"version": "r/2.1", "first_token": 1, "end_token": 3},
+        {"version": "r/1.0", "first_token": 0, "end_token": 1},
+        {"version": "r/2.1", "first_token": 1, "end_token": 3},
     ]  # fmt: skip
     assert [s["step_id"] for s in said["trajectory"]["steps"]] == ["g6-0~2.0"]
 
@@ -344,7 +360,8 @@ def test_a_run_in_numbers(lineage: Lineage) -> None:
         5,
         ["r/2.0"],
     )
-    assert {(b["channel"], b["batches_topic_id"]): (b["batches"], b["trained"]) for b in said["batches"]} == {
+    assert {(b["channel"], b["batches_topic_id"]): (b["batches"],
+        b["trained"]) for b in said["batches"]} == {
         ("train", "BB"): (8, 8), ("train", "B0"): (1, 0), ("val", "VV"): (1, 0),
     }  # fmt: skip
     assert [(g["reason"], g["groups"]) for g in said["groups"] if not g["admitted"]] == [
@@ -367,11 +384,13 @@ def test_the_views(settings: Settings) -> None:
         (None, 2, 0),
     ]
     by = sql.execute(
-        "select step_id, sampled_by from lineage_steps where version_id = 'r/4.1' and trained order by 1"
+        "select step_id, sampled_by from lineage_steps where version_id = 'r/4.1' and "
+        "trained order by 1"
     ).fetchall()
     assert by == [("g6-0~2.0", ["r/1.0", "r/2.1"]), ("g6-1~1.0", ["r/0.0"])]
     stale = sql.execute(
-        "select distinct channel, batch_seq, staleness from lineage_steps where batches_topic_id != 'B0' order by all"
+        "select distinct channel, batch_seq, staleness from lineage_steps where "
+        "batches_topic_id != 'B0' order by all"
     ).fetchall()
     assert stale == [*(("train", seq, seq // 2) for seq in range(8)), ("val", 0, None)]
     tokens = sql.execute(
@@ -394,7 +413,8 @@ def test_the_command(settings: Settings) -> None:
     assert "      g6-0~2.0: 3 tokens trained, sampled by r/1.0, r/2.1" in lines
     assert "      its steps are not in the lake" in lines
     assert lines[-1] == (
-        "2 batches, 3 groups, 6 trajectories, 2 of 9 steps trained with 6 tokens, sampled by r/0.0, r/1.0, r/2.1"
+        "2 batches, 3 groups, 6 trajectories, 2 of 9 steps trained with 6 tokens, sampled "
+        "by r/0.0, r/1.0, r/2.1"
     )
     assert json.loads(call("weights", "r/4.1", "-f", "json"))["totals"]["steps"] == 9
     assert (
@@ -402,7 +422,8 @@ def test_the_command(settings: Settings) -> None:
         in call("trajectory", "g2-0")
     )
     assert call("step", "g6-0~2.0").splitlines()[:2] == [
-        "g6-0~2.0 of run r: in batch 6 of channel train at revision 2, trained by r/4.1", "  tokens 0 to 0 sampled by r/1.0",
+        "g6-0~2.0 of run r: in batch 6 of channel train at revision 2, trained by r/4.1",
+        "  tokens 0 to 0 sampled by r/1.0",
     ]  # fmt: skip
     assert call("run", "r").startswith("run r: ")
     assert call("step", "nonsense", code=1).startswith("clawstream: step id 'nonsense'")

@@ -25,21 +25,28 @@ from stream_jobs.errors import SqlError
 
 ROOT = Path(__file__).parents[4]
 ESCAPES = (
-    "FROM read_csv('.tmp/probe.csv')", "FROM '.tmp/probe.csv'", "FROM read_text('.tmp/probe.csv')", "FROM read_blob('.tmp/*')",
-    "FROM read_json('.tmp/probe.csv')", "FROM read_parquet('.tmp/probe.csv')", "FROM sniff_csv('.tmp/probe.csv')",
-    "FROM parquet_metadata('.tmp/probe.csv')", "FROM glob('.tmp/*')", "FROM glob('/etc/*')", "FROM read_text('/etc/hosts')",
-    "DESCRIBE '.tmp/probe.csv'", "SUMMARIZE '.tmp/probe.csv'", "CREATE TEMP TABLE x AS FROM '.tmp/probe.csv'",
-    "COPY steps TO '.tmp/out.csv'", "COPY steps TO '/tmp/out.csv'", "COPY (SELECT 1) TO '.tmp/out.parquet' (FORMAT parquet)",
-    "CREATE TEMP TABLE y(a INT); COPY y FROM '.tmp/probe.csv'", "ATTACH '.tmp/x.db' AS x", "ATTACH '.tmp/there.db' AS x",
-    "ATTACH 'http://127.0.0.1:9/x.db' AS x", "EXPORT DATABASE '.tmp/export'", "IMPORT DATABASE '.tmp/export'",
-    "INSTALL httpfs", "INSTALL httpfs FROM 'http://127.0.0.1:9'", "FORCE INSTALL httpfs FROM '.tmp'", "LOAD httpfs",
-    "LOAD '.tmp/x.duckdb_extension'", "UPDATE EXTENSIONS", "SET memory_limit = '100GB'", "SET GLOBAL threads = 64",
-    "SET temp_directory = '.tmp'", "RESET temp_directory", "SET enable_external_access = true", "SET lock_configuration = false",
-    "SET allowed_directories = ['/']", "SET file_search_path = '/'", "SET python_enable_replacements = true",
-    "SET profiling_output = '.tmp/profile'", "PRAGMA enable_profiling = 'json'", "PRAGMA memory_limit = '100GB'",
-    "SET home_directory = '/'", "SET log_query_path = '.tmp/log'", "CALL enable_logging(storage = 'file', storage_path = '.tmp')",
-    "CALL enable_logging(storage = 'file', storage_config = {'path': '.tmp'})", "CREATE PERSISTENT SECRET s (TYPE http)",
-    "FROM read_csv('http://127.0.0.1:9/x.csv')", "FROM 'https://127.0.0.1:9/x.parquet'", "FROM read_csv('s3://bucket/x.csv')",
+    "FROM read_csv('.tmp/probe.csv')", "FROM '.tmp/probe.csv'", "FROM read_text('.tmp/probe.csv')",
+    "FROM read_blob('.tmp/*')", "FROM read_json('.tmp/probe.csv')",
+    "FROM read_parquet('.tmp/probe.csv')", "FROM sniff_csv('.tmp/probe.csv')",
+    "FROM parquet_metadata('.tmp/probe.csv')", "FROM glob('.tmp/*')", "FROM glob('/etc/*')",
+    "FROM read_text('/etc/hosts')", "DESCRIBE '.tmp/probe.csv'", "SUMMARIZE '.tmp/probe.csv'",
+    "CREATE TEMP TABLE x AS FROM '.tmp/probe.csv'", "COPY steps TO '.tmp/out.csv'",
+    "COPY steps TO '/tmp/out.csv'", "COPY (SELECT 1) TO '.tmp/out.parquet' (FORMAT parquet)",
+    "CREATE TEMP TABLE y(a INT); COPY y FROM '.tmp/probe.csv'", "ATTACH '.tmp/x.db' AS x",
+    "ATTACH '.tmp/there.db' AS x", "ATTACH 'http://127.0.0.1:9/x.db' AS x",
+    "EXPORT DATABASE '.tmp/export'", "IMPORT DATABASE '.tmp/export'",
+    "INSTALL httpfs", "INSTALL httpfs FROM 'http://127.0.0.1:9'",
+    "FORCE INSTALL httpfs FROM '.tmp'", "LOAD httpfs", "LOAD '.tmp/x.duckdb_extension'",
+    "UPDATE EXTENSIONS", "SET memory_limit = '100GB'", "SET GLOBAL threads = 64",
+    "SET temp_directory = '.tmp'", "RESET temp_directory", "SET enable_external_access = true",
+    "SET lock_configuration = false", "SET allowed_directories = ['/']",
+    "SET file_search_path = '/'", "SET python_enable_replacements = true",
+    "SET profiling_output = '.tmp/profile'", "PRAGMA enable_profiling = 'json'",
+    "PRAGMA memory_limit = '100GB'", "SET home_directory = '/'", "SET log_query_path = '.tmp/log'",
+    "CALL enable_logging(storage = 'file', storage_path = '.tmp')",
+    "CALL enable_logging(storage = 'file', storage_config = {'path': '.tmp'})",
+    "CREATE PERSISTENT SECRET s (TYPE http)", "FROM read_csv('http://127.0.0.1:9/x.csv')",
+    "FROM 'https://127.0.0.1:9/x.parquet'", "FROM read_csv('s3://bucket/x.csv')",
     "FROM a_python_variable", "FROM A_MODULE_VARIABLE", "SELECT getenv('HOME')",
 )  # fmt: skip
 A_MODULE_VARIABLE = pa.table({"a": [1]})
@@ -117,7 +124,8 @@ def test_an_error_in_the_middle_of_an_answer_is_told(settings: Settings) -> None
     with pytest.raises(SqlError, match="in the middle"):
         with answer(
             settings,
-            "SELECT CASE WHEN a < 90000 THEN a ELSE error('in the middle') END AS a FROM range(100000) t(a)",
+            "SELECT CASE WHEN a < 90000 THEN a ELSE error('in the middle') END AS a FROM "
+            "range(100000) t(a)",
         ) as reader:
             out.extend(reader)
     assert sum(b.num_rows for b in out) < 100_000

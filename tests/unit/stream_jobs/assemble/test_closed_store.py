@@ -77,7 +77,8 @@ def test_rewards_of_one_closed_trajectory_unpack_it_once_a_batch(
         ClosedTrajectory, "load", lambda packed: (loads.append(packed), load(packed))[1]
     )  # type: ignore[func-returns-value]
     w.feed(
-        *((REWARDS, 2, reward("k", 1.0, n)) for n in range(20)), *((REWARDS, 2, curation("k", f"e{n}", n, quality=0.5)) for n in range(20))
+        *((REWARDS, 2, reward("k", 1.0, n)) for n in range(20)),
+        *((REWARDS, 2, curation("k", f"e{n}", n, quality=0.5)) for n in range(20))
     )  # fmt: skip
     assert len(loads) == 1
     assert len(w.last("k").rewards) == 20

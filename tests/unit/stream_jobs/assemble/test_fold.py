@@ -44,7 +44,8 @@ def test_steps_and_rewards_become_a_trajectory_and_a_candidate() -> None:
         14,
     )
     assert t.metadata_json == b'{"gold":1}'
-    assert [(s.step_id, s.index, s.parent, s.drift, s.trainable, s.oldest_version) for s in t.steps] == [
+    assert [(s.step_id, s.index, s.parent, s.drift, s.trainable,
+        s.oldest_version) for s in t.steps] == [
         ("k~C0.0", 0, None, "root", True, "r/3.0"), ("k~C1.0", 1, 0, "clean", True, "r/3.0"),
     ]  # fmt: skip
     assert [(s.parent, s.step_index) for s in t.segments] == [
@@ -76,7 +77,8 @@ def test_later_rewards_and_marks_make_revisions_and_equal_ones_do_not() -> None:
         (REWARDS, 7, curation("k", "c2", trainable=True)),
         (REWARDS, 8, curation("k", "c1", trainable=False)),
     )
-    assert [(k[1], c.rewards[0].value if c.rewards else None, c.trainable) for k, c in w.candidates.items()] == [
+    assert [(k[1], c.rewards[0].value if c.rewards else None,
+        c.trainable) for k, c in w.candidates.items()] == [
         (0, None, True), (1, 0.1, True), (2, 0.7, True), (3, 0.7, False), (4, 0.7, True),
     ]  # fmt: skip
     assert w.last("k").tags == ("bad",)
@@ -84,8 +86,10 @@ def test_later_rewards_and_marks_make_revisions_and_equal_ones_do_not() -> None:
 
 def test_no_reward_is_not_zero_and_step_rewards_name_their_step() -> None:
     w = InMemoryPartition().feed(
-        (STEPS, 1, step("k", 0)), (REWARDS, 1, reward("k", None)), (REWARDS, 1, reward("k", 0.2, n=0)),
-        (REWARDS, 1, curation("k", "c", n=0, trainable=False, quality=0.5)), (STEPS, 2, session("k", "failed", reason="gave up")),
+        (STEPS, 1, step("k", 0)), (REWARDS, 1, reward("k", None)),
+        (REWARDS, 1, reward("k", 0.2, n=0)),
+        (REWARDS, 1, curation("k", "c", n=0, trainable=False, quality=0.5)),
+        (STEPS, 2, session("k", "failed", reason="gave up")),
     )  # fmt: skip
     c = w.last("k")
     assert [(r.step_id, r.value) for r in c.rewards] == [(None, None), ("k~C0.0", 0.2)]
@@ -258,7 +262,8 @@ def test_what_cannot_be_folded_is_buried_and_changes_nothing() -> None:
         (REWARDS, 0, step("k", 0)),
     )
     assert [(b.source, b.offset, b.reason) for b in w.dead_letters] == [
-        (STEPS, 0, "undecodable"), *((STEPS, i, "invalid") for i in range(1, 5)), *((REWARDS, i, "invalid") for i in range(3)),
+        (STEPS, 0, "undecodable"), *((STEPS, i, "invalid") for i in range(1, 5)),
+        *((REWARDS, i, "invalid") for i in range(3)),
     ]  # fmt: skip
     assert not w.state.opened and w.state.applied == [4, 2]
     fold = AssemblyFold(PartitionState(), LIMITS)

@@ -36,13 +36,15 @@ CODEC = Codec()
 def whole(segments: list[int], steps: list[int], metadata: int | None = None) -> Trajectory:
     """A trajectory with segments of so many tokens and steps with replies of so many bytes."""
     return Trajectory(
-        run_id="r", trajectory_key="k", trajectory_id="k", group_id="g", channel="train", outcome="completed", opened_at=0,
-        closed_at=1, metadata_json=b"m" * metadata if metadata is not None else None, part=0, parts=1,
-        segments=tuple(Segment(parent=i - 1 if i else None, token_ids=bytes(4 * n)) for i, n in enumerate(segments)),
+        run_id="r", trajectory_key="k", trajectory_id="k", group_id="g", channel="train",
+        outcome="completed", opened_at=0, closed_at=1,
+        metadata_json=b"m" * metadata if metadata is not None else None, part=0, parts=1,
+        segments=tuple(Segment(parent=i - 1 if i else None,
+            token_ids=bytes(4 * n)) for i, n in enumerate(segments)),
         steps=tuple(
             TrajectoryStep(
-                step_id=f"k~{i}.0", index=i, status="ok", drift="root", prompt_tokens=1, response_tokens=1,
-                response_json=bytes(n), trainable=True, offset=i,
+                step_id=f"k~{i}.0", index=i, status="ok", drift="root", prompt_tokens=1,
+                response_tokens=1, response_json=bytes(n), trainable=True, offset=i,
             )
             for i, n in enumerate(steps)
         ),
@@ -193,12 +195,14 @@ NUMBER = st.sampled_from([0, 1, 2**31 - 1])
 LONG = st.sampled_from([None, 0, 2**63 - 1, -(2**63)])
 SCORE = st.sampled_from([None, 0.5])
 STEP = st.builds(
-    CandidateStep, step_id=TEXT, index=NUMBER, response_tokens=NUMBER, trainable=st.booleans(), reason=st.none() | TEXT,
-    quality=SCORE, assessed_quality=SCORE, tags=st.lists(TEXT, max_size=3).map(tuple), oldest_sync_index=LONG,
+    CandidateStep, step_id=TEXT, index=NUMBER, response_tokens=NUMBER, trainable=st.booleans(),
+    reason=st.none() | TEXT, quality=SCORE, assessed_quality=SCORE,
+    tags=st.lists(TEXT, max_size=3).map(tuple), oldest_sync_index=LONG,
 )  # fmt: skip
 REWARD = st.builds(
-    RewardValue, source=st.just("next_state"), name=TEXT, function_version=TEXT, step_id=st.none() | TEXT, value=SCORE,
-    reason=st.none() | TEXT, reward_revision=st.just(2**63 - 1),
+    RewardValue, source=st.just("next_state"), name=TEXT, function_version=TEXT,
+    step_id=st.none() | TEXT, value=SCORE, reason=st.none() | TEXT,
+    reward_revision=st.just(2**63 - 1),
 )  # fmt: skip
 
 
@@ -208,10 +212,11 @@ def test_candidate_never_takes_more_than_is_counted(
     steps: list[CandidateStep], rewards: list[RewardValue], text: str, high: int
 ) -> None:
     c = replace(
-        candidate(("r", "k"), closed(1), CODEC), trajectory_key=text, trajectory_id=text, group_id=text, reason=text, tags=(text,),
-        steps=tuple(steps), rewards=tuple(rewards), revision=high, opened_at=high, closed_at=high, prompt_tokens=high,
-        trainable_tokens=high, oldest_sync_index=high, newest_sync_index=high, quality=0.5, assessed_quality=0.5,
-        assessment_revision=high, round=2**31 - 1, group_size=2**31 - 1,
+        candidate(("r", "k"), closed(1), CODEC), trajectory_key=text, trajectory_id=text,
+        group_id=text, reason=text, tags=(text,), steps=tuple(steps), rewards=tuple(rewards),
+        revision=high, opened_at=high, closed_at=high, prompt_tokens=high,
+        trainable_tokens=high, oldest_sync_index=high, newest_sync_index=high, quality=0.5,
+        assessed_quality=0.5, assessment_revision=high, round=2**31 - 1, group_size=2**31 - 1,
     )  # fmt: skip
     assert len(CODEC.encode(c)) <= at_most(c)
 

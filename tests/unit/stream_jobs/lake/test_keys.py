@@ -14,8 +14,8 @@ from stream_jobs.lake.keys import existing_keys
 
 def reward(n: int) -> Reward:
     return Reward(
-        event_id=f"e{n}", run_id="r", trajectory_key="k", source="env", name="n", function_version="1", value=1.0,
-        reward_revision=0, created_at=1,
+        event_id=f"e{n}", run_id="r", trajectory_key="k", source="env", name="n",
+        function_version="1", value=1.0, reward_revision=0, created_at=1,
     )  # fmt: skip
 
 

@@ -148,8 +148,8 @@ def test_a_lake_of_one_writer_knows_no_layout() -> None:
 def rows(partition: int, first: int, *ids: str) -> list[Row]:
     def reward(event_id: str) -> records.Reward:
         return records.Reward(
-            event_id=event_id, run_id="r", trajectory_key="k", source="rule", name="f", function_version="1",
-            reward_revision=0, created_at=1,
+            event_id=event_id, run_id="r", trajectory_key="k", source="rule", name="f",
+            function_version="1", reward_revision=0, created_at=1,
         )  # fmt: skip
 
     placed = [
@@ -280,7 +280,8 @@ def test_columns_that_two_writers_add_are_there_once(tmp_path: Path) -> None:
     put(odd, 1, 0, "b0")
     schema: dict[str, Any] = {
         "type": "record", "name": "Reward", "namespace": "clawstream",
-        "fields": [{"name": "event_id", "type": "string"}, {"name": "shade", "type": ["null", "string"], "default": None}],
+        "fields": [{"name": "event_id", "type": "string"},
+            {"name": "shade", "type": ["null", "string"], "default": None}],
     }  # fmt: skip
     wider = catalog()[TABLE].evolved(schema)
     assert wider.schema.names != catalog()[TABLE].schema.names

@@ -27,7 +27,8 @@ SOURCE = ("T", 0)
 def rows(first: int, *ids: str, **changes: Any) -> list[Row]:
     def reward(event_id: str) -> records.Reward:
         values: dict[str, Any] = {
-            "event_id": event_id, "run_id": "r", "trajectory_key": "k", "source": "rule", "name": "f", "function_version": "1",
+            "event_id": event_id, "run_id": "r", "trajectory_key": "k", "source": "rule",
+            "name": "f", "function_version": "1",
             "reward_revision": 0, "created_at": 1,
         }  # fmt: skip
         return records.Reward(**values | changes)
@@ -59,9 +60,10 @@ def test_a_restart_reads_the_window_of_a_table_with_nested_columns(tmp_path: Pat
     """The Delta client tells no file statistics of columns that stand behind a struct column."""
     lake, table = claimed(tmp_path), catalog()["steps"]
     step = records.Step(
-        step_id="k~1.0", run_id="r", trajectory_key="k", call_id="k~1", choice_index=0, protocol="p", model="m",
-        status="ok", streamed=False, request_json=b"{}", response_json=b"{}", gateway_id="g", received_at=1,
-        finished_at=2, usage=records.Usage(prompt_tokens=3),
+        step_id="k~1.0", run_id="r", trajectory_key="k", call_id="k~1", choice_index=0,
+        protocol="p", model="m", status="ok", streamed=False, request_json=b"{}",
+        response_json=b"{}", gateway_id="g", received_at=1, finished_at=2,
+        usage=records.Usage(prompt_tokens=3),
     )  # fmt: skip
     new = table.rows_of(ConsumedRecord(*SOURCE, 0, 5_000, {}, step))
     assert lake.append("steps", new, {SOURCE: 1}, never) == 1
@@ -154,8 +156,8 @@ def of_source(table: str, topic: str, first: int, count: int) -> list[Row]:
     def event(number: int) -> Any:
         if table == "rewards":
             return records.Reward(
-                event_id=f"{topic}{number}", run_id="r", trajectory_key="k", source="rule", name="f", function_version="1",
-                reward_revision=0, created_at=1,
+                event_id=f"{topic}{number}", run_id="r", trajectory_key="k", source="rule",
+                name="f", function_version="1", reward_revision=0, created_at=1,
             )  # fmt: skip
         return records.Late(
             run_id="r",

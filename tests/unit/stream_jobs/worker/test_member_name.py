@@ -12,7 +12,10 @@ from clawstream.ops.up import of_children
 from schemas.settings import JobsSettings, Settings
 from stream_jobs.worker.member_name import worker_name
 
-NAME = "from schemas.settings import JobsSettings; from stream_jobs.worker.member_name import worker_name; print(worker_name(JobsSettings()))"
+NAME = (
+    "from schemas.settings import JobsSettings; from stream_jobs.worker.member_name import "
+    "worker_name; print(worker_name(JobsSettings()))"
+)
 
 
 def test_two_processes_with_default_settings_have_two_names() -> None:

@@ -325,7 +325,8 @@ def test_what_names_no_step_of_a_bucket_is_buried() -> None:
         (STEPS, 501, Tick(partition=0)),
     )
     assert [(b.source, b.offset, b.reason) for b in w.dead_letters] == [
-        (STEPS, 1, "invalid"), (STEPS, 2, "invalid"), (REWARDS, 0, "invalid"), (REWARDS, 1, "invalid"),
+        (STEPS, 1, "invalid"), (STEPS, 2, "invalid"), (REWARDS, 0, "invalid"),
+        (REWARDS, 1, "invalid"),
         (STEPS, 3, "unknown_target"), (REWARDS, 2, "unknown_target"),
     ]  # fmt: skip
 

@@ -39,9 +39,11 @@ def leads(request: Any, reply: Any) -> int | None:
 
 USER = {"role": "user", "content": "u"}
 PAIRS: dict[str, tuple[Any, Any, list[Any]]] = {
-    "chat text": ({"content": "hi\n"}, "messages", [{"role": "assistant", "content": [{"type": "text", "text": "hi"}]}],),
+    "chat text": ({"content": "hi\n"}, "messages",
+        [{"role": "assistant", "content": [{"type": "text", "text": "hi"}]}],),
     "chat reasoning": (
-        {"content": "hi", "reasoning_content": "hm"}, "messages", [{"role": "assistant", "content": "hi"}],
+        {"content": "hi", "reasoning_content": "hm"}, "messages",
+        [{"role": "assistant", "content": "hi"}],
     ),
     "chat call": (
         {"content": "I look", "tool_calls": [CHAT_CALL]}, "messages",
@@ -49,28 +51,35 @@ PAIRS: dict[str, tuple[Any, Any, list[Any]]] = {
             {"id": "call1", "function": {"name": "ls", "arguments": '{"b":2,"a":1}'}}]}],
     ),
     "messages text": (
-        {"content": [{"type": "thinking", "thinking": "hm"}, {"type": "text", "text": "hi"}]}, "messages",
+        {"content": [{"type": "thinking", "thinking": "hm"}, {"type": "text", "text": "hi"}]},
+        "messages",
         [{"role": "assistant", "content": "hi"}],
     ),
     "messages calls": (
         {"content": [{"type": "tool_use", "id": "toolu_1", "name": "a", "input": {"x": 1}},
-                     {"type": "tool_use", "id": "toolu_2", "name": "b", "input": {"x": 1}}]}, "messages",
+                     {"type": "tool_use", "id": "toolu_2", "name": "b", "input": {"x": 1}}]},
+                     "messages",
         [{"role": "assistant", "content": [
-            {"type": "tool_use", "id": "toolu_2", "name": "b", "input": {"x": 1}, "cache_control": {}}]}],
+            {"type": "tool_use", "id": "toolu_2", "name": "b", "input": {"x": 1},
+                "cache_control": {}}]}],
     ),
     "responses text": (
         {"output": [{"type": "reasoning"}, {"type": "message", "role": "assistant",
-                                            "content": [{"type": "output_text", "text": "hi"}]}]}, "input",
+                                            "content": [{"type": "output_text", "text": "hi"}]}]},
+                                            "input",
         [{"role": "assistant", "content": "hi"}],
     ),
     "responses calls": (
-        {"output": [{"type": "web_search_call", "id": "ws"}, {**CODEX_CALL, "call_id": "call_0"}, CODEX_CALL]}, "input",
+        {"output": [{"type": "web_search_call", "id": "ws"}, {**CODEX_CALL, "call_id": "call_0"},
+            CODEX_CALL]}, "input",
         [{**CODEX_CALL, "call_id": "call_0"}, {"type": "function_call_output", "call_id": "call_0"},
          {**CODEX_CALL, "id": None}],
     ),
     "responses custom": (
-        {"output": [{"type": "custom_tool_call", "call_id": "c", "name": "apply_patch", "input": "*** Begin"}]}, "input",
-        [{"type": "custom_tool_call", "call_id": "c", "name": "apply_patch", "input": "*** Begin", "status": "completed"}],
+        {"output": [{"type": "custom_tool_call", "call_id": "c", "name": "apply_patch",
+            "input": "*** Begin"}]}, "input",
+        [{"type": "custom_tool_call", "call_id": "c", "name": "apply_patch", "input": "*** Begin",
+            "status": "completed"}],
     ),
 }  # fmt: skip
 
@@ -102,7 +111,8 @@ def test_text_is_linked_with_all_that_was_said_before_and_a_call_by_itself() -> 
 
 def test_turns_are_what_the_model_said_only() -> None:
     items = [
-        {"role": "system", "content": "s"}, USER, {"role": "assistant", "content": "a"}, {"role": "assistant", "content": "b"},
+        {"role": "system", "content": "s"}, USER, {"role": "assistant", "content": "a"},
+        {"role": "assistant", "content": "b"},
         {"role": "tool", "content": "t"}, {"role": "assistant", "content": ""}, USER,
     ]  # fmt: skip
     assert turns_of(orjson.dumps({"messages": items})) == [

@@ -203,7 +203,8 @@ def test_duplicates_and_crashes_mark_the_same(data: st.DataObject) -> None:
         step(
             "k", i, [1] * data.draw(st.integers(1, 3)), [data.draw(st.integers(1, 3))],
             status=data.draw(st.sampled_from(["ok", "ok", "aborted"])),
-            idempotency_key=data.draw(st.sampled_from([None, "i", "j"])), retry_count=data.draw(st.sampled_from([None, 1])),
+            idempotency_key=data.draw(st.sampled_from([None, "i", "j"])),
+            retry_count=data.draw(st.sampled_from([None, 1])),
         )
         for i in range(data.draw(st.integers(1, 7)))
     ]  # fmt: skip

@@ -26,7 +26,8 @@ def test_linear_conversation_is_one_chain() -> None:
         [sampled([1, 2], [3]), sampled([1, 2, 3, 4], [5, 6]), sampled([1, 2, 3, 4, 5, 6, 7], [8])]
     )
     assert shape(tree) == [
-        (None, None, [1, 2]), (0, 0, [3]), (1, None, [4]), (2, 1, [5, 6]), (3, None, [7]), (4, 2, [8]),
+        (None, None, [1, 2]), (0, 0, [3]), (1, None, [4]), (2, 1, [5, 6]), (3, None, [7]),
+        (4, 2, [8]),
     ]  # fmt: skip
     assert [(n.index, n.parent, n.segment, n.drift) for n in tree.nodes] == [
         (0, None, 1, "root"), (1, 0, 3, "clean"), (2, 1, 5, "clean"),

@@ -16,9 +16,11 @@ NAN = float("nan")
 
 def step(logprobs: list[float], *spans: tuple[int, int]) -> Step:
     return Step(
-        step_id="t~1.0", run_id="r", trajectory_key="t", call_id="t~1", choice_index=0, protocol="openai_chat", model="m", status="ok",
-        streamed=False, request_json=b"{}", response_json=b"{}", gateway_id="g", received_at=1, finished_at=2, prompt_token_ids=pack_ids([1]),
-        response_token_ids=pack_ids([2] * len(logprobs)), response_logprobs=pack_logprobs(logprobs), version_first="r/1.0",
+        step_id="t~1.0", run_id="r", trajectory_key="t", call_id="t~1", choice_index=0,
+        protocol="openai_chat", model="m", status="ok", streamed=False, request_json=b"{}",
+        response_json=b"{}", gateway_id="g", received_at=1, finished_at=2,
+        prompt_token_ids=pack_ids([1]), response_token_ids=pack_ids([2] * len(logprobs)),
+        response_logprobs=pack_logprobs(logprobs), version_first="r/1.0",
         version_last="r/1.0", redacted_response=tuple(TokenSpan(start=a, end=b) for a, b in spans),
     )  # fmt: skip
 
@@ -49,7 +51,8 @@ def test_tokens_of_a_reply_that_could_not_be_read_are_not_trained() -> None:
 def sampled(**how: Any) -> Step:
     """A step whose engine told how it sampled: at temperature 1, from everything, unless `how` says otherwise."""
     plain: dict[str, Any] = {
-        "source": "engine", "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "presence_penalty": 0.0,
+        "source": "engine", "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0,
+        "presence_penalty": 0.0,
         "frequency_penalty": 0.0, "repetition_penalty": 1.0, "logprobs_mode": "processed_logprobs",
     }  # fmt: skip
     return replace(step([-1.0, -2.0]), sampling=Sampling(**(plain | how)))

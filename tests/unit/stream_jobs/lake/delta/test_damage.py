@@ -54,8 +54,8 @@ def rewards(first: int, last: int) -> list[Row]:
     table = catalog()["rewards"]
     made = [
         records.Reward(
-            event_id=f"e{n}", run_id="r", trajectory_key=f"k{n}", source="rule", name="f", function_version="1", value=float(n),
-            reward_revision=0, created_at=n,
+            event_id=f"e{n}", run_id="r", trajectory_key=f"k{n}", source="rule", name="f",
+            function_version="1", value=float(n), reward_revision=0, created_at=n,
         )
         for n in range(first, last)
     ]  # fmt: skip
@@ -151,7 +151,8 @@ def flipped_data(table: Path) -> Path:
 
 Damage = Callable[[Path], Path]
 DAMAGES: tuple[tuple[Damage, int], ...] = (
-    (truncated_commit, 96), (garbled_commit, 96), (missing_commit, 88), (damaged_checkpoint, 100), (missing_data, 0), (flipped_data, 0),
+    (truncated_commit, 96), (garbled_commit, 96), (missing_commit, 88), (damaged_checkpoint, 100),
+    (missing_data, 0), (flipped_data, 0),
 )  # fmt: skip
 """With how many of the 100 rewards the repaired table still has."""
 

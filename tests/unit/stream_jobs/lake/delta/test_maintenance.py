@@ -49,7 +49,8 @@ def rows(lake: Lake, first: int, *ids: str, at_ms: int = 5_000, **changes: Any) 
 
     def reward(event_id: str) -> records.Reward:
         values: dict[str, Any] = {
-            "event_id": event_id, "run_id": "r", "trajectory_key": "k", "source": "rule", "name": "f", "function_version": "1",
+            "event_id": event_id, "run_id": "r", "trajectory_key": "k", "source": "rule",
+            "name": "f", "function_version": "1",
             "reward_revision": 0, "created_at": 1,
         }  # fmt: skip
         return records.Reward(**values | changes)
@@ -336,7 +337,8 @@ def test_a_kept_pin_is_never_replaced(settings: Settings, lake: Lake) -> None:
     put(lake, 0, "a")
     with pytest.raises(
         SnapshotError,
-        match="there is a snapshot named paper: choose another name, or `clawstream tables delete-snapshot paper`",
+        match="there is a snapshot named paper: choose another name, or `clawstream tables "
+        "delete-snapshot paper`",
     ):
         take_snapshot(settings, name="paper")
     assert resolve_versions(settings, "paper") == first["versions"]
@@ -404,7 +406,8 @@ def test_retention_must_outlast_the_spool() -> None:
         ValueError, match=r"lake.retention_days.steps=1 must exceed gateway.spool_max_age_s=86400"
     ):
         Settings.model_validate(
-            {"lake": {"retention_days": {"steps": 1}}, "gateway": {"spool_max_age_s": 86400}, "jobs": {"closed_horizon_s": 90000}}
+            {"lake": {"retention_days": {"steps": 1}}, "gateway": {"spool_max_age_s": 86400},
+                "jobs": {"closed_horizon_s": 90000}}
         )  # fmt: skip
     assert issubclass(SettingsError, Exception)
 

@@ -47,7 +47,8 @@ from stream_jobs.lake.tables.catalog import Table, catalog
 from stream_jobs.lake.tables.row_decoder import RowDecoder, WriterSchemas
 
 CODEC = Codec()
-PLAIN = {str: st.text(max_size=9), bytes: st.binary(max_size=200), int: st.integers(0, 2**31 - 1), bool: st.booleans(),
+PLAIN = {str: st.text(max_size=9), bytes: st.binary(max_size=200), int: st.integers(0, 2**31 - 1),
+    bool: st.booleans(),
          float: st.floats(width=32, allow_nan=False)}  # fmt: skip
 
 
@@ -131,12 +132,17 @@ def newer_trajectory() -> dict[str, Any]:
     )
     schema["fields"] += [
         {"name": "team", "type": ["null", "string"], "default": None, "doc": "Who asked."},
-        {"name": "seen_at", "type": {"type": "long", "logicalType": "timestamp-micros"}, "default": 0, "doc": "When."},
-        {"name": "extra_ids", "type": ["null", "bytes"], "packing": "i32le", "default": None, "doc": "Ids."},
-        {"name": "facts", "type": {"type": "array", "items": {"type": "record", "name": "Fact", "fields": [
-            {"name": "key", "type": "string", "doc": "Which."}, {"name": "weight", "type": "float", "doc": "How sure."}]}},
+        {"name": "seen_at", "type": {"type": "long", "logicalType": "timestamp-micros"},
+            "default": 0, "doc": "When."},
+        {"name": "extra_ids", "type": ["null", "bytes"], "packing": "i32le", "default": None,
+            "doc": "Ids."},
+        {"name": "facts", "type": {"type": "array", "items": {"type": "record", "name": "Fact",
+            "fields": [
+            {"name": "key", "type": "string", "doc": "Which."}, {"name": "weight", "type": "float",
+                "doc": "How sure."}]}},
          "default": [], "doc": "What is known."},
-        {"name": "odd", "type": ["null", "string", "int"], "default": None, "doc": "No column has two types."},
+        {"name": "odd", "type": ["null", "string", "int"], "default": None,
+            "doc": "No column has two types."},
     ]  # fmt: skip
     return schema
 
@@ -155,7 +161,8 @@ def test_a_newer_schema_brings_columns_and_the_rows_that_wait_get_them() -> None
     assert "segments" not in wider.schema.names
     assert inner.get_field_index("response_json") == -1
     step = TrajectoryStep(
-        step_id="s", index=0, status="ok", drift="root", prompt_tokens=3, response_tokens=2, response_json=b"{}", trainable=True, offset=9
+        step_id="s", index=0, status="ok", drift="root", prompt_tokens=3, response_tokens=2,
+        response_json=b"{}", trainable=True, offset=9
     )  # fmt: skip
     assert former.record is not None
     old = (*tupled(former.record, {"run_id": "r", "steps": [as_dict(step)]}), "T", 0, 1, 2)
@@ -174,9 +181,12 @@ def test_a_newer_schema_brings_columns_and_the_rows_that_wait_get_them() -> None
 def test_what_a_newer_writer_wrote_is_read_with_its_fields() -> None:
     schema = newer_trajectory()
     wider = catalog()["trajectories"].evolved(expanded(schema))
-    record = {"run_id": "r", "trajectory_key": "k", "trajectory_id": "k", "group_id": "g", "channel": "train",
-              "outcome": "completed", "opened_at": 1, "closed_at": 2, "part": 0, "parts": 1, "segments": [], "steps": [],
-              "team": "red", "seen_at": 5, "extra_ids": b"\1\0\0\0", "facts": [{"key": "a", "weight": 0.5}],
+    record = {"run_id": "r", "trajectory_key": "k", "trajectory_id": "k", "group_id": "g",
+        "channel": "train",
+              "outcome": "completed", "opened_at": 1, "closed_at": 2, "part": 0, "parts": 1,
+              "segments": [], "steps": [],
+              "team": "red", "seen_at": 5, "extra_ids": b"\1\0\0\0",
+              "facts": [{"key": "a", "weight": 0.5}],
               "odd": 7}  # fmt: skip
     out = io.BytesIO()
     fastavro.schemaless_writer(out, fastavro.parse_schema(copy.deepcopy(schema), {}), record)
@@ -259,7 +269,8 @@ def test_a_type_nested_too_deeply_for_a_column_leaves_the_rest_of_the_record(
         return
     rows_of = RowDecoder(schemas, typing.cast(Decoder, _Alone(schemas)), catalog(), add_columns)
     reward = Reward(
-        event_id="e", run_id="r", trajectory_key="k", source="rule", name="f", function_version="1", reward_revision=0, created_at=1
+        event_id="e", run_id="r", trajectory_key="k", source="rule", name="f", function_version="1",
+        reward_revision=0, created_at=1
     )  # fmt: skip
     body = CODEC.encode(reward)[10:]
     value = MAGIC + bytes.fromhex(fingerprint) + body + b"\0"
@@ -289,7 +300,8 @@ def test_a_record_with_too_many_new_fields_is_refused_whole_and_its_table_is_ask
 
     rows_of = RowDecoder(schemas, typing.cast(Decoder, _Alone(schemas)), catalog(), add_columns)
     reward = Reward(
-        event_id="e", run_id="r", trajectory_key="k", source="rule", name="f", function_version="1", reward_revision=0, created_at=1
+        event_id="e", run_id="r", trajectory_key="k", source="rule", name="f", function_version="1",
+        reward_revision=0, created_at=1
     )  # fmt: skip
     value = MAGIC + bytes.fromhex(fingerprint) + CODEC.encode(reward)[10:] + b"\6red"
     for offset in (7, 8):

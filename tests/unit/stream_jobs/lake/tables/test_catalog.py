@@ -35,15 +35,19 @@ def steps(draw: st.DrawFn) -> events.Step:
     maybe = draw(st.booleans())
     spans = draw(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=2))
     return events.Step(
-        step_id=a, run_id=b, trajectory_key=a, call_id=b, choice_index=number % 7, group_id=a if maybe else None,
-        channel="val" if maybe else None, protocol=b, model=a, status=draw(st.sampled_from(["ok", "aborted", "error"])),
-        finish_reason=None if maybe else b, streamed=maybe, request_json=a.encode(), response_json=b.encode(),
-        prompt_token_ids=draw(st.none() | ids.map(pack_ids)), response_token_ids=draw(st.none() | ids.map(pack_ids)),
-        response_logprobs=draw(st.none() | floats32.map(pack_logprobs)), tokens_absent_reason=b if maybe else None,
+        step_id=a, run_id=b, trajectory_key=a, call_id=b, choice_index=number % 7,
+        group_id=a if maybe else None, channel="val" if maybe else None, protocol=b, model=a,
+        status=draw(st.sampled_from(["ok", "aborted", "error"])),
+        finish_reason=None if maybe else b, streamed=maybe, request_json=a.encode(),
+        response_json=b.encode(), prompt_token_ids=draw(st.none() | ids.map(pack_ids)),
+        response_token_ids=draw(st.none() | ids.map(pack_ids)),
+        response_logprobs=draw(st.none() | floats32.map(pack_logprobs)),
+        tokens_absent_reason=b if maybe else None,
         versions=tuple(events.VersionSpan(version=a, start=x, end=y) for x, y in spans),
-        tags=(events.Tag(name=a, evidence=b),) if maybe else (), retry_count=None if maybe else number % 5, gateway_id=b,
-        received_at=number, finished_at=number + 1,
-        sampling=draw(st.none() | samplings()), usage=events.Usage(prompt_tokens=number % 99) if maybe else None,
+        tags=(events.Tag(name=a, evidence=b),) if maybe else (),
+        retry_count=None if maybe else number % 5, gateway_id=b, received_at=number,
+        finished_at=number + 1, sampling=draw(st.none() | samplings()),
+        usage=events.Usage(prompt_tokens=number % 99) if maybe else None,
     )  # fmt: skip
 
 
@@ -109,8 +113,10 @@ def test_packed_lists_equal_what_python_would_build(values: list[list[float] | N
 
 def step(**changes: Any) -> events.Step:
     values: dict[str, Any] = {
-        "step_id": "k~1.0", "run_id": "r", "trajectory_key": "k", "call_id": "k~1", "choice_index": 0,
-        "protocol": "openai.chat", "model": "policy", "status": "ok", "streamed": False, "request_json": b"{}",
+        "step_id": "k~1.0", "run_id": "r", "trajectory_key": "k", "call_id": "k~1",
+        "choice_index": 0,
+        "protocol": "openai.chat", "model": "policy", "status": "ok", "streamed": False,
+        "request_json": b"{}",
         "response_json": b"{}", "gateway_id": "g", "received_at": 1, "finished_at": 2,
     }  # fmt: skip
     return events.Step(**values | changes)
@@ -137,7 +143,8 @@ def test_a_value_out_of_range_is_an_error_of_its_row() -> None:
 MEMBER = events.BatchMember(
     trajectory_id="t0", trajectory_key="t0", revision=2,
     place=events.Place(topic_id="P", partition=1, first_offset=5, last_offset=6),
-    rewards=(events.RewardValue(source="rule", name="f", function_version="1", value=1.0, reward_revision=0),),
+    rewards=(events.RewardValue(source="rule", name="f", function_version="1", value=1.0,
+        reward_revision=0),),
     untrainable_steps=("s",), trainable_tokens=7, oldest_sync_index=3,
 )  # fmt: skip
 BATCH = events.ReadyBatch(
@@ -146,8 +153,9 @@ BATCH = events.ReadyBatch(
         events.BatchGroup(group_id="g0", round=0, n=2, members=(MEMBER,)),
         events.BatchGroup(group_id="g1", round=1, n=2, members=()),
     ),
-    policy_version=1, sync_every=1, algorithm="grpo", reward_weights={"rule/f": 2.0}, input_topic_id="C",
-    input_partition=0, input_from=1, input_to=9, content_hash="h", trainable_tokens=7, created_at_event_time=1000,
+    policy_version=1, sync_every=1, algorithm="grpo", reward_weights={"rule/f": 2.0},
+    input_topic_id="C", input_partition=0, input_from=1, input_to=9, content_hash="h",
+    trainable_tokens=7, created_at_event_time=1000,
 )  # fmt: skip
 
 
@@ -158,8 +166,8 @@ def test_a_batch_is_one_row_and_a_row_for_each_group() -> None:
     assert (batch["batch_seq"], batch["trajectories"], batch["reward_mean"]) == (4, 1, 2.0)
     assert batch["created_at_event_time"] == EPOCH + timedelta(seconds=1)
     refused = events.Refused(
-        run_id="r", channel="train", group_id="g2", trajectory_ids=("t5",), revisions=(0,), whole_group=True,
-        reason="stale", n=2, input_topic_id="C", input_from=1, input_to=9,
+        run_id="r", channel="train", group_id="g2", trajectory_ids=("t5",), revisions=(0,),
+        whole_group=True, reason="stale", n=2, input_topic_id="C", input_from=1, input_to=9,
     )  # fmt: skip
     first, second, third = round_trip("groups", BATCH, refused)
     assert (first["group_id"], first["batch_seq"], first["admitted"], first["rewards"]) == (
@@ -189,14 +197,15 @@ def test_a_batch_is_one_row_and_a_row_for_each_group() -> None:
 
 def test_trajectories_leave_tokens_out_and_keep_what_each_step_is() -> None:
     taken = events.TrajectoryStep(
-        step_id="s", index=0, status="ok", drift="root", prompt_tokens=3, response_tokens=2, response_json=b"{}",
-        trainable=True, marks=("retried",), offset=9,
+        step_id="s", index=0, status="ok", drift="root", prompt_tokens=3, response_tokens=2,
+        response_json=b"{}", trainable=True, marks=("retried",), offset=9,
     )  # fmt: skip
     (row,) = round_trip(
         "trajectories",
         events.Trajectory(
-            run_id="r", trajectory_key="k", trajectory_id="k", group_id="g", channel="val", outcome="completed",
-            opened_at=1, closed_at=2, part=0, parts=1, segments=(events.Segment(token_ids=pack_ids([1])),), steps=(taken,),
+            run_id="r", trajectory_key="k", trajectory_id="k", group_id="g", channel="val",
+            outcome="completed", opened_at=1, closed_at=2, part=0, parts=1,
+            segments=(events.Segment(token_ids=pack_ids([1])),), steps=(taken,),
         ),
     )  # fmt: skip
     assert "segments" not in row
@@ -206,8 +215,9 @@ def test_trajectories_leave_tokens_out_and_keep_what_each_step_is() -> None:
 
 
 CANDIDATE = events.Candidate(
-    run_id="r", channel="train", trajectory_key="k", trajectory_id="k", group_id="g", revision=1, outcome="completed",
-    opened_at=1, closed_at=2, rewards=(), steps=(), prompt_tokens=1, trainable_tokens=1, trainable=True,
+    run_id="r", channel="train", trajectory_key="k", trajectory_id="k", group_id="g", revision=1,
+    outcome="completed", opened_at=1, closed_at=2, rewards=(), steps=(), prompt_tokens=1,
+    trainable_tokens=1, trainable=True,
 )  # fmt: skip
 
 
@@ -224,10 +234,10 @@ def test_a_candidate_knows_where_its_payload_lies() -> None:
 
 def test_policies_and_ends_of_runs_are_kept() -> None:
     policy = events.AdmissionPolicy(
-        run_id="r", policy_version=3, group_size=2, min_members=2, required_rewards=(), reward_weights={},
-        reward_deadline_ms=1, group_deadline_ms=1, drop_zero_variance=True, min_trainable_tokens=1,
-        train_outcomes=("completed",), batch_groups=1, sync_every=1, val_groups=1, val_deadline_ms=1, algorithm="grpo",
-        created_at=5,
+        run_id="r", policy_version=3, group_size=2, min_members=2, required_rewards=(),
+        reward_weights={}, reward_deadline_ms=1, group_deadline_ms=1, drop_zero_variance=True,
+        min_trainable_tokens=1, train_outcomes=("completed",), batch_groups=1, sync_every=1,
+        val_groups=1, val_deadline_ms=1, algorithm="grpo", created_at=5,
     )  # fmt: skip
     applied = events.PolicyApplied(
         run_id="r", channel="val", policy=policy, input_topic_id="C", from_offset=8

@@ -95,8 +95,8 @@ def test_a_record_with_too_many_new_fields_becomes_a_dead_letter_with_its_bytes(
     schema["fields"] = [*schema["fields"], *new]
     fingerprint = schemas.announce(json.dumps(schema))
     reward = records.Reward(
-        event_id="e", run_id="r", trajectory_key="k", source="rule", name="f", function_version="1", reward_revision=0,
-        created_at=1,
+        event_id="e", run_id="r", trajectory_key="k", source="rule", name="f", function_version="1",
+        reward_revision=0, created_at=1,
     )  # fmt: skip
     value = MAGIC + bytes.fromhex(fingerprint) + codec.encode(reward)[10:] + bytes(len(new))
     consumer = LakeConsumer(
