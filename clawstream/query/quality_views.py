@@ -1,8 +1,8 @@
 """Define quality and readiness in SQL: views over the tables of the lake.
 
     findings        each finding of a quality rule, of the assessment that counts
-    step_quality    each step of a closed trajectory at its newest revision: quality, assessment, and
-                    whether it is trainable
+    step_quality    each step of a closed trajectory at its newest revision: quality, assessment,
+                    and whether it is trainable
     readiness       each closed trajectory under the policy in force for its run and channel: ready
                     or not, and the unmet conditions
     step_readiness  the same for each step
@@ -119,7 +119,8 @@ READINESS = f"""
         SELECT *, CASE WHEN reward_awaited THEN 'reward_missing'
                        WHEN p.require_assessment AND assessment_revision IS NULL
                            THEN 'assessment_missing' END AS awaited,
-               [x FOR x IN [CASE WHEN reward_awaited AND NOT list_contains(reasons, 'reward_missing')
+               [x FOR x IN [CASE WHEN reward_awaited AND \
+NOT list_contains(reasons, 'reward_missing')
                    THEN 'reward_missing' END,
                 CASE WHEN NOT reward_awaited AND p.require_assessment
                     AND assessment_revision IS NULL THEN 'assessment_missing' END,

@@ -1,7 +1,7 @@
 """Describe the columns of the SQL views, for comments in DuckDB and the reference page. Pure.
 
-`stream_jobs.lake.tables.catalog` describes the columns of tables. A view has descriptions of its own
-columns here; its other columns have the description of the table that it is made of.
+`stream_jobs.lake.tables.catalog` describes the columns of tables. A view describes only its own
+columns here; its other columns have the description of the table that the view selects from.
 """
 
 from __future__ import annotations

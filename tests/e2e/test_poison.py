@@ -237,8 +237,12 @@ def test_candidates(there: Installation) -> None:
                 run_id=RUN, channel="val", trajectory_key=key, trajectory_id=key,
                 group_id="on-candidates", revision=0, outcome="completed", opened_at=0,
                 closed_at=now_micros() // 1000, rewards=(value,), prompt_tokens=1,
-                trainable_tokens=1, steps=(CandidateStep(step_id=f"{key}~1.0", index=0,
-                    response_tokens=1, trainable=True),),
+                trainable_tokens=1,
+                steps=(
+                    CandidateStep(
+                        step_id=f"{key}~1.0", index=0, response_tokens=1, trainable=True
+                    ),
+                ),
                 oldest_sync_index=0, newest_sync_index=0, trainable=True,
             ),
             place,

@@ -63,12 +63,10 @@ PATIENT = Limits(
 )  # fmt: skip
 POLICY: dict[str, Any] = {
     "policy_version": 1, "group_size": 1, "min_members": 1, "required_rewards": ("env",),
-    "reward_weights": {},
-    "reward_deadline_ms": 10**9, "group_deadline_ms": 10**9, "max_staleness": None,
-    "drop_zero_variance": False,
-    "min_trainable_tokens": 1, "train_outcomes": ("completed", "failed"), "sync_every": 1,
-    "val_groups": 1, "val_deadline_ms": 1,
-    "algorithm": "rloo", "created_at": 0,
+    "reward_weights": {}, "reward_deadline_ms": 10**9, "group_deadline_ms": 10**9,
+    "max_staleness": None, "drop_zero_variance": False, "min_trainable_tokens": 1,
+    "train_outcomes": ("completed", "failed"), "sync_every": 1, "val_groups": 1,
+    "val_deadline_ms": 1, "algorithm": "rloo", "created_at": 0,
 }  # fmt: skip
 
 

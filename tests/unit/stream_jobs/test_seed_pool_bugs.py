@@ -36,12 +36,10 @@ from stream_jobs.assemble.testing import LIMITS, InMemoryPartition, curation, re
 PLACE = Place(topic_id="t", partition=0, first_offset=0, last_offset=0)
 POLICY: dict[str, Any] = {
     "run_id": "r", "policy_version": 1, "group_size": 2, "min_members": 1,
-    "required_rewards": ("env",), "reward_weights": {},
-    "reward_deadline_ms": 2000, "group_deadline_ms": 4000, "max_staleness": None,
-    "drop_zero_variance": False,
-    "min_trainable_tokens": 1, "train_outcomes": ("completed",), "batch_groups": 1, "sync_every": 1,
-    "val_groups": 1,
-    "val_deadline_ms": 1, "algorithm": "rloo", "created_at": 0,
+    "required_rewards": ("env",), "reward_weights": {}, "reward_deadline_ms": 2000,
+    "group_deadline_ms": 4000, "max_staleness": None, "drop_zero_variance": False,
+    "min_trainable_tokens": 1, "train_outcomes": ("completed",), "batch_groups": 1,
+    "sync_every": 1, "val_groups": 1, "val_deadline_ms": 1, "algorithm": "rloo", "created_at": 0,
 }  # fmt: skip
 
 

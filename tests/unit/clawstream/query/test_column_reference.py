@@ -1,4 +1,4 @@
-"""The reference of the lake's columns is whole and up to date."""
+"""The reference of the lake's columns is complete and up to date."""
 
 from __future__ import annotations
 

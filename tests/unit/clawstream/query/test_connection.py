@@ -1,4 +1,4 @@
-"""The views over a small lake on disk, and what a query may not do."""
+"""The SQL views over a small lake on disk."""
 
 from __future__ import annotations
 
@@ -58,8 +58,11 @@ def candidate(
     return records.Candidate(
         run_id="r", channel="train", trajectory_key=key, trajectory_id=key, group_id="g",
         revision=revision, outcome="completed", opened_at=1_000, closed_at=2_000, rewards=rewards,
-        steps=(records.CandidateStep(step_id=f"{key}~1.0", index=0, response_tokens=2,
-            trainable=True),),
+        steps=(
+            records.CandidateStep(
+                step_id=f"{key}~1.0", index=0, response_tokens=2, trainable=True
+            ),
+        ),
         prompt_tokens=3, trainable_tokens=2, oldest_sync_index=sync, trainable=True,
     )  # fmt: skip
 
@@ -79,7 +82,7 @@ def trajectory(key: str, version: str, part: int = 0, parts: int = 1) -> records
 
 def test_rewards_by_sync_index(settings: Settings, lake: SmallLake) -> None:
     lake.put("trajectories", "TT", trajectory("a", "r/1.2"), trajectory("b", "r/1.2"),
-        trajectory("c", "r/2.2"),
+             trajectory("c", "r/2.2"),
              trajectory("d", "r/11.1", 0, 2), trajectory("d", "r/3.9", 1, 2))  # fmt: skip
     lake.put(
         "candidates", "CC", candidate("a", 0, 1),
@@ -168,9 +171,8 @@ def test_steps_carry_their_marks_once(settings: Settings, lake: SmallLake) -> No
     ]  # fmt: skip
     lake.put("steps", "SS", *steps)
     lake.put("trajectories", "TT", trajectory("a", "r/1.2"))
-    lake.put(
-        "trajectories", "T2", trajectory("a", "r/1.2")
-    )  # the same, replayed into a topic made anew
+    # The same trajectory, replayed into a recreated topic.
+    lake.put("trajectories", "T2", trajectory("a", "r/1.2"))
     marks = [
         records.StepMark(event_id=str(i), run_id="r", trajectory_key="a", trajectory_id="a",
             step_id="a~9.0", mark="late", offset=9)
@@ -379,7 +381,8 @@ def test_rows_come_once_and_the_newer_writer_goes_on(settings: Settings, lake: S
         )
         == 0
     )
-    # its offsets were below the mark of the older one; past the mark, the window read back from the table knows the ids
+    # The new writer's offsets were below the committed offset of the older writer. Above the
+    # committed offset, the deduplication window read from the table contains the ids.
     assert newer.put("candidates", "CC", candidate("a", 0, 1), candidate("b", 0, 1)) == 1
     with pytest.raises(LakeFenced, match="another writer took over from 1"):
         lake.put("candidates", "CC", *(candidate(str(i), 0, 1) for i in range(9)))

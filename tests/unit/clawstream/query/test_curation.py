@@ -1,4 +1,4 @@
-"""Curation by query: what a condition over the lake finds, and the mark that is put on each."""
+"""Curation by query: the targets of a condition over the lake, and the mark on each target."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ AT = Place(topic_id="T", partition=0, first_offset=0, last_offset=0)
 
 @pytest.fixture
 def sql(tmp_path: Path) -> Any:
-    """Trajectories a (good), b (bad, admitted) and one of a bucket, each of two steps."""
+    """Trajectories a (good), b (bad, admitted) and one of an anonymous session, of two steps each."""
     settings = Settings(data_dir=tmp_path)
     lake = SmallLake(settings)
     ids = {"a": "a", "b": "b", INSIDE: BUCKET}
@@ -132,7 +132,11 @@ def test_the_mark_names_what_it_is_of() -> None:
 
 @pytest.mark.parametrize(
     ("wrong", "why"),
-    [({}, "the mark is empty"), ({"quality": 2.0}, "quality: 2"), ({"quality": float("nan")}, "quality"), ({"tags": ("",)}, "tags"), ({"tags": ("x",) * 33}, "tags")],
+    [
+        ({}, "the mark is empty"), ({"quality": 2.0}, "quality: 2"),
+        ({"quality": float("nan")}, "quality"), ({"tags": ("",)}, "tags"),
+        ({"tags": ("x",) * 33}, "tags"),
+    ],
 )  # fmt: skip
 def test_a_mark_that_says_nothing_or_too_much(wrong: dict[str, Any], why: str) -> None:
     with pytest.raises(InvalidCurationMark, match=why):

@@ -1,4 +1,8 @@
-"""Lineage over a small lake: resumed attempts, several batches a version, late revisions, channels, topics made anew."""
+"""Lineage over a small lake.
+
+The lake has resumed attempts, several batches per version, late revisions, channels and recreated
+topics.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +44,11 @@ def version(
 def step(
     key: str, n: int, versions: dict[str, tuple[int, int]] | str = f"{RUN}/0.0"
 ) -> records.Step:
-    """versions: spans by version, or the one label of all of the response."""
+    """Return a step.
+
+    Args:
+        versions: spans by version, or one label for the whole response.
+    """
     label = versions if isinstance(versions, str) else None
     spans = versions.items() if isinstance(versions, dict) else ()
     return records.Step(
@@ -55,7 +63,7 @@ def step(
 
 
 class Story(SmallLake):
-    """Writes what a run writes."""
+    """Writes the records of a run."""
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
@@ -69,15 +77,18 @@ class Story(SmallLake):
         parts: int = 1,
         **changes: Any,
     ) -> None:
-        """A closed trajectory, its steps told by `changes` of TrajectoryStep by index, with the candidate of revision 0."""
+        """Write a closed trajectory and its steps.
+
+        Args:
+            parts: the number of records that the trajectory is split into.
+            changes: values of `TrajectoryStep` fields, by `step<index>`.
+        """
         said = [
             records.TrajectoryStep(
                 **{"step_id": s.step_id, "index": i, "parent": i - 1 if i else None, "segment": i,
-                    "status": "ok",
-                   "drift": "clean" if i else "root", "prompt_tokens": 2, "response_tokens": 3,
-                   "response_json": b"{}",
-                   "oldest_version": f"{RUN}/0.0", "newest_version": f"{RUN}/0.0",
-                   "trainable": True, "offset": i}
+                   "status": "ok", "drift": "clean" if i else "root", "prompt_tokens": 2,
+                   "response_tokens": 3, "response_json": b"{}", "oldest_version": f"{RUN}/0.0",
+                   "newest_version": f"{RUN}/0.0", "trainable": True, "offset": i}
                 | changes.get(f"step{i}", {})
             )
             for i, s in enumerate(steps)
@@ -111,8 +122,10 @@ class Story(SmallLake):
         last = self.places.get(key, 0)
         return records.BatchMember(
             trajectory_id=key, trajectory_key=key.partition("~")[0], revision=revision,
-            place=records.Place(topic_id="TT", partition=0, first_offset=max(0, last - 1),
-                last_offset=last), rewards=(value,),
+            place=records.Place(
+                topic_id="TT", partition=0, first_offset=max(0, last - 1), last_offset=last
+            ),
+            rewards=(value,),
             untrainable_steps=untrainable, trainable_tokens=3, oldest_sync_index=0,
         )  # fmt: skip
 
@@ -143,7 +156,7 @@ class Story(SmallLake):
 
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory: pytest.TempPathFactory) -> Settings:
-    """A run of six batches, two a version; the trainer died after 2.0 and went on as 2.1."""
+    """A lake with a run of two batches per version; the trainer died after 2.0 and resumed as 2.1."""
     settings = Settings(data_dir=tmp_path_factory.mktemp("lineage"))
     lake = Story(settings)
     for seq in range(6):
@@ -151,7 +164,8 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Settings:
         for key in pair:
             lake.closed(key, step(key, 1), step(key, 2))
         lake.batch(seq, [lake.member(pair[0]), lake.member(pair[1], 0.0)])
-    # Batch 6: an untrained step of each kind; two parts; spans of two versions; a trajectory of a bucket; late revisions.
+    # Batch 6: an untrained step for each reason, two parts, spans of two versions, a trajectory of
+    # an anonymous session, late revisions.
     lake.closed(
         "g6-0", *(step("g6-0", i, {f"{RUN}/1.0": (0, 1), f"{RUN}/2.1": (1, 3)}) for i in range(4)),
         parts=2, step0={"trainable": False, "untrainable_reason": "retried"},
@@ -177,16 +191,16 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Settings:
         input_to=9,
     )
     lake.put("late_revisions", "BB", late)
-    # A group with one reward has nothing to compare; one whose payload the lake does not have yet.
+    # The group g7 has one reward, so there is no comparison. The lake lacks the payload of g9.
     for key in ("g7-0", "g7-1"):
         lake.closed(key, step(key, 1))
     lake.batch(7, [lake.member("g7-0"), lake.member("g7-1", None)], [lake.member("g9-0")])
-    # Validation has the same batch numbers; so has the topic before it was made anew.
+    # The validation channel and the topic before its recreation use the same batch numbers.
     lake.closed("v0-0", step("v0-0", 1))
     lake.batch(0, [lake.member("v0-0")], channel="val", topic="VV", n=1)
     lake.closed("old-0", step("old-0", 1))
     lake.batch(0, [lake.member("old-0"), lake.member("old-1")], topic="B0")
-    # Refused, waiting, late, open.
+    # Trajectories that are refused, waiting, late and open.
     for key in ("g8-0", "w-0"):
         lake.closed(key, step(key, 1))
     refused = records.Refused(
@@ -291,7 +305,10 @@ def test_what_was_not_trained_says_why(lineage: Lineage) -> None:
 
 
 def test_what_lies_before_its_place(tmp_path: Path) -> None:
-    """Assemble was killed between sending a trajectory and noting it: the lake has the first copy, the batch names the second."""
+    """The lake has the first copy of a trajectory; the batch names the offset of the second copy.
+
+    Assemble was killed after sending a trajectory and before recording that in its changelog.
+    """
     settings = Settings(data_dir=tmp_path)
     lake = Story(settings)
     for key in ("g0-0", "g0-1"):
@@ -360,8 +377,10 @@ def test_a_run_in_numbers(lineage: Lineage) -> None:
         5,
         ["r/2.0"],
     )
-    assert {(b["channel"], b["batches_topic_id"]): (b["batches"],
-        b["trained"]) for b in said["batches"]} == {
+    assert {
+        (b["channel"], b["batches_topic_id"]): (b["batches"], b["trained"])
+        for b in said["batches"]
+    } == {
         ("train", "BB"): (8, 8), ("train", "B0"): (1, 0), ("val", "VV"): (1, 0),
     }  # fmt: skip
     assert [(g["reason"], g["groups"]) for g in said["groups"] if not g["admitted"]] == [

@@ -1,4 +1,8 @@
-"""What a query can't reach, and what it can't use up: files, network, settings, Python; memory, time, the answer's reader."""
+"""Limits of a query.
+
+A query cannot access files, the network, settings or Python. Its memory and time are bounded, also
+when the client stops reading the answer.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +67,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Settings:
 def connection(
     request: pytest.FixtureRequest, settings: Settings, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Any]:
-    """A connection in a working directory in which DuckDB's directory for temporary files is, or is not."""
+    """A connection whose working directory has, or lacks, DuckDB's directory for temporary files."""
     former, here = Path.cwd(), tmp_path_factory.mktemp("work")
     if request.param == "with .tmp":
         (here / ".tmp").mkdir()
@@ -89,7 +93,7 @@ def test_a_query_can_not_leave(connection: Any, query: str) -> None:
 
 
 def test_memory_is_bounded_by_the_operating_system(settings: Settings) -> None:
-    """DuckDB counts neither what this function allocates nor hears an interrupt in it."""
+    """DuckDB does not count the memory of this function and ignores interrupts during it."""
     small = settings.model_copy(update={"lake": LakeSettings(sql_memory_mb=512)})
     for query in (
         "SELECT length(repeat('x', 3000000000))",
@@ -164,7 +168,7 @@ def test_a_process_can_be_started_before_it_is_asked(settings: Settings) -> None
 
 
 def test_a_process_that_is_never_asked_ends_without_a_word() -> None:
-    """So it is when the one who started it is killed before it has a query."""
+    """The parent process was killed before it had a query."""
     with QueryProcess() as worker:
         said, _ = worker.process.communicate(timeout=60)  # closes its standard input
         assert (worker.process.returncode, said, worker.errors.read()) == (0, b"", b"")

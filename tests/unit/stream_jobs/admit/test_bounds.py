@@ -1,6 +1,4 @@
-"""What admission holds of foreign records, and what it gives the client at once: so many, and so
-many bytes.
-"""
+"""Bounds, in records and bytes, on unattributed records and on sends in flight."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ AT = ("candidates", 0)
 
 
 class Source:
-    """A log of records that are of no run."""
+    """A topic whose records name no run."""
 
     def __init__(self, sizes: list[int]) -> None:
         self.records = [
@@ -37,9 +35,9 @@ class Source:
 
 
 def test_strays_are_kept_up_to_so_many_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Key, value and headers count.
+    """The size counts key, value and headers.
 
-    From the first that is not kept on the log is read, so that none is passed over.
+    From the first record that is not kept, the topic is read again, so that no record is missed.
     """
     monkeypatch.setattr(policy_log, "MAX_UNATTRIBUTED_BYTES", 100)
     source = Source([30, 30, 30, 5, 1])
@@ -52,7 +50,7 @@ def test_strays_are_kept_up_to_so_many_bytes(monkeypatch: pytest.MonkeyPatch) ->
         assert log.next_run_offset(0) == 2
     log.read(1)
     assert log.next_run_offset(3) == 4
-    log._from = None  # as at a first reading
+    log._from = None  # reads from the start, like the first call
     log.read(1)
     assert [r.offset for r in log.unattributed] == [1, 2, 3] and log.next_run_offset(1) == 4
 
@@ -71,6 +69,6 @@ def test_a_transaction_waits_before_too_much_is_on_its_way(
 ) -> None:
     waited, begun = list[int](), 0
     limit = SendLimit(lambda: waited.append(begun))
-    for begun, size in enumerate(sizes):  # noqa: B007 - told by the limit
+    for begun, size in enumerate(sizes):  # noqa: B007 - the limit's callback reads it
         limit.before(size)
     assert waited == waits

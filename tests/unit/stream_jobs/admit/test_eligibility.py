@@ -1,4 +1,4 @@
-"""Readiness: why a trajectory or step cannot be trained, equal in Python, SQL and admission."""
+"""Readiness: the reasons against training are equal in Python, SQL and admission."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_validation_asks_for_no_version_and_no_freshness() -> None:
 
 
 def drawn(rng: random.Random, number: int) -> tuple[Candidate, AdmissionPolicy]:
-    """A candidate and a policy of random content, near each other's limits."""
+    """Draw a random candidate and policy whose values are close to each other's limits."""
 
     def maybe(*values: Any) -> Any:
         return rng.choice([None, *values])
@@ -241,7 +241,7 @@ def test_sql_says_the_same(lake: tuple[Settings, Any]) -> None:
 
 
 def test_admission_refuses_for_the_first_thing_that_is_lacking() -> None:
-    """Groups of one: nothing else can be in the way."""
+    """Groups of one: no other member can affect the decision."""
     rng = random.Random(7)
     seen = set()
     for number in range(600):

@@ -1,4 +1,4 @@
-"""The admission fold: lists in, lists out."""
+"""The admission fold: a list of records in, a list of decisions out."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_equal_rewards_carry_no_gradient() -> None:
 
 
 def test_group_of_one_is_refused_when_the_algorithm_compares() -> None:
-    """Whoever opens it: the trainer could neither train its batch nor pass it over."""
+    """The trainer can neither train nor skip such a batch, whatever set the group size."""
     out = fold(policy(), cand("a", group_size=1), cand("b", "h"), cand("c", "h", value=0.0))
     assert groups(out) == [[["b", "c"]]]
     (refused,) = (d for d in out if isinstance(d, Refused))
@@ -191,7 +191,7 @@ def test_staleness_is_exact_for_the_batch_that_trains_it() -> None:
 
 
 def test_staleness_is_judged_again_when_the_batch_closes() -> None:
-    """A new revision, or a policy, can make a group too old while it waits in a half-full batch."""
+    """A new revision or policy can make a group stale while its batch is still incomplete."""
     start = (policy(batch_groups=2), cand("a"), cand("b", value=0.0))
     strict = policy(batch_groups=2, policy_version=2, max_staleness=0)
     other = [cand(t, "h", v, oldest_sync_index=0) for t, v in (("c", 0.0), ("d", 1.0))]
@@ -366,8 +366,9 @@ def test_replay_gives_the_same_batches_in_the_same_order() -> None:
 
 
 def test_straggler_blocks_nobody_and_costs_nothing() -> None:
-    """10,000 groups pass one that never completes; no call more a candidate for the last ones than
-    for the first ones.
+    """10,000 groups are decided while one group never completes.
+
+    The last candidates need no more function calls than the first candidates.
     """
     state = AdmissionFold("r", "train", SOURCE)
     state.fold(InputRecord(0, policy(batch_groups=10)))
@@ -420,15 +421,16 @@ def test_a_policy_leaves_tagged_steps_out_of_training() -> None:
         5,
     )
     later = policy(policy_version=2, untrained_tags=())
-    decisions = fold(
-        policy(untrained_tags=("title",)), a, later, b
-    )  # judged again under the new one
+    # The new policy applies to the waiting group.
+    decisions = fold(policy(untrained_tags=("title",)), a, later, b)
     assert [d.trainable_tokens for d in decisions if isinstance(d, ReadyBatch)] == [11]
 
 
 def test_a_group_waits_for_the_rewards_of_the_configured_functions() -> None:
-    """The last member's reward comes after it has closed: the group was decided without it, or
-    refused as zero_variance.
+    """The last member's reward arrives after the member has closed.
+
+    Without waiting, admission would decide the group without the reward or refuse it as
+    zero_variance.
     """
     jobs = {"reward_functions": {"*": ["exact_match@1"]}}
     settings = Settings.model_validate(

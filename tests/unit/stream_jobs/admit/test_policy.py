@@ -1,6 +1,4 @@
-"""Policies: from settings and back, what an admission publishes at its start, and what a person
-changes.
-"""
+"""Policies: conversion from and to settings, publication at start, changes by a user."""
 
 from __future__ import annotations
 
@@ -265,7 +263,7 @@ def test_what_a_person_has_set_stays_until_the_settings_change() -> None:
 def test_a_policy_that_no_settings_could_say_is_not_obeyed(
     changes: dict[str, Any], why: str
 ) -> None:
-    """It may have been written by another program."""
+    """Another program may have written the policy."""
     policy = policy_of(SETTINGS, 7, 0)
     assert policy_rejection(policy, None) is None
     rejection = policy_rejection(dataclasses.replace(policy, **changes), None)

@@ -1,4 +1,4 @@
-"""Quality, curation and tags around admission; groups that wait for an assessment."""
+"""Quality, curation and tags in admission; groups that wait for an assessment."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from stream_jobs.admit.policy import policy_rejection
 
 
 def steps(tid: str, *changes: dict[str, Any]) -> tuple[CandidateStep, ...]:
-    """Steps of five tokens each."""
+    """Return steps of five tokens each."""
     plain = {"response_tokens": 5, "trainable": True, "oldest_sync_index": 0}
     return tuple(
         CandidateStep(step_id=f"{tid}~{i}.0", index=i, **{**plain, **c})
@@ -22,7 +22,7 @@ def steps(tid: str, *changes: dict[str, Any]) -> tuple[CandidateStep, ...]:
 
 
 def many(tid: str, *changes: dict[str, Any], **more: Any) -> Candidate:
-    """A trajectory of these steps."""
+    """Return a trajectory of these steps."""
     return cand(tid, steps=steps(tid, *changes), trainable_tokens=5 * len(changes), **more)
 
 
@@ -31,7 +31,7 @@ def revised(c: Candidate, **changes: Any) -> Candidate:
 
 
 def members(decisions: list[Any]) -> dict[str, tuple[tuple[str, ...], int, int | None]]:
-    """Of each member that was admitted: untrainable steps, trainable tokens, oldest sync index."""
+    """Map each admitted member to its untrainable steps, trainable tokens and oldest sync index."""
     return {
         m.trajectory_id: (m.untrainable_steps, m.trainable_tokens, m.oldest_sync_index)
         for d in decisions if isinstance(d, ReadyBatch) for g in d.groups for m in g.members
@@ -56,7 +56,7 @@ def test_steps_below_the_quality_are_not_trained() -> None:
 
 def test_the_steps_left_out_count_for_no_staleness() -> None:
     strict = policy(min_step_quality=0.5, max_staleness=0, batch_groups=1)
-    first = (cand("x", "f"), cand("y", "f", value=0.0))  # batch 0: what comes next trains version 1
+    first = (cand("x", "f"), cand("y", "f", value=0.0))  # batch 0; the next batch trains version 1
     fresh = {"oldest_sync_index": 1}
     old = many("a", {"quality": 0.1}, fresh, oldest_sync_index=0)
     other = many("b", fresh, oldest_sync_index=1, value=0.0)

@@ -1,6 +1,4 @@
-"""Admission after a crash: the journal is cut, admission goes on from it, and nothing tells that it
-was away.
-"""
+"""Admission after a crash: with a truncated journal it resumes and makes the same decisions."""
 
 from __future__ import annotations
 
@@ -76,17 +74,17 @@ def policy(version: int = 1, **changes: Any) -> AdmissionPolicy:
 
 
 def ops_of(rng: random.Random, length: int) -> list[Any]:
-    """What happens, in order.
+    """Draw the operations of a log, in order.
 
-    Drawn by a seed, not piece by piece: crashes matter in the middle of long, busy logs.
+    A seed draws the whole list at once: crashes matter in the middle of long, busy logs.
     """
     every: dict[str, Any] = {
         "close": lambda: (
             rng.randrange(3),  # group
             rng.choice([None, None, None, None, 0, 1]),  # round
-            rng.choice([None, 0.0, 1.0, 1.0]),  # reward; None: not yet
-            rng.randint(-3, 1),  # sync index, relative to what is trained now
-            rng.choice([0, 10, 90]),  # how long it was open
+            rng.choice([None, 0.0, 1.0, 1.0]),  # reward; None: no reward yet
+            rng.randint(-3, 1),  # sync index, relative to the version in training
+            rng.choice([0, 10, 90]),  # milliseconds between opening and closing
             rng.choice([None, None, 0.2, 0.8]),  # quality; None: not assessed yet
         ),
         "revise": lambda: (
@@ -116,7 +114,7 @@ def ops_of(rng: random.Random, length: int) -> list[Any]:
 
 
 def log_of(ops: list[Any], channel: Any, ended: bool) -> list[InputRecord]:
-    """A log of candidates on which time passes with every record, read as the ops say."""
+    """Return the candidates topic of these operations; each record advances the time."""
     out: list[InputRecord] = []
     seen: list[Candidate] = []
     version, now = 1, 100
@@ -192,7 +190,7 @@ def log_of(ops: list[Any], channel: Any, ended: bool) -> list[InputRecord]:
 
 
 def steps_of(tid: str, oldest: int | None, quality: float | None) -> tuple[CandidateStep, ...]:
-    """One step of the trajectory's quality and one that is faultless."""
+    """Return one step of the trajectory's quality and one step of quality 1."""
     return tuple(
         CandidateStep(
             step_id=f"{tid}~{i}",
@@ -213,7 +211,7 @@ def rewarded(value: float) -> RewardValue:
 
 
 def run(state: AdmissionFold, log: list[InputRecord]) -> list[list[JournalRecord]]:
-    """What each record brings about, dead letters left out."""
+    """Return the journal records that each input record causes, without dead letters."""
     return [journal_records(state.fold(e)) for e in log]
 
 
@@ -222,7 +220,7 @@ def journal_records(decisions: list[Decision]) -> list[JournalRecord]:
 
 
 def check(journal: list[JournalRecord]) -> None:
-    """What must hold for any journal."""
+    """Assert the invariants of any journal."""
     batches = [d for d in journal if isinstance(d, ReadyBatch)]
     assert [b.batch_seq for b in batches] == list(range(len(batches)))
     admitted = [m.trajectory_id for b in batches for g in b.groups for m in g.members]
@@ -260,9 +258,10 @@ def check(journal: list[JournalRecord]) -> None:
 def test_crash_after_any_step_changes_nothing(
     seed: int, length: int, channel: Any, ended: bool
 ) -> None:
-    """Decisions of one step are one transaction.
+    """The decisions of one input record are one transaction.
 
-    Cut behind any of them, admission goes on with exactly the same decisions.
+    With a journal that ends after any transaction, admission makes exactly the same further
+    decisions.
     """
     log = log_of(ops_of(random.Random(seed), length), channel, ended)
     steps = run(AdmissionFold("r", channel, SOURCE), log)
@@ -272,7 +271,7 @@ def test_crash_after_any_step_changes_nothing(
     for at, step in enumerate(steps):
         done += step
         if not step:
-            continue  # the journal, and so the way on, is as before
+            continue  # the journal, and so the resumed state, is unchanged
         state = AdmissionFold("r", channel, SOURCE, resume_from_journal(done, SOURCE.topic_id, 0))
         assert journal_records(state.initial_records()) == []
         resumed = [d for step in run(state, log) for d in step]
@@ -284,7 +283,10 @@ def test_crash_after_any_step_changes_nothing(
 def test_cut_at_any_decision_decides_each_trajectory_once(
     seed: int, length: int, ended: bool
 ) -> None:
-    """Even inside a step, which transactions prevent; and again and again."""
+    """Admission crashes repeatedly; the journal may end inside a transaction.
+
+    Kafka prevents a partial transaction; the test does not rely on that.
+    """
     rng = random.Random(seed)
     log = log_of(ops_of(rng, length), "train", ended)
     journal: list[JournalRecord] = []
@@ -293,7 +295,7 @@ def test_cut_at_any_decision_decides_each_trajectory_once(
             "r", "train", SOURCE, resume_from_journal(journal, SOURCE.topic_id, 0)
         )
         more = [d for step in run(state, log) for d in step]
-        journal += more[: rng.randint(0, len(more))]  # what got through
+        journal += more[: rng.randint(0, len(more))]  # the records written before the crash
     state = AdmissionFold("r", "train", SOURCE, resume_from_journal(journal, SOURCE.topic_id, 0))
     journal += [d for step in run(state, log) for d in step]
     check(journal)
@@ -323,8 +325,9 @@ def kept(state: DecisionState) -> bytes:
 def test_checkpoint_and_the_rest_are_the_whole_journal(
     seed: int, length: int, channel: Any, ended: bool
 ) -> None:
-    """Killed behind any record of the journal, with a checkpoint of any moment before: the same
-    resume point, and the same decisions after it.
+    """Admission is killed after any journal record, with a checkpoint of any earlier moment.
+
+    The resume point and the decisions after it equal those of the whole journal.
     """
     rng = random.Random(seed)
     log = log_of(ops_of(rng, length), channel, ended)
@@ -374,8 +377,9 @@ def test_any_order_of_arrival_trains_each_group_at_most_once(seed: int, length: 
 
 
 def test_event_time_is_that_of_the_ticks_before_the_start() -> None:
-    """Who reads on has to read the last tick of every source partition once more; without them a
-    deadline would be missed.
+    """A resumed reader reads the last tick of every source partition again.
+
+    Without these ticks, admission would miss a deadline.
     """
     ready = [("close", 0, None, float(i % 2), 0, 0, None) for i in range(6)]
     log = log_of([*ready, ("tick", (0, 1), 1000)], "train", False)

@@ -1,4 +1,4 @@
-"""A batch is one record: it closes before its groups exceed the size of a record."""
+"""A batch is one record: it closes before its groups exceed the maximum record size."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SCORES = tuple(
 
 
 def with_steps(tid: str, group: str, value: float, n: int | None = None) -> Candidate:
-    """A usable trajectory with 400 step rewards, of 40 KB."""
+    """Return a usable trajectory with 400 step rewards: 40 KB."""
     plain = cand(tid, group, value, group_size=n)
     return dataclasses.replace(plain, rewards=(*plain.rewards, *SCORES))
 
@@ -41,8 +41,9 @@ def hashes(decisions: list[JournalRecord]) -> list[str]:
 
 
 def test_batch_closes_before_it_is_larger_than_a_record() -> None:
-    """The same batches again and after a restart behind each of them; a policy that would close
-    later or earlier changes no order.
+    """A restart after any batch gives the same batches.
+
+    A policy change that moves the end of a batch does not change the order of groups.
     """
     log = entries(
         policy(group_size=8, batch_groups=64),
@@ -135,7 +136,7 @@ def test_what_an_open_batch_counts_follows_a_policy_that_trains_other_steps() ->
 
 
 def test_refused_group_of_50_000_is_several_records_that_a_restart_reads_as_one() -> None:
-    """Ids are as long as they may be: in one record they would be 11 MB."""
+    """Ids have the maximum length: one record of all ids would be 11 MB."""
     n = 50_000
     like = cand("x", "big", 1.0, group_size=n)
     members = [dataclasses.replace(like, trajectory_id=f"{i:05d}" + "x" * 222) for i in range(n)]

@@ -44,8 +44,9 @@ def test_steps_and_rewards_become_a_trajectory_and_a_candidate() -> None:
         14,
     )
     assert t.metadata_json == b'{"gold":1}'
-    assert [(s.step_id, s.index, s.parent, s.drift, s.trainable,
-        s.oldest_version) for s in t.steps] == [
+    assert [
+        (s.step_id, s.index, s.parent, s.drift, s.trainable, s.oldest_version) for s in t.steps
+    ] == [
         ("k~C0.0", 0, None, "root", True, "r/3.0"), ("k~C1.0", 1, 0, "clean", True, "r/3.0"),
     ]  # fmt: skip
     assert [(s.parent, s.step_index) for s in t.segments] == [
@@ -77,8 +78,10 @@ def test_later_rewards_and_marks_make_revisions_and_equal_ones_do_not() -> None:
         (REWARDS, 7, curation("k", "c2", trainable=True)),
         (REWARDS, 8, curation("k", "c1", trainable=False)),
     )
-    assert [(k[1], c.rewards[0].value if c.rewards else None,
-        c.trainable) for k, c in w.candidates.items()] == [
+    assert [
+        (k[1], c.rewards[0].value if c.rewards else None, c.trainable)
+        for k, c in w.candidates.items()
+    ] == [
         (0, None, True), (1, 0.1, True), (2, 0.7, True), (3, 0.7, False), (4, 0.7, True),
     ]  # fmt: skip
     assert w.last("k").tags == ("bad",)

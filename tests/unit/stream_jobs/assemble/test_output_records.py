@@ -39,8 +39,10 @@ def whole(segments: list[int], steps: list[int], metadata: int | None = None) ->
         run_id="r", trajectory_key="k", trajectory_id="k", group_id="g", channel="train",
         outcome="completed", opened_at=0, closed_at=1,
         metadata_json=b"m" * metadata if metadata is not None else None, part=0, parts=1,
-        segments=tuple(Segment(parent=i - 1 if i else None,
-            token_ids=bytes(4 * n)) for i, n in enumerate(segments)),
+        segments=tuple(
+            Segment(parent=i - 1 if i else None, token_ids=bytes(4 * n))
+            for i, n in enumerate(segments)
+        ),
         steps=tuple(
             TrajectoryStep(
                 step_id=f"k~{i}.0", index=i, status="ok", drift="root", prompt_tokens=1,

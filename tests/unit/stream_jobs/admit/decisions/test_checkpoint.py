@@ -1,5 +1,6 @@
-"""The file that spares admission its journal: written seldom and whole, used only where it belongs,
-never needed.
+"""The checkpoint of admission's decisions: written rarely and atomically, used only with its topic.
+
+It is optional: admission can always read the whole journal instead.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ POSITION = JournalPosition.of("journal-1", 7, b"its last record")
 
 
 def decided(many: int, state: DecisionState | None = None) -> DecisionState:
-    """A state of that many trajectories more."""
+    """Return the state with this many more decided trajectories."""
     state = DecisionState() if state is None else state
     first = state.decided_count
     ids = tuple(f"t{i}" for i in range(first, first + many))

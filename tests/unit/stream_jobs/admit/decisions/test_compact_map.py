@@ -1,4 +1,4 @@
-"""A compact map: as a dict, in bytes, and as a picture of one moment."""
+"""A compact map: behaves like a dict, serializes to bytes, and copies as a snapshot."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_as_a_dict(changes: list[tuple[str, tuple[int, int, int] | None]]) -> No
 
 
 def test_what_looks_like_a_key_but_is_none() -> None:
-    """Another name's entry whose numbers hold the sought key; both are of one bucket."""
+    """Entries of other names whose values contain the sought key, in the same hash bucket."""
     number, key = _place("sought")
     false = b"\1" * 14 + key + b"\2" * 6
     assert len(false) == WIDTH
@@ -77,7 +77,10 @@ def test_a_copy_stays_as_it_was_and_cut_bytes_are_none() -> None:
     )
 )
 def test_closed_rounds_are_what_was_put(closings: list[tuple[str, int, int, int]]) -> None:
-    """Whether they are packed or not; members that come later take back what a round is owed."""
+    """Packed and unpacked rounds are equal.
+
+    Late members reduce the number of missing members of their round.
+    """
     store, plain = ClosedRounds(), {"a": Rounds(), "b": Rounds()}
     for group_id, number, at, left in closings:
         for rounds in (store.of(group_id), plain[group_id]):

@@ -39,8 +39,10 @@ def leads(request: Any, reply: Any) -> int | None:
 
 USER = {"role": "user", "content": "u"}
 PAIRS: dict[str, tuple[Any, Any, list[Any]]] = {
-    "chat text": ({"content": "hi\n"}, "messages",
-        [{"role": "assistant", "content": [{"type": "text", "text": "hi"}]}],),
+    "chat text": (
+        {"content": "hi\n"}, "messages",
+        [{"role": "assistant", "content": [{"type": "text", "text": "hi"}]}],
+    ),
     "chat reasoning": (
         {"content": "hi", "reasoning_content": "hm"}, "messages",
         [{"role": "assistant", "content": "hi"}],
@@ -58,28 +60,30 @@ PAIRS: dict[str, tuple[Any, Any, list[Any]]] = {
     "messages calls": (
         {"content": [{"type": "tool_use", "id": "toolu_1", "name": "a", "input": {"x": 1}},
                      {"type": "tool_use", "id": "toolu_2", "name": "b", "input": {"x": 1}}]},
-                     "messages",
+        "messages",
         [{"role": "assistant", "content": [
             {"type": "tool_use", "id": "toolu_2", "name": "b", "input": {"x": 1},
-                "cache_control": {}}]}],
+             "cache_control": {}}]}],
     ),
     "responses text": (
         {"output": [{"type": "reasoning"}, {"type": "message", "role": "assistant",
                                             "content": [{"type": "output_text", "text": "hi"}]}]},
-                                            "input",
+        "input",
         [{"role": "assistant", "content": "hi"}],
     ),
     "responses calls": (
         {"output": [{"type": "web_search_call", "id": "ws"}, {**CODEX_CALL, "call_id": "call_0"},
-            CODEX_CALL]}, "input",
+                    CODEX_CALL]},
+        "input",
         [{**CODEX_CALL, "call_id": "call_0"}, {"type": "function_call_output", "call_id": "call_0"},
          {**CODEX_CALL, "id": None}],
     ),
     "responses custom": (
         {"output": [{"type": "custom_tool_call", "call_id": "c", "name": "apply_patch",
-            "input": "*** Begin"}]}, "input",
+                     "input": "*** Begin"}]},
+        "input",
         [{"type": "custom_tool_call", "call_id": "c", "name": "apply_patch", "input": "*** Begin",
-            "status": "completed"}],
+          "status": "completed"}],
     ),
 }  # fmt: skip
 
@@ -112,8 +116,8 @@ def test_text_is_linked_with_all_that_was_said_before_and_a_call_by_itself() -> 
 def test_turns_are_what_the_model_said_only() -> None:
     items = [
         {"role": "system", "content": "s"}, USER, {"role": "assistant", "content": "a"},
-        {"role": "assistant", "content": "b"},
-        {"role": "tool", "content": "t"}, {"role": "assistant", "content": ""}, USER,
+        {"role": "assistant", "content": "b"}, {"role": "tool", "content": "t"},
+        {"role": "assistant", "content": ""}, USER,
     ]  # fmt: skip
     assert turns_of(orjson.dumps({"messages": items})) == [
         [{"role": "assistant", "content": c} for c in "ab"]

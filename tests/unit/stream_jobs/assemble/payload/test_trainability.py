@@ -52,8 +52,8 @@ def sampled(**how: Any) -> Step:
     """A step whose engine told how it sampled: at temperature 1, from everything, unless `how` says otherwise."""
     plain: dict[str, Any] = {
         "source": "engine", "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0,
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0.0, "repetition_penalty": 1.0, "logprobs_mode": "processed_logprobs",
+        "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0,
+        "logprobs_mode": "processed_logprobs",
     }  # fmt: skip
     return replace(step([-1.0, -2.0]), sampling=Sampling(**(plain | how)))
 
@@ -93,13 +93,19 @@ def test_log_probabilities_are_of_a_temperature(
         ({"frequency_penalty": -0.5}, "sampled with frequency_penalty=-0.5"),
         ({"repetition_penalty": 1.1}, "sampled with repetition_penalty=1.1"),
         ({"constraints": ("json",)}, "sampled with json"),
-        ({"top_p": 0.9, "top_k": 20, "constraints": ("json", "logit_bias")}, "sampled with top_p=0.9, top_k=20, json, logit_bias"),
+        (
+            {"top_p": 0.9, "top_k": 20, "constraints": ("json", "logit_bias")},
+            "sampled with top_p=0.9, top_k=20, json, logit_bias",
+        ),
         ({"temperature": 0.0, "presence_penalty": 0.5}, "sampled with presence_penalty=0.5"),
         ({"temperature": NAN}, "sampled with temperature=nan"),
         ({"temperature": -1.0}, "sampled with temperature=-1"),
         ({"temperature": 1e-30}, "sampled with temperature=1e-30"),
         ({"logprobs_mode": "raw_logits"}, "raw_logits instead of log-probabilities"),
-        ({"source": "request", "temperature": 0.7, "logprobs_mode": None}, "log-probabilities of an unknown temperature"),
+        (
+            {"source": "request", "temperature": 0.7, "logprobs_mode": None},
+            "log-probabilities of an unknown temperature",
+        ),
     ],
 )  # fmt: skip
 def test_what_was_not_sampled_from_the_whole_distribution_is_not_trained(

@@ -337,8 +337,10 @@ def test_a_kept_pin_is_never_replaced(settings: Settings, lake: Lake) -> None:
     put(lake, 0, "a")
     with pytest.raises(
         SnapshotError,
-        match="there is a snapshot named paper: choose another name, or `clawstream tables "
-        "delete-snapshot paper`",
+        match=(
+            "there is a snapshot named paper: choose another name, or `clawstream tables "
+            "delete-snapshot paper`"
+        ),
     ):
         take_snapshot(settings, name="paper")
     assert resolve_versions(settings, "paper") == first["versions"]
@@ -479,13 +481,16 @@ for n in range(40):  # 40 KB each that can't be compressed
 assert ids(settings) == sorted(f"e{n}.{i}" for n in range(40) for i in range(4))
 filler.write_bytes(os.urandom(4096 * 900)[: os.statvfs(room).f_bavail * 4096])
 stop.set()
-assert not _when_space(lambda: lake.append("rewards", rows(lake, 160, "z", reason="x" * 9), {SOURCE: 161}, never), stop)
+assert not _when_space(lambda: \
+lake.append("rewards", rows(lake, 160, "z", reason="x" * 9), {SOURCE: 161}, never), stop)
 former, schema = lake.tables["rewards"], expanded(shipped("Reward"))
-schema["fields"] = [*schema["fields"], {"name": "team", "type": ["null", "string"], "default": None, "doc": "Who."}]
+schema["fields"] = [*schema["fields"], \
+{"name": "team", "type": ["null", "string"], "default": None, "doc": "Who."}]
 consumer = Poll(lambda: lake.add_columns(former.evolved(schema)))
 stop.clear()
 threading.Timer(1.5, stop.set).start()
-_follow(lake, consumer, MaintenanceRunner(settings), 1e9, stop)  # waits, and returns without a flush of what was half read
+_follow(lake, consumer, MaintenanceRunner(settings), 1e9, stop)  \
+# waits, and returns without a flush of what was half read
 assert (consumer.polls, consumer.looks) == (1, 1)
 filler.unlink()
 assert lake.add_columns(former.evolved(schema))

@@ -47,9 +47,13 @@ from stream_jobs.lake.tables.catalog import Table, catalog
 from stream_jobs.lake.tables.row_decoder import RowDecoder, WriterSchemas
 
 CODEC = Codec()
-PLAIN = {str: st.text(max_size=9), bytes: st.binary(max_size=200), int: st.integers(0, 2**31 - 1),
+PLAIN = {
+    str: st.text(max_size=9),
+    bytes: st.binary(max_size=200),
+    int: st.integers(0, 2**31 - 1),
     bool: st.booleans(),
-         float: st.floats(width=32, allow_nan=False)}  # fmt: skip
+    float: st.floats(width=32, allow_nan=False),
+}
 
 
 def values_of(hint: Any) -> st.SearchStrategy[Any]:
@@ -133,16 +137,15 @@ def newer_trajectory() -> dict[str, Any]:
     schema["fields"] += [
         {"name": "team", "type": ["null", "string"], "default": None, "doc": "Who asked."},
         {"name": "seen_at", "type": {"type": "long", "logicalType": "timestamp-micros"},
-            "default": 0, "doc": "When."},
+         "default": 0, "doc": "When."},
         {"name": "extra_ids", "type": ["null", "bytes"], "packing": "i32le", "default": None,
-            "doc": "Ids."},
+         "doc": "Ids."},
         {"name": "facts", "type": {"type": "array", "items": {"type": "record", "name": "Fact",
-            "fields": [
-            {"name": "key", "type": "string", "doc": "Which."}, {"name": "weight", "type": "float",
-                "doc": "How sure."}]}},
+         "fields": [{"name": "key", "type": "string", "doc": "Which."},
+                    {"name": "weight", "type": "float", "doc": "How sure."}]}},
          "default": [], "doc": "What is known."},
         {"name": "odd", "type": ["null", "string", "int"], "default": None,
-            "doc": "No column has two types."},
+         "doc": "No column has two types."},
     ]  # fmt: skip
     return schema
 
@@ -182,9 +185,8 @@ def test_what_a_newer_writer_wrote_is_read_with_its_fields() -> None:
     schema = newer_trajectory()
     wider = catalog()["trajectories"].evolved(expanded(schema))
     record = {"run_id": "r", "trajectory_key": "k", "trajectory_id": "k", "group_id": "g",
-        "channel": "train",
-              "outcome": "completed", "opened_at": 1, "closed_at": 2, "part": 0, "parts": 1,
-              "segments": [], "steps": [],
+              "channel": "train", "outcome": "completed", "opened_at": 1, "closed_at": 2,
+              "part": 0, "parts": 1, "segments": [], "steps": [],
               "team": "red", "seen_at": 5, "extra_ids": b"\1\0\0\0",
               "facts": [{"key": "a", "weight": 0.5}],
               "odd": 7}  # fmt: skip

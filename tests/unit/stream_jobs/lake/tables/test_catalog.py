@@ -114,10 +114,9 @@ def test_packed_lists_equal_what_python_would_build(values: list[list[float] | N
 def step(**changes: Any) -> events.Step:
     values: dict[str, Any] = {
         "step_id": "k~1.0", "run_id": "r", "trajectory_key": "k", "call_id": "k~1",
-        "choice_index": 0,
-        "protocol": "openai.chat", "model": "policy", "status": "ok", "streamed": False,
-        "request_json": b"{}",
-        "response_json": b"{}", "gateway_id": "g", "received_at": 1, "finished_at": 2,
+        "choice_index": 0, "protocol": "openai.chat", "model": "policy", "status": "ok",
+        "streamed": False, "request_json": b"{}", "response_json": b"{}", "gateway_id": "g",
+        "received_at": 1, "finished_at": 2,
     }  # fmt: skip
     return events.Step(**values | changes)
 
