@@ -1,7 +1,8 @@
-"""However the two input topics interleave, whatever is sent again, wherever batches end and whoever is killed: the same comes out.
+"""The outputs do not depend on interleaving, duplicates, batch boundaries or crashes.
 
-Logs and the owner that dies are in `support.interleavings`. One partition's records are compared with what comes out when all steps are
-read first, then all rewards, one by one, undisturbed.
+`support.interleavings` has the input topics and the crashing owner. The tests compare the outputs
+of one partition with a plain run, which reads all steps, then all rewards, one by one, without
+crashes.
 """
 
 from __future__ import annotations
@@ -71,7 +72,10 @@ POLICY: dict[str, Any] = {
 
 
 def both(logs: Logs, rng: Random, limits: Limits = LIMITS) -> tuple[Rig, Rig]:
-    """The logs as they are, and the logs with duplicates, read in any way. Where a duplicate stands, the plain ones have a tick."""
+    """Run the topics plainly, and with duplicates, crashes and any interleaving.
+
+    The plain run has a tick in place of each duplicate.
+    """
     gapped, gaps = with_gaps(logs, rng, rng.randint(0, 8))
     plain = plainly(gapped, limits)
     buried = {(source, offset) for source, offset, _ in plain.dead_letters}
@@ -83,7 +87,10 @@ def both(logs: Logs, rng: Random, limits: Limits = LIMITS) -> tuple[Rig, Rig]:
 def test_any_interleaving_duplicates_batches_and_kills_give_the_same(
     seed: int, length: int
 ) -> None:
-    """Trajectories, last revisions, late marks (once each, and no late step in a trajectory) and dead letters."""
+    """Compare trajectories, last revisions, late marks and dead letters.
+
+    Each late mark occurs once, and no late step is in a trajectory.
+    """
     rng = Random(seed)
     plain, other = both(
         chaos(rng, length), rng, replace(LIMITS, steps_max=rng.choice([2, 5, 5000]))
@@ -96,11 +103,15 @@ def test_any_interleaving_duplicates_batches_and_kills_give_the_same(
     assert len(set(late)) == len(late) and held.isdisjoint(late)
 
 
-# ---------------------------------------------------------------- through admission
+# ---------------------------------------------------------------- with admission
 
 
 def candidates_log(rigs: Iterable[Rig], rng: Random) -> list[InputRecord]:
-    """The candidates topic: each partition's records in their order, the policies somewhere, both runs' ends last."""
+    """Return a candidates topic.
+
+    It keeps the order within each partition, has the policies at any position and ends with both
+    runs' ends.
+    """
     queues = [list(rig.sent) for rig in rigs]
     events: list[Any] = []
     while any(queues):
@@ -117,7 +128,7 @@ def candidates_log(rigs: Iterable[Rig], rng: Random) -> list[InputRecord]:
 
 
 def admitted(log: list[InputRecord], run: str, rng: Random) -> list[JournalRecord]:
-    """The journal of a run whose admission is killed anywhere: before its decisions are written, or after."""
+    """Return the journal of a run whose admission is killed before or after it writes decisions."""
     journal: list[JournalRecord] = []
     state, at, lives = AdmissionFold(run, "train", SOURCE), 0, rng.choice([0, 0, 3])
     while at < len(log):
@@ -136,7 +147,7 @@ def admitted(log: list[InputRecord], run: str, rng: Random) -> list[JournalRecor
 
 
 def groups_of(journal: list[JournalRecord]) -> dict[tuple[str, int], set[str]]:
-    """Members by group and round; each once."""
+    """Map group and round to its members; assert that each round occurs once."""
     found = [g for d in journal if isinstance(d, ReadyBatch) for g in d.groups]
     out = {(g.group_id, g.round): {m.trajectory_id for m in g.members} for g in found}
     assert len(out) == len(found)
@@ -144,7 +155,7 @@ def groups_of(journal: list[JournalRecord]) -> dict[tuple[str, int], set[str]]:
 
 
 def check_revisions(log: list[InputRecord], journal: list[JournalRecord], run: str) -> None:
-    """Before admission the newest revision replaces the others, after it each newer one is late, and nothing enters twice."""
+    """Assert that admission uses the newest revision, marks newer ones late and repeats nothing."""
     seen = [
         (e.offset, e.event) for e in log if isinstance(e.event, Candidate) and e.event.run_id == run
     ]
@@ -168,7 +179,11 @@ def check_revisions(log: list[InputRecord], journal: list[JournalRecord], run: s
 @how(max_examples=examples(40))
 @given(seed=SEED)
 def test_full_rounds_give_the_same_groups_however_they_come(seed: int) -> None:
-    """Several runs with the same keys, group ids that come back, rounds named and counted, buckets, sessions of agents, choices."""
+    """Cover the combinations of full rounds.
+
+    There are several runs with the same keys, repeated group ids, named and counted rounds,
+    anonymous sessions, agent sessions and choices.
+    """
     rng = Random(seed)
     pairs = [both(logs, rng, PATIENT) for logs in full_rounds(rng)]
     plain_log, other_log = (candidates_log(rigs, rng) for rigs in zip(*pairs, strict=True))
@@ -195,14 +210,17 @@ def _round_is_named(log: list[InputRecord], run: str, group: str) -> bool:
     return all(c.round is not None for c in found)
 
 
-# ---------------------------------------------------------------- what the properties have found, each by itself
+# ---------------------------------------------------------------- bugs found by the properties
 
 
 @pytest.mark.parametrize("steps_first", [True, False])
 def test_marks_and_rewards_count_in_the_order_of_their_log_though_they_wait_for_different_steps(
     steps_first: bool,
 ) -> None:
-    """Both name the trajectory by a step of it. The second one's step is there already, the first one waits for its own."""
+    """Each record names the trajectory by one of its steps.
+
+    The step of the second record exists; the first record waits for its step.
+    """
     one, two = step(AGENT, 0), step(AGENT, 1, [1, 2], [3])
     said = [
         replace(curation(AGENT, "x", 1, trainable=False), trajectory_id=AGENT),
@@ -219,7 +237,7 @@ def test_marks_and_rewards_count_in_the_order_of_their_log_though_they_wait_for_
 
 
 def test_of_rewards_for_a_trajectory_and_for_a_step_of_it_the_first_on_the_log_counts() -> None:
-    """They wait in different places: the one by its trajectory's id, the other by the step that says which it is."""
+    """They wait under different keys: one under the trajectory id, the other under its step."""
     worker = InMemoryPartition().feed(
         (REWARDS, 1, replace(reward(ANONYMOUS_KEY, 0.0, 0), trajectory_id=ANONYMOUS_KEY)),
         (REWARDS, 1, replace(reward(ANONYMOUS_KEY, 1.0), trajectory_id=f"{ANONYMOUS_KEY}~C0")),
@@ -252,7 +270,10 @@ def test_offsets_of_a_rewards_topic_that_is_no_more_do_not_count() -> None:
 
 
 def test_a_retry_finds_the_same_trajectory_before_and_after_a_snapshot() -> None:
-    """Two fit, since the retry has no tokens: the first on the log, whichever of the two was spoken to last."""
+    """Two trajectories match, because the retry has no tokens.
+
+    The first one on the topic is chosen, whichever of the two was active last.
+    """
     ask = [{"role": "user", "content": "q"}]
     on = [*ask, {"role": "assistant", "content": "a"}, {"role": "user", "content": "more"}]
     first = [
@@ -293,7 +314,7 @@ def test_a_key_that_is_forgotten_and_closes_again_is_remembered_from_then_on() -
     worker.feed((STEPS, 200, Tick(partition=0)), (REWARDS, 200, Tick(partition=0)))
     assert not worker.state.closed
     worker.trajectories.clear()
-    worker.candidates.clear()  # its revisions begin anew: admission refuses it as a duplicate
+    worker.candidates.clear()  # its revisions restart at 0: admission refuses them as duplicates
     worker.feed((STEPS, 201, step("a", 1)), (STEPS, 202, session("a", "completed", "again")))
     worker.feed((STEPS, 210, step("a", 2)), (REWARDS, 210, reward("a", 0.5)))
     assert [m.step_id for m in worker.marks] == ["a~C2.0"] and worker.last("a").rewards[
@@ -302,7 +323,10 @@ def test_a_key_that_is_forgotten_and_closes_again_is_remembered_from_then_on() -
 
 
 def test_time_is_as_far_as_what_was_read_after_a_crash() -> None:
-    """Ticks alone are not written down, but when something else is their time is: they are not read again."""
+    """Ticks alone are not written to the changelog.
+
+    Their time is written with the next other change, so that they are not read again.
+    """
     worker = InMemoryPartition().feed(
         (STEPS, 1, step("a", 0)), (STEPS, 2, session("a", "completed"))
     )
@@ -330,7 +354,7 @@ def test_of_candidates_from_before_the_first_policy_the_newest_revision_is_admit
 
 
 def test_candidates_from_before_the_first_policy_outlive_a_crash_behind_its_first_batch() -> None:
-    """The first one's batch must not say that the second one, which is not taken yet, is decided."""
+    """The first batch must not mark the second candidate, which is still pending, as decided."""
     closed = [
         replace(made, trajectory_id=t, group_id=t) for t in "ab" for made in _rewarded_candidates()
     ]
@@ -350,6 +374,6 @@ def test_candidates_from_before_the_first_policy_outlive_a_crash_behind_its_firs
 
 
 def _rewarded_candidates() -> list[Candidate]:
-    """One, with its reward."""
+    """Return one candidate with its reward."""
     rig = plainly(([(1, step("a", 0)), (2, session("a", "completed"))], [(3, reward("a", 0.0))]))
     return rig.sent[-1:]

@@ -1,4 +1,7 @@
-"""Out of memory is no fault of a record: it ends the process, and never becomes a dead letter, a missing reward or an emptied record."""
+"""Out of memory is not caused by a record: it ends the process.
+
+It never becomes a dead letter, a missing reward or an emptied record.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ def hungry(*_: Any) -> Never:
 
 
 class Key(bytes):
-    """A Kafka key for which there is no memory."""
+    """A Kafka key whose comparison raises `MemoryError`."""
 
     __hash__ = bytes.__hash__
 
@@ -31,7 +34,7 @@ class Key(bytes):
 
 
 class Table:
-    """A table whose rows do not fit into memory."""
+    """A table whose conversion to Arrow runs out of memory."""
 
     name = "steps"
 

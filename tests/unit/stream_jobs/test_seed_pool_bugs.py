@@ -1,7 +1,8 @@
-"""What was measured to be wrong with Claw-R1's data pool is not wrong with ours: a test for each, named by its number and what was wrong.
+"""Regression tests for the measured bugs of Claw-R1's data pool, one for each bug number.
 
-Our pool is two folds: assemble closes trajectories, admission makes batches of them. Here both, one behind the other, in memory. What the
-gateway shows of the pool is in `test_claw_r1_bugs`; 10,000 groups behind a straggler on a real Kafka are in `test_straggler`.
+Our pool is two folds: assemble closes trajectories, and admission makes batches of them. These
+tests chain both in memory. `gateway/claw_r1/test_claw_r1_bugs.py` tests the pool's API in the
+gateway; `integration/test_straggler.py` tests 10,000 groups behind a straggler on a real Kafka.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ POLICY: dict[str, Any] = {
 
 @dataclass
 class Pool:
-    """Both folds. What assemble puts out goes to admission at once, event time too."""
+    """Both folds: the outputs of assemble, with their event time, go to admission at once."""
 
     worker: InMemoryPartition = field(default_factory=InMemoryPartition)
     admission: AdmissionFold = field(
@@ -57,19 +58,23 @@ class Pool:
     _offset: int = 0
 
     def policy(self, **changes: Any) -> Pool:
-        """Open the run, or change what it demands."""
+        """Publish a policy, which opens the run or changes its requirements."""
         self.tell(AdmissionPolicy(**{**POLICY, **changes}))
         return self
 
     def tell(self, event: Any) -> None:
-        """One record of the candidates topic."""
+        """Feed one record of the candidates topic to admission."""
         self.decided += self.admission.fold(
             InputRecord(self._offset, event, PLACE if isinstance(event, Candidate) else None)
         )
         self._offset += 1
 
     def feed(self, *events: Any, at: int | None = None) -> None:
-        """Records, each on its topic, and what follows from them. at: their time, and that of both topics."""
+        """Feed records to their topics and the resulting candidates to admission.
+
+        Args:
+            at: time of the records and of both topics, in milliseconds.
+        """
         self.now = self.now if at is None else at
         on = [
             (REWARDS if type(e).__name__ in ("Reward", "Curation") else STEPS, self.now, e)
@@ -83,7 +88,7 @@ class Pool:
         self.tell(Tick(partition=0, event_time=self.now))
 
     def member(self, key: str, group: str, value: float | None = 1.0, **more: Any) -> Iterator[Any]:
-        """A whole trajectory with its reward; value None: it gets none."""
+        """Yield the records of a complete trajectory, with a reward unless its value is None."""
         yield session(key, "opened", group_id=group, **more)
         yield step(key, 0)
         yield session(key, "completed")
@@ -92,7 +97,7 @@ class Pool:
 
     @property
     def served(self) -> list[list[str]]:
-        """Members of each group that came out, in order."""
+        """Members of each admitted group, in order."""
         batches = [d for d in self.decided if isinstance(d, ReadyBatch)]
         return [[m.trajectory_id for m in g.members] for b in batches for g in b.groups]
 
@@ -102,7 +107,10 @@ class Pool:
 
 
 def test_1_groups_behind_one_that_never_completes_are_served_at_once() -> None:
-    """One member went silent, one never made a call. 1,000 groups pass them, each in the moment in which it is full."""
+    """One member became silent, another never made a call.
+
+    1,000 groups are admitted meanwhile, each at the moment when it is full.
+    """
     pool = Pool().policy()
     pool.feed(
         *pool.member("done", "slow"),
@@ -153,7 +161,11 @@ def test_2_a_late_step_of_a_group_that_was_consumed_opens_no_group() -> None:
 
 
 def test_3_what_is_held_is_bounded_when_the_trainer_stands_still() -> None:
-    """Nobody takes a batch here either. What is decided is on the log; folds and cache hold what is open, and so many closed ones."""
+    """No trainer reads a batch here.
+
+    Decisions are on the topic. The folds and the cache hold open trajectories and a bounded number
+    of closed ones.
+    """
     small = replace(LIMITS, closed_max=20, waiting_max=20)
     pool = Pool(InMemoryPartition(small)).policy(group_size=1)
     cache, one = PayloadCache(10_000), step("x", 0, range(200), range(50))
@@ -177,7 +189,7 @@ def test_3_what_is_held_is_bounded_when_the_trainer_stands_still() -> None:
 
 
 def test_4_nothing_is_left_of_groups_that_were_consumed() -> None:
-    """But for what a decision is remembered by, some 50 bytes a trajectory, so that none is trained twice."""
+    """A decided trajectory leaves about 50 bytes, so that it is not trained twice."""
     pool = Pool(InMemoryPartition(replace(LIMITS, closed_max=20))).policy(group_size=1)
     sizes = []
     for i in range(600):
@@ -260,7 +272,10 @@ def test_7_the_end_serves_groups_that_are_ready_though_they_fill_no_batch() -> N
 
 
 def test_8_no_trajectory_is_served_before_it_is_whole() -> None:
-    """A group of one with a whole and a begun trajectory: the begun one is the next round, with its own reward, when it is whole."""
+    """A group of one has a complete and an open trajectory.
+
+    The open trajectory becomes the next round, with its own reward, when it is complete.
+    """
     pool = Pool().policy(group_size=1)
     pool.feed(session("b", "opened", group_id="g"), step("b", 0), *pool.member("a", "g"))
     assert pool.served == [["a"]]
@@ -311,14 +326,14 @@ def test_9_a_missing_reward_next_to_one_that_is_there_is_not_zero() -> None:
 
 
 def test_10_a_step_costs_the_same_after_many_others() -> None:
-    """Calls of functions a step, through both folds: time would say the same, but not on every machine alike."""
+    """Count function calls per step in both folds: unlike time, they do not vary by machine."""
     pool = Pool(InMemoryPartition(replace(LIMITS, closed_max=500))).policy(group_size=1)
     calls = [0, 0]
 
     def count(_frame: Any, event: str, _arg: Any) -> None:
         calls[half] += event in ("call", "c_call")
 
-    for i in range(600):  # what is remembered is full
+    for i in range(600):  # fills the bounded stores
         pool.feed(*pool.member(f"before{i}", f"h{i}"), at=i)
     for half in (0, 1):
         members = [list(pool.member(f"k{half}-{i:03}", f"g{half}-{i:03}")) for i in range(300)]
@@ -341,7 +356,10 @@ def test_10_a_step_costs_the_same_after_many_others() -> None:
 
 
 def test_11_a_pool_that_dies_has_lost_nothing() -> None:
-    """Assemble is killed before and behind its outputs, with much open; admission reads its own output again (`test_admit_recovery`)."""
+    """Assemble is killed before and after its outputs, with many open trajectories.
+
+    `admit/test_recovery.py` tests that admission reads its own output again.
+    """
     pool = Pool().policy()
     keys = [f"{side}{i}" for i in range(100) for side in "ab"]
     for key in keys:

@@ -32,7 +32,7 @@ AT = Place(topic_id="T", partition=0, first_offset=0, last_offset=0)
 
 @pytest.fixture
 def sql(tmp_path: Path) -> Any:
-    """Trajectories a (good), b (bad, admitted) and one of an anonymous session, of two steps each."""
+    """Trajectories a (good), b (bad, admitted) and one of an anonymous session; two steps each."""
     settings = Settings(data_dir=tmp_path)
     lake = SmallLake(settings)
     ids = {"a": "a", "b": "b", INSIDE: BUCKET}

@@ -156,7 +156,7 @@ class Story(SmallLake):
 
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory: pytest.TempPathFactory) -> Settings:
-    """A lake with a run of two batches per version; the trainer died after 2.0 and resumed as 2.1."""
+    """A run of two batches per version whose trainer died after 2.0 and resumed as 2.1."""
     settings = Settings(data_dir=tmp_path_factory.mktemp("lineage"))
     lake = Story(settings)
     for seq in range(6):

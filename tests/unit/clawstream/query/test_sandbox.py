@@ -67,7 +67,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Settings:
 def connection(
     request: pytest.FixtureRequest, settings: Settings, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Any]:
-    """A connection whose working directory has, or lacks, DuckDB's directory for temporary files."""
+    """A connection whose working directory has, or lacks, DuckDB's temporary directory."""
     former, here = Path.cwd(), tmp_path_factory.mktemp("work")
     if request.param == "with .tmp":
         (here / ".tmp").mkdir()

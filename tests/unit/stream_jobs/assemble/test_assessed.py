@@ -1,4 +1,7 @@
-"""Assessments in the fold of assemble: they revise a candidate as a reward does, and a person's mark stands above them."""
+"""Assessments in the fold of assemble.
+
+An assessment revises a candidate as a reward does. A user's curation mark overrides it.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from stream_jobs.assemble.testing import (
 
 
 def closed(*rewards: Any) -> InMemoryPartition:
-    """Trajectory k of two steps, completed; then these on `claw.rewards`, one batch each."""
+    """Complete trajectory k of two steps, then feed these rewards, one per batch."""
     w = InMemoryPartition().feed(
         (STEPS, 0, step("k", 0, [1], [2])), (STEPS, 1, step("k", 1, [1, 2, 3], [4])),
         (STEPS, 2, session("k", "completed")),

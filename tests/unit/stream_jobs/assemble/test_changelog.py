@@ -1,4 +1,4 @@
-"""The changelog read back: fenced writers, repeated and missing records."""
+"""Reading the changelog: fenced writers, repeated and missing records."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def test_state_log_drops_fenced_writers_and_repeated_deltas() -> None:
     def delta(epoch: int, seq: int, key: str) -> Any:
         return changelog.delta(epoch, seq, state, [[ChangeKind.OPENED, "r", key, 0, "train", 0]])
 
-    log.read(6, CODEC.decode(CODEC.encode(delta(5, 1, "a"))), 1)  # its marker was trimmed
+    # The marker of this epoch was trimmed.
+    log.read(6, CODEC.decode(CODEC.encode(delta(5, 1, "a"))), 1)
     log.read(7, delta(5, 1, "again"), 1)
     log.read(
         8, AssemblyMarker(worker="w", steps_topic_id="s", rewards_topic_id="r", created_at=0), 1
@@ -38,7 +39,10 @@ def test_state_log_drops_fenced_writers_and_repeated_deltas() -> None:
 
 
 def test_state_log_drops_what_a_worker_wrote_that_knew_another_topic_of_that_name() -> None:
-    """Made anew under a worker whose epoch is of the old one: taken for the highest, it would have silenced every later owner."""
+    """The topic was recreated under a worker whose epoch belongs to the old topic.
+
+    If its epoch counted as the highest, the reader would ignore all later owners.
+    """
     log, state = ChangelogReader(), PartitionState()
     log.read(
         0, changelog.delta(700, 31, state, [[ChangeKind.OPENED, "r", "old", 0, "train", 0]]), 1
@@ -58,7 +62,7 @@ def test_state_log_drops_what_a_worker_wrote_that_knew_another_topic_of_that_nam
     [["an op of tomorrow", "r", "k"], [ChangeKind.OPENED, "r", "k", 0, "train", 0, "one more"]],
 )
 def test_what_a_newer_release_wrote_is_refused_in_plain_words(entry: Any) -> None:
-    """Entries have no schema: a worker of an older release must not restart on them for ever."""
+    """Entries have no schema: a worker of an older release must not restart on them forever."""
     with pytest.raises(UnreadableChangelog, match="upgrade all assemble workers"):
         ChangelogReader().read(1, changelog.delta(0, 1, PartitionState(), [entry]), 1)
 
@@ -84,7 +88,7 @@ STEP: list[Any] = [
     None,
     0,
 ]
-"""An entry with hashes of every size, and some that it has not."""
+"""A step entry with hashes of all sizes; some fields are null."""
 
 
 def test_hashes_of_steps_are_beside_the_entries_and_come_back() -> None:

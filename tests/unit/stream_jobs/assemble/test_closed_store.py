@@ -1,4 +1,4 @@
-"""The closed trajectories of a partition, packed and in hand."""
+"""The closed trajectories of a partition, packed and decoded."""
 
 from __future__ import annotations
 

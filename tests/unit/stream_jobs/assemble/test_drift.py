@@ -1,4 +1,4 @@
-"""How a prompt came about: what came back as it was sampled, in other tokens, or as something else."""
+"""Prompt drift: a prompt repeats a reply in its sampled tokens, in other tokens, or not at all."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SAMPLED: Mapping[str, Any] = {
     "response_token_ids": pack_ids([9, 8, 2000]),
     "response_logprobs": pack_logprobs([-0.5] * 3),
 }
-"""Other tokens than those in which `spoken` writes a reply that comes back."""
+"""Sampled tokens that differ from the tokens of the same reply in a later prompt."""
 
 
 def said(text: str, **more: Any) -> dict[str, Any]:
@@ -101,7 +101,10 @@ def test_what_was_sampled_stays_as_it_was_sampled() -> None:
 
 
 def conversation(turns: int) -> Sequence[Step]:
-    """Every reply comes back in other tokens than it was sampled in; every turn is asked twice, for two choices."""
+    """Return a conversation whose prompts repeat each reply in other than its sampled tokens.
+
+    Each turn is asked twice, for two choices.
+    """
     history, steps = list(TASK), []
     for n in range(turns):
         steps += [

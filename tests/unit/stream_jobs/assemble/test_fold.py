@@ -1,4 +1,4 @@
-"""The fold of assemble: lists in, lists out."""
+"""The fold of assemble: a list of records in, a list of outputs out."""
 
 from __future__ import annotations
 
@@ -69,9 +69,8 @@ def test_steps_and_rewards_become_a_trajectory_and_a_candidate() -> None:
 def test_later_rewards_and_marks_make_revisions_and_equal_ones_do_not() -> None:
     w = InMemoryPartition().feed((STEPS, 1, step("k", 0)), (STEPS, 2, session("k", "completed")))
     w.feed((REWARDS, 3, reward("k", 0.1)))
-    w.feed(
-        (REWARDS, 4, reward("k", 0.1)), (REWARDS, 4, reward("k", 0.9))
-    )  # a retry; an equal revision that came later
+    # A retry of the first reward, and a later reward of the same revision.
+    w.feed((REWARDS, 4, reward("k", 0.1)), (REWARDS, 4, reward("k", 0.9)))
     w.feed((REWARDS, 5, reward("k", 0.7, revision=1)))
     w.feed((REWARDS, 6, curation("k", "c1", trainable=False, tags=("bad",))))
     w.feed(
@@ -114,7 +113,10 @@ SILENT = replace(LIMITS, silent_after=100)
 
 
 def test_what_a_gateway_spooled_while_kafka_was_away_is_not_late() -> None:
-    """The tick that tells how long that was comes first; then the spool, in its own order."""
+    """The first tick after an outage has the length of the outage.
+
+    The spooled records follow in their order.
+    """
     w = InMemoryPartition(limits=SILENT).feed(
         (STEPS, 0, step("k", 0)), (STEPS, 50, Tick(partition=0))
     )
@@ -128,7 +130,7 @@ def test_what_a_gateway_spooled_while_kafka_was_away_is_not_late() -> None:
 def test_after_a_silence_time_goes_on_where_it_stood() -> None:
     w = InMemoryPartition(limits=SILENT).feed((STEPS, 0, step("k", 0)), (REWARDS, 0, reward("x")))
     w.feed(*((STEPS, t, Tick(partition=0)) for t in range(100, 401, 100)))
-    w.feed((STEPS, 90_000, Tick(partition=0)))  # 100 ms of it count
+    w.feed((STEPS, 90_000, Tick(partition=0)))  # only 100 ms of the silence count
     assert not w.trajectories and not w.dead_letters
     w.feed((STEPS, 90_001, Tick(partition=0)))
     assert [b.reason for b in w.dead_letters] == ["unknown_target"]
@@ -210,9 +212,8 @@ def test_rewards_and_marks_of_a_trajectory_are_bounded(monkeypatch: pytest.Monke
     w = InMemoryPartition().feed(
         (STEPS, 0, step("k", 0)), *((REWARDS, 0, reward("k", 0.1, name=f"n{i}")) for i in range(2))
     )
-    w.feed(
-        *((REWARDS, 0, reward("k", 0.2, n=1, name=f"w{i}")) for i in range(2))
-    )  # they wait for their step
+    # These rewards wait for their step.
+    w.feed(*((REWARDS, 0, reward("k", 0.2, n=1, name=f"w{i}")) for i in range(2)))
     w.feed((STEPS, 0, step("k", 1)), (STEPS, 1, session("k", "completed")))
     w.feed(*((REWARDS, 2, curation("k", f"e{i}", quality=i / 10)) for i in range(4)))
     w.feed(
@@ -283,7 +284,8 @@ def test_horizon_and_bound_forget_the_oldest() -> None:
             for e in (step(f"k{i}", 0), session(f"k{i}", "completed"))
         ]
     )
-    assert [k[1] for k in w.state.closed] == ["k0", "k1", "k2"]  # never what is just being put out
+    # The bound never removes trajectories of the current batch.
+    assert [k[1] for k in w.state.closed] == ["k0", "k1", "k2"]
     w.feed((STEPS, 10, Tick(partition=0)))
     assert [k[1] for k in w.state.closed] == ["k1", "k2"]
     w.feed((STEPS, 2003, Tick(partition=0)), (REWARDS, 2002, Tick(partition=0)))

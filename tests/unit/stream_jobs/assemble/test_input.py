@@ -1,4 +1,4 @@
-"""What assemble refuses, and what it takes but does not train."""
+"""Records that assemble rejects, and records that it accepts without training them."""
 
 from __future__ import annotations
 
@@ -113,7 +113,10 @@ def test_each_step_of_a_trajectory_keeps_the_temperature_of_its_log_probabilitie
 
 
 def test_a_failed_call_folds_to_nothing() -> None:
-    """It opens no trajectory, is no step of one, keeps none open, and is no dead letter; that time goes on is all it says."""
+    """A failed call only advances the time.
+
+    It opens no trajectory, adds no step, prolongs no trajectory and is no dead letter.
+    """
     w = InMemoryPartition().feed(
         (STEPS, 0, failed_call("k")), (STEPS, 0, failed_call(None, source="gateway", status=503))
     )

@@ -1,4 +1,4 @@
-"""Very long trajectories: what a closing takes, where they end, and what is looked up in them."""
+"""Very long trajectories: memory at closing, the length limit, and lookups."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SHORT = replace(LIMITS, steps_max=3)
 
 
 def test_a_closing_takes_the_memory_of_the_tokens_and_not_of_the_prompts() -> None:
-    """300 turns of 200 tokens: 36 MB of prompts, 240 KB of tokens."""
+    """300 turns of 200 tokens: 36 MB of prompts, 240 KB of unique tokens."""
     history, w, asked = list[int](), InMemoryPartition(), 0
     for n in range(300):
         history += [7] * 150
@@ -140,8 +140,11 @@ def test_long_ones_that_have_closed_take_no_more_memory_than_short_ones() -> Non
 
 
 def test_one_of_thousands_of_steps_is_trained() -> None:
-    """Under the longest key: from the steps to the rows that a trainer takes. Each tenth is left out by a person, one by the gateway's
-    tag; the conversation is compacted now and then."""
+    """Follow thousands of steps with the longest key from assemble to the trainer's rows.
+
+    A user excludes every tenth step, a tag of the gateway excludes one. The conversation is
+    compacted every 100 steps.
+    """
     key, count = "k" * 200, 2500
     ids = [f"{key}~{n:026d}.0" for n in range(count)]
     title, w, prompt = (Tag(name="title", evidence="e"),), InMemoryPartition(), [0]
@@ -188,12 +191,15 @@ def test_one_of_thousands_of_steps_is_trained() -> None:
     )
 
 
-# ---------------------------------------------------------------- look-ups
+# ---------------------------------------------------------------- lookups
 
 
 @st.composite
 def conversations(draw: st.DrawFn) -> list[tuple[list[int], list[int], str]]:
-    """Prompt, response and status of steps that go on from an earlier one, from its prompt, from a part of it, or begin anew."""
+    """Draw the prompt, response and status of each step.
+
+    A step extends an earlier step, its prompt or a part of its prompt, or starts a new prompt.
+    """
     made: list[tuple[list[int], list[int], str]] = []
     token = st.integers(0, 1)
     for _ in range(draw(st.integers(1, 14))):

@@ -1,4 +1,4 @@
-"""What assemble puts out: parts, candidates within their bound; what it keeps meanwhile."""
+"""Outputs of assemble: trajectory parts, candidates within their size bound, cached payloads."""
 
 from __future__ import annotations
 
@@ -34,7 +34,13 @@ CODEC = Codec()
 
 
 def whole(segments: list[int], steps: list[int], metadata: int | None = None) -> Trajectory:
-    """A trajectory with segments of so many tokens and steps with replies of so many bytes."""
+    """Return a trajectory.
+
+    Args:
+        segments: tokens of each segment.
+        steps: size of each step's reply, in bytes.
+        metadata: size of the metadata, in bytes.
+    """
     return Trajectory(
         run_id="r", trajectory_key="k", trajectory_id="k", group_id="g", channel="train",
         outcome="completed", opened_at=0, closed_at=1,
@@ -100,7 +106,7 @@ def test_a_writer_that_begins_anew_is_followed_and_holds_nothing_up() -> None:
 
 
 def test_the_parts_of_two_writers_may_be_mixed() -> None:
-    """One was killed and fenced; what it had under way lands between those of the next owner."""
+    """Records in flight of a fenced writer can arrive between records of the next owner."""
     parts = list(in_parts(whole([500] * 6, [10]), 4000))
     buffer = PartBuffer()
     mixed = [parts[0], parts[1], parts[0], *parts[2:], *parts[1:]]
@@ -168,7 +174,7 @@ LONGEST_KEY = "k" * 200
 
 
 def test_candidate_of_any_trajectory_names_its_steps() -> None:
-    """As many steps as there can be, under the longest key, each with as many rewards as a trajectory keeps for it."""
+    """The candidate has the maximum number of steps and rewards, and the longest key."""
     state = closed(STEPS_MAX)
     state.annotations.assessed = AssessmentState(1, 0.5, [0.9876] * STEPS_MAX)
     for i in range(REWARDS_MAX):

@@ -1,4 +1,4 @@
-"""What must not depend on interleaving, duplicates, batches and crashes."""
+"""Properties that hold for any interleaving, duplicates, batches and crashes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MOMENT = st.integers(0, 400)
 
 @st.composite
 def inputs(draw: st.DrawFn) -> tuple[list[tuple[int, Any]], list[tuple[int, Any]]]:
-    """A log of steps and one of rewards, with timestamps that rise."""
+    """Draw a steps topic and a rewards topic, each with ascending timestamps."""
     steps: list[Any] = []
     chains: dict[str, list[int]] = {k: [1] for k in KEYS}
     numbers = dict.fromkeys(KEYS, 0)
@@ -94,7 +94,7 @@ def inputs(draw: st.DrawFn) -> tuple[list[tuple[int, Any]], list[tuple[int, Any]
 
 
 def again(draw: st.DrawFn, log: list[tuple[int, Any]]) -> list[tuple[int, Any]]:
-    """The log with some records appearing once more, later."""
+    """Repeat some records of a topic at later positions."""
     out = list(log)
     for _ in range(draw(st.integers(0, 3))):
         source = draw(st.integers(0, len(out) - 1))
@@ -106,7 +106,7 @@ def again(draw: st.DrawFn, log: list[tuple[int, Any]]) -> list[tuple[int, Any]]:
 def merged(
     draw: st.DrawFn, logs: Sequence[list[tuple[int, Any]]]
 ) -> list[tuple[SourceTopic, int, int, Any]]:
-    """Any interleaving that keeps each log's own order."""
+    """Draw an interleaving that keeps the order within each topic."""
     left = [list(enumerate(log)) for log in logs]
     out: list[tuple[SourceTopic, int, int, Any]] = []
     while left[0] or left[1]:
@@ -123,7 +123,8 @@ def test_any_interleaving_with_duplicates_and_crashes_gives_the_same(data: st.Da
     plain = InMemoryPartition()
     for source in (STEPS, REWARDS):
         plain.batch([(source, i, at, e) for i, (at, e) in enumerate(logs[source])])
-    # What was buried for want of a target and is sent once more may find it then: that is what replaying a dead letter is for.
+    # A dead letter for a missing target may find its target when it is sent again: that is the
+    # purpose of replaying dead letters. So such logs get no duplicates.
     records = merged(
         data.draw, logs if plain.dead_letters else [again(data.draw, log) for log in logs]
     )
@@ -162,7 +163,10 @@ def test_state_rebuilt_from_the_log_equals_the_state(data: st.DataObject) -> Non
     for offset, value in enumerate(w.log, 1):
         log.read(offset, CODEC.decode(value), len(value))
     assert log.seq == w.seq
-    ticks_alone = {"applied": None, "time": None}  # need not be on the log
+    ticks_alone = {
+        "applied": None,
+        "time": None,
+    }  # changes by ticks alone may be missing from the changelog
     assert _fields(log.state) | ticks_alone == _fields(w.state) | ticks_alone
     assert PartitionState.load(log.state.dump()) == log.state
 

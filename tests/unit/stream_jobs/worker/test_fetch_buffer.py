@@ -1,4 +1,4 @@
-"""What waits to be processed is bounded by bytes as well as by records, and stays in order."""
+"""The fetch buffer bounds waiting records by bytes and by count, and keeps their order."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def record(offset: int, size: int) -> Any:
 
 @given(st.lists(st.lists(st.integers(0, 60), max_size=8), max_size=8))
 def test_batches_are_bounded_and_nothing_is_lost_or_out_of_order(fetches: list[list[int]]) -> None:
-    """Batches of 5 records or 100 bytes, chunks of 25 bytes, records of up to 60."""
+    """Limits: batches of 5 records or 100 bytes, chunks of 25 bytes; records of up to 60 bytes."""
 
     async def main() -> None:
         buffer = FetchBuffer(5, 100, 25)

@@ -1,4 +1,4 @@
-"""Under what name a worker of a stream job is a member of its group."""
+"""The name under which a stream job's worker joins its consumer group."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The shell around a job: rebalances that come while another is under way, and how much is in memory at once."""
+"""The shell around a job: overlapping rebalances, and bounds on memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from stream_jobs.worker.shell import Shell
 
 
 class SchemasTopic:
-    """The schemas topic on a broker that is away until `back` is set."""
+    """The schemas topic of a broker that does not answer until `back` is set."""
 
     def __init__(self) -> None:
         self.asked, self.back = threading.Event(), threading.Event()
@@ -46,7 +46,10 @@ class SchemasTopic:
 
 
 class Job:
-    """A job that says what happened to it. Its take-over waits for `go`, then raises `error` if there is one."""
+    """A job that records its calls.
+
+    `assigned` waits for `go`, then raises `error` if there is one.
+    """
 
     inputs: tuple[str, ...] = ("s", "r")
     tick_interval_s = 60.0
@@ -82,7 +85,7 @@ class Job:
 
 
 class Group:
-    """What the shell asks of Faust's consumer."""
+    """The part of Faust's consumer that the shell uses."""
 
     def __init__(self) -> None:
         self.paused: set[TP] = set()
@@ -102,14 +105,14 @@ class Group:
 
 @pytest.fixture
 def died(monkeypatch: pytest.MonkeyPatch) -> list[BaseException]:
-    """Errors that would have ended the process."""
+    """Collect errors that would end the process."""
     errors: list[BaseException] = []
     monkeypatch.setattr(shell, "die", errors.append)
     return errors
 
 
 def fetched(offset: int, value: bytes) -> Any:
-    """A record as aiokafka gives it."""
+    """Return a record as aiokafka returns it."""
     return SimpleNamespace(
         topic="s", partition=0, offset=offset, timestamp=0, key=None, value=value, headers=()
     )
@@ -136,7 +139,7 @@ def test_a_take_over_that_a_rebalance_overtakes_is_given_up(
         shell = shell_of(job, tmp_path)
         taking = asyncio.create_task(shell._assigned())
         await job.begun.wait()
-        await shell._revoked()  # the generation is not known yet
+        await shell._revoked()  # the generation is still unknown
         job.error = error
         job.go.set()
         await taking
@@ -144,7 +147,8 @@ def test_a_take_over_that_a_rebalance_overtakes_is_given_up(
         shell._app.consumer_generation_id, job.error = 2, None
         await shell._assigned()
         assert job.owned == {0, 1} and shell._position(("s", 0)) == 7
-        await shell._assigned()  # without a revoke between: what was owned is released first
+        # Without a revocation in between, the shell first releases the owned partitions.
+        await shell._assigned()
         assert job.owned == {0, 1}
 
     asyncio.run(main())
@@ -175,7 +179,7 @@ def test_behind_a_small_fetch_more_is_waited_for_and_what_came_is_there(
         assert await shell._fetch_buffer.batch() == [(1, {place: records[:1]})]
         assert not small.done()
         small.cancel()
-        await shell._take({place: records[1:]})  # a whole batch: there is more where it came from
+        await shell._take({place: records[1:]})  # a full batch: more records are waiting
 
     asyncio.run(main())
 
@@ -184,7 +188,7 @@ POISON, KNOWN = MAGIC + b"12345678", Codec().encode(Tick(partition=0))
 
 
 def newer_tick() -> tuple[Record, bytes]:
-    """The announcement of a newer release's schema, and a record that it wrote."""
+    """Return the announcement of a newer release's schema, and a record of that schema."""
     codec = Codec()
     (published,) = (p for p in codec.published(0) if p.name == "clawstream.Tick")
     schema = json.loads(published.schema_json)
@@ -201,7 +205,10 @@ def newer_tick() -> tuple[Record, bytes]:
 def test_a_record_of_an_unknown_schema_keeps_no_other_partition_waiting(
     tmp_path: Path, died: list[BaseException]
 ) -> None:
-    """The broker of the schemas topic is away: the others go on, and ticks; what waits stays in order and is bounded."""
+    """The broker of the schemas topic does not answer.
+
+    Other partitions and ticks continue. Waiting records keep their order and are bounded.
+    """
     announcement, newer = newer_tick()
 
     async def main() -> None:

@@ -1,4 +1,4 @@
-"""Sessions of known agents: the gateway names them, nobody completes them, inactivity is their end."""
+"""Sessions of known agents: the gateway names them, and inactivity ends them."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_an_agent_may_pause_longer_than_who_names_nothing() -> None:
 
 
 def test_nothing_but_time_splits_a_session() -> None:
-    """Sub-agents and compactions begin anew, with prompts that go on from nothing: branches of one tree."""
+    """Sub-agents and compactions start new prompts; these are branches of one segment tree."""
     w = fed(*[(0, step(SESSION, n, (n,) * n, (n,))) for n in range(1, 6)], (301, step("t", 9)))
     assert [len(t.steps) for t in w.trajectories.values()] == [5]
 

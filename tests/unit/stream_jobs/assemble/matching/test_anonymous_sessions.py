@@ -1,4 +1,4 @@
-"""Anonymous buckets: calls that name no trajectory find it."""
+"""Anonymous sessions: assemble assigns calls that name no trajectory to one."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def user(text: str) -> dict[str, Any]:
 
 
 def split(w: InMemoryPartition) -> list[list[str]]:
-    """Step numbers of each trajectory, by index, when all of them have closed."""
+    """Close all trajectories and return the step numbers of each trajectory, by index."""
     w.feed((STEPS, 10_000_000, Tick(partition=0)))
     return sorted(
         [s.step_id.rpartition("~")[2].partition(".")[0] for s in t.steps]
@@ -102,7 +102,7 @@ def test_equal_replies_are_gone_on_from_once_each() -> None:
 
 
 def test_a_transient_message_that_always_moves_to_the_end_does_not_split() -> None:
-    """openclaw: request n+1 does not extend request n, and ids of calls lose their underscore."""
+    """In openclaw, request n+1 does not extend request n, and call ids lose their underscore."""
     note = user("<<<BEGIN_OPENCLAW_INTERNAL_CONTEXT>>>")
     result = {"role": "tool", "tool_call_id": "call78f8", "content": "a.py"}
     back = called("call78f8", arguments='{"path":"."}')
@@ -116,15 +116,17 @@ def test_a_transient_message_that_always_moves_to_the_end_does_not_split() -> No
 
 
 def test_history_rendered_otherwise_than_it_was_sampled_does_not_split() -> None:
-    """A template that drops the reasoning, or writes calls in its own way: the text is what the model said, the tokens are not."""
+    """The text of the history equals the reply, but its tokens differ.
+
+    A chat template can drop the reasoning or format calls in its own way.
+    """
     thought = {"content": "4", "reasoning_content": "two and two"}
     sampled = pack_ids([7, 7, 7, 2000])
+    # Step 2 belongs to another conversation, whose first call is not on the topic.
     w = fed(
         chat_step(0, TASK, thought, response_token_ids=sampled),
         chat_step(1, [*TASK, said("4"), user("sure?")], said("yes")),
-        chat_step(
-            2, [*TASK, said("5"), user("sure?")], said("no")
-        ),  # another conversation, whose beginning nobody saw
+        chat_step(2, [*TASK, said("5"), user("sure?")], said("no")),
     )
     assert split(w) == [["C0", "C1"], ["C2"]]
     steps = w.trajectories[f"{ANONYMOUS_KEY}~C0"].steps
@@ -141,7 +143,7 @@ def test_a_history_that_was_cut_is_found_by_its_last_call() -> None:
 
 
 def repeated(call_id: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
-    """A call and its result as smolagents sends them back: text of the model, text of the user."""
+    """Return a call and its result as smolagents sends them back: model text and user text."""
     calls = [
         {"id": call_id, "type": "function", "function": {"name": "search", "arguments": arguments}}
     ]
@@ -152,7 +154,7 @@ def repeated(call_id: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def test_calls_that_come_back_as_text_do_not_split() -> None:
-    """smolagents: each run is one trajectory, four of them side by side, ids of calls included."""
+    """In smolagents, each of four concurrent runs is one trajectory, including its call ids."""
     steps, histories = [], [list(TASK) for _ in range(4)]
     for turn in range(3):
         for run, history in enumerate(histories):
@@ -179,9 +181,8 @@ def test_ids_that_are_counted_in_each_conversation_are_told_apart_by_the_message
 def test_a_reply_in_another_form_is_followed_only_where_nothing_else_fits() -> None:
     rewritten = [*TASK, said("I had said: a"), user("go on")]
     w = fed(chat_step(0, TASK, said("a")), chat_step(1, rewritten, said("b")))
-    w.feed(
-        (STEPS, 2, chat_step(2, rewritten, said("c")))
-    )  # another run: the first step has been gone on from
+    # Another run: the first step already has a successor.
+    w.feed((STEPS, 2, chat_step(2, rewritten, said("c"))))
     assert split(w) == [["C0", "C1"], ["C2"]]
     two = fed(
         *[chat_step(i, TASK, said(f"try {i}")) for i in range(2)],
@@ -208,7 +209,10 @@ def test_forms_of_messages_that_agents_change_between_calls_are_the_same_beginni
 
 
 def test_a_step_of_an_unreadable_history_is_looked_up_and_not_searched() -> None:
-    """Many rollouts of one prompt whose agent writes the history anew: a step looks at no other trajectory."""
+    """A step uses the indexes and scans no other trajectory.
+
+    The test has many rollouts of one prompt whose agent rewrites the history.
+    """
     w = fed(*[chat_step(i, TASK, said(f"try {i:04}")) for i in range(200)])
     (bucket,) = w.state.session_indexes.values()
     looked: list[str] = []
@@ -266,7 +270,7 @@ def test_a_step_past_the_limit_closes_first_and_begins_the_next() -> None:
     assert [(t, w.trajectories[t].closed_at) for t in w.trajectories] == [
         (f"{ANONYMOUS_KEY}~C0", 601)
     ]
-    w.feed((STEPS, 602, chat_step(0, TASK, said("a"))))  # drained from a spool once more
+    w.feed((STEPS, 602, chat_step(0, TASK, said("a"))))  # delivered again from a spool
     assert not w.marks and split(w) == [["C0", "C1"], ["C2"]]
 
 
@@ -280,12 +284,13 @@ def test_a_choice_that_comes_after_the_closing_is_late() -> None:
 
 
 def test_rewards_marks_and_completions_find_the_trajectory_of_the_step_they_name() -> None:
+    # The first reward waits; it belongs to the trajectory that has step 1.
     w = InMemoryPartition(QUIET).feed(
         (
             REWARDS,
             0,
             replace(reward(ANONYMOUS_KEY, 0.9, 1), trajectory_id=ANONYMOUS_KEY),
-        ),  # waits; of the trajectory that has step 1
+        ),
         (STEPS, 0, chat_step(0, TASK, said("a"))),
         (STEPS, 0, chat_step(1, TASK, said("b"))),
         (REWARDS, 1, reward(ANONYMOUS_KEY, 0.5, 0)),
@@ -401,7 +406,11 @@ def test_the_index_is_the_same_when_rebuilt(stored: bool) -> None:
 
 
 def test_a_prompt_that_is_asked_for_ever_leaves_nothing_behind() -> None:
-    """Nobody goes on from these replies, so nothing ever takes the closed ones from the top of a heap. What is chosen stays the same."""
+    """Bound the heaps of a prompt that is sent forever and whose replies have no successor.
+
+    Without a successor, no lookup removes closed steps from the top of a heap. The selected steps
+    stay the same.
+    """
     chosen = []
     for stored in (False, True):
         w = InMemoryPartition(replace(QUIET, bucket_inactivity=30, trajectory_timeout=10_000))
@@ -435,7 +444,7 @@ def _places(ends: PrefixIndex) -> list[StepMatches]:
 
 
 def test_among_equal_replies_each_is_gone_on_from_once_at_no_cost() -> None:
-    """Functions called for the second turns of rollouts that all have said the same: as many a step for 800 as for 100."""
+    """Compare the function calls per step of the second turns of 100 and 800 equal rollouts."""
     calls = {}
     for count in (100, 800):
         w = InMemoryPartition(replace(QUIET, bucket_inactivity=10_000, trajectory_timeout=10_000))
@@ -464,7 +473,12 @@ def test_among_equal_replies_each_is_gone_on_from_once_at_no_cost() -> None:
 
 
 def conversation(number: int, turns: int, style: str, unique: bool) -> list[Step]:
-    """The calls of one rollout. style: how its agent and engine treat the history."""
+    """Return the calls of one rollout.
+
+    Args:
+        style: how the agent and the engine treat the history.
+        unique: whether the replies differ from those of other rollouts.
+    """
     history: list[dict[str, Any]] = list(TASK)
     steps = []
     for turn in range(turns):
@@ -493,7 +507,7 @@ def rollouts(draw: st.DrawFn, unique: bool = True) -> list[list[Step]]:
 
 
 def woven(draw: Any, rows: Sequence[Sequence[Step]]) -> list[Step]:
-    """Any interleaving that keeps each row's own order."""
+    """Draw an interleaving that keeps the order within each row."""
     left = [list(row) for row in rows]
     out = []
     while left := [row for row in left if row]:
@@ -508,7 +522,7 @@ def test_any_interleaving_with_duplicates_and_crashes_gives_the_same_split(
 ) -> None:
     rows = data.draw(rollouts())
     log = woven(data.draw, rows)
-    for _ in range(data.draw(st.integers(0, 3))):  # again, later
+    for _ in range(data.draw(st.integers(0, 3))):  # repeat some records at a later position
         at = data.draw(st.integers(0, len(log) - 1))
         log.insert(data.draw(st.integers(at + 1, len(log))), log[at])
     w, plain = InMemoryPartition(QUIET), fed(*[s for row in rows for s in row])
@@ -532,7 +546,10 @@ def test_any_interleaving_with_duplicates_and_crashes_gives_the_same_split(
 @settings(max_examples=examples(100))
 @given(st.data())
 def test_rollouts_that_say_the_same_are_told_apart_by_number(data: st.DataObject) -> None:
-    """Which of two equal beginnings a call goes on from can't be known, but none is gone on from twice while another is free."""
+    """A call continues any of several equal beginnings.
+
+    No beginning is continued twice while another has no successor.
+    """
     rows = data.draw(rollouts(unique=False).filter(lambda rows: len({len(r) for r in rows}) == 1))
     rows = [conversation(i + 1, len(row), "clean", False) for i, row in enumerate(rows)]
     found = split(fed(*woven(data.draw, rows)))

@@ -1,4 +1,4 @@
-"""What the model said, read from requests and replies of three protocols: both give one link."""
+"""The model's turns, read from requests and replies of three protocols, give equal hashes."""
 
 from __future__ import annotations
 

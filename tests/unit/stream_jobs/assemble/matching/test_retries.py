@@ -1,4 +1,4 @@
-"""Client retries: which of two steps counts, and what is no retry."""
+"""Client retries: the step that counts, and calls that are not retries."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def closed(*steps: Step) -> InMemoryPartition:
 
 
 def marked(w: InMemoryPartition) -> dict[str, str]:
-    """Evidence by number of the call, of the marked steps of the only trajectory."""
+    """Map the call number of each marked step of the only trajectory to its evidence."""
     (t,) = w.trajectories.values()
     c = w.last(t.trajectory_id)
     assert [s.trainable for s in c.steps] == [s.trainable for s in t.steps]
@@ -55,12 +55,13 @@ def test_the_same_idempotency_key_is_the_same_call() -> None:
     assert [(s.step_id[-4:], s.index, s.parent, s.drift) for s in t.steps] == [
         ("C0.0", 0, None, "root"), ("C1.0", 1, None, "root"), ("C2.0", 2, 1, "clean"),
     ]  # fmt: skip
+    # There is no branch for the reply that the client never received.
     assert [s.step_index for s in t.segments] == [
         None,
         1,
         None,
         2,
-    ]  # no branch for what the client never got
+    ]
     assert w.last("k").trainable_tokens == 2
 
 
@@ -173,14 +174,16 @@ def test_a_retried_first_call_begins_no_trajectory_of_its_bucket() -> None:
         chat_step(1, [*TASK, *TASK], b, idempotency_key="i"),
     )
     assert len(w.trajectories) == 1 and marked(w) == {}
-    w = closed(
-        chat_step(0, TASK, a), chat_step(1, TASK, b, retry_count=1)
-    )  # as likely another rollout's
+    # The second call may equally well be the first call of another rollout.
+    w = closed(chat_step(0, TASK, a), chat_step(1, TASK, b, retry_count=1))
     assert len(w.trajectories) == 1 and marked(w) == {}
 
 
 def test_payload_is_put_together_over_a_retried_step() -> None:
-    """The cache keeps of a prompt only what its base has not, whether the base is a branch of the tree or not."""
+    """The cache stores only the part of a prompt that its base step lacks.
+
+    The base may or may not be a branch of the segment tree.
+    """
     w = closed(
         step("k", 0, [1], [2], idempotency_key="i"),
         step("k", 1, [1], [3], idempotency_key="i"),

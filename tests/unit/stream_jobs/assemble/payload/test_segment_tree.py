@@ -1,4 +1,4 @@
-"""Segment trees: every token once, every prompt back exactly."""
+"""Segment trees: each token is stored once, and each prompt can be rebuilt exactly."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_siblings_share_their_prompt_and_keep_their_own_equal_responses() -> Non
         (3, 2, [5]),
     ]
     assert [n.drift for n in tree.nodes] == ["root", "root", "clean"]
-    assert tree.nodes[2].parent == 1  # the latest of equals
+    assert tree.nodes[2].parent == 1  # the latest of the equal steps
 
 
 def test_fork_in_the_environment_splits_a_segment() -> None:
@@ -83,7 +83,10 @@ def test_history_that_differs_from_what_was_sampled_is_a_fork() -> None:
 
 
 def test_history_that_says_the_same_in_other_tokens_is_realigned() -> None:
-    """It comes from the step whose reply it repeats; that step's own tokens stay as they were sampled, and are stored as before."""
+    """The parent is the step whose reply the history repeats.
+
+    The parent keeps its sampled tokens, and the stored segments do not change.
+    """
     steps = [
         sampled([1], [2, 3]),
         sampled([1], [2, 8]),
@@ -150,7 +153,11 @@ fresh = st.tuples(st.lists(token, max_size=4), st.lists(token, max_size=3))
 
 @st.composite
 def conversations(draw: st.DrawFn) -> list[SampledTokens | None]:
-    """Steps that begin anew, go on from an earlier one, go on from a part of one, or have no tokens; in any log order."""
+    """Draw steps in any order on the topic.
+
+    A step starts a new prompt, extends an earlier step, extends a part of an earlier step, or has
+    no tokens.
+    """
     made: list[tuple[list[int], list[int]]] = []
     for _ in range(draw(st.integers(1, 8))):
         more, response = draw(fresh)
@@ -216,7 +223,10 @@ def test_parent_is_the_longest_sampled_prefix(steps: list[SampledTokens | None])
 
 @given(conversations())
 def test_environment_segments_are_shared(steps: list[SampledTokens | None]) -> None:
-    """Below one segment no two environment segments begin with the same token: a shared prefix is stored once."""
+    """A shared prefix is stored once.
+
+    No two environment segments with the same parent start with the same token.
+    """
     tree = build(steps)
     begins = [(s.parent, s.token_ids[:4]) for s in tree.segments if s.step_index is None]
     assert len(begins) == len(set(begins))

@@ -1,4 +1,4 @@
-"""Whether a step can be trained, and at which temperature: redacted tokens, and how the engine sampled."""
+"""Whether a step can be trained, and its temperature: redacted tokens, sampling settings."""
 
 from __future__ import annotations
 
@@ -49,7 +49,10 @@ def test_tokens_of_a_reply_that_could_not_be_read_are_not_trained() -> None:
 
 
 def sampled(**how: Any) -> Step:
-    """A step whose engine told how it sampled: at temperature 1, from everything, unless `how` says otherwise."""
+    """Return a step with the sampling settings of its engine.
+
+    The defaults are temperature 1 and the whole distribution; `how` overrides them.
+    """
     plain: dict[str, Any] = {
         "source": "engine", "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0,
         "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0,
@@ -64,12 +67,12 @@ def sampled(**how: Any) -> Step:
         ({}, 1.0),
         ({"temperature": 0.7}, 0.7),
         ({"temperature": 0.7, "logprobs_mode": "raw_logprobs"}, 1.0),
-        ({"temperature": 0.0}, 1.0),  # greedy: vLLM divides by 1 then
+        ({"temperature": 0.0}, 1.0),  # greedy: vLLM then divides by 1
         ({"temperature": 0.0, "logprobs_mode": "raw_logprobs"}, 1.0),
         (
             {"temperature": 0.0, "top_k": 20, "top_p": 0.9, "min_p": 0.1},
             1.0,
-        ),  # no truncation changes what is greedy
+        ),  # truncation does not change greedy decoding
         ({"top_k": -1}, 1.0),
         ({"source": "request", "temperature": None, "top_p": None, "logprobs_mode": None}, None),
         ({"source": "request", "temperature": None, "logprobs_mode": "raw_logprobs"}, 1.0),
