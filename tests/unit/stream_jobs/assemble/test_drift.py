@@ -114,9 +114,8 @@ def conversation(turns: int) -> Sequence[Step]:
     return steps
 
 
-def test_a_long_conversation_that_always_drifts_is_a_chain_whatever_batches_and_crashes_there_were() -> (
-    None
-):
+def test_a_long_conversation_that_always_drifts_is_a_chain_whatever_batches_and_crashes_there_were(
+) -> None:  # fmt: skip
     steps = conversation(6)
     whole = InMemoryPartition().feed(
         *[(STEPS, i, s) for i, s in enumerate(steps)], (STEPS, 99, session("k", "completed"))

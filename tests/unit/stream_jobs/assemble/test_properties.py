@@ -163,10 +163,8 @@ def test_state_rebuilt_from_the_log_equals_the_state(data: st.DataObject) -> Non
     for offset, value in enumerate(w.log, 1):
         log.read(offset, CODEC.decode(value), len(value))
     assert log.seq == w.seq
-    ticks_alone = {
-        "applied": None,
-        "time": None,
-    }  # changes by ticks alone may be missing from the changelog
+    # Changes by ticks alone may be missing from the changelog.
+    ticks_alone = {"applied": None, "time": None}
     assert _fields(log.state) | ticks_alone == _fields(w.state) | ticks_alone
     assert PartitionState.load(log.state.dump()) == log.state
 

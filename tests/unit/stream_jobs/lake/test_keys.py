@@ -1,4 +1,4 @@
-"""A dead letter that is sent again long after: the window has forgotten its id, the table has not."""
+"""A dead letter that is sent again much later: only the table still contains its id."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Several lake writers on one lake, without Kafka: shares, claims under changing numbers of writers, marks, windows, columns."""
+"""Several lake writers on one lake, without Kafka.
+
+The tests cover partition shares, leases under changing numbers of writers, committed offsets,
+deduplication windows and columns.
+"""
 
 from __future__ import annotations
 
@@ -50,9 +54,8 @@ def test_only_the_first_writer_cares(tmp_path: Path) -> None:
     for writer in (0, 1):
         lake = LakeSettings(writers=2, writer=writer, care_interval_s=1e-9)
         maintenance = MaintenanceRunner(Settings(data_dir=tmp_path, lake=lake))
-        due = (
-            time.monotonic() + 1e-6
-        )  # however fast the machine is, the interval of each is over then
+        # Both intervals pass even on a fast machine.
+        due = time.monotonic() + 1e-6
         while time.monotonic() < due:
             pass
         maintenance.poll()
@@ -61,7 +64,7 @@ def test_only_the_first_writer_cares(tmp_path: Path) -> None:
 
 
 class Started:
-    """A writer that is claiming a lake of three tables; tables are app id to version."""
+    """A writer that acquires the leases of the tables; a table maps application id to version."""
 
     def __init__(self, share: PartitionShare) -> None:
         self.share, self.hold, self.at = share, None, 0
@@ -92,12 +95,13 @@ SHARES = st.integers(1, 4).flatmap(lambda n: st.tuples(st.integers(0, n - 1), st
     shares=st.lists(SHARES, min_size=1, max_size=7), order=st.lists(st.integers(0, 6), max_size=40)
 )
 def test_no_partition_ever_has_two_writers(shares: list[tuple[int, int]], order: list[int]) -> None:
-    """Whatever numbers are started, and however their claims of the tables come one between the other; some die halfway."""
+    """Writers of any layouts acquire the tables in any interleaving; some stop halfway."""
+    # Two tables of a lake with one writer, and a new table.
     tables = [
         {"writer": 3},
         {"writer": 3},
         dict[str, int](),
-    ]  # one writer's lake, and a table that is new
+    ]
     writers = [Started(PartitionShare(*share)) for share in shares]
     for index in order:
         if index < len(writers):
@@ -116,7 +120,10 @@ def test_no_partition_ever_has_two_writers(shares: list[tuple[int, int]], order:
 
 @given(shares=st.lists(SHARES, min_size=2, max_size=5))
 def test_the_newest_layout_can_always_write(shares: list[tuple[int, int]]) -> None:
-    """Claims one after the other: who is of the layout of the last one and was not replaced goes on, all others are fenced."""
+    """Writers acquire their leases one after the other.
+
+    A writer of the last layout that was not replaced continues; all others are fenced.
+    """
     tables: list[dict[str, int]] = [{}, {}]
     writers = [Started(PartitionShare(*share)) for share in shares]
     for writer in writers:
@@ -131,7 +138,7 @@ def test_the_newest_layout_can_always_write(shares: list[tuple[int, int]]) -> No
 
 
 def test_a_lake_of_one_writer_knows_no_layout() -> None:
-    """As it was before there could be several: what an older release wrote goes on, and it goes on with what this one writes."""
+    """The tables of a single writer are compatible with releases that had only one writer."""
     lease, raised = acquire_lease(SINGLE_WRITER, None, {"writer": 7}.get)
     assert raised == {"writer": 8}
     assert acquire_lease(SINGLE_WRITER, lease, {"writer": 7}.get)[1] == {"writer": 8}
@@ -191,7 +198,7 @@ def test_two_writers_do_not_meet_and_a_change_of_their_number_fences_all_of_befo
     even = claimed(tmp_path, 0, 2)
     assert odd.committed_offsets(TABLE, [("T", 1)]) == {("T", 1): 1}
     version = open_table(str(tmp_path), TABLE, {}).version()
-    for i in range(1, 5):  # each on a snapshot that lacks the other's last commit
+    for i in range(1, 5):  # each writes on a snapshot without the other's last commit
         assert put(even, 0, i, f"a{i}") + put(odd, 1, i, f"b{i}") == 2
     assert open_table(str(tmp_path), TABLE, {}).version() == version + 8
     odd_again = claimed(tmp_path, 1, 2)
@@ -202,12 +209,13 @@ def test_two_writers_do_not_meet_and_a_change_of_their_number_fences_all_of_befo
     for writer, partition in ((even, 0), (odd_again, 1)):
         with pytest.raises(LakeFenced):
             put(writer, partition, 6, "late")
-    assert put(sole, 0, 4, "x", "y", "a6") == 1  # what is below the mark is there, whoever wrote it
+    # Rows below the committed offset are in the table, whichever writer wrote them.
+    assert put(sole, 0, 4, "x", "y", "a6") == 1
     assert ids(tmp_path) == sorted([*(f"a{i}" for i in range(7)), *(f"b{i}" for i in range(6))])
 
 
 def test_a_commit_in_flight_at_a_change_of_layout_is_refused(tmp_path: Path) -> None:
-    """It looked before the claim and writes after it."""
+    """The older writer reads the table before the new lease and commits after it."""
     alone = claimed(tmp_path)
     put(alone, 0, 0, "a0")
     real = alone._leased_snapshot
@@ -232,7 +240,7 @@ def test_a_claim_wins_against_a_writer_that_commits_all_the_while(tmp_path: Path
     def busy() -> None:
         nonlocal last
         with pytest.raises(LakeFenced):
-            while True:  # as fast as commits can be: they are empty
+            while True:  # commits at the maximum rate, because the commits are empty
                 for name in ("steps", "trajectories"):
                     alone.append(name, [], {("T", 0): last + 1}, never, commit_offsets=True)
                 last += 1
@@ -257,13 +265,11 @@ def test_a_window_holds_the_newest_of_its_own_share_however_many_others_lie_betw
     for i in range(40):
         put(alone, 0, 100 + 10 * i, *(f"other{i}.{j}" for j in range(10)))
     odd = claimed(tmp_path, 1, 2, window=5)
-    assert (
-        put(odd, 1, 9, "own4", "own8", "own3", "new") == 2
-    )  # the newest five were there, older ones are forgotten
+    # The window has the newest five ids; older ids are forgotten.
+    assert put(odd, 1, 9, "own4", "own8", "own3", "new") == 2
     idle = claimed(tmp_path, 2, 3, window=5)
-    assert (
-        put(idle, 2, 0, "own8") == 1
-    )  # a key is of one partition, so nobody else's ids are looked at
+    # Each key belongs to one partition, so the writer ignores ids of other partitions.
+    assert put(idle, 2, 0, "own8") == 1
 
 
 def test_marks_of_quiet_tables_of_all_writers_together_stay_within_a_quarter_of_the_window(
@@ -286,7 +292,7 @@ def test_columns_that_two_writers_add_are_there_once(tmp_path: Path) -> None:
     wider = catalog()[TABLE].evolved(schema)
     assert wider.schema.names != catalog()[TABLE].schema.names
     assert even.add_columns(wider)
-    assert put(odd, 1, 1, "b1") == 1  # narrower rows, on a snapshot from before
+    assert put(odd, 1, 1, "b1") == 1  # fewer columns, on the older snapshot
     assert odd.add_columns(wider)
     assert odd.tables[TABLE] is wider
     assert (

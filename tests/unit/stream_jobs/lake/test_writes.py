@@ -1,4 +1,8 @@
-"""The lake's hold on its tables, without Kafka: marks, windows, claims, compaction, values that no column can hold."""
+"""The lake's writes to its tables, without Kafka.
+
+The tests cover committed offsets, deduplication windows, leases, compaction and values that no
+column can hold.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +61,7 @@ def never(row: Row, why: str) -> None:
 
 
 def test_a_restart_reads_the_window_of_a_table_with_nested_columns(tmp_path: Path) -> None:
-    """The Delta client tells no file statistics of columns that stand behind a struct column."""
+    """The Delta client returns no file statistics for columns after a struct column."""
     lake, table = claimed(tmp_path), catalog()["steps"]
     step = records.Step(
         step_id="k~1.0", run_id="r", trajectory_key="k", call_id="k~1", choice_index=0,
@@ -86,7 +90,10 @@ def test_rows_below_the_mark_are_removed_whatever_the_batch(tmp_path: Path) -> N
 
 
 def test_a_writer_starts_again_behind_rows_of_every_table(tmp_path: Path) -> None:
-    """It finds the newest rows by the files' statistics, which deltalake loses behind a struct column."""
+    """A writer finds the newest rows by file statistics.
+
+    deltalake omits the statistics of columns after a struct column.
+    """
     lake = claimed(tmp_path)
     for name, table in catalog().items():
         row: list[Any] = [None] * len(table.columns)
@@ -107,7 +114,7 @@ def test_a_writer_starts_again_behind_rows_of_every_table(tmp_path: Path) -> Non
 
 
 def in_other_words(schema: pa.Schema) -> pa.Schema:
-    """The schema with other comments, inside structs too."""
+    """Return the schema with other comments, also inside structs."""
 
     def field(f: pa.Field) -> pa.Field:
         return pa.field(f.name, kind(f.type), metadata={"comment": "In other words."})
@@ -121,7 +128,7 @@ def in_other_words(schema: pa.Schema) -> pa.Schema:
 
 
 def test_a_lake_of_a_release_with_other_comments_is_written(tmp_path: Path) -> None:
-    """It keeps its comments; a column that it lacks comes with ours."""
+    """The lake keeps its comments; a missing column is added with the current comment."""
     for name, table in catalog().items():
         columns = [f for f in table.schema if f.name != "by"]
         create(
@@ -151,7 +158,7 @@ def test_a_lake_of_a_release_with_other_comments_is_written(tmp_path: Path) -> N
 
 
 def of_source(table: str, topic: str, first: int, count: int) -> list[Row]:
-    """Rows from a topic, of a table whose rows are told apart by id or by place alone."""
+    """Return rows of a topic for a table that identifies its rows by id or by offset alone."""
 
     def event(number: int) -> Any:
         if table == "rewards":
@@ -176,7 +183,10 @@ def of_source(table: str, topic: str, first: int, count: int) -> list[Row]:
 
 @pytest.mark.parametrize("table", ["rewards", "late_revisions"])
 def test_marks_only_rise_when_reading_begins_below_them(tmp_path: Path, table: str) -> None:
-    """For the sake of another table of the topic: what is read again must stay below the mark, also when another source moves on."""
+    """Another table of the topic may need an earlier start.
+
+    Rows that are read again stay below the committed offset, also when another source advances.
+    """
     lake = claimed(tmp_path, window=5)
     assert lake.append(table, of_source(table, "A", 0, 100), {("A", 0): 100}, never) == 100
     again = claimed(tmp_path, window=5)
@@ -210,7 +220,10 @@ def test_the_window_comes_back_with_the_newest_rows_only(tmp_path: Path) -> None
 
 
 def test_marks_of_quiet_tables_stay_within_a_quarter_of_the_window(tmp_path: Path) -> None:
-    """Over all sources together: half of it behind is too late for those who send again."""
+    """The bound is for all sources together.
+
+    A committed offset that is half a window behind would be too late for redelivered records.
+    """
     lake = claimed(tmp_path, window=100)
     lake.append("rewards", [], {SOURCE: 7, ("T", 1): 7}, never, commit_offsets=True)
     assert not lake.commit_due("rewards", {SOURCE: 20, ("T", 1): 19})
@@ -221,7 +234,7 @@ def test_marks_of_tables_without_rows_follow_by_empty_commits(tmp_path: Path) ->
     lake = claimed(tmp_path, window=200_000)
     assert lake.append("rewards", [], {SOURCE: 7}, never) == 0
     assert lake.committed_offsets("rewards", [SOURCE]) == {}
-    assert lake.commit_due("rewards", {SOURCE: 7})  # the first one comes at once
+    assert lake.commit_due("rewards", {SOURCE: 7})  # the first commit is due at once
     assert not lake.commit_due("rewards", {SOURCE: 0})
     assert lake.append("rewards", [], {SOURCE: 7}, never, commit_offsets=True) == 0
     assert lake.committed_offsets("rewards", [SOURCE]) == {SOURCE: 7}
@@ -297,7 +310,10 @@ def test_what_is_not_there_says_where_it_was_looked_for(tmp_path: Path) -> None:
 def test_a_commit_that_landed_with_an_error_behind_it_is_known_when_its_rows_are_sent_again(
     tmp_path: Path,
 ) -> None:
-    """A full disk lets the commit through and stops the checkpoint after it: what landed must be in the window, too."""
+    """A full disk allows the commit and fails the checkpoint after it.
+
+    The deduplication window must contain the committed rows.
+    """
     lake = claimed(tmp_path)
     for version in range(2, 45):
         (tmp_path / "rewards" / "_delta_log" / f"{version:020d}.checkpoint.parquet").mkdir()
@@ -305,7 +321,7 @@ def test_a_commit_that_landed_with_an_error_behind_it_is_known_when_its_rows_are
     for i in range(45):
         try:
             lake.append("rewards", rows(i, f"e{i}"), {SOURCE: i + 1}, never)
-        except Exception:  # noqa: BLE001 - whatever the Delta library makes of it
+        except Exception:  # noqa: BLE001 - any error of the Delta library
             landed = i
             break
     assert landed is not None and f"e{landed}" in ids(tmp_path)
@@ -320,7 +336,7 @@ def test_a_commit_that_landed_with_an_error_behind_it_is_known_when_its_rows_are
 
 
 def test_a_table_that_was_deleted_is_made_anew_and_its_writer_goes_on(tmp_path: Path) -> None:
-    """The claims of the other tables are higher than a new table's: they count."""
+    """The leases of the other tables count, whose epochs are higher than that of a new table."""
     former = [claimed(tmp_path) for _ in range(2)][-1]
     shutil.rmtree(tmp_path / "steps")
     lake = claimed(tmp_path)

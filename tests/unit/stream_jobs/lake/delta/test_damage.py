@@ -1,4 +1,8 @@
-"""A table with a file that can't be read: the others go on, the file is named, a repair takes the table back and nothing comes twice."""
+"""A table with an unreadable file.
+
+Other tables continue, the error names the file, and a repair restores the table without duplicate
+rows.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +34,10 @@ COMMITS, EACH = 25, 4
 
 
 class OneTopic:
-    """What a repair and a doctor ask of Kafka: a topic `claw.rewards` of one partition, whose log has offsets [low, 100)."""
+    """The part of Kafka that `repair` and `doctor` use.
+
+    It has a topic `claw.rewards` of one partition with the offsets [low, 100).
+    """
 
     def __init__(self, low: int = 0) -> None:
         self.low = low
@@ -67,7 +74,7 @@ def rewards(first: int, last: int) -> list[Row]:
 
 
 def feed(lake: Lake, table: str = "rewards", until: int = 100) -> int:
-    """What the feed does: read from the table's mark on, and write some at a time."""
+    """Read from the table's committed offset and append in batches of `EACH`, as a writer does."""
     mark = lake.committed_offsets(table, [SOURCE]).get(SOURCE, 0)
     return sum(
         lake.append(
@@ -85,7 +92,7 @@ def claimed(settings: Settings) -> Lake:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A lake with 100 rewards in 25 commits, a checkpoint among them."""
+    """A lake with 100 rewards in 25 commits and one checkpoint."""
     path = tmp_path_factory.mktemp("whole")
     assert feed(claimed(Settings(data_dir=path))) == 100
     assert len(list((path / "lake" / "rewards" / "_delta_log").glob("*.checkpoint.parquet"))) == 1
@@ -109,7 +116,7 @@ def last_commit(table: Path) -> Path:
 
 
 def data_file(table: Path) -> Path:
-    """One of the first of the data files."""
+    """Return the oldest data file."""
     return min(table.glob("*.parquet"), key=lambda p: p.stat().st_mtime_ns)
 
 
@@ -145,7 +152,7 @@ def missing_data(table: Path) -> Path:
 
 def flipped_data(table: Path) -> Path:
     path = data_file(table)
-    flipped(path, -6)  # the length of the footer
+    flipped(path, -6)  # inverts a byte of the footer length
     return path
 
 
@@ -154,7 +161,7 @@ DAMAGES: tuple[tuple[Damage, int], ...] = (
     (truncated_commit, 96), (garbled_commit, 96), (missing_commit, 88), (damaged_checkpoint, 100),
     (missing_data, 0), (flipped_data, 0),
 )  # fmt: skip
-"""With how many of the 100 rewards the repaired table still has."""
+"""Damage to the number of the 100 rewards that the repaired table still has."""
 
 
 @pytest.mark.parametrize(("damage", "left"), DAMAGES, ids=lambda v: getattr(v, "__name__", str(v)))
@@ -176,9 +183,8 @@ def test_the_others_go_on_and_the_repaired_table_has_each_row_once(
     assert not lake.recover()
 
     assert file in "".join(check(settings, "rewards"))
-    seen = (
-        [] if damage is flipped_data else ["rewards"]
-    )  # a file with its length is believed until it is read
+    # Only a read detects damage in a file of the expected length.
+    seen = [] if damage is flipped_data else ["rewards"]
     assert [t["table"] for t in tables(settings) if t["damage"] is not None] == seen
     flaws = [p.flaw for p in positions(settings, KAFKA) if p.flaw is not None]
     assert len(flaws) == len(seen) and all(

@@ -1,4 +1,7 @@
-"""Care beside a writer, versions and snapshots, retention, a full disk: real Delta tables, no Kafka."""
+"""Maintenance beside a writer, versions and snapshots, retention, a full disk.
+
+The tests use real Delta tables and no Kafka.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,7 @@ NOW = datetime(2026, 5, 1, tzinfo=UTC)
 
 
 def rows(lake: Lake, first: int, *ids: str, at_ms: int = 5_000, **changes: Any) -> list[Row]:
-    """Rewards with these ids, from offset `first`, as the log took them at `at_ms`."""
+    """Return rewards with these ids, from offset `first`, with the Kafka timestamp `at_ms`."""
 
     def reward(event_id: str) -> records.Reward:
         values: dict[str, Any] = {
@@ -95,7 +98,7 @@ def ids(settings: Settings, **versions: int) -> list[str]:
 
 
 def days(number: float) -> int:
-    """Milliseconds of so many days before NOW."""
+    """Return the epoch milliseconds of this many days before NOW."""
     return int((NOW - timedelta(days=number)).timestamp() * 1000)
 
 
@@ -110,7 +113,8 @@ def test_rows_that_are_too_old_go_and_neither_marks_nor_ids_suffer(
     done = {d.table: d.deleted_rows for d in maintain(keeping, now=NOW)}
     assert done["rewards"] == 3
     assert sum(done.values()) == 3
-    # the writer had the table open: its commit collides with the deletion, and is repeated on the newer version
+    # The writer had the table open: its commit conflicts with the deletion and is retried on the
+    # newer version.
     assert lake.append("rewards", held, {SOURCE: 5}, never) == 1
     assert ids(settings) == ["d", "e"]
     assert put(lake, 3, "d", "e") == 0
@@ -124,7 +128,7 @@ def test_rows_that_are_too_old_go_and_neither_marks_nor_ids_suffer(
 def test_a_commit_that_a_deletion_overtakes_is_repeated(
     settings: Settings, lake: Lake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between the writer's look at the table and its commit."""
+    """The deletion happens between the writer's read of the table and its commit."""
     put(lake, 0, "a", at_ms=days(100))
     put(lake, 1, "b", at_ms=days(1))
     keeping = settings.model_copy(update={"lake": LakeSettings(retention_days={"rewards": 90})})
@@ -172,7 +176,7 @@ def test_a_new_column_reaches_the_table_while_its_writer_runs(
         ("waited", None),
         ("after", "red"),
     ]
-    # an older release again, whose rows have fewer columns; views and its own appends still work
+    # A restarted older release, whose rows have fewer columns: views and its appends still work.
     older = Lake(settings.lake_uri, {}, 100)
     older.acquire()
     assert put(older, 3, "older") == 1
@@ -185,7 +189,7 @@ def test_a_new_column_reaches_the_table_while_its_writer_runs(
     }
     assert comments["team"] == {"comment": "Who."}
     assert all(m.get("comment") for m in comments.values())
-    # the compacted file has it as well
+    # The compacted file has the column too.
     assert any(d.merged_files for d in maintain(settings.model_copy(), ["rewards"])) is False
     assert len(connect(settings).execute(query).fetchall()) == 4
 
@@ -211,7 +215,7 @@ def test_columns_that_do_not_fit_are_refused_and_the_lake_goes_on(
 
 
 def test_what_is_no_fault_of_the_columns_is_no_refusal(settings: Settings, lake: Lake) -> None:
-    """The writer must end and be started again: rows without the new columns would be lost for them."""
+    """The writer must restart: otherwise it would write rows without the new columns."""
     schema = expanded(shipped("Reward"))
     schema["fields"] = [
         *schema["fields"],
@@ -237,9 +241,8 @@ def test_versions_snapshots_and_what_vacuum_leaves(
     then = datetime.fromisoformat(snapshot["at"])
     clock = tmp_path / "clock"
     clock.touch()
-    while (
-        datetime.fromtimestamp(clock.stat().st_mtime, UTC) <= then
-    ):  # versions have the times of files, which tick slowly
+    # Versions have file timestamps, which are coarse.
+    while datetime.fromtimestamp(clock.stat().st_mtime, UTC) <= then:
         clock.touch()
     for i in range(1, 12):
         put(lake, i, f"b{i}")
@@ -265,7 +268,7 @@ def test_versions_snapshots_and_what_vacuum_leaves(
     (done,) = maintain(settings, ["rewards"])
     assert (done.merged_files, done.made_files, done.deleted_files) == (12, 1, 0)
     gone = settings.model_copy(update={"lake": LakeSettings(history_days=1e-9)})
-    assert vacuum(gone, "rewards") == 11  # one file is kept by the snapshot
+    assert vacuum(gone, "rewards") == 11  # the snapshot keeps one file
     assert counted("first") == 1
     with pytest.raises(
         LakeMissing,
@@ -349,7 +352,7 @@ def test_a_kept_pin_is_never_replaced(settings: Settings, lake: Lake) -> None:
 
 
 def test_of_pins_kept_at_once_under_one_name_one_stays(settings: Settings, lake: Lake) -> None:
-    """All of them find the name free. What a killed one has left, a draft, is no snapshot."""
+    """All of them find the name unused. The draft of a killed process is not a snapshot."""
     together = threading.Barrier(4)
 
     def kept(_: int) -> dict[str, Any] | SnapshotError:
@@ -372,7 +375,7 @@ def test_of_pins_kept_at_once_under_one_name_one_stays(settings: Settings, lake:
 
 
 def test_a_table_that_a_pin_lacks_is_empty(settings: Settings, lake: Lake, tmp_path: Path) -> None:
-    """An older release made it, before the table came."""
+    """An older release took the snapshot before the table existed."""
     put(lake, 0, "a")
     old = take_snapshot(settings)
     del old["versions"]["rewards"]
@@ -420,7 +423,7 @@ def test_the_process_cares_and_is_started_when_it_is_time(settings: Settings, la
     keeper = MaintenanceRunner(
         settings.model_copy(update={"lake": LakeSettings(care_interval_s=1e-6)})
     )
-    while keeper._process is None:  # a fast machine looks before even that interval is over
+    while keeper._process is None:  # on a fast machine the interval may not have passed yet
         keeper.poll()
     assert keeper._process.wait(300) == 0
     assert len(open_table(settings.lake_uri, "rewards", {}).file_uris()) == 1
@@ -502,7 +505,10 @@ assert put(lake, 160, "z") == 1
 
 @pytest.mark.long
 def test_a_full_disk_is_said_and_costs_nothing(tmp_path: Path) -> None:
-    """On a file system of 4 MB in a mount namespace of its own: before there are tables, while rows are written, and at the end."""
+    """The disk is full before the tables exist, while rows are written, and at the end.
+
+    The test uses a file system of 4 MB in its own mount namespace.
+    """
     done = subprocess.run(
         ["unshare", "-rm", sys.executable, "-c", FULL, str(tmp_path), str(Path(__file__).parent)],
         capture_output=True, text=True, timeout=120, cwd=Path(__file__).parents[5],

@@ -1,4 +1,7 @@
-"""What the lake reads of a value is what any reader reads of it, whoever wrote it; newer schemas bring columns, broken bytes are an error."""
+"""The lake's Avro reader returns the same values as other readers, whichever release wrote them.
+
+Newer schemas add columns; malformed bytes are an error.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +60,7 @@ PLAIN = {
 
 
 def values_of(hint: Any) -> st.SearchStrategy[Any]:
-    """Any value of a field of a record."""
+    """Return a strategy for any value of a record's field."""
     origin, inside = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Literal:
         return st.sampled_from(inside)
@@ -123,7 +126,11 @@ def test_fields_that_are_left_out_are_stepped_over() -> None:
 
 
 def newer_trajectory() -> dict[str, Any]:
-    """The schema of a release to come: fields at the end, in the middle of none, of every kind, and inside a list of records."""
+    """Return the trajectory schema of a future release.
+
+    It adds fields of every kind at the end, and fields inside a list of records; it adds none in
+    the middle.
+    """
     schema = copy.deepcopy(shipped("Trajectory"))
     steps = next(f for f in schema["fields"] if f["name"] == "steps")
     steps["type"]["items"]["fields"].append(
@@ -196,7 +203,7 @@ def test_what_a_newer_writer_wrote_is_read_with_its_fields() -> None:
     (row,) = wider.arrow([wider.row(fields, {}, ("T", 0, 0, 0))]).to_pylist()
     assert (row["team"], row["seen_at"].microsecond, row["extra_ids"]) == ("red", 5, [1])
     assert row["facts"] == [{"key": "a", "weight": 0.5}]
-    # our own values, of before, by the same wider table
+    # The wider table also reads values of our own schema.
     ours = wider.reads(expanded(shipped("Trajectory")))
     plain: dict[str, Any] = {
         k: v for k, v in record.items() if k not in ("team", "seen_at", "extra_ids", "facts", "odd")
@@ -223,14 +230,14 @@ def test_schemas_that_differ_in_kind_keep_ours() -> None:
 
 
 class _Alone:
-    """A decoder that looks nothing up."""
+    """A decoder that does not read unknown schemas from Kafka."""
 
     def __init__(self, codec: Codec) -> None:
         self.decode = codec.decode
 
 
 def deep(kind: str, depth: int) -> dict[str, Any]:
-    """The schema of a reward with a field of so many types inside one another."""
+    """Return the schema of a reward with a field of `depth` nested types."""
     inner: Any = "string"
     for n in range(depth):
         inner = {
@@ -249,8 +256,9 @@ def deep(kind: str, depth: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("kind", "depth", "column"),
-    [("array", 5, True), ("map", 9, True), ("array", 11, False), ("map", 60, False), ("record", 15, True),
-     ("record", 60, False), ("array", 100, False), ("array", 400, False), ("record", 300, False)],
+    [("array", 5, True), ("map", 9, True), ("array", 11, False), ("map", 60, False),
+     ("record", 15, True), ("record", 60, False), ("array", 100, False), ("array", 400, False),
+     ("record", 300, False)],
 )  # fmt: skip
 def test_a_type_nested_too_deeply_for_a_column_leaves_the_rest_of_the_record(
     kind: str, depth: int, column: bool
@@ -264,9 +272,8 @@ def test_a_type_nested_too_deeply_for_a_column_leaves_the_rest_of_the_record(
 
     try:
         fingerprint = schemas.announce(json.dumps(schema))
-    except (
-        Undecodable
-    ):  # deeper than fastavro goes: there is no such schema then, and none of its records
+    except Undecodable:
+        # fastavro rejects deeper types: neither the schema nor its records exist then.
         assert depth >= 300
         return
     rows_of = RowDecoder(schemas, typing.cast(Decoder, _Alone(schemas)), catalog(), add_columns)
@@ -335,7 +342,10 @@ def test_types_merge_down_to_fields_of_structs_in_lists() -> None:
 
 
 def test_every_archived_schema_is_read() -> None:
-    """Whatever an older release wrote on Kafka or left in a topic: by the compiled reader or, where types changed, by the record."""
+    """The lake can read all records of older releases.
+
+    The compiled reader reads them, or the record reader where types have changed.
+    """
     for schema in archived():
         for table in catalog().values():
             if table.derived is None and schema["name"].rpartition(".")[2] in table.records:

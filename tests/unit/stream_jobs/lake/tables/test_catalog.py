@@ -1,4 +1,4 @@
-"""Records to Arrow and back: nothing of a record is lost but what a table leaves out on purpose."""
+"""Records to Arrow and back: a table keeps every field that it does not omit on purpose."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ micros = st.integers(0, 2**51)
 
 @st.composite
 def steps(draw: st.DrawFn) -> events.Step:
-    """Steps with any tokens, text and versions; the plain fields are drawn in one go to keep it quick."""
+    """Draw steps with any tokens, text and versions.
+
+    One drawn value sets several plain fields, for speed.
+    """
     a, b, number = draw(words), draw(words), draw(micros)
     maybe = draw(st.booleans())
     spans = draw(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=2))
@@ -52,7 +55,7 @@ def steps(draw: st.DrawFn) -> events.Step:
 
 
 def samplings() -> st.SearchStrategy[events.Sampling]:
-    """How tokens were sampled, known in full or in part."""
+    """Return a strategy for full and partial sampling settings."""
     return st.builds(
         events.Sampling,
         source=st.sampled_from(["engine", "request"]),
@@ -279,7 +282,7 @@ KEYLESS = replace(IDS, key=())
 
 
 def rows_with(*ids_and_places: tuple[int, int, int]) -> list[Row]:
-    """Rows of (id, partition, offset)."""
+    """Return rows of (id, partition, offset)."""
     return [(i, "T", p, o, 0) for i, p, o in ids_and_places]
 
 
@@ -331,7 +334,11 @@ fates = st.lists(
 def test_a_crash_at_any_flush_loses_and_doubles_nothing(
     sent: list[int], fates: list[tuple[int, str, int]]
 ) -> None:
-    """The protocol on values: flushes of any length, a crash before or after a commit, restart at or before the mark."""
+    """Test the commit protocol on values.
+
+    Flushes have any length; a crash comes before or after a commit; a restart reads from the
+    committed offset or below it.
+    """
     log = rows_with(*((i, 0, o) for o, i in enumerate(sent)))
     table: list[Row] = []
     mark, position, window = 0, 0, DedupeWindow(1000)

@@ -1,4 +1,4 @@
-"""Fields of other releases widen a table of the lake up to a limit; a record beyond that is a dead letter."""
+"""Fields of other releases add columns up to a limit; a record beyond it is a dead letter."""
 
 from __future__ import annotations
 
@@ -36,7 +36,11 @@ def lake(settings: Settings) -> Lake:
 
 
 def with_fields(names: list[str], inside: bool = False) -> Any:
-    """The schema of a reward with more fields; inside: those of one struct."""
+    """Return the schema of a reward with more fields.
+
+    Args:
+        inside: whether the fields belong to one struct.
+    """
     schema = expanded(shipped("Reward"))
     more = [{"name": n, "type": ["null", "string"], "default": None, "doc": "New."} for n in names]
     if inside:
@@ -48,7 +52,7 @@ def with_fields(names: list[str], inside: bool = False) -> Any:
 def test_a_table_gets_so_many_fields_of_others_and_no_more_whoever_writes(
     settings: Settings, lake: Lake
 ) -> None:
-    """Fields of structs count, and those that a former writer added; what is there already is no more."""
+    """Fields of structs and fields that an earlier writer added count; existing fields do not."""
     many = [f"n{i}" for i in range(MORE_FIELDS)]
     with pytest.raises(
         TooManyFields, match=f"rewards .* {MORE_FIELDS + 1} fields .* at most {MORE_FIELDS} "
