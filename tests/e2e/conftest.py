@@ -1,4 +1,4 @@
-"""What only end-to-end tests need."""
+"""Fixtures of the end-to-end tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A second admission, trainer or lake writer beside `clawstream up`: the newer works on, the older is fenced and stays down."""
+"""A second admission, trainer or lake writer beside `clawstream up`.
+
+The newer process continues; the older process is fenced and stays stopped.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +55,8 @@ def test_the_newer_takes_over_and_the_older_stays_down(installation: Settings) -
             ("lake", "lake_follows"),
         ):
             running.until_says(f"second-{name}", begun)
-        # Nobody is told: an idle process finds out by its next write. One group makes all three write.
+        # An idle process notices the takeover at its next write. One group makes all three
+        # processes write.
         feed.group("second")
         for name in FENCED:
             running.until_state(name, "fenced")

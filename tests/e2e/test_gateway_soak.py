@@ -1,8 +1,8 @@
-"""200,000 calls through one gateway process: its memory does not grow with what it has served.
+"""Send 200,000 calls to one gateway process: its memory must not grow with the served calls.
 
-Every call is of another kind than the one before: four protocols, plain and streamed, trajectories named by path, header or session key,
-buckets that nobody has named, models nobody has asked for, rewards and completions between them, clients that leave. What a gateway keeps of any
-of these has to be bounded; 200,000 calls bring more of each than any bound.
+Consecutive calls differ: four protocols, plain and streamed replies, trajectories named by path,
+header or session key, anonymous sessions, new model names, rewards and completions, clients that
+disconnect. The gateway must bound its memory of each of these; 200,000 calls exceed every bound.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from schemas.settings import Settings
 
 CALLS = 200_000
 FROM = 50_000
-"""Memory is compared with that after so many calls: caches are full by then."""
+"""Number of calls after which memory is measured first: the caches are full then."""
 ROUND = 5_000
 CONCURRENCY = 48
 LEAVERS = 2
@@ -55,7 +55,10 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(3500)]
 
 
 def body_of(i: int, path: str, said: str) -> dict[str, Any]:
-    """A request of some kilobytes, its model one of more than the gateway remembers."""
+    """Return a request of a few kilobytes.
+
+    The calls use more model names than the gateway remembers.
+    """
     model = f"policy-{i % 7000}" if i % 10 == 0 else "policy"
     system, turn = "You are a careful agent. " * 60, {"role": "user", "content": said}
     stream = {"stream": True} if (i // 4) % 2 else {}
@@ -76,7 +79,10 @@ def body_of(i: int, path: str, said: str) -> dict[str, Any]:
 
 
 def place_of(i: int, path: str) -> tuple[str, dict[str, str]]:
-    """Path and headers of the i-th call: trajectories of some calls, named in one way or another, or not at all."""
+    """Return path and headers of the i-th call.
+
+    Consecutive calls share a trajectory, which they name in one of three ways or not at all.
+    """
     key = f"soak-{i // 8}"
     match (i // 8) % 4:
         case 0:
@@ -87,16 +93,15 @@ def place_of(i: int, path: str) -> tuple[str, dict[str, str]]:
                 "x-clawstream-group": f"group-{i // 64}",
             }
         case 2:
-            # Short ones, so that the cache of keys is full when it is first measured.
+            # Short trajectories, so that the cache of keys is full at the first measurement.
             token = SESSIONS.mint(TrajectoryRef("default", f"soak-{i // 2}", None, "train"))
             return f"/v1{path}", {"authorization": f"Bearer {token}"}
-    return f"/v1{path}", {
-        "authorization": f"Bearer someone-{i // 80}"
-    }  # a bucket, told by caller and first turn
+    # An anonymous session, identified by caller and first turn.
+    return f"/v1{path}", {"authorization": f"Bearer someone-{i // 80}"}
 
 
 def request(i: int) -> bytes:
-    """The i-th call: mostly of a model; every 50th is a reward, every 50th a completion."""
+    """Return the i-th call: a model call, except for one reward and one completion in 50 calls."""
     path = PATHS[i % 4]
     if i % 50 == 48:
         said: dict[str, Any] = {
@@ -121,7 +126,7 @@ def _http(path: str, headers: dict[str, str], body: bytes) -> bytes:
 
 
 async def leave(port: int, numbers: Iterator[int]) -> int:
-    """Begin streams and leave them, until cancelled; how many."""
+    """Start streams and disconnect until cancelled; return the number of disconnects."""
     left = 0
     try:
         while True:
@@ -138,7 +143,7 @@ async def leave(port: int, numbers: Iterator[int]) -> int:
 
 
 async def rounds(port: int, first: int, calls: int) -> int:
-    """Make calls, with clients beside them that leave; how many left."""
+    """Make calls while other clients disconnect; return the number of disconnects."""
     numbers = itertools.count(first)
     leaving = [asyncio.create_task(leave(port, numbers)) for _ in range(LEAVERS)]
     outcome = await load(port, lambda i: request(first + i), calls, CONCURRENCY)
@@ -150,7 +155,7 @@ async def rounds(port: int, first: int, calls: int) -> int:
 
 @contextmanager
 def running(name: str, argv: list[str], log: Path) -> Iterator[psutil.Process]:
-    """A process; killed at the end if it is still there."""
+    """Start a process and kill it at the end."""
     environ = ENVIRON | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
     with log.open("ab") as out:
         child = subprocess.Popen(
@@ -172,7 +177,7 @@ def scraped(port: int, path: str = "/metrics") -> str:
 
 
 def counted(text: str, name: str) -> float:
-    """Sum of the samples whose name begins so."""
+    """Return the sum of the samples whose names start with `name`."""
     return sum(float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line.startswith(name))
 
 
@@ -222,9 +227,8 @@ def test_memory_does_not_grow_with_the_calls_served(
                 f"{time.monotonic() - began:.0f} s",
                 flush=True,
             )
-        eventually(
-            lambda: counted(scraped(port), "clawstream_gateway_in_flight") == 0
-        )  # the last that left
+        # The gateway finishes the calls of the clients that disconnected.
+        eventually(lambda: counted(scraped(port), "clawstream_gateway_in_flight") == 0)
         told = scraped(port)
     assert counted(told, "clawstream_gateway_steps_answered_total") == CALLS - 2 * (CALLS // 50)
     assert counted(told, 'clawstream_gateway_steps_recorded_total{status="aborted"}') > left / 2 > 0

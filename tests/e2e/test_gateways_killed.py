@@ -1,7 +1,9 @@
-"""Two gateways under 64 agents at once: each killed with SIGKILL, then the broker stopped for 20 s, with assemble and lake behind them.
+"""Two gateways serve 64 agents, with assemble and the lake behind them.
 
-Every call that was answered has its steps on Kafka and exactly one lake row each; nothing hangs. Through the kills a trajectory whose
-turns alternate between the gateways keeps its order. Not so through an outage of Kafka, where each gateway has a spool of its own.
+Each gateway is killed with SIGKILL, then the broker is stopped for 20 s. Every answered call has
+its steps on Kafka and exactly one lake row for each, and no call hangs. During the kills, a
+trajectory whose turns alternate between the gateways keeps its order. An outage of Kafka does not
+keep the order, because each gateway has its own spool.
 """
 
 from __future__ import annotations
@@ -33,16 +35,16 @@ from schemas.settings import Settings
 AGENTS = 64
 TURNS = 4
 EACH_PHASE = 300
-"""Calls that are answered between two faults."""
+"""Number of answered calls between two faults."""
 BROKER_STOPS_S = 20.0
 HANGS_S = 120.0
-"""A call that takes longer hangs."""
+"""Longest duration of a call; a longer call counts as hanging."""
 PATIENCE_S = 400.0
-"""With all that a slow machine has to do."""
+"""Timeout that also suffices on a slow machine."""
 
 
 def script(request: Any) -> Script:
-    """Tokens that grow as the conversation does: every message is one token, and a reply's is that of its turn."""
+    """Return one token per message and one for the reply, so that each prompt extends the last."""
     ids = [hash_of(m["content"]) for m in request["messages"]]
     reply = f"reply {len(ids)} to {request['messages'][-1]['content']}"
     return Script(
@@ -53,12 +55,17 @@ def script(request: Any) -> Script:
 
 
 def hash_of(text: str) -> int:
-    """A token for a text."""
+    """Return a token for a text."""
     return int.from_bytes(text.encode()[-3:], "big") + 7 * len(text) if text else 1
 
 
 class Agents:
-    """Sixty-four of them. answered: step ids by trajectory, in the order of the replies. A call that fails is made again, with its key."""
+    """Sixty-four agents. They repeat a failed call with the same idempotency key.
+
+    Attributes:
+        answered: step ids by trajectory, in the order of the replies.
+        completed: keys of the completed trajectories, in order.
+    """
 
     def __init__(self, ports: list[int]) -> None:
         self.ports, self.stop = ports, asyncio.Event()
@@ -67,7 +74,7 @@ class Agents:
         self.calls = self.failed = 0
 
     async def run(self) -> None:
-        """Until `stop`."""
+        """Run the agents until `stop` is set."""
         timeout = aiohttp.ClientTimeout(total=HANGS_S)
         async with aiohttp.ClientSession(
             timeout=timeout, connector=aiohttp.TCPConnector(limit=0)
@@ -121,7 +128,7 @@ class Agents:
             await asyncio.sleep(0.1)
 
     async def more(self, calls: int) -> None:
-        """Wait until so many more calls are answered."""
+        """Wait until this many more calls are answered."""
         goal = self.calls + calls
         async with asyncio.timeout(PATIENCE_S):
             while self.calls < goal:  # noqa: ASYNC110 - many tasks count
@@ -141,7 +148,7 @@ def installation(home: Path, engine_url: str) -> Settings:
 
 @asynccontextmanager
 async def second_gateway(running: Up, port: int) -> AsyncIterator[int]:
-    """A gateway beside the supervised one; gives its pid."""
+    """Run a second gateway beside the supervised gateway; yield its process id."""
     log = (running.home / "gateway-1.log").open("ab")
     words = [
         *overrides_of(running.settings),
@@ -162,7 +169,7 @@ async def second_gateway(running: Up, port: int) -> AsyncIterator[int]:
 
 
 async def answers(port: int) -> None:
-    """Wait until a gateway has Kafka and an engine."""
+    """Wait until a gateway is connected to Kafka and an engine."""
     async with asyncio.timeout(PATIENCE_S), aiohttp.ClientSession() as http:
         while True:
             try:
@@ -175,7 +182,11 @@ async def answers(port: int) -> None:
 
 
 async def faults(running: Up, agents: Agents, second_port: int) -> list[str]:
-    """Kill one gateway, then the other, then stop the broker; the agents go on through all of it. Gives what was complete before it stopped."""
+    """Kill one gateway, then the other, then stop the broker, while the agents continue.
+
+    Returns:
+        The trajectories that were complete before the broker stopped.
+    """
     pid = running.table["gateway"]["pid"]
     async with second_gateway(running, second_port) as second:
         await agents.more(EACH_PHASE)
@@ -202,7 +213,7 @@ async def faults(running: Up, agents: Agents, second_port: int) -> list[str]:
 
 
 def children(pid: int) -> list[str]:
-    """Process ids of the children."""
+    """Return the process ids of the children."""
     return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
 
 
@@ -227,7 +238,7 @@ def test_what_was_answered_is_kept_once_and_in_order(tmp_path: Path) -> None:
 
 
 def check(running: Up, feed: Feed, agents: Agents, answered: set[str], in_order: list[str]) -> None:
-    """Kafka, lake and trajectories hold what the agents were told."""
+    """Assert that Kafka, the lake and the trajectories contain the answered calls."""
     topics = feed.topics
     assert agents.failed > 0, "the faults were not felt"
 

@@ -1,4 +1,7 @@
-"""`kill -9` at random of every stream job, admission, the lake writer and the broker, under load; then everything is counted and folded again."""
+"""Kill every stream job, admission, the lake writer and the broker at random, under load.
+
+Then count all records and fold them again.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,12 @@ PROCESSES = ("broker", "assemble", "reward", "admit", "lake")
 def kill_at_random(
     home: Path, kills: int, steps: int, rate: float, pause_s: float, seed: int
 ) -> None:
-    """pause_s: between two kills, on average."""
+    """Kill processes at random and check the result.
+
+    Args:
+        rate: steps per second.
+        pause_s: average time between two kills, in seconds.
+    """
     rng = random.Random(seed)
     victims = [
         v for _ in range(-(-kills // len(VICTIMS))) for v in rng.sample(VICTIMS, len(VICTIMS))
@@ -28,7 +36,8 @@ def kill_at_random(
         made.until_batches(1)
         begun, broker_killed = time.monotonic(), list[float]()
         for victim in victims:
-            time.sleep(rng.uniform(0, 2 * pause_s))  # where in its work it dies is chance
+            # A random pause, so that the kill hits any point of the work.
+            time.sleep(rng.uniform(0, 2 * pause_s))
             made.kill(victim)
             if victim == "broker":
                 broker_killed.append(time.monotonic())
@@ -45,9 +54,8 @@ def kill_at_random(
         assert all(restarts), f"somebody was never killed: {restarts}"
         made.stop()
     logs.check_lake()
-    since, until = longest_pause(
-        acks
-    )  # of several kills, when the broker was killed again before it served
+    # One pause can contain several kills, if the broker is killed again before it serves.
+    since, until = longest_pause(acks)
     pause = {
         "longest_pause_of_acks_s": round(until - since, 1),
         "broker_kills_in_it": sum(since <= t <= until for t in broker_killed),
@@ -57,7 +65,7 @@ def kill_at_random(
 
 @pytest.mark.timeout(1500)
 def test_killed_at_random(tmp_path: Path) -> None:
-    """The short version of the one below."""
+    """The short version of `test_a_hundred_kills`."""
     kill_at_random(
         tmp_path, kills=12, steps=10_000, rate=400.0, pause_s=2.5, seed=random.randrange(1 << 30)
     )
@@ -66,7 +74,7 @@ def test_killed_at_random(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 def test_a_hundred_kills(tmp_path: Path) -> None:
-    """102 kills over 200,000 steps: about 17 minutes on two cores."""
+    """102 kills during 200,000 steps: about 17 minutes on two cores."""
     kill_at_random(
         tmp_path, kills=102, steps=200_000, rate=500.0, pause_s=7.0, seed=random.randrange(1 << 30)
     )

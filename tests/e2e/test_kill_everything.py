@@ -1,7 +1,8 @@
-"""`kill -9` of every part of the running loop, one after the other, on real parts; then everything is counted.
+"""Kill every part of the running loop with SIGKILL, one after the other; then count all records.
 
-The loop is the demo's own: real agents, gateway, Kafka, Faust, Delta Lake, trainer and vLLM, under the supervisor of
-`clawstream up`. The model is hardly warm-started: here nothing is learned, everything is counted.
+The loop is the demo: real agents, gateway, Kafka, Faust, Delta Lake, trainer and vLLM, under the
+supervisor of `clawstream up`. The model is barely warm-started, because this test checks counts,
+not learning.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ BACK_TIMEOUT_S = 400.0
 
 
 class Loop:
-    """A demo in the background."""
+    """The demo as a background process."""
 
     def __init__(self, home: Path) -> None:
         rng = random.Random(os.getpid())
         self.home = home
-        # Other batch boundaries in every run: what is exactly once must not depend on them.
+        # Batch boundaries differ in every run: exactly-once delivery must not depend on them.
         flush_rows, flush_s = rng.randrange(5, 60), rng.uniform(0.1, 1.0)
         self.log = (home.parent / "demo.log").open("wb")
         self.process = subprocess.Popen(
@@ -63,14 +64,14 @@ class Loop:
 
     @property
     def table(self) -> dict[str, Any]:
-        """The supervisor's table of processes."""
+        """Return the supervisor's table of processes."""
         try:
             return dict(json.loads((self.home / "up.json").read_text())["processes"])
         except (OSError, ValueError):
             return {}
 
     def versions(self) -> int:
-        """Versions that the trainer has published, seen from outside."""
+        """Return the newest published sync index, read from the weights directory."""
         return len(list((self.home / "weights" / "demo").glob("*"))) and self._newest()
 
     def _newest(self) -> int:
@@ -78,7 +79,7 @@ class Loop:
         return max((int(n.partition(".")[0]) for n in names), default=0)
 
     def wait_for_version(self, sync_index: int, timeout_s: float) -> None:
-        """Wait until the loop has got so far. The demo itself must be alive."""
+        """Wait until the loop has published this version. The demo process must be alive."""
         deadline = time.monotonic() + timeout_s
         while self.versions() < sync_index:
             assert self.process.poll() is None, self.tail("the demo ended early")
@@ -88,7 +89,7 @@ class Loop:
             time.sleep(0.1)
 
     def pids(self, victim: str) -> list[int]:
-        """Processes to kill: the victim itself, not the supervisor's wrapper around it."""
+        """Return the process ids of the victim, without the supervisor's wrapper around it."""
         if victim == "broker":
             return [
                 int(p.read_text().split()[0])
@@ -100,7 +101,7 @@ class Loop:
         return [self.table[victim]["pid"]]
 
     def tail(self, why: str) -> str:
-        """The end of all logs, for a failed assertion."""
+        """Return the end of all logs, for a failed assertion."""
         parts = [why]
         for path in (self.home.parent / "demo.log", *sorted((self.home / "logs").glob("*.log"))):
             parts.append(
@@ -132,7 +133,7 @@ def test_nothing_is_lost_or_doubled(loop: Loop) -> None:
         assert pids, loop.tail(f"no process of {victim}")
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
-        # Back by itself: the loop turns again, through every part.
+        # The part restarts by itself, and the loop passes through every part again.
         loop.wait_for_version(before + 2, BACK_TIMEOUT_S)
     code = loop.process.wait(1200)
     assert code == 0, loop.tail(f"the demo ended with {code}")

@@ -1,6 +1,7 @@
-"""Poison on every topic, with everything running: each record gets its dead letter from the topic's owner, and the partition goes on.
+"""Invalid records on every topic while all processes run.
 
-Who owns which topic: docs/dead-letters.md, "Who buries".
+The owner of the topic writes a dead letter for each record, and the partition continues. For the
+owners of the topics see docs/dead-letters.md, "Who buries".
 """
 
 from __future__ import annotations
@@ -45,27 +46,33 @@ from schemas.tokens import pack_ids, pack_logprobs
 
 RUN = "poisoned"
 UNKNOWN = MAGIC + b"unknown!" + b"body"
-WRONG_TYPE = RunEnded(run_id="nobody", created_at=0)  # its place is the candidates' topic
+WRONG_TYPE = RunEnded(run_id="nobody", created_at=0)  # belongs to the candidates topic
 REASONS = ["invalid", "undecodable", "undecodable", "unknown_schema"]
 COMPACTED = ["invalid", "undecodable", "unknown_schema"]
-"""A tombstone is no poison on a compacted topic: a worker's clean exit, a schema that is taken back."""
+"""Expected reasons for a compacted topic.
+
+A tombstone is valid there: it is a worker's clean exit or a withdrawn schema.
+"""
 
 
 class Poisoned(Feed):
-    """A feed that can also write what does not belong there, and what only a newer release could have written."""
+    """A feed that can also write invalid records and records of a newer release."""
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
         self._announced: set[str] = set()
 
     def poison(self, topic: str, key: bytes, wrong: Any = WRONG_TYPE) -> None:
-        """Garbage, a tombstone, a fingerprint that nobody has announced, a record of another type."""
+        """Write garbage, a tombstone, an unannounced fingerprint and a record of another type."""
         for value in (b"garbage", None, UNKNOWN, self.codec.encode(wrong)):
             self.producer.put(topic, key, value)
         self.producer.flush()
 
     def newer(self, event: Any) -> bytes:
-        """The record as a newer release writes it: with one more field. Announces its schema first."""
+        """Return the record as a newer release writes it: with one more field.
+
+        Announces the schema first.
+        """
         name = type(event).__name__
         schema = shipped(name) | {
             "fields": [*shipped(name)["fields"], {"name": "added_later", "type": "string"}]
@@ -93,13 +100,16 @@ class Poisoned(Feed):
 
 
 class Installation:
-    """One for all tests of this file: starting a trainer costs 10 s. Each test poisons another topic."""
+    """The installation of all tests of this file, because a trainer takes 10 s to start.
+
+    Each test writes invalid records to another topic.
+    """
 
     def __init__(self, running: Up, feed: Poisoned) -> None:
         self.up, self.feed, self.topics, self.codec = running, feed, feed.topics, feed.codec
 
     def buried(self, topic: str, owner: str, reasons: list[str] = REASONS) -> None:
-        """Each poison record has one dead letter, by the owner, with all that was in the record."""
+        """Assert that the owner wrote one dead letter, with all content, for each invalid record."""
         self.up.until(
             lambda: len(self.feed.letters(topic)) >= len(reasons),
             f"dead letters of {topic} by {owner}",
@@ -116,7 +126,7 @@ class Installation:
             assert (letter.key, letter.value) == (record.key, record.value)
 
     def trains(self, group: str) -> None:
-        """The whole way still works: a group's trajectories become a batch, that batch a version."""
+        """Assert that the loop still works: a group's trajectories become a batch and a version."""
         before = len(self.feed.versions())
         self.feed.group(group)
         self.up.until(lambda: group in self.feed.groups(), f"{group} is admitted")
@@ -288,7 +298,7 @@ def test_weights(there: Installation) -> None:
     there.buried(topic, "lake")
 
     async def heard() -> WeightVersion | None:
-        """What a rollout worker would load."""
+        """Return the version that a rollout worker would load."""
         versions, changed = Versions("other"), asyncio.Event()
         feed = WeightsFeed(there.feed.cluster, there.topics, versions, changed)
         failed = feed.start()
@@ -312,7 +322,7 @@ def test_workers(there: Installation) -> None:
     there.feed.put_newer(topic, b"w0", status)
 
     async def buried() -> list[Message]:
-        """What a gateway would bury until it knows the worker."""
+        """Return the dead letters of a gateway until it has discovered the worker."""
         registry, out = EngineRegistry(), list[Message]()
         feed = EngineDiscovery(
             there.feed.cluster, there.feed.settings, registry, Codec(), lambda: 0.0, out.append
@@ -331,7 +341,7 @@ def test_workers(there: Installation) -> None:
 
 
 def test_schemas(there: Installation) -> None:
-    """What is announced behind poison is known."""
+    """A schema that is announced after invalid records is known."""
     topic = there.topics.schemas
     there.feed.poison(topic, b"poison")
     there.buried(topic, "lake", COMPACTED)
@@ -357,7 +367,10 @@ def test_dead_letters(there: Installation) -> None:
 
 
 def test_the_state_log_is_no_place_for_others(kafka: str, tmp_path: Path) -> None:
-    """Only assemble writes there: what was decided can't be known behind a foreign record, so it stops, and says what to do."""
+    """Only assemble writes to the changelog.
+
+    After a foreign record the decisions are unknown, so assemble stops and says how to recover.
+    """
     settings = Settings.model_validate(
         {
             "data_dir": tmp_path / "data",
@@ -386,7 +399,8 @@ def test_the_state_log_is_no_place_for_others(kafka: str, tmp_path: Path) -> Non
             told.stdout + told.stderr
         )
         running.stop()
-    feed.cluster.delete_topic(feed.topics.assembly)  # the way out: fold everything again
+    # The recovery: without its changelog, assemble folds all records again.
+    feed.cluster.delete_topic(feed.topics.assembly)
     with up(settings) as running:
         running.until(
             lambda: len(feed.events(feed.topics.candidates, Candidate)) >= 2,

@@ -1,4 +1,7 @@
-"""Workers of assemble come and go under load: one joins, one leaves, one is killed, one stands still while another took over."""
+"""Workers of assemble change under load.
+
+One worker joins, one leaves, one is killed, and one is suspended while another takes over.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +26,22 @@ STOPPED_S = 60.0
 
 
 def settings_of(home: Path) -> Settings:
-    """The changelog is kept whole: the tests look at every decision."""
+    """Settings without changelog truncation, because the tests check every decision."""
     return installation(
         home, PROCESSES, random.Random(os.getpid()), jobs={"snapshot_min_bytes": 1 << 30}
     )
 
 
 def come_and_go(home: Path, rate: float, batches: int) -> float:
-    """batches: to wait for after each change. Returns the longest time in which a partition put out nothing, seconds."""
+    """Start, stop and kill workers.
+
+    Args:
+        rate: steps per second.
+        batches: batches to wait for after each change.
+
+    Returns:
+        The longest time without output of a partition, in seconds.
+    """
     settings = settings_of(home)
     with running(settings, workers=1) as made:
         with fed(made, steps=1, rate=rate, seed=os.getpid()) as feeder:
@@ -60,7 +71,7 @@ def come_and_go(home: Path, rate: float, batches: int) -> float:
 
 
 def settled(made: Installation, acks: list[Any]) -> Logs:
-    """Everything has come through, and is right; the installation has ended."""
+    """Wait for all outputs, check them and stop the installation."""
     made.settle(acks)
     logs = Logs.read(made.settings, made.cluster)
     print(json.dumps({**logs.check(acks), **logs.check_decisions(made.cluster)}))
@@ -69,7 +80,12 @@ def settled(made: Installation, acks: list[Any]) -> Logs:
 
 
 def stand_still(home: Path, rate: float, stops_s: list[float], wait_s: float) -> None:
-    """A worker is stopped for so long, once for each of `stops_s`, at least until another has taken over, and then goes on."""
+    """Suspend a worker once for each of `stops_s`, then resume it.
+
+    Args:
+        stops_s: suspension in seconds; it lasts at least until another worker has taken over.
+        wait_s: longest random wait before a suspension, in seconds.
+    """
     settings, rng = settings_of(home), random.Random(os.getpid())
     with running(settings, workers=1) as made:
         with fed(made, steps=1, rate=rate, seed=os.getpid()) as feeder:
@@ -77,13 +93,15 @@ def stand_still(home: Path, rate: float, stops_s: list[float], wait_s: float) ->
                 stopped = made.worker("1")
                 made.until_owned_by("0", "1")
                 made.until_batches(2)
-                time.sleep(rng.uniform(0, wait_s))  # where in its work it stops is chance
+                # A random pause, so that the signal hits any point of the work.
+                time.sleep(rng.uniform(0, wait_s))
                 stopped.send_signal(signal.SIGSTOP)
                 begun = time.monotonic()
                 made.until_owned_by("0")
                 time.sleep(max(0.0, begun + stop_s - time.monotonic()))
                 stopped.send_signal(signal.SIGCONT)
-                # Stopped in a batch it finds itself fenced, and dies; stopped between two it comes back into the group.
+                # A worker suspended within a batch is fenced and exits. A worker suspended between
+                # two batches joins the group again.
                 made.first.until(
                     lambda s=stopped: s.poll() is not None or "1" in made.owners(), "it has noticed"
                 )  # type: ignore[misc]
@@ -99,13 +117,13 @@ def stand_still(home: Path, rate: float, stops_s: list[float], wait_s: float) ->
 
 @pytest.mark.timeout(1500)
 def test_workers_come_and_go(tmp_path: Path) -> None:
-    """The short version of the one below, which also holds the longest stall against its bound."""
+    """The short version of `test_workers_come_and_go_under_load`, without its bound on stalls."""
     come_and_go(tmp_path, rate=150.0, batches=2)
 
 
 @pytest.mark.timeout(1500)
 def test_a_worker_that_stood_still(tmp_path: Path) -> None:
-    """The short version of the one below."""
+    """The short version of `test_a_worker_that_stood_still_for_a_minute`."""
     stand_still(tmp_path, rate=150.0, stops_s=[0.0], wait_s=1.0)
 
 

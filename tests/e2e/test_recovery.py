@@ -1,4 +1,7 @@
-"""A worker of assemble is killed with much open, and everything local is deleted: how soon the next one puts something out."""
+"""Time until the next output after an assemble worker is killed.
+
+The worker has many open trajectories, and all its local files are deleted.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,10 @@ from schemas.topics import partition_of
 OLDEST = "oldest"
 TURNS = 8
 RESPONSE_TOKENS, TURN_TOKENS = 256, 512
-"""Of a reply, and of a reply with what the environment says to it: prompts of 256, 768, ... 3,840 tokens, 2,048 on average."""
+"""Tokens of a reply, and of a turn: a reply and the environment's answer.
+
+Prompts have 256, 768, ... 3,840 tokens, 2,048 on average.
+"""
 LOGPROBS = pack_logprobs([-0.5] * RESPONSE_TOKENS)
 SMALL_TURNS = 50
 RECOVERY_S = 15.0
@@ -37,7 +43,7 @@ def jobs(settings: Settings, cluster: Cluster, tmp_path: Path) -> Iterator[Jobs]
 
 
 def realistic(key: str, rng: np.random.Generator) -> Iterator[Step]:
-    """The steps of a trajectory, 2,048 + 256 tokens on average."""
+    """Yield the steps of a trajectory, of 2,048 + 256 tokens on average."""
     ids = rng.integers(0, 150_000, TURN_TOKENS * TURNS, dtype="<i4")
     for turn in range(TURNS):
         prompt = TURN_TOKENS * turn + RESPONSE_TOKENS
@@ -53,7 +59,7 @@ def realistic(key: str, rng: np.random.Generator) -> Iterator[Step]:
 
 
 def small(count: int, partition: int, partitions: int) -> Iterator[Any]:
-    """So many small records of one partition: trajectories that open and close."""
+    """Yield at least `count` small records of one partition: trajectories that open and close."""
     number = made = 0
     while made < count:
         number += 1
@@ -67,7 +73,16 @@ def small(count: int, partition: int, partitions: int) -> Iterator[Any]:
 def recover(
     jobs: Jobs, open_steps: int, between: int, timeout_s: float, eventually: Callable[..., Any]
 ) -> dict[str, float]:
-    """Seconds from the kill to the first output, to that of the oldest trajectory, and to the last one. between: records after the oldest."""
+    """Measure the recovery of a killed worker.
+
+    Args:
+        open_steps: steps of the open trajectories.
+        between: records after the oldest open trajectory.
+
+    Returns:
+        Seconds from the kill to the first output, to the output of the oldest trajectory, and to
+        the last output.
+    """
     rng, partitions = np.random.default_rng(1), jobs.settings.kafka.partitions
     group = f"{jobs.topics.prefix}-assemble"
     keys = [OLDEST, *(f"open-{n}" for n in range(open_steps // TURNS - 1))]
@@ -120,14 +135,17 @@ def recover(
 
 
 def test_recovers_what_was_open(jobs: Jobs, eventually: Callable[..., Any]) -> None:
-    """The short version of the one below. It asserts no time."""
+    """The short version of the next test, without a bound on time."""
     print(json.dumps(recover(jobs, 2000, 20_000, 400.0, eventually)))
 
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 def test_recovers_fifty_thousand_open_steps(jobs: Jobs, eventually: Callable[..., Any]) -> None:
-    """One of them a million records old. The bound holds for two cores that do nothing else."""
+    """The oldest trajectory is a million records old.
+
+    The bound holds for two cores without other load.
+    """
     times = recover(jobs, 50_000, 1_000_000, 1800.0, eventually)
     print(json.dumps(times))
     assert times["first_output_s"] <= RECOVERY_S

@@ -1,4 +1,7 @@
-"""Three real brokers, three copies of everything: each is killed in turn under load, and brought back by `clawstream broker start`."""
+"""Three real brokers with three replicas of each partition.
+
+Each broker is killed in turn under load and restarted by `clawstream broker start`.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ ACKS_PAUSE_S, BATCHES_PAUSE_S = 10.0, 30.0
 
 @contextmanager
 def brokers(settings: Settings) -> Iterator[None]:
-    """The cluster of the settings, started as a person does it."""
+    """Run the cluster of the settings, started by the command line as a user starts it."""
     started = call("broker", "start", "--nodes", str(NODES), *overrides_of(settings), timeout_s=400)
     try:
         assert started.returncode == 0, started.stderr
@@ -45,7 +48,7 @@ def kill_node(settings: Settings, node: int) -> None:
 
 
 def bring_back(made: Installation) -> None:
-    """The dead node runs again, and has all that the others have."""
+    """Restart the dead node and wait until all replicas are in sync."""
     back = call("broker", "start", *overrides_of(made.settings), timeout_s=400)
     assert back.returncode == 0, back.stderr
     assert len([n for n in status(made.settings.broker_dir) if n.ready]) == NODES
@@ -61,7 +64,15 @@ def bring_back(made: Installation) -> None:
 def kill_each(
     home: Path, rate: float, batches: int, settings_of: random.Random
 ) -> dict[str, float]:
-    """batches: to wait for with a node dead, and again with it back. Returns the longest pauses, seconds."""
+    """Kill each node once.
+
+    Args:
+        rate: steps per second.
+        batches: batches to wait for while a node is down, and again after its restart.
+
+    Returns:
+        The longest pauses, in seconds.
+    """
     settings = installation(
         home, ("assemble", "reward", "admit", "lake"), settings_of,
         broker={"nodes": NODES, "port": free_port(nodes=NODES), "heap_mb": 256},
@@ -102,7 +113,7 @@ def kill_each(
 
 @pytest.mark.timeout(1500)
 def test_each_is_killed_once(tmp_path: Path) -> None:
-    """The short version of the one below, which also holds the pauses against their bounds."""
+    """The short version of the next test, which also checks the bounds on the pauses."""
     kill_each(tmp_path, rate=120.0, batches=3, settings_of=random.Random(os.getpid()))
 
 

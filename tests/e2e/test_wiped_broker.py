@@ -1,4 +1,7 @@
-"""The broker's data goes while lake and checkpoints stay: wiped, or back from an older copy. Never a silent loss."""
+"""The broker loses its data while the lake and the checkpoints keep theirs.
+
+The broker is wiped or restored from an older copy. No data is lost silently.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from schemas.settings import Settings
 
 @pytest.fixture
 def installation(tmp_path: Path, model_dir: Path) -> Settings:
-    """On a broker of its own."""
+    """Settings with a separate broker."""
     return Settings.model_validate(
         {
             "run_id": "wiped",
@@ -43,7 +46,11 @@ def feed_of(running: Up) -> Iterator[Feed]:
 
 
 def a_life(settings: Settings, group: str, ids: list[str], steps: int) -> list[str]:
-    """Start, feed a group, wait until its version `ids` and all rows are there, stop. Returns the ids of the steps written."""
+    """Start the processes, feed a group, wait for the versions `ids` and all rows, stop.
+
+    Returns:
+        The ids of the written steps.
+    """
     with up(settings) as running, feed_of(running) as feed:
         feed.group(group)
         running.until(lambda: feed.ids() == ids, f"versions {ids}")
@@ -56,7 +63,10 @@ def a_life(settings: Settings, group: str, ids: list[str], steps: int) -> list[s
 
 
 def test_a_wiped_broker_is_a_new_start(installation: Settings) -> None:
-    """Other topic ids, a new start of each position; what lake, weights and checkpoints have stays, and no id is used twice."""
+    """Topic ids change and all positions start again.
+
+    The lake, weights and checkpoints keep their content, and no id is used twice.
+    """
     home = installation.data_dir
     steps = a_life(installation, "one", ["0.0", "1.0"], 2)
     shutil.rmtree(home / "broker")
@@ -87,7 +97,10 @@ def test_a_wiped_broker_is_a_new_start(installation: Settings) -> None:
 
 @pytest.mark.long
 def test_an_older_copy_stops_who_was_further(installation: Settings, tmp_path: Path) -> None:
-    """The same topic ids, but they end before what lake and trainer have read: they stop, say so, and delete nothing."""
+    """The topic ids are unchanged, but the topics end before the lake's and trainer's positions.
+
+    Both stop with an explanation and delete nothing.
+    """
     home = installation.data_dir
     a_life(installation, "one", ["0.0", "1.0"], 2)
     shutil.copytree(home / "broker", tmp_path / "older-broker")
