@@ -109,7 +109,7 @@ class Installation:
         self.up, self.feed, self.topics, self.codec = running, feed, feed.topics, feed.codec
 
     def buried(self, topic: str, owner: str, reasons: list[str] = REASONS) -> None:
-        """Assert that the owner wrote one dead letter, with all content, for each invalid record."""
+        """Assert that the owner wrote one complete dead letter for each invalid record."""
         self.up.until(
             lambda: len(self.feed.letters(topic)) >= len(reasons),
             f"dead letters of {topic} by {owner}",

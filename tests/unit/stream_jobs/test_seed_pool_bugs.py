@@ -189,7 +189,7 @@ def test_3_what_is_held_is_bounded_when_the_trainer_stands_still() -> None:
 
 
 def test_4_nothing_is_left_of_groups_that_were_consumed() -> None:
-    """A decided trajectory leaves about 50 bytes, so that it is not trained twice."""
+    """Only about 50 bytes per decided trajectory remain, so that none is trained twice."""
     pool = Pool(InMemoryPartition(replace(LIMITS, closed_max=20))).policy(group_size=1)
     sizes = []
     for i in range(600):

@@ -313,9 +313,9 @@ def test_cut_at_any_decision_decides_each_trajectory_once(
 
 
 def kept(state: DecisionState) -> bytes:
-    """A checkpoint.
+    """Return the checkpoint of a state.
 
-    Two states that know the same have the same bytes: they were told it in the same order.
+    Equal states have equal bytes, because they applied their records in the same order.
     """
     return b"".join(serialize(state, POSITION, CODEC))
 

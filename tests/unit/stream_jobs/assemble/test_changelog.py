@@ -88,7 +88,7 @@ STEP: list[Any] = [
     None,
     0,
 ]
-"""A step entry with hashes of all sizes; some fields are null."""
+"""A step entry with hashes of all sizes; some are null."""
 
 
 def test_hashes_of_steps_are_beside_the_entries_and_come_back() -> None:

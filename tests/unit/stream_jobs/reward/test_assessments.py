@@ -1,4 +1,4 @@
-"""How quality rules combine into one assessment of a trajectory."""
+"""The combination of quality rules into one assessment of a trajectory."""
 
 from __future__ import annotations
 
@@ -183,8 +183,9 @@ def unspeakable(_: Trajectory) -> float:
 
 
 def test_whatever_a_rule_says_becomes_a_record() -> None:
-    """What a model wrote, in an exception or as evidence, may be no UTF-8; evidence may be
-    anything.
+    """A rule's exceptions and evidence may contain model text that is not valid UTF-8.
+
+    Evidence may have any type.
     """
 
     def quotes(_: Trajectory) -> float:

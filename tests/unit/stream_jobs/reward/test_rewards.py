@@ -1,4 +1,4 @@
-"""Rule rewards: a trajectory in, rewards out."""
+"""Reward rules: a trajectory in, a list of rewards out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The checkpoint of admission's decisions: written rarely and atomically, used only with its topic.
+"""Admission's checkpoint: written rarely and atomically, and used only with its own journal.
 
 It is optional: admission can always read the whole journal instead.
 """
