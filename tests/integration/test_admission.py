@@ -152,11 +152,12 @@ def cand(tid: str, group: str, value: float | None, sync: int = 0, **changes: An
         RewardValue(source="rule", name="x", function_version="1", value=value, reward_revision=0),
     )
     plain: dict[str, Any] = {
-        "run_id": "demo", "channel": "train", "trajectory_key": tid, "trajectory_id": tid, "group_id": group,
-        "revision": 0, "outcome": "completed", "opened_at": 0, "closed_at": 1000, "rewards": rewards,
+        "run_id": "demo", "channel": "train", "trajectory_key": tid, "trajectory_id": tid,
+        "group_id": group, "revision": 0, "outcome": "completed", "opened_at": 0, "closed_at": 1000,
+        "rewards": rewards,
         "steps": (CandidateStep(step_id=f"{tid}~1.0", index=0, response_tokens=5, trainable=True),),
-        "prompt_tokens": 7, "trainable_tokens": 5, "oldest_sync_index": sync, "newest_sync_index": sync,
-        "trainable": True,
+        "prompt_tokens": 7, "trainable_tokens": 5, "oldest_sync_index": sync,
+        "newest_sync_index": sync, "trainable": True,
     }  # fmt: skip
     return Candidate(**{**plain, **changes})
 

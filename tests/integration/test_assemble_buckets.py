@@ -140,8 +140,9 @@ def owner_of(settings: Settings, cluster: Cluster, partition: int) -> PartitionP
     """An owner in this process that keeps no payload and sends one trajectory at a time."""
     topics = settings.kafka.topics
     shared = PartitionContext(
-        cluster, cluster.producer(), Decoder(cluster, topics.schemas), topics, replace(LIMITS, trajectory_timeout=10**9),
-        "0", cache_bytes=0, snapshot_min_bytes=1 << 20, slice_bytes=1,
+        cluster, cluster.producer(), Decoder(cluster, topics.schemas), topics,
+        replace(LIMITS, trajectory_timeout=10**9), "0", cache_bytes=0, snapshot_min_bytes=1 << 20,
+        slice_bytes=1,
     )  # fmt: skip
     ids = cluster.topic_ids([topics.steps, topics.rewards, topics.assembly, topics.trajectories])
     ends = {

@@ -119,8 +119,9 @@ async def white_box(client: Client, directory: Path) -> None:
     again = told[torch.arange(len(ids)), torch.tensor(ids)].tolist()
     assert max(abs(a - b) for a, b in zip(again, logprobs, strict=True)) < 1e-3
     step = {
-        "prompt_ids": prompt, "response_ids": ids, "rollout_log_probs": logprobs, "trajectory_uid": "t", "prompt_uid": "g",
-        "step_index": 0, "policy_version": 0, "is_last": True, "reward": 1.0, "metadata": {"uid": "g"}, "versions": said["versions"],
+        "prompt_ids": prompt, "response_ids": ids, "rollout_log_probs": logprobs,
+        "trajectory_uid": "t", "prompt_uid": "g", "step_index": 0, "policy_version": 0,
+        "is_last": True, "reward": 1.0, "metadata": {"uid": "g"}, "versions": said["versions"],
     }  # fmt: skip
     assert await client.post("/submit_steps", {"steps": [step]}) == (200, {"accepted": 1})
     (found,) = client.steps

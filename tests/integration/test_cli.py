@@ -236,8 +236,9 @@ def test_doctor_finds_every_position_and_judges_it(settings: Settings, cluster: 
             partition=partition,
         )
     refused = Refused(
-        run_id="r", channel="train", group_id="g", trajectory_ids=(), revisions=(), whole_group=True, reason="stale", n=1,
-        input_topic_id=cluster.topic_id(topics.candidates), input_from=2, input_to=7,
+        run_id="r", channel="train", group_id="g", trajectory_ids=(), revisions=(),
+        whole_group=True, reason="stale", n=1, input_topic_id=cluster.topic_id(topics.candidates),
+        input_from=2, input_to=7,
     )  # fmt: skip
     producer.put(topics.ready_batches("r", "train"), b"r", CODEC.encode(refused))
     producer.put(topics.ready_batches("r", "val"), b"r", b"no decision")

@@ -1,7 +1,8 @@
 """The contract: official clients, the gateway, a real vLLM. What is recorded is what the client saw and what the model computes.
 
 One engine serves the whole module; gateways before it differ in their settings. Its model is a short warm start of the demo's with
-some replies by heart (`support.contract`), so tool calls, parallel ones too, and reasoning come when they are asked for.
+some replies by heart (`support.contract`), so tool calls, parallel ones too,
+and reasoning come when they are asked for.
 """
 
 from __future__ import annotations

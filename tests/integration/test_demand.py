@@ -112,8 +112,8 @@ class Log:
 
     def version(self, run: str, sync_index: int) -> None:
         made = WeightVersion(
-            version_id=f"{run}/{sync_index}.0", run_id=run, sync_index=sync_index, attempt=0, format="full", files=(),
-            channel="train", metrics={}, created_at=0,
+            version_id=f"{run}/{sync_index}.0", run_id=run, sync_index=sync_index, attempt=0,
+            format="full", files=(), channel="train", metrics={}, created_at=0,
         )  # fmt: skip
         self._producer.put(self._topics.weights, made.version_id.encode(), CODEC.encode(made))
         self._producer.flush()
@@ -217,8 +217,8 @@ def test_journal_made_anew_and_journal_that_cannot_be_read(
     topics, log = settings.kafka.topics, Log(cluster, settings)
     spec = topics.ready_batches_spec("one", "train")
     one = Refused(
-        run_id="one", channel="train", group_id="g", trajectory_ids=("t",), revisions=(0,), whole_group=True,
-        reason="incomplete", n=3, input_topic_id="x", input_from=0, input_to=1,
+        run_id="one", channel="train", group_id="g", trajectory_ids=("t",), revisions=(0,),
+        whole_group=True, reason="incomplete", n=3, input_topic_id="x", input_from=0, input_to=1,
     )  # fmt: skip
 
     def make() -> None:

@@ -130,8 +130,8 @@ def spool_files(settings: Settings) -> list[Path]:
 
 def status(url: str, state: Any = "ready") -> WorkerStatus:
     return WorkerStatus(
-        worker_id="w0", base_url=url, models=("policy",), state=state, heartbeat_at=1, heartbeat_interval_ms=600_000,
-        started_at=1, loads=0,
+        worker_id="w0", base_url=url, models=("policy",), state=state, heartbeat_at=1,
+        heartbeat_interval_ms=600_000, started_at=1, loads=0,
     )  # fmt: skip
 
 

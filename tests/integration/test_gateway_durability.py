@@ -244,9 +244,10 @@ def test_loop_producer_without_kafka_gives_up_in_time_and_takes_only_so_much() -
 
 def a_step(number: int, request: bytes = b"{}") -> Step:
     return Step(
-        step_id=f"k~{number:08d}.0", run_id="r", trajectory_key="k", call_id=f"k~{number:08d}", choice_index=0,
-        protocol="openai.chat", model="policy", status="ok", streamed=False, request_json=request, response_json=b"{}",
-        gateway_id="g", received_at=number, finished_at=number,
+        step_id=f"k~{number:08d}.0", run_id="r", trajectory_key="k", call_id=f"k~{number:08d}",
+        choice_index=0, protocol="openai.chat", model="policy", status="ok", streamed=False,
+        request_json=request, response_json=b"{}", gateway_id="g", received_at=number,
+        finished_at=number,
     )  # fmt: skip
 
 

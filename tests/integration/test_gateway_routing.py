@@ -27,8 +27,8 @@ CODEC = Codec()
 
 def status(name: str, url: str, state: Any) -> WorkerStatus:
     return WorkerStatus(
-        worker_id=name, base_url=url, models=("policy",), state=state, heartbeat_at=1, heartbeat_interval_ms=600_000,
-        started_at=1, loads=0,
+        worker_id=name, base_url=url, models=("policy",), state=state, heartbeat_at=1,
+        heartbeat_interval_ms=600_000, started_at=1, loads=0,
     )  # fmt: skip
 
 

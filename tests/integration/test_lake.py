@@ -185,12 +185,12 @@ def test_poison_new_topics_and_a_topic_made_anew(
         )
     producer.put(topics.rewards, b"k", codec.encode(a_reward(1)), partition=0)
     endless = records.Trajectory(
-        run_id="r", trajectory_key="k", trajectory_id="k", group_id="g", channel="train", outcome="completed",
-        opened_at=1, closed_at=2**62, part=0, parts=1, segments=(), steps=(),
+        run_id="r", trajectory_key="k", trajectory_id="k", group_id="g", channel="train",
+        outcome="completed", opened_at=1, closed_at=2**62, part=0, parts=1, segments=(), steps=(),
     )  # fmt: skip
     first = records.WeightVersion(
-        version_id="r/0.1", run_id="r", sync_index=0, attempt=1, format="full", files=(), channel="train",
-        metrics={"loss": 0.5}, created_at=1,
+        version_id="r/0.1", run_id="r", sync_index=0, attempt=1, format="full", files=(),
+        channel="train", metrics={"loss": 0.5}, created_at=1,
     )  # fmt: skip
     producer.put(
         topics.trajectories, b"k", codec.encode(endless), partition=0
@@ -248,8 +248,9 @@ def test_poison_new_topics_and_a_topic_made_anew(
 
 def a_batch(seq: int) -> records.ReadyBatch:
     return records.ReadyBatch(
-        run_id="r", channel="train", batch_seq=seq, groups=(records.BatchGroup(group_id="g", round=seq, n=2, members=()),),
-        policy_version=1, sync_every=1, algorithm="grpo", reward_weights={}, input_topic_id="C", input_partition=0,
+        run_id="r", channel="train", batch_seq=seq,
+        groups=(records.BatchGroup(group_id="g", round=seq, n=2, members=()),), policy_version=1,
+        sync_every=1, algorithm="grpo", reward_weights={}, input_topic_id="C", input_partition=0,
         input_from=0, input_to=1, content_hash="h", trainable_tokens=0, created_at_event_time=1000,
     )  # fmt: skip
 

@@ -136,7 +136,8 @@ def test_a_new_field_becomes_a_column_while_the_old_writer_runs(
     query = "select step_id, region, list_transform(tags, lambda t: t.score) from steps order by 1"
     steps = [a_step(n).step_id for n in range(4)]
     assert connect(settings).execute(query).fetchall() == [
-        (steps[0], None, []), (steps[1], "north", [0.5]), (steps[2], None, []), (steps[3], None, []),
+        (steps[0], None, []), (steps[1], "north", [0.5]), (steps[2], None, []),
+        (steps[3], None, []),
     ]  # fmt: skip
     # other readers too: by Delta's own list of files, and by pyarrow
     uris = DeltaTable(f"{settings.lake_uri}/steps").file_uris()

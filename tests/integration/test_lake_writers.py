@@ -53,12 +53,14 @@ class Feed:
             put_steps(self.producer, self.settings, [*numbers, *again])
             key = f"k{self.sent}"
             trajectory = records.Trajectory(
-                run_id="r", trajectory_key=key, trajectory_id=key, group_id="g", channel="train", outcome="completed",
-                opened_at=1, closed_at=2, part=0, parts=1, segments=(), steps=(),
+                run_id="r", trajectory_key=key, trajectory_id=key, group_id="g", channel="train",
+                outcome="completed", opened_at=1, closed_at=2, part=0, parts=1, segments=(),
+                steps=(),
             )  # fmt: skip
             candidate = records.Candidate(
-                run_id=key, channel="train", trajectory_key=key, trajectory_id=key, group_id="g", revision=0, outcome="completed",
-                opened_at=1, closed_at=2, rewards=(), steps=(), prompt_tokens=1, trainable_tokens=1, trainable=True,
+                run_id=key, channel="train", trajectory_key=key, trajectory_id=key, group_id="g",
+                revision=0, outcome="completed", opened_at=1, closed_at=2, rewards=(), steps=(),
+                prompt_tokens=1, trainable_tokens=1, trainable=True,
             )  # fmt: skip
             place = {"topic_id": b"T", "partition": b"0", "first_offset": b"0", "last_offset": b"0"}
             for _ in range(

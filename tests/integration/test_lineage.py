@@ -45,9 +45,10 @@ def test_every_step_is_accounted_for(kafka: str, tmp_path: Path) -> None:
         running.until(lambda: feed.events(journal, Late), "a reward came too late")
         for sync, first in ((0, None), (1, 0), (2, 1)):
             version = WeightVersion(
-                version_id=f"{RUN}/{sync}.0", run_id=RUN, sync_index=sync, attempt=0, format="full", files=(), channel="train",
-                parent_version=f"{RUN}/{sync - 1}.0" if sync else None, batches_topic_id=feed.cluster.topic_id(journal),
-                first_batch_seq=first, last_batch_seq=first, metrics={}, created_at=0,
+                version_id=f"{RUN}/{sync}.0", run_id=RUN, sync_index=sync, attempt=0, format="full",
+                files=(), channel="train", parent_version=f"{RUN}/{sync - 1}.0" if sync else None,
+                batches_topic_id=feed.cluster.topic_id(journal), first_batch_seq=first,
+                last_batch_seq=first, metrics={}, created_at=0,
             )  # fmt: skip
             feed.producer.put(
                 feed.topics.weights, version.version_id.encode(), feed.codec.encode(version)

@@ -208,7 +208,8 @@ def test_settings_whose_version_someone_else_has_taken_are_published_with_the_ne
 @pytest.mark.parametrize(
     ("value", "why"),
     [
-        (b"garbage", "an operator must look"), (b"\xc3\x01unknown-fingerprint", "A newer release has written it"),
+        (b"garbage", "an operator must look"),
+        (b"\xc3\x01unknown-fingerprint", "A newer release has written it"),
         (CODEC.encode(RunEnded(run_id="demo", created_at=0)), "a RunEnded is no decision"),
     ],
     ids=["garbage", "newer", "foreign"],

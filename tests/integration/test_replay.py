@@ -386,7 +386,8 @@ def test_pinned_lake_trains_a_model(
     ).trainer.first_attempt
     tuned = offline.trainer.model_copy(
         update={
-            "model_path": model, "device": "cpu", "lr": 1e-3, "max_versions": 2, "first_attempt": first_attempt
+            "model_path": model, "device": "cpu", "lr": 1e-3, "max_versions": 2,
+            "first_attempt": first_attempt
         }
     )  # fmt: skip
     stop = threading.Event()

@@ -46,12 +46,14 @@ Eventually = Callable[..., Any]
 def trajectory(key: str, answer: str, run: str = "run", **more: Any) -> Trajectory:
     response = pack_ids([3])
     step = TrajectoryStep(
-        step_id=f"{key}~C.0", index=0, segment=1, status="ok", drift="root", prompt_tokens=1, response_tokens=1,
-        response_json=b'{"content":"' + answer.encode() + b'"}', trainable=True, offset=0,
+        step_id=f"{key}~C.0", index=0, segment=1, status="ok", drift="root", prompt_tokens=1,
+        response_tokens=1, response_json=b'{"content":"' + answer.encode() + b'"}', trainable=True,
+        offset=0,
     )  # fmt: skip
     given: dict[str, Any] = {
-        "run_id": run, "trajectory_key": key, "trajectory_id": key, "group_id": key, "channel": "train", "outcome": "completed",
-        "opened_at": 0, "closed_at": 1, "metadata_json": b'{"gold":"42"}', "part": 0, "parts": 1, "steps": (step,),
+        "run_id": run, "trajectory_key": key, "trajectory_id": key, "group_id": key,
+        "channel": "train", "outcome": "completed", "opened_at": 0, "closed_at": 1,
+        "metadata_json": b'{"gold":"42"}', "part": 0, "parts": 1, "steps": (step,),
         "segments": (
             Segment(token_ids=pack_ids([1])),
             Segment(parent=0, step_index=0, token_ids=response, logprobs=pack_logprobs([-0.1])),
@@ -106,11 +108,12 @@ def test_every_closed_trajectory_is_answered(
     assert len(parts) > 3
     with worker(settings, functions) as job:
         put(
-            trajectory("right", "42"), trajectory("wrong", "41"), trajectory("failed", "42", outcome="failed"),
-            trajectory("bare", "42", metadata_json=None), trajectory("lost", "", outcome="lost", segments=(), steps=()),
+            trajectory("right", "42"), trajectory("wrong", "41"),
+            trajectory("failed", "42", outcome="failed"),
+            trajectory("bare", "42", metadata_json=None),
+            trajectory("lost", "", outcome="lost", segments=(), steps=()),
             trajectory("elsewhere", "so 41 or 42", run="other"),
-            StepMark(event_id="m", run_id="run", trajectory_key="right", step_id="right~C.1", mark="late", offset=1),
-            *parts[:2],
+            StepMark(event_id="m", run_id="run", trajectory_key="right", step_id="right~C.1", mark="late", offset=1), *parts[:2],
         )  # fmt: skip
         producer.put(topics.trajectories, b"right", b"garbage")
         eventually(lambda: len(read(cluster, topics.rewards)) >= 11, 180)
@@ -211,8 +214,8 @@ def test_a_control_record_that_retention_took_is_no_loss_where_that_is_known(
     producer, plain = cluster.producer("a-replay"), cluster.producer()
     value = CODEC.encode(trajectory("k", "42"))
     sent = DeadLetterResolved(
-        topic=topics.trajectories, topic_id=tid, partition=0, offset=7, action="replayed", by="me", created_at=0,
-        sent_topic_id=tid, sent_partition=0, sent_offset=0,
+        topic=topics.trajectories, topic_id=tid, partition=0, offset=7, action="replayed", by="me",
+        created_at=0, sent_topic_id=tid, sent_partition=0, sent_offset=0,
     )  # fmt: skip
     if replayed:
         with producer.transaction():
@@ -309,7 +312,8 @@ def test_what_never_becomes_whole_is_answered_and_holds_nothing_up(
     assert asyncio.run(work()) == [-1, -1, too_late[0], too_late[0] + 1]
     answers = [r for r in read(cluster, topics.rewards) if isinstance(r, Reward)]
     assert sorted((r.trajectory_id, r.value, r.reason) for r in answers) == [
-        ("behind", 1.0, None), ("beside", 1.0, None), ("broken", None, f"trajectory lost: {INCOMPLETE}"), ("in-time", 1.0, None),
+        ("behind", 1.0, None), ("beside", 1.0, None),
+        ("broken", None, f"trajectory lost: {INCOMPLETE}"), ("in-time", 1.0, None),
     ]  # fmt: skip
     (letter,) = read(cluster, topics.dead_letters)
     first = batches[0][0]

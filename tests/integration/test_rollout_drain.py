@@ -54,8 +54,8 @@ def process(settings: Settings, name: str) -> Iterator[subprocess.Popen[bytes]]:
 
 def asked(stream: bool = True, tokens: int = TOKENS) -> dict[str, Any]:
     return {
-        "model": "policy", "messages": [{"role": "user", "content": "price of k374 plus 2?"}], "stream": stream,
-        "max_tokens": tokens, "ignore_eos": True,
+        "model": "policy", "messages": [{"role": "user", "content": "price of k374 plus 2?"}],
+        "stream": stream, "max_tokens": tokens, "ignore_eos": True,
     }  # fmt: skip
 
 
@@ -88,9 +88,10 @@ def test_streams_in_flight_survive_the_end_of_their_worker(
             "gateway": {"port": port, "worker_wait_s": 0.2},
             "up": {"stop_timeout_s": 300},  # the streams of a slow engine end in their own time
             "rollout": {
-                "host": "0.0.0.0", "port": engine, "public_url": f"http://127.0.0.1:{engine}/v1", "serve_base": True,
-                "model_path": model.make_random_model(tmp_path / "model"), "dtype": "float32", "heartbeat_s": 5.0,
-                "max_model_len": model.MAX_TOKENS, "max_num_seqs": STREAMS, "kv_cache_mb": 64,
+                "host": "0.0.0.0", "port": engine, "public_url": f"http://127.0.0.1:{engine}/v1",
+                "serve_base": True, "model_path": model.make_random_model(tmp_path / "model"),
+                "dtype": "float32", "heartbeat_s": 5.0, "max_model_len": model.MAX_TOKENS,
+                "max_num_seqs": STREAMS, "kv_cache_mb": 64,
             },
         }
     )  # fmt: skip

@@ -104,8 +104,9 @@ def test_tokens_are_those_of_the_text_and_logprobs_those_of_the_model(
 
 def test_what_the_engine_applied_is_told_with_its_own_defaults(engine: Engine) -> None:
     neutral = Sampling(
-        source="engine", temperature=1.0, top_p=1.0, top_k=DEFAULT_TOP_K, min_p=0.0, presence_penalty=0.0,
-        frequency_penalty=0.0, repetition_penalty=1.0, logprobs_mode="processed_logprobs",
+        source="engine", temperature=1.0, top_p=1.0, top_k=DEFAULT_TOP_K, min_p=0.0,
+        presence_penalty=0.0, frequency_penalty=0.0, repetition_penalty=1.0,
+        logprobs_mode="processed_logprobs",
     )  # fmt: skip
 
     def told(name: str, **more: Any) -> Sampling | None:
@@ -153,7 +154,8 @@ def test_the_trainer_scores_tokens_as_the_engine_did(engine: Engine, temperature
         assert found.reason is None and found.logprobs_temperature is not None
         start, end = len(tokens.prompt_ids), len(tokens.prompt_ids) + len(tokens.ids)
         row = TrainingSequence(
-            trajectory_id="k", token_ids=(*tokens.prompt_ids, *tokens.ids), mask=(False,) * start + (True,) * (end - start),
+            trajectory_id="k", token_ids=(*tokens.prompt_ids, *tokens.ids),
+            mask=(False,) * start + (True,) * (end - start),
             logprobs=(0.0,) * start + tuple(tokens.logprobs), versions=(), advantage=1.0,
             temperatures=(TemperatureSpan(found.logprobs_temperature, start, end),),
         )  # fmt: skip

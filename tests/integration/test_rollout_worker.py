@@ -1,5 +1,6 @@
 """The rollout worker on a real Kafka. Its engine is a stand-in that speaks the routes a worker calls: it can be made to
-die, to come back empty and to fail in the middle of a swap, as often as needed. (Real vLLM: test_rollout_engine.py.)
+die, to come back empty and to fail in the middle of a swap,
+as often as needed. (Real vLLM: test_rollout_engine.py.)
 """
 
 from __future__ import annotations
@@ -275,7 +276,8 @@ def test_a_dead_engine_that_comes_back_is_loaded_before_it_is_ready(
             status = await b.serves("ours/5.0")
             assert status.loads == 1
         assert states(b.said()) == [
-            ("starting", None), ("ready", "ours/4.0"), ("starting", None), ("ready", "ours/5.0"), ("gone", None)
+            ("starting", None), ("ready", "ours/4.0"), ("starting", None), ("ready", "ours/5.0"),
+            ("gone", None)
         ]  # fmt: skip
 
     asyncio.run(scenario())

@@ -57,10 +57,12 @@ def candidate(tid: str, group: str, value: float | None) -> Candidate:
         RewardValue(source="rule", name="x", function_version="1", value=value, reward_revision=0),
     )
     return Candidate(
-        run_id="demo", channel="train", trajectory_key=tid, trajectory_id=tid, group_id=group, revision=0, outcome="completed",
-        opened_at=0, closed_at=1000, rewards=rewards if value is not None else (),
-        steps=(CandidateStep(step_id=f"{tid}~1.0", index=0, response_tokens=5, trainable=True),), prompt_tokens=7,
-        trainable_tokens=5, oldest_sync_index=0, newest_sync_index=0, trainable=True,
+        run_id="demo", channel="train", trajectory_key=tid, trajectory_id=tid, group_id=group,
+        revision=0, outcome="completed", opened_at=0, closed_at=1000,
+        rewards=rewards if value is not None else (),
+        steps=(CandidateStep(step_id=f"{tid}~1.0", index=0, response_tokens=5, trainable=True),),
+        prompt_tokens=7, trainable_tokens=5, oldest_sync_index=0, newest_sync_index=0,
+        trainable=True,
     )  # fmt: skip
 
 

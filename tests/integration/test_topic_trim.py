@@ -210,8 +210,9 @@ class Installation:
         with new_directory(self.settings.checkpoint_dir / run / f"{last + 1}.0", info):
             pass
         version = WeightVersion(
-            version_id=f"{run}/{last + 1}.0", run_id=run, sync_index=last + 1, attempt=0, format="full", files=(), channel="train",
-            batches_topic_id=at.topic_id, first_batch_seq=0, last_batch_seq=last, metrics={}, created_at=0,
+            version_id=f"{run}/{last + 1}.0", run_id=run, sync_index=last + 1, attempt=0,
+            format="full", files=(), channel="train", batches_topic_id=at.topic_id,
+            first_batch_seq=0, last_batch_seq=last, metrics={}, created_at=0,
         )  # fmt: skip
         feed = self.feeds[run]
         feed.producer.put(weights, version.version_id.encode(), CODEC.encode(version))
@@ -372,7 +373,8 @@ def test_the_command_shows_a_plan_and_gives_up_by_name(
     done = call("topics", "trim", *overrides_of(settings), timeout_s=240)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[1].split(maxsplit=5) == [
-        *(topics.candidates, "1", "0", "-", "3"), "run quiet has no policy yet (--give-up quiet), since offset 0",
+        *(topics.candidates, "1", "0", "-", "3"),
+        "run quiet has no policy yet (--give-up quiet), since offset 0",
     ]  # fmt: skip
     assert done.stdout.endswith("\n\nnothing can go\n")
     done = call(
@@ -396,8 +398,8 @@ def test_the_command_shows_a_plan_and_gives_up_by_name(
     assert done.returncode == 0, done.stderr
     (trim_range,) = (c for c in json.loads(done.stdout) if c["end"])
     assert trim_range == {
-        "topic": topics.candidates, "partition": 1, "low": 0, "to": 1, "end": 3, "why": "run alive lives, since offset 1",
-        "removed": True,
+        "topic": topics.candidates, "partition": 1, "low": 0, "to": 1, "end": 3,
+        "why": "run alive lives, since offset 1", "removed": True,
     }  # fmt: skip
     assert cluster.watermarks(topics.candidates, [1]) == {1: (1, 3)}
 
@@ -447,7 +449,8 @@ def test_a_run_whose_decisions_are_not_seen_is_held(
     assert plan(settings, cluster, OLD)[topics.candidates].to == 3
 
     applied = PolicyApplied(
-        run_id=OLD, channel="train", policy=policy(run_id=OLD), input_topic_id=cluster.topic_id(topics.candidates), from_offset=2,
+        run_id=OLD, channel="train", policy=policy(run_id=OLD),
+        input_topic_id=cluster.topic_id(topics.candidates), from_offset=2,
     )  # fmt: skip
     producer.put(journal, OLD.encode(), CODEC.encode(applied))
     producer.flush()

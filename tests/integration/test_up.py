@@ -21,7 +21,8 @@ from runtime.process.table import read_table
 
 DATA_PART = ["broker", "gateway", "assemble", "reward", "admit", "lake"]
 STEP = {
-    "trajectory_uid": "t1", "prompt_uid": "g1", "prompt_ids": [1, 2], "response_ids": [3], "response_logprobs": [-0.5], "reward": 1.0,
+    "trajectory_uid": "t1", "prompt_uid": "g1", "prompt_ids": [1, 2], "response_ids": [3],
+    "response_logprobs": [-0.5], "reward": 1.0,
 }  # fmt: skip
 
 

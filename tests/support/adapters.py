@@ -28,7 +28,7 @@ ADD: Json = {
 
 
 class Streamed(NamedTuple):
-    """What went to the client, what was read of it, and what was wrong."""
+    """The bytes sent to the client, the parsed reply, and the errors found."""
 
     client: bytes
     reply: ParsedReply
@@ -39,7 +39,7 @@ class Streamed(NamedTuple):
 def streamed(
     adapter: ProtocolAdapter, body: bytes, kind: EngineKind, data: bytes, cuts: Iterable[int] = ()
 ) -> Streamed:
-    """A stream through the gateway's reader, in pieces cut at these places."""
+    """Pass a stream through the gateway's reader, cut into pieces at these positions."""
     stream = EventStream(adapter.accumulator(adapter.parse_request(body), kind), CapturedTokens())
     places = sorted({0, len(data), *(c % (len(data) + 1) for c in cuts)})
     sent = b"".join(stream.feed(data[a:b]) for a, b in itertools.pairwise(places))
@@ -50,14 +50,14 @@ def streamed(
 def written(
     server: ProtocolServer, request: Json, choices: Sequence[ScriptedChoice], **more: Any
 ) -> bytes:
-    """A whole stream as the engine writes it."""
+    """Return a whole stream as the engine writes it."""
     return b"".join(e.data for e in server.events(request, Script(choices, **more)))
 
 
 def plain(
     server: ProtocolServer, request: Json, choices: Sequence[ScriptedChoice], **more: Any
 ) -> bytes:
-    """A plain reply as the engine writes it."""
+    """Return a plain reply as the engine writes it."""
     return orjson.dumps(server.plain(request, Script(choices, **more)))
 
 
@@ -82,7 +82,7 @@ def scripted_choices(
 
 
 def json_values() -> st.SearchStrategy[Any]:
-    """JSON of any shape."""
+    """Generate JSON values of any shape."""
     leaves = (
         st.none()
         | st.booleans()

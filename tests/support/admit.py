@@ -1,4 +1,4 @@
-"""Admission in tests: a policy, candidates, a log of them, and what came of it, in few words."""
+"""Short helpers for admission tests: a policy, candidates, a log of them, and the decisions."""
 
 from __future__ import annotations
 
@@ -23,10 +23,12 @@ SOURCE = CandidateLog("topic-1", 2, 1)
 
 def policy(**changes: Any) -> AdmissionPolicy:
     plain: dict[str, Any] = {
-        "run_id": "r", "policy_version": 1, "group_size": 2, "min_members": 2, "required_rewards": ("rule",),
-        "reward_weights": {}, "reward_deadline_ms": 1000, "group_deadline_ms": 5000, "max_staleness": None,
-        "drop_zero_variance": True, "min_trainable_tokens": 1, "train_outcomes": ("completed", "failed"),
-        "batch_groups": 1, "sync_every": 1, "val_groups": 2, "val_deadline_ms": 3000, "algorithm": "grpo", "created_at": 0,
+        "run_id": "r", "policy_version": 1, "group_size": 2, "min_members": 2,
+        "required_rewards": ("rule",), "reward_weights": {}, "reward_deadline_ms": 1000,
+        "group_deadline_ms": 5000, "max_staleness": None, "drop_zero_variance": True,
+        "min_trainable_tokens": 1, "train_outcomes": ("completed", "failed"), "batch_groups": 1,
+        "sync_every": 1, "val_groups": 2, "val_deadline_ms": 3000, "algorithm": "grpo",
+        "created_at": 0,
     }  # fmt: skip
     return AdmissionPolicy(**{**plain, **changes})
 
@@ -38,12 +40,17 @@ def reward(value: float | None, source: Any = "rule", name: str = "exact") -> Re
 
 
 def cand(tid: str, group: str = "g", value: float | None = 1.0, **changes: Any) -> Candidate:
-    """A usable trajectory; `rewards=()` has none yet, `value=None` is an explicit no_reward."""
+    """Return a usable candidate.
+
+    `rewards=()` gives it no reward yet; `value=None` is an explicit no_reward.
+    """
     plain: dict[str, Any] = {
-        "run_id": "r", "channel": "train", "trajectory_key": tid, "trajectory_id": tid, "group_id": group,
-        "revision": 0, "outcome": "completed", "opened_at": 0, "closed_at": 10, "rewards": (reward(value),),
+        "run_id": "r", "channel": "train", "trajectory_key": tid, "trajectory_id": tid,
+        "group_id": group, "revision": 0, "outcome": "completed", "opened_at": 0, "closed_at": 10,
+        "rewards": (reward(value),),
         "steps": (CandidateStep(step_id=f"{tid}~1.0", index=0, response_tokens=5, trainable=True),),
-        "prompt_tokens": 7, "trainable_tokens": 5, "oldest_sync_index": 0, "newest_sync_index": 0, "trainable": True,
+        "prompt_tokens": 7, "trainable_tokens": 5, "oldest_sync_index": 0, "newest_sync_index": 0,
+        "trainable": True,
     }  # fmt: skip
     return Candidate(**{**plain, **changes})
 
@@ -60,14 +67,14 @@ def entries(*events: Any) -> list[InputRecord]:
 
 
 def fold(*events: Any, channel: Any = "train", source: CandidateLog = SOURCE) -> list[Decision]:
-    """All decisions but the first policy's."""
+    """Return all decisions except the first policy's."""
     state = AdmissionFold("r", channel, source)
     out = [d for e in entries(*events) for d in state.fold(e)]
     return out[1:] if out and isinstance(out[0], PolicyApplied) else out
 
 
 def groups(decisions: list[Decision]) -> list[list[list[str]]]:
-    """Trajectory ids by group by batch."""
+    """Return trajectory ids by batch and group."""
     return [
         [[m.trajectory_id for m in g.members] for g in d.groups]
         for d in decisions

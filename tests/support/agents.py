@@ -1,4 +1,7 @@
-"""Real agents as processes: where they are installed, a home of their own, and an ear between them and the gateway."""
+"""Real agents as processes: their installation, their home directory, and a recording proxy.
+
+The proxy stands between the agents and the gateway.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ HOP = ("host", "connection", "transfer-encoding", "content-length", "accept-enco
 
 
 def install() -> None:
-    """Puts the agents into .agents, if they are not there yet."""
+    """Install the agents into .agents unless they are there."""
     done = subprocess.run(
         ["bash", "infra/install-agents.sh"], cwd=ROOT, capture_output=True, text=True, check=False
     )
@@ -31,7 +34,7 @@ def install() -> None:
 
 @dataclass(frozen=True)
 class Exchange:
-    """A request of an agent, and what it got. headers, returned: names in lower case."""
+    """A request of an agent and its reply. headers, returned: names in lower case."""
 
     method: str
     path: str
@@ -43,7 +46,7 @@ class Exchange:
 
     @property
     def endpoint(self) -> str:
-        """The path without its query."""
+        """Return the path without its query."""
         return self.path.partition("?")[0]
 
     @property
@@ -55,13 +58,13 @@ class Exchange:
 
 @dataclass
 class Ear:
-    """Passes everything on and hears it: what an agent really sends, and the bytes it gets."""
+    """Forward all traffic and record it: the agent's requests and the bytes of the replies."""
 
     exchanges: list[Exchange] = field(default_factory=list)
 
     @asynccontextmanager
     async def listen(self, to: str) -> AsyncIterator[str]:
-        """Between an agent and the server at `to`; gives the URL for the agent."""
+        """Listen between an agent and the server at `to`; yield the URL for the agent."""
         app = web.Application(client_max_size=64 << 20)
         async with aiohttp.ClientSession(
             auto_decompress=False, timeout=aiohttp.ClientTimeout(total=None)
@@ -77,9 +80,10 @@ class Ear:
                 await runner.cleanup()
 
     async def until_told(self, words: bytes, timeout_s: float = 240.0) -> None:
-        """Wait until an agent was told something, in any reply."""
+        """Wait until any reply to an agent contains these words."""
         async with asyncio.timeout(timeout_s):
-            while not any(words in e.reply for e in self.exchanges):  # noqa: ASYNC110 - agents are of the outside
+            # Agents set no event.
+            while not any(words in e.reply for e in self.exchanges):  # noqa: ASYNC110
                 await asyncio.sleep(0.2)
 
     async def _pass(
@@ -108,7 +112,7 @@ class Ear:
 
 @dataclass(frozen=True)
 class Ended:
-    """How an agent's process ended."""
+    """The result of an agent's process."""
 
     code: int
     out: str
@@ -119,20 +123,26 @@ class Ended:
 
 
 def environment(home: Path, **more: str) -> dict[str, str]:
-    """The environment of an agent: nothing of this machine's user, and no way out but to loopback."""
+    """Return the environment of an agent.
+
+    It contains nothing of this machine's user, and allows connections to loopback only.
+    """
     kept = {k: os.environ[k] for k in ("LANG", "LC_ALL", "TZ") if k in os.environ}
     nowhere = "http://127.0.0.1:9"
     proxies = {"http_proxy": nowhere, "https_proxy": nowhere, "no_proxy": "127.0.0.1,localhost"}
     return kept | {
-        "HOME": str(home), "PATH": f"{AGENTS / 'bin'}:/usr/local/bin:/usr/bin:/bin", "TERM": "dumb", "CI": "1",
-        **proxies, **{k.upper(): v for k, v in proxies.items()}, **more,
+        "HOME": str(home), "PATH": f"{AGENTS / 'bin'}:/usr/local/bin:/usr/bin:/bin", "TERM": "dumb",
+        "CI": "1", **proxies, **{k.upper(): v for k, v in proxies.items()}, **more,
     }  # fmt: skip
 
 
 async def run(
     words: list[str], cwd: Path, env: Mapping[str, str], timeout_s: float = 300.0
 ) -> Ended:
-    """Run an agent to its end. It is killed at the deadline, and that is its exit code then."""
+    """Run an agent to its end.
+
+    At the deadline the agent is killed, and its exit code shows the kill.
+    """
     process = await asyncio.create_subprocess_exec(
         *words, cwd=cwd, env=env, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE, start_new_session=True,

@@ -1,4 +1,7 @@
-"""An installation on several machines, as far as one machine can tell, whose processes are killed: real processes under real supervisors."""
+"""An installation on several simulated machines whose processes are killed.
+
+Each machine has real processes under a real supervisor.
+"""
 
 from __future__ import annotations
 
@@ -31,14 +34,17 @@ RUN = "chaos"
 BATCH_GROUPS = 4
 SETTLE_S = 600.0
 DEADLINE_S = 15.0
-"""Time-outs of the installation: shorter than an outage may last, so that outages make some trajectories close by time."""
+"""Timeouts of the installation.
+
+They are shorter than the longest outage, so that outages close some trajectories by timeout.
+"""
 VICTIMS = ("assemble", "assemble-1", "reward", "admit", "lake", "broker")
 
 
 def installation(
     home: Path, processes: tuple[str, ...], rng: random.Random, **more: Any
 ) -> Settings:
-    """Settings of the first machine. more: sections that are laid over these."""
+    """Return the settings of the first machine. more: sections that override the defaults."""
     sections: dict[str, Any] = {
         "run_id": RUN,
         "data_dir": home / "first",
@@ -62,7 +68,7 @@ def installation(
                 "group_deadline_s": DEADLINE_S,
             },
         },
-        # Other boundaries of commits in every run: what is exactly once must not depend on them.
+        # Commit boundaries differ in every run, because exactly-once must not depend on them.
         "lake": {"flush_rows": rng.randrange(20, 400), "flush_interval_s": rng.uniform(0.2, 1.5)},
         "up": {"processes": processes, "restart_delay_s": 0.3, "drain_timeout_s": 120.0},
     }
@@ -74,7 +80,7 @@ def installation(
 
 
 def another_worker(settings: Settings, worker: str) -> Settings:
-    """Another machine of the installation, with one more worker of assemble."""
+    """Return the settings of another machine with one more assemble worker."""
     return settings.model_copy(
         update={
             "data_dir": settings.data_dir.parent / f"machine-{worker}",
@@ -89,7 +95,10 @@ def another_worker(settings: Settings, worker: str) -> Settings:
 
 @dataclass
 class Installation:
-    """The machines by the name of their worker of assemble; the first has everything else too."""
+    """The machines, keyed by the name of their assemble worker.
+
+    The first machine also runs all other processes.
+    """
 
     settings: Settings
     machines: dict[str, Up]
@@ -102,7 +111,10 @@ class Installation:
         return next(iter(self.machines.values()))
 
     def pid(self, victim: str) -> int | None:
-        """The process to kill: the victim itself, not the supervisor's wrapper around it. `assemble-N`: that of worker N."""
+        """Return the process to kill: the victim itself, not the supervisor's wrapper around it.
+
+        `assemble-N` names the process of worker N.
+        """
         if victim == "broker":
             path = self.settings.broker_dir / "node-1" / "broker.pid"
             try:
@@ -116,7 +128,7 @@ class Installation:
         return row["pid"] if row and row["state"] == "running" else None
 
     def kill(self, victim: str) -> None:
-        """`kill -9`, as soon as there is somebody to kill."""
+        """Run `kill -9` as soon as the victim has a process."""
         while True:
             self.first.until(lambda: self.pid(victim) is not None, f"{victim} runs")
             pid = self.pid(victim)
@@ -125,10 +137,10 @@ class Installation:
                     os.kill(pid, signal.SIGKILL)
                     return
             except ProcessLookupError:
-                continue  # it has just died of something else, such as a broker that is away
+                continue  # it has just died of another cause, such as an unavailable broker
 
     def worker(self, name: str) -> subprocess.Popen[bytes]:
-        """One more worker of assemble, that nobody restarts."""
+        """Start one more assemble worker without a supervisor."""
         settings = another_worker(self.settings, name)
         with (self.settings.data_dir.parent / "logs" / f"worker-{name}.log").open("ab") as log:
             self.workers.append(
@@ -143,7 +155,7 @@ class Installation:
         return self.workers[-1]
 
     def owners(self) -> set[str]:
-        """The workers that own a partition."""
+        """Return the workers that own a partition."""
         topic, codec, newest = self.settings.kafka.topics.assembly, Codec(), dict[int, str]()
         for p in range(self.settings.kafka.partitions):
             for record in self.cluster.read_all(topic, p):
@@ -153,11 +165,11 @@ class Installation:
         return set(newest.values())
 
     def until_owned_by(self, *workers: str) -> None:
-        """Wait until each of these workers owns something, and nobody else does."""
+        """Wait until each of these workers owns a partition and no other worker does."""
         self.first.until(lambda: self.owners() == set(workers), f"{workers} are the owners")
 
     def until_batches(self, count: int, timeout_s: float = 300.0) -> None:
-        """Wait until so many more batches are out."""
+        """Wait until `count` more batches are published."""
         self.outputs.look()
         goal = self.outputs.batches + count
 
@@ -168,13 +180,16 @@ class Installation:
         self.first.until(enough, f"{goal} batches", timeout_s)
 
     def lag(self) -> dict[str, int]:
-        """What each group has still to read."""
+        """Return the lag of each group in records."""
         prefix = self.settings.kafka.topic_prefix
         groups = [f"{prefix}-{g}" for g in ("assemble", "reward", f"admit.{RUN}.train", "lake")]
         return {g: data_lag(self.cluster, self.settings, g) for g in groups}
 
     def settle(self, acks: list[Ack], timeout_s: float = SETTLE_S) -> None:
-        """Wait until all that was sent has become what it can: steps closed, groups decided but for the batch that is not full."""
+        """Wait until all sent records have reached their final state.
+
+        Steps are closed, and groups are decided except those of the last, incomplete batch.
+        """
         steps = {a.id for a in acks if a.kind == "Step"}
         out, partitions = self.outputs, self.settings.kafka.partitions
         caught_up_ms = 0
@@ -192,28 +207,32 @@ class Installation:
             lag = {g: n for g, n in self.lag().items() if n}
             if lag:
                 return f"lag {lag}"
-            # What belongs to nobody is buried once it has waited; all that was sent is waiting by now.
+            # Unattributed records become dead letters after a waiting time. All sent records are
+            # waiting by this time.
             caught_up_ms = caught_up_ms or time.time_ns() // 1_000_000
             until_ms = caught_up_ms + self.settings.jobs.orphan_after_s * 1000
             early = [p for p in range(partitions) if out.event_times.get(p, 0) <= until_ms]
             return f"orphans may wait in {early}" if early else ""
 
         deadline, quiet = time.monotonic() + timeout_s, 0
-        while quiet < 2:  # what the reward job wrote must have come through assemble as well
+        while quiet < 2:  # records written by the reward job must have passed assemble as well
             why = rest()
             quiet = 0 if why else quiet + 1
             assert time.monotonic() < deadline, f"not settled within {timeout_s:g} s: {why}"
             time.sleep(0.3)
 
     def stop(self) -> None:
-        """An orderly end of all machines, the first one's last. Workers that nobody restarts have ended by then."""
+        """Stop all machines in order, the first one last.
+
+        Workers without a supervisor must have ended before.
+        """
         for machine in reversed(self.machines.values()):
             machine.stop()
 
 
 @contextmanager
 def running(settings: Settings, workers: int) -> Iterator[Installation]:
-    """The installation with so many workers of assemble, each on its own machine."""
+    """Run the installation with this many assemble workers, each on its own machine."""
     with ExitStack() as stack:
         machines = {"0": stack.enter_context(up(settings))}
         cluster = Cluster(settings.bootstrap_servers)
@@ -232,7 +251,7 @@ def running(settings: Settings, workers: int) -> Iterator[Installation]:
 
 @contextmanager
 def fed(made: Installation, steps: int, rate: float, seed: int, **load: Any) -> Iterator[Feeder]:
-    """A feeder for it; it has ended behind the block."""
+    """Run a feeder for the installation; the feeder has ended after the block."""
     feeder = Feeder(
         made.settings, made.settings.data_dir.parent / "feeder", steps, rate, seed, **load
     )

@@ -1,10 +1,13 @@
-"""Agents and environments at a steady rate, as a process of their own, for fault tests: all that goes wrong with records goes wrong here.
+"""Agents and environments at a steady rate, in their own process, for fault tests.
 
-Records come twice, at once or much later; calls are tried again; conversations fork; rewards come before their steps, late, revised, for
-steps or for nobody; steps come after the end; some trajectories never end; some name no trajectory (buckets).
+The feed produces every irregularity that records can have. Records come twice, at once or much
+later; calls are retried; conversations fork; rewards come before their steps, late, revised, for
+steps or without a target; steps come after the end; some trajectories never end; some name no
+trajectory (anonymous sessions).
 
-What was acknowledged, and only that, stands in the truth file, a line a record. A record that was not acknowledged is sent again
-until it is. On SIGTERM, and once enough steps are sent, what is open is brought to its end; then the process ends with 0.
+The truth file holds one line for each acknowledged record, and no other lines. A record without an
+acknowledgement is sent again until it is acknowledged. On SIGTERM, and after enough steps, the feed
+completes the open trajectories; then the process ends with 0.
 """
 
 from __future__ import annotations
@@ -39,12 +42,16 @@ ROOT = Path(__file__).parents[2]
 GROUP_SIZE = 4
 CHUNK_S = 0.04
 NOW_AND_THEN, LONG_AFTER = 60, 1500
-"""Records that come between, when something comes later."""
+"""Number of records between a record and a related, delayed record."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """steps: at least so many distinct ones. rate: records a second, while they are acknowledged. concurrency: trajectories at once."""
+    """Parameters of the feed.
+
+    steps: minimum number of distinct steps. rate: records per second while they are acknowledged.
+    concurrency: number of simultaneous trajectories.
+    """
 
     servers: str
     prefix: str
@@ -67,7 +74,10 @@ class Ack(NamedTuple):
 
 
 class Agents:
-    """Makes the records. `take` gives the next one, None when everything has come to its end."""
+    """Generate the records.
+
+    `take` returns the next one, or None when all trajectories have ended.
+    """
 
     def __init__(self, run: str, seed: int, concurrency: int) -> None:
         self._run, self._rng, self._concurrency = run, random.Random(seed), concurrency
@@ -79,7 +89,7 @@ class Agents:
         self.more = True
 
     def take(self) -> Event | None:
-        """The next record to send."""
+        """Return the next record to send."""
         self._count += 1
         while True:
             if self.more and len(self._open) < self._concurrency:
@@ -94,7 +104,7 @@ class Agents:
             except StopIteration:
                 self._open.pop(at)
                 continue
-            if self._rng.random() < 0.04:  # once more, sooner or later
+            if self._rng.random() < 0.04:  # a duplicate, sooner or later
                 self._put_off(self._rng.choice((1, NOW_AND_THEN, LONG_AFTER)), event)
             if not delay:
                 return event
@@ -119,7 +129,10 @@ class Agents:
             self._put_off(1, self._reward(f"nobody-{group}", 1.0))
 
     def _member(self, key: str, group: str) -> Iterator[tuple[int, Event]]:
-        """One trajectory, with all that belongs to it. Yields how many records later each comes; 0: now."""
+        """Generate one trajectory and all its records.
+
+        Yields the delay of each record as a number of records; 0 means now.
+        """
         rng = self._rng
         gold = str(rng.randrange(2))
         metadata = json.dumps({"gold": gold}).encode()
@@ -137,12 +150,12 @@ class Agents:
         for turn in range(rng.randrange(1, 7)):
             if (
                 first and rng.random() < 0.1
-            ):  # a sub-tree: it goes on from the first prompt, with other words
+            ):  # a sub-tree: it continues from the first prompt with other words
                 yield 0, self._step(key, [*first, 60, 61, turn], str(rng.randrange(2)))
             said = [10 + turn, rng.randrange(100), 12]
             step = self._step(key, ids, str(rng.randrange(2)), said)
             yield 0, step
-            if rng.random() < 0.05:  # the client did not get the reply, and asks again
+            if rng.random() < 0.05:  # the client did not get the reply and asks again
                 yield (
                     0,
                     self._step(
@@ -160,7 +173,7 @@ class Agents:
             ids = [*ids, *said, 7, turn]
         end = rng.random()
         if end < 0.02:
-            return  # it never comes to its end, nor gets a reward
+            return  # it never ends and never gets a reward
         yield (
             0,
             self._session(
@@ -177,7 +190,7 @@ class Agents:
             yield rng.choice((0, LONG_AFTER)), self._mark(key, rng.random())
 
     def _anonymous(self, key: str) -> Iterator[tuple[int, Event]]:
-        """A conversation of a bucket: nobody names it or says that it is over."""
+        """Generate the conversation of an anonymous session: no record names it or ends it."""
         messages: list[dict[str, str]] = [{"role": "user", "content": "begin"}]
         ids = [5, 6]
         for turn in range(self._rng.randrange(1, 4)):
@@ -198,18 +211,20 @@ class Agents:
     # -- single records
 
     def _step(
-        self, key: str, prompt: list[int], answer: str, said: list[int] | None = None, request: bytes = b"{}",
-        **more: Any,
+        self, key: str, prompt: list[int], answer: str, said: list[int] | None = None,
+        request: bytes = b"{}", **more: Any,
     ) -> Step:  # fmt: skip
         self.steps += 1
         call, response = new_call_id(key), said or [9, len(prompt)]
         return Step(
-            step_id=f"{call}.0", run_id=self._run, trajectory_key=key, call_id=call, choice_index=0, protocol="openai.chat",
-            model="policy", status="ok", streamed=False, request_json=request,
-            response_json=json.dumps({"role": "assistant", "content": answer}).encode(), prompt_token_ids=pack_ids(prompt),
-            response_token_ids=pack_ids(response), response_logprobs=pack_logprobs([-0.5] * len(response)),
-            version_first=f"{self._run}/0.0", version_last=f"{self._run}/0.0", gateway_id="g", received_at=0, finished_at=0,
-            **more,
+            step_id=f"{call}.0", run_id=self._run, trajectory_key=key, call_id=call, choice_index=0,
+            protocol="openai.chat", model="policy", status="ok", streamed=False,
+            request_json=request,
+            response_json=json.dumps({"role": "assistant", "content": answer}).encode(),
+            prompt_token_ids=pack_ids(prompt), response_token_ids=pack_ids(response),
+            response_logprobs=pack_logprobs([-0.5] * len(response)),
+            version_first=f"{self._run}/0.0", version_last=f"{self._run}/0.0", gateway_id="g",
+            received_at=0, finished_at=0, **more,
         )  # fmt: skip
 
     def _session(self, key: str, kind: Any, **more: Any) -> SessionEvent:
@@ -226,8 +241,9 @@ class Agents:
         self, key: str, value: float, step_id: str | None = None, revision: int = 0
     ) -> Reward:
         return Reward(
-            event_id=new_event_id(), run_id=self._run, trajectory_key=key, source="env", name="step" if step_id else "score",
-            function_version="1", value=value, step_id=step_id, reward_revision=revision, created_at=0,
+            event_id=new_event_id(), run_id=self._run, trajectory_key=key, source="env",
+            name="step" if step_id else "score", function_version="1", value=value, step_id=step_id,
+            reward_revision=revision, created_at=0,
         )  # fmt: skip
 
     def _mark(self, key: str, quality: float) -> Curation:
@@ -242,12 +258,12 @@ class Agents:
 
 
 def name_of(event: Event) -> str:
-    """What makes a record the same."""
+    """Return the identity of a record; duplicates have the same name."""
     return event.step_id if isinstance(event, Step) else event.event_id
 
 
 async def feed(load: Load, truth: TextIO) -> None:
-    """Send until all is sent, and note what is acknowledged; see the module."""
+    """Send all records and write the acknowledged ones to the truth file; see the module."""
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     agents, codec, topics = (
@@ -287,21 +303,21 @@ async def feed(load: Load, truth: TextIO) -> None:
             truth.flush()
             left = again
         sent += len(chunk)
-        # After an outage it goes on at its rate: it does not make up for it.
+        # After an outage the feed continues at its rate and does not catch up.
         begun = max(begun, time.monotonic() - sent / load.rate - 1.0)
         await asyncio.sleep(max(0.0, begun + sent / load.rate - time.monotonic()))
     producer.close()
 
 
 def main(load: str) -> None:
-    """The process. load: JSON."""
+    """Run the process. load: JSON."""
     wanted = Load(**json.loads(load))
     with Path(wanted.truth).open("w") as truth:
         asyncio.run(feed(wanted, truth))
 
 
 class Feeder:
-    """The process, for a test."""
+    """The feed process, for a test."""
 
     def __init__(
         self, settings: Settings, home: Path, steps: int, rate: float, seed: int = 1, **load: Any
@@ -310,7 +326,8 @@ class Feeder:
         self.truth = home / "truth"
         self._log = home / "feeder.log"
         made = Load(
-            settings.bootstrap_servers, settings.kafka.topic_prefix, settings.run_id, str(self.truth), steps, rate, seed, **load
+            settings.bootstrap_servers, settings.kafka.topic_prefix, settings.run_id,
+            str(self.truth), steps, rate, seed, **load
         )  # fmt: skip
         code = "import sys; from support.chaos_feed import main; main(sys.argv[1])"
         with self._log.open("wb") as log:
@@ -320,31 +337,34 @@ class Feeder:
             )  # fmt: skip
 
     def finish(self, timeout_s: float) -> None:
-        """No more than what was asked for; wait until all is acknowledged."""
+        """Ask for no more records than the load names, and wait until all are acknowledged."""
         self.process.send_signal(signal.SIGTERM)
         code = self.process.wait(timeout_s)
         assert code == 0, f"the feeder ended with {code}:\n{self._log.read_text()[-4000:]}"
 
     def kill(self) -> None:
-        """The end of a test that went wrong."""
+        """Kill the feed after a failed test."""
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait()
 
     def acks(self) -> list[Ack]:
-        """What is acknowledged so far, in order."""
+        """Return the records acknowledged so far, in order."""
         lines = self.truth.read_text().splitlines() if self.truth.exists() else []
         whole = [line.split(" ") for line in lines if line.count(" ") == 4]
         return [Ack(kind, name, int(p), int(o), float(at)) for kind, name, p, o, at in whole]
 
 
 def longest_pause(acks: list[Ack]) -> tuple[float, float]:
-    """The two acknowledgements with the most time between them: monotonic seconds of each. There are two at least."""
+    """Return the two consecutive acknowledgements with the longest time between them.
+
+    acks: at least two. Returns the monotonic seconds of both.
+    """
     return max(pairwise(a.at for a in acks), key=lambda pair: pair[1] - pair[0])
 
 
 def longest_pause_s(acks: list[Ack]) -> float:
-    """Between two acknowledgements; 0 when there are no two."""
+    """Return the longest time between two acknowledgements; 0 when there are fewer than two."""
     if len(acks) < 2:
         return 0.0
     first, last = longest_pause(acks)

@@ -1,4 +1,7 @@
-"""What is on the topics and in the lake after a fault test, held against what was sent and what a fold in memory makes of the same logs."""
+"""Compare the topics and the lake after a fault test with the sent records.
+
+The expected outputs come from an in-memory fold over the same logs.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +55,7 @@ TRAIN: Channel = "train"
 
 
 class Outputs:
-    """Follows what the jobs put out, for tests that wait for it."""
+    """Follow the outputs of the jobs, for tests that wait for them."""
 
     def __init__(self, settings: Settings, cluster: Cluster) -> None:
         topics = settings.kafka.topics
@@ -65,17 +68,17 @@ class Outputs:
         self._decoder = Decoder(cluster, topics.schemas)
         self._reader = cluster.reader("tests", {})
         self.steps: set[str] = set()
-        """Steps that are in a closed trajectory, or late for one."""
+        """Steps that are in a closed trajectory or are marked late for one."""
         self.groups: dict[str, str] = {}
-        """Trajectory to group, of those that are candidates."""
+        """Trajectory to group, for all candidates."""
         self.decided: set[str] = set()
         """Trajectories that were admitted or refused."""
         self.batches = 0
         self.event_times: dict[int, int] = {}
-        """How far assemble has come in each source partition, with its outputs, by the log's clock; ms."""
+        """Progress of assemble in each source partition, outputs included: log timestamp in ms."""
 
     def look(self, timeout_s: float = 1.0) -> None:
-        """Read on to the end there is now, or for so long."""
+        """Read to the current end, for at most `timeout_s`."""
         there = self._cluster.topics() if self._wanted else {}
         for topic in [t for t in self._wanted if t in there]:
             self._wanted.remove(topic)
@@ -108,34 +111,34 @@ class Outputs:
 
 @dataclass
 class Logs:
-    """All that is on the topics of an installation that has settled, read once."""
+    """All records of the topics of a settled installation, read once."""
 
     settings: Settings
     inputs: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
-    """Type to name to how often it is there."""
+    """Type to name to the number of copies."""
     folds: list[InMemoryPartition] = field(default_factory=list)
-    """What a fold in memory makes of each partition of the inputs."""
+    """Result of the in-memory fold of each input partition."""
     payload: dict[tuple[str, int], list[bytes]] = field(default_factory=lambda: defaultdict(list))
-    """Records of a trajectory's part."""
+    """Records by trajectory and part."""
     candidates: dict[tuple[str, int], list[bytes]] = field(
         default_factory=lambda: defaultdict(list)
     )
-    """Records of a trajectory's revision."""
+    """Records by trajectory and revision."""
     marks: dict[str, list[bytes]] = field(default_factory=lambda: defaultdict(list))
     letters: dict[tuple[str, int, int], list[bytes]] = field(
         default_factory=lambda: defaultdict(list)
     )
-    """Dead letters of a place."""
+    """Dead letters by source position."""
     times: dict[tuple[str, int], list[int]] = field(default_factory=lambda: defaultdict(list))
-    """(topic, partition) of an output to the log timestamps of its records, ms, ticks left out."""
+    """(topic, partition) of an output to the log timestamps of its records in ms, without ticks."""
     entries: list[InputRecord] = field(default_factory=list)
     """The log of candidates that admission reads."""
     decisions: list[Decision] = field(default_factory=list)
-    """The journal."""
+    """The decisions in the journal."""
     journal_end: int = 0
     """One past the last offset of the journal."""
     batch_times: list[int] = field(default_factory=list)
-    """Log timestamps of the batches there, ms."""
+    """Log timestamps of the batches in the journal, ms."""
 
     @classmethod
     def read(cls, settings: Settings, cluster: Cluster) -> Logs:
@@ -174,7 +177,7 @@ class Logs:
         end = out.entries[-1].offset + 1 if out.entries else 0
         for record, event in decoded(journal, 0):
             if isinstance(event, ReadyBatch | Refused) and event.input_to > end:
-                break  # a tick decided it that came after the candidates were read
+                break  # decided by a tick that came after the candidates were read
             out.decisions.append(event)
             out.journal_end = record.offset + 1
             if isinstance(event, ReadyBatch):
@@ -182,7 +185,10 @@ class Logs:
         return out
 
     def _await_admission(self, cluster: Cluster) -> None:
-        """Ticks decide too, and come all the time: until the journal has what those that were read decide."""
+        """Wait until the journal holds all decisions that follow from the candidates read.
+
+        Ticks cause decisions too, and come all the time.
+        """
         candidates = self.settings.kafka.topics.candidates
         at = (
             candidates,
@@ -217,17 +223,21 @@ class Logs:
             case DeadLetter():
                 self.letters[event.topic, event.partition, event.offset].append(value)
 
-    # -- the checks; each says what it has counted
+    # -- the checks; each returns its counts
 
     def check(self, acks: list[Ack]) -> dict[str, Any]:
-        """Everything that must be true of the topics. Returns figures for people."""
+        """Check every property of the topics. Returns figures for the test's output."""
         sent = self._check_nothing_lost(acks)
         twice = self._check_sent_again_with_the_same_bytes()
         self._check_content()
         return {**sent, "sent_again": twice, **self._check_admission()}
 
     def _check_nothing_lost(self, acks: list[Ack]) -> dict[str, int]:
-        """What was acknowledged is on the log, each record as often as it was acknowledged, or oftener by what was not acknowledged."""
+        """Check that each acknowledged record is on the log.
+
+        A record is there at least once for each acknowledgement. More copies come from sends
+        without an acknowledgement.
+        """
         sent: dict[str, Counter[str]] = defaultdict(Counter)
         for ack in acks:
             sent[ack.kind][ack.id] += 1
@@ -235,12 +245,12 @@ class Logs:
             lost = names - self.inputs[kind]
             assert not lost, f"{len(lost)} acknowledged {kind} are not on the log: {list(lost)[:5]}"
             more = self.inputs[kind].keys() - names.keys()
-            # The reward job writes there as well.
+            # The reward job writes to this topic as well.
             assert kind == "Reward" or not more, f"{kind} that nobody sent: {list(more)[:5]}"
         return {f"{kind.lower()}s": len(names) for kind, names in sent.items()}
 
     def _check_sent_again_with_the_same_bytes(self) -> int:
-        """Returns how many outputs are on the log a second time."""
+        """Return the number of outputs that are on the log a second time."""
         twice = 0
         for what in (self.payload, self.candidates, self.marks, self.letters):
             for name, values in what.items():
@@ -249,7 +259,10 @@ class Logs:
         return twice
 
     def _check_content(self) -> None:
-        """Closed trajectories, their last revisions, marks and dead letters are what the fold of the logs gives, whoever was killed."""
+        """Check that the outputs equal the fold of the logs, whichever processes were killed.
+
+        The outputs are closed trajectories, their last revisions, marks and dead letters.
+        """
         decode = Codec().decode
         expected: dict[str, Trajectory] = {}
         last: dict[str, Candidate] = {}
@@ -285,7 +298,10 @@ class Logs:
         assert self.letters.keys() == letters
 
     def _check_admission(self) -> dict[str, Any]:
-        """Each batch once, each trajectory decided once; the journal is what a fold of the candidates gives, decision by decision."""
+        """Check that each batch is there once and each trajectory is decided once.
+
+        The journal must equal a fold of the candidates, decision by decision.
+        """
         topic_id = next(
             d.input_topic_id for d in self.decisions if isinstance(d, ReadyBatch | Refused)
         )
@@ -307,19 +323,20 @@ class Logs:
         everyone = {t for t, _ in self.candidates}
         open_ = everyone - set(admitted) - set(refused)
         assert everyone == {*admitted, *refused, *open_} and {*admitted, *refused} <= everyone
-        # Enough must have gone the whole way, else all this says little.
+        # Enough trajectories must have passed all jobs, otherwise these checks prove little.
         assert len(admitted) > len(everyone) / 4, (
             f"only {len(admitted)} of {len(everyone)} trajectories were admitted"
         )
         return {
-            "trajectories": len(everyone), "batches": len(batches), "admitted": len(admitted), "refused": len(set(refused)),
-            "open": len(open_),
+            "trajectories": len(everyone), "batches": len(batches), "admitted": len(admitted),
+            "refused": len(set(refused)), "open": len(open_),
         }  # fmt: skip
 
     def check_decisions(self, cluster: Cluster) -> dict[str, int]:
-        """Whatever was put out was decided by an owner: what a fenced worker wrote into the changelog counts for nothing, also here.
+        """Check that an owner has decided each output.
 
-        The changelog must be whole: no snapshot has trimmed it. Returns how many of its records do not count.
+        Changelog records of a fenced worker do not count, here as in assemble. The changelog must
+        be whole: no snapshot has trimmed it. Returns the number of its records that do not count.
         """
         topic, decoder = (
             self.settings.kafka.topics.assembly,
@@ -349,7 +366,7 @@ class Logs:
         return {"fenced_records": fenced, "decisions": sum(closed.values()) + sum(revised.values())}
 
     def check_lake(self) -> None:
-        """Total rows are what is on the topics, each once."""
+        """Check that the tables hold the records of the topics, each once."""
         inputs = self.inputs
         rows: dict[tuple[str, str], Iterable[str]] = {
             ("steps", "step_id"): inputs["Step"],
@@ -377,7 +394,8 @@ class Logs:
         groups = sum(len(b.groups) for b in batches) + sum(
             isinstance(d, Refused) for d in self.decisions
         )
-        # A deadline may have passed since the logs were read: what came behind their end is left out.
+        # A deadline may have passed since the logs were read, so records after their end are left
+        # out.
         for table, count in (("batches", len(batches)), ("groups", groups)):
             offsets = self._column(table, "kafka_offset")
             assert sum(offset < self.journal_end for offset in offsets) == count, table
@@ -390,12 +408,12 @@ class Logs:
         return found.column(name).to_pylist()  # type: ignore[no-any-return]
 
     def pause_of_batches_s(self, since_ms: int, until_ms: int) -> float:
-        """The longest time between two batches, by the log's clock."""
+        """Return the longest time between two batches, by log timestamps."""
         inside = [t for t in self.batch_times if since_ms <= t <= until_ms]
         return max((b - a for a, b in pairwise([since_ms, *inside, until_ms])), default=0) / 1000
 
     def pause_of_trajectories_s(self, since_ms: int, until_ms: int) -> float:
-        """The longest time in which a partition of assemble put out nothing, by the log's clock."""
+        """Return the longest time without output of an assemble partition, by log timestamps."""
         topic, longest = self.settings.kafka.topics.trajectories, 0
         for p in range(self.settings.kafka.partitions):
             inside = [t for t in self.times[topic, p] if since_ms <= t <= until_ms]
@@ -404,7 +422,7 @@ class Logs:
 
 
 def _same(what: str, found: dict[str, Any], expected: dict[str, Any]) -> None:
-    """As a comparison, but it says what differs: there are thousands."""
+    """Compare two dicts and report only the differences, because there are thousands of entries."""
     assert found.keys() == expected.keys(), f"{what}: {list(found.keys() ^ expected.keys())[:5]}"
     different = [name for name in expected if found[name] != expected[name]]
     assert not different, (
@@ -413,7 +431,7 @@ def _same(what: str, found: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 def _gist(decision: Decision) -> object:
-    """What a decision says, without what a restart may say otherwise."""
+    """Return the content of a decision without the fields that a restart may change."""
     match decision:
         case ReadyBatch():
             return decision.content_hash

@@ -1,4 +1,4 @@
-"""Claw-R1's own API in a trial, for its tests: what its agents submit, and the request."""
+"""Claw-R1's own API in tests: the steps that its agents submit, and the request."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ BIG = 10**30
 
 
 def step(**more: Any) -> dict[str, Any]:
-    """A step as Claw-R1's flows post it: every field."""
+    """Return a step with every field, as Claw-R1's flows post it."""
     return {
-        "prompt_ids": [1, 2, 3], "response_ids": [7, 8, 9], "reward": None, "rollout_log_probs": [-0.5, -0.25, -0.125],
-        "trajectory_uid": "t1", "prompt_uid": "g1", "step_index": 0, "policy_version": 0, "is_last": False, "metadata": None,
+        "prompt_ids": [1, 2, 3], "response_ids": [7, 8, 9], "reward": None,
+        "rollout_log_probs": [-0.5, -0.25, -0.125], "trajectory_uid": "t1", "prompt_uid": "g1",
+        "step_index": 0, "policy_version": 0, "is_last": False, "metadata": None,
     } | more  # fmt: skip
 
 

@@ -1,4 +1,7 @@
-"""What the contract tests stand on: a model with some replies by heart, gateways, and what a recorded step is compared with."""
+"""Fixtures of the contract tests: a model with memorised replies, gateways, and reference values.
+
+Recorded steps are compared with the reference values.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ T = TypeVar("T")
 IM_END = "<|im_end|>"
 REASONING_PARSER = Path(__file__).with_name("reasoning_parser.py")
 VERSION = "default"
-"""Of an engine that serves what it booted with."""
+"""Version of an engine that serves the model it booted with."""
 CLOSE = 1e-3
 
 
@@ -50,18 +53,18 @@ LESSONS = {
     "price of k5": Seen("the total is 7.", reasoning="k5 plus 2"),
     "price of k6": Seen(calls=_calls("k6"), reasoning="k6?"),
 }
-"""Questions, and the replies that the model knows by heart."""
+"""Questions, and the replies that the model has memorised."""
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """The demo's, which has no tags for reasoning, with such tags."""
+    """Return the demo's tokenizer with reasoning tags added; the demo's has none."""
     tokenizer = model.build_tokenizer()
     tokenizer.add_tokens([AddedToken(tag, normalized=False) for tag in (THINK, THOUGHT)])
     return tokenizer
 
 
 def rendered(tokenizer: PreTrainedTokenizerFast, question: str, tools: Sequence[Any] | None) -> str:
-    """The prompt that the chat template makes."""
+    """Return the prompt that the chat template makes."""
     messages = [{"role": "user", "content": question}]
     return str(
         tokenizer.apply_chat_template(
@@ -71,7 +74,7 @@ def rendered(tokenizer: PreTrainedTokenizerFast, question: str, tools: Sequence[
 
 
 def teach(directory: Path) -> Path:
-    """Write a model: a short warm start, the demo's own, then the lessons by heart. 25 s of one core."""
+    """Write a model: the demo's short warm start, then the memorised lessons. 25 s of one core."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     tokenizer = build_tokenizer()
@@ -98,7 +101,7 @@ def teach(directory: Path) -> Path:
 def _row(
     tokenizer: PreTrainedTokenizerFast, question: str, tools: Sequence[Any] | None
 ) -> tuple[list[int], list[int]]:
-    """Ids of a lesson, and those of them that are to be learned."""
+    """Return the ids of a lesson, and those of them that are to be learned."""
     before = tokenizer.encode(rendered(tokenizer, question, tools), add_special_tokens=False)
     after = tokenizer.encode(LESSONS[question].text() + IM_END, add_special_tokens=False)
     return [*before, *after], [-100] * len(before) + list(after)
@@ -106,14 +109,14 @@ def _row(
 
 @dataclass(frozen=True)
 class Gateway:
-    """One gateway before the engine."""
+    """One gateway in front of the engine."""
 
     url: str
     producer: InMemoryLogProducer
     codec: Codec
 
     def steps(self, trajectory: str) -> list[Step]:
-        """The steps of a trajectory, in order."""
+        """Return the steps of a trajectory, in order."""
         records = [
             self.codec.decode(m.value)
             for m in self.producer.messages
@@ -123,7 +126,7 @@ class Gateway:
 
 
 class Loop:
-    """An event loop in a thread of its own, so that the gateways live while a test computes."""
+    """An event loop in its own thread, so that the gateways run while a test computes."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -141,7 +144,10 @@ class Loop:
 
 @dataclass(frozen=True)
 class Contract:
-    """The engine, its model, and the gateways before it: `captured` and `vllm` are the kinds of engine they take it for."""
+    """The engine, its model, and the gateways in front of it.
+
+    `captured` and `vllm` name the engine kind that each gateway is configured with.
+    """
 
     run: Callable[[Coroutine[Any, Any, Any]], Any]
     http: aiohttp.ClientSession
@@ -152,7 +158,7 @@ class Contract:
     vllm: Gateway
     locked: Gateway
     keys: dict[str, str]
-    """Of the locked one, by scope."""
+    """API keys of the locked gateway, by scope."""
 
     def ask(
         self,
@@ -163,13 +169,13 @@ class Contract:
         to: Gateway | None = None,
         **more: Any,
     ) -> tuple[list[Seen], list[Step]]:
-        """Ask in a trajectory of its own: what the client sees, what is recorded."""
+        """Ask in a new trajectory; return the client's view and the recorded steps."""
         to, trajectory = to or self.captured, f"t{uuid4().hex}"
         seen = self.run(speaker.ask(f"{to.url}/{trajectory}/g", said, tools, stream, **more))
         return seen, to.steps(trajectory)
 
     def rendered(self, path: str, step: Step) -> list[int]:
-        """The prompt that the engine itself makes of a request."""
+        """Return the prompt that the engine itself makes of a request."""
 
         async def render() -> Any:
             headers = {"content-type": "application/json"}
@@ -184,7 +190,10 @@ class Contract:
         return ids
 
     def recomputed(self, prompt: list[int], ids: list[int], **more: Any) -> list[float]:
-        """Log-probabilities as transformers computes them in float32. more: inputs of the model beside the ids."""
+        """Return log-probabilities as transformers computes them in float32.
+
+        more: model inputs besides the ids.
+        """
         with torch.inference_mode():
             logits = self.network(torch.tensor([prompt + ids]), **more).logits[
                 0, len(prompt) - 1 : -1
@@ -194,7 +203,7 @@ class Contract:
 
 @asynccontextmanager
 async def gateway(directory: Path, engine: str, kind: str, **more: Any) -> AsyncIterator[Gateway]:
-    """A gateway over a log in memory."""
+    """Run a gateway over an in-memory log."""
     given = {"upstreams": [{"url": engine, "kind": kind}], **more}
     settings = Settings.model_validate({"data_dir": directory, "gateway": given})
     producer, codec = InMemoryLogProducer(), Codec()
@@ -208,7 +217,10 @@ async def gateway(directory: Path, engine: str, kind: str, **more: Any) -> Async
 def standing(
     work: Path, directory: Path, tokenizer: Any, network: Any, *words: str
 ) -> Iterator[Contract]:
-    """A real vLLM that serves a model, and gateways before it. network: the same model in transformers; words: more of vLLM's arguments."""
+    """Run a real vLLM that serves a model, and gateways in front of it.
+
+    network: the same model in transformers. words: additional arguments of vLLM.
+    """
     settings = engine_settings(
         max_num_seqs=16,
         reasoning_parser="think_tags",
@@ -266,7 +278,10 @@ def logprobs_of(step: Step) -> list[float]:
 def checked(
     contract: Contract, speaker: Speaker, step: Step, seen: Seen, stream: bool, **more: Any
 ) -> None:
-    """A step of an engine with our middleware is complete, and what the client saw. more: inputs of the model beside the ids."""
+    """Check that a step of an engine with our middleware is complete and equals the client's view.
+
+    more: model inputs besides the ids.
+    """
     assert (step.protocol, step.status, step.streamed, step.tokens_absent_reason) == (
         speaker.name,
         "ok",
@@ -290,10 +305,16 @@ def checked(
 
 
 def text_of(contract: Contract, ids: list[int], whole: bool) -> str:
-    """The text of ids. whole: with the special tokens within it; the one that ends it is never shown."""
+    """Return the text of ids.
+
+    whole: keep the special tokens within the text; the final special token is never shown.
+    """
     return str(contract.tokenizer.decode(ids, skip_special_tokens=not whole)).removesuffix(IM_END)
 
 
 def seen_text(contract: Contract, seen: Seen, ids: list[int]) -> str:
-    """What the client saw, put together again. A reply that was cut off may be within its reasoning."""
+    """Return the text that the client saw, joined from its parts.
+
+    A reply that was cut off may end within its reasoning.
+    """
     return seen.text(THOUGHT if contract.tokenizer.convert_tokens_to_ids(THOUGHT) in ids else "")

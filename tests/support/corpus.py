@@ -1,7 +1,10 @@
-"""Replies of other providers, written by hand from their documentation, and what their official clients make of them.
+"""Replies of other providers, and their official clients' readings.
 
-`corpus/manifest.json` names each file, its protocol, and, as `recorded`, the messages of its steps where the client can't say them: it
-raises an error, drops a part, or has no accumulator. `finish` is the steps' finish reason in the words of the record; null: the reply broke off.
+The replies are written by hand from the providers' documentation.
+
+`corpus/manifest.json` names each file and its protocol. `recorded` holds the messages of its steps
+where the client cannot produce them: it raises an error, drops a part, or has no accumulator.
+`finish` is the steps' finish reason in the terms of the record; null: the reply broke off.
 """
 
 from __future__ import annotations
@@ -50,7 +53,7 @@ class Case:
         return self.name.replace("/", "-")
 
     def request(self) -> dict[str, Any]:
-        """The client's body. Its model is what the replaying server answers by."""
+        """The client's body. The replaying server selects its reply by the model in it."""
         body: dict[str, Any] = {"model": self.name}
         if self.protocol == "completions":
             return body | {"prompt": "Once"}
@@ -61,7 +64,7 @@ class Case:
 
 
 def cases() -> list[Case]:
-    """All of the manifest."""
+    """Return all cases of the manifest."""
     return [
         Case(name, **said)
         for name, said in json.loads((CORPUS / "manifest.json").read_bytes()).items()
@@ -70,7 +73,10 @@ def cases() -> list[Case]:
 
 @asynccontextmanager
 async def replaying(reply_of: Mapping[str, bytes]) -> AsyncIterator[str]:
-    """A server that answers a request with the bytes, head included, that belong to the request's model. Gives its URL."""
+    """Run a server that selects its reply by the request's model; yield its URL.
+
+    reply_of: model to reply bytes, head included.
+    """
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -83,7 +89,7 @@ async def replaying(reply_of: Mapping[str, bytes]) -> AsyncIterator[str]:
             )
             await writer.drain()
         except (ConnectionError, asyncio.IncompleteReadError):
-            pass  # a connection that was let go
+            pass  # the client closed the connection
         finally:
             writer.close()
 
@@ -95,7 +101,7 @@ async def replaying(reply_of: Mapping[str, bytes]) -> AsyncIterator[str]:
 
 
 def reply(data: bytes, content_type: str, *headers: str) -> bytes:
-    """A whole HTTP reply of 200."""
+    """Return a whole HTTP reply with status 200."""
     head = [
         "HTTP/1.1 200 OK",
         f"content-type: {content_type}",
@@ -106,12 +112,15 @@ def reply(data: bytes, content_type: str, *headers: str) -> bytes:
 
 
 def _dict(model: Any) -> Any:
-    """What a client's object holds. Values of another type than it expects are values too."""
+    """Return the fields of a client's object, including values of an unexpected type."""
     return model.to_dict(warnings=False)
 
 
 class Seen(NamedTuple):
-    """What the official client makes of a reply: its parts as they came, then the messages put together. error: what it raised."""
+    """The official client's reading of a reply: its parts in order, then the joined messages.
+
+    error: the exception that it raised.
+    """
 
     parts: list[Any]
     messages: list[Any] | None
@@ -119,7 +128,10 @@ class Seen(NamedTuple):
 
 
 class Clients:
-    """The official clients, made once: each one loads the machine's certificates. `async with` closes them."""
+    """The official clients, created once because each one loads the machine's certificates.
+
+    `async with` closes them.
+    """
 
     def __init__(self) -> None:
         self._openai = AsyncOpenAI(
@@ -148,7 +160,7 @@ class Clients:
                 case.protocol
             ]
             return Seen(parts, await ask(openai, case, parts), None)
-        except Exception as error:  # noqa: BLE001 - whatever it is, it must be the same through the gateway
+        except Exception as error:  # noqa: BLE001 - any error must be the same through the gateway
             return Seen(parts, None, f"{type(error).__name__}: {error}")
 
 
@@ -165,7 +177,7 @@ async def _chat(client: AsyncOpenAI, case: Case, parts: list[Any]) -> list[Any]:
     with warnings.catch_warnings():
         warnings.simplefilter(
             "ignore", UserWarning
-        )  # of pydantic, for values of another type than the client expects
+        )  # from pydantic, for values of an unexpected type
         for chunk in chunks:
             if chunk.object == "chat.completion.chunk":  # as `client.chat.completions.stream` does
                 state.handle_chunk(chunk)
@@ -175,7 +187,10 @@ async def _chat(client: AsyncOpenAI, case: Case, parts: list[Any]) -> list[Any]:
 
 
 def _as_plain(message: dict[str, Any]) -> dict[str, Any]:
-    """A streamed message as a plain reply has it: openai-python adds up repeated roles, and leaves the index in each call."""
+    """Convert a streamed message to the form of a plain reply.
+
+    openai-python concatenates repeated roles and keeps the index in each call.
+    """
     calls = [
         {name: value for name, value in call.items() if name != "index"}
         for call in message.get("tool_calls") or ()

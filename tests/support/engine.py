@@ -1,4 +1,7 @@
-"""A real vLLM server with our plugin and middleware, for the tests: asking it in every dialect, what it replies, what it must have sampled."""
+"""A real vLLM server with our plugin and middleware, for the tests.
+
+The helpers ask it in every protocol, parse its replies, and compute the expected samples.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ DEFAULT_TOP_K = 1000
 
 @dataclass(frozen=True)
 class Engine:
-    """The server, and a loop with an HTTP session to talk to it."""
+    """The server, and an event loop with an HTTP session for requests to it."""
 
     server: VllmServer
     runner: asyncio.Runner
@@ -59,7 +62,7 @@ class Engine:
 
 @dataclass(frozen=True)
 class Sampled:
-    """One choice, as capture tells it."""
+    """One choice as reported by capture."""
 
     prompt_ids: list[int]
     ids: list[int]
@@ -70,13 +73,16 @@ class Sampled:
 
     @property
     def text(self) -> str:
-        """What the ids say, less the special tokens: so chat, completions and responses show it when they know of no tools."""
+        """The text of the ids without special tokens.
+
+        Chat, completions and responses show this text when a request has no tools.
+        """
         return str(tokenizer.decode(self.ids, skip_special_tokens=True))
 
 
 @dataclass(frozen=True)
 class Told:
-    """A reply's own bytes, and the tokens beside it: choices by generation and index."""
+    """The bytes of a reply and its captured tokens: choices by generation and index."""
 
     own: bytes
     choices: dict[tuple[int, int], Sampled]
@@ -85,7 +91,10 @@ class Told:
 
 @dataclass(frozen=True)
 class Reply:
-    """The one choice of a reply, plain or put together from a stream: what the client sees, and what capture tells."""
+    """The only choice of a reply: the client's view and the capture.
+
+    The reply is plain, or joined from a stream.
+    """
 
     content: str | None
     calls: list[tuple[str, str]]
@@ -94,7 +103,7 @@ class Reply:
 
 
 def manifest(directory: Path) -> tuple[WeightFile, ...]:
-    """All files of a directory as a version's manifest."""
+    """Return all files of a directory as a version's manifest."""
     return tuple(
         WeightFile(
             url=f.as_uri(),
@@ -111,9 +120,13 @@ def random_version(work: Path, seed: int) -> Path:
 
 
 def engine_settings(**more: Any) -> RolloutSettings:
-    """How a server of a test serves a model of the demo's size, which calls tools. more: besides, or otherwise."""
+    """Return settings that serve a model of the demo's size with tool calls.
+
+    more: additional or overriding settings.
+    """
     values = {
-        "port": free_port(), "dtype": "float32", "max_model_len": model.MAX_TOKENS, "kv_cache_mb": 64, "tool_parser": "strict_tags",
+        "port": free_port(), "dtype": "float32", "max_model_len": model.MAX_TOKENS,
+        "kv_cache_mb": 64, "tool_parser": "strict_tags",
         "tool_parser_plugin": Path(model.__file__).with_name("tool_parser.py"),
     }  # fmt: skip
     return RolloutSettings.model_validate(values | more)
@@ -121,8 +134,9 @@ def engine_settings(**more: Any) -> RolloutSettings:
 
 @contextmanager
 def serving(work: Path) -> Iterator[Engine]:
-    """A server on a model of random weights; it has ended behind the block."""
-    # A default of the engine's own, that no request names. It is above the size of the vocabulary: nothing is cut off.
+    """Run a server on a model of random weights; the server has ended after the block."""
+    # A default of the engine that no request names. It exceeds the size of the vocabulary, so it
+    # removes no token.
     defaults = ("--override-generation-config", f'{{"top_k": {DEFAULT_TOP_K}}}')
     settings = engine_settings(max_num_seqs=64, startup_timeout_s=600, extra_args=defaults)
     server = VllmServer(settings, random_version(work, 0), work / "vllm.log")
@@ -155,7 +169,7 @@ def request(question: str = "price of k374 plus 2?", **more: Any) -> dict[str, A
 async def post(
     engine: Engine, path: str, body: dict[str, Any], **headers: str
 ) -> tuple[Mapping[str, str], bytes]:
-    """Headers and bytes of a reply that must be one."""
+    """Post a request that must succeed; return the headers and bytes of the reply."""
     async with engine.http.post(engine.url + path, json=body, headers=headers) as reply:
         raw = await reply.read()
         assert reply.status == 200, raw
@@ -164,7 +178,7 @@ async def post(
 
 
 async def captured(engine: Engine, path: str, body: dict[str, Any], **headers: str) -> Told:
-    """Ask for capture, and take the reply apart."""
+    """Request capture, and split the reply into its bytes and tokens."""
     found, raw = await post(engine, path, body, **{engine_frames.ASK: "1"}, **headers)
     assert found[engine_frames.ASK] == "1"
     if body.get("stream"):
@@ -210,18 +224,19 @@ def folded(own: bytes, frames: Sequence[engine_frames.Frame]) -> Told:
 
 
 async def chat(engine: Engine, body: dict[str, Any]) -> Reply:
-    """Ask, in the way that body["stream"] says."""
+    """Ask with or without streaming, as body["stream"] requests."""
     told = await captured(engine, "/v1/chat/completions", body)
     content, calls, finish = read_chat(told.own, bool(body.get("stream")))
     return Reply(content, calls, finish, told.choices[0, 0])
 
 
 Seen = tuple[str | None, list[tuple[str, str]], str | None]
-"""Content, calls (name and arguments), and the protocol's finish reason of a reply's only choice."""
+"""Content, calls (name and arguments), and the protocol's finish reason of a reply's only choice.
+"""
 
 
 def data_of(stream: bytes) -> list[dict[str, Any]]:
-    """Data of all events but the end marker."""
+    """Return the data of all events except the end marker."""
     lines = [line[6:] for line in stream.decode().splitlines() if line.startswith("data: ")]
     return [json.loads(line) for line in lines if line != "[DONE]"]
 
@@ -313,7 +328,7 @@ def network_of(directory: Path) -> Any:
 
 
 def logprobs_of(directory: Path, prompt: list[int], ids: list[int]) -> list[float]:
-    """What transformers says in float32."""
+    """Return log-probabilities as transformers computes them in float32."""
     with torch.inference_mode():
         table = (
             network_of(directory)(torch.tensor([prompt + ids]))
@@ -342,7 +357,7 @@ MESSAGE_TOOLS = [
 
 @dataclass(frozen=True)
 class Wire:
-    """A protocol: where it is served, its body for a question, with tools or without, and how its replies are read."""
+    """A protocol: its path, its body for a question with or without tools, and its reply parser."""
 
     path: str
     body: Callable[[str, bool], dict[str, Any]]
@@ -380,7 +395,7 @@ WIRES = {
 
 
 def rendered(question: str, tools: Any) -> str:
-    """The prompt that the chat template makes."""
+    """Return the prompt that the chat template makes."""
     messages = [{"role": "user", "content": question}]
     return str(
         tokenizer.apply_chat_template(
@@ -394,7 +409,10 @@ PASSING = re.compile(rb'"created(_at)?":[0-9.]+|(chatcmpl-tool-|call_|msg_|resp_
 
 
 def shape(value: Any) -> Any:
-    """A JSON value without what it says: which fields there are, and of what type. A completion's `top_logprobs` have tokens for names."""
+    """Return the fields and types of a JSON value without its content.
+
+    The field names of a completion's `top_logprobs` are tokens.
+    """
     if isinstance(value, dict):
         return {
             key: shape(inner) if key != "top_logprobs" else type(inner).__name__
@@ -406,7 +424,7 @@ def shape(value: Any) -> Any:
 
 
 def seen_by_index(body: bytes) -> dict[int, str]:
-    """Text of each choice of chat or completions, plain or streamed."""
+    """Return the text of each choice of chat or completions, plain or streamed."""
     texts: dict[int, str] = {}
     for chunk in [json.loads(body)] if body.startswith(b"{") else data_of(body):
         for choice in chunk["choices"]:
@@ -416,7 +434,11 @@ def seen_by_index(body: bytes) -> dict[int, str]:
 
 
 def comparable(wire: Wire, reply: bytes, stream: bool) -> Any:
-    """A reply less what differs from call to call; of a stream, which vLLM cuts into events as it happens to be scheduled, what it says."""
+    """Return a reply without the values that differ between calls.
+
+    For a stream, return the joined content, because vLLM's scheduling determines the event
+    boundaries.
+    """
     if not stream:
         return PASSING.sub(b"", reply)
     shapes = {json.dumps(shape(event)) for event in data_of(reply)}
@@ -426,7 +448,7 @@ def comparable(wire: Wire, reply: bytes, stream: bool) -> Any:
 
 
 def taught(directory: Path, replies: Mapping[str, str]) -> Path:
-    """A model that has learned its replies by heart. replies: by question."""
+    """Return a model that has memorised its replies. replies: by question."""
     torch.set_num_threads(1)
     network = model.build_model(tokenizer, seed=0)
     rows = []

@@ -1,4 +1,7 @@
-"""An agent and a gateway in one, for tests that need none: writes whole trajectories to Kafka, and reads what became of them."""
+"""An agent and a gateway in one, for tests that need no real ones.
+
+The feed writes whole trajectories to Kafka and reads the results.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from schemas.tokens import pack_ids, pack_logprobs
 
 GROUP_SIZE = 2
 POLICY = {"group_size": GROUP_SIZE, "batch_groups": 1, "required_rewards": ["env"]}
-"""A batch for each group that the feed writes."""
+"""A policy that makes a batch of each group that the feed writes."""
 
 
 def session(run: str, key: str, kind: Any, **more: Any) -> SessionEvent:
@@ -26,25 +29,27 @@ def session(run: str, key: str, kind: Any, **more: Any) -> SessionEvent:
 
 
 def step(run: str, key: str, **more: Any) -> Step:
-    """A sampled choice that can be trained, by version 0.0 of its run."""
+    """Return a trainable step, sampled by version 0.0 of its run."""
     call = new_call_id(key)
     return Step(
-        step_id=f"{call}.0", run_id=run, trajectory_key=key, call_id=call, choice_index=0, protocol="openai.chat", model="policy",
-        status="ok", streamed=False, request_json=b"{}", response_json=b'{"content":"x"}', prompt_token_ids=pack_ids([2, 5]),
-        response_token_ids=pack_ids([9, 3]), response_logprobs=pack_logprobs([-3.0, -3.0]), version_first=f"{run}/0.0",
-        version_last=f"{run}/0.0", gateway_id="g", received_at=0, finished_at=0, **more,
+        step_id=f"{call}.0", run_id=run, trajectory_key=key, call_id=call, choice_index=0,
+        protocol="openai.chat", model="policy", status="ok", streamed=False, request_json=b"{}",
+        response_json=b'{"content":"x"}', prompt_token_ids=pack_ids([2, 5]),
+        response_token_ids=pack_ids([9, 3]), response_logprobs=pack_logprobs([-3.0, -3.0]),
+        version_first=f"{run}/0.0", version_last=f"{run}/0.0", gateway_id="g", received_at=0,
+        finished_at=0, **more,
     )  # fmt: skip
 
 
 def reward(run: str, key: str, value: float, **more: Any) -> Reward:
     return Reward(
-        event_id=new_event_id(), run_id=run, trajectory_key=key, source="env", name="score", function_version="1", value=value,
-        reward_revision=0, created_at=0, **more,
+        event_id=new_event_id(), run_id=run, trajectory_key=key, source="env", name="score",
+        function_version="1", value=value, reward_revision=0, created_at=0, **more,
     )  # fmt: skip
 
 
 class Feed:
-    """Writes to one installation and reads its topics and tables."""
+    """Write to one installation and read its topics and tables."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings, self.run, self.topics = settings, settings.run_id, settings.kafka.topics
@@ -63,7 +68,7 @@ class Feed:
         self.producer.flush()
 
     def group(self, name: str) -> None:
-        """Whole trajectories of one group, with rewards that differ."""
+        """Write the whole trajectories of one group, with rewards that differ."""
         for member in range(GROUP_SIZE):
             key = f"{name}-{member}"
             opened = session(self.run, key, "opened", group_id=name, group_size=GROUP_SIZE)
@@ -75,7 +80,7 @@ class Feed:
         return [r for p in partitions for r in self.cluster.read_all(topic, p)]
 
     def events(self, topic: str, kind: type) -> list[Any]:
-        """What is on a topic, of one kind; anything else is passed over."""
+        """Return the records of one kind on a topic; other kinds are skipped."""
         found = decode_all(
             Decoder(self.cluster, self.topics.schemas), self.records(topic), lambda *_: None
         )
@@ -85,21 +90,21 @@ class Feed:
         return self.events(self.topics.ready_batches(self.run, "train"), ReadyBatch)
 
     def groups(self) -> list[str]:
-        """Ids of the admitted groups, in order."""
+        """Return the ids of the admitted groups, in order."""
         return [g.group_id for b in self.batches() for g in b.groups]
 
     def versions(self) -> list[WeightVersion]:
         return self.events(self.topics.weights, WeightVersion)
 
     def ids(self) -> list[str]:
-        """Versions on the log, without the run."""
+        """Return the versions on the log, without the run."""
         return [v.version_id.partition("/")[2] for v in self.versions()]
 
     def dead(self) -> list[DeadLetter]:
         return self.events(self.topics.dead_letters, DeadLetter)
 
     def column(self, table: str, name: str) -> list[Any]:
-        """A column of the lake, as it is now."""
+        """Return the current content of a column of the lake."""
         return column(self.settings, table, name)
 
     def close(self) -> None:

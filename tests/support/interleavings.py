@@ -1,6 +1,8 @@
-"""Made-up logs for the interleaving properties, and a partition of assemble that dies between any two steps of its protocol.
+"""Generated logs for the interleaving properties, and a partition of assemble that can be killed.
 
-Drawn by a seed, not piece by piece: what goes wrong does so in long logs in which much happens at once.
+The kill happens between any two steps of assemble's protocol. A seed generates a whole log. The
+failures occur in long logs with many simultaneous events, so the logs are not generated event by
+event.
 """
 
 from __future__ import annotations
@@ -43,22 +45,25 @@ from stream_jobs.assemble.testing import (
 
 AGENT = agent_key("codex", b"", "s")
 LIMITS = Limits(
-    trajectory_timeout=3000, closed_horizon=10_000_000, orphan_after=800, closed_max=10_000, bucket_inactivity=900,
-    agent_inactivity=1500,
+    trajectory_timeout=3000, closed_horizon=10_000_000, orphan_after=800, closed_max=10_000,
+    bucket_inactivity=900, agent_inactivity=1500,
 )  # fmt: skip
 Log = list[tuple[int, Any]]
-"""Timestamp and event of each offset."""
+"""(timestamp, event) of each offset."""
 Logs = tuple[Log, Log]
-"""Of one partition of `claw.steps` and of `claw.rewards`."""
+"""The logs of one partition of `claw.steps` and of `claw.rewards`."""
 
 
 class Killed(Exception):
-    """The process ended in the middle of something."""
+    """The process ended within an operation."""
 
 
 @dataclass
 class Rig:
-    """The owner of one partition without Kafka. What it sends and its changelog survive a kill; nothing else does."""
+    """The owner of one partition without Kafka.
+
+    Only its sent records and its changelog survive a kill.
+    """
 
     logs: Logs
     limits: Limits = LIMITS
@@ -74,7 +79,7 @@ class Rig:
         self.take_over()
 
     def take_over(self) -> None:
-        """A new owner: marker, state from the log, what was decided but not done."""
+        """Start a new owner: write the marker, restore the state, send the unsent outputs."""
         self.log.append(
             CODEC.encode(
                 AssemblyMarker(worker="w", steps_topic_id="s", rewards_topic_id="r", created_at=0)
@@ -90,7 +95,7 @@ class Rig:
         self.emit(None)
 
     def left(self, source: SourceTopic) -> int:
-        """Records that it has not read."""
+        """Return the number of unread records."""
         return len(self.logs[source]) - self.state.applied[source] - 1
 
     def read(self, source: SourceTopic) -> None:
@@ -103,7 +108,7 @@ class Rig:
             self.payload[offset] = kept
 
     def delta(self) -> bytes | None:
-        """The record that makes the batch durable; None: nothing was decided."""
+        """Return the record that makes the batch durable; None when the batch decided nothing."""
         entries = self.fold.finish_batch()
         if not entries and not self.unflushed:
             return None
@@ -113,7 +118,11 @@ class Rig:
         )
 
     def emit(self, most: int | None) -> None:
-        """Send what is decided and not done; killed behind the first `most` records, if that is less. Raises Killed."""
+        """Send the outputs that are decided but not sent. most: number of records before a kill.
+
+        Raises:
+            Killed: there are more than `most` records.
+        """
         outputs, facts = list[Any](), []
         for key, trajectory in self.state.pending.closings.items():
             for s in trajectory.steps:
@@ -147,12 +156,12 @@ class Rig:
             self.unflushed = [[ChangeKind.OUTPUTS_ACKNOWLEDGED], *facts]
 
     def _again(self, offset: int) -> CachedPayload:
-        """Payload read from `claw.steps` once more, whole: what a new owner does."""
+        """Read the whole payload from `claw.steps` again, as a new owner does."""
         event = self.logs[STEPS][offset][1]
         return payload_of(event, trainability(event))
 
     def snapshot(self, whole: bool) -> None:
-        """Snapshot and trim; or killed before its last piece."""
+        """Write a snapshot and trim the changelog, or be killed before its last chunk."""
         pieces = [CODEC.encode(p) for p in changelog.snapshot(self.epoch, self.seq, self.state)]
         first = len(self.log)
         self.log += pieces if whole else pieces[:-1]
@@ -161,7 +170,7 @@ class Rig:
             self.trimmed = first
 
     def batch(self, size: int, rng: Random, prefers: float, ends: str) -> None:
-        """A micro-batch; `ends` says at which step of the protocol it is killed."""
+        """Process a micro-batch. ends: the step of the protocol at which the owner is killed."""
         for _ in range(size):
             sources = [s for s in (STEPS, REWARDS) if self.left(s)]
             if sources:
@@ -172,7 +181,7 @@ class Rig:
         if delta is not None and ends == "fenced":
             stale, self.unflushed = delta, []
             self.take_over()
-            return self.log.append(stale)  # it lands behind its successor's marker
+            return self.log.append(stale)  # it is appended after the successor's marker
         if delta is not None:
             self.log.append(delta)
             self.unflushed = []
@@ -187,7 +196,7 @@ class Rig:
         return None
 
     def last(self) -> dict[RunTrajectory, Candidate]:
-        """The last revision of each trajectory, without its number."""
+        """Return the last revision of each trajectory, without its number."""
         return {
             key: replace(found[max(found)], revision=0) for key, found in self.revisions.items()
         }
@@ -197,7 +206,7 @@ ENDS = ("before delta", "fenced", "amid outputs", "after outputs", "snapshot", "
 
 
 def plainly(logs: Logs, limits: Limits = LIMITS) -> Rig:
-    """All of the steps, then all of the rewards, a record at a time, undisturbed."""
+    """Process all steps, then all rewards, one record at a time, without a fault."""
     rig, rng = Rig(logs, limits), Random(0)
     while rig.left(STEPS) or rig.left(REWARDS):
         rig.batch(1, rng, 1.0, "")
@@ -205,7 +214,7 @@ def plainly(logs: Logs, limits: Limits = LIMITS) -> Rig:
 
 
 def disturbed(logs: Logs, rng: Random, limits: Limits = LIMITS) -> Rig:
-    """Any interleaving, any batches, any kills."""
+    """Process the logs with random interleaving, batches and kills."""
     rig = Rig(logs, limits)
     prefers, largest, calm = (
         rng.choice([0.02, 0.3, 0.5, 0.7, 0.98]),
@@ -221,7 +230,10 @@ def disturbed(logs: Logs, rng: Random, limits: Limits = LIMITS) -> Rig:
 
 
 def with_gaps(logs: Logs, rng: Random, count: int) -> tuple[Logs, tuple[list[int], list[int]]]:
-    """The logs with ticks strewn in, where duplicates may stand as well: both only tell time. Returns also where."""
+    """Insert ticks into the logs at positions that may also hold duplicates.
+
+    Ticks and duplicates only advance time. Returns the logs and the positions.
+    """
     out: tuple[Log, Log] = ([], [])
     gaps: tuple[list[int], list[int]] = ([], [])
     for source in (STEPS, REWARDS):
@@ -241,7 +253,10 @@ def with_gaps(logs: Logs, rng: Random, count: int) -> tuple[Logs, tuple[list[int
 def duplicated(
     logs: Logs, gaps: tuple[list[int], list[int]], never: set[tuple[SourceTopic, int]], rng: Random
 ) -> Logs:
-    """Some of the gaps hold a record that was sent before. never: what was buried; sent again later it may well find its target."""
+    """Replace some of the gaps by copies of earlier records.
+
+    never: dead-lettered records, because a later copy may find its target.
+    """
     out: Logs = (list(logs[0]), list(logs[1]))
     for source in (STEPS, REWARDS):
         for at in gaps[source]:
@@ -256,25 +271,25 @@ def duplicated(
 
 
 class Story:
-    """Writes the two logs of a partition, with events that arrive later than they were made.
+    """Write the two logs of a partition, with events that arrive later than they were made.
 
-    whole: every call has tokens, and nothing that is said of it takes it out of training.
+    whole: every call has tokens, and no event makes it untrainable.
     """
 
     def __init__(self, rng: Random, runs: Sequence[str] = ("r", "s"), whole: bool = False) -> None:
         self.rng, self.runs, self.whole, self.now, self.count = rng, runs, whole, 0, 0
         self._events: tuple[list[tuple[int, int, Any]], list[tuple[int, int, Any]]] = ([], [])
         self.said: dict[RunTrajectory, list[tuple[int, list[Any], list[Any]]]] = {}
-        """Of each run and key: number, prompt (or messages) and what came next, for each call."""
+        """For each run and key, a list of calls: number, prompt (or messages), and reply."""
 
     def put(self, event: Any, delay: int = 0) -> None:
-        """The event reaches its log `delay` ms from now; never before 0."""
+        """Append the event to its log `delay` ms from now, but not before time 0."""
         self.count += 1
         source = REWARDS if isinstance(event, Reward | Curation) else STEPS
         self._events[source].append((max(0, self.now + delay), self.count, event))
 
     def logs(self, quiet: int) -> Logs:
-        """Both logs, each ending with ticks after a while of silence."""
+        """Return both logs, each ending with ticks after `quiet` ms without events."""
         out: Logs = ([], [])
         for source in (STEPS, REWARDS):
             out[source].extend(
@@ -286,7 +301,10 @@ class Story:
         return out
 
     def call(self, run: str, key: str, delay: int = 0, **more: Any) -> int:
-        """One call and its choices: goes on from an earlier one, forks, begins anew, or tries again. Returns its number."""
+        """Write one call with its choices and return its number.
+
+        The call continues an earlier one, forks, starts a new conversation, or retries.
+        """
         rng, said = self.rng, self.said.setdefault((run, key), [])
         n = len(said)
         more = {"run_id": run, "version_first": f"{run}/3.0", "version_last": f"{run}/3.0", **more}
@@ -336,7 +354,8 @@ class Story:
         rng = self.rng
         turn = {"role": "user", "content": rng.choice("xy")}
         messages = {
-            "on": [*asked, *answered, turn], "fork": [*asked, turn], "anew": [{"role": "user", "content": "q"}], "again": asked,
+            "on": [*asked, *answered, turn], "fork": [*asked, turn],
+            "anew": [{"role": "user", "content": "q"}], "again": asked,
         }[how]  # fmt: skip
         reply: dict[str, Any] = {"content": rng.choice(["so", "so", f"so {n}"])}
         if rng.random() < 0.3:
@@ -348,7 +367,7 @@ class Story:
         return made_step, list(messages), [{"role": "assistant", **reply}]
 
     def judged(self, run: str, key: str, when: int, values: Sequence[float | None]) -> None:
-        """A reward, or a mark, of a call, of the trajectory that has it, or of one that does not exist."""
+        """Write rewards or marks for a call, for its trajectory, or for a missing target."""
         rng, said = self.rng, self.said.get((run, key), [])
         n = (
             rng.randrange(len(said) + 1)
@@ -372,14 +391,15 @@ class Story:
             )
         else:
             marks: list[dict[str, Any]] = [
-                {"quality": rng.choice([0.2, 0.9])}, {"tags": (rng.choice("uv"),)}, {"trainable": True}, {"trainable": self.whole},
+                {"quality": rng.choice([0.2, 0.9])}, {"tags": (rng.choice("uv"),)},
+                {"trainable": True}, {"trainable": self.whole},
             ]  # fmt: skip
             made = curation(key, "", None, **rng.choice(marks))
         self.put(replace(made, run_id=run, event_id=f"e{self.count}", **target), when)
 
 
 def chaos(rng: Random, length: int) -> Logs:
-    """Anything, in any order: late steps, ends before beginnings, rewards for nothing."""
+    """Generate events in any order: late steps, ends before starts, rewards without a target."""
     story = Story(rng, rng.choice([("r",), ("r", "s")]))
     pace = rng.choice([[0, 1, 20], [0, 0, 5, 50, 200, 400], [0, 50, 400, 1000]])
     keys = rng.choice(
@@ -411,7 +431,7 @@ def chaos(rng: Random, length: int) -> Logs:
 
 
 def full_rounds(rng: Random) -> tuple[Logs, Logs]:
-    """Two partitions on which every round of every group comes to be full and rewarded, in time."""
+    """Generate two partitions on which every round of every group is full and rewarded in time."""
     stories = tuple(Story(rng, whole=True) for _ in range(2))
     left: list[tuple[str, str, list[str], SessionEvent]] = []
     for run in ("r", "s"):
@@ -468,7 +488,7 @@ def full_rounds(rng: Random) -> tuple[Logs, Logs]:
 
 
 def _rewarded(story: Story, run: str, key: str, target: dict[str, Any]) -> None:
-    """The reward that every trajectory has to have."""
+    """Write the reward that every trajectory must have."""
     made = reward(key, story.rng.choice([0.0, 1.0]))
     story.put(
         replace(made, run_id=run, event_id=f"e{story.count}", **target),
@@ -478,7 +498,8 @@ def _rewarded(story: Story, run: str, key: str, target: dict[str, Any]) -> None:
 
 def _opened(run: str, key: str, number: int, rng: Random) -> SessionEvent:
     what: dict[str, Any] = {
-        "group_id": rng.choice([None, "g", "h"]), "group_size": rng.choice([None, 2]), "round": rng.choice([None, 1]),
-        "metadata_json": rng.choice([None, b"{}", b'{"n":1}']), "channel": rng.choice([None, "val"]),
+        "group_id": rng.choice([None, "g", "h"]), "group_size": rng.choice([None, 2]),
+        "round": rng.choice([None, 1]), "metadata_json": rng.choice([None, b"{}", b'{"n":1}']),
+        "channel": rng.choice([None, "val"]),
     }  # fmt: skip
     return replace(session(key, "opened", f"o{number}", **what), run_id=run)

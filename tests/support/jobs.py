@@ -1,4 +1,4 @@
-"""Stream jobs as real processes on a real Kafka, for the integration tests: an installation, its workers, what they put out."""
+"""Stream jobs as real processes on a real Kafka: an installation, its workers and outputs."""
 
 from __future__ import annotations
 
@@ -22,16 +22,21 @@ from schemas.records import Assessment, Candidate, Curation, Reward, SessionEven
 from schemas.settings import Settings
 from schemas.tokens import pack_ids, pack_logprobs
 
-RUN = "import sys; from runtime.process.config import load; from stream_jobs.{}.main import main; main(load(overrides=sys.argv[1:]))"
+RUN = (
+    "import sys; from runtime.process.config import load; from stream_jobs.{}.main import main; "
+    "main(load(overrides=sys.argv[1:]))"
+)
 Eventually = Callable[..., Any]
 
 
 def step(key: str, prompt: list[int], response: list[int], **more: Any) -> Step:
     call = new_call_id(key)
     return Step(
-        step_id=f"{call}.0", run_id="run", trajectory_key=key, call_id=call, choice_index=0, protocol="openai.chat", model="policy",
-        status="ok", streamed=False, request_json=b"{}", response_json=b'{"content":"x"}', prompt_token_ids=pack_ids(prompt),
-        response_token_ids=pack_ids(response), response_logprobs=pack_logprobs([-0.5] * len(response)), version_first="run/2.0",
+        step_id=f"{call}.0", run_id="run", trajectory_key=key, call_id=call, choice_index=0,
+        protocol="openai.chat", model="policy", status="ok", streamed=False, request_json=b"{}",
+        response_json=b'{"content":"x"}', prompt_token_ids=pack_ids(prompt),
+        response_token_ids=pack_ids(response),
+        response_logprobs=pack_logprobs([-0.5] * len(response)), version_first="run/2.0",
         version_last="run/2.0", gateway_id="g", received_at=0, finished_at=0, **more,
     )  # fmt: skip
 
@@ -44,8 +49,8 @@ def session(key: str, kind: Any, **more: Any) -> SessionEvent:
 
 def reward(key: str, value: float, **more: Any) -> Reward:
     return Reward(
-        event_id=new_event_id(), run_id="run", trajectory_key=key, source="env", name="score", function_version="1", value=value,
-        reward_revision=0, created_at=0, **more,
+        event_id=new_event_id(), run_id="run", trajectory_key=key, source="env", name="score",
+        function_version="1", value=value, reward_revision=0, created_at=0, **more,
     )  # fmt: skip
 
 
@@ -65,7 +70,7 @@ class Jobs:
 
     @property
     def workers(self) -> list[subprocess.Popen[bytes]]:
-        """What was started, in order."""
+        """The started workers, in order."""
         return self.processes.started
 
     def start(
@@ -96,7 +101,7 @@ class Jobs:
         return [(r, e) for r, e in found if isinstance(e, kinds)]
 
     def candidates(self) -> dict[str, Candidate]:
-        """The last candidate of each trajectory."""
+        """Return the last candidate of each trajectory."""
         out: dict[str, Candidate] = {}
         for _, c in self.records(self.topics.candidates, Candidate):
             if c.trajectory_id not in out or c.revision > out[c.trajectory_id].revision:
@@ -104,7 +109,7 @@ class Jobs:
         return out
 
     def conversation(self, key: str, turns: int = 3) -> list[Any]:
-        """A whole trajectory: opened, steps, completed."""
+        """Return a whole trajectory: opened, steps, completed."""
         events: list[Any] = [
             session(
                 key, "opened", metadata_json=b'{"gold":"x"}', group_id=f"g-{key[0]}", group_size=4
@@ -119,7 +124,7 @@ class Jobs:
 
 @contextmanager
 def running(settings: Settings, cluster: Cluster, logs: Path, **jobs: Any) -> Iterator[Jobs]:
-    """An installation; its workers are killed at the end."""
+    """Run an installation; its workers are killed at the end."""
     tuned = settings.model_copy(
         update={"jobs": settings.jobs.model_copy(update={"tick_interval_s": 0.3, **jobs})}
     )

@@ -1,4 +1,4 @@
-"""The lake writer and its maintenance as real processes on a real Kafka, for the integration tests: what they get, what the tables have."""
+"""The lake writer and its maintenance as real processes on a real Kafka: inputs and tables."""
 
 from __future__ import annotations
 
@@ -19,12 +19,15 @@ from schemas.settings import Settings
 from schemas.tokens import pack_ids
 from stream_jobs.lake.main import dataset, open_table
 
-WRITER = "import sys; from runtime.process.config import load; from stream_jobs.lake.main import main; main(load(None, sys.argv[1:], {}))"
+WRITER = (
+    "import sys; from runtime.process.config import load; from stream_jobs.lake.main import main; "
+    "main(load(None, sys.argv[1:], {}))"
+)
 Eventually = Callable[..., Any]
 
 
 class Writers(Processes):
-    """The writers and caretakers of one installation. All log as `lake`."""
+    """The writers and maintenance processes of one installation. All log as `lake`."""
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings.data_dir)
@@ -36,7 +39,7 @@ class Writers(Processes):
         return self.start("lake", [sys.executable, "-c", WRITER, *words], stdin=subprocess.DEVNULL)
 
     def maintain(self) -> subprocess.Popen[bytes]:
-        """Start a maintenance as a writer does."""
+        """Start a maintenance process as a writer does."""
         command = [sys.executable, "-m", "stream_jobs.lake.delta.maintenance"]
         process = self.start("lake", command, stdin=subprocess.PIPE)
         assert process.stdin is not None
@@ -47,7 +50,7 @@ class Writers(Processes):
 
 @contextmanager
 def running(settings: Settings) -> Iterator[Writers]:
-    """Processes of the lake; what they have logged is printed at the end."""
+    """Run the processes of the lake; print their logs at the end."""
     writers = Writers(settings)
     try:
         with writers:
@@ -57,7 +60,7 @@ def running(settings: Settings) -> Iterator[Writers]:
 
 
 def column(settings: Settings, table: str, name: str) -> list[Any]:
-    """A column of the lake, as it is now; empty where there is no table yet."""
+    """Return the current content of a column of the lake; empty when the table does not exist."""
     if not DeltaTable.is_deltatable(f"{settings.lake_uri}/{table}"):
         return []
     found = dataset(open_table(settings.lake_uri, table, {}), {}).to_table(columns=[name])
@@ -65,26 +68,29 @@ def column(settings: Settings, table: str, name: str) -> list[Any]:
 
 
 def a_step(number: int) -> records.Step:
-    """Step `number` of run r; its prompt has number % 50 tokens."""
+    """Return step `number` of run r; its prompt has number % 50 tokens."""
     key = f"k{number % 17}"
     return records.Step(
-        step_id=f"{key}~{number:08d}.0", run_id="r", trajectory_key=key, call_id=f"{key}~{number:08d}", choice_index=0,
-        protocol="openai.chat", model="policy", status="ok", streamed=False, request_json=b"{}", response_json=b"{}",
-        prompt_token_ids=pack_ids(range(number % 50)), gateway_id="g", received_at=number, finished_at=number,
+        step_id=f"{key}~{number:08d}.0", run_id="r", trajectory_key=key,
+        call_id=f"{key}~{number:08d}", choice_index=0, protocol="openai.chat", model="policy",
+        status="ok", streamed=False, request_json=b"{}", response_json=b"{}",
+        prompt_token_ids=pack_ids(range(number % 50)), gateway_id="g", received_at=number,
+        finished_at=number,
     )  # fmt: skip
 
 
 def a_reward(number: int, **changes: Any) -> records.Reward:
-    """Reward `w<number>` of run r, trajectory k."""
+    """Return reward `w<number>` of run r, trajectory k."""
     values: dict[str, Any] = {
-        "event_id": f"w{number}", "run_id": "r", "trajectory_key": "k", "source": "rule", "name": "f",
-        "function_version": "1", "value": float(number), "reward_revision": 0, "created_at": number,
+        "event_id": f"w{number}", "run_id": "r", "trajectory_key": "k", "source": "rule",
+        "name": "f", "function_version": "1", "value": float(number), "reward_revision": 0,
+        "created_at": number,
     }  # fmt: skip
     return records.Reward(**values | changes)
 
 
 def put_steps(producer: Producer, settings: Settings, numbers: Iterable[int]) -> None:
-    """Steps with these numbers, on the log when this returns."""
+    """Write steps with these numbers; all are on the log when this function returns."""
     codec = Codec()
     for number in numbers:
         step = a_step(number)

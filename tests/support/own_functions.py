@@ -1,4 +1,4 @@
-"""Functions as a user writes them, good and bad, for tests of the processes in which they run."""
+"""User-written functions, correct and faulty, for tests of the processes that run them."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ def says_its_process(trajectory: Trajectory) -> float:
 
 
 def stops_later(trajectory: Trajectory) -> float:
-    """Says its process, which stops once it has answered."""
+    """Report its process, which stops after its answer."""
     threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGSTOP)).start()
     return float(os.getpid())
 
 
 def of_answers(trajectory: Trajectory) -> float:
-    """As the last reply says: it loops, crashes or waits, or is the reward."""
+    """Follow the last reply: loop, crash, wait, or return the reply as the reward."""
     said = json.loads(trajectory.steps[-1].response_json)["content"]
     return {"loop": loops, "crash": crashes, "wait": waits}.get(said, lambda _: float(said))(
         trajectory
@@ -71,7 +71,7 @@ def of_answers(trajectory: Trajectory) -> float:
 
 
 def waits(trajectory: Trajectory) -> float:
-    """Says that it was begun in the file that the metadata names, then waits for ever."""
+    """Report its start in the file that the metadata names, then wait forever."""
     Path(json.loads(trajectory.metadata_json or b"{}")["begun"]).write_text(str(os.getpid()))
     while True:
         time.sleep(3600)

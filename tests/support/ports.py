@@ -12,19 +12,25 @@ from pathlib import Path
 from uuid import uuid4
 
 FIRST, END, BLOCK = 21000, 32000, 40
-"""Below 32768: above it the kernel hands out ports to clients. A block has the ports of a broker of four nodes."""
+"""The ports are below 32768, because the kernel assigns higher ports to clients.
+
+A block holds the ports of a broker of four nodes.
+"""
 BLOCKS = (END - FIRST) // BLOCK
 HELD = 40
 
-# A port that was given is not used at once: the next call must not find it free again. Each process begins elsewhere.
+# An assigned port is not bound at once, so the next call must not return it again. Each process
+# starts at a different block.
 _numbers = itertools.count(uuid4().int % BLOCKS)
 _locks: deque[int] = deque()
 
 
 def free_port(nodes: int = 1) -> int:
-    """A port that is free together with the one after it, and that neither this process nor another has been given in its last 40 calls.
+    """Return a free port whose successor is free too.
 
-    nodes: of an embedded broker, at most four, whose ports are all to be free.
+    Neither this process nor another has returned the port in its last 40 calls.
+
+    nodes: number of nodes of an embedded broker, at most four; the ports of all nodes are free.
     """
     for number in itertools.islice(_numbers, BLOCKS):
         block = number % BLOCKS
@@ -46,7 +52,10 @@ def free_port(nodes: int = 1) -> int:
 
 
 def _locked(block: int) -> int | None:
-    """A lock on the block's file, which is let go of when the process ends; None when another process has it: it has not bound the port yet."""
+    """Lock the block's file until the process ends.
+
+    Returns None when another process holds the lock; that process may not have bound the port yet.
+    """
     folder = Path(tempfile.gettempdir()) / f"clawstream-test-ports-{os.getuid()}"
     folder.mkdir(exist_ok=True)
     lock = os.open(folder / str(block), os.O_RDWR | os.O_CREAT)

@@ -1,4 +1,4 @@
-"""Positions that a group has told Kafka, in tests that need them there."""
+"""Commit consumer group positions for tests that need them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from runtime.kafka import Cluster
 def tell(
     cluster: Cluster, group: str, positions: Mapping[tuple[str, int], int], timeout_s: float = 180.0
 ) -> None:
-    """Commit as a reader does, until it has landed: a commit is advice, and what has not landed is told again."""
+    """Commit positions as a reader does, and repeat the commit until Kafka has stored it.
+
+    The reader's commits are asynchronous and may be lost, so one commit is not enough.
+    """
     reader, deadline = cluster.reader(group, {}), time.monotonic() + timeout_s
     while not positions.items() <= cluster.committed(group).items():
         assert time.monotonic() < deadline, (group, positions, cluster.committed(group))

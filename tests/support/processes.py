@@ -1,4 +1,7 @@
-"""Processes that a test starts: each logs into a file, and none outlives the block that they were started in, nor the tests' process."""
+"""Processes that a test starts.
+
+Each process logs into a file, and ends with the block that started it and with the test process.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,10 @@ ROOT = Path(__file__).parents[2]
 
 
 class Processes:
-    """What a test has started. logs: directory of `<name>.log`.
+    """The processes that a test has started. logs: directory of `<name>.log`.
 
-    patience_s: at the end they are asked to end, for those that have children of their own, and killed after so long; 0: killed at once.
+    patience_s: time between SIGTERM and SIGKILL at the end, for processes with children; 0 sends
+    SIGKILL at once.
     """
 
     def __init__(self, logs: Path, patience_s: float = 0.0) -> None:
@@ -25,7 +29,7 @@ class Processes:
         logs.mkdir(parents=True, exist_ok=True)
 
     def start(self, name: str, command: Sequence[str], **how: Any) -> subprocess.Popen[bytes]:
-        """Start one in the repository's root. how: as in Popen."""
+        """Start a process in the repository's root. how: arguments of Popen."""
         with (self.logs / f"{name}.log").open("ab") as log:
             self.started.append(
                 subprocess.Popen(die_with_parent(command), cwd=ROOT, stdout=log, stderr=log, **how)
@@ -33,12 +37,12 @@ class Processes:
         return self.started[-1]
 
     def log(self, name: str) -> str:
-        """What the processes of this name have logged."""
+        """Return the log of the processes with this name."""
         path = self.logs / f"{name}.log"
         return path.read_text(errors="replace") if path.exists() else ""
 
     def stop(self, process: subprocess.Popen[bytes], timeout_s: float = 180.0) -> int:
-        """SIGTERM, as Ctrl-C does it; the exit code."""
+        """Send SIGTERM, as Ctrl-C does; return the exit code."""
         process.send_signal(signal.SIGTERM)
         return process.wait(timeout_s)
 

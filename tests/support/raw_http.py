@@ -1,4 +1,4 @@
-"""Clients byte by byte over real sockets, for the tests of what the gateway's HTTP server takes."""
+"""Byte-level clients over real sockets, for tests of the gateway's HTTP server."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class RawClient:
             await self.writer.drain()
 
     async def head(self) -> bytes:
-        """The head of the next reply, with the blank line; interim replies count too."""
+        """Return the head of the next reply with the blank line; interim replies count too."""
         async with asyncio.timeout(SOON_S):
             return await self.reader.readuntil(b"\r\n\r\n")
 
     async def reply(self) -> tuple[bytes, bytes]:
-        """Head and body of a reply that tells its length."""
+        """Return the head and body of a reply that states its length."""
         head = await self.head()
         lines = head.lower().split(b"\r\n")
         length = next((int(h[15:]) for h in lines if h.startswith(b"content-length:")), 0)
@@ -42,14 +42,14 @@ class RawClient:
             return head, await self.reader.readexactly(length)
 
     async def rest(self) -> bytes:
-        """Everything up to the end of the connection."""
+        """Return all bytes up to the end of the connection."""
         async with asyncio.timeout(SOON_S):
             return await self.reader.read()
 
 
 @asynccontextmanager
 async def connected(url: str) -> AsyncIterator[RawClient]:
-    """A connection to the gateway at the URL."""
+    """Open a connection to the gateway at the URL."""
     reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
     try:
         yield RawClient(reader, writer)
@@ -64,6 +64,6 @@ def request(
     *headers: str,
     version: str = "1.1",
 ) -> bytes:
-    """A whole request; its length is told."""
+    """Return a whole request that states its length."""
     lines = [f"{method} {path} HTTP/{version}", "host: x", f"content-length: {len(body)}", *headers]
     return "\r\n".join([*lines, "", ""]).encode() + body

@@ -6,5 +6,5 @@ from schemas.records import Trajectory
 
 
 def contrary(trajectory: Trajectory) -> float:
-    """The opposite of whether the first reply is what was asked for."""
+    """Return the opposite of the correctness of the first reply."""
     return 2.0 if b'"y"' in trajectory.steps[0].response_json else 1.0

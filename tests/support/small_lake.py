@@ -13,7 +13,10 @@ HEADERS = {"topic_id": b"TT", "partition": b"0", "first_offset": b"0", "last_off
 
 
 class SmallLake:
-    """Appends records as the lake writer does: each topic id is a topic of one partition, whose log time is 1000 + offset."""
+    """Append records as the lake writer does.
+
+    Each topic id is a topic of one partition; the log timestamp of a record is 1000 + offset.
+    """
 
     def __init__(self, settings: Settings, window: int = 1000) -> None:
         self.lake = Lake(settings.lake_uri, {}, window)

@@ -1,4 +1,6 @@
-"""An engine for soaks: small replies of every protocol, plain and streamed, made once. A request that says so gets a stream that takes long.
+"""An engine for soak tests: small replies of every protocol, plain and streamed, built once.
+
+A request can ask for a slow stream.
 
 python tests/support/soak_engine.py PORT
 """
@@ -31,7 +33,7 @@ PAUSE_S = 0.05
 
 
 def plain_reply(voice: int, request: Json) -> bytes:
-    """Body and tokens, with its HTTP head."""
+    """Return body and tokens with the HTTP head."""
     body = orjson.dumps(PROTOCOL_SERVERS[voice].plain(request, SCRIPT))
     whole = engine_frames.trail(body, [engine_frames.encode(f) for f in whole_frames(SCRIPT, 1)])
     head = f"{TOLD}{engine_frames.OWN_BODY}: {len(body)}\r\ncontent-length: {len(whole)}\r\n\r\n"
@@ -39,7 +41,7 @@ def plain_reply(voice: int, request: Json) -> bytes:
 
 
 def streamed_reply(voice: int, request: Json) -> list[bytes]:
-    """HTTP chunks: the head with the first event, then an event each."""
+    """Return HTTP chunks: the head with the first event, then one chunk for each event."""
     chunks, told = [], False
     for event in PROTOCOL_SERVERS[voice].events(request, SCRIPT):
         data = event.data
@@ -49,7 +51,10 @@ def streamed_reply(voice: int, request: Json) -> list[bytes]:
             )
             data, told = engine_frames.comment(frames) + data, True
         chunks.append(b"%x\r\n%s\r\n" % (len(data), data))
-    head = f"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n{TOLD}\r\n"
+    head = (
+        "HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n"
+        f"transfer-encoding: chunked\r\n{TOLD}\r\n"
+    )
     return [head.encode() + chunks[0], *chunks[1:-1], chunks[-1] + b"0\r\n\r\n"]
 
 

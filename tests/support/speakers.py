@@ -1,4 +1,7 @@
-"""The official clients of every protocol, each with its own helpers, and what they see of a reply in one form."""
+"""The official clients of every protocol, and a common form for their view of a reply.
+
+Each protocol has its own helpers.
+"""
 
 from __future__ import annotations
 
@@ -18,17 +21,21 @@ SCHEMA = model.TOOLS[0]["function"]["parameters"] | {"additionalProperties": Fal
 TOOLS: list[dict[str, Any]] = [
     {"type": "function", "function": {"name": "lookup", "strict": True, "parameters": SCHEMA}}
 ]
-"""Strict, for the helpers of the OpenAI client take no others."""
+"""Strict, because the helpers of the OpenAI client accept no other tools."""
 
 
 def call_text(name: str, arguments: str) -> str:
-    """A tool call as the chat template renders it."""
+    """Return a tool call as the chat template renders it."""
     return f'<tool_call>{{"name": "{name}", "arguments": {arguments}}}</tool_call>'
 
 
 @dataclass(frozen=True)
 class Seen:
-    """A choice as a client sees it. calls: name and arguments. finish: in the protocol's own words. logprobs: None: it was told none."""
+    """A choice as a client sees it.
+
+    calls: name and arguments. finish: in the protocol's own terms. logprobs: None when the reply
+    has none.
+    """
 
     content: str = ""
     calls: tuple[tuple[str, str], ...] = ()
@@ -37,39 +44,46 @@ class Seen:
     logprobs: tuple[float, ...] | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
-        # A busy engine streams several tokens at once; its parser then leaves the tag in the reasoning that begins with it.
+        # A busy engine streams several tokens at once. Its parser then leaves the opening tag in
+        # the reasoning.
         object.__setattr__(self, "reasoning", self.reasoning.removeprefix(THINK))
 
     def text(self, tail: str = THOUGHT) -> str:
-        """What the model must have said. tail: behind the reasoning."""
+        """Return the text that the model must have sampled. tail: text after the reasoning."""
         reasoning = THINK + self.reasoning + tail if self.reasoning else ""
         return reasoning + self.content + "".join(call_text(*call) for call in self.calls)
 
 
 class Speaker(Protocol):
-    """A protocol, spoken by its official client. base_url: of the gateway, with trajectory and prompt, without /v1."""
+    """A protocol with its official client.
+
+    base_url: of the gateway, with trajectory and prompt, without /v1.
+    """
 
     name: str
     path: str
     finishes: Mapping[str, str]
-    """The protocol's own finish reasons, and those of the record."""
+    """The protocol's own finish reasons, mapped to those of the record."""
     raw: bool
-    """Whether text shows special tokens: parsers of tools and reasoning want to see them."""
+    """Whether text shows special tokens; the parsers of tools and reasoning need them."""
 
     async def ask(
         self, base_url: str, said: Any, tools: bool, stream: bool, **more: Any
     ) -> list[Seen]:
-        """Ask, and read the reply with the client's own types. said: a question, or a conversation in the protocol's form."""
+        """Ask, and read the reply with the client's own types.
+
+        said: a question, or a conversation in the protocol's form.
+        """
         ...
 
     def turns(self, question: str, seen: Seen, result: str) -> Any:
-        """The conversation after a reply with calls and their results."""
+        """Return the conversation after a reply with calls and their results."""
         ...
 
 
 @asynccontextmanager
 async def openai_client(base_url: str, key: str = "none") -> Any:
-    """The official client, which tries once."""
+    """Yield the official client without retries."""
     async with AsyncOpenAI(
         base_url=base_url + "/v1", api_key=key, max_retries=0, timeout=300
     ) as client:
@@ -78,7 +92,7 @@ async def openai_client(base_url: str, key: str = "none") -> Any:
 
 @asynccontextmanager
 async def anthropic_client(base_url: str, key: str = "none") -> Any:
-    """The official client, which tries once."""
+    """Yield the official client without retries."""
     async with AsyncAnthropic(base_url=base_url, api_key=key, max_retries=0, timeout=300) as client:
         yield client
 
@@ -114,7 +128,7 @@ class Chat:
                 return await events.get_final_completion()
             except (
                 LengthFinishReasonError
-            ) as error:  # the client's own view of a reply that is cut off
+            ) as error:  # the client's own error for a reply that is cut off
                 return error.completion
 
     def _seen(self, choice: Any) -> Seen:
@@ -142,7 +156,7 @@ class Chat:
 
 
 class Completions:
-    """Completions. It knows neither tools nor conversations."""
+    """Completions, which support neither tools nor conversations."""
 
     name = "openai.completions"
     path = "/v1/completions"
@@ -222,7 +236,11 @@ class Responses:
         told = [entry.logprob for part in messages for entry in part.logprobs or ()]
         return Seen(
             "".join(part.text for part in messages),
-            tuple((item.name, item.arguments) for item in response.output if item.type == "function_call"),
+            tuple(
+                (item.name, item.arguments)
+                for item in response.output
+                if item.type == "function_call"
+            ),
             "".join(reasons), response.status, tuple(told) or None,
         )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Spools and journals on a directory, for their tests."""
+"""Read and write spools and journals in a directory, for their tests."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def note(n: int, key: bytes = b"k") -> Message:
 
 
 def size_of(message: Message) -> int:
-    """Bytes that a record takes in a segment."""
+    """Return the bytes that a record takes in a segment."""
     return len(frame(message, bytes(SYNC_BYTES)))
 
 
 def records_in(path: Path) -> list[Message]:
-    """The records of a segment that can be read."""
+    """Return the readable records of a segment."""
     return read_segment(path).messages
 
 
@@ -51,7 +51,7 @@ def drain(spool: Spool) -> list[Message]:
 def delivery(
     directory: Path, body: Body, max_bytes: int = 1 << 20, metrics: Metrics | None = None
 ) -> InMemoryLogProducer:
-    """Run body over a started delivery, close it, give the producer."""
+    """Run body over a started delivery manager, close it, and return the producer."""
 
     async def run() -> InMemoryLogProducer:
         producer, spool = InMemoryLogProducer(), Spool(directory, max_bytes)
@@ -65,7 +65,7 @@ def delivery(
 
 
 def sample(metrics: Metrics, name: str) -> float:
-    """What a metric of the gateway says."""
+    """Return the value of a gateway metric."""
     value = metrics.registry.get_sample_value(f"clawstream_gateway_{name}")
     assert value is not None, name
     return value

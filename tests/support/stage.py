@@ -1,7 +1,9 @@
-"""A real installation on which real agents play: Kafka, gateway, assemble and lake as processes, a toy model as the engine.
+"""A real installation for real agents.
 
-played = stage.play(ToyModel(decide), scenario)     # async def scenario(url, ear): runs the agent against the URL
-(trajectory,) = stage.kept(played)                  # all that was said is on the log, in the lake and in a trajectory
+Kafka, gateway, assemble and lake run as processes; a toy model is the engine.
+
+played = stage.play(ToyModel(decide), scenario)  # scenario(url, ear) runs the agent at the URL
+(trajectory,) = stage.kept(played)  # checks that the log, the lake and a trajectory have it all
 """
 
 from __future__ import annotations
@@ -32,43 +34,44 @@ from schemas.tokens import pack_ids, pack_logprobs
 Scenario = Callable[[str, Ear], Awaitable[None]]
 PATIENCE_S = 300.0
 SHOWN = 120
-"""Characters of a text that a recording keeps."""
+"""Number of characters of a text that a recording keeps."""
 WHOLE = ("user_id", "arguments")
 OF_TOOLS = ("parameters", "input_schema", "description", "defer_loading")
 MACHINE = (
     (r"host=\S+", "host=machine"), (r"os=[^|]*", "os=Linux "), (r"/tmp/[^\"\\ ]*", "/home/agent"),
     (r"codex_exec/(\S+) \([^)]*\)", r"codex_exec/\1 (Linux)"),
 )  # fmt: skip
-"""What a recording says instead of this machine's names."""
+"""Replacements for this machine's names in a recording."""
 RECORDED_HEADERS = (
-    "user-agent", "traceparent", "session-id", "thread-id", "originator", "upgrade", "anthropic-version", "anthropic-beta",
-    "x-app", "x-claude-code", "x-codex", "x-openai", "x-session", "x-parent", "x-client-request-id", "x-stainless-retry-count",
+    "user-agent", "traceparent", "session-id", "thread-id", "originator", "upgrade",
+    "anthropic-version", "anthropic-beta", "x-app", "x-claude-code", "x-codex", "x-openai",
+    "x-session", "x-parent", "x-client-request-id", "x-stainless-retry-count",
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Played:
-    """What came of a scenario."""
+    """The result of a scenario."""
 
     exchanges: list[Exchange]
     model: ToyModel
 
     @property
     def calls(self) -> list[Exchange]:
-        """The model calls."""
+        """Return the model calls."""
         paths = {v.path for v in PROTOCOL_SERVERS}
         return [e for e in self.exchanges if e.method == "POST" and e.endpoint in paths]
 
 
 class Stage:
-    """One installation; scenarios follow each other on it."""
+    """One installation that runs several scenarios in sequence."""
 
     def __init__(self, running: Up, engine_port: int) -> None:
         self.running, self.settings, self._engine_port = running, running.settings, engine_port
         self.url = f"http://127.0.0.1:{running.settings.gateway.port}"
 
     def play(self, model: ToyModel, scenario: Scenario) -> Played:
-        """Run a scenario with an ear between its agent and the gateway."""
+        """Run a scenario with a recording proxy between its agent and the gateway."""
 
         async def body() -> Played:
             ear = Ear()
@@ -91,7 +94,10 @@ class Stage:
                 await asyncio.sleep(0.1)
 
     def kept(self, played: Played) -> list[Trajectory]:
-        """The trajectories of all calls, closed now. Checks that replies came through byte for byte and that nothing of them is lost."""
+        """Close and return the trajectories of all calls.
+
+        Checks that replies reached the agent byte for byte and that no call is lost.
+        """
         said = [self._passed(e, played.model) for e in played.calls]
         feed = Feed(self.settings)
         ids = {e.returned["x-clawstream-step"] for e in played.calls}
@@ -134,7 +140,7 @@ class Stage:
         return found
 
     def _passed(self, exchange: Exchange, model: ToyModel) -> Any:
-        """The script of a reply that came through byte for byte."""
+        """Return the script of a reply that reached the agent byte for byte."""
         assert exchange.status == 200, exchange.reply
         voice = next(v for v in PROTOCOL_SERVERS if v.path == exchange.endpoint)
         asked = exchange.said
@@ -148,7 +154,11 @@ class Stage:
         raise AssertionError(f"not what the engine said: {exchange.reply[:2000]!r}")
 
     async def _complete(self, keys: Mapping[str, str]) -> None:
-        """keys: each with a step of it, for a key that the gateway made does not say which trajectory is meant."""
+        """Complete the trajectories.
+
+        keys: each with one of its steps, because a key assigned by the gateway does not identify
+        the trajectory.
+        """
         async with aiohttp.ClientSession() as http:
             for key, step in keys.items():
                 async with http.post(
@@ -159,7 +169,7 @@ class Stage:
 
 @contextmanager
 def stage_in(home: Path) -> Iterator[Stage]:
-    """An installation in a folder, until the block ends."""
+    """Run an installation in a folder until the block ends."""
     engine_port = free_port()
     settings = Settings.model_validate({
         "data_dir": home / "run",
@@ -176,24 +186,25 @@ def stage_in(home: Path) -> Iterator[Stage]:
 
 
 def roots(trajectory: Trajectory) -> int:
-    """How many trees it has."""
+    """Return the number of trees in the trajectory."""
     return sum(s.parent is None for s in trajectory.segments)
 
 
 def tags(trajectory: Trajectory) -> list[tuple[str, ...]]:
-    """The tags of its steps, in their order."""
+    """Return the tags of each step, in order."""
     return [tuple(t.name for t in s.tags) for s in trajectory.steps]
 
 
 def drifts(trajectory: Trajectory) -> list[str]:
-    """How each step's prompt came about."""
+    """Return how each step's prompt was derived."""
     return [s.drift for s in trajectory.steps]
 
 
 def record(name: str, played: Played, home: Path, *signs: str) -> None:
-    """Write what an agent sent to runs/agents, its texts cut short but for lines with a sign, without this machine's names.
+    """Write an agent's requests to runs/agents without this machine's names.
 
-    tests/agents/recorded has copies. home: the folder that the agent lived in.
+    Texts are shortened, except for lines that contain one of `signs`. tests/agents/recorded has
+    copies. home: the agent's home directory.
     """
     folder = ROOT / "runs" / "agents"
     folder.mkdir(parents=True, exist_ok=True)
@@ -217,7 +228,7 @@ def record(name: str, played: Played, home: Path, *signs: str) -> None:
 
 
 def shortened(said: Any, signs: tuple[str, ...]) -> Any:
-    """A body without its long texts, and of tools no more than their names."""
+    """Return a body without its long texts, and with only the names of its tools."""
     if isinstance(said, dict):
         return {
             k: v if k in WHOLE else shortened(v, signs)

@@ -1,10 +1,13 @@
-"""A model that says what a function decides, over any protocol, with a chat template and a tokenizer of its own.
+"""A model whose replies come from a function, over any protocol.
+
+It has its own chat template and tokenizer.
 
     model = ToyModel(lambda heard: Reply("Hello") if heard.last.role == "user" else Reply("Bye"))
     engine = ScriptedEngine(model)
 
-The template renders what real ones do: tools, roles, texts, names and arguments of calls, results. It leaves out what they leave out: ids
-of calls, `cache_control`, whether a content is a string or a list. So prompts extend each other exactly where they would on a real model.
+The template renders the same parts as real templates: tools, roles, texts, names and arguments of
+calls, results. Like them, it omits the ids of calls, `cache_control`, and whether a content is a
+string or a list. So prompts extend each other exactly where they would on a real model.
 """
 
 from __future__ import annotations
@@ -21,12 +24,15 @@ from gateway.testing.script import Json, Script, ScriptedChoice
 
 PIECES = re.compile(r"\s*\w+|\s*[^\w\s]|\s+$")
 ROLES = ("begin", "tools", "system", "user", "assistant", "tool", "call", "end")
-"""Token ids 1 to 8; those of words are above. Every prompt begins alike, as with real templates."""
+"""Token ids 1 to 8; the ids of words are higher.
+
+Every prompt begins alike, as with real templates.
+"""
 LOGPROB = -0.5
 
 
 class Call(NamedTuple):
-    """A call of a tool. namespace: of codex's tools that have one."""
+    """A tool call. namespace: set for the tools of codex that have one."""
 
     name: str
     arguments: Mapping[str, Any]
@@ -37,14 +43,17 @@ class Call(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """What the model says."""
+    """A reply of the model."""
 
     text: str = ""
     calls: tuple[Call, ...] = ()
 
 
 class Turn(NamedTuple):
-    """A turn of a conversation as the template sees it. texts of an assistant: what it said; calls: what it called, after that."""
+    """A turn of a conversation as the template sees it.
+
+    texts: of an assistant, its text parts. calls: the tool calls after the texts.
+    """
 
     role: str
     texts: tuple[str, ...] = ()
@@ -57,7 +66,7 @@ class Turn(NamedTuple):
 
 @dataclass(frozen=True)
 class Heard:
-    """A request, whichever protocol it came by. tools: their names; those in a namespace are `namespace.name`."""
+    """A request of any protocol. tools: their names, `namespace.name` for those in a namespace."""
 
     said: Json
     tools: tuple[str, ...]
@@ -65,31 +74,31 @@ class Heard:
 
     @property
     def system(self) -> str:
-        """All of the system prompt."""
+        """The whole system prompt."""
         return "\n".join(t.text for t in self.turns if t.role == "system")
 
     @property
     def last(self) -> Turn:
-        """The last turn that is no system prompt."""
+        """The last turn that is not a system prompt."""
         return [t for t in self.turns if t.role != "system"][-1]
 
     @property
     def users(self) -> list[str]:
-        """What the user said, oldest first."""
+        """The texts of the user, oldest first."""
         return [t.text for t in self.turns if t.role == "user"]
 
     @property
     def results(self) -> list[str]:
-        """What tools answered, oldest first."""
+        """The results of tools, oldest first."""
         return [t.text for t in self.turns if t.role == "tool"]
 
     def called(self, name: str) -> int:
-        """How often the model has called a tool."""
+        """Return how often the model has called a tool."""
         return sum(c.name == name for t in self.turns for c in t.calls)
 
 
 def heard(said: Json) -> Heard:
-    """Take a request apart."""
+    """Parse a request."""
     if "input" in said:
         turns = _responses(said)
     elif "system" in said or any("input_schema" in t for t in said.get("tools") or ()):
@@ -108,7 +117,7 @@ def _tool_names(tools: Any) -> Iterator[str]:
 
 
 def _texts(content: Any) -> tuple[str, ...]:
-    """The texts of a content. An image is the word for it."""
+    """Return the texts of a content. The text of an image is its type name."""
     if isinstance(content, str):
         return (content,) if content else ()
     return tuple(b["text"] if "text" in b else f"<{b['type']}>" for b in content or ())
@@ -172,7 +181,7 @@ def _responses(said: Json) -> Iterator[Turn]:
 
 
 def _merged(turns: Iterator[Turn]) -> Iterator[Turn]:
-    """What the assistant says in several messages, one after the other, is one turn: some agents take a reply apart."""
+    """Merge consecutive assistant messages into one turn, because some agents split a reply."""
     held: Turn | None = None
     for turn in turns:
         if held is not None and turn.role == "assistant":
@@ -188,12 +197,15 @@ def _merged(turns: Iterator[Turn]) -> Iterator[Turn]:
 
 
 def pieces_of(text: str) -> list[str]:
-    """The words of a text, each with the space before it; a text begins and ends without."""
+    """Return the words of a text, each with its preceding space.
+
+    A text begins and ends without a space.
+    """
     return PIECES.findall(text.strip())
 
 
 def ids_of(text: str) -> list[int]:
-    """The token ids of a text."""
+    """Return the token ids of a text."""
     return [100 + zlib.crc32(p.encode()) % 150_000 for p in pieces_of(text)]
 
 
@@ -209,7 +221,7 @@ def _spoken(texts: tuple[str, ...], calls: tuple[Call, ...]) -> list[int]:
 
 
 def prompt_ids(request: Heard) -> list[int]:
-    """The prompt that the template makes."""
+    """Return the prompt that the template makes."""
     ids = [_mark("begin")]
     if tools := request.said.get("tools"):
         ids += [_mark("tools"), *ids_of(orjson.dumps(tools, option=orjson.OPT_SORT_KEYS).decode())]
@@ -219,7 +231,7 @@ def prompt_ids(request: Heard) -> list[int]:
 
 
 def say_of(reply: Reply, number: int) -> ScriptedChoice:
-    """What the model samples for a reply. number: of the request, for ids of calls that nobody has had yet."""
+    """Return the sampled choice for a reply. number: of the request, for unique call ids."""
     ids = _spoken((reply.text,) if reply.text else (), reply.calls)
     texts: list[str | None] = list(pieces_of(reply.text))
     calls: list[Json] = [
@@ -239,7 +251,11 @@ def say_of(reply: Reply, number: int) -> ScriptedChoice:
 
 @dataclass
 class ToyModel:
-    """A script for `ScriptedEngine`. decide: the reply to a request. version: the weights that it claims to have. heard, said: all of it."""
+    """A script for `ScriptedEngine`.
+
+    decide: returns the reply to a request. version: the reported weight version. heard, said: all
+    requests and replies.
+    """
 
     decide: Callable[[Heard], Reply]
     version: str = "default/0.0"

@@ -1,4 +1,4 @@
-"""`clawstream up` in the background, for tests: its process table, its logs, and single processes beside it."""
+"""`clawstream up` in the background: its process table, its logs, and single extra processes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ENVIRON = {k: v for k, v in os.environ.items() if not k.startswith(PREFIX)}
 
 
 def command(*words: str) -> list[str]:
-    """A command line of clawstream."""
+    """Return a command line of clawstream."""
     return [sys.executable, "-m", "clawstream", *words]
 
 
@@ -39,7 +39,10 @@ def call(*words: str, timeout_s: float = 240.0) -> subprocess.CompletedProcess[s
 
 
 class Up:
-    """A supervisor on the data directory of `settings`. `alone` starts a second instance of one process beside it."""
+    """A supervisor on the data directory of `settings`.
+
+    `alone` starts a single process without the supervisor, such as a second instance.
+    """
 
     def __init__(self, settings: Settings, processes: Processes) -> None:
         self.settings, self.home, self._processes = settings, settings.data_dir, processes
@@ -53,7 +56,7 @@ class Up:
         )
 
     def log(self, name: str) -> str:
-        """What a process has logged: one of the supervisor's, or one that was started alone."""
+        """Return the log of a process, supervised or started alone."""
         path = self.home / "logs" / f"{name}.log"
         return (path.read_text(errors="replace") if path.exists() else "") + self._processes.log(
             name
@@ -61,7 +64,7 @@ class Up:
 
     @property
     def table(self) -> dict[str, Any]:
-        """The supervisor's table of processes."""
+        """Return the supervisor's table of processes."""
         try:
             return dict(json.loads((self.home / "up.json").read_text())["processes"])
         except (OSError, ValueError):
@@ -72,7 +75,10 @@ class Up:
         return found and found["state"]
 
     def until(self, condition: Callable[[], object], what: str, timeout_s: float = 180.0) -> None:
-        """Wait for the condition while the supervisor lives; at the deadline fail with the ends of all logs."""
+        """Wait for the condition while the supervisor lives.
+
+        At the deadline, fail with the ends of all logs.
+        """
         deadline = time.monotonic() + timeout_s
         while not condition():
             assert self.process.poll() is None, self._tails(
@@ -82,11 +88,11 @@ class Up:
             time.sleep(0.1)
 
     def until_says(self, name: str, text: str, timeout_s: float = 180.0) -> None:
-        """Wait until a process has logged something."""
+        """Wait until a process has logged a text."""
         self.until(lambda: text in self.log(name), f"{name} says {text!r}", timeout_s)
 
     def until_state(self, name: str, state: str, timeout_s: float = 180.0) -> None:
-        """Wait until the supervisor says so of a process."""
+        """Wait until the supervisor reports this state of a process."""
         self.until(lambda: self.state(name) == state, f"{name} is {state}", timeout_s)
 
     def _tails(self, why: str) -> str:
@@ -97,13 +103,13 @@ class Up:
         return "\n".join([why, json.dumps(self.table), *ends])[-20_000:]
 
     def stop(self) -> None:
-        """SIGTERM, as Ctrl-C does it: everything drains and ends, in order."""
+        """Send SIGTERM, as Ctrl-C does: all processes drain and end, in order."""
         code = self._processes.stop(self.process, 300)
         assert code == 0, self._tails(f"`up` ended with {code}")
 
 
 @contextmanager
 def up(settings: Settings) -> Iterator[Up]:
-    """`clawstream up` with these settings; whatever happens, all of it has ended behind the block."""
+    """Run `clawstream up` with these settings; all its processes have ended after the block."""
     with Processes(settings.data_dir.parent / "logs", patience_s=60) as processes:
         yield Up(settings, processes)

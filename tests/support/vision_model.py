@@ -1,4 +1,7 @@
-"""A vision model with random weights, small enough for any machine: LLaVA's shape over the contract tests' tokenizer."""
+"""A vision model with random weights, small enough for any machine.
+
+It has LLaVA's architecture and the contract tests' tokenizer.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,8 @@ TEMPLATE = f"""\
 <|im_start|>{{{{ message.role + "\\n" }}}}
 {{%- if message.content is string -%}}{{{{ message.content }}}}
 {{%- else -%}}
-{{%- for part in message.content -%}}{{{{ "{IMAGE}" if part.type == "image" else part.text }}}}{{%- endfor -%}}
+{{%- for part in message.content -%}}\
+{{{{ "{IMAGE}" if part.type == "image" else part.text }}}}{{%- endfor -%}}
 {{%- endif -%}}
 {IM_END}
 {{%- endfor -%}}
@@ -39,7 +43,10 @@ TEMPLATE = f"""\
 
 
 def make_vision_model(directory: Path) -> tuple[Any, Any]:
-    """Write model and processor; gives both. Its log-probabilities depend on the image a good deal."""
+    """Write model and processor; return both.
+
+    The log-probabilities depend strongly on the image.
+    """
     torch.manual_seed(0)
     tokenizer = build_tokenizer()
     tokenizer.add_tokens([AddedToken(IMAGE, normalized=False, special=True)])
@@ -90,12 +97,12 @@ def make_vision_model(directory: Path) -> tuple[Any, Any]:
 
 
 def image_of(colour: str) -> Image.Image:
-    """A picture of one colour."""
+    """Return an image of one colour."""
     return Image.new("RGB", (40, 30), colour)
 
 
 def encoded(image: Image.Image) -> str:
-    """As PNG in base64."""
+    """Return the image as base64-encoded PNG."""
     data = io.BytesIO()
     image.save(data, "PNG")
     return base64.b64encode(data.getvalue()).decode()

@@ -1,4 +1,7 @@
-"""Engines byte by byte over real sockets, and an upstream over them, for the tests of what the gateway asks."""
+"""Byte-level engines over real sockets, and an upstream over them.
+
+The tests use them to check the gateway's requests.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ Answer = Callable[["Wire", bytes], Awaitable[bool | None]]
 
 
 class Wire:
-    """An engine's end of a connection, byte by byte."""
+    """An engine's end of a connection, at byte level."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader, self.writer = reader, writer
@@ -48,7 +51,10 @@ class Wire:
 
 @asynccontextmanager
 async def wired(answer: Answer) -> AsyncIterator[str]:
-    """An engine that answers each request so; True: it closes the connection then. Gives its URL."""
+    """Run an engine that answers each request with `answer`; yield its URL.
+
+    When `answer` returns True, the engine closes the connection.
+    """
     tasks: set[asyncio.Task[None]] = set()
     dead = asyncio.Event()
 
@@ -57,7 +63,7 @@ async def wired(answer: Answer) -> AsyncIterator[str]:
         assert task is not None
         tasks.add(task)
         wire = Wire(reader, writer)
-        if dead.is_set():  # it was accepted with the last breath
+        if dead.is_set():  # accepted just before the engine stopped
             wire.die()
         try:
             while not await answer(wire, await wire.request()):
@@ -74,7 +80,7 @@ async def wired(answer: Answer) -> AsyncIterator[str]:
         server.close()
         for _ in range(
             5
-        ):  # a connection that was accepted just now has its task after so many turns of the loop
+        ):  # a newly accepted connection gets its task after this many turns of the loop
             await asyncio.sleep(0)
         for task in tasks:
             task.cancel()
@@ -93,7 +99,7 @@ GIVEN: dict[str, Any] = {"worker_wait_s": SOON_S, "probe_interval_s": 0.05}
 
 
 class Rig:
-    """An upstream over some engines, and what it counts."""
+    """An upstream over some engines, and its counters."""
 
     def __init__(self, upstreams: list[Any], **settings: Any) -> None:
         self.settings = GatewaySettings.model_validate(GIVEN | {"upstreams": upstreams} | settings)
@@ -128,7 +134,7 @@ class Rig:
 
     async def until(self, condition: Callable[[], Any]) -> None:
         async with asyncio.timeout(SOON_S):
-            while not condition():  # noqa: ASYNC110 - the conditions are of the outside
+            while not condition():  # noqa: ASYNC110 - the conditions set no event
                 await asyncio.sleep(0.005)
 
 
@@ -145,7 +151,7 @@ def run(*answers: Answer, test: Callable[..., Awaitable[None]]) -> None:
 
 
 def key_of(first: str, rig: Rig) -> str:
-    """A trajectory that belongs to this engine."""
+    """Return a trajectory that is assigned to this engine."""
     engines = rig.upstream.engines
     for i in range(1000):
         engine = engines.pick(f"k{i}", ("r", None), ())
