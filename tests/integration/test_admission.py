@@ -1,4 +1,4 @@
-"""The admission process on a real Kafka: started, killed, doubled, poisoned."""
+"""The admission process on a real Kafka: starts, kills, a second instance, invalid records."""
 
 from __future__ import annotations
 
@@ -38,7 +38,10 @@ from stream_jobs.admit.fold import replay
 from stream_jobs.admit.main import payload_place
 
 ROOT = Path(__file__).parents[2]
-START = "import sys; from runtime.process.config import load; from stream_jobs.admit.main import main; main(load(overrides=sys.argv[1:]))"
+START = (
+    "import sys; from runtime.process.config import load; from stream_jobs.admit.main import main; "
+    "main(load(overrides=sys.argv[1:]))"
+)
 CODEC = Codec()
 LIVES = 6
 PLACE = {"topic_id": b"payload", "partition": b"3", "first_offset": b"7", "last_offset": b"8"}
@@ -46,7 +49,7 @@ PLACE = {"topic_id": b"payload", "partition": b"3", "first_offset": b"7", "last_
 
 @pytest.fixture
 def mine(settings: Settings, cluster: Cluster) -> Settings:
-    """Settings with a small policy; the topics are there."""
+    """Return settings with a small policy, after creating the topics."""
     changed = settings.model_copy(
         update={
             "run_id": "demo",
@@ -68,7 +71,7 @@ Start = Callable[[Settings], "subprocess.Popen[bytes]"]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts admission as a process of its own; none outlives the test."""
+    """Start admission as a separate process that ends with the test."""
     started: list[subprocess.Popen[bytes]] = []
 
     def begin(settings: Settings) -> subprocess.Popen[bytes]:
@@ -84,7 +87,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 class Log:
-    """What tests put on the candidates and read from the journal."""
+    """Write candidates and read the journal."""
 
     def __init__(self, settings: Settings, cluster: Cluster) -> None:
         self.settings, self.cluster, self.topics = settings, cluster, settings.kafka.topics
@@ -127,7 +130,10 @@ class Log:
         return list(self.cluster.read_all(self.topics.candidates, self.partition))
 
     def dead(self) -> list[DeadLetter]:
-        """Those of a transaction whose batch is seen already, too: each partition is told of its end by itself."""
+        """Return the dead letters, including those of a transaction whose batch is already visible.
+
+        Each partition receives the end of a transaction separately.
+        """
         return [
             CODEC.decode(r.value)
             for r in self.cluster.read_all(self.topics.dead_letters, await_open=True)
@@ -163,7 +169,7 @@ def cand(tid: str, group: str, value: float | None, sync: int = 0, **changes: An
 
 
 def check(batches: list[ReadyBatch]) -> list[str]:
-    """Group ids of all batches; each once, the batches without a gap."""
+    """Return the group ids of all batches; check that none is missing or repeated."""
     assert [b.batch_seq for b in batches] == list(range(len(batches)))
     groups = [g.group_id for b in batches for g in b.groups]
     assert max(Counter(groups).values(), default=1) == 1
@@ -200,7 +206,7 @@ def test_groups_become_batches_of_both_channels(
 def test_kill_at_any_time_neither_loses_nor_doubles_a_group(
     log: Log, start: Start, mine: Settings, eventually: Any, tmp_path: Path
 ) -> None:
-    """Killed in the middle of its work, at any moment; a straggler and a half-full batch wait through all of it."""
+    """Kill admission at random times; a straggler and an incomplete batch wait throughout."""
     rng = random.Random(0)
     log.put(cand("straggler", "slow", 0.0))
     for life in range(LIVES):

@@ -1,5 +1,6 @@
-"""Where admission begins to read: a new run at its own first record, however long the installation
-has been ticking before it.
+"""Start positions of admission: a new run starts at its own first record.
+
+The installation may have written ticks for a long time before that record.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ RUN = b"r"
 PARTITION = partition_of(RUN, CANDIDATE_PARTITIONS)
 PLACE = {"topic_id": b"payload", "partition": b"3", "first_offset": b"7", "last_offset": b"8"}
 OLD = 6000
-"""Ticks of before the run: 1,500 seconds of 4 partitions."""
+"""Number of ticks before the run: 1,500 seconds of 4 partitions."""
 
 
 class Log:
@@ -70,8 +71,10 @@ class Log:
         return self._committed(self.topics.dead_letters)
 
     def _committed(self, topic: str) -> list[Any]:
-        """A transaction is seen a moment after its commit: with `await_open` all that the admitters
-        have written until now.
+        """Return the committed records of a topic.
+
+        A transaction becomes visible a moment after its commit; `await_open` reads all that the
+        admitters have written.
         """
         return [CODEC.decode(r.value) for r in self.cluster.read_all(topic, await_open=True)]
 
@@ -105,7 +108,7 @@ def log(mine: Settings, cluster: Cluster) -> Log:
 def opened(
     settings: Settings, cluster: Cluster, publish: bool = True
 ) -> tuple[ChannelAdmitter, ChannelAdmitter]:
-    """Admission of both channels, as the process begins it."""
+    """Start admission of both channels, as the process does."""
     decoder = Decoder(cluster, settings.kafka.topics.schemas)
     train = ChannelAdmitter(settings, "train", cluster, decoder)
     val = ChannelAdmitter(settings, "val", cluster, decoder, train)
@@ -126,7 +129,7 @@ def read_on(admitter: ChannelAdmitter) -> None:
 def test_a_journal_made_anew_behind_trained_weights_is_refused(
     mine: Settings, cluster: Cluster, log: Log
 ) -> None:
-    """Its batches count from 0 again, and no staleness would be above the limit."""
+    """Batches of the new journal count from 0, so the staleness limit would accept all of them."""
     journal = log.topics.ready_batches("r", "train")
     trained = WeightVersion(
         version_id="r/9.0",
@@ -207,9 +210,7 @@ def test_a_new_run_begins_at_the_end_of_a_log_of_ticks(
 def test_what_a_run_had_long_before_its_admission_is_found(
     mine: Settings, cluster: Cluster, log: Log
 ) -> None:
-    """Candidates, a policy published ahead, and the end: none of them has an age at which it is
-    forgotten.
-    """
+    """Find candidates, a policy published ahead, and the end of the run at any age."""
     log.ticks(8)
     first = log.end
     log.put(RUN, cand("a", value=1.0))
@@ -259,8 +260,9 @@ def test_more_poison_than_is_kept_is_buried_all_the_same(
 def test_a_checkpoint_spares_the_journal_and_is_never_needed(
     mine: Settings, cluster: Cluster, log: Log, eventually: Any
 ) -> None:
-    """Left at the orderly end and used; then of another journal, damaged, and impossible to write:
-    each time the same admission.
+    """Use a checkpoint written at an orderly stop, and reach the same state without a usable one.
+
+    The checkpoint then belongs to another journal, is damaged, or cannot be written.
     """
     log.ticks(4)
     groups = SAVE_AT_CLOSE // 2
@@ -303,8 +305,9 @@ def test_a_checkpoint_spares_the_journal_and_is_never_needed(
 def test_a_journal_that_lost_its_end_is_read_from_its_beginning(
     mine: Settings, cluster: Cluster, log: Log
 ) -> None:
-    """The same topic with other records: a checkpoint of what is no more would know decisions that
-    nobody has made.
+    """Ignore a checkpoint when the same topic holds other records.
+
+    The checkpoint contains decisions that are not on the journal any more.
     """
     log.ticks(4)
     log.put(RUN, cand("a", "g", 0.0), cand("b", "g", 1.0))
@@ -338,7 +341,7 @@ def test_a_journal_that_lost_its_end_is_read_from_its_beginning(
 def test_poison_is_buried_once_whenever_admission_is_killed(
     mine: Settings, cluster: Cluster, log: Log, eventually: Any
 ) -> None:
-    """Its position is in the transaction with the letter: no commit has to come after it."""
+    """The position is in the transaction with the dead letter, so no later commit is needed."""
     log.ticks(8)
     log.put(None, b"garbage 1")
     log.ticks(OLD)
@@ -362,7 +365,7 @@ def test_poison_is_buried_once_whenever_admission_is_killed(
 def test_killed_while_it_catches_up_admission_buries_nothing_twice(
     mine: Settings, cluster: Cluster, log: Log
 ) -> None:
-    """The position that is in the transaction with the letter is never committed lower."""
+    """Never commit a position below the position in the transaction with the dead letter."""
     log.ticks(8)
     admitter, _ = opened(mine, cluster)
     log.put(RUN, cand("a", "g", 1.0))
@@ -386,7 +389,7 @@ def test_killed_while_it_catches_up_admission_buries_nothing_twice(
 def test_group_of_which_a_batch_drops_thousands(
     mine: Settings, cluster: Cluster, log: Log, eventually: Any
 ) -> None:
-    """Each of them is a record of one transaction: more than are put at once."""
+    """Each dropped member is a record of one transaction: more records than one put takes."""
     n, dropped = MAX_SEND_RECORDS + 1200, MAX_SEND_RECORDS + 1000
     small = mine.admit.policy.model_copy(update={"group_size": n, "min_members": 2})
     huge = mine.model_copy(update={"admit": mine.admit.model_copy(update={"policy": small})})

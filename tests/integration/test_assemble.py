@@ -1,4 +1,4 @@
-"""Assemble on a real Kafka with real worker processes that are killed, stopped and doubled."""
+"""Assemble on a real Kafka with real worker processes that are killed, paused and doubled."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def jobs(settings: Settings, cluster: Cluster, tmp_path: Path) -> Iterator[Jobs]
 def test_join_places_and_ordered_stop(jobs: Jobs, eventually: Eventually) -> None:
     worker = jobs.start(
         session_timeout_s=60
-    )  # a busy machine does not make it an owner once more, that tells the time once more
+    )  # on a slow machine it must not lose and regain its partitions, which repeats ticks
     keys = [f"k{i}" for i in range(12)]
     for key in keys:
         jobs.put(*jobs.conversation(key), reward(key, 0.5))
@@ -66,7 +66,8 @@ def test_join_places_and_ordered_stop(jobs: Jobs, eventually: Eventually) -> Non
         ]
         assert (c.trainable_tokens, c.prompt_tokens, c.oldest_sync_index) == (6, 7, 2)
 
-    # Event time goes on, for every source partition to every partition of candidates, and lag comes down to what ticks make.
+    # Event time advances from every source partition to every partition of candidates, and lag
+    # falls to the ticks only.
     def ticked() -> dict[tuple[int, int], list[int]]:
         ticks: dict[tuple[int, int], list[int]] = defaultdict(list)
         for record, t in jobs.records(jobs.topics.candidates, Tick):
@@ -75,7 +76,7 @@ def test_join_places_and_ordered_stop(jobs: Jobs, eventually: Eventually) -> Non
 
     eventually(
         lambda: len(ticked()) == 16
-    )  # each partition tells its time behind its own outputs, the last one maybe a second later
+    )  # each partition sends its tick after its own outputs; the last one may be a second later
     assert all(times == sorted(set(times)) for times in ticked().values())
     jobs.put(reward(keys[0], 0.9, step_id=jobs.candidates()[keys[0]].steps[0].step_id))
     jobs.producer.flush()
@@ -95,7 +96,7 @@ def test_join_places_and_ordered_stop(jobs: Jobs, eventually: Eventually) -> Non
     worker.send_signal(signal.SIGTERM)
     assert worker.wait(180) == 0
     count = len(jobs.records(jobs.topics.trajectories, Trajectory))
-    jobs.start()  # a new owner does nothing again
+    jobs.start()  # a new owner repeats nothing
     jobs.put(*jobs.conversation("next"))
     jobs.producer.flush()
     eventually(lambda: "next" in jobs.candidates(), 180)
@@ -128,7 +129,7 @@ def test_bad_input_stragglers_and_unknown_targets(jobs: Jobs, eventually: Eventu
         0.25,
     )
     late = step(key, [1, 2, 3], [4])
-    jobs.put(late, first)  # one that is late, one that is only sent again
+    jobs.put(late, first)  # one late step and one duplicate
     jobs.producer.flush()
     eventually(lambda: jobs.records(topics.trajectories, StepMark))
     marks = [m for _, m in jobs.records(topics.trajectories, StepMark)]
@@ -157,10 +158,16 @@ def test_bad_input_stragglers_and_unknown_targets(jobs: Jobs, eventually: Eventu
 
 
 class Feed(threading.Thread):
-    """Whole conversations at a steady rate, their records mixed; a reward for each, some before their steps."""
+    """Write whole conversations at a steady rate with their records interleaved.
+
+    Each conversation gets a reward, some of them before their steps.
+    """
 
     def __init__(self, jobs: Jobs, count: int, rate: float) -> None:
-        """count: conversations at least; it goes on until `enough`, if that is set to False at the start."""
+        """Create a feed of at least `count` conversations.
+
+        When a test sets `enough` to False at the start, the feed continues until `enough` is set.
+        """
         super().__init__()
         self.jobs, self.keys, self.rate = jobs, [f"t{i}" for i in range(count)], rate
         self.enough = True
@@ -188,7 +195,10 @@ class Feed(threading.Thread):
 
 
 def check_everything_once(jobs: Jobs, keys: list[str]) -> int:
-    """Nothing lost, whatever is there twice is there with the same bytes. Returns how many records are there twice."""
+    """Check that nothing is lost and that duplicates have the same bytes.
+
+    Returns the number of records that are there twice.
+    """
     last = jobs.candidates()
     assert sorted(last) == sorted(keys)
     for key, c in last.items():
@@ -211,14 +221,14 @@ def test_killed_over_and_over_loses_nothing(jobs: Jobs, eventually: Eventually) 
         return sum(end for _, end in jobs.cluster.watermarks(jobs.topics.assembly).values())
 
     feed = Feed(jobs, 100, 150)
-    feed.enough = False  # there must be work for as long as workers are killed
+    feed.enough = False  # the workers need input as long as they are killed
     feed.start()
     rng = random.Random(2)
     for _ in range(6):
         worker = jobs.start(snapshot_min_bytes=3000)
         before = written()
         eventually(lambda n=before: written() >= n + 10, 180)
-        time.sleep(rng.uniform(0, 1.0))  # where in a batch the kill falls is chance
+        time.sleep(rng.uniform(0, 1.0))  # the kill hits a random point of a batch
         worker.kill()
         worker.wait()
     feed.enough = True
@@ -228,7 +238,7 @@ def test_killed_over_and_over_loses_nothing(jobs: Jobs, eventually: Eventually) 
         lambda: len([c for c in jobs.candidates().values() if c.rewards]) == len(feed.keys), 180
     )
     twice = check_everything_once(jobs, feed.keys)
-    # What the last snapshot replaces goes a moment after the outputs.
+    # Records replaced by the last snapshot are deleted a moment after the outputs.
     eventually(
         lambda: all(low for low, _ in jobs.cluster.watermarks(jobs.topics.assembly).values())
     )
@@ -258,7 +268,8 @@ def test_second_worker_shares_and_a_stopped_one_is_fenced(
         lambda: len([c for c in jobs.candidates().values() if c.rewards]) == len(feed.keys), 180
     )
     first.send_signal(signal.SIGCONT)
-    # Stopped in a batch it is fenced and dies; stopped between two it finds itself out of the group, and comes back into it.
+    # A worker paused within a batch is fenced and dies. A worker paused between two batches finds
+    # that it has left the group, and rejoins.
     jobs.put(*jobs.conversation("t-after"), reward("t-after", 7.0))
     jobs.producer.flush()
     eventually(lambda: "t-after" in jobs.candidates() and jobs.candidates()["t-after"].rewards, 180)
@@ -322,24 +333,27 @@ def test_positions_are_of_one_topic(jobs: Jobs, eventually: Eventually) -> None:
 def test_retention_that_overtakes_a_running_worker_is_an_error(
     jobs: Jobs, eventually: Eventually
 ) -> None:
-    """The consumer goes on at the log's start and says nothing; what lay between must not be passed over by the fold."""
+    """The consumer silently continues at the log's start; the fold must not skip lost records."""
     topic, partition = jobs.topics.steps, 0
     keys = (k for n in itertools.count() if partition_of((k := f"t{n}").encode(), 4) == partition)
-    worker = jobs.start(session_timeout_s=60)  # it stays the owner while it is stopped
+    worker = jobs.start(session_timeout_s=60)  # it stays the owner while it is paused
 
     def put(*events: Any) -> int:
-        """Returns the end of the partition."""
+        """Write events and return the end offset of the partition."""
         jobs.put(*events)
         jobs.producer.flush()
         return jobs.cluster.watermarks(topic, [partition])[partition][1]
 
     def overtaken() -> bool:
-        """Whether the worker has died of it. It has not where a fetch that was under way brought what is gone."""
+        """Return whether the worker died because of the lost records.
+
+        It survives when a fetch in flight has already returned the deleted records.
+        """
         before, gone, behind = itertools.islice(keys, 3)
         put(*jobs.conversation(before))
         eventually(lambda: before in jobs.candidates())
         worker.send_signal(signal.SIGSTOP)
-        put(step(before, [1], [2]))  # for such a fetch
+        put(step(before, [1], [2]))  # a record for such a fetch
         jobs.cluster.delete_records(topic, partition, put(*jobs.conversation(gone)))
         put(*jobs.conversation(behind))
         worker.send_signal(signal.SIGCONT)
@@ -354,7 +368,7 @@ def test_retention_that_overtakes_a_running_worker_is_an_error(
     assert f"source truncated: {topic}-{partition} begins at offset {low}; " in jobs.processes.log(
         "assemble-0"
     )
-    assert jobs.start().wait(180) == EXIT_SOURCE  # nor is anything behind the hole in its state
+    assert jobs.start().wait(180) == EXIT_SOURCE  # its state has nothing after the gap either
     told = re.findall(
         rf"{topic}-{partition} holds offsets {low} to \d+, position (\d+)",
         jobs.processes.log("assemble-0"),
@@ -363,7 +377,11 @@ def test_retention_that_overtakes_a_running_worker_is_an_error(
 
 
 def test_state_log_made_anew_under_a_running_worker(jobs: Jobs, eventually: Eventually) -> None:
-    """It must not go on behind a log that no owner after it could read: it dies by its first record there, and begins anew."""
+    """The worker must not continue with a changelog that a later owner could not read.
+
+    It dies at its first record in the recreated topic, and the next worker starts from the
+    beginning.
+    """
     worker = jobs.start()
     first = [f"a{i}" for i in range(12)]
     for key in first:

@@ -1,4 +1,7 @@
-"""Buckets and retries on a real Kafka with workers that are killed; and an owner that has to read everything again."""
+"""Anonymous sessions and retries on a real Kafka with workers that are killed.
+
+One test has an owner that must read all records again.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ def said(text: str) -> dict[str, Any]:
 
 
 def rollout(number: int, turns: int = 3) -> list[Any]:
-    """The calls of one agent that names no trajectory; the first was aborted and asked again."""
+    """Return the calls of an agent that names no trajectory; the first is aborted and retried."""
     history: list[dict[str, Any]] = list(TASK)
     steps: list[Any] = [chat_step(100 * number + 99, TASK, said("Hm"), BUCKET, status="aborted")]
     for turn in range(turns):
@@ -54,9 +57,10 @@ def test_rollouts_in_a_bucket_come_out_apart_whatever_dies(
         for at in range(4):
             before = written(jobs)
             jobs.start()
-            # An aborted first call and its retry stand together: whose retry it is must be certain for this test.
+            # An aborted first call and its retry are adjacent, so that the retry's target is
+            # certain.
             jobs.put(*[s for row in rows for s in (row[:2] if at == 0 else row[at + 1 : at + 2])])
-            jobs.put(rows[0][1])  # once more
+            jobs.put(rows[0][1])  # a duplicate
             if at == 3:
                 jobs.put(
                     replace(reward(BUCKET, 0.25), trajectory_id=BUCKET, step_id=rows[0][3].step_id)
@@ -67,7 +71,8 @@ def test_rollouts_in_a_bucket_come_out_apart_whatever_dies(
             eventually(lambda n=before: written(jobs) > n + 4, 180)
             jobs.workers[-1].kill()
             jobs.workers[-1].wait()
-        # Killed workers may have left the last calls unread: with seconds of patience they would come too late for their trajectories.
+        # Killed workers may have left the last calls unread. With a timeout of seconds, these calls
+        # would come too late for their trajectories.
         worker = jobs.start()
         eventually(lambda: all_read(jobs), 180)
         worker.kill()
@@ -106,7 +111,7 @@ def test_rollouts_in_a_bucket_come_out_apart_whatever_dies(
 
 
 def all_read(jobs: Jobs) -> bool:
-    """Whether the workers have done everything but the last ticks on `claw.steps`."""
+    """Return whether the workers have read everything except the last ticks on `claw.steps`."""
     committed = jobs.cluster.committed(f"{jobs.topics.prefix}-assemble")
     calls = [r for r, _ in jobs.records(jobs.topics.steps, Step, SessionEvent)]
     return all(committed.get((r.topic, r.partition), 0) > r.offset for r in calls)
@@ -117,7 +122,7 @@ def written(jobs: Jobs) -> int:
 
 
 class Hurried(Cluster):
-    """A cluster whose retention strikes right after someone has asked where a partition begins."""
+    """A cluster whose retention deletes records right after a request for a partition's start."""
 
     strikes_at: tuple[str, int, int] | None = None
 
@@ -137,7 +142,7 @@ def hurried(settings: Settings) -> Hurried:
 
 
 def owner_of(settings: Settings, cluster: Cluster, partition: int) -> PartitionProcessor:
-    """An owner in this process that keeps no payload and sends one trajectory at a time."""
+    """Return an owner in this process that keeps no payload and sends one trajectory at a time."""
     topics = settings.kafka.topics
     shared = PartitionContext(
         cluster, cluster.producer(), Decoder(cluster, topics.schemas), topics,

@@ -1,4 +1,7 @@
-"""The embedded broker, for real: JVMs, files, kill -9. Each test has its own data directory and ports."""
+"""The embedded broker with real JVMs, files and kill -9.
+
+Each test has its own data directory and ports.
+"""
 
 import os
 import signal
@@ -35,13 +38,13 @@ def wait_for(what: str, condition: Callable[[], bool], timeout_s: float = 180.0)
 def create_topic(servers: str, name: str, partitions: int = 1) -> None:
     admin = AdminClient(
         {"bootstrap.servers": servers}
-    )  # named: its futures fail once it is garbage
+    )  # named, because its futures fail after garbage collection
     for future in admin.create_topics([NewTopic(name, partitions)]).values():
         future.result(90)
 
 
 def read_all(servers: str, topic: str, partitions: int = 1) -> list[int]:
-    """Every record's number from the start to the end of the topic as it is now."""
+    """Return the number of every record from the start to the current end of the topic."""
     consumer = Consumer(
         {"bootstrap.servers": servers, "group.id": "reader", "enable.auto.commit": False}
     )
@@ -62,7 +65,10 @@ def read_all(servers: str, topic: str, partitions: int = 1) -> list[int]:
 
 
 class SteadyProducer:
-    """Produces numbers in the background with acks=all and idempotence, and notes which were acknowledged."""
+    """Produce numbers in the background and record the acknowledged ones.
+
+    The producer uses acks=all and idempotence.
+    """
 
     def __init__(self, servers: str, topic: str) -> None:
         self.acknowledged: list[int] = []
@@ -73,7 +79,8 @@ class SteadyProducer:
                 "bootstrap.servers": servers,
                 "enable.idempotence": True,
                 "acks": "all",
-                "log_level": 0,  # while the broker is down it would say so many times a second
+                # while the broker is down, the client would log many lines per second
+                "log_level": 0,
                 "reconnect.backoff.max.ms": 500,
             }
         )
@@ -127,7 +134,8 @@ def test_acknowledged_records_survive_kill_and_restart(tmp_path: Path) -> None:
         broker.kill()
     finally:
         broker.stop()
-    # Another process after a kill -9 finds the pid file of a process that is gone, or that is someone else by now.
+    # After a kill -9, the pid file names a process that has ended, or another process that reuses
+    # the pid.
     (tmp_path / "broker" / "node-1" / "broker.pid").write_text(f"{os.getpid()}\n")
     with EmbeddedBroker(tmp_path / "broker", port) as second:
         found = read_all(second.bootstrap_servers, "numbers")
@@ -151,7 +159,7 @@ def test_three_nodes_lose_nothing_when_one_is_killed(tmp_path: Path) -> None:
             assert sorted(broker.pids) == [1, 2, 3]
             producer.await_more(300)
         found = read_all(broker.bootstrap_servers, "numbers", partitions=6)
-        # Only now: one of the three may hear of a topic later than the others.
+        # The client is created only now, because one of the three nodes may learn of a topic late.
         admin = AdminClient({"bootstrap.servers": broker.bootstrap_servers})
         (described,) = admin.describe_configs(
             [ConfigResource(ResourceType.TOPIC, "numbers")]
@@ -208,7 +216,7 @@ def program(
 
 
 def running_pid(data_dir: Path) -> int:
-    """The pid of the broker on `data_dir` once it serves."""
+    """Return the pid of the broker on `data_dir` as soon as it serves."""
 
     found: list[NodeStatus] = []
 
@@ -232,7 +240,7 @@ def test_in_the_foreground_it_ends_as_its_jvm_does_and_never_outlives_its_parent
         assert supervised.wait(240) == 128 + signal.SIGKILL
     once = (
         tmp_path / "java"
-    )  # names itself one time: a broker that serves depends on no second look
+    )  # it names itself once: a serving broker does not depend on a second check
     names = 'case "$*" in *XshowSettings*) mkdir "$0.asked" || exit 1 ;; esac'
     once.write_text(f'#!/bin/sh\n{names}\nexec "{find_java().executable}" "$@"\n')
     once.chmod(0o755)
@@ -253,7 +261,10 @@ def test_in_the_foreground_it_ends_as_its_jvm_does_and_never_outlives_its_parent
 def test_it_may_take_any_time_to_start(
     tmp_path: Path, verb: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Reading its logs after an unclean end takes as long as they are: whoever stops it meanwhile never sees the end of it."""
+    """Recovery after an unclean stop takes time in proportion to the logs.
+
+    A supervisor that stops the broker meanwhile never sees the end of the recovery.
+    """
     with program(verb, tmp_path, free_port()) as starter:
         wait_for("its JVM", lambda: any(node.pid for node in broker_cli.status(tmp_path)))
         (node,) = broker_cli.status(tmp_path)
@@ -281,7 +292,7 @@ def test_a_node_that_is_killed_again_while_it_starts_leaves_the_others_alone(
     def all_ready(what: str) -> dict[int, int]:
         found: dict[int, int] = {}
 
-        def three() -> bool:  # one look may miss a node that has no time to answer
+        def three() -> bool:  # one check may miss a node that is too busy to answer
             found.update(
                 {
                     n.node: n.pid
@@ -310,7 +321,7 @@ def test_a_node_that_is_killed_again_while_it_starts_leaves_the_others_alone(
 
     with program("run", tmp_path, free_port(nodes=3), nodes=3) as supervised:
         killed = 0
-        for _ in range(2):  # in the very first start, too
+        for _ in range(2):  # also in the very first start
             killed = started_anew(killed)
             os.kill(killed, signal.SIGKILL)
         all_ready("three nodes that serve")

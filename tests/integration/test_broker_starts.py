@@ -1,4 +1,7 @@
-"""Starts of the embedded broker whose nodes never get to serve: what may go wrong beside them. A Java that hangs stands in for them."""
+"""Starts of the embedded broker whose nodes never serve, and other failures of a start.
+
+A Java stand-in that hangs replaces the nodes.
+"""
 
 import os
 import signal
@@ -20,7 +23,8 @@ from runtime.file_lock import exclusive
 HANGS = """#!/bin/sh
 case "$*" in
 *XshowSettings*) echo "    java.specification.version = 25"; echo "    java.home = /none" ;;
-*StorageTool*) for a; do case $a in *formatting.properties) mkdir "${a%.properties}" ;; esac; done ;;
+*StorageTool*) for a; do case $a in *formatting.properties) \
+mkdir "${a%.properties}" ;; esac; done ;;
 *) trap '' TERM; while :; do sleep 0.2; done ;;
 esac
 """
@@ -29,7 +33,7 @@ PATIENCE_S = 120.0
 
 @pytest.fixture
 def java(tmp_path: Path) -> str:
-    """It formats; a node of it neither serves nor ends when it is asked to."""
+    """Return a Java that formats, and whose nodes neither serve nor end on SIGTERM."""
     path = tmp_path / "java"
     path.write_text(HANGS)
     path.chmod(0o755)
@@ -44,7 +48,7 @@ def wait_for(what: str, condition: Callable[[], bool], timeout_s: float = 180.0)
 
 
 class Start:
-    """One that is under way in a thread."""
+    """A start that is in progress in a thread."""
 
     def __init__(self, broker: EmbeddedBroker) -> None:
         self.broker = broker
@@ -136,7 +140,8 @@ PARENT = """
 import signal, sys, time
 from pathlib import Path
 from runtime.broker.jvm import Jvm
-jvm = Jvm(["sh", "-c", "trap '' TERM; while :; do sleep 0.2; done"], Path(sys.argv[1]), parent_death_signal=signal.SIGKILL)
+jvm = Jvm(["sh", "-c", "trap '' TERM; while :; do sleep 0.2; done"], \
+Path(sys.argv[1]), parent_death_signal=signal.SIGKILL)
 print(jvm.pid, flush=True)
 time.sleep(600)
 """

@@ -1,4 +1,7 @@
-"""Claw-R1's white-box loop and the bounds in tokens against a real vLLM, with our middleware and as one without it."""
+"""Claw-R1's white-box loop and the token limits against a real vLLM.
+
+The gateway treats the engine as one with our middleware and as one without it.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ LIMIT = 24
 
 @asynccontextmanager
 async def engine(directory: Path) -> AsyncIterator[str]:
-    """A vLLM server of the toy model; gives its URL."""
+    """Run a vLLM server of the toy model; yield its URL."""
     settings = engine_settings(max_num_seqs=16, startup_timeout_s=600)
     server = VllmServer(settings, directory, directory / "vllm.log")
     try:
@@ -48,7 +51,7 @@ async def engine(directory: Path) -> AsyncIterator[str]:
 
 
 class Client:
-    """A gateway of its own in front of the engine, and what it recorded."""
+    """A gateway in front of the engine, and its records."""
 
     def __init__(
         self, http: aiohttp.ClientSession, url: str, producer: InMemoryLogProducer
@@ -94,7 +97,7 @@ def test_claw_r1_against_a_real_engine(tmp_path: Path) -> None:
 
 
 async def white_box(client: Client, directory: Path) -> None:
-    """A flow of one turn, as Claw-R1's agents go through it."""
+    """Run a flow of one turn as Claw-R1's agents do."""
     tokenizer = model.build_tokenizer()
     text = tokenizer.apply_chat_template(
         QUESTION, tools=TOOLS, add_generation_prompt=True, tokenize=False
@@ -137,7 +140,11 @@ async def white_box(client: Client, directory: Path) -> None:
 
 
 async def long_prompts(client: Client) -> None:
-    """Refused by the gateway's bound with the engine's own count; beyond the engine's own, by the engine."""
+    """Check the limits of prompts.
+
+    The gateway refuses prompts above its own limit by the engine's token count; the engine refuses
+    prompts above the engine's limit.
+    """
     tokenizer = model.build_tokenizer()
     for extra in (0, 1, 4):
         messages = [{"role": "user", "content": "price of k374 plus 2?" + "7" * extra}]

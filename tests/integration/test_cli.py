@@ -1,4 +1,4 @@
-"""The command line as a person meets it: help, wrong input, a broker of one's own, and what is wrong with stored positions."""
+"""The command line for users: help, invalid input, a user's own broker, and invalid positions."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ TOPICS = (
 
 
 def commands() -> Iterator[tuple[str, ...]]:
-    """Every command and group, by its words."""
+    """Yield every command and group as its words."""
 
     def walk(command: Any, words: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
         yield words
@@ -60,7 +60,7 @@ def commands() -> Iterator[tuple[str, ...]]:
 
 
 def test_help_imports_nothing_heavy() -> None:
-    """What takes time is imports: 80 ms with these left out."""
+    """Imports take the time: help takes 80 ms without these modules."""
     code = (
         "import sys; from clawstream.cli.main import app\n"
         "try: app(['--help'])\n"
@@ -202,7 +202,11 @@ def test_a_broker_of_ones_own(tmp_path: Path) -> None:
 
 
 def rows_of(told: subprocess.CompletedProcess[str]) -> dict[tuple[str, str], tuple[str, ...]]:
-    """(process, kept in) to (topic, partition, position, log, verdict) of a table; one row each is expected here."""
+    """Parse a table with one row for each key.
+
+    Returns:
+        (process, kept in) to (topic, partition, position, log, verdict).
+    """
     out: dict[tuple[str, str], tuple[str, ...]] = {}
     for line in told.stdout.splitlines()[1:]:
         if not line:
@@ -227,7 +231,7 @@ def test_doctor_finds_every_position_and_judges_it(settings: Settings, cluster: 
     create_topics(cluster, settings, journals)
     topics, lake = settings.kafka.topics, settings.lake_uri
     producer, partition = cluster.producer(), partition_of(b"r", 4)
-    # admission: has read to 2 of its partition, of which 3 records are left after 6
+    # admission: position 2 of its partition, of which 3 records are left after offset 6
     for number in range(9):
         producer.put(
             topics.candidates,
@@ -242,7 +246,7 @@ def test_doctor_finds_every_position_and_judges_it(settings: Settings, cluster: 
     )  # fmt: skip
     producer.put(topics.ready_batches("r", "train"), b"r", CODEC.encode(refused))
     producer.put(topics.ready_batches("r", "val"), b"r", b"no decision")
-    # assemble: partition 1 has applied nothing yet, partition 2 was written to by somebody else
+    # assemble: partition 1 has applied nothing yet, another writer has written to partition 2
     inputs = [cluster.topic_id(topics.steps), cluster.topic_id(topics.rewards)]
     entries = [
         [ChangeKind.SOURCE_REPLACED, source, topic_id, -1] for source, topic_id in enumerate(inputs)
@@ -257,7 +261,7 @@ def test_doctor_finds_every_position_and_judges_it(settings: Settings, cluster: 
     producer.flush()
     producer.close()
     cluster.delete_records(topics.candidates, partition, 6)
-    # the lake: beyond the end of weights, and of a rewards topic that is no more
+    # the lake: a position beyond the end of weights, and one of a deleted rewards topic
     for table, mark in (
         (f"weights:{cluster.topic_id(topics.weights)}:0", 5),
         ("rewards:former-id-of-rewards:3", 7),

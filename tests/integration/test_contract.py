@@ -1,8 +1,10 @@
-"""The contract: official clients, the gateway, a real vLLM. What is recorded is what the client saw and what the model computes.
+"""The contract with official clients, the gateway and a real vLLM.
 
-One engine serves the whole module; gateways before it differ in their settings. Its model is a short warm start of the demo's with
-some replies by heart (`support.contract`), so tool calls, parallel ones too,
-and reasoning come when they are asked for.
+The recorded data equal the client's view and the model's computation.
+
+One engine serves the whole module; the gateways in front of it differ in their settings. Its model
+is a short warm start of the demo's with some memorised replies (`support.contract`), so tool calls,
+including parallel ones, and reasoning come when a test asks for them.
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ def contract(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Contract]:
 
 
 QUESTIONS = ("price of k374 plus 2?", "price of k015 plus 1?")
-"""Not learned by heart: what the model says to them is spread, and so are the log-probabilities."""
+"""Not memorised: the replies vary, and so do their log-probabilities."""
 
 
 @pytest.mark.parametrize("tools", [False, True], ids=["text", "tools"])
@@ -123,7 +125,8 @@ def test_log_probabilities_are_shown_to_who_asks(
 @pytest.mark.parametrize("name", ["openai.chat", "openai.completions"])
 def test_choices_of_a_call_are_sibling_steps(contract: Contract, name: str, stream: bool) -> None:
     speaker = SPEAKERS[name]
-    # So hot it may open a reasoning within a reasoning: the engine's parser shows the one tag less of it in a stream.
+    # At this temperature a reply may open a reasoning within a reasoning. In a stream, the engine's
+    # parser then shows one tag less.
     tags = {str(contract.tokenizer.convert_tokens_to_ids(tag)): -100 for tag in (THINK, THOUGHT)}
     for to in (contract.captured, contract.vllm):
         seen, steps = contract.ask(
@@ -150,11 +153,11 @@ def test_a_reply_may_end_for_other_reasons(contract: Contract, name: str, stream
     checked(contract, speaker, step, seen, stream)
     assert (step.finish_reason, len(ids_of(step))) == ("length", 2)
     if name == "openai.completions":
-        return  # it has no lesson by heart
+        return  # no memorised reply for completions
     stop: dict[str, Any] = {"stop_sequences" if name == "anthropic.messages" else "stop": [" is "]}
     (seen,), (step,) = contract.ask(speaker, question, False, stream, temperature=0, **stop)
     assert (seen.content, step.finish_reason) == ("the total", "stop")
-    # All that was sampled is recorded, what was not shown of it too.
+    # All sampled tokens are recorded, including those that the client does not see.
     assert text_of(contract, ids_of(step), False) == "the total is "
 
 
@@ -208,7 +211,8 @@ def test_structured_output_is_parsed_by_the_client(
     (step,) = contract.captured.steps(trajectory)
     assert Lookup.model_validate_json(text_of(contract, ids_of(step), False)) == parsed
     assert step.prompt_token_ids is not None
-    # They are those of the distribution that was sampled from: what the grammar forbids has none of it.
+    # The log-probabilities belong to the distribution that was sampled from: tokens that the
+    # grammar forbids have probability zero there.
     free = contract.recomputed(unpack_ids(step.prompt_token_ids), ids_of(step))
     assert all(
         sampled > before - CLOSE for sampled, before in zip(logprobs_of(step), free, strict=True)
@@ -233,7 +237,7 @@ def test_the_next_turn_begins_with_the_tokens_of_this_one(contract: Contract, na
 def test_a_stock_vllm_tells_what_its_protocol_has_fields_for(
     contract: Contract, name: str, stream: bool
 ) -> None:
-    """The same engine, asked without our header: it behaves as one that lacks the middleware."""
+    """The same engine without our header behaves as an engine without the middleware."""
     speaker = SPEAKERS[name]
     for question in ("price of k1", "price of k5"):
         (seen,), (step,) = contract.ask(
@@ -278,7 +282,7 @@ def test_a_prompt_is_counted_as_it_will_be_rendered(contract: Contract) -> None:
 def test_a_client_that_leaves_is_recorded_with_what_it_got(contract: Contract) -> None:
     async def leave(trajectory: str) -> str:
         async with openai_client(f"{contract.captured.url}/{trajectory}/g") as client:
-            # By heart: it does not begin with a reasoning, which is no content.
+            # Memorised: the reply does not begin with reasoning, which is not content.
             said: Any = [{"role": "user", "content": "price of k4"}]
             async with await client.chat.completions.create(
                 model="policy",
@@ -288,14 +292,12 @@ def test_a_client_that_leaves_is_recorded_with_what_it_got(contract: Contract) -
                 temperature=0,
                 extra_body={"ignore_eos": True},
             ) as chunks:
-                async for chunk in chunks:  # at once, for the engine is quick
+                async for chunk in chunks:  # leave at once, because the engine is fast
                     if got := chunk.choices[0].delta.content:
                         return str(got)
         raise AssertionError("it ended by itself")
 
-    for _ in range(
-        10
-    ):  # on a busy machine the engine may be done before this process gets its turn to leave
+    for _ in range(10):  # on a busy machine the engine may finish before this process can leave
         trajectory = f"t{uuid4().hex}"
         got = contract.run(leave(trajectory))
         deadline = time.monotonic() + 60

@@ -1,6 +1,7 @@
-"""The contract for images: official clients, the gateway, a real vLLM with a tiny vision model of random weights.
+"""The contract for images: official clients, the gateway, and a real vLLM.
 
-vLLM's own LLaVA wants torchvision, which its CPU build has not; the same model on its Transformers backend does without.
+The vision model is tiny and has random weights. vLLM's own LLaVA needs torchvision, which its CPU
+build does not have. The same model on vLLM's Transformers backend does not need it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ pytestmark = pytest.mark.timeout(900)
 
 
 class Vision(NamedTuple):
-    """The engine, and the processor that makes a model's input of an image."""
+    """The engine, and the processor that makes model input from an image."""
 
     contract: Contract
     processor: Any
@@ -42,7 +43,7 @@ def vision(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Vision]:
 
 
 def conversation(name: str, colour: str) -> list[dict[str, Any]]:
-    """A question with an image in it, in the protocol's own form."""
+    """Return a question with an image, in the protocol's own form."""
     data, text = encoded(image_of(colour)), "price of k1"
     url = f"data:image/png;base64,{data}"
     content: list[dict[str, Any]]
@@ -76,7 +77,7 @@ def test_a_call_with_an_image_is_recorded_with_its_tokens_and_the_image(
         checked(contract, speaker, step, seen, stream, pixel_values=vision.pixels(colour))
         assert encoded(image_of(colour)).encode() in step.request_json
         assert step.prompt_token_ids is not None
-        # The prompt has a place for the image, the same for every one: what fills it is in the request.
+        # The prompt has the same placeholder for every image; the image itself is in the request.
         place = vision.processor.tokenizer.convert_tokens_to_ids(IMAGE)
         assert unpack_ids(step.prompt_token_ids).count(place) == IMAGE_TOKENS
         replies[colour] = (step.prompt_token_ids, step.response_token_ids)

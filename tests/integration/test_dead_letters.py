@@ -1,4 +1,7 @@
-"""Dead letters on a real Kafka with a real assemble worker: looked at, repaired, sent again, each once, whoever is killed."""
+"""Dead letters on a real Kafka with a real assemble worker.
+
+They are listed, repaired and replayed once each, whichever process is killed.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,7 @@ def jobs(settings: Settings, cluster: Cluster, tmp_path: Path) -> Iterator[Jobs]
 
 
 class Dlq:
-    """`clawstream dlq` on an installation."""
+    """Run `clawstream dlq` on an installation."""
 
     def __init__(self, jobs: Jobs) -> None:
         self._words, self._jobs = overrides_of(jobs.settings), jobs
@@ -69,7 +72,10 @@ class Dlq:
 
 
 def newer(step: Step) -> tuple[bytes, SchemaPublished]:
-    """The step as a release writes it that this one does not know, and the schema that makes it readable."""
+    """Return the step as a newer release writes it, and the schema that makes it readable.
+
+    This release cannot read the step without the schema.
+    """
     schema = shipped("Step") | {
         "fields": [*shipped("Step")["fields"], {"name": "added", "type": "string", "default": ""}]
     }
@@ -111,10 +117,10 @@ def test_what_was_wrong_is_mended_and_everything_counts_once(
     ) == [x["id"] for x in dlq.json("list") if x["topic"] == topics.rewards]
     assert "5 open: 2 invalid, 1 " in dlq("list")
 
-    # A key that does not fit is mended by sending the record under its own; into a trajectory that is still open.
+    # A wrong key is repaired by sending the record with its own key into an open trajectory.
     assert "is not b'late-comer'" in dlq("replay", wrong["id"], code=1)
     assert "sends" not in dlq("repair", wrong["id"], "--note", "the old feeder")
-    # What a newer release wrote can be read once its schema is announced.
+    # A newer release's record is readable after its schema is announced.
     assert "still no schema" in dlq("replay", "--reason", "unknown_schema", "--yes", code=1)
     jobs.codec.announce(schema.schema_json)
     jobs.producer.put(topics.schemas, schema.fingerprint.encode(), jobs.codec.encode(schema))
@@ -124,7 +130,8 @@ def test_what_was_wrong_is_mended_and_everything_counts_once(
         == unknown.step_id
     )
     dlq("replay", listed["unknown_schema"]["id"])
-    # Fields are edited, by --set or in a file; a mistake is one line, and nothing is sent.
+    # Fields are edited with --set or in a file. A mistake gives one line of output, and nothing is
+    # sent.
     said = dlq("repair", nan["id"], "--set", "value=much", code=1)
     assert said == "clawstream: value: a number was expected, not 'much'\n"
     assert "not finite" in dlq("repair", nan["id"], "--set", "reason=x", code=1)
@@ -144,21 +151,22 @@ def test_what_was_wrong_is_mended_and_everything_counts_once(
     )
     assert [r.value for r in candidate.rewards] == [0.75]
 
-    # A reward whose trajectory has come by now.
+    # A reward whose trajectory exists by now.
     jobs.put(*jobs.conversation("nobody"))
     jobs.producer.flush()
     eventually(lambda: "nobody" in jobs.candidates())
     assert not jobs.candidates()["nobody"].rewards
     dlq("replay", listed["unknown_target"]["id"])
     eventually(lambda: [r.value for r in jobs.candidates()["nobody"].rewards] == [0.5])
-    # Garbage can't be sent; nothing is done twice, unless one insists.
+    # Garbage cannot be sent, and nothing is done twice unless the user forces it.
     assert "still 7 bytes that begin" in dlq("replay", "--all", "--yes", code=1)
     assert "it was replayed to" in dlq("replay", listed["unknown_target"]["id"], code=1)
     dlq("dismiss", "--topic", "steps", "--note", "a test")
     assert dlq.ids() == []
     dlq("replay", listed["unknown_target"]["id"], "--force")
 
-    eventually(lambda: len(dlq.resolved()) >= 6)  # a transaction is seen a moment after its commit
+    # a transaction becomes visible a moment after its commit
+    eventually(lambda: len(dlq.resolved()) >= 6)
     done = dlq.resolved()
     assert Counter(r.action for r in done) == {"repaired": 2, "replayed": 3, "dismissed": 1}
     assert {r.note for r in done if r.note} == {"the old feeder", "a test"} and all(
@@ -175,7 +183,7 @@ def test_what_was_wrong_is_mended_and_everything_counts_once(
             assert r.sent_topic_id == jobs.cluster.topic_id(r.topic)
             assert sent.key == jobs.codec.decode(sent.value).trajectory_key.encode()
 
-    # A step for a trajectory that is over is late, once; what is sent again changes nothing.
+    # A step for a closed trajectory is marked late once; a duplicate changes nothing.
     assert "nobody" in jobs.candidates() and not jobs.records(topics.trajectories, StepMark)
     late = step("nobody", [9], [9])
     jobs.put(late, key=b"elsewhere")
@@ -206,7 +214,10 @@ def test_what_was_wrong_is_mended_and_everything_counts_once(
 def test_a_step_that_is_too_large_is_cut_down(
     jobs: Jobs, eventually: Eventually, tmp_path: Path
 ) -> None:
-    """So large that not even its dead letter holds it: it is read where it lies. The partition goes on meanwhile."""
+    """The step does not fit into its dead letter, so it is read at its source position.
+
+    The partition continues meanwhile.
+    """
     dlq, key = Dlq(jobs), "large"
     jobs.start()
     giant = dataclasses.replace(
@@ -253,7 +264,7 @@ def test_a_transaction_that_is_given_up_is_not_folded(jobs: Jobs, eventually: Ev
 
 
 def bury(jobs: Jobs, rewards: list[Reward], times: int = 1) -> None:
-    """Dead letters of rewards as assemble writes them, some of them more than once, as after a crash."""
+    """Write dead letters of rewards as assemble does, some more than once, as after a crash."""
     producer, topic_id = jobs.producer, jobs.cluster.topic_id(jobs.topics.rewards)
     jobs.put(*rewards)
     producer.flush()
@@ -285,7 +296,7 @@ def test_killed_in_the_middle_and_run_again_each_is_sent_once(jobs: Jobs) -> Non
         ) as process:
             assert process.stdout is not None
             if kills < 3:
-                process.stdout.readline()  # the first transaction is through
+                process.stdout.readline()  # the first transaction is committed
                 time.sleep(rng.uniform(0, 0.1))
                 process.kill()
                 kills += process.wait() == -9

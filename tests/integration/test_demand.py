@@ -1,4 +1,4 @@
-"""What a run asks for, told from the journal that the real admission writes on a real Kafka."""
+"""A run's rollout budget, computed from the journal of the real admission on a real Kafka."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PLACE = {"topic_id": b"payload", "partition": b"0", "first_offset": b"0", "last_
 
 @contextmanager
 def admission(settings: Settings) -> Iterator[None]:
-    """The real one, in a thread of this process."""
+    """Run the real admission in a thread of this process."""
     stop, failed = Event(), list[BaseException]()
 
     def run() -> None:
@@ -67,7 +67,7 @@ def _feeding(feed: BudgetFeed) -> Iterator[BudgetFeed]:
 async def when(
     feed: BudgetFeed, run: str, condition: Callable[[BudgetReading], Any]
 ) -> BudgetReading:
-    """The first answer that meets the condition."""
+    """Return the first reading that meets the condition."""
     async with asyncio.timeout(SOON_S):
         while True:
             with suppress(BudgetUnknown):
@@ -78,7 +78,7 @@ async def when(
 
 
 async def absent(feed: BudgetFeed, run: str) -> bool:
-    """Whether there is no such journal; False while that is not known yet."""
+    """Return whether the journal does not exist; False while that is unknown."""
     with suppress(BudgetUnknown):
         return await feed.get(run, "train") is None
     return False
@@ -99,7 +99,7 @@ def wanting(settings: Settings, run: str) -> Settings:
 
 
 class Log:
-    """Puts records where the jobs and the trainer would."""
+    """Write records in place of the jobs and the trainer."""
 
     def __init__(self, cluster: Cluster, settings: Settings) -> None:
         self._topics, self._producer = settings.kafka.topics, cluster.producer()
@@ -129,7 +129,7 @@ def test_demand_follows_the_real_admission(cluster: Cluster, settings: Settings)
 
     async def body() -> None:
         with _feeding(BudgetFeed(cluster, settings)) as feed:
-            await until(lambda: absent(feed, "one"))  # nobody has made its journal
+            await until(lambda: absent(feed, "one"))  # no process has created its journal
             with admission(wanting(settings, "one")):
                 opened = await when(feed, "one", lambda s: s.snapshot.policy is not None)
                 assert opened.snapshot.free_capacity("train") == 0, "no version to begin with"
@@ -251,7 +251,10 @@ def test_journal_made_anew_and_journal_that_cannot_be_read(
 
 
 def test_kafka_away_leaves_what_was_known_with_its_age(tmp_path: Path, settings: Settings) -> None:
-    """And when nobody asks, nothing is followed; the next question begins anew."""
+    """Keep the last reading with its age while Kafka is away.
+
+    Without requests, the feed follows no journal; the next request starts it again.
+    """
     ahead_s = [0.0]
     with EmbeddedBroker(tmp_path / "kafka", free_port()) as broker:
         cluster = Cluster(broker.bootstrap_servers)

@@ -1,4 +1,4 @@
-"""The black-box agent as a process, against a stand-in for the gateway that fails first and answers then."""
+"""The black-box agent as a process, with a stand-in gateway that fails first and then answers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ CALL = {
 
 
 class Gateway:
-    """Each episode's first request meets a 503. Turn 1 is a tool call, turn 2 an answer with what the tool said."""
+    """Answer each episode's first request with 503.
+
+    Turn 1 is a tool call; turn 2 is an answer with the tool's result.
+    """
 
     def __init__(self) -> None:
         self.refused: set[str] = set()

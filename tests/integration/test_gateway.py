@@ -1,4 +1,7 @@
-"""The gateway as a process on real Kafka: what was answered is on the log, whoever is stopped or killed."""
+"""The gateway as a process on a real Kafka.
+
+Every answered call is on the log, whichever process is stopped or killed.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,10 @@ from schemas.settings import Settings
 from schemas.tokens import unpack_ids
 from schemas.topics import partition_of
 
-START = "import sys; from runtime.process.config import load; from gateway.main import main; main(load(overrides=sys.argv[1:]))"
+START = (
+    "import sys; from runtime.process.config import load; from gateway.main import main; "
+    "main(load(overrides=sys.argv[1:]))"
+)
 HI = ScriptedChoice([7, 8], ["Hel", "lo"], [-0.5, -0.25])
 CODEC = Codec()
 
@@ -47,7 +53,7 @@ def with_gateway(settings: Settings, **gateway: Any) -> Settings:
 
 @contextmanager
 def gateway(settings: Settings) -> Iterator[subprocess.Popen[bytes]]:
-    """A gateway process; killed at the end if it is still there."""
+    """Run a gateway process; kill it at the end if it still runs."""
     log = Path(settings.data_dir) / f"{settings.gateway.gateway_id}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as out:
@@ -96,7 +102,7 @@ def text_of(step: Step) -> str:
 
 
 async def call(client: AsyncOpenAI, text: str = "hi", stream: bool = False) -> list[str]:
-    """One call, read to its end; its step ids."""
+    """Make one call, read it to its end, and return its step ids."""
     ask: dict[str, Any] = {
         "model": "policy",
         "messages": [{"role": "user", "content": text}],
@@ -110,7 +116,7 @@ async def call(client: AsyncOpenAI, text: str = "hi", stream: bool = False) -> l
 
 
 def on_log(cluster: Cluster, settings: Settings) -> list[Any]:
-    """Everything on the steps topic, in order within each partition, without repeated ids."""
+    """Return the records of the steps topic without repeated ids, in order per partition."""
     topic = settings.kafka.topics.steps
     found: dict[str, Any] = {}
     for partition in range(settings.kafka.partitions):
@@ -136,7 +142,10 @@ def status(url: str, state: Any = "ready") -> WorkerStatus:
 
 
 async def answer_all(settings: Settings, other: Settings, trajectories: int) -> list[str]:
-    """Many agents at once, streaming and not, turns alternating between two gateways. Returns all step ids that were answered."""
+    """Run many agents at once, streaming and not; their turns alternate between two gateways.
+
+    Returns all answered step ids.
+    """
 
     async def one(i: int) -> list[str]:
         answered = []
@@ -167,7 +176,7 @@ def test_two_gateways_are_one(cluster: Cluster, settings: Settings) -> None:
             producer.flush()
             await asyncio.gather(until_up(first, "/ready"), until_up(second, "/ready"))
             answered = await answer_all(first, second, 20)
-            # A session opened at one gateway goes on at the other.
+            # A session opened at one gateway continues at the other.
             async with aiohttp.ClientSession() as http:
                 async with http.post(
                     url_of(first) + "/sessions", json={"group_id": "g", "run_id": "r2"}
@@ -178,7 +187,7 @@ def test_two_gateways_are_one(cluster: Cluster, settings: Settings) -> None:
                 bearer = {"authorization": f"Bearer {session['session_key']}"}
                 async with http.post(url_of(second) + "/sessions/complete", headers=bearer) as r:
                     assert r.status == 200
-            # A worker that leaves is not called any more.
+            # A worker that leaves receives no more calls.
             producer.put(topics.workers, b"w0", None)
             producer.flush()
             await until_up(second, "/ready", 503)
@@ -192,7 +201,7 @@ def test_two_gateways_are_one(cluster: Cluster, settings: Settings) -> None:
     assert len(answered) == 81 and sorted(answered) == sorted(s.step_id for s in steps)
     assert {s.gateway_id for s in steps} == {"gateway-0", "gateway-1"}
     assert {s.worker_id for s in steps} == {"w0"}
-    for i in range(20):  # what one agent did in turn is in this order on the log
+    for i in range(20):  # the consecutive calls of one agent have this order on the log
         turns = [s for s in steps if s.trajectory_key == f"t{i}"]
         assert [text_of(s) for s in turns] == [f"{i}/{turn}" for turn in range(4)]
     session_events = [e for e in events if not isinstance(e, Step)]
@@ -211,7 +220,7 @@ def test_two_gateways_are_one(cluster: Cluster, settings: Settings) -> None:
 
 
 def settings_on(kafka: str, tmp_path: Path, engine_port: int) -> Settings:
-    """An installation on a Kafka of its own, with one engine that reports nowhere."""
+    """Return an installation on its own Kafka, with one engine that does not report its state."""
     engine = f"http://127.0.0.1:{engine_port}"
     return Settings.model_validate(
         {
@@ -224,7 +233,7 @@ def settings_on(kafka: str, tmp_path: Path, engine_port: int) -> Settings:
 
 @pytest.fixture
 def own_broker(tmp_path: Path) -> Iterator[EmbeddedBroker]:
-    """A broker that this test alone may stop."""
+    """Run a broker that only this test stops."""
     with EmbeddedBroker(tmp_path / "broker", free_port()) as broker:
         yield broker
         for pid in broker.pids.values():
@@ -245,16 +254,14 @@ def test_broker_paused_and_gateway_killed_lose_nothing(
         async with agent(settings, "/t/g") as client:
             answered.extend(await call(client))
             os.kill(pid, signal.SIGSTOP)
-            answered.extend(
-                await call(client)
-            )  # waits for the acknowledgement that does not come, then spooled
+            answered.extend(await call(client))  # waits for a missing acknowledgement, then spooled
             answered.extend(await call(client, stream=True))
             async with aiohttp.ClientSession() as http:
                 async with http.post(
                     url_of(settings) + "/complete_trajectory/t", json={"reward": 1}
                 ) as r:
                     assert r.status == 200
-            # Calls that are cut off by the kill were not answered: nothing is promised about them.
+            # Calls that the kill cut off have no answer, so there is no guarantee for them.
         await asyncio.gather(*[burst(f"/k{i}/g", 3) for i in range(8)])
 
     async def burst(path: str, calls: int) -> None:
@@ -293,7 +300,7 @@ def test_broker_paused_and_gateway_killed_lose_nothing(
     assert sorted(found) == sorted(answered) and len(answered) == 29
     in_order = [
         e for e in on_log(cluster, settings) if e.trajectory_key == "t"
-    ]  # what was answered one after the other is on the log so
+    ]  # the log keeps the order of the answers
     assert [e.step_id for e in in_order if isinstance(e, Step)] == [
         s for s in answered if s.startswith("t~")
     ]
@@ -309,7 +316,7 @@ def test_broker_paused_and_gateway_killed_lose_nothing(
 
 
 def assert_torn_tail_is_harmless(file: Path, message: Message) -> None:
-    """Leave half of a frame at the end, as a crash in mid-write would."""
+    """Append half of a frame, as a crash during a write would."""
     with file.open("ab") as out:
         out.write(frame(message, sync_of(file))[:-3])
 
@@ -330,7 +337,7 @@ def test_sigterm_finishes_what_is_in_flight(cluster: Cluster, settings: Settings
                     while len(engine.requests) < 2:  # noqa: ASYNC110
                         await asyncio.sleep(0.01)
                     process.send_signal(signal.SIGTERM)
-                    while True:  # it accepts no more
+                    while True:  # it accepts no more calls
                         try:
                             async with (
                                 aiohttp.ClientSession() as http,
@@ -352,7 +359,10 @@ def test_sigterm_finishes_what_is_in_flight(cluster: Cluster, settings: Settings
 def test_sigterm_cuts_off_what_takes_too_long_and_records_it(
     cluster: Cluster, settings: Settings
 ) -> None:
-    """A generation that outlasts the stop: the client's connection breaks, what it had got is on the log as aborted."""
+    """A generation runs longer than the stop timeout.
+
+    The client's connection breaks, and the log has the received part as aborted.
+    """
 
     async def body() -> None:
         engine = ScriptedEngine(
@@ -386,7 +396,7 @@ def test_sigterm_cuts_off_what_takes_too_long_and_records_it(
 
 
 def test_any_order_of_starts(tmp_path: Path) -> None:
-    """No Kafka at all at first: calls are served from the spool on, and reach the log when there is one."""
+    """Without Kafka, calls are served and spooled; they reach the log when Kafka is there."""
     port, engine_port = free_port(), free_port()
     settings = settings_on(f"127.0.0.1:{port}", tmp_path, engine_port)
 

@@ -1,4 +1,7 @@
-"""The delivery on a real Kafka that stops, dies or loses its data: what was answered is on the log, in order, and nothing hangs."""
+"""The delivery on a real Kafka that stops, dies or loses its data.
+
+Every answered call is on the log in order, and no call hangs.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,7 @@ Eventually = Callable[..., Any]
 async def delivery(
     broker: EmbeddedBroker, directory: Path, topic: str = TOPIC
 ) -> AsyncIterator[DeliveryManager]:
-    """A started delivery on a Kafka that is seen to be there."""
+    """Run a started delivery on a reachable Kafka."""
     producer = KafkaLogProducer(Cluster(broker.bootstrap_servers), topic, produce_timeout_s=3.0)
     producer.start()
     blobs = Blobs(BlobStore(str(directory / "blobs")), CODEC, 30.0)
@@ -57,7 +60,7 @@ async def delivery(
 
 
 def on_the_log(broker: EmbeddedBroker, topic: str = TOPIC) -> dict[bytes, list[bytes]]:
-    """Values of each key in order, the first copy of each."""
+    """Return the values of each key in order, the first copy of each."""
     cluster, found = Cluster(broker.bootstrap_servers), defaultdict[bytes, dict[bytes, None]](dict)
     for partition in range(cluster.topics(topic)[topic]):
         for record in cluster.read_all(topic, partition):
@@ -106,7 +109,8 @@ def test_a_kafka_that_stops_for_20_s_under_load_loses_nothing_and_nothing_hangs(
             told = {key: len(values) for key, values in answered.items()}
             await asyncio.sleep(20)
             await wait(lambda: it.spooled_keys == 32)
-            # No call waits until it is back: the second answer from here on is of one that began without Kafka.
+            # No call waits for the broker's return: the second answer from now on belongs to a call
+            # that began without Kafka.
             await wait(lambda: all(len(answered[key]) > count + 1 for key, count in told.items()))
             await asyncio.to_thread(go_on)
             await wait(lambda: not it.spooled_bytes)
@@ -126,9 +130,12 @@ def test_a_kafka_that_stops_for_20_s_under_load_loses_nothing_and_nothing_hangs(
 def test_a_wiped_broker_under_a_living_gateway_swallows_nothing(
     tmp_path: Path, meanwhile: int
 ) -> None:
-    """A fresh broker gives the producer id of the gateway's producer to somebody else, and would take its records for that one's.
+    """A new broker may assign the producer id of the gateway's producer to another producer.
 
-    meanwhile: records while no broker is there; with none the client itself has no reason to begin anew.
+    The broker would then accept the gateway's records as the other producer's.
+
+    meanwhile: number of records while no broker is there; with 0, the client itself has no reason
+    to start a new producer session.
     """
     port = free_port()
 
@@ -146,7 +153,7 @@ def test_a_wiped_broker_under_a_living_gateway_swallows_nothing(
         async with delivery(broker, tmp_path) as it:
             for i in range(3):
                 await it.record([say(f"before {i}")])
-            await wait(lambda: not it.spooled_bytes)  # a slow one is acknowledged from the spool
+            await wait(lambda: not it.spooled_bytes)  # a slow record is acknowledged from the spool
             await asyncio.to_thread(broker.kill)
             within = [
                 asyncio.create_task(it.record([say(f"within {i}")])) for i in range(meanwhile)
@@ -156,7 +163,7 @@ def test_a_wiped_broker_under_a_living_gateway_swallows_nothing(
             broker = await asyncio.to_thread(fresh, "second")
             try:
                 others = Cluster(broker.bootstrap_servers).producer()
-                for i in range(5):  # the batches that a broker remembers of a producer id
+                for i in range(5):  # as many batches as a broker remembers for a producer id
                     await others.send(TOPIC, b"o", b"other %d" % i)
                 receipts = [await it.record([say(f"after {i}")]) for i in range(5)]
                 while receipts[-1] != "acknowledged" or it.spooled_bytes:
@@ -335,7 +342,7 @@ def test_a_spool_that_is_too_old_is_drained_by_command_and_no_row_is_double(
     create_topics(cluster, small)
     steps = [a_step(n) for n in range(14)]
     producer = cluster.producer()
-    for step in steps[:10]:  # the first ones are out of the lake's window by the end
+    for step in steps[:10]:  # the first ones have left the lake's window of ids by the end
         producer.put(*encoded(small, step))
     producer.flush()
 
@@ -371,7 +378,7 @@ def test_a_spool_that_is_too_old_is_drained_by_command_and_no_row_is_double(
         (left,) = directory.rglob("*.spool")
         ill = call("doctor", *overrides_of(small))
         assert ill.returncode == 1 and f"{left}: " in ill.stdout, ill.stdout + ill.stderr
-        left.write_bytes(whole)  # mended, from a copy of the disk say
+        left.write_bytes(whole)  # repaired, for example from a copy
         salvaged = call("spool", "drain", *overrides_of(small))
         assert "gateway-0: 1 sent, 1 in the lake already\n" in salvaged.stdout, (
             salvaged.stdout + salvaged.stderr

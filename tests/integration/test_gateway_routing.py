@@ -1,4 +1,4 @@
-"""What engines say on the workers topic of a real Kafka decides where calls go."""
+"""The engines' records on the workers topic of a real Kafka decide the routing of calls."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def status(name: str, url: str, state: Any) -> WorkerStatus:
 
 async def until(condition: Callable[[], Any]) -> None:
     async with asyncio.timeout(SOON_S):
-        while not condition():  # noqa: ASYNC110 - the conditions are of the outside
+        while not condition():  # noqa: ASYNC110 - the conditions set no event
             await asyncio.sleep(0.01)
 
 
@@ -71,7 +71,7 @@ def test_workers_load_serve_drain_and_leave(cluster: Cluster, settings: Settings
             waiting = asyncio.create_task(call())
             say("bad", "http://:0/", "ready")
             say("a", slow_url, "ready")
-            await until(lambda: slow.requests)  # it waited, and goes on by itself
+            await until(lambda: slow.requests)  # it waited, and continues by itself
             say("b", quick_url, "ready")
             say("a", slow_url, "draining")
             await until(lambda: upstream.engines.states() == {"a": "draining", "b": "ready"})

@@ -36,7 +36,7 @@ def test_topics_are_made_once_and_have_ids(cluster: Cluster, settings: Settings)
 
 
 def test_schemas_that_are_missing_are_announced(cluster: Cluster, settings: Settings) -> None:
-    """Whoever made the topic was killed before it announced anything, or was an older release."""
+    """The topic's creator was killed before its announcement, or was an older release."""
     topic = settings.kafka.topics.schemas
     (spec,) = (s for s in settings.kafka.topics.specs(4, -1) if s.name == topic)
     cluster.create_topic(topic, 1, spec.config)
@@ -114,7 +114,10 @@ def test_send_is_acknowledged_in_order_and_read_back(cluster: Cluster, settings:
 def test_ranges_are_read_by_one_client_whatever_lies_between_them(
     cluster: Cluster, settings: Settings
 ) -> None:
-    """Records larger than what is fetched at once, control records, ranges of which all was fetched with the one before."""
+    """Read large records, control records, and ranges that an earlier fetch already contains.
+
+    The large records exceed the size of one fetch.
+    """
     topic = settings.kafka.topics.weights
     create_topics(cluster, settings)
     producer = cluster.producer(f"{topic}-trainer")
@@ -122,7 +125,7 @@ def test_ranges_are_read_by_one_client_whatever_lies_between_them(
         bytes([i]) * (9_000_000 if i in (20, 40) else 100_000 if i > 50 else 10) for i in range(60)
     ]
     for i in range(0, 60, 20):
-        with producer.transaction():  # leaves a control record behind each 20
+        with producer.transaction():  # leaves a control record after each 20
             for value in values[i : i + 20]:
                 producer.put(topic, b"k", value)
     producer.close()
@@ -162,7 +165,10 @@ def test_newer_transactional_producer_fences_the_older(
 def test_what_lies_behind_anothers_open_transaction_is_waited_for(
     cluster: Cluster, settings: Settings
 ) -> None:
-    """All runs share the weights log: the dead trainer of one must not hide the newest version of another one."""
+    """All runs share the weights log.
+
+    One run's dead trainer must not hide another run's newest version.
+    """
     topic = settings.kafka.topics.weights
     create_topics(cluster, settings)
     other, mine = cluster.producer(f"{topic}-other"), cluster.producer(f"{topic}-mine")
@@ -182,7 +188,10 @@ def test_what_lies_behind_anothers_open_transaction_is_waited_for(
 def test_a_producer_whose_id_the_broker_knows_from_another_one_goes_on_under_a_new_one(
     tmp_path: Path,
 ) -> None:
-    """Wiped, a broker gives the same producer ids again: the older producer's next record is out of order, for good."""
+    """A wiped broker assigns the same producer ids again.
+
+    The older producer's next record then stays out of order permanently.
+    """
     port = free_port()
 
     def fresh_broker(name: str) -> EmbeddedBroker:
@@ -257,7 +266,10 @@ def test_rolled_back_transaction_is_not_seen(cluster: Cluster, settings: Setting
 def test_a_schema_announced_right_after_an_unknown_one_is_found(
     cluster: Cluster, settings: Settings
 ) -> None:
-    """A newer release announces its schema, then writes: no record of it may end as unknown, whatever was asked before."""
+    """A newer release announces its schema, then writes records.
+
+    No record may end as unknown, whatever lookups came before.
+    """
     create_topics(cluster, settings)
     topic = settings.kafka.topics.schemas
     decoder, producer, codec = Decoder(cluster, topic), cluster.producer(), Codec()
@@ -283,7 +295,7 @@ def test_a_schema_announced_right_after_an_unknown_one_is_found(
 def test_a_flood_of_unknown_fingerprints_makes_no_client_each(
     cluster: Cluster, settings: Settings
 ) -> None:
-    """A client takes 20 ms, on the event loop of all partitions."""
+    """A client takes 20 ms on the event loop that all partitions share."""
     create_topics(cluster, settings)
     made = []
 
@@ -317,7 +329,7 @@ def test_confluent_framing_is_read_once_its_id_is_announced(
 
 
 def test_whoever_starts_while_the_broker_is_away_waits_for_it(tmp_path: Path) -> None:
-    """Else it ends, is started again, and takes the processor from the broker that starts."""
+    """A process that ends instead is restarted, and takes CPU time from the starting broker."""
     with EmbeddedBroker(tmp_path, free_port()) as broker, ThreadPoolExecutor() as pool:
         cluster = Cluster(broker.bootstrap_servers)
         cluster.create_topic("t", 1, {})

@@ -1,4 +1,7 @@
-"""Lag of every group on a real Kafka: Ticks and control records are no work, everything else is."""
+"""Lag of every group on a real Kafka.
+
+Ticks and control records are not counted as work; all other records are.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ ENDED = records.RunEnded(run_id="default", created_at=1)
 
 
 def commit(cluster: Cluster, group: str, topic: str) -> None:
-    """Commit the ends of a topic as a reader does that has read to them."""
+    """Commit the ends of a topic, as a reader at the end does."""
     ends = {(topic, p): high for p, (_, high) in cluster.watermarks(topic).items()}
     reader = cluster.reader(group, {tp: max(0, end - 1) for tp, end in ends.items()})
     while not reader.at_end:
@@ -27,7 +30,7 @@ def commit(cluster: Cluster, group: str, topic: str) -> None:
 
 
 def wait_for_end(cluster: Cluster, topic: str, end: int) -> None:
-    """A transaction is seen a moment after its commit."""
+    """Wait for an end offset: a transaction becomes visible a moment after its commit."""
     while cluster.watermarks(topic)[0][1] < end:
         pass
 
@@ -145,12 +148,12 @@ def test_a_long_backlog_is_an_upper_bound_and_an_open_transaction_is_not_there_y
 
 
 class Busy(Cluster):
-    """A cluster on which a group goes on at the moment when its position is asked for."""
+    """A cluster on which a group advances at the moment when its position is requested."""
 
     going_on: tuple[str, str] | None = None
 
     def committed(self, group: str) -> dict[tuple[str, int], int]:
-        """Its new position."""
+        """Return the group's new position."""
         if self.going_on is not None and self.going_on[0] == group:
             topic = self.going_on[1]
             producer = self.producer()
@@ -169,7 +172,10 @@ class Busy(Cluster):
 def test_a_group_that_goes_on_while_lag_is_asked_is_not_behind_by_the_whole_log(
     settings: Settings,
 ) -> None:
-    """Two groups read the candidates; the end that the first was held against lay before the second's newer position."""
+    """Two groups read the candidates.
+
+    The end offset fetched for the first group is below the second group's newer position.
+    """
     cluster = Busy(settings.bootstrap_servers)
     create_topics(cluster, settings)
     topic, admit = settings.kafka.topics.candidates, f"{settings.kafka.topic_prefix}-admit.default."

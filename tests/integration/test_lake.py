@@ -1,4 +1,7 @@
-"""The lake writer as a process, on a real Kafka: killed at random, fed duplicates, its topics truncated or made anew."""
+"""The lake writer as a process on a real Kafka.
+
+The tests kill it at random, send duplicates, and truncate or recreate its topics.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,7 @@ def test_killed_at_random_under_duplicates_nothing_is_lost_or_doubled(
             for _ in range(60):
                 numbers.append(sent)
                 sent += 1
-                if rng.random() < 0.2:  # a re-sent output or a drained spool: same id, new offset
+                if rng.random() < 0.2:  # a repeated output or a drained spool: same id, new offset
                     numbers.append(rng.randrange(max(0, sent - 2000), sent))
             put_steps(producer, settings, numbers)
             event = records.SessionEvent(
@@ -77,7 +80,7 @@ def test_killed_at_random_under_duplicates_nothing_is_lost_or_doubled(
         )
     put_steps(
         producer, settings, [sent]
-    )  # the last writer may find nothing else: this one is its own
+    )  # the last writer may find no other record, so this one is reserved for it
     sent += 1
     producer.close()
     eventually(lambda: len(set(column(settings, "steps", "step_id"))) == sent)
@@ -104,7 +107,10 @@ def test_killed_at_random_under_duplicates_nothing_is_lost_or_doubled(
 def test_a_new_table_reads_its_topic_again_and_no_other_table_doubles(
     settings: Settings, cluster: Cluster, processes: Writers, eventually: Eventually
 ) -> None:
-    """Far beyond the window of ids; what is new on one partition comes with what is read again of the others."""
+    """Read far more records again than the window of ids holds.
+
+    One partition has new records, the other partitions only records that are read again.
+    """
     create_topics(cluster, settings)
     codec, producer = Codec(), cluster.producer()
     put_steps(producer, settings, range(400))
@@ -117,7 +123,8 @@ def test_a_new_table_reads_its_topic_again_and_no_other_table_doubles(
     eventually(lambda: len(column(settings, "steps", "step_id")) == 400)
     eventually(lambda: len(column(settings, "session_events", "event_id")) == 1)
     assert processes.stop(writer) == 0
-    shutil.rmtree(f"{settings.lake_uri}/session_events")  # as if an older release had made the lake
+    # as if an older release had created the lake
+    shutil.rmtree(f"{settings.lake_uri}/session_events")
     put_steps(producer, settings, range(400, 450))
     writer = processes.write(flush_interval_s=0.01, flush_rows=20, dedupe_window=1)
     eventually(lambda: len(set(column(settings, "steps", "step_id"))) == 450)
@@ -200,7 +207,8 @@ def test_poison_new_topics_and_a_topic_made_anew(
     eventually(lambda: column(settings, "rewards", "event_id") == ["w1"])
     eventually(lambda: column(settings, "weights", "metrics") == [[("loss", 0.5)]])
     eventually(lambda: column(settings, "run_events", "kind") == ["ended"])
-    # The lake buries what no column can hold, and what is wrong on topics that no other process works on.
+    # The lake dead-letters values that no column can hold, and invalid records of topics that no
+    # other process reads.
     eventually(lambda: len(column(settings, "dead_letters", "process")) >= 7)
     letters = zip(
         *(column(settings, "dead_letters", c) for c in ("topic", "reason", "process")), strict=True
@@ -223,10 +231,10 @@ def test_poison_new_topics_and_a_topic_made_anew(
         for seq in range(3):
             admit.put(spec.name, b"r", codec.encode(a_batch(seq)))
     eventually(lambda: sorted(column(settings, "batches", "batch_seq")) == [0, 1, 2])
-    # Each table is a commit of its own.
+    # Each table has its own commit.
     eventually(lambda: sorted(column(settings, "groups", "batch_seq")) == [0, 1, 2])
 
-    # made anew while the writer runs: another id, a new position, the rows of both stay
+    # recreated while the writer runs: another id, a new position, and the rows of both stay
     cluster.delete_topic(topics.rewards)
     cluster.delete_topic(spec.name)
     eventually(lambda: not {topics.rewards, spec.name} & cluster.topics().keys())
@@ -234,7 +242,7 @@ def test_poison_new_topics_and_a_topic_made_anew(
     for number in (
         1,
         2,
-    ):  # w1 was kept before: a re-sent reward; batch 0 of the new topic is another batch
+    ):  # w1 is a repeated reward with a known id; batch 0 of the new topic is another batch
         producer.put(topics.rewards, b"k", codec.encode(a_reward(number)), partition=0)
     with admit.transaction():
         admit.put(spec.name, b"r", codec.encode(a_batch(0)))
@@ -271,7 +279,7 @@ def test_truncated_source_and_second_writer_end_with_their_codes(
     assert processes.stop(newer) == 0
     assert "took over" in processes.log("lake")
 
-    # positions before the log's start: records are gone that the lake has never seen
+    # positions before the log's start: the lake has never seen the deleted records
     (partition,) = [p for p, (_, high) in cluster.watermarks(topics.steps).items() if high > 0][:1]
     put_steps(producer, settings, range(3, 60))
     end = cluster.watermarks(topics.steps)[partition][1]
@@ -299,7 +307,7 @@ def test_position_past_the_end_is_truncation(
 def test_new_fields_reach_the_tables_and_old_rows_stay_readable(
     settings: Settings, cluster: Cluster, processes: Writers, eventually: Eventually
 ) -> None:
-    """Rows of an older release: fewer columns, fewer fields in the structs of a list."""
+    """Rows of an older release have fewer columns, and fewer fields in the structs of a list."""
     create_topics(cluster, settings)
     old = [
         {
@@ -338,7 +346,8 @@ def test_a_scan_that_stops_early_does_not_crash_at_exit(tmp_path: Path) -> None:
         "import sys; from stream_jobs.lake.main import dataset, open_table\n"
         "d = dataset(open_table(sys.argv[1], 't', {}), {})\n"
         "assert d.head(5).num_rows == 5\n"
-        "import duckdb; c = duckdb.connect(); c.register('t', d); print(c.execute('select x from t limit 5').fetchall())\n"
+        "import duckdb; c = duckdb.connect(); c.register('t', d); "
+        "print(c.execute('select x from t limit 5').fetchall())\n"
     )
     for _ in range(3):
         done = subprocess.run(

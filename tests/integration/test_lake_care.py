@@ -1,4 +1,7 @@
-"""The lake writer on a real Kafka with care beside it, both killed at random; new fields while it runs; the lake made again from the topics."""
+"""The lake writer on a real Kafka with maintenance, both killed at random.
+
+Other tests add new fields while the writer runs, and rebuild the lake from the topics.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +56,8 @@ def test_rows_are_the_steps_whoever_is_killed_while_files_are_merged(
         where = f"{settings.lake_uri}/steps"
         return DeltaTable(where).version() if DeltaTable.is_deltatable(where) else 0
 
-    # However slow the machine: a writer is killed when it has written, and only every second maintenance process, in the time that the previous one took.
+    # The kills do not depend on the machine's speed. A writer is killed after it has written. Every
+    # second maintenance process is killed within the duration of the previous one.
     writer, before = processes.write(**flush), version()
     maintenance, began, lasts, mortal = processes.maintain(), time.monotonic(), 0.0, False
     doomed = 0.0
@@ -126,7 +130,7 @@ def test_a_new_field_becomes_a_column_while_the_old_writer_runs(
     put_steps(producer, settings, [2])
     eventually(lambda: len(column(settings, "steps", "step_id")) == 3)
     assert writer.poll() is None
-    # a writer that starts anew knows nothing of the field until it sees it, and loses none
+    # a restarted writer does not have the new field until it sees it, and loses no value
     newer_writer = processes.write(flush_interval_s=0.1)
     eventually(lambda: processes.log("lake").count("lake_follows") >= 14)
     put_steps(producer, settings, [3])
@@ -139,7 +143,7 @@ def test_a_new_field_becomes_a_column_while_the_old_writer_runs(
         (steps[0], None, []), (steps[1], "north", [0.5]), (steps[2], None, []),
         (steps[3], None, []),
     ]  # fmt: skip
-    # other readers too: by Delta's own list of files, and by pyarrow
+    # other readers work too: by Delta's own list of files, and by pyarrow
     uris = DeltaTable(f"{settings.lake_uri}/steps").file_uris()
     counted = duckdb.sql(
         f"select count(region), count(*) from read_parquet({uris}, union_by_name=true)"
@@ -161,14 +165,16 @@ def test_a_lake_that_was_deleted_is_made_again_from_the_topics(
     create_topics(cluster, settings)
     producer, codec, topics = cluster.producer(), Codec(), settings.kafka.topics
     put_steps(producer, settings, range(200))
-    put_steps(producer, settings, range(50, 70))  # sent twice
+    put_steps(producer, settings, range(50, 70))  # duplicates
     for number in range(30):
         reward = a_reward(number, event_id=f"e{number % 20}")
         producer.put(topics.rewards, b"k", codec.encode(reward))
     producer.flush()
 
     def rows(table: str) -> list[tuple[Any, ...]]:
-        return connect(settings).execute(f"select * from {table}_raw order by all").fetchall()  # type: ignore[no-any-return]
+        return (  # type: ignore[no-any-return]
+            connect(settings).execute(f"select * from {table}_raw order by all").fetchall()
+        )
 
     found = []
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""The lake writer as a process beside a damaged table, which is repaired under it."""
+"""The lake writer as a process, while one of its tables is damaged and repaired."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several lake writers as processes on a real Kafka: killed at random, replaced, and as their number changes under them."""
+"""Several lake writers as processes on a real Kafka: killed, replaced, and changing in number."""
 
 from __future__ import annotations
 
@@ -37,7 +37,10 @@ def processes(wide: Settings) -> Iterator[Writers]:
 
 
 class Feed:
-    """Steps, some sent twice, and for each ten of them a trajectory, a candidate, a reward and what belongs on no topic."""
+    """Write steps, some of them twice.
+
+    Every ten steps come with a trajectory, a candidate, a reward, and an invalid record.
+    """
 
     def __init__(self, cluster: Cluster, settings: Settings) -> None:
         create_topics(cluster, settings)
@@ -65,7 +68,7 @@ class Feed:
             place = {"topic_id": b"T", "partition": b"0", "first_offset": b"0", "last_offset": b"0"}
             for _ in range(
                 self.rng.randint(1, 2)
-            ):  # a re-sent output: same id, same key, new offset
+            ):  # a repeated output: same id, same key, new offset
                 self.producer.put(topics.trajectories, key.encode(), codec.encode(trajectory))
                 self.producer.put(
                     topics.candidates, key.encode(), codec.encode(candidate), headers=place
@@ -75,7 +78,7 @@ class Feed:
         self.producer.flush()
 
     def check(self, eventually: Eventually) -> None:
-        """All that was sent is there, and once."""
+        """Check that all sent records are there once."""
         tens = range(10, self.sent + 1, 10)
         wanted: dict[tuple[str, str], list[Any]] = {
             ("steps", "step_id"): [a_step(i).step_id for i in range(self.sent)],
@@ -115,7 +118,7 @@ def test_two_writers_killed_at_random_write_each_row_once(
         feed.put(2)
         writers[victim] = start(victim)
     feed.check(eventually)
-    # The last records are duplicates, and Kafka is told of a flush behind it.
+    # The last records are duplicates, and a commit to Kafka follows each flush.
     eventually(lambda: data_lag(cluster, wide, f"{wide.kafka.topic_prefix}-lake") == 0)
     assert [processes.stop(w) for w in writers] == [0, 0]
     feed.check(eventually)
@@ -136,7 +139,7 @@ def test_a_second_process_of_one_number_and_another_number_of_writers_fence_thos
         return processes.write(writers=writers, writer=writer, flush_interval_s=0.05)
 
     def ends(process: subprocess.Popen[bytes]) -> bool:
-        feed.put(2)  # who has nothing to write does not notice
+        feed.put(2)  # a writer without new records does not notice
         time.sleep(0.2)
         return process.poll() is not None
 

@@ -1,4 +1,7 @@
-"""Lineage over what the real jobs, admission and lake writer have written: every step on the log is accounted for."""
+"""Lineage over the outputs of the real jobs, admission and lake writer.
+
+Every step on the log is accounted for.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A trajectory of thousands of steps on a real Kafka, through the real jobs, to the rows that a trainer takes."""
+"""A trajectory of thousands of steps on a real Kafka.
+
+It passes the real jobs and ends as the trainer's sequences.
+"""
 
 from __future__ import annotations
 
@@ -19,16 +22,19 @@ from stream_jobs.admit.decisions.journal import decode_journal_record
 from trainer.data.sequences import sequences_of
 from trainer.data.trajectories import read_payload
 
-ADMIT = "import sys; from runtime.process.config import load; from stream_jobs.admit.main import main; main(load(overrides=sys.argv[1:]))"
+ADMIT = (
+    "import sys; from runtime.process.config import load; from stream_jobs.admit.main import main; "
+    "main(load(overrides=sys.argv[1:]))"
+)
 KEY = "swe-" + "repository-issue." * 11
 STEPS = 2100
 REPLY = b'{"content":"' + b"x" * 2500 + b'"}'
-"""With replies like this the payload takes two records."""
+"""With replies of this size the payload takes two records."""
 
 
 @pytest.fixture
 def jobs(settings: Settings, cluster: Cluster, tmp_path: Path) -> Iterator[Jobs]:
-    """An installation with groups of two, which wait for a reward."""
+    """Run an installation with groups of two that wait for a reward."""
     policy = settings.admit.policy.model_copy(
         update={"group_size": 2, "batch_groups": 1, "required_rewards": ("env/score",)}
     )

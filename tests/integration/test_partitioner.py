@@ -1,4 +1,4 @@
-"""Every client in use puts a key on the same partition: murmur2 over the raw bytes of the key."""
+"""Every client in use assigns a key to the same partition: murmur2 over the key's raw bytes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PARTITIONS = 12
 
 
 def keys() -> list[bytes]:
-    """1,000 keys: ids as ours, UTF-8, and any bytes."""
+    """Return 1,000 keys: ids like ours, UTF-8, and arbitrary bytes."""
     rng = random.Random(0)
     plain = [f"task-{rng.randrange(10**9)}".encode() for _ in range(500)]
     utf8 = [
@@ -66,10 +66,12 @@ import asyncio, json, sys
 import faust
 
 async def produce(kafka, topic, keys):
-    app = faust.App(topic + "-faust", broker="kafka://" + kafka, store="memory://", topic_allow_declare=False, datadir=sys.argv[3])
+    app = faust.App(topic + "-faust", broker="kafka://" + kafka, store="memory://", \
+topic_allow_declare=False, datadir=sys.argv[3])
     app.producer_only = True
     await app.start()
-    channel = app.topic(topic, key_type=bytes, value_type=bytes, key_serializer="raw", value_serializer="raw")
+    channel = app.topic(topic, key_type=bytes, value_type=bytes, \
+key_serializer="raw", value_serializer="raw")
     sent = [await channel.send(key=bytes.fromhex(k), value=b"") for k in keys]
     partitions = [(await s).partition for s in sent]
     await app.stop()
@@ -80,7 +82,7 @@ print(json.dumps(asyncio.run(produce(sys.argv[1], sys.argv[2], json.load(sys.std
 
 
 def test_faust_producer(kafka: str, topic: str, tmp_path: Path) -> None:
-    # A process of its own, as in production: Faust takes the event loop for itself.
+    # A separate process, as in production, because Faust takes over the event loop.
     done = subprocess.run(
         [sys.executable, "-c", FAUST, kafka, topic, str(tmp_path)],
         input=json.dumps([k.hex() for k in keys()]),

@@ -1,4 +1,7 @@
-"""The policy of a run that goes on, changed from the command line; the run's end; a journal that can't be read."""
+"""The policy of a continuing run, changed from the command line.
+
+Other tests cover the run's end and an unreadable journal.
+"""
 
 from __future__ import annotations
 
@@ -42,13 +45,13 @@ def with_policy(settings: Settings, **changes: Any) -> Settings:
 
 @pytest.fixture
 def cli(settings: Settings) -> Cli:
-    """A command, with the cluster's settings."""
+    """Return a function that runs a command with the cluster's settings."""
     return lambda *words: CliRunner().invoke(app, [*words, *overrides_of(settings)])
 
 
 @pytest.fixture
 def admit(tmp_path: Path) -> Iterator[Admit]:
-    """Admission as a process of its own; none outlives the test."""
+    """Run admission as a separate process that ends with the test."""
     started: list[subprocess.Popen[bytes]] = []
 
     def begin(settings: Settings) -> subprocess.Popen[bytes]:
@@ -118,7 +121,7 @@ def test_a_person_sets_the_policy_of_a_run_that_goes_on(
     process.terminate()
     assert process.wait(180) == 0
 
-    process = admit(mine)  # the same settings: what ann has set stays
+    process = admit(mine)  # the same settings: ann's change stays
     producer = cluster.producer()
     producer.put(
         topics.candidates,
@@ -135,7 +138,7 @@ def test_a_person_sets_the_policy_of_a_run_that_goes_on(
     assert [p.policy_version for p in applied()] == [1, 2]
     process.terminate()
     assert process.wait(180) == 0
-    process = admit(with_policy(settings, batch_groups=4))  # others: they hold again
+    process = admit(with_policy(settings, batch_groups=4))  # other settings: they apply again
     eventually(
         lambda: (
             [(p.policy_version, p.batch_groups, p.min_quality) for p in applied()][-1]
@@ -144,7 +147,10 @@ def test_a_person_sets_the_policy_of_a_run_that_goes_on(
     )
 
     history = json.loads(cli("policy", "history", "--run", "demo", "--format", "json").stdout)
-    assert [(h["policy"]["policy_version"], h["policy"]["published_by"], h["rejection"]) for h in history] == [
+    assert [
+        (h["policy"]["policy_version"], h["policy"]["published_by"], h["rejection"])
+        for h in history
+    ] == [
         (1, "settings", None), (2, "ann", None), (3, "settings", None),
     ]  # fmt: skip
     told = cli("policy", "history", "--run", "demo").stdout
@@ -174,7 +180,7 @@ def test_settings_whose_version_someone_else_has_taken_are_published_with_the_ne
     decoder = Decoder(cluster, topics.schemas)
 
     class Raced(ChannelAdmitter):
-        """Between reading and writing someone sets policy 2."""
+        """An admitter; another user sets policy 2 between its read and its write."""
 
         rival: AdmissionPolicy | None = policy_of(
             with_policy(settings, batch_groups=9), 2, 0, "ann"
@@ -217,7 +223,7 @@ def test_settings_whose_version_someone_else_has_taken_are_published_with_the_ne
 def test_a_journal_that_cannot_be_read_stops_admission(
     settings: Settings, cluster: Cluster, value: bytes, why: str
 ) -> None:
-    """Passing it over would decide once more what it has decided."""
+    """If admission skipped the record, it would decide the same groups twice."""
     mine, topics = with_policy(settings), settings.kafka.topics
     create_topics(cluster, mine, [topics.ready_batches_spec("demo", "train")])
     producer = cluster.producer()

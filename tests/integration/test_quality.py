@@ -1,4 +1,4 @@
-"""Quality through the whole line: rules in the reward job, candidates, the lake, a person's marks by query."""
+"""Quality from end to end: rules in the reward job, candidates, the lake, and marks by query."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_quality_from_rules_to_marks(
         jobs.producer.flush()
 
         def assessed() -> dict[str, Candidate]:
-            """Once their rewards are there, too: nothing is to come that would revise them."""
+            """Return the candidates when they have their rewards too: no revision follows."""
             found = jobs.candidates()
             done = len(found) == 2 and all(
                 c.assessment_revision == 7 and c.rewards for c in found.values()
@@ -66,7 +66,7 @@ def test_quality_from_rules_to_marks(
             ("truncation@1", cut.step_id, 0.0, "finish reason length")
         ]
 
-        reward.kill()  # what it says again is the same, so nothing is revised
+        reward.kill()  # it repeats the same rewards, so nothing is revised
         reward.wait()
         revisions = {k: c.revision for k, c in jobs.candidates().items()}
         jobs.put(replace(said, created_at=9), said)
@@ -78,7 +78,7 @@ def test_quality_from_rules_to_marks(
 
 
 def curate_by_query(jobs: Jobs, tmp_path: Path, eventually: Any) -> None:
-    """The lake finds the bad trajectory, and its step is marked."""
+    """Find the bad trajectory in the lake and mark its step."""
     with (tmp_path / "lake.log").open("wb") as log:
         command = [
             sys.executable,

@@ -1,4 +1,7 @@
-"""Replays of a run that real jobs recorded: the same batches, other batches on request, from topics and from the lake, whoever is killed."""
+"""Replays of a run that real jobs recorded, from topics and from the lake.
+
+A replay gives the same batches, or other batches on request, whichever process is killed.
+"""
 
 from __future__ import annotations
 
@@ -66,14 +69,14 @@ GROUPS = 9
 
 @dataclass
 class Recorded:
-    """A run as real processes recorded it. marks: ends of all its topics."""
+    """A run recorded by real processes. marks: end offsets of all its topics."""
 
     settings: Settings
     cluster: Cluster
     marks: dict[str, dict[int, tuple[int, int]]]
 
     def last(self, settings: Settings | None = None) -> dict[str, Candidate]:
-        """The last candidate of each trajectory, without its number."""
+        """Return the last candidate of each trajectory, without its number."""
         s = settings or self.settings
         topic, codec, out = s.kafka.topics.candidates, Codec(), dict[str, Candidate]()
         for p in self.cluster.watermarks(topic):
@@ -90,7 +93,10 @@ class Recorded:
 
 
 def group(jobs: Jobs, number: int) -> list[Any]:
-    """Four conversations, their records mixed as on a log; answers of half of them are what the metadata asks for."""
+    """Return four conversations with their records interleaved as on a log.
+
+    Half of the answers are correct by the metadata.
+    """
     events: list[list[Any]] = []
     for member in range(4):
         key = f"{number}-{member}"
@@ -103,18 +109,24 @@ def group(jobs: Jobs, number: int) -> list[Any]:
         ]
         told.insert(
             2, reward(key, member / 8)
-        )  # never makes up for a rule: a group differs whichever of these have come
+        )  # it never balances a rule's reward: the values of a group differ for any subset of these
         events.append(told)
     return [e for at in range(max(map(len, events))) for one in events for e in one[at : at + 1]]
 
 
 @pytest.fixture(scope="module")
 def recorded(kafka: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Recorded]:
-    """Nine groups, a new start of admission with another policy in the middle, late and revised rewards, a straggler, all tables."""
+    """Record nine groups with all tables.
+
+    The run includes a restart of admission with another policy, late and revised rewards, and a
+    straggler.
+    """
     home = tmp_path_factory.mktemp("recorded")
     settings = Settings.model_validate({
         "run_id": "run", "data_dir": home,
-        "kafka": {"bootstrap_servers": kafka, "topic_prefix": f"t{uuid4().hex[:10]}", "partitions": 4},
+        "kafka": {
+            "bootstrap_servers": kafka, "topic_prefix": f"t{uuid4().hex[:10]}", "partitions": 4,
+        },
         "jobs": {"reward_functions": RULES, "trajectory_timeout_s": 15, "tick_interval_s": 0.3},
         "admit": {"policy": POLICY, "channels": ["train"]}, "lake": {"flush_interval_s": 0.5},
     })  # fmt: skip
@@ -131,7 +143,7 @@ def recorded(kafka: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[R
         try:
             _until(
                 lambda: jobs.records(jobs.topics.candidates, Tick)
-            )  # log time goes on, whether or not someone works
+            )  # log time advances even without a working process
             _record_half(jobs, cluster, settings)
         finally:
             first.set()
@@ -210,7 +222,10 @@ def _record_rest(jobs: Jobs) -> None:
 
 
 def _settle(jobs: Jobs, cluster: Cluster, settings: Settings) -> None:
-    """Everything has closed and was answered, the straggler has timed out, and no reward waits to be folded."""
+    """Wait until all trajectories are closed and answered and the straggler has timed out.
+
+    No reward waits to be folded.
+    """
     _until(lambda: len(jobs.candidates()) == 4 * GROUPS + 1)
     _until(
         lambda: all(any(r.source == "rule" for r in c.rewards) for c in jobs.candidates().values())
@@ -221,7 +236,7 @@ def _settle(jobs: Jobs, cluster: Cluster, settings: Settings) -> None:
 
 
 def _ends(cluster: Cluster, settings: Settings, *names: str) -> dict[tuple[str, int], int]:
-    """Where the partitions of these topics end now; of the candidates that of the run."""
+    """Return the end offsets of these topics; of the candidates, only the run's partition."""
     topics = [f"{settings.kafka.topic_prefix}.{name}" for name in names]
     ends = {(t, p): high for t in topics for p, (_, high) in cluster.watermarks(t).items()}
     at = (
@@ -297,7 +312,8 @@ def test_topics_again_and_again_and_with_other_rewards(recorded: Recorded) -> No
     )
     other = run_replay(settings.model_copy(update={"jobs": jobs}), ReplayRequest("other"))
     assert len(hashes(other)) >= 4 and not set(hashes(other)) & set(hashes(one))
-    # Who names neither functions nor policy gets the run's own policy, not groups decided before their rewards.
+    # A request without functions and policy gets the run's own policy, not groups decided before
+    # their rewards.
     words = [w for w in overrides_of(settings) if not w.startswith(("admit=", "jobs="))]
     command = [
         sys.executable,
@@ -329,10 +345,11 @@ def test_topics_again_and_again_and_with_other_rewards(recorded: Recorded) -> No
     assert kept["answers"] == 0 and kept["candidates"] > one["candidates"]
     assert recorded.last(replay_settings(settings, "kept", "run", 4)) == recorded.last()
     last = recorded.last().values()
-    distinct = sorted({c.closed_at for c in last})  # few: all records of one append have its time
+    # few, because all records of one append have the same time
+    distinct = sorted({c.closed_at for c in last})
     middle = distinct[len(distinct) // 2]
     part = run_replay(settings, ReplayRequest("part", until_ms=middle, stay_open=True))
-    # With the straggler, if its time was out before the second half came.
+    # Includes the straggler if it timed out before the second half.
     assert part["trajectories"] == Counter(c.outcome for c in last if c.closed_at < middle)
     assert "run_ended" not in part["channels"]["train"]["refused"]
     assert [r["name"] for r in list_replays(settings)] == [
@@ -371,7 +388,8 @@ def test_pinned_lake_trains_a_model(
     )
 
     written = load(home_of(settings, "lake") / "settings.yaml", environ={})
-    # The recorded tokens name versions of attempt 0: a trainer of the replay gives its versions others.
+    # The recorded tokens name versions of attempt 0, so a trainer of the replay uses another
+    # attempt.
     above = target.trainer.model_copy(update={"first_attempt": 1})
     assert written == target.model_copy(update={"trainer": above})
 
@@ -460,7 +478,7 @@ def test_copy_with_more_partitions(
         kinds = (Tick,)
         newest = max(
             r[1] for r in read(source, (object,))
-        )  # said by a last tick, whatever the source's last record is
+        )  # a last tick carries this time, whatever the source's last record is
         assert {r[1] for r in read(copy, kinds)} <= {r[1] for r in read(source, kinds)} | {newest}
         assert {r[0] for r in read(copy, kinds)} == set(range(6))
         records = [r for r in read(copy, (object,)) if not isinstance(codec.decode(r[3]), Tick)]

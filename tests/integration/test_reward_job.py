@@ -1,4 +1,5 @@
-"""The reward job on a real Kafka: every closed trajectory is answered, once as far as anyone can tell."""
+"""The reward job on a real Kafka: every closed trajectory is answered, and readers see one
+answer."""
 
 from __future__ import annotations
 
@@ -38,7 +39,11 @@ from stream_jobs.reward.evaluate import RuleEvaluator
 from stream_jobs.reward.job import EXPIRE_MS, EXPIRE_RECORDS, INCOMPLETE, RewardJob
 
 ROOT = Path(__file__).parents[2]
-RUN = "import sys; from runtime.process.config import load; from stream_jobs.reward.main import main; main(load(overrides=sys.argv[1:]))"
+RUN = (
+    "import sys; from runtime.process.config import load; "
+    "from stream_jobs.reward.main import main; "
+    "main(load(overrides=sys.argv[1:]))"
+)
 CODEC = Codec()
 Eventually = Callable[..., Any]
 
@@ -113,11 +118,15 @@ def test_every_closed_trajectory_is_answered(
             trajectory("bare", "42", metadata_json=None),
             trajectory("lost", "", outcome="lost", segments=(), steps=()),
             trajectory("elsewhere", "so 41 or 42", run="other"),
-            StepMark(event_id="m", run_id="run", trajectory_key="right", step_id="right~C.1", mark="late", offset=1), *parts[:2],
+            StepMark(
+                event_id="m", run_id="run", trajectory_key="right", step_id="right~C.1",
+                mark="late", offset=1,
+            ),
+            *parts[:2],
         )  # fmt: skip
         producer.put(topics.trajectories, b"right", b"garbage")
         eventually(lambda: len(read(cluster, topics.rewards)) >= 11, 180)
-        job.kill()  # in the middle of a trajectory: its writer was killed, too, and begins anew
+        job.kill()  # in the middle of a trajectory: its writer was killed too, and starts again
         job.wait()
     with worker(settings, functions) as job:
         put(*parts, trajectory("right", "42"))
@@ -164,7 +173,7 @@ def test_every_closed_trajectory_is_answered(
 def test_retention_that_overtakes_a_worker_is_an_error(
     settings: Settings, cluster: Cluster, eventually: Eventually
 ) -> None:
-    """The consumer goes on at the log's start and says nothing; what lay between would never have been rewarded."""
+    """The consumer silently continues at the log's start; the lost records would have no reward."""
     create_topics(cluster, settings)
     topics, producer = settings.kafka.topics, cluster.producer()
     patient = settings.model_copy(
@@ -172,7 +181,7 @@ def test_retention_that_overtakes_a_worker_is_an_error(
     )
 
     def put(key: str) -> int:
-        """Returns the end of the partition."""
+        """Write a trajectory and return the end offset of the partition."""
         producer.put(topics.trajectories, b"k", CODEC.encode(trajectory(key, "42")), partition=0)
         producer.flush()
         return cluster.watermarks(topics.trajectories, [0])[0][1]
@@ -181,11 +190,14 @@ def test_retention_that_overtakes_a_worker_is_an_error(
         return any(r.trajectory_id == key for r in read(cluster, topics.rewards))
 
     def overtaken(job: subprocess.Popen[bytes], turn: int) -> bool:
-        """Whether the worker has died of it. It has not where a fetch that was under way brought what is gone."""
+        """Return whether the worker died because of the lost records.
+
+        It survives when a fetch in flight has already returned the deleted records.
+        """
         put(f"before{turn}")
         eventually(lambda: answered(f"before{turn}"))
         job.send_signal(signal.SIGSTOP)
-        put(f"under-way{turn}")  # for such a fetch
+        put(f"under-way{turn}")  # a record for such a fetch
         cluster.delete_records(topics.trajectories, 0, put(f"gone{turn}"))
         put(f"behind{turn}")
         job.send_signal(signal.SIGCONT)
@@ -208,7 +220,10 @@ def test_retention_that_overtakes_a_worker_is_an_error(
 def test_a_control_record_that_retention_took_is_no_loss_where_that_is_known(
     settings: Settings, cluster: Cluster, replayed: bool
 ) -> None:
-    """A replay's transaction ends in one, at the position of a job that has read all. A record may have lain there as well."""
+    """A replay's transaction ends in a control record, at the position of a job that has read all.
+
+    A data record may have been at that offset as well.
+    """
     create_topics(cluster, settings)
     topics, tid = settings.kafka.topics, cluster.topic_id(settings.kafka.topics.trajectories)
     producer, plain = cluster.producer("a-replay"), cluster.producer()
@@ -274,7 +289,10 @@ def test_a_control_record_that_retention_took_is_no_loss_where_that_is_known(
 def test_what_never_becomes_whole_is_answered_and_holds_nothing_up(
     settings: Settings, cluster: Cluster, just_in_time: tuple[int, int], too_late: tuple[int, int]
 ) -> None:
-    """The job in this process, for the log's time can't be made. Places: offset, milliseconds; the last part came at (1, 0)."""
+    """Run the job in this process, because a test cannot set the log's time.
+
+    just_in_time, too_late: (offset, milliseconds); the last part came at (1, 0).
+    """
     create_topics(cluster, settings)
     topics, functions = settings.kafka.topics, {"*": ("exact_match@1",)}
     whole = trajectory("broken", "42")
@@ -346,7 +364,10 @@ def test_unknown_function_is_a_settings_error(settings: Settings) -> None:
 def test_a_function_that_hangs_or_crashes_costs_its_own_trajectory_and_no_stop(
     settings: Settings, cluster: Cluster, eventually: Eventually
 ) -> None:
-    """The others are answered meanwhile; SIGTERM ends the worker although a function runs that nobody else would end."""
+    """The job answers the other trajectories meanwhile.
+
+    SIGTERM ends the worker although a function runs that no other mechanism would end.
+    """
     create_topics(cluster, settings)
     topics, producer = settings.kafka.topics, cluster.producer()
     functions = settings.functions.model_copy(

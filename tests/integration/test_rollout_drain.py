@@ -1,4 +1,7 @@
-"""A worker that is asked to stop lets the calls in flight end: a real vLLM, a gateway and a Kafka, each a process of its own."""
+"""A stopping worker lets the calls in flight finish.
+
+A real vLLM, a gateway and a Kafka run as separate processes.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ pytestmark = pytest.mark.timeout(900)
 
 @contextmanager
 def process(settings: Settings, name: str) -> Iterator[subprocess.Popen[bytes]]:
-    """One process; killed at the end if it is still there."""
+    """Run one process; kill it at the end if it still runs."""
     log = settings.data_dir / f"{name}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as out:
@@ -60,7 +63,7 @@ def asked(stream: bool = True, tokens: int = TOKENS) -> dict[str, Any]:
 
 
 async def until_answers(http: aiohttp.ClientSession, url: str) -> None:
-    """Until a whole call through the gateway succeeds: worker ready, and heard of."""
+    """Wait until a whole call through the gateway succeeds: the worker is ready and registered."""
     async with asyncio.timeout(600):
         while True:
             try:
@@ -86,7 +89,7 @@ def test_streams_in_flight_survive_the_end_of_their_worker(
         settings.model_dump(exclude_unset=True)
         | {
             "gateway": {"port": port, "worker_wait_s": 0.2},
-            "up": {"stop_timeout_s": 300},  # the streams of a slow engine end in their own time
+            "up": {"stop_timeout_s": 300},  # the streams of a slow engine take their time to end
             "rollout": {
                 "host": "0.0.0.0", "port": engine, "public_url": f"http://127.0.0.1:{engine}/v1",
                 "serve_base": True, "model_path": model.make_random_model(tmp_path / "model"),

@@ -1,6 +1,7 @@
-"""A real vLLM server with our plugin, middleware and tool parser: tokens, log-probabilities, versions, reloads, tool calls, its end.
+"""A real vLLM server with our plugin, middleware and tool parser.
 
-One server serves the whole module: starting it takes most of a minute.
+The tests cover tokens, log-probabilities, versions, reloads, tool calls, and the server's end. One
+server serves the whole module, because its start takes most of a minute.
 """
 
 from __future__ import annotations
@@ -135,7 +136,10 @@ def test_what_the_engine_applied_is_told_with_its_own_defaults(engine: Engine) -
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 0.3, 0.0])
 def test_the_trainer_scores_tokens_as_the_engine_did(engine: Engine, temperature: float) -> None:
-    """From the frames of a real engine by the fold's own decision to the trainer's own log-probabilities."""
+    """Compare the engine's log-probabilities with the trainer's.
+
+    The tokens pass from the frames of a real engine through the fold's own decision to the trainer.
+    """
     policy = Policy(
         random_version(engine.work, 0), TrainerSettings.model_validate({"device": "cpu"})
     )
@@ -237,7 +241,8 @@ def test_the_client_sees_the_same_with_and_without_capture(
 ) -> None:
     wire, id_ = WIRES[name], {"x-request-id": "one"}
     for tools in (False, True):
-        # With one candidate left the sampling is certain, and its path through the engine that of any other sampling.
+        # With one candidate token the sampling is deterministic, and the engine uses the same code
+        # path as for any other sampling.
         body = (
             {"model": "policy", "temperature": 1.0, "top_k": 1, "stream": stream}
             | wire.body("k1", tools)
@@ -252,7 +257,7 @@ def test_the_client_sees_the_same_with_and_without_capture(
 
 
 async def counted(engine: Engine, metric: str) -> float:
-    """What the engine says of itself."""
+    """Return a metric of the engine."""
     async with engine.http.get(f"{engine.url}/metrics") as reply:
         lines = [line for line in (await reply.text()).splitlines() if line.startswith(metric)]
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
@@ -263,9 +268,9 @@ def test_five_reloads_under_load_lose_nothing_and_label_every_token(engine: Engi
     replies: list[Sampled] = []
 
     async def client(number: int, until: asyncio.Event) -> None:
-        tokens = (
-            140 + 4 * number
-        )  # other lengths, so they never all end at once and every swap meets some in flight
+        # Different lengths, so that the calls end at different times and every swap meets calls in
+        # flight.
+        tokens = 140 + 4 * number
         while not until.is_set():
             body = request(
                 temperature=1.0, max_tokens=tokens, ignore_eos=True, stream=number % 2 == 0
@@ -274,10 +279,12 @@ def test_five_reloads_under_load_lose_nothing_and_label_every_token(engine: Engi
             assert len(replies[-1].ids) == tokens
 
     async def under_load() -> None:
-        """Until those in flight have sampled from the version that is loaded."""
+        """Wait until the calls in flight have sampled from the loaded version."""
         before = await counted(engine, "vllm:generation_tokens_total")
         async with asyncio.timeout(300):
-            while await counted(engine, "vllm:generation_tokens_total") < before + 300:  # noqa: ASYNC110 - another process counts
+            while (  # noqa: ASYNC110 - another process counts
+                await counted(engine, "vllm:generation_tokens_total") < before + 300
+            ):
                 await asyncio.sleep(0.02)
 
     async def scenario() -> None:
@@ -304,7 +311,7 @@ def test_five_reloads_under_load_lose_nothing_and_label_every_token(engine: Engi
         assert seen == sorted(set(seen))
     crossing = [reply for reply in replies if len(reply.spans) > 1]
     assert {version for reply in crossing for version, _, _ in reply.spans} == set(order)
-    # A token's log-probability is that of the version its span names, over everything before it.
+    # A token's log-probability is that of the version in its span, over all preceding tokens.
     for reply in crossing[:3] + crossing[-3:]:
         for version, start, end in reply.spans:
             prefix = reply.prompt_ids + reply.ids[:start]
@@ -375,7 +382,10 @@ def test_a_bad_version_is_refused_and_the_old_one_serves_on(
 
 
 def test_a_version_in_another_float_dtype_is_cast_as_it_is_loaded(engine: Engine) -> None:
-    """The engine serves float32. Every bfloat16 value is a float32 value: what it says is what the file has."""
+    """The engine serves float32.
+
+    Every bfloat16 value is also a float32 value, so the engine serves exactly the file's values.
+    """
     rounded = make_random_model(engine.work / "rounded", 3, "bfloat16")
     engine.run(engine.load("run/7.2", rounded))
     reply = engine.run(chat(engine, request(temperature=1.0, ignore_eos=True)))
@@ -436,7 +446,9 @@ def test_a_load_goes_on_when_its_worker_is_killed(engine: Engine, tmp_path: Path
         writer.close()
         await writer.wait_closed()
         async with asyncio.timeout(120):
-            while (label := await engine_label(engine.http, engine.url)) != "run/7.4":  # noqa: ASYNC110 - another process
+            while (  # noqa: ASYNC110 - another process
+                label := await engine_label(engine.http, engine.url)
+            ) != "run/7.4":
                 await asyncio.sleep(0.02)
         return label
 
@@ -451,7 +463,7 @@ REPLIES = {
     "price of k2": (CALL + CALL, [("lookup", '{"key": "k1"}')] * 2, None),
     "price of k3": ("error" + CALL, [("lookup", '{"key": "k1"}')], "error"),
     "price of k4": ("the total is 7.", [], "the total is 7."),
-    # Lenient parsers take these for calls.
+    # Lenient parsers read these as calls.
     "price of k5": (CALL.removesuffix("</tool_call>"), [], CALL.removesuffix("</tool_call>")),
     "price of k6": (CALL + "error", [], CALL + "error"),
     "price of k7": ("<tool_call></tool_call>", [], "<tool_call></tool_call>"),
@@ -460,7 +472,7 @@ REPLIES = {
 
 @pytest.fixture(scope="module")
 def parrot(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that has learned these replies by heart."""
+    """Return a model that has memorised these replies."""
     return taught(
         tmp_path_factory.mktemp("parrot"),
         {question: said for question, (said, _, _) in REPLIES.items()},
@@ -535,7 +547,10 @@ def test_tools_that_must_not_be_called_are_not(engine: Engine, parrot: Path) -> 
 
 def test_a_client_that_leaves_stops_the_engine(engine: Engine) -> None:
     async def leave() -> bool:
-        """Whether the engine had not come to the end already: then all must be as it is for a client that left."""
+        """Leave a stream; return whether the engine stopped before the end of the reply.
+
+        If it did, all values must be as they are for a client that left.
+        """
         before = await counted(engine, "vllm:generation_tokens_total")
         body = request(max_tokens=230, ignore_eos=True, stream=True, tools=None)
         headers, url = {engine_frames.ASK: "1"}, f"{engine.url}/v1/chat/completions"
@@ -553,7 +568,7 @@ def test_a_client_that_leaves_stops_the_engine(engine: Engine) -> None:
         )
         (tokens,) = told.choices.values()
         shown = seen_by_index(told.own)[0]
-        # All that was shown is told; of the last comment read, the event may be missing.
+        # The capture has all shown text; the event of the last comment may be missing.
         assert tokens.text.startswith(shown)
         deadline = time.monotonic() + 120
         while await counted(engine, "vllm:num_requests_running"):
@@ -565,7 +580,7 @@ def test_a_client_that_leaves_stops_the_engine(engine: Engine) -> None:
         assert shown and tokens.spans == []
         return 0 < sampled < 230
 
-    # A busy machine may give this process its turn to leave only when the engine is done.
+    # A busy machine may run this process again only after the engine has finished.
     assert any(engine.run(leave()) for _ in range(20)), "the engine went on for nobody"
 
 
@@ -581,7 +596,7 @@ def test_a_taken_port_is_an_error_that_says_so(engine: Engine) -> None:
 def lives(process: psutil.Process) -> bool:
     try:
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:  # it has gone since
+    except psutil.NoSuchProcess:  # it has ended since
         return False
 
 

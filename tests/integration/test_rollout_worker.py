@@ -1,6 +1,7 @@
-"""The rollout worker on a real Kafka. Its engine is a stand-in that speaks the routes a worker calls: it can be made to
-die, to come back empty and to fail in the middle of a swap,
-as often as needed. (Real vLLM: test_rollout_engine.py.)
+"""The rollout worker on a real Kafka with a stand-in engine.
+
+The stand-in serves the routes that a worker calls. Tests make it die, come back empty and fail in
+the middle of a swap, as often as needed. test_rollout_engine.py uses a real vLLM.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ HEARTBEAT_S = 0.2
 
 
 class StandIn:
-    """The routes that a worker calls. `label` is what the engine says it serves."""
+    """The routes that a worker calls. `label` is the label that the engine reports."""
 
     def __init__(self) -> None:
         self.loads: list[str] = []
@@ -51,7 +52,7 @@ class StandIn:
         self.port = self._runner.addresses[0][1]
 
     async def die(self) -> None:
-        """Gone, with all it held; the port stays its own."""
+        """End the engine and drop its state; the port stays reserved."""
         await self._runner.cleanup()
         self.label = "default"
 
@@ -71,7 +72,8 @@ class StandIn:
             return web.json_response({"weight_version": self.label}, status=CHANGED)
         if self.break_next_swap:
             self.break_next_swap = False
-            self.hold_updates.clear()  # so that the test sees it broken, however soon the worker tries again
+            # the test sees the broken state, however soon the worker retries
+            self.hold_updates.clear()
             return web.json_response({"error": "in pieces"}, status=BROKEN)
         self.label = asked["version_id"]
         self.loads.append(self.label)
@@ -79,7 +81,7 @@ class StandIn:
 
 
 class Bench:
-    """A worker on its stand-in engine, and both of its topics."""
+    """A worker on its stand-in engine, and its two topics."""
 
     def __init__(self, settings: Settings, cluster: Cluster, work: Path) -> None:
         self.engine = StandIn()
@@ -92,7 +94,7 @@ class Bench:
 
     @asynccontextmanager
     async def worker(self, **more: Any) -> Any:
-        """A worker while the block runs; it must end cleanly."""
+        """Run a worker within the block; it must end cleanly."""
         await self.engine.start()
         rollout = {
             "attach_url": f"http://127.0.0.1:{self.engine.port}/v1",
@@ -136,12 +138,15 @@ class Bench:
         return version_id
 
     def publish_rubbish(self) -> None:
-        """The worker logs it as unreadable: then it has heard all that was published before."""
+        """Publish an unreadable record.
+
+        The worker logs it as unreadable; then it has read everything published before.
+        """
         self._producer.put(self._topics.weights, b"rubbish", b"rubbish")
         self._producer.flush()
 
     def said(self) -> list[WorkerStatus | None]:
-        """Everything on the workers topic; None: a tombstone."""
+        """Return all records of the workers topic; None is a tombstone."""
         records = self._cluster.read_all(self._topics.workers)
         return [
             None if record.value is None else self._codec.decode(record.value) for record in records
@@ -150,7 +155,7 @@ class Bench:
     async def until(
         self, condition: Callable[[WorkerStatus | None], bool], timeout_s: float = 120
     ) -> list[Any]:
-        """Wait until the last thing said meets the condition; everything said."""
+        """Wait until the last record meets the condition; return all records."""
         deadline = asyncio.get_running_loop().time() + timeout_s
         while True:
             said = await asyncio.to_thread(self.said)
@@ -175,7 +180,7 @@ def bench(settings: Settings, cluster: Cluster, tmp_path: Path) -> Callable[[], 
 
 
 def states(said: list[WorkerStatus | None]) -> list[tuple[str, str | None]]:
-    """What changed, in order; without the states that may be over before they are said."""
+    """Return the state changes in order, without states that may end before they are published."""
     steps = [("gone", None) if s is None else (s.state, s.weight_version) for s in said]
     steps = [step for step in steps if step[0] not in ("loading", "draining")]
     return [step for i, step in enumerate(steps) if i == 0 or step != steps[i - 1]]
@@ -191,7 +196,7 @@ def test_from_nothing_to_ready_to_gone(bench: Callable[[], Bench]) -> None:
             said = await b.until(lambda s: True)
             while (
                 len(said) < seen + 4
-            ):  # a few heartbeats: the other run's version is no reason to be ready
+            ):  # a few heartbeats: another run's version must not make the worker ready
                 said = await b.until(lambda s: True)
             assert {s.state for s in said if s} == {"starting"}
             first = b.publish("ours", 0)
@@ -228,12 +233,15 @@ def test_of_several_waiting_versions_the_newest_is_loaded(
             for index in range(3, 8):
                 b.publish("ours", index)
             b.publish_rubbish()
-            async with asyncio.timeout(60):  # all are heard while the engine is busy with the first
-                while "weight_version_unreadable" not in "".join(capsys.readouterr()):  # noqa: ASYNC110 - a thread logs
+            # the worker reads all of them while the engine is busy with the first
+            async with asyncio.timeout(60):
+                while (  # noqa: ASYNC110 - a thread logs
+                    "weight_version_unreadable" not in "".join(capsys.readouterr())
+                ):
                     await asyncio.sleep(0.05)
             b.engine.hold_updates.set()
             await b.serves("ours/7.0")
-        # One of the five was being staged while the others came.
+        # One of the five was being staged when the others came.
         assert (b.engine.loads[0], b.engine.loads[-1]) == ("ours/2.0", "ours/7.0")
         assert len(b.engine.loads) <= 3
 
@@ -246,7 +254,7 @@ def test_a_bad_version_is_named_and_the_old_one_serves(bench: Callable[[], Bench
         b.publish("ours", 0)
         b.publish("ours", 1, damaged=True)
         async with b.worker():
-            # Nothing served yet: the newest good one does.
+            # The engine served nothing yet, so the newest valid version is loaded.
             assert (await b.serves("ours/0.0")).loads == 1
             b.publish("ours", 2, damaged=True)
             said = await b.until(
@@ -321,7 +329,8 @@ def test_two_workers_of_a_run_on_one_engine_agree(bench: Callable[[], Bench]) ->
         b.publish("ours", 0)
         async with b.worker():
             await b.serves("ours/0.0")
-            # The other worker was quicker: what it loaded is neither loaded again nor given another label.
+            # The other worker was faster: its loaded version is neither loaded again nor
+            # relabelled.
             b.engine.label = "ours/1.0"
             b.publish("ours", 1)
             assert (await b.serves("ours/1.0")).loads == 1

@@ -1,4 +1,4 @@
-"""The start cache with a real Java and real brokers: it is used, and a bad one hinders nothing."""
+"""The start cache with a real Java and real brokers: it is used, and a bad one does no harm."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ make_start_cache(start_cache(find_java(), Path(sys.argv[1])))
 
 @pytest.fixture
 def jars_dir(tmp_path: Path) -> Path:
-    """Jars of its own, so that nobody else's start cache is in play."""
+    """Return a separate copy of the jars, so that no other start cache is used."""
 
     def copy(jar: PinnedJar, directory: Path) -> Path:
         directory.mkdir(parents=True, exist_ok=True)
@@ -37,7 +37,7 @@ def jars_dir(tmp_path: Path) -> Path:
 
 
 def uses(cache: StartCache, directory: Path) -> bool:
-    """Whether a broker that is started on the directory has the file in its memory."""
+    """Return whether a broker started on the directory has mapped the file."""
     with EmbeddedBroker(directory, free_port(), jars_dir=cache.jars_dir) as broker:
         return str(cache.path) in Path(f"/proc/{broker.pids[1]}/maps").read_text()
 
@@ -60,7 +60,8 @@ def test_a_start_uses_it_unless_it_is_bad(tmp_path: Path, jars_dir: Path) -> Non
 def test_a_start_that_crashes_on_it_goes_on_without(tmp_path: Path, jars_dir: Path) -> None:
     java = tmp_path / "java"
     java.write_text(
-        f'#!/bin/sh\ncase "$*" in *XX:AOTCache*|*SharedArchiveFile*) kill -SEGV $$;; esac\nexec {find_java().executable} "$@"\n'
+        '#!/bin/sh\ncase "$*" in *XX:AOTCache*|*SharedArchiveFile*) kill -SEGV $$;; esac\n'
+        f'exec {find_java().executable} "$@"\n'
     )
     java.chmod(0o755)
     cache = start_cache(find_java(str(java)), jars_dir)
@@ -87,7 +88,7 @@ def test_a_making_that_is_killed_leaves_nothing_in_the_way(tmp_path: Path, jars_
             maker.send_signal(signal.SIGKILL)
             maker.wait()
         if cache.made:
-            break  # between the file's coming and the maker's own end
+            break  # the file was complete before its maker ended
         after_s *= 1.5
     assert make_start_cache(cache) and cache.made
     assert not list(jars_dir.glob(".training-*"))

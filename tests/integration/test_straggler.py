@@ -1,4 +1,8 @@
-"""Claw-R1's data pool stops for ever behind one group that never completes. Ours, on a real Kafka, in the real admission process."""
+"""One group that never completes does not block the other groups.
+
+Claw-R1's data pool stops forever at such a group. This test uses the real admission process on a
+real Kafka.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,10 @@ from schemas.settings import Settings
 from schemas.topics import CANDIDATE_PARTITIONS, partition_of
 
 ROOT = Path(__file__).parents[2]
-START = "import sys; from runtime.process.config import load; from stream_jobs.admit.main import main; main(load(overrides=sys.argv[1:]))"
+START = (
+    "import sys; from runtime.process.config import load; from stream_jobs.admit.main import main; "
+    "main(load(overrides=sys.argv[1:]))"
+)
 GROUPS, MEMBERS, BATCH_GROUPS = 10_000, 2, 100
 CODEC = Codec()
 PLACE = {"topic_id": b"payload", "partition": b"0", "first_offset": b"0", "last_offset": b"0"}
@@ -28,7 +35,7 @@ PLACE = {"topic_id": b"payload", "partition": b"0", "first_offset": b"0", "last_
 
 @pytest.fixture
 def mine(settings: Settings, cluster: Cluster) -> Settings:
-    """Groups of two, batches of 100 groups, no deadline that comes by itself."""
+    """Return settings with groups of two, batches of 100 groups, and no reachable deadline."""
     policy = {"group_size": MEMBERS, "batch_groups": BATCH_GROUPS, "required_rewards": ("rule",)}
     admit = settings.admit.model_copy(
         update={"channels": ("train",), "policy": settings.admit.policy.model_copy(update=policy)}
@@ -40,7 +47,7 @@ def mine(settings: Settings, cluster: Cluster) -> Settings:
 
 @pytest.fixture
 def admission(mine: Settings, tmp_path: Path) -> Iterator[None]:
-    """The process, for the length of the test."""
+    """Run the process during the test."""
     with (tmp_path / "admit.log").open("wb") as log:
         process = subprocess.Popen(
             die_with_parent([sys.executable, "-c", START, *overrides_of(mine)]),
@@ -69,7 +76,11 @@ def candidate(tid: str, group: str, value: float | None) -> Candidate:
 def test_2_2_1_ten_thousand_groups_behind_one_that_never_completes_are_served_at_once(
     mine: Settings, cluster: Cluster, admission: None, eventually: Any
 ) -> None:
-    """Two stragglers came first: one whose other member never comes, one whose reward never comes. Time stands still throughout."""
+    """Serve 10,000 groups although two stragglers came first.
+
+    One straggler never gets its other member, and one never gets its reward. Time stands still
+    throughout.
+    """
     topics, producer = mine.kafka.topics, cluster.producer()
 
     def put(*events: Candidate) -> None:

@@ -1,4 +1,7 @@
-"""The supervisor with real processes: who dies comes back, who is fenced stays down, stopping ends everything."""
+"""The supervisor with real processes.
+
+A dead process is restarted, a fenced process stays down, and a stop ends all processes.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,8 @@ SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
 DEAF = [
     sys.executable,
     "-c",
-    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)",
+    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+    "print('up', flush=True); time.sleep(600)",
 ]
 
 KILLED_ITSELF = [sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"]
@@ -195,8 +199,10 @@ def test_stopped_while_it_is_being_started(tmp_path: Path) -> None:
 def test_asked_to_stop_by_another_process(tmp_path: Path) -> None:
     assert ask_to_stop(tmp_path) is None
     code = (
-        "import sys, time; from pathlib import Path; from runtime.process.supervisor import Supervisor; "
-        "Supervisor.acquire(s := Supervisor(Path(sys.argv[1]))); print('up', flush=True); time.sleep(600)"
+        "import sys, time; from pathlib import Path; "
+        "from runtime.process.supervisor import Supervisor; "
+        "Supervisor.acquire(s := Supervisor(Path(sys.argv[1]))); "
+        "print('up', flush=True); time.sleep(600)"
     )
     with subprocess.Popen(
         [sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE
@@ -219,7 +225,8 @@ def test_an_exception_in_a_task_of_the_supervisor_ends_everything_and_is_raised(
             supervisor.start(ProcessSpec("a", SLEEP))
             await until(lambda: pid_of(supervisor, "a") is not None)
             pids.append(pid_of(supervisor, "a"))
-            shutil.rmtree(tmp_path)  # its table can't be written any more, and that is no full disk
+            # its table cannot be written any more, and the cause is not a full disk
+            shutil.rmtree(tmp_path)
             os.kill(pids[0] or 0, signal.SIGKILL)
             await asyncio.sleep(600)
 
@@ -231,7 +238,8 @@ def test_an_exception_in_a_task_of_the_supervisor_ends_everything_and_is_raised(
 
 def test_what_a_process_says_of_its_readiness_is_in_the_table(tmp_path: Path) -> None:
     says = (
-        "import sys, time; from runtime.process.readiness import ready, not_ready; ready('first\\nline'); sys.stdin.readline(); "
+        "import sys, time; from runtime.process.readiness import ready, not_ready; "
+        "ready('first\\nline'); sys.stdin.readline(); "
         "not_ready('lost'); time.sleep(600)"
     )
 
@@ -257,7 +265,8 @@ def test_what_a_process_says_of_its_readiness_is_in_the_table(tmp_path: Path) ->
             "clawstream: setting a.b: wrong",
         ),
         (
-            "from runtime.process.lifecycle import die; from runtime.logs import configure; configure('a'); die(KeyError('k'))",
+            "from runtime.process.lifecycle import die; from runtime.logs import configure; "
+            "configure('a'); die(KeyError('k'))",
             "'k'",
         ),
     ],

@@ -1,4 +1,4 @@
-"""Topics that somebody has made beforehand: they are refused before they do harm, with what to do about it."""
+"""Topics that a user has created beforehand are refused early, with a remedy."""
 
 from __future__ import annotations
 
@@ -22,11 +22,15 @@ from schemas.errors import SettingsError
 from schemas.settings import Settings
 
 ROOT = Path(__file__).parents[2]
-RUN = "import sys; from runtime.process.config import load; from stream_jobs.assemble.main import main; main(load(overrides=sys.argv[1:]))"
+RUN = (
+    "import sys; from runtime.process.config import load; "
+    "from stream_jobs.assemble.main import main; "
+    "main(load(overrides=sys.argv[1:]))"
+)
 
 
 def altered(cluster: Cluster, topic: str, config: dict[str, str]) -> None:
-    """What kafka-configs does."""
+    """Alter a topic's configuration as kafka-configs does."""
     entries = [
         ConfigEntry(n, v, incremental_operation=AlterConfigOpType.SET) for n, v in config.items()
     ]
@@ -41,7 +45,7 @@ def test_topics_made_by_hand_are_refused_until_they_are_mended(
     topics = settings.kafka.topics
     cluster.create_topic(
         topics.steps, 4, {"max.message.bytes": "20000000"}
-    )  # stamps what producers say; larger is well
+    )  # valid: the producers' timestamps, and a limit above the required one
     cluster.create_topic(
         topics.workers,
         1,
@@ -84,7 +88,7 @@ def test_topics_made_by_hand_are_refused_until_they_are_mended(
         found = re.search(r"--entity-name (\S+) --add-config (\S+)$", line)
         assert found is not None and f"--bootstrap-server {settings.bootstrap_servers} " in line
         if found[1] == topics.rewards:
-            continue  # deleted: its partitions could not be mended
+            continue  # deleted, because its partitions could not be repaired
         altered(cluster, found[1], dict(pair.split("=") for pair in found[2].split(",")))
 
     def made() -> list[str]:
@@ -110,7 +114,7 @@ def test_a_copy_keeps_its_times_and_a_clock_that_is_ahead_is_told_of(
     with running(target, cluster, tmp_path, write_ticks=False) as jobs:
         ahead = (
             int(time.time() * 1000) + 1_800_000
-        )  # Kafka refuses what is more than an hour ahead of its own clock
+        )  # Kafka refuses timestamps more than an hour ahead of its own clock
         for _ in range(2):
             value = jobs.codec.encode(step("k", [1], [2]))
             jobs.producer.put(jobs.topics.steps, b"k", value, partition=0, timestamp_ms=ahead)

@@ -1,4 +1,7 @@
-"""`clawstream topics trim` on a real Kafka: what no run needs goes, and everything starts and goes on as if it were still there."""
+"""`clawstream topics trim` on a real Kafka.
+
+It deletes the records that no run needs, and every process starts and continues as before.
+"""
 
 from __future__ import annotations
 
@@ -47,14 +50,14 @@ ALIVE, NEXT = [r for i in range(99) if partition_of((r := f"alive-{i}").encode()
 
 
 class Stand(NamedTuple):
-    """Where a trainer's checkpoint stands on a journal."""
+    """The position of a trainer's checkpoint on a journal."""
 
     topic_id: str
     next_offset: int
 
 
 class Installation:
-    """Two runs on one partition of the candidates: one that ends, one that goes on."""
+    """Two runs on one partition of the candidates: one that ends, one that continues."""
 
     def __init__(
         self, settings: Settings, cluster: Cluster, jobs: Jobs, eventually: Eventually
@@ -73,7 +76,7 @@ class Installation:
         return self.settings.model_copy(update={"run_id": run, "admit": admit})
 
     def admitter(self, run: str) -> ChannelAdmitter:
-        """Admission of a run, as the process begins it."""
+        """Start admission of a run, as the process does."""
         mine = self.of(run)
         create_topics(self.cluster, mine, [self.topics.ready_batches_spec(run, "train")])
         decoder = Decoder(self.cluster, self.topics.schemas)
@@ -83,17 +86,20 @@ class Installation:
         return admitter
 
     def admit(self, run: str) -> None:
-        """An admission that reads all that is there, and ends."""
+        """Run an admission that reads all current records, then ends."""
         admitter = self.admitter(run)
         end = admitter.end
         while admitter.position < end:
             admitter.step(0.1)
         admitter.close()
         for _ in self.cluster.read_all(self.journal(run), await_open=True):
-            pass  # a transaction is seen a moment after its commit
+            pass  # a transaction becomes visible a moment after its commit
 
     def candidates(self) -> list[InputRecord]:
-        """Of the runs' partition: everything that any admission reads. Waits a moment: who polls this should leave the jobs some time."""
+        """Return all records of the runs' partition, which any admission reads.
+
+        Sleeps a moment first, because polling callers should leave the jobs some time.
+        """
         time.sleep(0.2)
         found = []
         for record in self.cluster.read_all(self.topics.candidates, PARTITION):
@@ -103,7 +109,10 @@ class Installation:
         return found
 
     def wait_for_candidates(self, *keys: str) -> None:
-        """Until the last revisions of these trajectories, with their rewards, are there, and every partition has ticked behind them."""
+        """Wait for the last revisions of these trajectories with their rewards.
+
+        Every partition must also have a tick after them.
+        """
 
         def there() -> bool:
             entries = self.candidates()
@@ -117,7 +126,7 @@ class Installation:
         self.eventually(there)
 
     def ticked(self, offset: int) -> bool:
-        """Whether every partition has ticked behind an offset of the candidates."""
+        """Return whether every partition has a tick after an offset of the candidates."""
         return {
             e.event.partition
             for e in self.candidates()
@@ -130,7 +139,10 @@ class Installation:
         }
 
     def lows(self, *topics: str) -> dict[tuple[str, int], int]:
-        """Where partitions begin. topics: default: all but the changelog, which trims itself."""
+        """Return the start offsets of partitions.
+
+        topics: by default all except the changelog, which trims itself.
+        """
         mine = topics or [
             t for t in self.cluster.topics() if t.startswith(f"{self.topics.prefix}.")
         ]
@@ -142,7 +154,7 @@ class Installation:
         }
 
     def ends(self) -> dict[tuple[str, int], int]:
-        """Where the partitions end that the lake reads."""
+        """Return the end offsets of the partitions that the lake reads."""
         kept = (
             self.topics.steps,
             self.topics.rewards,
@@ -155,12 +167,15 @@ class Installation:
         return self.topics.ready_batches(run, "train")
 
     def applied(self) -> dict[tuple[str, int], int]:
-        """Where assemble goes on, by its changelog: what it has committed is ahead of that while only ticks come."""
+        """Return the next offsets of assemble by its changelog.
+
+        Its committed offsets are ahead of them while only ticks come.
+        """
         found = job_positions.positions(self.settings, self.cluster)
         return {(p.topic, p.partition): p.offset for p in found if p.process == "assemble"}
 
     def trim(self, before_ms: int | None = None) -> dict[tuple[str, int], TrimRange]:
-        """What the command does with --yes."""
+        """Trim as the command does with --yes."""
         applied = job_positions.rewards_applied(self.settings, self.cluster)
         kept = TrimInputs(
             positions.offsets_in_lake(self.settings, self.cluster), applied, before_ms
@@ -170,7 +185,7 @@ class Installation:
         return {(c.topic, c.partition): c for c in plan.ranges}
 
     def lake_catches_up(self) -> None:
-        """A lake writer takes all that is there now, and ends."""
+        """Run a lake writer that takes all current records, then ends."""
         ends, group = self.ends(), f"{self.topics.prefix}-lake"
         with lake_running(self.settings) as lake:
             writer = lake.write()
@@ -183,14 +198,17 @@ class Installation:
             assert lake.stop(writer) == 0
 
     def flaws(self) -> list[Diagnosis]:
-        """What the doctor finds wrong."""
+        """Return the problems that the doctor finds."""
         modules = (positions, job_positions, trainer_positions)
         found = [p for m in modules for p in m.positions(self.settings, self.cluster)]
         assert {p.process for p in found} == {"lake", "assemble", "admit", "trainer"}
         return [d for d in examine(self.cluster, found) if d.verdict in SERIOUS]
 
     def trained(self, run: str, last: int) -> Stand:
-        """What a trainer leaves that has trained and published all up to a batch: its checkpoint's position."""
+        """Write the results of a trainer that has trained and published all batches up to `last`.
+
+        Returns its checkpoint's position.
+        """
         journal, weights = self.topics.ready_batches(run, "train"), self.topics.weights
         behind = next(
             r.offset + 1
@@ -232,7 +250,7 @@ def installation(
 
 
 def decided_at_once(entries: list[InputRecord], topic_id: str) -> list[str]:
-    """Content hashes of the batches of the run that lives that one fold over the whole log gives."""
+    """Return the content hashes of the living run's batches by one fold over the whole log."""
     fold = AdmissionFold(ALIVE, "train", CandidateLog(topic_id, PARTITION, 4))
     return [d.content_hash for e in entries for d in fold.fold(e) if hasattr(d, "content_hash")]
 
@@ -253,7 +271,7 @@ def test_what_no_run_needs_goes_and_all_goes_on(installation: Installation) -> N
     i.admit(ALIVE)
     assert len(old.batches()) == 2 and len(alive.batches()) == 1
 
-    # nothing goes that the lake has not, or that an admission or a trainer still needs
+    # the trim deletes nothing that the lake lacks, or that an admission or a trainer still needs
     here = i.lows()
     assert set(here.values()) == {0}
     held = i.trim(int(time.time() * 1000))
@@ -274,9 +292,10 @@ def test_what_no_run_needs_goes_and_all_goes_on(installation: Installation) -> N
     assert i.trim()[journal].why == "the lake has it up to 0"
     assert i.lows() == here, "nothing was removed"
 
-    # the lake has it: what the old run had goes, and nothing of the other one
+    # the lake has it: the old run's records are deleted, and no record of the other run
     before = int(time.time() * 1000)
-    applied = i.applied()  # below what the lake will have, however much later the jobs note a tick
+    # below the lake's later positions, even if the jobs read a tick much later
+    applied = i.applied()
     i.lake_catches_up()
     log = i.candidates()
     first = min(e.offset for e in log if getattr(e.event, "run_id", None) == ALIVE)
@@ -297,19 +316,19 @@ def test_what_no_run_needs_goes_and_all_goes_on(installation: Installation) -> N
     assert not any(c.removes for c in kept) and all(
         f"{topics.steps} has steps since then" in c.why for c in kept
     )
-    for p in range(4):  # retention takes the steps that are done with
+    for p in range(4):  # retention deletes the processed steps
         cluster.delete_records(topics.steps, p, applied.get((topics.steps, p), 0))
     done = i.trim(before)
     assert not any(c.removes for c in done.values() if c.topic == topics.rewards), (
         "they came minutes ago: steps may wait for them"
     )
-    for (topic, p), offset in applied.items():  # as a trim of later would
+    for (topic, p), offset in applied.items():  # as a later trim would
         if topic == topics.rewards:
             cluster.delete_records(topic, p, offset)
     assert any(i.lows(topics.rewards).values())
     assert i.flaws() == []
 
-    # everything starts and goes on, as if it were all there
+    # every process starts and continues as if no record were deleted
     worker.send_signal(signal.SIGTERM)
     assert worker.wait(180) == 0
     i.jobs.start("1")
@@ -411,7 +430,10 @@ def plan(
     applied: int = 99,
     before_ms: int | None = None,
 ) -> dict[str, TrimRange]:
-    """Of the runs' partition, or 0, of each topic: what would go if the lake had all."""
+    """Return the range of each topic that would be trimmed if the lake had everything.
+
+    The range is that of the runs' partition, or 0.
+    """
     at = [
         (t, p)
         for t in cluster.topics()
@@ -432,7 +454,7 @@ def plan(
 def test_a_run_whose_decisions_are_not_seen_is_held(
     settings: Settings, cluster: Cluster, eventually: Eventually
 ) -> None:
-    """A topic that nobody sees may be there: its brokers are down, or it is not ours to describe."""
+    """An invisible topic may exist: its brokers are down, or the client may not describe it."""
     topics, mine = settings.kafka.topics, settings.model_copy(update={"run_id": OLD})
     create_topics(cluster, mine, [topics.ready_batches_spec(OLD, "train")])
     journal, producer = topics.ready_batches(OLD, "train"), cluster.producer()
@@ -440,7 +462,7 @@ def test_a_run_whose_decisions_are_not_seen_is_held(
         producer.put(topics.candidates, OLD.encode(), CODEC.encode(event), partition=PARTITION)
     producer.flush()
 
-    # the admission was killed before it decided anything: it may start again
+    # the admission was killed before any decision: it may start again
     held = plan(settings, cluster)[topics.candidates]
     assert (
         held.to == 0
@@ -472,7 +494,7 @@ def test_rewards_that_came_before_their_steps_stay_with_them(
     settings: Settings, cluster: Cluster
 ) -> None:
     topics, producer, minute = settings.kafka.topics, cluster.producer(), 60_000
-    for spec in topics.specs(1, -1):  # with times of their own, as copies have
+    for spec in topics.specs(1, -1):  # with their own timestamps, as copies have
         cluster.create_topic(
             spec.name, spec.partitions, {**spec.config, "message.timestamp.type": "CreateTime"}
         )

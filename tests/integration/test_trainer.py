@@ -1,5 +1,6 @@
-"""The trainer on a real Kafka: exactly once along the surviving chain, whoever is killed; fencing;
-bad input.
+"""The trainer on a real Kafka: exactly once along the surviving chain, whichever process is killed.
+
+Other tests cover fencing and invalid input.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclass
 class Feed:
-    """Assemble and admit in one: writes trajectories, then batches that refer to them."""
+    """Write trajectories, then batches that refer to them, in place of assemble and admit."""
 
     cluster: Cluster
     settings: Settings
@@ -91,7 +92,7 @@ class Feed:
         self.written: Counter[int] = Counter()
 
     def batch(self, seq: int, sync_every: int = 1) -> ReadyBatch:
-        """A batch whose payload is on the log."""
+        """Return a batch whose payload is on the log."""
         groups = []
         for g in range(GROUPS):
             members = tuple(self._member(seq, g, m) for m in range(MEMBERS))
@@ -141,7 +142,7 @@ class Feed:
         )
 
     def _parts(self, name: str, n: int) -> list[Trajectory]:
-        """Every third trajectory has two parts."""
+        """Return the parts of n trajectories; every third trajectory has two parts."""
         said = Segment(
             parent=0,
             step_index=0,
@@ -193,8 +194,9 @@ class Feed:
         ]
 
     def write(self, *records: object) -> None:
-        """In one transaction onto the ready-batches topic, after their payload; bytes go as they
-        are.
+        """Write the payload, then the records in one transaction to the ready-batches topic.
+
+        Bytes are written unchanged.
         """
         self.plain.flush()
         with self.producer.transaction():
@@ -218,7 +220,10 @@ class Feed:
         )
 
     def versions(self) -> list[WeightVersion]:
-        """Published until now: a transaction is seen a moment after its commit."""
+        """Return the versions published so far.
+
+        A transaction becomes visible a moment after its commit.
+        """
         decoder = Decoder(self.cluster, self.topics.schemas)
         return [
             decoder.decode(r.value)
@@ -229,7 +234,7 @@ class Feed:
         return [v.version_id.partition("/")[2] for v in self.versions()]
 
     def lag(self) -> int:
-        """Of the trainer's group, control records included."""
+        """Return the lag of the trainer's group, control records included."""
         group = f"{self.topics.prefix}-trainer.{self.settings.run_id}.train"
         return self.cluster.watermarks(self.topic)[0][1] - self.cluster.committed(group).get(
             (self.topic, 0), 0
@@ -238,7 +243,7 @@ class Feed:
 
 @pytest.fixture
 def trained(settings: Settings, model_dir: Path) -> Settings:
-    """The settings of a trainer of the tiny model."""
+    """Return the settings of a trainer of the tiny model."""
     more = settings.trainer.model_copy(
         update={"model_path": model_dir, "device": "cpu", "lr": 1e-3}
     )
@@ -260,8 +265,9 @@ def until(settings: Settings, max_versions: int) -> Settings:
 
 
 class Nursery:
-    """A process that has imported torch once (10 s) and forks trainers, each as real as one that
-    was started alone.
+    """A process that has imported torch once (10 s) and forks trainers.
+
+    Each fork is as real as a trainer started alone.
     """
 
     def __init__(self) -> None:
@@ -277,7 +283,7 @@ class Nursery:
 
     @contextmanager
     def trainer(self, settings: Settings, log: Path) -> Iterator[int]:
-        """The pid of a trainer; killed at the end of the block."""
+        """Yield the pid of a trainer; kill it at the end of the block."""
         pid = self._ask(words=overrides_of(settings), log=str(log))
         try:
             yield pid
@@ -286,11 +292,11 @@ class Nursery:
                 os.kill(pid, signal.SIGKILL)
 
     def wait(self, pid: int) -> int:
-        """Its exit code, negative for a signal. Blocks until it ended."""
+        """Wait for the end of a trainer; return its exit code, negative for a signal."""
         return self._ask(wait=pid)
 
     def close(self) -> None:
-        """The children that run still are orphaned: `trainer` kills them."""
+        """Close the nursery. Its running children are orphaned; `trainer` kills them."""
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.close()
         self._process.stdout.close()
@@ -305,7 +311,10 @@ def nursery() -> Iterator[Nursery]:
 
 
 def assert_trained_once(versions: list[WeightVersion], batches: int) -> None:
-    """Walk the surviving chain from its head: the batches 0 to n-1, each exactly once, in order."""
+    """Follow the surviving chain from its head.
+
+    It must contain the batches 0 to n-1, each exactly once, in order.
+    """
     assert len({v.version_id for v in versions}) == len(versions), "an id was used twice"
     trained: list[int] = []
     for version in reversed(ancestors(versions, versions[-1].version_id)):
@@ -416,8 +425,8 @@ def test_kill_9_at_random_trains_every_batch_exactly_once(
     rng, total, log = random.Random(seed), 40, tmp_path / "trainer.log"
     log.touch()
     for kill in range(3):
-        # More than the goal needs, but no more: else a fast trainer has done all before the last
-        # kill.
+        # More batches than the goal needs, but only a few more: otherwise a fast trainer finishes
+        # before the last kill.
         feed.write(*(feed.batch(seq) for seq in range(13 * kill, 13 * kill + 13)))
         goal = log.read_text().count("version_published") + rng.randrange(1, 8)
         with nursery.trainer(trained, log) as pid:

@@ -1,4 +1,4 @@
-"""`clawstream up` as a person meets it: what it says, what other commands know of it, what is left when it is killed, and its end."""
+"""`clawstream up` for a user: its output, other commands beside it, a kill, and its end."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def processes(tmp_path: Path) -> Iterator[Processes]:
 
 
 def events(processes: Processes, name: str) -> list[dict[str, Any]]:
-    """What a process has logged."""
+    """Return the log events of a process."""
     return [json.loads(line) for line in processes.log(name).splitlines() if line.startswith("{")]
 
 
 def family(pid: int) -> list[psutil.Process]:
-    """All processes below one."""
+    """Return all descendants of a process."""
     return psutil.Process(pid).children(recursive=True)
 
 
@@ -62,13 +62,13 @@ def test_it_is_up_when_all_is_ready_and_everything_else_follows_from_its_directo
     eventually(lambda: up.poll() is not None or '"event": "up"' in processes.log("up"))
     said = events(processes, "up")
     assert up.poll() is None, said
-    # every process was ready before it said so
+    # every process was ready before its ready line
     names = [e["name"] for e in said if e["event"] == "ready"]
     assert sorted(names) == sorted(DATA_PART) and names[0] == "broker"
     assert said[-1]["event"] == "up" and said[-1]["processes"] == DATA_PART
     assert httpx.get(f"http://127.0.0.1:{gateway}/health").status_code == 200
 
-    # the directory remembers the settings, but no secrets
+    # the directory keeps the settings without secrets
     kept = home / "settings.json"
     assert stat.S_IMODE(kept.stat().st_mode) == 0o600
     assert all(
@@ -81,7 +81,7 @@ def test_it_is_up_when_all_is_ready_and_everything_else_follows_from_its_directo
     assert f": up (clawstream up, pid {up.pid})" in told.stdout and "run mine" in told.stdout
     assert told.stdout.count(" ready ") == len(DATA_PART)
 
-    # a second one is refused in a line
+    # a second instance is refused with one line
     second = call("up", *words)
     assert second.returncode == EXIT_IN_USE and "another `clawstream up` works on" in second.stderr
     assert "Traceback" not in second.stderr
@@ -91,7 +91,7 @@ def test_it_is_up_when_all_is_ready_and_everything_else_follows_from_its_directo
         and "was made with 2, and that cannot change" in other.stderr
     )
 
-    # kill -9: nothing of it is left, and nothing that was acknowledged is lost
+    # after kill -9 no process is left, and no acknowledged record is lost
     assert (
         httpx.post(f"http://127.0.0.1:{gateway}/submit_steps", json={"steps": [STEP]}).status_code
         == 200
@@ -104,7 +104,7 @@ def test_it_is_up_when_all_is_ready_and_everything_else_follows_from_its_directo
     assert not alive
     assert supervisor_of(home) is None and call("status", here).returncode == 1
 
-    # it goes on from its directory alone, once it has the secret again
+    # it restarts from its directory alone when the secret is set again
     missing = call("up", here)
     assert missing.returncode == EXIT_SETTINGS and "gateway.upstreams.0.api_key" in missing.stderr
     again = processes.start("again", command("up", here, words[5]), env=ENVIRON)

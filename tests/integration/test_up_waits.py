@@ -1,4 +1,7 @@
-"""How long `clawstream up` waits for its broker: as long as that lives, and not when it is asked to stop."""
+"""The time that `clawstream up` waits for its broker.
+
+It waits as long as the broker lives, and stops waiting when it is asked to stop.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,10 @@ async def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
 def test_a_broker_that_lives_but_does_not_serve_is_waited_for_past_the_time_out(
     tmp_path: Path,
 ) -> None:
-    """As one does that reads its logs. Once it is gone for good, the error says so."""
+    """A broker that recovers its logs lives but does not serve.
+
+    When it has ended for good, the error names that cause.
+    """
 
     async def body() -> None:
         async with Installation(settings(tmp_path, free_port())) as installation:
@@ -67,7 +73,8 @@ def test_a_broker_that_lives_but_does_not_serve_is_waited_for_past_the_time_out(
 def test_up_can_be_stopped_while_it_waits_for_its_broker(tmp_path: Path) -> None:
     java = tmp_path / "java"  # one that starts and never serves
     java.write_text(
-        '#!/bin/sh\n[ "$1" = -version ] && echo \'openjdk version "21.0.1"\' >&2 && exit 0\nexec sleep 600\n'
+        '#!/bin/sh\n[ "$1" = -version ] && echo \'openjdk version "21.0.1"\' >&2 && exit 0\n'
+        "exec sleep 600\n"
     )
     java.chmod(0o755)
 
@@ -88,7 +95,7 @@ def test_up_can_be_stopped_while_it_waits_for_its_broker(tmp_path: Path) -> None
 
 
 def test_nothing_is_waited_for_when_the_broker_cannot_run(tmp_path: Path) -> None:
-    """On a full disk for instance: Kafka ends, and nobody can tell a lag."""
+    """On a full disk, for example, Kafka ends, and lag cannot be read."""
 
     async def body() -> None:
         async with Installation(settings(tmp_path, free_port())) as installation:

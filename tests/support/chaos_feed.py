@@ -337,7 +337,7 @@ class Feeder:
             )  # fmt: skip
 
     def finish(self, timeout_s: float) -> None:
-        """Ask for no more records than the load names, and wait until all are acknowledged."""
+        """Stop new trajectories with SIGTERM, and wait until all records are acknowledged."""
         self.process.send_signal(signal.SIGTERM)
         code = self.process.wait(timeout_s)
         assert code == 0, f"the feeder ended with {code}:\n{self._log.read_text()[-4000:]}"

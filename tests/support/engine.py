@@ -231,8 +231,7 @@ async def chat(engine: Engine, body: dict[str, Any]) -> Reply:
 
 
 Seen = tuple[str | None, list[tuple[str, str]], str | None]
-"""Content, calls (name and arguments), and the protocol's finish reason of a reply's only choice.
-"""
+"""Content, calls (name and arguments), and the protocol's finish reason of the only choice."""
 
 
 def data_of(stream: bytes) -> list[dict[str, Any]]:

@@ -118,7 +118,9 @@ class Rig:
         )
 
     def emit(self, most: int | None) -> None:
-        """Send the outputs that are decided but not sent. most: number of records before a kill.
+        """Send the outputs that are decided but not sent.
+
+        most: number of records before a kill.
 
         Raises:
             Killed: there are more than `most` records.
@@ -255,7 +257,7 @@ def duplicated(
 ) -> Logs:
     """Replace some of the gaps by copies of earlier records.
 
-    never: dead-lettered records, because a later copy may find its target.
+    never: dead-lettered records; they are not copied, because a later copy may find its target.
     """
     out: Logs = (list(logs[0]), list(logs[1]))
     for source in (STEPS, REWARDS):
