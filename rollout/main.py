@@ -1,20 +1,21 @@
-"""A rollout worker: keeps one vLLM server alive, brings it each new weight version, and says on
-`claw.workers` how it is.
+"""A rollout worker: keep one vLLM server alive, load each new weight version, report its state.
 
-    starting  the engine starts, or has nothing to serve yet: no version exists and
-        `rollout.serve_base` is off
+The worker reports these states on `claw.workers`:
+
+    starting  the engine is starting, or serves nothing yet: no version exists and
+              `rollout.serve_base` is off
     loading   the first version since the engine's start is being loaded
-    ready     weights and label are both set. It stays so while newer versions are loaded, for the
-    engine serves on.
-    failed    the engine does not start; the process ends after saying so, and its supervisor starts
-    it again
-    draining  the worker is asked to stop: gateways send it no new calls, those in flight end; then
-        the engine, then a tombstone
+    ready     weights and label are both set; the state stays while newer versions are loaded,
+              because the engine continues to serve
+    failed    the engine does not start; the process reports this, ends, and is restarted by its
+              supervisor
+    draining  the worker was asked to stop: gateways send it no new calls and the calls in flight
+              finish; then the engine stops, and the worker sends a tombstone
 
-A killed engine comes up with its boot weights and the label "default": then the newest version is
-loaded before `ready`. Of several versions that wait the newest is loaded. A version that is not
-what it says is named in `error`, and the old one serves; one whose files can't be read at the
-moment is tried again in a while.
+A restarted engine has its boot weights and the label "default"; the newest version is loaded before
+the state becomes `ready`. Of several waiting versions only the newest is loaded. `error` names an
+invalid version, and the old one stays in service. A version with unreadable files is tried again
+later.
 """
 
 from __future__ import annotations
@@ -49,14 +50,19 @@ from schemas.settings import Settings
 
 RETRY_S = 1.0
 LABEL_CHECK_S = 5.0
-"""How often the engine is asked whether another worker loaded something."""
+"""Interval in seconds of checks for loads by another worker on the same engine."""
 T = TypeVar("T")
 
 
 def public_url(settings: Settings, base_url: str) -> str:
-    """The engine's URL as gateways are told.
+    """Return the engine's URL for gateways.
 
-    base_url: its own. Raises SettingsError when it is one that nobody else can call.
+    Args:
+        settings: `rollout.public_url` overrides the engine's own URL.
+        base_url: the engine's own URL.
+
+    Raises:
+        SettingsError: other hosts cannot call the URL.
     """
     told = settings.rollout.public_url
     if told is not None:
@@ -70,9 +76,10 @@ def public_url(settings: Settings, base_url: str) -> str:
 
 
 def create_server(settings: Settings) -> VllmServer | AttachedServer:
-    """The engine that the settings ask for.
+    """Return the engine that the settings configure.
 
-    Raises SettingsError when they name neither a model nor a server.
+    Raises:
+        SettingsError: the settings name neither a usable model nor a server.
     """
     if settings.rollout.attach_url is not None:
         return AttachedServer(settings.rollout.attach_url)
@@ -91,9 +98,7 @@ def create_server(settings: Settings) -> VllmServer | AttachedServer:
 
 
 class EngineSupervisor:
-    """Owns the engine's life: starts it, follows the wanted version, and starts it again when it
-    ended or broke.
-    """
+    """Start the engine, load the wanted version, and restart the engine when it ends or breaks."""
 
     def __init__(
         self,
@@ -106,14 +111,18 @@ class EngineSupervisor:
     ) -> None:
         self._serve_base = settings.rollout.serve_base
         self._run_id = settings.run_id
-        # Of this worker alone: it removes what it needs no longer.
+        # A directory of this worker only, because the worker removes files that it needs no longer.
         self._files = settings.data_dir / "rollout" / settings.rollout.worker_id / "files"
         self._server, self._http = server, http
         self._versions, self._updated = versions, updated
         self._report = report
 
     async def run(self) -> None:
-        """Keep it up until cancelled. Raises ServerFailed when it does not start."""
+        """Keep the engine running until cancelled.
+
+        Raises:
+            ServerFailed: the engine does not start.
+        """
         while True:
             self._report.engine_started()
             await self._server.start()
@@ -152,8 +161,7 @@ class EngineSupervisor:
             self._updated.clear()
             version = self._versions.wanted(loaded)
             if version is not None and version.version_id == label:
-                # A worker before this one, or another one of this run on the same engine, loaded
-                # it.
+                # A previous worker, or another worker of this run on the same engine, loaded it.
                 loaded = label
                 self._report.set_state("ready", loaded)
             elif version is not None:
@@ -167,7 +175,7 @@ class EngineSupervisor:
                 loaded, label = await self._refresh_label(loaded, label)
 
     async def _refresh_label(self, loaded: str | None, label: str) -> tuple[str | None, str]:
-        """Ask the engine what it serves; returns the loaded version and the label."""
+        """Read the engine's label; return the loaded version and the label."""
         now = await self._label()
         return (loaded if now == label else self._changed(now, label)), now
 
@@ -177,15 +185,17 @@ class EngineSupervisor:
         )
 
     def _changed(self, label: str, before: str) -> str | None:
-        """Take notice that the engine's label changed without a load of ours; returns the loaded
-        version.
+        """Record that the engine's label changed without a load by this worker.
+
+        Returns:
+            The loaded version.
 
         Raises:
-            Fenced: The label is of another run. The worker that came last has the engine.
+            Fenced: the label belongs to another run. The most recent worker owns the engine.
         """
         logger().warning("engine_label_changed", version=label, before=before)
         run_id, is_version, _ = label.rpartition("/")
-        if not is_version:  # it was started again, with its boot weights
+        if not is_version:  # it was restarted with its boot weights
             self._report.set_state(
                 "loading", None, f"{self._server.base_url} lost {before}: it was started again"
             )
@@ -202,9 +212,11 @@ class EngineSupervisor:
     async def _load(
         self, version: WeightVersion, loaded: str | None, label: str
     ) -> tuple[str | None, str]:
-        """Load a version and say so; returns the loaded version and the engine's label.
+        """Load a version and report it; return the loaded version and the engine's label.
 
-        Raises EngineBroken, Fenced.
+        Raises:
+            EngineBroken: the engine must be restarted.
+            Fenced: a worker of another run has taken the engine.
         """
         if self._report.status.state != "ready":
             self._report.set_state("loading", None, self._report.status.error)
@@ -238,7 +250,7 @@ class EngineSupervisor:
             logger().warning("version_not_loaded", version=version.version_id, error=str(error))
             self._report.set_state(state, loaded, str(error))
             await asyncio.sleep(RETRY_S)
-            # The load may have been done all the same.
+            # The load may have succeeded although the answer is missing.
             return await self._refresh_label(loaded, label)
         self._report.loaded(version.version_id, result.total_ms)
         await asyncio.to_thread(remove_others, version.files, self._files)
@@ -252,7 +264,7 @@ class EngineSupervisor:
         return version.version_id, version.version_id
 
     async def _retry_until_answered(self, ask: Callable[[], Awaitable[T]]) -> T:
-        """Ask until the engine answers; its end is noticed elsewhere."""
+        """Repeat a request until the engine answers. Another task detects the engine's end."""
         while True:
             try:
                 return await ask()
@@ -262,9 +274,11 @@ class EngineSupervisor:
 
 
 async def run(settings: Settings, stop: asyncio.Event) -> None:
-    """Work until `stop` is set.
+    """Run the worker until `stop` is set.
 
-    Raises SettingsError, or RolloutError when the engine does not start.
+    Raises:
+        SettingsError: the settings do not describe an engine.
+        RolloutError: the engine does not start.
     """
     server = create_server(settings)
     cluster: Cluster = cluster_of(settings)
@@ -285,7 +299,7 @@ async def run(settings: Settings, stop: asyncio.Event) -> None:
             done, _ = await asyncio.wait(work, return_when=asyncio.FIRST_COMPLETED)
             for ended in done:
                 await ended
-            await _cancel(keeping)  # no version is loaded any more
+            await _cancel(keeping)  # no version is loaded after this line
             report.set_state("draining", report.status.weight_version)
             await reporter.send()
             await server.drain(http, settings.rollout_drain_timeout_s)
@@ -314,5 +328,5 @@ async def _cancel(*tasks: asyncio.Future[None]) -> None:
 
 
 def main(settings: Settings) -> None:
-    """Entry of the process. Never returns."""
+    """Run the process. Never returns."""
     run_async("rollout", settings, run)

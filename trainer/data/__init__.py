@@ -1,1 +1,1 @@
-"""Ready batches and their trajectories as training sequences."""
+"""Convert ready batches and their trajectories to training sequences."""

@@ -1,4 +1,4 @@
-"""Ready batches, in sequence, from a position that the checkpoint holds. Never skips one."""
+"""Read ready batches in sequence from the checkpoint's position, without skipping a batch."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ COMMIT_INTERVAL_S = 5.0
 CHECK_INTERVAL_S = 5.0
 
 DeadLetterSink = Callable[[Record, str, str, str], None]
-"""(record, topic id, reason, detail)"""
+"""A function of (record, topic id, reason, detail)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchedBatch:
-    """A batch, its payload, and the position that a checkpoint stores once it is trained."""
+    """A batch, its payload, and the position that a checkpoint stores after its training."""
 
     batch: ReadyBatch
     trajectories: dict[str, Trajectory]
@@ -36,11 +36,11 @@ class FetchedBatch:
 
 
 def starting_position(cluster: Cluster, topic: str, stored: Position | None) -> Position:
-    """Where to read on: the stored position, or the start of today's topic when nothing was trained
-    yet.
+    """Return the stored position, or the start of today's topic when no batch was trained yet.
 
-    Raises SourceTruncated when the position lies outside of its topic, BatchesReplaced when that is
-    another one.
+    Raises:
+        SourceTruncated: the position is outside its topic.
+        BatchesReplaced: the position belongs to another topic of that name.
     """
     if stored is not None and cluster.check_position(
         topic, stored.topic_id, stored.partition, stored.next_offset
@@ -50,16 +50,17 @@ def starting_position(cluster: Cluster, topic: str, stored: Position | None) -> 
 
 
 def start_of(topic: str, topic_id: str, stored: Position | None) -> Position:
-    """The start of a topic for a trainer whose checkpoint names no position, or one in another
-    topic of that name.
+    """Return the start of a topic for a trainer without a position in it.
 
-    The batches of a new topic count from 0 again. Staleness is the number of the batch minus the
-    index of the version that sampled its tokens, so for weights that were trained further every
-    batch would pass admission's gate, however stale. And what the lost topic had decided would be
-    decided, and trained, again.
+    The checkpoint names no position, or a position in another topic of that name.
+
+    The batches of a new topic count from 0 again. Staleness is the batch number minus the index of
+    the version that sampled its tokens. With weights that were trained further, every batch would
+    pass admission's staleness limit, however stale. The decisions of the lost topic would also be
+    repeated, and their batches trained twice.
 
     Raises:
-        BatchesReplaced: something was trained from the other topic.
+        BatchesReplaced: batches of the other topic were trained.
     """
     if stored is not None and stored.next_batch_seq > 0:
         raise BatchesReplaced(
@@ -77,8 +78,11 @@ def start_of(topic: str, topic_id: str, stored: Position | None) -> Position:
 def check(
     batch: ReadyBatch, topic: str, offset: int, expected_seq: int, settings: Settings
 ) -> None:
-    """Refuse a batch that this trainer must not train: BatchGap, or SettingsError when its run is
-    set otherwise.
+    """Refuse a batch that this trainer must not train.
+
+    Raises:
+        BatchGap: the batch is not the next one.
+        SettingsError: the trainer's settings do not fit the batch.
     """
     if batch.batch_seq != expected_seq:
         raise BatchGap(topic, offset, batch.batch_seq, expected_seq)
@@ -97,10 +101,10 @@ def check(
 
 
 class BatchReader:
-    """The ready-batches topic of one run and channel, read one record at a time.
+    """Read the ready-batches topic of one run and channel one record at a time.
 
-    What the group commits is advice for lag displays: everything handled so far, control records at
-    the end included.
+    The group's committed offset is used for lag displays only. It covers all handled records,
+    including control records at the end.
     """
 
     def __init__(
@@ -129,9 +133,9 @@ class BatchReader:
         self._committed_at = self._checked_at = time.monotonic()
 
     def next(self, timeout_s: float) -> FetchedBatch | None:
-        """The next batch with its payload; None when there is none yet.
+        """Return the next batch with its payload, or None when there is none yet.
 
-        Moves `position` behind it.
+        Moves `position` after the batch.
         """
         try:
             records = self._reader.poll(1, timeout_s)
@@ -171,8 +175,9 @@ class BatchReader:
         )
 
     def commit(self) -> None:
-        """Tell Kafka how far training is: when that changed, and every 5 s in case the last word
-        got lost.
+        """Commit the training position to Kafka when it changed.
+
+        The commit is repeated every 5 s, because the last commit may be lost.
         """
         (position,) = self._reader.positions.values()
         now = time.monotonic()
@@ -189,7 +194,7 @@ class BatchReader:
             self._checked_at = now
             with suppress(
                 Unavailable
-            ):  # the broker is away: there is nothing to read wrongly either
+            ):  # the broker is unavailable, so no wrong record can be read either
                 self._check_topic()
 
     def _check_topic(self) -> None:

@@ -1,9 +1,7 @@
-"""How the sequences of a batch become optimiser steps and forward passes.
+"""Split the sequences of a batch into optimiser steps and forward passes.
 
-Pure, and a function of the batch alone.
-
-The shuffle depends on (seed, batch_seq, epoch) only, so a checkpoint's position is the whole state
-of the sampler.
+The functions are pure and depend on the batch alone. The shuffle depends on (seed, batch_seq,
+epoch) only, so a checkpoint's position is the whole state of the sampler.
 """
 
 from __future__ import annotations
@@ -17,8 +15,9 @@ from trainer.data.sequences import TrainingSequence
 def minibatches(
     sequences: Sequence[TrainingSequence], count: int, epochs: int, seed: int, batch_seq: int
 ) -> Iterator[list[TrainingSequence]]:
-    """Rows of each optimiser step: every epoch shuffles all sequences and splits them into `count`
-    parts of nearly equal size.
+    """Yield the sequences of each optimiser step.
+
+    Every epoch shuffles all sequences and splits them into `count` parts of nearly equal size.
     """
     for epoch in range(epochs):
         order = list(sequences)
@@ -31,8 +30,10 @@ def minibatches(
 def micro_batches(
     sequences: Sequence[TrainingSequence], max_tokens: int
 ) -> list[list[TrainingSequence]]:
-    """Rows of each forward pass, by length, such that sequences times the longest stays within
-    max_tokens (one sequence may exceed it).
+    """Return the sequences of each forward pass, sorted by length.
+
+    In each pass, the number of sequences times the longest length is at most max_tokens. A single
+    longer sequence has a pass of its own.
     """
     out: list[list[TrainingSequence]] = []
     for sequence in sorted(sequences, key=lambda r: len(r.token_ids)):

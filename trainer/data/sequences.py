@@ -1,9 +1,9 @@
-"""From a batch and its trajectories to training sequences. Pure: values in, values out.
+"""Convert a batch and its trajectories to training sequences with pure functions.
 
-A trajectory is a tree of segments, each token stored once. A sequence is a path from the root to a
-leaf of it. Where paths share sampled tokens, only the first sequence trains them; the others carry
-them as context. So each sampled token of a trainable step is trained exactly once, and a linear
-conversation is one sequence.
+A trajectory is a tree of segments, and each token is stored once. A sequence is a path from the
+root to a leaf. Where paths share sampled tokens, only the first sequence trains them; the others
+have them as context. So each sampled token of a trainable step is trained exactly once, and a
+linear conversation is one sequence.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Advantages = Callable[[Sequence[float]], list[float]]
 
 
 class TemperatureSpan(NamedTuple):
-    """The log-probabilities of tokens [start, end) of a sequence are of this temperature."""
+    """The temperature of the log-probabilities of tokens [start, end) of a sequence."""
 
     temperature: float
     start: int
@@ -34,12 +34,18 @@ class TemperatureSpan(NamedTuple):
 class TrainingSequence:
     """One sequence to train on. All per-token fields have the length of token_ids.
 
-    mask: the token was sampled by the policy, not redacted, and is trained in this sequence.
-    logprobs: at sampling time, 0.0 where the mask is off. versions: which weight version sampled
-    trained tokens, as index ranges of this sequence; gaps: not known. temperatures: at which the
-    trained tokens are scored; gaps: their steps do not say. advantage: the same for all its tokens.
-    sampled_at_zero: tokens that are not trained because their recorded log-probability is infinite:
-    nothing that has probability zero is sampled, so the number says nothing.
+    Attributes:
+        mask: whether the token was sampled by the policy, is not redacted, and is trained in this
+            sequence.
+        logprobs: at sampling time; 0.0 where the mask is off.
+        versions: weight versions that sampled the trained tokens, as index ranges of this sequence;
+            a gap means unknown.
+        temperatures: temperatures at which the trained tokens are scored; a gap means that their
+            steps have no temperature.
+        advantage: the same for all tokens of the sequence.
+        sampled_at_zero: number of tokens that are not trained because their recorded
+            log-probability is infinite. A token of probability zero is never sampled, so the number
+            is meaningless.
     """
 
     trajectory_id: str
@@ -58,12 +64,14 @@ class TrainingSequence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSequences:
-    """A batch, ready for the model.
+    """A batch that is ready for the model.
 
-    rewards: training reward of each trained member. unrewarded: members without one.
-
-    sampled_at_zero: number of tokens without a usable log-probability (see `TrainingSequence`), by
-    trajectory; none are left out here.
+    Attributes:
+        rewards: training reward of each trained member.
+        unrewarded: members without a training reward.
+        sampled_at_zero: number of tokens without a usable log-probability (see
+            `TrainingSequence`), by trajectory; includes sequences without a trained token, which
+            are not in `sequences`.
     """
 
     sequences: tuple[TrainingSequence, ...]
@@ -80,11 +88,16 @@ class BatchSequences:
 def sequences_of_batch(
     batch: ReadyBatch, trajectories: Mapping[str, Trajectory], advantages: Advantages
 ) -> BatchSequences:
-    """All sequences of a batch. trajectories: by trajectory id, every member's.
+    """Return all sequences of a batch.
 
-    A member without a training reward is left out of its group, never taken as 0.0; a group with
-    fewer than two rewards left has nothing to compare and is left out too. Both are named in
+    A member without a training reward is left out of its group; its reward is never taken as 0.0. A
+    group with fewer than two rewards has nothing to compare and is left out too. Both are named in
     `unrewarded`.
+
+    Args:
+        batch: the batch.
+        trajectories: trajectory id to trajectory, for every member.
+        advantages: computes the advantages of a group from its rewards.
     """
     sequences: list[TrainingSequence] = []
     rewards: list[float] = []
@@ -123,11 +136,17 @@ def sequences_of_batch(
 def within_vocabulary(
     sequences: Sequence[TrainingSequence], vocabulary: int
 ) -> tuple[tuple[TrainingSequence, ...], tuple[str, ...]]:
-    """The sequences whose token ids the model has, 0 to vocabulary - 1, and the trajectories of the
-    others, each once.
+    """Return the sequences whose token ids the model has, and the trajectories of the others.
 
-    An agent can submit any id, and an engine can serve another model than is trained: neither may
-    crash the model's embedding.
+    An agent can submit any id, and an engine can serve another model than the trained one. Neither
+    may crash the model's embedding.
+
+    Args:
+        sequences: the sequences of a batch.
+        vocabulary: valid ids are 0 to vocabulary - 1.
+
+    Returns:
+        The valid sequences, and the ids of the other sequences' trajectories, each once.
     """
     known = [
         min(sequence.token_ids) >= 0 and max(sequence.token_ids) < vocabulary
@@ -149,12 +168,18 @@ def _rewarded(group: BatchGroup, weights: Mapping[str, float]) -> dict[str, floa
 def sequences_of(
     trajectory: Trajectory, untrainable_steps: Collection[str], advantage: float
 ) -> list[TrainingSequence]:
-    """The sequences of one trajectory, leaves in order.
+    """Return the sequences of one trajectory, leaves in order.
 
-    Paths with nothing (more) to train are cut or left out.
+    Paths are cut after their last token to train; a path without such a token is left out.
 
-    untrainable_steps: ids from the batch, beside the steps that the trajectory itself calls
-    untrainable. Raises PayloadUnreadable when the tree or a trainable segment is broken.
+    Args:
+        trajectory: the trajectory.
+        untrainable_steps: step ids from the batch, in addition to the steps that the trajectory
+            itself marks as untrainable.
+        advantage: of all tokens.
+
+    Raises:
+        PayloadUnreadable: the tree or a trainable segment is broken.
     """
     return _with_trained_tokens(_paths(trajectory, untrainable_steps, advantage))
 
@@ -166,8 +191,9 @@ def _with_trained_tokens(sequences: Sequence[TrainingSequence]) -> list[Training
 def _paths(
     trajectory: Trajectory, untrainable_steps: Collection[str], advantage: float
 ) -> list[TrainingSequence]:
-    """Return a sequence for each path that has a trainable segment, also where no token of it can
-    be trained.
+    """Return a sequence for each path with a trainable segment.
+
+    The sequence is returned even if none of its tokens can be trained.
     """
     steps = {step.index: step for step in trajectory.steps}
     segments, left_out = trajectory.segments, frozenset(untrainable_steps)
@@ -231,7 +257,7 @@ def _check_order(trajectory: Trajectory) -> None:
 
 
 def _path(trajectory: Trajectory, leaf: int) -> list[int]:
-    """Segment indexes from the root to `leaf`."""
+    """Return the segment indexes from the root to `leaf`."""
     path, at = [leaf], trajectory.segments[leaf].parent
     while at is not None:
         path.append(at)
@@ -260,8 +286,8 @@ def _sequence(
         ids += tokens
         if index in trained and segment.step_index is not None and segment.logprobs is not None:
             sampled = unpack_logprobs(segment.logprobs)
-            # NaN: redacted, it was not sampled and has none. An infinite one would weigh as much as
-            # the bound allows.
+            # NaN marks a redacted token, which was not sampled. An infinite log-probability would
+            # get the largest weight that the bound allows.
             mask += [math.isfinite(p) for p in sampled]
             logprobs += [p if math.isfinite(p) else 0.0 for p in sampled]
             sampled_at_zero += sum(map(math.isinf, sampled))
@@ -276,7 +302,7 @@ def _sequence(
             logprobs += [0.0] * len(tokens)
         if segment.step_index is not None:
             of_step[segment.step_index] = of_step.get(segment.step_index, 0) + len(tokens)
-    if mask[0]:  # a token with nothing before it has no log-probability under the model
+    if mask[0]:  # the first token has no log-probability under the model
         mask[0], logprobs[0] = False, 0.0
     return TrainingSequence(
         trajectory_id=trajectory.trajectory_id,
@@ -293,9 +319,9 @@ def _sequence(
 def _versions(
     segment: Segment, start: int, length: int, skipped: int, step: TrajectoryStep
 ) -> list[VersionSpan]:
-    """The segment's version spans as index ranges of the sequence.
+    """Return the segment's version spans as index ranges of the sequence.
 
-    skipped: tokens of the step before this segment.
+    skipped: number of tokens of the step before this segment.
     """
     if not segment.versions:
         if step.oldest_version is None or step.oldest_version != step.newest_version:

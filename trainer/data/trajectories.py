@@ -1,5 +1,6 @@
-"""The trajectories of a batch, read back from the log by place: one range scan a partition, all
-partitions at once.
+"""Read the trajectories of a batch from the log by offset.
+
+Each scan reads one range per partition, all partitions at once.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from schemas.trajectory_parts import joined
 from trainer.errors import PayloadUnreadable
 
 GAP_RECORDS = 500
-"""Records of other batches that a scan reads over rather than starting another one: about what a
-new scan costs.
+"""Number of records of other batches that a scan reads over before it starts another scan.
+
+Reading them costs about as much as a new scan.
 """
 
 Range = tuple[int, int]
@@ -25,9 +27,10 @@ Range = tuple[int, int]
 def read_payload(
     cluster: Cluster, decoder: Decoder, topic: str, group: str, batch: ReadyBatch
 ) -> dict[str, Trajectory]:
-    """Trajectory id to trajectory, of every member.
+    """Return trajectory id to trajectory for every member.
 
-    Raises PayloadUnreadable when one is gone; never leaves one out.
+    Raises:
+        PayloadUnreadable: a member is gone. No member is ever left out.
     """
     members = [member for g in batch.groups for member in g.members]
     topic_id = cluster.topic_id(topic)
@@ -63,8 +66,9 @@ def read_payload(
 
 
 def scans(members: Iterable[BatchMember]) -> list[dict[int, Range]]:
-    """Partition to (first, last offset) of each scan: as few scans as the gaps allow, each with one
-    range a partition.
+    """Return the (first, last offset) of each partition for each scan.
+
+    The number of scans is the minimum for the gaps; each scan has one range per partition.
     """
     by_partition: dict[int, list[Range]] = {}
     for place in sorted((m.place for m in members), key=lambda p: (p.partition, p.first_offset)):
@@ -81,7 +85,7 @@ def scans(members: Iterable[BatchMember]) -> list[dict[int, Range]]:
 
 
 def _scan(cluster: Cluster, topic: str, group: str, scan: Mapping[int, Range]) -> list[Record]:
-    """Every committed record of the ranges. Waits for those not yet readable, 30 s at most."""
+    """Read every committed record of the ranges; wait up to 30 s for records not yet readable."""
     reader = cluster.reader(group, {(topic, p): first for p, (first, _) in scan.items()})
     found: list[Record] = []
     deadline = time.monotonic() + READ_TIMEOUT_S
@@ -101,9 +105,9 @@ def _scan(cluster: Cluster, topic: str, group: str, scan: Mapping[int, Range]) -
 
 
 def _trajectory(decoder: Decoder, record: Record) -> Trajectory | None:
-    """The trajectory part in a record; None for anything else.
+    """Return the trajectory part in a record; None for any other record.
 
-    What is unreadable is buried by the lake, which reads it all.
+    The lake reads all records of the topic and dead-letters the unreadable ones.
     """
     try:
         event = decoder.decode(record.value)

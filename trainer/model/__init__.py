@@ -1,1 +1,1 @@
-"""The model that learns, its optimiser and its files."""
+"""The trained model, its optimiser and its files."""

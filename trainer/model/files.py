@@ -1,4 +1,7 @@
-"""A model as a Hugging Face directory: loaded as float32 masters, saved in the dtypes wanted."""
+"""Read and write a model as a Hugging Face directory.
+
+It is loaded as float32 master weights and saved in the requested dtypes.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +19,12 @@ from transformers.utils import logging as transformers_logging
 from schemas.errors import SettingsError
 
 TEXT_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".py")
-"""Configuration, tokenizer and chat template files: what belongs to a model beside its weights."""
+"""Suffixes of a model's files besides its weights: configuration, tokenizer, chat template."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorDtypes:
-    """The dtypes in which a model is published. others: by name, of tensors kept in another one."""
+    """The dtypes of a published model. others: by name, for tensors with a different dtype."""
 
     main: torch.dtype
     others: Mapping[str, torch.dtype]
@@ -35,13 +38,13 @@ class TensorDtypes:
 
 
 def load_masters(directory: Path) -> tuple[Any, TensorDtypes]:
-    """Load a model as float32 whatever its files hold: a narrower dtype loses small updates.
+    """Load a model as float32 for any dtype of its files: a narrower dtype loses small updates.
 
     Returns:
-        The model, and the dtypes that it has by its own configuration.
+        The model, and the dtypes of its own configuration.
 
     Raises:
-        SettingsError: the directory holds no model that can be read.
+        SettingsError: the directory holds no readable model.
     """
     if not (directory / "config.json").is_file():
         raise SettingsError(
@@ -67,9 +70,9 @@ def save_masters(model: Any, directory: Path) -> None:
 
 
 def save_rounded(model: Any, directory: Path, dtypes: TensorDtypes) -> None:
-    """Write the weights rounded to these dtypes, and a configuration that says so.
+    """Write the weights rounded to these dtypes, and a configuration that names the dtypes.
 
-    Leaves the model as it is.
+    The model stays unchanged.
     """
     rounded: dict[
         tuple[int, torch.Size], torch.Tensor
@@ -85,9 +88,9 @@ def save_rounded(model: Any, directory: Path, dtypes: TensorDtypes) -> None:
 
 
 def auxiliary_files(directory: Path) -> dict[str, bytes]:
-    """Read the tokenizer and its like.
+    """Read the tokenizer and the other auxiliary files.
 
-    Read once: the directory may be a checkpoint that is deleted later.
+    They are read once, because the directory may be a checkpoint that is deleted later.
     """
     return {
         file.name: file.read_bytes()

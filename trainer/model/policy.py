@@ -1,6 +1,4 @@
-"""The model that learns: its log-probabilities, its optimiser, and one update over the sequences of
-a batch.
-"""
+"""The trained model: log-probabilities, optimiser, and one update over the sequences of a batch."""
 
 from __future__ import annotations
 
@@ -27,23 +25,24 @@ from trainer.model.files import (
 )
 
 Loss = Callable[[Tensor, Tensor, Tensor, float], Tensor]
-PADDING = 0  # any id: it is on the right, so nothing sees it, and it is never trained
+PADDING = 0  # any id: it is on the right, so no token attends to it, and it is never trained
 
 
 class Policy:
     """Model and AdamW on one device.
 
-    Its whole state is `save` (the weights) plus `training_state` (optimiser, RNGs).
+    The whole state is `save` (the weights) plus `training_state` (optimiser, random states).
 
-    The weights that learn, the optimiser's state and the gradients are float32 whatever
-    `trainer.dtype` is: at a learning rate of 1e-6 an update is smaller than half the distance
-    between two bfloat16 numbers, and would be rounded away.
+    Weights, optimiser state and gradients are float32 for any `trainer.dtype`. At a learning rate
+    of 1e-6 an update is smaller than half the distance between two bfloat16 numbers, so rounding
+    would remove it.
     """
 
     def __init__(self, directory: Path, settings: TrainerSettings) -> None:
-        """Load the weights of a Hugging Face directory, with a fresh optimiser.
+        """Load the weights of a Hugging Face directory, with a new optimiser.
 
-        Raises SettingsError when they can't be read.
+        Raises:
+            SettingsError: the weights cannot be read.
         """
         self.settings = settings
         cuda = settings.device == "cuda" or (
@@ -53,7 +52,7 @@ class Policy:
         model, self._own_dtypes = load_masters(directory)
         self.model = model.to(self.device)
         self._auxiliary = auxiliary_files(directory)
-        # gradients flow, dropout does not: what is trained must be what was sampled from
+        # Gradients flow, but dropout is off: the trained model must equal the sampled model.
         self.model.eval()
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(),
@@ -65,16 +64,17 @@ class Policy:
 
     @property
     def vocabulary(self) -> int:
-        """Token ids that the model has an embedding for: 0 up to this."""
+        """Number of token ids with an embedding: 0 to vocabulary - 1."""
         return int(self.model.get_input_embeddings().num_embeddings)
 
     def save(self, directory: Path, dtypes: TensorDtypes | None = None) -> None:
-        """Write a Hugging Face directory: weights as safetensors, configuration, the tokenizer
-        files it was loaded with.
+        """Write a Hugging Face directory: safetensors, configuration and tokenizer files.
+
+        The tokenizer files are those of the directory that the model was loaded from.
 
         Args:
-            directory: where to; it need not be there.
-            dtypes: the dtypes to round to; None: the float32 masters, which a checkpoint needs.
+            directory: the target; it is created if necessary.
+            dtypes: the dtypes to round to; None keeps the float32 master weights for a checkpoint.
         """
         if dtypes is None:
             save_masters(self.model, directory)
@@ -85,10 +85,10 @@ class Policy:
                 (directory / name).write_bytes(content)
 
     def served_dtypes(self, engine_dtype: str) -> TensorDtypes:
-        """Return the dtypes in which versions are published.
+        """Return the dtypes of published versions.
 
-        Args: engine_dtype: `rollout.dtype`, which names the dtype; `auto` means the dtype that the
-            model itself has.
+        Args:
+            engine_dtype: `rollout.dtype`; `auto` means the dtype of the model itself.
         """
         own = self._own_dtypes
         return (
@@ -98,7 +98,7 @@ class Policy:
         )
 
     def training_state(self) -> dict[str, Any]:
-        """What a resume needs beside the weights, for `torch.save`."""
+        """Return the state that a resume needs besides the weights, for `torch.save`."""
         cuda = torch.cuda.get_rng_state_all() if self.device.type == "cuda" else []
         return {
             "optimizer": self.optimizer.state_dict(),
@@ -109,7 +109,7 @@ class Policy:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on exactly where `training_state` was taken."""
+        """Restore the state of `training_state` exactly."""
         self.optimizer.load_state_dict(state["optimizer"])
         torch.set_rng_state(state["rng_cpu"])
         if state["rng_cuda"] and self.device.type == "cuda":
@@ -119,11 +119,13 @@ class Policy:
         )  # the checkpoint's files are float32
 
     def logprobs(self, sequences: Sequence[TrainingSequence]) -> Tensor:
-        """Log-probability of every trained token of the sequences, sequence after sequence: shape
-        (tokens,), float32, with gradient.
+        """Return the log-probability of every trained token, in sequence order.
 
-        Each of the distribution at the temperature of its step, as the engine's log-probability is:
+        Each value belongs to the distribution at the temperature of its step, as the engine's does:
         log softmax(logits / temperature).
+
+        Returns:
+            Shape (tokens,), float32, with gradient.
         """
         longest = max(len(sequence.token_ids) for sequence in sequences)
         ids = torch.full((len(sequences), longest), PADDING)
@@ -133,7 +135,7 @@ class Policy:
             trained[i, : len(sequence.token_ids)] = torch.tensor(sequence.mask)
         ids, trained = ids.to(self.device), trained[:, 1:].to(self.device)
         # No attention mask: padding is on the right, where a causal model never looks, and flash
-        # kernels take no mask.
+        # kernels accept no mask.
         with torch.autocast(
             self.device.type, torch.bfloat16, enabled=self.settings.dtype == "bfloat16"
         ):
@@ -143,9 +145,9 @@ class Policy:
         return chosen - scores.logsumexp(-1)
 
     def _temperatures(self, sequences: Sequence[TrainingSequence]) -> Tensor:
-        """Of every trained token, sequence after sequence: shape (tokens,).
+        """Return the temperature of every trained token, in sequence order: shape (tokens,).
 
-        What a step does not say is taken from the settings.
+        The settings supply the temperature of a step that has none.
         """
         known = [temperatures_of(sequence, self.settings.temperature) for sequence in sequences]
         return torch.tensor(
@@ -162,14 +164,16 @@ class Policy:
         lr: float,
         parent_version: str | None,
     ) -> UpdateStats:
-        """Train one batch: one optimiser step for each minibatch.
+        """Train one batch with one optimiser step for each minibatch.
 
-        A step whose loss or gradient is not finite is not taken: weights and optimiser stay as they
-        were before it.
+        A step with a non-finite loss or gradient is skipped: weights and optimiser stay unchanged.
 
-        Args: sequences: of the batch. batch_seq: the number of the batch; the shuffle depends on
-            it. loss: the policy loss of its algorithm. lr: learning rate. parent_version: the
-            version whose weights these still are; None once they were updated since it.
+        Args:
+            sequences: of the batch.
+            batch_seq: number of the batch; the shuffle depends on it.
+            loss: the policy loss of the algorithm.
+            lr: learning rate.
+            parent_version: the version with exactly these weights; None after an update since it.
         """
         began = time.perf_counter()
         for group in self.optimizer.param_groups:
@@ -186,8 +190,8 @@ class Policy:
     ) -> StepStats:
         """Take one optimiser step; the loss is the mean over the trained tokens of `sequences`.
 
-        Rows without advantage count in that mean, but add nothing to loss or gradient: they spare
-        the passes.
+        Sequences with advantage 0 count in that mean but add nothing to loss or gradient, so they
+        need no forward or backward pass.
         """
         s = self.settings
         tokens = sum(sequence.trained_tokens for sequence in sequences)
@@ -197,8 +201,7 @@ class Policy:
         for part in micro_batches(learned, s.micro_batch_tokens):
             sampled, advantages = self._recorded(part)
             logprobs = self.logprobs(part)
-            # Minus infinity times a ratio of zero is not a number. Such a token has no gradient
-            # that could be followed.
+            # Minus infinity times a ratio of zero is NaN. Such a token has no usable gradient.
             at_zero = torch.isneginf(logprobs.detach())
             possible = logprobs.masked_fill(at_zero, 0.0)
             losses = loss(possible, sampled, advantages, s.is_truncation).masked_fill(at_zero, 0.0)
@@ -226,9 +229,9 @@ class Policy:
         )
 
     def _clear_gradients(self, *, zeros: bool) -> None:
-        """Forget the gradients.
+        """Clear the gradients.
 
-        zeros: with them as numbers, so that AdamW takes a step that only goes on as before.
+        zeros: set them to zero instead of None, so that AdamW takes a step without a new gradient.
         """
         self.optimizer.zero_grad(set_to_none=True)
         if zeros:
@@ -236,8 +239,10 @@ class Policy:
                 parameter.grad = torch.zeros_like(parameter)
 
     def _recorded(self, sequences: Sequence[TrainingSequence]) -> tuple[Tensor, Tensor]:
-        """Sampled log-probabilities and advantages of the trained tokens, sequence after sequence:
-        two tensors of shape (tokens,).
+        """Return sampled log-probabilities and advantages of the trained tokens, in sequence order.
+
+        Returns:
+            Two tensors of shape (tokens,).
         """
         trained = [
             (sequence.logprobs[i], sequence.advantage)
@@ -251,8 +256,9 @@ class Policy:
 
 
 class Differences:
-    """The largest |log-probability now - sampled| while the weights are those of `version`; all
-    absent for None.
+    """Track the largest |log-probability now - sampled| while the weights are those of `version`.
+
+    All values stay None when `version` is None.
     """
 
     def __init__(self, version: str | None) -> None:
@@ -261,7 +267,7 @@ class Differences:
         self.largest_same_version: float | None = None
 
     def add(self, sequences: Sequence[TrainingSequence], difference: Tensor) -> None:
-        """difference: of the trained tokens, sequence after sequence, shape (tokens,)."""
+        """Add differences of the trained tokens, in sequence order, shape (tokens,)."""
         if self._version is None:
             return
         size = difference.abs()
@@ -277,14 +283,14 @@ class Differences:
 
 
 def trained_positions(sequence: TrainingSequence) -> list[int]:
-    """Indexes of the sequence's trained tokens."""
+    """Return the indexes of the sequence's trained tokens."""
     return [i for i, trained in enumerate(sequence.mask) if trained]
 
 
 def temperatures_of(sequence: TrainingSequence, assumed: float) -> list[float]:
-    """For each trained token: the temperature at which it is scored.
+    """Return the temperature at which each trained token is scored.
 
-    assumed: where its step does not say.
+    assumed: temperature for steps that record none.
     """
     of_token = [assumed] * len(sequence.token_ids)
     for temperature, start, end in sequence.temperatures:
@@ -293,7 +299,7 @@ def temperatures_of(sequence: TrainingSequence, assumed: float) -> list[float]:
 
 
 def _sampled_by(sequence: TrainingSequence, version: str) -> list[bool]:
-    """For each trained token: whether `version` sampled it."""
+    """Return for each trained token whether `version` sampled it."""
     spans = [(span.start, span.end) for span in sequence.versions if span.version == version]
     return [any(start <= i < end for start, end in spans) for i in trained_positions(sequence)]
 
@@ -301,8 +307,10 @@ def _sampled_by(sequence: TrainingSequence, version: str) -> list[bool]:
 def staleness(
     sequences: Sequence[TrainingSequence], run_id: str, sync_index: int
 ) -> tuple[int, int]:
-    """Sum over the trained tokens of known version of this run of (sync_index - the version's), and
-    their number.
+    """Return the sum of the staleness over trained tokens, and the number of these tokens.
+
+    Counts tokens with a known version of this run; their staleness is sync_index minus the
+    version's sync index.
     """
     total = known = 0
     for sequence in sequences:
