@@ -48,7 +48,7 @@ CHAT_TEMPLATE = """\
 {%- if add_generation_prompt -%}
 <|im_start|>{{ "assistant\n" }}
 {%- endif -%}
-"""
+"""  # noqa: E501 - a line of the template cannot be broken
 TOOLS: list[dict[str, Any]] = [
     {
         "type": "function",

@@ -1,1 +1,1 @@
-"""The stream jobs: steps and rewards become trajectories and candidates (assemble), rewards (reward), batches (admit), tables (lake)."""
+"""Stream jobs: assemble trajectories, reward them, admit batches, write the lake tables."""

@@ -1,1 +1,1 @@
-"""The learner: ready batches in, weight versions out. `loop.py` reads from top to bottom."""
+"""The trainer: ready batches in, weight versions out. `main.py` reads from top to bottom."""
