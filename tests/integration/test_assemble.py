@@ -32,9 +32,8 @@ def jobs(settings: Settings, cluster: Cluster, tmp_path: Path) -> Iterator[Jobs]
 
 
 def test_join_places_and_ordered_stop(jobs: Jobs, eventually: Eventually) -> None:
-    worker = jobs.start(
-        session_timeout_s=60
-    )  # on a slow machine it must not lose and regain its partitions, which repeats ticks
+    # On a slow machine the worker must not lose and regain its partitions, which repeats ticks.
+    worker = jobs.start(session_timeout_s=60)
     keys = [f"k{i}" for i in range(12)]
     for key in keys:
         jobs.put(*jobs.conversation(key), reward(key, 0.5))
@@ -74,9 +73,8 @@ def test_join_places_and_ordered_stop(jobs: Jobs, eventually: Eventually) -> Non
             ticks[t.partition, record.partition].append(t.event_time)
         return ticks
 
-    eventually(
-        lambda: len(ticked()) == 16
-    )  # each partition sends its tick after its own outputs; the last one may be a second later
+    # Each partition sends its tick after its own outputs; the last one may be a second later.
+    eventually(lambda: len(ticked()) == 16)
     assert all(times == sorted(set(times)) for times in ticked().values())
     jobs.put(reward(keys[0], 0.9, step_id=jobs.candidates()[keys[0]].steps[0].step_id))
     jobs.producer.flush()

@@ -36,9 +36,8 @@ def wait_for(what: str, condition: Callable[[], bool], timeout_s: float = 180.0)
 
 
 def create_topic(servers: str, name: str, partitions: int = 1) -> None:
-    admin = AdminClient(
-        {"bootstrap.servers": servers}
-    )  # named, because its futures fail after garbage collection
+    # Named, because its futures fail after garbage collection.
+    admin = AdminClient({"bootstrap.servers": servers})
     for future in admin.create_topics([NewTopic(name, partitions)]).values():
         future.result(90)
 
@@ -238,9 +237,8 @@ def test_in_the_foreground_it_ends_as_its_jvm_does_and_never_outlives_its_parent
         pid = running_pid(tmp_path)
         os.kill(pid, signal.SIGKILL)
         assert supervised.wait(240) == 128 + signal.SIGKILL
-    once = (
-        tmp_path / "java"
-    )  # it names itself once: a serving broker does not depend on a second check
+    # This Java reports its version once: a serving broker does not depend on a second check.
+    once = tmp_path / "java"
     names = 'case "$*" in *XshowSettings*) mkdir "$0.asked" || exit 1 ;; esac'
     once.write_text(f'#!/bin/sh\n{names}\nexec "{find_java().executable}" "$@"\n')
     once.chmod(0o755)

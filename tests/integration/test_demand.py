@@ -165,9 +165,8 @@ def test_demand_follows_the_real_admission(cluster: Cluster, settings: Settings)
                 assert full.snapshot.free_capacity("train") == 0
                 log.version("one", 1)
                 await when(feed, "one", lambda s: s.snapshot.free_capacity("train") == 2)
-                with admission(
-                    wanting(settings, "two")
-                ):  # a second run joins; the first keeps its totals
+                # A second run joins; the first keeps its totals.
+                with admission(wanting(settings, "two")):
                     await when(feed, "two", lambda s: s.snapshot.policy is not None)
                     again = await when(feed, "one", lambda s: True)
                     assert again.snapshot.replacements_total == 6

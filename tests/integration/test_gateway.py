@@ -298,9 +298,8 @@ def test_broker_paused_and_gateway_killed_lose_nothing(
     asyncio.run(body())
     found = step_ids(cluster, settings)
     assert sorted(found) == sorted(answered) and len(answered) == 29
-    in_order = [
-        e for e in on_log(cluster, settings) if e.trajectory_key == "t"
-    ]  # the log keeps the order of the answers
+    # The log keeps the order of the answers.
+    in_order = [e for e in on_log(cluster, settings) if e.trajectory_key == "t"]
     assert [e.step_id for e in in_order if isinstance(e, Step)] == [
         s for s in answered if s.startswith("t~")
     ]
@@ -365,9 +364,8 @@ def test_sigterm_cuts_off_what_takes_too_long_and_records_it(
     """
 
     async def body() -> None:
-        engine = ScriptedEngine(
-            lambda _: Script([HI], gate=asyncio.Semaphore(1))
-        )  # one token, then silence
+        # The engine sends one token and then nothing.
+        engine = ScriptedEngine(lambda _: Script([HI], gate=asyncio.Semaphore(1)))
         async with engine.serve() as engine_url:
             mine = with_gateway(
                 settings, port=free_port(), upstreams=[engine_url], produce_timeout_s=60

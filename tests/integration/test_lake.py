@@ -78,18 +78,16 @@ def test_killed_at_random_under_duplicates_nothing_is_lost_or_doubled(
         writer = processes.write(
             flush_interval_s=rng.uniform(0.02, 0.3), flush_rows=rng.choice([7, 60, 400, 5000])
         )
-    put_steps(
-        producer, settings, [sent]
-    )  # the last writer may find no other record, so this one is reserved for it
+    # The last writer may find no other record, so this one is reserved for it.
+    put_steps(producer, settings, [sent])
     sent += 1
     producer.close()
     eventually(lambda: len(set(column(settings, "steps", "step_id"))) == sent)
     eventually(lambda: len(column(settings, "rewards", "event_id")) == 80)
     ends = {(topics.steps, p): high for p, (_, high) in cluster.watermarks(topics.steps).items()}
     group = f"{settings.kafka.topic_prefix}-lake"
-    eventually(
-        lambda: ends.items() <= cluster.committed(group).items()
-    )  # the last records are duplicates and ticks
+    # The last records are duplicates and ticks.
+    eventually(lambda: ends.items() <= cluster.committed(group).items())
     assert processes.stop(writer) == 0
     rows = column(settings, "steps", "step_id")
     assert sorted(rows) == sorted(a_step(i).step_id for i in range(sent))
@@ -199,9 +197,8 @@ def test_poison_new_topics_and_a_topic_made_anew(
         version_id="r/0.1", run_id="r", sync_index=0, attempt=1, format="full", files=(),
         channel="train", metrics={"loss": 0.5}, created_at=1,
     )  # fmt: skip
-    producer.put(
-        topics.trajectories, b"k", codec.encode(endless), partition=0
-    )  # no column can hold that time
+    # No column can hold that time.
+    producer.put(topics.trajectories, b"k", codec.encode(endless), partition=0)
     producer.put(topics.weights, b"r/0.1", codec.encode(first))
     producer.flush()
     eventually(lambda: column(settings, "rewards", "event_id") == ["w1"])
@@ -239,10 +236,8 @@ def test_poison_new_topics_and_a_topic_made_anew(
     cluster.delete_topic(spec.name)
     eventually(lambda: not {topics.rewards, spec.name} & cluster.topics().keys())
     create_topics(cluster, settings, [spec])
-    for number in (
-        1,
-        2,
-    ):  # w1 is a repeated reward with a known id; batch 0 of the new topic is another batch
+    # w1 is a repeated reward with a known id; batch 0 of the new topic is another batch.
+    for number in (1, 2):
         producer.put(topics.rewards, b"k", codec.encode(a_reward(number)), partition=0)
     with admit.transaction():
         admit.put(spec.name, b"r", codec.encode(a_batch(0)))

@@ -66,9 +66,8 @@ class Feed:
                 prompt_tokens=1, trainable_tokens=1, trainable=True,
             )  # fmt: skip
             place = {"topic_id": b"T", "partition": b"0", "first_offset": b"0", "last_offset": b"0"}
-            for _ in range(
-                self.rng.randint(1, 2)
-            ):  # a repeated output: same id, same key, new offset
+            # A repeated output: same id, same key, new offset.
+            for _ in range(self.rng.randint(1, 2)):
                 self.producer.put(topics.trajectories, key.encode(), codec.encode(trajectory))
                 self.producer.put(
                     topics.candidates, key.encode(), codec.encode(candidate), headers=place

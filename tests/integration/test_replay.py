@@ -107,9 +107,8 @@ def group(jobs: Jobs, number: int) -> list[Any]:
             replace(e, response_json=b'{"content":"' + said + b'"}') if isinstance(e, Step) else e
             for e in told
         ]
-        told.insert(
-            2, reward(key, member / 8)
-        )  # it never balances a rule's reward: the values of a group differ for any subset of these
+        # This reward never balances a rule's reward: the values of a group differ for any subset of these.
+        told.insert(2, reward(key, member / 8))
         events.append(told)
     return [e for at in range(max(map(len, events))) for one in events for e in one[at : at + 1]]
 
@@ -141,9 +140,8 @@ def recorded(kafka: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[R
         admission.start()
         lake.start()
         try:
-            _until(
-                lambda: jobs.records(jobs.topics.candidates, Tick)
-            )  # log time advances even without a working process
+            # Log time advances even without a working process.
+            _until(lambda: jobs.records(jobs.topics.candidates, Tick))
             _record_half(jobs, cluster, settings)
         finally:
             first.set()
@@ -371,9 +369,8 @@ def test_pinned_lake_trains_a_model(
 ) -> None:
     settings = recorded.settings
     table_versions = take_snapshot(settings)["versions"]
-    few = settings.model_copy(
-        update={"kafka": settings.kafka.model_copy(update={"partitions": 2})}
-    )  # the lake has four
+    # The lake has four partitions.
+    few = settings.model_copy(update={"kafka": settings.kafka.model_copy(update={"partitions": 2})})
     from_topics, from_lake = (
         run_replay(settings, ReplayRequest("t2")),
         run_replay(few, ReplayRequest("lake", table_versions=table_versions)),
@@ -431,10 +428,8 @@ def test_killed_replay_begins_again(recorded: Recorded, eventually: Eventually) 
     prefix = f"replay-k{uuid4().hex[:6]}"
     name = prefix.removeprefix("replay-")
     command = [sys.executable, "-m", "clawstream", "replay", "run", name, *overrides_of(settings)]
-    for topic in (
-        "candidates",
-        "ready-batches.run.train",
-    ):  # while it assembles, and while it admits
+    # The kills hit its assemble phase and its admission phase.
+    for topic in ("candidates", "ready-batches.run.train"):
         process = subprocess.Popen(die_with_parent(command), cwd=ROOT, stdout=subprocess.DEVNULL)
         eventually(lambda t=topic: f"{prefix}.{t}" in cluster.topics(), 60)
         process.kill()
@@ -476,9 +471,8 @@ def test_copy_with_more_partitions(
     copies = target.kafka.topics
     for source, copy in ((topics.steps, copies.steps), (topics.rewards, copies.rewards)):
         kinds = (Tick,)
-        newest = max(
-            r[1] for r in read(source, (object,))
-        )  # a last tick carries this time, whatever the source's last record is
+        # A last tick carries this time, whatever the source's last record is.
+        newest = max(r[1] for r in read(source, (object,)))
         assert {r[1] for r in read(copy, kinds)} <= {r[1] for r in read(source, kinds)} | {newest}
         assert {r[0] for r in read(copy, kinds)} == set(range(6))
         records = [r for r in read(copy, (object,)) if not isinstance(codec.decode(r[3]), Tick)]

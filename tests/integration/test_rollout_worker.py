@@ -194,9 +194,8 @@ def test_from_nothing_to_ready_to_gone(bench: Callable[[], Bench]) -> None:
             b.publish("theirs", 5)
             seen = len(await asyncio.to_thread(b.said))
             said = await b.until(lambda s: True)
-            while (
-                len(said) < seen + 4
-            ):  # a few heartbeats: another run's version must not make the worker ready
+            # A few heartbeats: another run's version must not make the worker ready.
+            while len(said) < seen + 4:
                 said = await b.until(lambda s: True)
             assert {s.state for s in said if s} == {"starting"}
             first = b.publish("ours", 0)

@@ -43,9 +43,8 @@ def test_topics_made_by_hand_are_refused_until_they_are_mended(
     cluster: Cluster, settings: Settings, eventually: Eventually
 ) -> None:
     topics = settings.kafka.topics
-    cluster.create_topic(
-        topics.steps, 4, {"max.message.bytes": "20000000"}
-    )  # valid: the producers' timestamps, and a limit above the required one
+    # Valid: the default keeps the producers' timestamps, and the limit is above the required one.
+    cluster.create_topic(topics.steps, 4, {"max.message.bytes": "20000000"})
     cluster.create_topic(
         topics.workers,
         1,
@@ -112,9 +111,8 @@ def test_a_copy_keeps_its_times_and_a_clock_that_is_ahead_is_told_of(
     with pytest.raises(SettingsError, match=r"jobs\.write_ticks=false"):
         create_topics(cluster, target)
     with running(target, cluster, tmp_path, write_ticks=False) as jobs:
-        ahead = (
-            int(time.time() * 1000) + 1_800_000
-        )  # Kafka refuses timestamps more than an hour ahead of its own clock
+        # Kafka refuses timestamps more than an hour ahead of its own clock.
+        ahead = int(time.time() * 1000) + 1_800_000
         for _ in range(2):
             value = jobs.codec.encode(step("k", [1], [2]))
             jobs.producer.put(jobs.topics.steps, b"k", value, partition=0, timestamp_ms=ahead)

@@ -431,9 +431,8 @@ def test_kill_9_at_random_trains_every_batch_exactly_once(
         goal = log.read_text().count("version_published") + rng.randrange(1, 8)
         with nursery.trainer(trained, log) as pid:
             eventually(lambda goal=goal: log.read_text().count("version_published") >= goal, 180)
-            time.sleep(
-                rng.random() * 0.1
-            )  # anywhere in training, checkpoint, publication, deletion
+            # The kill hits training, checkpoint, publication or deletion.
+            time.sleep(rng.random() * 0.1)
             os.kill(pid, signal.SIGKILL)
             assert nursery.wait(pid) == -signal.SIGKILL, f"seed {seed}: {log.read_text()[-2000:]}"
     feed.write(feed.batch(total - 1))

@@ -148,9 +148,8 @@ class Agents:
             yield 0, score
         ids, first = [1, 2, 3, rng.randrange(50)], list[int]()
         for turn in range(rng.randrange(1, 7)):
-            if (
-                first and rng.random() < 0.1
-            ):  # a sub-tree: it continues from the first prompt with other words
+            # A sub-tree: it continues from the first prompt with other words.
+            if first and rng.random() < 0.1:
                 yield 0, self._step(key, [*first, 60, 61, turn], str(rng.randrange(2)))
             said = [10 + turn, rng.randrange(100), 12]
             step = self._step(key, ids, str(rng.randrange(2)), said)

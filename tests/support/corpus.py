@@ -175,9 +175,8 @@ async def _chat(client: AsyncOpenAI, case: Case, parts: list[Any]) -> list[Any]:
     parts += [_dict(chunk) for chunk in chunks]
     state = ChatCompletionStreamState()
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", UserWarning
-        )  # from pydantic, for values of an unexpected type
+        # pydantic warns about values of an unexpected type.
+        warnings.simplefilter("ignore", UserWarning)
         for chunk in chunks:
             if chunk.object == "chat.completion.chunk":  # as `client.chat.completions.stream` does
                 state.handle_chunk(chunk)

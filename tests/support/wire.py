@@ -78,9 +78,8 @@ async def wired(answer: Answer) -> AsyncIterator[str]:
     finally:
         dead.set()
         server.close()
-        for _ in range(
-            5
-        ):  # a newly accepted connection gets its task after this many turns of the loop
+        # A newly accepted connection gets its task after this many turns of the loop.
+        for _ in range(5):
             await asyncio.sleep(0)
         for task in tasks:
             task.cancel()

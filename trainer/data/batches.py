@@ -192,9 +192,8 @@ class BatchReader:
         now = time.monotonic()
         if now - self._checked_at > CHECK_INTERVAL_S:
             self._checked_at = now
-            with suppress(
-                Unavailable
-            ):  # the broker is unavailable, so no wrong record can be read either
+            # The broker is unavailable, so no wrong record can be read either.
+            with suppress(Unavailable):
                 self._check_topic()
 
     def _check_topic(self) -> None:

@@ -114,9 +114,8 @@ class Policy:
         torch.set_rng_state(state["rng_cpu"])
         if state["rng_cuda"] and self.device.type == "cuda":
             torch.cuda.set_rng_state_all(state["rng_cuda"])
-        self._own_dtypes = TensorDtypes(
-            state["dtype"], state["other_dtypes"]
-        )  # the checkpoint's files are float32
+        # The checkpoint's files are float32.
+        self._own_dtypes = TensorDtypes(state["dtype"], state["other_dtypes"])
 
     def logprobs(self, sequences: Sequence[TrainingSequence]) -> Tensor:
         """Return the log-probability of every trained token, in sequence order.
