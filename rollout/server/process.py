@@ -29,8 +29,8 @@ from runtime.process.ports import PortTaken, check_free
 from schemas.settings import ENGINE_STOP_S, RolloutSettings
 
 _CPU_ENVIRONMENT = {
-    # Without it, gcc compiles two small sampling functions: 25 s at the first request, or an error
-    # where gcc is missing.
+    # Without this setting, gcc compiles two small sampling functions: 25 s at the first request,
+    # or an error where gcc is missing.
     "TORCHDYNAMO_DISABLE": "1",
     WORKER_NICE: "5",
 }
@@ -117,7 +117,7 @@ def is_cpu_build() -> bool:
 
 
 class VllmServer:
-    """Start the server, wait until it is ready, stop it, and restart it after its death.
+    """Start the server, wait until it is ready, stop it, and restart it after an exit.
 
     The output of the server is appended to `log`.
     """

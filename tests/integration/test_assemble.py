@@ -266,7 +266,7 @@ def test_second_worker_shares_and_a_stopped_one_is_fenced(
         lambda: len([c for c in jobs.candidates().values() if c.rewards]) == len(feed.keys), 180
     )
     first.send_signal(signal.SIGCONT)
-    # A worker paused within a batch is fenced and dies. A worker paused between two batches finds
+    # A worker paused within a batch is fenced and exits. A worker paused between two batches finds
     # that it has left the group, and rejoins.
     jobs.put(*jobs.conversation("t-after"), reward("t-after", 7.0))
     jobs.producer.flush()
@@ -377,7 +377,7 @@ def test_retention_that_overtakes_a_running_worker_is_an_error(
 def test_state_log_made_anew_under_a_running_worker(jobs: Jobs, eventually: Eventually) -> None:
     """The worker must not continue with a changelog that a later owner could not read.
 
-    It dies at its first record in the recreated topic, and the next worker starts from the
+    The worker exits at its first record in the recreated topic, and the next worker starts from the
     beginning.
     """
     worker = jobs.start()

@@ -107,7 +107,8 @@ def group(jobs: Jobs, number: int) -> list[Any]:
             replace(e, response_json=b'{"content":"' + said + b'"}') if isinstance(e, Step) else e
             for e in told
         ]
-        # This reward never balances a rule's reward: the values of a group differ for any subset of these.
+        # This reward never balances a rule's reward: the values of a group differ for any subset of
+        # these rewards.
         told.insert(2, reward(key, member / 8))
         events.append(told)
     return [e for at in range(max(map(len, events))) for one in events for e in one[at : at + 1]]

@@ -78,8 +78,8 @@ def test_2_2_1_ten_thousand_groups_behind_one_that_never_completes_are_served_at
 ) -> None:
     """Serve 10,000 groups although two stragglers came first.
 
-    One straggler never gets its other member, and one never gets its reward. Time stands still
-    throughout.
+    One straggler never gets its other member, and one never gets its reward. Event time
+    does not advance during the test.
     """
     topics, producer = mine.kafka.topics, cluster.producer()
 

@@ -43,7 +43,7 @@ def test_topics_made_by_hand_are_refused_until_they_are_mended(
     cluster: Cluster, settings: Settings, eventually: Eventually
 ) -> None:
     topics = settings.kafka.topics
-    # Valid: the default keeps the producers' timestamps, and the limit is above the required one.
+    # Valid: the producers' timestamps by default, and a limit above the required one.
     cluster.create_topic(topics.steps, 4, {"max.message.bytes": "20000000"})
     cluster.create_topic(
         topics.workers,

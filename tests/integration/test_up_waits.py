@@ -48,7 +48,7 @@ def test_a_broker_that_lives_but_does_not_serve_is_waited_for_past_the_time_out(
 ) -> None:
     """A broker that recovers its logs lives but does not serve.
 
-    When it has ended for good, the error names that cause.
+    When the broker has ended for good, the error reports its end.
     """
 
     async def body() -> None:

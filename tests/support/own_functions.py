@@ -57,7 +57,7 @@ def says_its_process(trajectory: Trajectory) -> float:
 
 
 def stops_later(trajectory: Trajectory) -> float:
-    """Report its process, which stops after its answer."""
+    """Return the pid of its process, which stops after the answer."""
     threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGSTOP)).start()
     return float(os.getpid())
 

@@ -44,8 +44,8 @@ class TrainingSequence:
             steps have no temperature.
         advantage: the same for all tokens of the sequence.
         sampled_at_zero: number of tokens that are not trained because their recorded
-            log-probability is infinite. A token of probability zero is never sampled, so the number
-            is meaningless.
+            log-probability is infinite. A token of probability zero is never sampled, so the
+            recorded value is invalid.
     """
 
     trajectory_id: str
