@@ -32,7 +32,7 @@ down: ## stop what `make up` started in another terminal
 
 test: install ## unit, integration on a real Kafka, end to end on a real vLLM
 	-@$(PY) -m clawstream broker prepare
-	$(PY) -m pytest -m "not long and not gpu and not compose" -n 2 --dist loadfile -q --durations=25
+	$(PY) -m pytest -m "not long and not gpu and not compose" -n 2 --dist loadfile --no-loadscope-reorder -q --durations=40
 
 test-unit: install ## no network, a few minutes
 	$(PY) -m pytest tests/unit -q
