@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.assemble import LIMITS, chat_step, reward, session, step
 from support.jobs import Eventually, Jobs, running
 
 from runtime.kafka import Cluster
@@ -23,7 +24,6 @@ from schemas.settings import Settings
 from schemas.topics import partition_of
 from stream_jobs.assemble.model import STEPS
 from stream_jobs.assemble.partition import PartitionContext, PartitionProcessor, TopicSnapshot
-from stream_jobs.assemble.testing import LIMITS, chat_step, reward, session, step
 
 TASK = [
     {"role": "system", "content": "You are an agent."},

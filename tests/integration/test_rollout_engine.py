@@ -21,6 +21,7 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.assemble import step
 from support.engine import (
     DEFAULT_TOP_K,
     IM_END,
@@ -59,7 +60,6 @@ from schemas.records import Sampling
 from schemas.settings import RolloutSettings, TrainerSettings
 from schemas.tokens import pack_logprobs
 from stream_jobs.assemble.payload.trainability import trainability
-from stream_jobs.assemble.testing import step
 from trainer.data.sequences import TemperatureSpan, TrainingSequence
 from trainer.model.policy import Policy
 

@@ -14,6 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from support.assemble import InMemoryPartition
 from support.chaos_feed import Ack, name_of
 
 from runtime.kafka import Cluster, Record
@@ -47,7 +48,6 @@ from stream_jobs.admit.main import payload_place
 from stream_jobs.assemble.changelog import accepts, decode_record, unpack_changes
 from stream_jobs.assemble.job import limits_of
 from stream_jobs.assemble.model import REWARDS, STEPS, ChangeKind, SourceTopic
-from stream_jobs.assemble.testing import InMemoryPartition
 from stream_jobs.lake.main import dataset, open_table
 
 FOLD_RECORDS = 500

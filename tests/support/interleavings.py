@@ -12,6 +12,16 @@ from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
+from support.assemble import (
+    ANONYMOUS_KEY,
+    CODEC,
+    chat_step,
+    curation,
+    reward,
+    session,
+    step,
+)
+
 from schemas.ids import agent_key
 from schemas.records import (
     AssemblyMarker,
@@ -33,15 +43,6 @@ from stream_jobs.assemble.model import REWARDS, STEPS, ChangeKind, RunTrajectory
 from stream_jobs.assemble.output_records import assembled, candidate
 from stream_jobs.assemble.payload.cache import CachedPayload, payload_of
 from stream_jobs.assemble.payload.trainability import trainability
-from stream_jobs.assemble.testing import (
-    ANONYMOUS_KEY,
-    CODEC,
-    chat_step,
-    curation,
-    reward,
-    session,
-    step,
-)
 
 AGENT = agent_key("codex", b"", "s")
 LIMITS = Limits(

@@ -16,6 +16,15 @@ import pytest
 from hypothesis import given
 from hypothesis import settings as how
 from hypothesis import strategies as st
+from support.assemble import (
+    ANONYMOUS_KEY,
+    InMemoryPartition,
+    chat_step,
+    curation,
+    reward,
+    session,
+    step,
+)
 from support.examples import examples
 from support.interleavings import (
     AGENT,
@@ -45,15 +54,6 @@ from stream_jobs.admit.decisions.state import resume_from_journal
 from stream_jobs.admit.fold import AdmissionFold
 from stream_jobs.assemble.handlers import Limits
 from stream_jobs.assemble.model import REWARDS, STEPS
-from stream_jobs.assemble.testing import (
-    ANONYMOUS_KEY,
-    InMemoryPartition,
-    chat_step,
-    curation,
-    reward,
-    session,
-    step,
-)
 
 SEED = st.integers(0, 2**32)
 SOURCE = CandidateLog("t", 0, 2)

@@ -14,6 +14,7 @@ from itertools import islice
 from typing import Any
 
 import pytest
+from support.assemble import LIMITS, InMemoryPartition, curation, reward, session, step
 
 from schemas.records import (
     AdmissionPolicy,
@@ -32,7 +33,6 @@ from stream_jobs.assemble.handlers import PAYLOAD_BYTES
 from stream_jobs.assemble.model import REWARDS, STEPS
 from stream_jobs.assemble.payload.cache import PayloadCache, payload_of
 from stream_jobs.assemble.payload.trainability import trainability
-from stream_jobs.assemble.testing import LIMITS, InMemoryPartition, curation, reward, session, step
 
 PLACE = Place(topic_id="t", partition=0, first_offset=0, last_offset=0)
 POLICY: dict[str, Any] = {

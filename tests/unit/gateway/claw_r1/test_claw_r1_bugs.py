@@ -17,6 +17,7 @@ import aiohttp
 import httpx
 import pytest
 from openai import APITimeoutError, AsyncOpenAI
+from support.assemble import InMemoryPartition
 from support.ports import free_port
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -31,7 +32,6 @@ from schemas.records import Candidate, Reward, Step, Tick
 from schemas.settings import Settings
 from schemas.tokens import unpack_ids, unpack_logprobs
 from stream_jobs.assemble.model import REWARDS, STEPS
-from stream_jobs.assemble.testing import InMemoryPartition
 
 HI = ScriptedChoice([7, 8, 9], ["Hel", "lo", ""], [-0.5, -0.25, -0.125])
 SPANS = [[{"version": "default/3.0", "start": 0, "end": 3}]]

@@ -9,9 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-
-from stream_jobs.assemble.model import REWARDS, STEPS
-from stream_jobs.assemble.testing import (
+from support.assemble import (
     ANONYMOUS_KEY,
     InMemoryPartition,
     assessment,
@@ -19,6 +17,8 @@ from stream_jobs.assemble.testing import (
     session,
     step,
 )
+
+from stream_jobs.assemble.model import REWARDS, STEPS
 
 
 def closed(*rewards: Any) -> InMemoryPartition:

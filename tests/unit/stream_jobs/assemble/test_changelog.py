@@ -6,13 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from support.assemble import CODEC
 
 from schemas.records import AssemblyDelta, AssemblyMarker, AssemblySnapshot
 from stream_jobs.assemble import changelog
 from stream_jobs.assemble.changelog import ChangelogReader
 from stream_jobs.assemble.model import ChangeKind, OpenStep
 from stream_jobs.assemble.state import PartitionState
-from stream_jobs.assemble.testing import CODEC
 from stream_jobs.errors import UnreadableChangelog
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import orjson
 import pytest
+from support.assemble import InMemoryPartition, curation, reward, session, step
 
 from stream_jobs.assemble import closed_store
 from stream_jobs.assemble.closed_store import ClosedStore
 from stream_jobs.assemble.model import REWARDS, STEPS, Annotations, ClosedStep, ClosedTrajectory
 from stream_jobs.assemble.state import PartitionState
-from stream_jobs.assemble.testing import InMemoryPartition, curation, reward, session, step
 
 
 def closed(steps: int = 1) -> ClosedTrajectory:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from support.assemble import LIMITS, InMemoryPartition, curation, reward, session, step
 
 from schemas.records import Tick
 from stream_jobs.assemble import model
@@ -12,7 +13,6 @@ from stream_jobs.assemble.fold import AssemblyFold
 from stream_jobs.assemble.handlers import UndecodableRecord
 from stream_jobs.assemble.model import REWARDS, STEPS, ChangeKind
 from stream_jobs.assemble.state import PartitionState
-from stream_jobs.assemble.testing import LIMITS, InMemoryPartition, curation, reward, session, step
 
 
 def test_steps_and_rewards_become_a_trajectory_and_a_candidate() -> None:

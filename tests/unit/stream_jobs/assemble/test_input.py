@@ -6,11 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-
-from schemas.records import Sampling, Tag, VersionSpan
-from schemas.tokens import pack_logprobs
-from stream_jobs.assemble.model import REWARDS, STEPS, SourceTopic
-from stream_jobs.assemble.testing import (
+from support.assemble import (
     LIMITS,
     InMemoryPartition,
     curation,
@@ -19,6 +15,10 @@ from stream_jobs.assemble.testing import (
     session,
     step,
 )
+
+from schemas.records import Sampling, Tag, VersionSpan
+from schemas.tokens import pack_logprobs
+from stream_jobs.assemble.model import REWARDS, STEPS, SourceTopic
 
 LARGE = bytes(9 << 20)
 

@@ -11,6 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.admit import SOURCE, cand, policy
+from support.assemble import (
+    ANONYMOUS_KEY,
+    LIMITS,
+    InMemoryPartition,
+    curation,
+    reward,
+    session,
+    step,
+)
 
 from schemas.codec.single_object import Codec
 from schemas.ids import agent_key
@@ -23,15 +32,6 @@ from stream_jobs.assemble.matching.token_prefix import match_prefix
 from stream_jobs.assemble.model import REWARDS, STEPS, OpenStep, OpenSteps, OpenTrajectory
 from stream_jobs.assemble.output_records import payload_bytes
 from stream_jobs.assemble.payload.segment_tree import _Branch, prompt_of
-from stream_jobs.assemble.testing import (
-    ANONYMOUS_KEY,
-    LIMITS,
-    InMemoryPartition,
-    curation,
-    reward,
-    session,
-    step,
-)
 from trainer.data.sequences import sequences_of
 
 AGENT = agent_key("codex", b"", "s")

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.assemble import InMemoryPartition, session, step
 from support.examples import examples
 
 from runtime.kafka import Record
@@ -27,7 +28,6 @@ from stream_jobs.assemble.model import (
 )
 from stream_jobs.assemble.output_records import at_most, candidate, in_parts, payload_bytes, slices
 from stream_jobs.assemble.payload.cache import PayloadCache, StepPayload
-from stream_jobs.assemble.testing import InMemoryPartition, session, step
 from stream_jobs.reward.job import PartBuffer
 
 CODEC = Codec()

@@ -8,13 +8,7 @@ from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.examples import examples
-
-from schemas.records import Tick
-from stream_jobs.assemble.changelog import ChangelogReader
-from stream_jobs.assemble.model import REWARDS, STEPS, SourceTopic
-from stream_jobs.assemble.state import PartitionState
-from stream_jobs.assemble.testing import (
+from support.assemble import (
     ANONYMOUS_KEY,
     CODEC,
     InMemoryPartition,
@@ -25,6 +19,12 @@ from stream_jobs.assemble.testing import (
     session,
     step,
 )
+from support.examples import examples
+
+from schemas.records import Tick
+from stream_jobs.assemble.changelog import ChangelogReader
+from stream_jobs.assemble.model import REWARDS, STEPS, SourceTopic
+from stream_jobs.assemble.state import PartitionState
 
 KEYS = ("a", "b", ANONYMOUS_KEY)
 MOMENT = st.integers(0, 400)

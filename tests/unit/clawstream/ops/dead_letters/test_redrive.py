@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from support.assemble import failed_call
 
 from clawstream.ops.dead_letters.redrive import NotSendable, check, key_of
 from schemas.settings import Settings
-from stream_jobs.assemble.testing import failed_call
 
 
 @pytest.mark.parametrize(("trajectory", "key"), [("t", b"t"), (None, b"None~F0")])

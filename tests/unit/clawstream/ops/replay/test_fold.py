@@ -14,6 +14,17 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.assemble import (
+    ANONYMOUS_KEY,
+    LIMITS,
+    InMemoryPartition,
+    assessment,
+    content,
+    curation,
+    reward,
+    session,
+    step,
+)
 from support.examples import examples
 
 from clawstream.cli.common_options import instant
@@ -42,17 +53,6 @@ from schemas.topics import partition_of
 from stream_jobs.assemble.model import REWARDS, STEPS
 from stream_jobs.assemble.payload.cache import CachedPayload, payload_of
 from stream_jobs.assemble.payload.trainability import trainability
-from stream_jobs.assemble.testing import (
-    ANONYMOUS_KEY,
-    LIMITS,
-    InMemoryPartition,
-    assessment,
-    content,
-    curation,
-    reward,
-    session,
-    step,
-)
 from stream_jobs.lake.delta.snapshots import resolve_versions
 from stream_jobs.lake.tables.catalog import ConsumedRecord, catalog
 from stream_jobs.lake.tables.row_events import events_of

@@ -5,12 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-
-from schemas.ids import agent_key, is_bucket, is_unnamed
-from schemas.records import Step, Tick
-from schemas.settings import Settings
-from stream_jobs.assemble.model import REWARDS, STEPS
-from stream_jobs.assemble.testing import (
+from support.assemble import (
     ANONYMOUS_KEY,
     LIMITS,
     InMemoryPartition,
@@ -20,6 +15,11 @@ from stream_jobs.assemble.testing import (
     session,
     step,
 )
+
+from schemas.ids import agent_key, is_bucket, is_unnamed
+from schemas.records import Step, Tick
+from schemas.settings import Settings
+from stream_jobs.assemble.model import REWARDS, STEPS
 
 SESSION = agent_key("claude-code", b"api key", "0b9f")
 PATIENT = replace(LIMITS, bucket_inactivity=100, agent_inactivity=300)

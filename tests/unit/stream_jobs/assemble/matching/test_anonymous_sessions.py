@@ -10,6 +10,17 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.assemble import (
+    ANONYMOUS_KEY,
+    CODEC,
+    LIMITS,
+    InMemoryPartition,
+    chat_step,
+    content,
+    curation,
+    reward,
+    session,
+)
 from support.examples import examples
 
 from schemas.records import Step, Tick
@@ -22,17 +33,6 @@ from stream_jobs.assemble.matching.anonymous_sessions import (
     place_step,
 )
 from stream_jobs.assemble.model import REWARDS, STEPS, OpenSteps
-from stream_jobs.assemble.testing import (
-    ANONYMOUS_KEY,
-    CODEC,
-    LIMITS,
-    InMemoryPartition,
-    chat_step,
-    content,
-    curation,
-    reward,
-    session,
-)
 
 TASK = [
     {"role": "system", "content": "You are an agent."},

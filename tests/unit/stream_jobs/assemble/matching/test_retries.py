@@ -8,12 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.examples import examples
-
-from schemas.records import Step, Tick
-from schemas.tokens import pack_ids
-from stream_jobs.assemble.model import STEPS
-from stream_jobs.assemble.testing import (
+from support.assemble import (
     ANONYMOUS_KEY,
     LIMITS,
     InMemoryPartition,
@@ -22,6 +17,11 @@ from stream_jobs.assemble.testing import (
     session,
     step,
 )
+from support.examples import examples
+
+from schemas.records import Step, Tick
+from schemas.tokens import pack_ids
+from stream_jobs.assemble.model import STEPS
 
 TASK = [{"role": "user", "content": "Fix the bug."}]
 
