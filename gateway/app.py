@@ -22,9 +22,10 @@ from gateway.asgi.error_replies import OPENAI_ERRORS, ErrorFormat, http_error_of
 from gateway.asgi.in_flight_limits import InFlightLimits
 from gateway.asgi.messages import App, Scope, Send
 from gateway.asgi.unhandled_errors import UnhandledErrors
-from gateway.attribution.resolver import Door
-from gateway.attribution.sessions import secret_of
+from gateway.attribution.resolver import TrajectoryResolver
+from gateway.auth.authenticator import Authenticator
 from gateway.auth.key_limits import KeyLimits
+from gateway.auth.session_keys import secret_of
 from gateway.claw_r1.api import LARGE_BODIES, claw_r1_routes
 from gateway.clock import Clock
 from gateway.durability.blobs import Blobs
@@ -103,7 +104,8 @@ def create_app(
         max_age_s=settings.spool_max_age_s,
     )
     upstream = Upstream(settings.gateway, registry, lambda: producer.uptime_s, clock, metrics)
-    door = Door(settings, metrics)
+    authenticator = Authenticator(settings, metrics)
+    trajectories = TrajectoryResolver(settings.run_id)
     redaction = redaction_of(settings, secret_of(settings), metrics.redaction_failed.inc)
     log = RecordWriter(settings.kafka.topics, codec, delivery, redaction)
     in_flight = InFlightLimits(
@@ -116,21 +118,22 @@ def create_app(
         settings.gateway.gateway_id,
         codec,
         producer,
-        door,
+        trajectories,
         redaction,
         clock,
         metrics,
     )
     limits = KeyLimits(clock)
     services = Services(
-        settings, door, delivery, log, upstream, clock, metrics, in_flight, failed, limits
-    )
+        settings, authenticator, trajectories, delivery, log, upstream, clock, metrics, in_flight,
+        failed, limits,
+    )  # fmt: skip
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         await delivery.start()
         await upstream.open()
-        async with door.watching():
+        async with authenticator.watching():
             yield
         await upstream.close()
         await delivery.close()
@@ -150,7 +153,8 @@ def create_app(
     app.include_router(control_routes(services))
     app.include_router(
         rollout_budget_routes(
-            door,
+            authenticator,
+            trajectories,
             budgets or InMemoryBudgets(),
             lambda run: registry.oldest_loaded(run, producer.uptime_s),
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gateway.attribution.sessions import secret_of
+from gateway.auth.session_keys import secret_of
 from gateway.engines.registry import EngineRegistry
 from gateway.redaction.redactor import redaction_of
 from rewards.registry import rule_of

@@ -20,9 +20,9 @@ from fastapi import APIRouter, Depends, Request
 from pydantic import BaseModel, ConfigDict, Field
 
 from gateway.asgi.messages import header_map
-from gateway.attribution.resolver import TRAJECTORY_HEADER, Principal
-from gateway.attribution.sessions import TrajectoryRef
+from gateway.attribution.resolver import TRAJECTORY_HEADER, TrajectoryRef
 from gateway.auth.api_keys import Scope
+from gateway.auth.authenticator import Principal
 from gateway.durability.record_writer import Event
 from gateway.errors import Unprocessable
 from gateway.protocols.request_fields import dumps
@@ -139,44 +139,47 @@ class Recorder:
     def __init__(self, services: Services) -> None:
         self._services = services
 
-    def opened(self, origin: TrajectoryRef, said: OpenSession | Register) -> SessionEvent:
+    def opened(self, ref: TrajectoryRef, said: OpenSession | Register) -> SessionEvent:
         """Return the opening of a trajectory.
 
         An equal opening has the same event id; a different one adds the fields that were absent
         before.
         """
-        told = (said.metadata, said.group_size, said.round, origin.channel, origin.group_id)
+        told = (said.metadata, said.group_size, said.round, ref.channel, ref.group_id)
         return SessionEvent(
             event_id=stable_id(
-                origin.run_id,
-                origin.trajectory_key,
+                ref.run_id,
+                ref.trajectory_key,
                 "opened",
                 dumps(told, "metadata", Unprocessable, sort=True).decode(),
             ),
-            run_id=origin.run_id,
-            trajectory_key=origin.trajectory_key,
+            run_id=ref.run_id,
+            trajectory_key=ref.trajectory_key,
             kind="opened",
-            group_id=origin.group_id,
-            channel=origin.channel,
+            group_id=ref.group_id,
+            channel=ref.channel,
             group_size=said.group_size,
             round=said.round,
             metadata_json=json_of(said.metadata, "metadata"),
             created_at=self._services.clock.micros(),
         )
 
-    def ended(self, origin: TrajectoryRef, said: Complete) -> list[Reward | SessionEvent]:
+    def ended(self, ref: TrajectoryRef, said: Complete) -> list[Reward | SessionEvent]:
         """Return the trajectory's reward, if it has one, and its end. Raises Unprocessable."""
         if said.step_id is None:
-            _of_one_trajectory(origin.trajectory_key, "step_id")
+            _of_one_trajectory(ref.trajectory_key, "step_id")
         event = SessionEvent(
             event_id=stable_id(
-                origin.run_id, origin.trajectory_key, said.outcome, *filter(None, [said.step_id])
+                ref.run_id,
+                ref.trajectory_key,
+                said.outcome,
+                *filter(None, [said.step_id]),
             ),
-            run_id=origin.run_id,
-            trajectory_key=origin.trajectory_key,
+            run_id=ref.run_id,
+            trajectory_key=ref.trajectory_key,
             kind=said.outcome,
-            group_id=origin.group_id,
-            channel=origin.channel,
+            group_id=ref.group_id,
+            channel=ref.channel,
             step_id=said.step_id,
             reason=said.reason,
             created_at=self._services.clock.micros(),
@@ -188,13 +191,17 @@ class Recorder:
             name="complete_trajectory",
             function_version="1",
             value=said.reward,
-            trajectory_id=origin.trajectory_key,
-            step_id=said.step_id if is_unnamed(origin.trajectory_key) else None,
+            trajectory_id=ref.trajectory_key,
+            step_id=said.step_id if is_unnamed(ref.trajectory_key) else None,
         )
-        return [self.reward(origin, reward, "reward"), event]
+        return [self.reward(ref, reward, "reward"), event]
 
     def reward(
-        self, origin: TrajectoryRef, said: GiveReward, field: str = "value", by: str | None = None
+        self,
+        ref: TrajectoryRef,
+        said: GiveReward,
+        field: str = "value",
+        by: str | None = None,
     ) -> Reward:
         """Return a reward; an equal one has the same event id.
 
@@ -202,7 +209,7 @@ class Recorder:
         then the key, the reward applies to that whole trajectory, not to the step.
 
         Args:
-            origin: Trajectory of the reward.
+            ref: Trajectory of the reward.
             said: The reward.
             field: Name of the value's field in error messages.
             by: Author, unless `said` names one.
@@ -218,16 +225,16 @@ class Recorder:
                 "see gateway.reward_min and gateway.reward_max",
                 field,
             )
-        named = said.trajectory_id if is_unnamed(origin.trajectory_key) else None
+        named = said.trajectory_id if is_unnamed(ref.trajectory_key) else None
         target = ",".join(filter(None, (named, said.step_id)))
         parts = (said.source, said.name, said.function_version)
         return Reward(
             event_id=stable_id(
-                origin.run_id, origin.trajectory_key, "reward", target, *parts,
+                ref.run_id, ref.trajectory_key, "reward", target, *parts,
                 str(said.reward_revision), repr(said.value), said.reason or "",
             ),
-            run_id=origin.run_id,
-            trajectory_key=origin.trajectory_key,
+            run_id=ref.run_id,
+            trajectory_key=ref.trajectory_key,
             trajectory_id=named,
             step_id=said.step_id,
             source=said.source,
@@ -241,7 +248,7 @@ class Recorder:
             created_at=self._services.clock.micros(),
         )  # fmt: skip
 
-    def curation(self, origin: TrajectoryRef, said: Curate, by: str, event_id: str) -> Curation:
+    def curation(self, ref: TrajectoryRef, said: Curate, by: str, event_id: str) -> Curation:
         """Return a mark.
 
         Unlike other events, an equal mark is a new event: the last mark holds, even after a
@@ -249,9 +256,9 @@ class Recorder:
         """
         return Curation(
             event_id=event_id,
-            run_id=origin.run_id,
-            trajectory_key=origin.trajectory_key,
-            trajectory_id=said.trajectory_id if is_unnamed(origin.trajectory_key) else None,
+            run_id=ref.run_id,
+            trajectory_key=ref.trajectory_key,
+            trajectory_id=said.trajectory_id if is_unnamed(ref.trajectory_key) else None,
             step_id=said.step_id,
             quality=said.quality,
             trainable=said.trainable,
@@ -326,13 +333,14 @@ def public_url(gateway: GatewaySettings, request: Request) -> str:
 
 def control_routes(services: Services) -> APIRouter:
     """Return the routes of sessions, trajectories, rewards and curations."""
-    router, recorder, door = APIRouter(), Recorder(services), services.door
+    router, recorder = APIRouter(), Recorder(services)
+    authenticator, trajectories = services.authenticator, services.trajectories
 
     def principal_with(scope: Scope) -> Any:
         """Authenticate the caller and check its scope before the body is read."""
 
         async def authenticate(request: Request) -> Principal:
-            return door.authenticate(header_map(request.scope), scope)
+            return authenticator.authenticate(header_map(request.scope), scope)
 
         return Depends(authenticate)
 
@@ -349,12 +357,16 @@ def control_routes(services: Services) -> APIRouter:
         said = said or OpenSession()
         key = said.trajectory_key or header_map(request.scope).get(TRAJECTORY_HEADER) or new_ulid()
         _of_one_trajectory(key, "trajectory_key")
-        found = door.origin(caller, header_map(request.scope), key, said.group_id, run=said.run_id)
+        found = trajectories.resolve(
+            caller, header_map(request.scope), key, said.group_id, run=said.run_id
+        )
         new = replace(found, channel=said.channel or found.channel)
         await recorder.record([recorder.opened(new, said)])
         public = public_url(services.settings.gateway, request)
         return {
-            "session_key": door.mint(caller, new),
+            "session_key": authenticator.session_key(
+                caller, new.run_id, key, new.group_id, new.channel
+            ),
             "trajectory_key": key,
             "base_url": f"{public}/v1",
             "path_base_url": f"{public}/{_quoted(key)}/{_quoted(new.group_id or key)}/v1",
@@ -369,10 +381,10 @@ def control_routes(services: Services) -> APIRouter:
     ) -> dict[str, str]:
         said = said or Complete()
         if said.reward is not None:
-            door.require_completion_reward(caller)
+            authenticator.require_completion_reward(caller)
         if said.step_id is not None:
             key = target_of(key, said.step_id)
-        found = door.origin(caller, header_map(request.scope), key, group)
+        found = trajectories.resolve(caller, header_map(request.scope), key, group)
         await recorder.record(
             recorder.ended(replace(found, channel=said.channel or found.channel), said)
         )
@@ -412,7 +424,7 @@ def control_routes(services: Services) -> APIRouter:
     ) -> dict[str, str]:
         said = said or Register()
         _of_one_trajectory(trajectory, "trajectory_key")
-        found = door.origin(caller, header_map(request.scope), trajectory, prompt)
+        found = trajectories.resolve(caller, header_map(request.scope), trajectory, prompt)
         await recorder.record(
             [recorder.opened(replace(found, channel=said.channel or found.channel), said)]
         )
@@ -425,7 +437,7 @@ def control_routes(services: Services) -> APIRouter:
         if said.value is None and not said.reason:
             raise Unprocessable("reason: says why there is no value, or give a value", "reason")
         key = target_of(said.trajectory_id, said.step_id)
-        found = door.origin(caller, header_map(request.scope), key, run=said.run_id)
+        found = trajectories.resolve(caller, header_map(request.scope), key, run=said.run_id)
         await recorder.record([recorder.reward(found, said, by=caller.name)])
         return {"status": "ok", "trajectory_key": key}
 
@@ -437,7 +449,7 @@ def control_routes(services: Services) -> APIRouter:
         if by is None:
             raise Unprocessable("by: says who marks it, where no API key does", "by")
         key = target_of(said.trajectory_id, said.step_id)
-        found = door.origin(caller, header_map(request.scope), key, run=said.run_id)
+        found = trajectories.resolve(caller, header_map(request.scope), key, run=said.run_id)
         event_id = new_event_id()
         await recorder.record([recorder.curation(found, said, by, event_id)])
         return {"status": "ok", "trajectory_key": key, "event_id": event_id}

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import orjson
 
-from gateway.attribution.sessions import TrajectoryRef
+from gateway.attribution.resolver import TrajectoryRef
 from gateway.capture.engine_tokens import CapturedTokens
 from gateway.capture.sampling import requested_sampling
 from gateway.capture.unread import Unread
@@ -23,7 +23,7 @@ ABORTED = ("abort", "error")
 class Call:
     """One accepted call. received_at: microseconds. body: the client's bytes."""
 
-    origin: TrajectoryRef
+    trajectory: TrajectoryRef
     call_id: str
     protocol: str
     request: Request
@@ -140,12 +140,12 @@ def _step(
     finish_reason = engine_finish if engine_finish in ABORTED else choice.finish_reason
     return Step(
         step_id=step_id(call.call_id, choice.index),
-        run_id=call.origin.run_id,
-        trajectory_key=call.origin.trajectory_key,
+        run_id=call.trajectory.run_id,
+        trajectory_key=call.trajectory.trajectory_key,
         call_id=call.call_id,
         choice_index=choice.index,
-        group_id=call.origin.group_id,
-        channel=call.origin.channel,
+        group_id=call.trajectory.group_id,
+        channel=call.trajectory.channel,
         protocol=call.protocol,
         model=call.request.model or answered_model,
         status="error" if status == "ok" and finish_reason in ABORTED else status,

@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from gateway.api.control import Complete, GiveReward, Recorder, Register, public_url
 from gateway.asgi.client_disconnect import DisconnectWatcher, Receive
 from gateway.asgi.messages import header_map
-from gateway.attribution.resolver import Principal
+from gateway.auth.authenticator import Principal
 from gateway.auth.key_limits import Counted
 from gateway.capture.engine_tokens import CapturedTokens
 from gateway.capture.steps import ABORTED
@@ -149,7 +149,7 @@ def claw_r1_routes(services: Services) -> APIRouter:
     @asynccontextmanager
     async def opened(request: Request) -> AsyncIterator[tuple[Principal, bytes]]:
         """Authenticate the caller, then read its body, which counts as held within the block."""
-        caller = services.door.authenticate(header_map(request.scope), "agent")
+        caller = services.authenticator.authenticate(header_map(request.scope), "agent")
         async with held_body(request.receive, services) as body:
             yield caller, body
 
@@ -169,12 +169,12 @@ def claw_r1_routes(services: Services) -> APIRouter:
         async with opened(request) as (caller, body):
             return await judge.judge(
                 read_as(ComputeReward, body),
-                services.door.run_of(caller, header_map(request.scope)),
+                services.trajectories.run_of(caller, header_map(request.scope)),
             )
 
     @router.post("/init_trajectory")
     async def init_trajectory(request: Request) -> dict[str, str]:
-        services.door.authenticate(header_map(request.scope), "agent")
+        services.authenticator.authenticate(header_map(request.scope), "agent")
         uid = uuid.uuid4().hex
         return {"trajectory_uid": uid, "base_url": f"{public_url(gateway, request)}/{uid}/{uid}/v1"}
 
@@ -248,7 +248,7 @@ class Submitter:
         channel: Channel | None,
     ) -> Placed:
         try:
-            found = self._services.door.origin(
+            found = self._services.trajectories.resolve(
                 caller, headers, said.trajectory_uid or None, said.prompt_uid or None
             )
         except GatewayError as error:
@@ -263,30 +263,28 @@ class Submitter:
 
         The reward of a last step is the trajectory's, as in Claw-R1's own complete_trajectory.
         """
-        recorder, door = self._recorder, self._services.door
+        recorder, authenticator = self._recorder, self._services.authenticator
         opened: dict[bytes, Event] = {}
         ended: dict[bytes, Event] = {}
         rewards: list[Event] = []
         for placed, step in steps:
-            said, origin = placed.said, placed.origin
-            if said.metadata and origin.kafka_key not in opened:
-                opened[origin.kafka_key] = recorder.opened(origin, Register(metadata=said.metadata))
+            said, ref = placed.said, placed.trajectory
+            if said.metadata and ref.kafka_key not in opened:
+                opened[ref.kafka_key] = recorder.opened(ref, Register(metadata=said.metadata))
             if said.is_last:
-                (ended[origin.kafka_key],) = recorder.ended(origin, Complete())
+                (ended[ref.kafka_key],) = recorder.ended(ref, Complete())
             if said.reward is None:
                 continue
             if said.is_last:
-                door.require_completion_reward(caller)
+                authenticator.require_completion_reward(caller)
                 name, step_id = "complete_trajectory", None
             else:
-                door.require(caller, "reward")
+                authenticator.require(caller, "reward")
                 name, step_id = "submit_steps", step.step_id
             reward = GiveReward(
                 source="env", name=name, function_version="1", step_id=step_id, value=said.reward
             )
-            rewards.append(
-                recorder.reward(origin, reward, f"steps.{placed.at}.reward", caller.name)
-            )
+            rewards.append(recorder.reward(ref, reward, f"steps.{placed.at}.reward", caller.name))
         return [*opened.values(), *(step for _, step in steps), *rewards, *ended.values()]
 
 
@@ -308,7 +306,7 @@ class Generator:
         services = self._services
         attempt = services.failed.attempt(PROTOCOL, headers, None, None)
         try:
-            attempt.caller = caller = services.door.authenticate(headers, "agent")
+            attempt.caller = caller = services.authenticator.authenticate(headers, "agent")
             with services.limits.call(caller.key) as counted:
                 async with held_body(receive, services) as body:
                     client = DisconnectWatcher(receive)
@@ -342,7 +340,7 @@ class Generator:
                 "POST", COMPLETIONS.path, lambda spec: COMPLETIONS.engine_body(asked, spec.kind),
                 {k: v for k, v in headers.items() if k in FORWARDED}
                 | {"content-type": "application/json"}, key=_prefix_key(said.prompt_ids),
-                run_id=(run := self._services.door.run_of(caller, headers)),
+                run_id=(run := self._services.trajectories.run_of(caller, headers)),
                 model=asked.model, on_asking=asking,
             ) as response:  # fmt: skip
                 body = await response.read(held)

@@ -18,7 +18,7 @@ import orjson
 from pydantic import BaseModel, ConfigDict, Field
 from ulid import ULID
 
-from gateway.attribution.sessions import TrajectoryRef
+from gateway.attribution.resolver import TrajectoryRef
 from gateway.errors import BadRequest, GatewayError, Unprocessable
 from gateway.protocols.request_fields import dumps
 from schemas.ids import Version, step_id
@@ -86,7 +86,7 @@ class Placed:
 
     at: int
     said: StepPayload
-    origin: TrajectoryRef
+    trajectory: TrajectoryRef
 
     def wrong(self, field: str, why: str) -> Unprocessable:
         """Return the error that names a field of this step."""
@@ -137,23 +137,23 @@ def step_of(placed: Placed, request: Request, text: str | None) -> Step:
     Raises:
         Unprocessable: A field is invalid; the error names it.
     """
-    said, origin = placed.said, placed.origin
+    said, ref = placed.said, placed.trajectory
     prompt, response, logprobs = _tokens(placed)
     kept = _kept(placed)
     digest = hashlib.blake2b(digest_size=10)
-    for part in (origin.run_id.encode(), origin.kafka_key, prompt, response, logprobs or b"", kept):
+    for part in (ref.run_id.encode(), ref.kafka_key, prompt, response, logprobs or b"", kept):
         digest.update(len(part).to_bytes(8, "little") + part)
     # A ulid with time zero: it identifies content, not a moment.
-    call_id = f"{origin.trajectory_key}~{ULID.from_bytes(bytes(6) + digest.digest())}"
-    stated = _stated_version(said, origin.run_id)
+    call_id = f"{ref.trajectory_key}~{ULID.from_bytes(bytes(6) + digest.digest())}"
+    stated = _stated_version(said, ref.run_id)
     return Step(
         step_id=step_id(call_id, 0),
-        run_id=origin.run_id,
-        trajectory_key=origin.trajectory_key,
+        run_id=ref.run_id,
+        trajectory_key=ref.trajectory_key,
         call_id=call_id,
         choice_index=0,
-        group_id=origin.group_id,
-        channel=origin.channel,
+        group_id=ref.group_id,
+        channel=ref.channel,
         protocol=PROTOCOL,
         model="",
         status="ok",

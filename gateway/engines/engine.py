@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from gateway.attribution.sessions import OURS
+from gateway.auth.session_keys import KEY_PREFIXES
 from gateway.engines.circuit_breaker import (
     CLOSED,
     Answered,
@@ -385,4 +385,4 @@ def _clean(text: str) -> str:
 
 def _ours(credential: str) -> bool:
     """Return whether a header value contains a key of this gateway, with or without a scheme."""
-    return any(word.startswith(OURS) for word in credential.split())
+    return any(word.startswith(KEY_PREFIXES) for word in credential.split())

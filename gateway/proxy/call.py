@@ -23,8 +23,9 @@ from gateway.asgi.client_disconnect import DisconnectWatcher, Receive
 from gateway.asgi.error_replies import outcome_of, reply_of
 from gateway.asgi.in_flight_limits import InFlightLimits, ReplyReservation
 from gateway.asgi.messages import Headers, Scope, Send, header_map, read_body, send_reply
-from gateway.attribution.resolver import Door, Principal
+from gateway.attribution.resolver import TrajectoryResolver
 from gateway.attribution.tags import tags_of
+from gateway.auth.authenticator import Authenticator, Principal
 from gateway.auth.key_limits import Counted, KeyLimits, tokens_of
 from gateway.capture.engine_tokens import NOT_REPORTED, CapturedTokens
 from gateway.capture.steps import (
@@ -87,7 +88,8 @@ class Services:
     """Dependencies of the routes."""
 
     settings: Settings
-    door: Door
+    authenticator: Authenticator
+    trajectories: TrajectoryResolver
     delivery: DeliveryManager
     record_writer: RecordWriter
     upstream: Upstream
@@ -177,7 +179,7 @@ class CallEndpoint:
         reply = services.in_flight.replies.reserve()
         try:
             # Before the body: the body of an unauthenticated request is not read.
-            caller = services.door.authenticate(headers, "agent")
+            caller = services.authenticator.authenticate(headers, "agent")
             attempt.caller = caller
             with services.limits.call(caller.key) as counted:
                 body = await read_body(
@@ -192,7 +194,10 @@ class CallEndpoint:
                     if self._prompts.applies(call.request):
                         async with client:
                             await self._prompts.check(
-                                call.request, call.protocol, call.origin, credentials_of(headers)
+                                call.request,
+                                call.protocol,
+                                call.trajectory,
+                                credentials_of(headers),
                             )
                     with services.delivery.reserve(
                         call.request.n * (2 * len(call.body) + STEP_OVERHEAD_BYTES)
@@ -257,10 +262,10 @@ class CallEndpoint:
             body = whole  # the engine gets the recorded body
             request = adapter.parse_request(body)
         request = with_defaults(request, adapter.name, services.settings.gateway.default_max_tokens)
-        origin = services.door.origin(caller, headers, trajectory, prompt, request.payload)
+        ref = services.trajectories.resolve(caller, headers, trajectory, prompt, request.payload)
         return Call(
-            origin=origin,
-            call_id=new_call_id(origin.trajectory_key),
+            trajectory=ref,
+            call_id=new_call_id(ref.trajectory_key),
             protocol=adapter.name,
             request=request,
             body=body,
@@ -347,8 +352,8 @@ class ProxiedCall:
         return self._services.upstream.call(
             "POST", self._path, lambda spec: self._adapter.engine_body(call.request, spec.kind),
             self._forwarded,
-            key=call.origin.trajectory_key, run_id=call.origin.run_id, model=call.request.model,
-            on_asking=self._on_engine, credentials=self._credentials,
+            key=call.trajectory.trajectory_key, run_id=call.trajectory.run_id,
+            model=call.request.model, on_asking=self._on_engine, credentials=self._credentials,
         )  # fmt: skip
 
     def _on_engine(self, spec: EngineSpec | None) -> None:
@@ -364,7 +369,7 @@ class ProxiedCall:
         headers = [
             *self._returned,
             *content_headers,
-            (b"x-clawstream-trajectory", self._call.origin.trajectory_key.encode()),
+            (b"x-clawstream-trajectory", self._call.trajectory.trajectory_key.encode()),
         ]
         if steps:
             headers.append((b"x-clawstream-step", ",".join(steps[:MAX_NAMED]).encode()))
@@ -393,7 +398,7 @@ class ProxiedCall:
         else:
             headers.append((b"content-encoding", response.encoding.encode("latin-1")))
         headers.append((b"content-length", b"%d" % len(body)))
-        headers.append((b"x-clawstream-trajectory", self._call.origin.trajectory_key.encode()))
+        headers.append((b"x-clawstream-trajectory", self._call.trajectory.trajectory_key.encode()))
         await self._start(response.status, headers)
         await self._send_message({"type": "http.response.body", "body": body})
         self._services.failed.record(self._attempt, engine_failure(response.status, error_body))

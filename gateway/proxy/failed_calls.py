@@ -16,8 +16,8 @@ import orjson
 from ulid import ULID
 
 from gateway.asgi.error_replies import http_error_of
-from gateway.attribution.resolver import Door, Principal
-from gateway.attribution.sessions import TrajectoryRef
+from gateway.attribution.resolver import TrajectoryRef, TrajectoryResolver
+from gateway.auth.authenticator import Principal
 from gateway.capture.steps import Call
 from gateway.clock import Clock
 from gateway.durability.log import LogProducer, Message
@@ -107,7 +107,8 @@ class FailedCalls:
     """Writes FailedCall records. redaction: None writes them unredacted."""
 
     def __init__(
-        self, topic: str, gateway_id: str, codec: Codec, producer: LogProducer, door: Door,
+        self, topic: str, gateway_id: str, codec: Codec, producer: LogProducer,
+        trajectories: TrajectoryResolver,
         redaction: Redaction | None, clock: Clock,
         metrics: Metrics,
     ) -> None:  # fmt: skip
@@ -117,7 +118,7 @@ class FailedCalls:
             codec,
             producer,
         )
-        self._door, self._redaction, self._clock = door, redaction, clock
+        self._trajectories, self._redaction, self._clock = trajectories, redaction, clock
         self._recorded, self._lost = (
             metrics.failed_calls.labels(fate) for fate in ("recorded", "lost")
         )
@@ -139,40 +140,40 @@ class FailedCalls:
         if not self._producer.reachable or self._in_flight >= MAX_IN_FLIGHT:
             self._lost.inc()
             return
-        origin = (
-            attempt.call.origin
+        ref = (
+            attempt.call.trajectory
             if attempt.call is not None
-            else self._origin(attempt, attempt.caller)
+            else self._ref(attempt, attempt.caller)
         )
         try:
             run = (
-                origin.run_id
-                if origin is not None
-                else check_run_id(self._door.run_of(attempt.caller, attempt.headers))
+                ref.run_id
+                if ref is not None
+                else check_run_id(self._trajectories.run_of(attempt.caller, attempt.headers))
             )
         except InvalidId:  # the client named an invalid run
             self._lost.inc()
             return
-        self._send(self._record(attempt, failure, run, origin))
+        self._send(self._record(attempt, failure, run, ref))
 
-    def _origin(self, attempt: Attempt, caller: Principal) -> TrajectoryRef | None:
+    def _ref(self, attempt: Attempt, caller: Principal) -> TrajectoryRef | None:
         """Return the trajectory of the call if path and headers name it."""
         try:
-            return self._door.origin(caller, attempt.headers, attempt.key, attempt.group)
+            return self._trajectories.resolve(caller, attempt.headers, attempt.key, attempt.group)
         except GatewayError:
             return None
 
     def _record(
-        self, attempt: Attempt, failure: Failure, run: str, origin: TrajectoryRef | None
+        self, attempt: Attempt, failure: Failure, run: str, ref: TrajectoryRef | None
     ) -> FailedCall:
         call = attempt.call
         model = call.request.model if call is not None else attempt.model
         record = FailedCall(
             event_id=call.call_id if call is not None else str(ULID()),
             run_id=run,
-            trajectory_key=origin.trajectory_key if origin is not None else None,
-            group_id=origin.group_id if origin is not None else None,
-            channel=origin.channel if origin is not None else None,
+            trajectory_key=ref.trajectory_key if ref is not None else None,
+            group_id=ref.group_id if ref is not None else None,
+            channel=ref.channel if ref is not None else None,
             protocol=attempt.protocol,
             model=_cut(model, TYPE_CHARS),
             streamed=call is not None and call.request.stream,

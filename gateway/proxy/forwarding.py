@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from urllib.parse import unquote_plus
 
-from gateway.attribution.sessions import OURS
+from gateway.auth.session_keys import KEY_PREFIXES
 
 FORWARDED = frozenset({
     "traceparent", "tracestate", "x-request-id", "x-client-request-id", "x-session-id",
@@ -41,5 +41,7 @@ def with_query(path: str, query: bytes) -> str:
     if not query:
         return path
     fields = query.decode("latin-1").split("&")
-    kept = "&".join(f for f in fields if not unquote_plus(f.partition("=")[2]).startswith(OURS))
+    kept = "&".join(
+        f for f in fields if not unquote_plus(f.partition("=")[2]).startswith(KEY_PREFIXES)
+    )
     return f"{path}?{kept}" if kept else path

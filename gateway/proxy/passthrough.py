@@ -8,7 +8,7 @@ from gateway.asgi.client_disconnect import DisconnectWatcher, Receive
 from gateway.asgi.error_replies import ErrorFormat, Reply, reply_of
 from gateway.asgi.in_flight_limits import ReplyReservation
 from gateway.asgi.messages import Scope, Send, header_map, send_reply
-from gateway.attribution.resolver import Principal
+from gateway.auth.authenticator import Principal
 from gateway.auth.key_limits import tokens_of_reply
 from gateway.errors import BadRequest, ClientGone, GatewayError
 from gateway.protocols.request_fields import model_of, object_of, with_whole_characters
@@ -43,7 +43,7 @@ class PassthroughEndpoint:
         self, scope: Scope, receive: Receive, held: ReplyReservation, target: CallTarget
     ) -> Reply:
         services, headers = self._services, header_map(scope)
-        caller = services.door.authenticate(headers, "agent")
+        caller = services.authenticator.authenticate(headers, "agent")
         with services.limits.call(caller.key) as counted:
             async with held_body(receive, services) as body:
                 client = DisconnectWatcher(receive)
@@ -71,7 +71,7 @@ class PassthroughEndpoint:
         target: CallTarget,
     ) -> Reply:
         services = self._services
-        origin = services.door.origin(caller, headers, target.trajectory, target.prompt, {})
+        ref = services.trajectories.resolve(caller, headers, target.trajectory, target.prompt, {})
         model = target.item if target.tail == "/models/" else None
         if self.method == "POST":
             try:
@@ -85,7 +85,7 @@ class PassthroughEndpoint:
             forwarded["content-type"] = "application/json"
         async with services.upstream.call(
             self.method, path, body or None, forwarded,
-            key=origin.trajectory_key, run_id=origin.run_id, model=model,
+            key=ref.trajectory_key, run_id=ref.run_id, model=model,
             credentials=credentials_of(headers),
         ) as response:  # fmt: skip
             content = await response.read(held)

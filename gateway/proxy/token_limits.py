@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from gateway.attribution.sessions import TrajectoryRef
+from gateway.attribution.resolver import TrajectoryRef
 from gateway.engines.client import Upstream
 from gateway.errors import BadRequest, UpstreamFailed
 from gateway.protocols.base import Request
@@ -87,13 +87,13 @@ class PromptLimit:
         return self._limit is not None and may_exceed(request.body, self._limit)
 
     async def check(
-        self, request: Request, protocol: str, origin: TrajectoryRef, credentials: Mapping[str, str]
+        self, request: Request, protocol: str, ref: TrajectoryRef, credentials: Mapping[str, str]
     ) -> None:
         """Check the prompt of a call to which the limit `applies`.
 
         Args:
             protocol: Name of the protocol adapter.
-            origin, credentials: Those of the call, so that the engine that counts also serves it.
+            ref, credentials: Those of the call, so that the engine that counts also serves it.
 
         Raises:
             BadRequest: The prompt exceeds the limit.
@@ -104,7 +104,7 @@ class PromptLimit:
             return
         if protocol in COUNTED:
             refuse_longer(
-                await self._count(COUNTED[protocol], request.payload, request, origin, credentials),
+                await self._count(COUNTED[protocol], request.payload, request, ref, credentials),
                 limit,
                 "messages",
             )
@@ -112,7 +112,7 @@ class PromptLimit:
             for prompt in long_texts(request.payload.get("prompt"), limit):
                 payload = {**request.payload, "prompt": prompt}
                 refuse_longer(
-                    await self._count(TEXT, payload, request, origin, credentials), limit, "prompt"
+                    await self._count(TEXT, payload, request, ref, credentials), limit, "prompt"
                 )
 
     async def _count(
@@ -120,14 +120,14 @@ class PromptLimit:
         counting: Counting,
         payload: Mapping[str, Any],
         request: Request,
-        origin: TrajectoryRef,
+        ref: TrajectoryRef,
         credentials: Mapping[str, str],
     ) -> int | None:
         """Return the engine's count; None when it cannot count, so that its own limit applies."""
         body = dumps({name: payload[name] for name in counting.fields if name in payload})
         async with self._upstream.call(
             "POST", counting.path, body, {"content-type": "application/json"},
-            key=origin.trajectory_key, run_id=origin.run_id, model=request.model,
+            key=ref.trajectory_key, run_id=ref.run_id, model=request.model,
             credentials=credentials,
         ) as response:  # fmt: skip
             status, reply = response.status, await response.read()

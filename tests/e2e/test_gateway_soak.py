@@ -30,7 +30,7 @@ from support.soak_engine import SLOW
 from support.up import ENVIRON, ROOT, command
 
 from benchmarks.gateway.http_load import load
-from gateway.attribution.sessions import SessionKeys, TrajectoryRef
+from gateway.auth.session_keys import Session, SessionKeys
 from runtime.process.child import die_with_parent
 from runtime.process.config import overrides_of
 from schemas.settings import Settings
@@ -94,7 +94,7 @@ def place_of(i: int, path: str) -> tuple[str, dict[str, str]]:
             }
         case 2:
             # Short trajectories, so that the cache of keys is full at the first measurement.
-            token = SESSIONS.mint(TrajectoryRef("default", f"soak-{i // 2}", None, "train"))
+            token = SESSIONS.mint(Session("default", f"soak-{i // 2}", channel="train"))
             return f"/v1{path}", {"authorization": f"Bearer {token}"}
     # An anonymous session, identified by caller and first turn.
     return f"/v1{path}", {"authorization": f"Bearer someone-{i // 80}"}

@@ -10,7 +10,8 @@ from pydantic import BaseModel, ConfigDict
 
 from gateway.api.rollout_budget.budget import BudgetReading, BudgetSource, Refusal
 from gateway.asgi.messages import header_map
-from gateway.attribution.resolver import Door
+from gateway.attribution.resolver import TrajectoryResolver
+from gateway.auth.authenticator import Authenticator
 from gateway.errors import Forbidden, NotFound, Unprocessable
 from schemas.ids import RUN_ID
 from schemas.records import Channel
@@ -94,12 +95,16 @@ def reply_of(
 
 
 def rollout_budget_routes(
-    door: Door, source: BudgetSource, loaded: Callable[[str], int | None]
+    authenticator: Authenticator,
+    trajectories: TrajectoryResolver,
+    source: BudgetSource,
+    loaded: Callable[[str], int | None],
 ) -> APIRouter:
     """Return the route.
 
     Args:
-        door: Authenticates the caller.
+        authenticator: Authenticates the caller.
+        trajectories: Checks that its key may read the run.
         source: Gives the state of a journal.
         loaded: Given a run, returns the lowest sync index that a ready engine samples with.
     """
@@ -110,7 +115,7 @@ def rollout_budget_routes(
         request: Request, run: str, channel: Channel = "train", after: After = None
     ) -> BudgetReply:
         headers = header_map(request.scope)
-        caller = door.authenticate(headers, "agent")
+        caller = authenticator.authenticate(headers, "agent")
         if caller.session is not None and not caller.unbound:
             raise Forbidden(
                 "a session key is for one trajectory; the rollout budget is of a whole run: "
@@ -119,7 +124,7 @@ def rollout_budget_routes(
             )
         if not RUN_ID.fullmatch(run):
             raise Unprocessable(f"run: {run[:80]!r} is no run id: {RUN_ID.pattern}", "run")
-        door.run_of(caller, headers, run)
+        trajectories.run_of(caller, headers, run)
         reading = await source.get(run, channel)
         if reading is None:
             raise NotFound(

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from gateway.attribution.resolver import Door
 from gateway.auth.api_keys import KeyRing, create_key, digest_of, read_keys, revoke_key
+from gateway.auth.authenticator import Authenticator
 from gateway.errors import KeysUnreadable, KeyTaken, NoSuchKey, Unprocessable
 from gateway.metrics import Metrics
 from gateway.testing.gateway import GatewayFixture, run_gateway
@@ -142,7 +142,7 @@ def test_a_broken_file_changes_nothing_for_a_running_gateway_and_stops_a_new_one
             ring.reload()
     assert ring.by_digest(digest_of(key)) is not None
     with pytest.raises(KeysUnreadable):
-        Door(settings, Metrics())
+        Authenticator(settings, Metrics())
 
 
 def test_an_error_of_the_file_shows_nothing_that_is_in_it(tmp_path: Path) -> None:
@@ -178,8 +178,8 @@ def test_the_command_line_tells_a_key_once(tmp_path: Path) -> None:
     assert made.returncode == 0, made.stderr
     key = made.stdout.strip()
     settings = Settings.model_validate({"data_dir": tmp_path, "gateway": {"auth": "required"}})
-    door = Door(settings, Metrics())
-    assert door.admit({"x-api-key": key}, "reward", "t").run_id == "r-1"
+    caller = Authenticator(settings, Metrics()).authenticate({"x-api-key": key}, "reward")
+    assert caller.run_id == "r-1"
     listed = clawstream(tmp_path, "keys", "list").stdout
     assert "ci" in listed and "agent,reward" in listed and "r-1" in listed and key not in listed
     assert clawstream(tmp_path, "keys", "revoke", "ci").stdout.startswith("revoked ci")

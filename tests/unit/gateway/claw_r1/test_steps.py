@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from support.claw_r1 import BIG, CODEC, HI, RunScenario, post, step
 
 from gateway.api.control import AT_ONCE
-from gateway.attribution.sessions import TrajectoryRef
+from gateway.attribution.resolver import TrajectoryRef
 from gateway.auth.api_keys import create_key
 from gateway.claw_r1.steps import MAX_STEPS, PROTOCOL, Placed, Request, StepPayload, step_of
 from gateway.testing.gateway import GatewayFixture, run_gateway

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.attribution.resolver import credential_of
+from gateway.auth.authenticator import credential_of
 from gateway.engines.circuit_breaker import (
     CLOSED,
     FAILURES,

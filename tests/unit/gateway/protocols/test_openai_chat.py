@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.adapters import broken, takes_or_refuses
 
-from gateway.attribution.sessions import TrajectoryRef
+from gateway.attribution.resolver import TrajectoryRef
 from gateway.capture.engine_tokens import CapturedTokens
 from gateway.capture.steps import Call, Engine, steps_of
 from gateway.capture.stream import EventStream
@@ -247,7 +247,8 @@ def test_kinds_of_engines_give_the_same_message_and_tokens(say: ScriptedChoice) 
 
 def a_call(**more: Any) -> Call:
     fields: dict[str, Any] = {
-        "origin": TrajectoryRef("r", "t", "g", None), "call_id": "t~1", "protocol": "openai.chat",
+        "trajectory": TrajectoryRef("r", "t", "g", None), "call_id": "t~1",
+        "protocol": "openai.chat",
         "request": a_request(),
         "body": b"{}", "gateway_id": "gw", "received_at": 1,
     }  # fmt: skip
