@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from gateway.testing.engine import ScriptedEngine
-from gateway.testing.script import Script, ScriptedChoice
+from support.scripted.engine import ScriptedEngine
+from support.scripted.script import Script, ScriptedChoice
 
 
 async def main() -> None:

@@ -23,10 +23,10 @@ import aiohttp
 import pytest
 from support.feed import Feed
 from support.ports import free_port
+from support.scripted.engine import ScriptedEngine
+from support.scripted.script import Script, ScriptedChoice
 from support.up import ROOT, Up, command, up
 
-from gateway.testing.engine import ScriptedEngine
-from gateway.testing.script import Script, ScriptedChoice
 from runtime.process.child import die_with_parent
 from runtime.process.config import overrides_of
 from schemas.records import SessionEvent, Step, Trajectory

@@ -16,6 +16,7 @@ import aiohttp
 import pytest
 import torch
 from support.engine import engine_settings
+from support.gateway import running
 from transformers import AutoModelForCausalLM
 
 from demo import model
@@ -23,7 +24,6 @@ from demo.agent import TOOLS
 from gateway.app import create_app
 from gateway.durability.log import InMemoryLogProducer
 from gateway.engines.registry import EngineRegistry
-from gateway.testing.gateway import running
 from rollout.server.process import VllmServer
 from schemas.codec.single_object import Codec
 from schemas.records import Step

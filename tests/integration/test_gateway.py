@@ -21,12 +21,12 @@ import aiohttp
 import pytest
 from openai import AsyncOpenAI
 from support.ports import free_port
+from support.scripted.engine import ScriptedEngine
+from support.scripted.script import Script, ScriptedChoice
 
 from gateway.durability.log import Message
 from gateway.durability.spool import read_segment, sync_of
 from gateway.durability.spool_frames import frame
-from gateway.testing.engine import ScriptedEngine
-from gateway.testing.script import Script, ScriptedChoice
 from runtime.broker.embedded import EmbeddedBroker
 from runtime.kafka import Cluster
 from runtime.process.child import die_with_parent

@@ -7,12 +7,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from support.scripted.engine import ScriptedEngine
+from support.scripted.script import Script, ScriptedChoice
+
 from gateway.durability.log import Message
 from gateway.engines.client import Upstream
 from gateway.engines.discovery import EngineDiscovery
 from gateway.engines.registry import EngineRegistry
-from gateway.testing.engine import ScriptedEngine
-from gateway.testing.script import Script, ScriptedChoice
 from runtime.kafka import Cluster
 from runtime.topics.records import create_topics
 from schemas.codec.single_object import Codec

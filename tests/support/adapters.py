@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 import orjson
 from hypothesis import strategies as st
+from support.scripted.script import Json, ProtocolServer, Script, ScriptedChoice
 
 from gateway.asgi.sse import EventSplitter, data_of
 from gateway.capture.engine_tokens import CapturedTokens
 from gateway.capture.stream import EventStream
 from gateway.protocols.base import NOT_THE_PROTOCOL, EngineKind, ParsedReply, ProtocolAdapter
-from gateway.testing.script import Json, ProtocolServer, Script, ScriptedChoice
 
 LOOK: Json = {
     "id": "call_1",

@@ -7,8 +7,9 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from gateway.testing.gateway import GatewayFixture
-from gateway.testing.script import ScriptedChoice
+from support.gateway import GatewayFixture
+from support.scripted.script import ScriptedChoice
+
 from schemas.codec.single_object import Codec
 
 HI = ScriptedChoice([7, 8, 9], ["Hel", "lo", ""], [-0.5, -0.25, -0.125], finish_reason="length")

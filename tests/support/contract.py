@@ -17,6 +17,7 @@ from uuid import uuid4
 import aiohttp
 import torch
 from support.engine import engine_settings
+from support.gateway import running
 from support.speakers import THINK, THOUGHT, TOOLS, Seen, Speaker
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
@@ -26,7 +27,6 @@ from gateway.app import create_app
 from gateway.auth.api_keys import Scope, create_key
 from gateway.durability.log import InMemoryLogProducer
 from gateway.engines.registry import EngineRegistry
-from gateway.testing.gateway import running
 from rollout.server.process import VllmServer
 from schemas.codec.single_object import Codec
 from schemas.records import Step, VersionSpan

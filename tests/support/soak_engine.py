@@ -13,10 +13,10 @@ from typing import ClassVar
 
 import orjson
 import uvloop
+from support.scripted.engine import PROTOCOL_SERVERS, frames_of, whole_frames
+from support.scripted.script import Json, Script, ScriptedChoice
 
 from benchmarks.gateway.instant_engine import JSON_HEAD, Engine, Replies, Shape
-from gateway.testing.engine import PROTOCOL_SERVERS, frames_of, whole_frames
-from gateway.testing.script import Json, Script, ScriptedChoice
 from schemas import engine_frames
 
 VERSION = "default/3.0"

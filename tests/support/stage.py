@@ -23,10 +23,10 @@ import orjson
 from support.agents import Ear, Exchange
 from support.feed import Feed
 from support.ports import free_port
+from support.scripted.engine import PROTOCOL_SERVERS, ScriptedEngine
 from support.toy_model import LOGPROB, ToyModel
 from support.up import ROOT, Up, up
 
-from gateway.testing.engine import PROTOCOL_SERVERS, ScriptedEngine
 from schemas.records import Step, Trajectory
 from schemas.settings import Settings
 from schemas.tokens import pack_ids, pack_logprobs

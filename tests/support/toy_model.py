@@ -19,8 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import orjson
-
-from gateway.testing.script import Json, Script, ScriptedChoice
+from support.scripted.script import Json, Script, ScriptedChoice
 
 PIECES = re.compile(r"\s*\w+|\s*[^\w\s]|\s+$")
 ROLES = ("begin", "tools", "system", "user", "assistant", "tool", "call", "end")

@@ -11,11 +11,11 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 from prometheus_client import generate_latest
+from support.scripted.script import ScriptedChoice
 
 from gateway.engines.client import Upstream
 from gateway.engines.registry import EngineRegistry, EngineSpec
 from gateway.metrics import Metrics
-from gateway.testing.script import ScriptedChoice
 from schemas.settings import GatewaySettings
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nhi"

@@ -15,12 +15,12 @@ import pytest
 from fastapi.responses import StreamingResponse
 from multidict import CIMultiDict
 from openai import AsyncOpenAI
+from support.gateway import GatewayFixture, run_gateway, running
+from support.scripted.script import Script, ScriptedChoice
 
 from gateway.app import create_app
 from gateway.durability.log import InMemoryLogProducer
 from gateway.engines.registry import EngineRegistry
-from gateway.testing.gateway import GatewayFixture, run_gateway, running
-from gateway.testing.script import Script, ScriptedChoice
 from schemas.codec.single_object import Codec
 from schemas.records import SessionEvent
 from schemas.settings import Settings

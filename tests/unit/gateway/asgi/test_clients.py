@@ -9,10 +9,10 @@ from pathlib import Path
 
 import orjson
 import pytest
+from support.gateway import GatewayFixture, run_gateway
 from support.raw_http import ASK, ASK_STREAM, CALL, SOON_S, connected, request
+from support.scripted.script import Script, ScriptedChoice
 
-from gateway.testing.gateway import GatewayFixture, run_gateway
-from gateway.testing.script import Script, ScriptedChoice
 from schemas.codec.single_object import Codec
 
 pytestmark = pytest.mark.usefixtures("each_event_loop")

@@ -14,12 +14,12 @@ from typing import Any
 import aiohttp
 import orjson
 import pytest
+from support.gateway import GatewayFixture, run_gateway, running
+from support.scripted.script import Script, ScriptedChoice
 
 from gateway.app import create_app
 from gateway.durability.log import InMemoryLogProducer
 from gateway.engines.registry import EngineRegistry
-from gateway.testing.gateway import GatewayFixture, run_gateway, running
-from gateway.testing.script import Script, ScriptedChoice
 from schemas import engine_frames
 from schemas.codec.single_object import Codec
 from schemas.records import Step

@@ -12,11 +12,11 @@ from typing import Any
 import aiohttp
 import orjson
 import pytest
+from support.gateway import GatewayFixture, run_gateway
 from support.toy_model import Heard, Reply, ToyModel
 
 from gateway.attribution.agents import session_of
 from gateway.attribution.tags import tags_of
-from gateway.testing.gateway import GatewayFixture, run_gateway
 from schemas.codec.single_object import Codec
 from schemas.ids import is_bucket
 

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.gateway import GatewayFixture, run_gateway
+from support.scripted.script import Script, ScriptedChoice
 
 from gateway.auth.api_keys import KeyRing, create_key, digest_of, read_keys, revoke_key
 from gateway.auth.authenticator import Authenticator
 from gateway.errors import KeysUnreadable, KeyTaken, NoSuchKey, Unprocessable
 from gateway.metrics import Metrics
-from gateway.testing.gateway import GatewayFixture, run_gateway
-from gateway.testing.script import Script, ScriptedChoice
 from schemas.codec.single_object import Codec
 from schemas.records import Curation
 from schemas.settings import Settings

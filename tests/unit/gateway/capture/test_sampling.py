@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 from openai import AsyncOpenAI
+from support.gateway import GatewayFixture, run_gateway
+from support.scripted.script import Script, ScriptedChoice
 
 from gateway.capture.sampling import requested_sampling
-from gateway.testing.gateway import GatewayFixture, run_gateway
-from gateway.testing.script import Script, ScriptedChoice
 from schemas.codec.single_object import Codec
 from schemas.records import Sampling, Step, Usage
 

@@ -13,12 +13,12 @@ import aiohttp
 import orjson
 import pytest
 from support.corpus import replaying, reply
+from support.gateway import running
 
 from gateway.app import create_app
 from gateway.capture.unread import MAX_UNREAD, Unread
 from gateway.durability.log import InMemoryLogProducer
 from gateway.engines.registry import EngineRegistry
-from gateway.testing.gateway import running
 from schemas.codec.single_object import Codec
 from schemas.records import Step
 from schemas.settings import Settings

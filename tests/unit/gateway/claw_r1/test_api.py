@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 from support.claw_r1 import BIG, CODEC, HI, RunScenario, post, step
+from support.gateway import GatewayFixture, run_gateway
+from support.scripted.script import Script
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -19,8 +21,6 @@ from gateway.claw_r1.reward import ComputeReward, Judge, trajectory_of
 from gateway.durability.log import InMemoryLogProducer
 from gateway.engines.registry import EngineRegistry
 from gateway.errors import Unprocessable
-from gateway.testing.gateway import GatewayFixture, run_gateway
-from gateway.testing.script import Script
 from schemas.errors import SettingsError
 from schemas.settings import Settings
 from schemas.tokens import unpack_logprobs

@@ -18,15 +18,15 @@ import httpx
 import pytest
 from openai import APITimeoutError, AsyncOpenAI
 from support.assemble import InMemoryPartition
+from support.gateway import GatewayFixture, run_gateway, running
 from support.ports import free_port
+from support.scripted.script import Script, ScriptedChoice
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from gateway.app import create_app
 from gateway.claw_r1.tokenizer import TextOf
 from gateway.engines.registry import EngineRegistry
-from gateway.testing.gateway import GatewayFixture, run_gateway, running
-from gateway.testing.script import Script, ScriptedChoice
 from schemas.codec.single_object import Codec
 from schemas.records import Candidate, Reward, Step, Tick
 from schemas.settings import Settings

@@ -13,13 +13,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.claw_r1 import BIG, CODEC, HI, RunScenario, post, step
+from support.gateway import GatewayFixture, run_gateway
+from support.scripted.script import Script
 
 from gateway.api.control import AT_ONCE
 from gateway.attribution.resolver import TrajectoryRef
 from gateway.auth.api_keys import create_key
 from gateway.claw_r1.steps import MAX_STEPS, PROTOCOL, Placed, Request, StepPayload, step_of
-from gateway.testing.gateway import GatewayFixture, run_gateway
-from gateway.testing.script import Script
 from schemas.ids import key_of_step
 from schemas.records import Reward, SessionEvent, Step, VersionSpan
 from schemas.tokens import unpack_ids, unpack_logprobs

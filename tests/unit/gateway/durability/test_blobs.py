@@ -17,12 +17,12 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.gateway import GatewayFixture, run_gateway
+from support.scripted.script import Script, ScriptedChoice
 
 from gateway.durability.blobs import THREADS, Blobs
 from gateway.durability.log import Message
 from gateway.errors import BlobsUnavailable, RecordTooLarge
-from gateway.testing.gateway import GatewayFixture, run_gateway
-from gateway.testing.script import Script, ScriptedChoice
 from runtime.blob_store import BlobMissing, BlobStore, BlobStoreAway
 from schemas.blob_refs import MOVABLE, SMALLEST, reference, referenced, shrink
 from schemas.codec.single_object import Codec

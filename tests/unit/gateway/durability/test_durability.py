@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 from openai import APIError, APIStatusError, AsyncOpenAI
+from support.gateway import GatewayFixture, run_gateway
 from support.ports import free_port
+from support.scripted.engine import ScriptedEngine
+from support.scripted.script import Script, ScriptedChoice
 
 from gateway.durability.spool import Spool
 from gateway.errors import SpoolTaken
-from gateway.testing.engine import ScriptedEngine
-from gateway.testing.gateway import GatewayFixture, run_gateway
-from gateway.testing.script import Script, ScriptedChoice
 from schemas.codec.single_object import Codec
 from schemas.tokens import unpack_ids
 

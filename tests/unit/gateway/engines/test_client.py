@@ -12,6 +12,9 @@ from pathlib import Path
 
 import aiohttp
 import pytest
+from support.gateway import GatewayFixture, running
+from support.scripted.engine import ScriptedEngine
+from support.scripted.script import Script
 from support.wire import (
     ASK,
     BUSY,
@@ -32,9 +35,6 @@ from gateway.app import create_app
 from gateway.durability.log import InMemoryLogProducer
 from gateway.engines.registry import EngineRegistry
 from gateway.errors import GatewayError, NoEngine, UpstreamFailed, UpstreamTimeout
-from gateway.testing.engine import ScriptedEngine
-from gateway.testing.gateway import GatewayFixture, running
-from gateway.testing.script import Script
 from schemas.codec.single_object import Codec
 from schemas.settings import Settings
 

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 from support.ports import free_port
+from support.scripted.engine import ScriptedEngine
+from support.scripted.script import Script
 from support.wire import (
     ASK,
     BUSY,
@@ -31,8 +33,6 @@ from gateway.engines.http1 import Address, Pool
 from gateway.engines.registry import EngineSpec
 from gateway.errors import NoEngine, UpstreamFailed
 from gateway.protocols.base import EngineKind
-from gateway.testing.engine import ScriptedEngine
-from gateway.testing.script import Script
 from schemas.records import WorkerStatus
 
 pytestmark = pytest.mark.usefixtures("each_event_loop")

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from support.gateway import GatewayFixture, run_gateway
+from support.scripted.script import Script, ScriptedChoice
 from support.wire import ASK
 
 from gateway.asgi.in_flight_limits import ReplyLimit
 from gateway.engines.http1 import Connection, Pool
 from gateway.errors import Overloaded
-from gateway.testing.gateway import GatewayFixture, run_gateway
-from gateway.testing.script import Script, ScriptedChoice
 from schemas.codec.single_object import Codec
 
 CODEC = Codec()

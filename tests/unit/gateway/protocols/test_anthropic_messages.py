@@ -24,6 +24,9 @@ from support.adapters import (
     takes_or_refuses,
     written,
 )
+from support.gateway import GatewayFixture, run_gateway
+from support.scripted.messages import MessagesServer
+from support.scripted.script import Json, Script, ScriptedChoice
 
 from gateway import errors
 from gateway.protocols.anthropic_messages import (
@@ -32,9 +35,6 @@ from gateway.protocols.anthropic_messages import (
     finish_of,
     type_of,
 )
-from gateway.testing.gateway import GatewayFixture, run_gateway
-from gateway.testing.messages import MessagesServer
-from gateway.testing.script import Json, Script, ScriptedChoice
 from schemas.codec.single_object import Codec
 from schemas.tokens import unpack_ids, unpack_logprobs
 

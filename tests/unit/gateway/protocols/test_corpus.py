@@ -14,11 +14,11 @@ import aiohttp
 import orjson
 import pytest
 from support.corpus import CORPUS, PATHS, Case, Clients, Seen, cases, replaying, reply
+from support.gateway import running
 
 from gateway.app import create_app
 from gateway.durability.log import InMemoryLogProducer
 from gateway.engines.registry import EngineRegistry
-from gateway.testing.gateway import running
 from schemas.codec.single_object import Codec
 from schemas.records import Step
 from schemas.settings import Settings

@@ -18,12 +18,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from schemathesis import GenerationMode
 from support.examples import examples
+from support.gateway import GatewayFixture, run_gateway
+from support.scripted.script import Script, ScriptedChoice
 
 from gateway.errors import BadRequest
 from gateway.protocols.base import EngineKind
 from gateway.protocols.request_fields import renamed
-from gateway.testing.gateway import GatewayFixture, run_gateway
-from gateway.testing.script import Script, ScriptedChoice
 from schemas.codec.single_object import Codec
 
 HI = ScriptedChoice([7, 8, 9], ["Hel", "lo", ""], [-0.5, -0.25, -0.125])

@@ -11,6 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.adapters import broken, takes_or_refuses
+from support.scripted.chat import ChatServer, plain
+from support.scripted.engine import frames_of, whole_frames
+from support.scripted.script import Script, ScriptedChoice
 
 from gateway.attribution.resolver import TrajectoryRef
 from gateway.capture.engine_tokens import CapturedTokens
@@ -20,9 +23,6 @@ from gateway.errors import BadRequest
 from gateway.protocols.base import Choice, EngineKind, ParsedReply, Request
 from gateway.protocols.openai_chat import OpenAIChat
 from gateway.protocols.token_fields import packed_tokens
-from gateway.testing.chat import ChatServer, plain
-from gateway.testing.engine import frames_of, whole_frames
-from gateway.testing.script import Script, ScriptedChoice
 from schemas import engine_frames
 from schemas.tokens import pack_ids, pack_logprobs, unpack_ids
 

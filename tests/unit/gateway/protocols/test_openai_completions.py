@@ -14,6 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from openai import AsyncOpenAI, BadRequestError
 from support.adapters import broken, plain, scripted_choices, streamed, takes_or_refuses, written
+from support.gateway import GatewayFixture, run_gateway
+from support.scripted.completions import CompletionsServer
+from support.scripted.script import Json, Script, ScriptedChoice
 
 from gateway import errors
 from gateway.capture.engine_tokens import CapturedTokens
@@ -21,9 +24,6 @@ from gateway.capture.stream import EventStream
 from gateway.protocols.base import Choice, EngineKind, ParsedReply
 from gateway.protocols.openai_completions import ECHOED, NOTHING_SAMPLED, OpenAICompletions
 from gateway.protocols.token_fields import NO_IDS, NO_LOGPROBS
-from gateway.testing.completions import CompletionsServer
-from gateway.testing.gateway import GatewayFixture, run_gateway
-from gateway.testing.script import Json, Script, ScriptedChoice
 from schemas import engine_frames
 from schemas.codec.single_object import Codec
 from schemas.tokens import pack_ids, pack_logprobs, unpack_ids, unpack_logprobs

@@ -23,12 +23,12 @@ from support.adapters import (
     takes_or_refuses,
     written,
 )
+from support.gateway import GatewayFixture, run_gateway
+from support.scripted.responses import ResponsesServer
+from support.scripted.script import Json, Script, ScriptedChoice
 
 from gateway import errors
 from gateway.protocols.openai_responses import OpenAIResponses, finish_of
-from gateway.testing.gateway import GatewayFixture, run_gateway
-from gateway.testing.responses import ResponsesServer
-from gateway.testing.script import Json, Script, ScriptedChoice
 from schemas.codec.single_object import Codec
 from schemas.tokens import unpack_ids, unpack_logprobs
 

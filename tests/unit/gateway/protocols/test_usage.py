@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.gateway import GatewayFixture, run_gateway
+from support.scripted.script import Script, ScriptedChoice
 
 from gateway.protocols.anthropic_messages import AnthropicMessagesAccumulator
 from gateway.protocols.openai_responses import OpenAIResponsesAccumulator
 from gateway.protocols.usage import merged, usage_of
-from gateway.testing.gateway import GatewayFixture, run_gateway
-from gateway.testing.script import Script, ScriptedChoice
 from schemas.codec.single_object import Codec
 from schemas.records import Usage
 

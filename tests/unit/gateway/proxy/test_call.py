@@ -12,14 +12,14 @@ import orjson
 import pytest
 from openai import APIStatusError, AsyncOpenAI
 from openai.types import CompletionUsage
+from support.gateway import GatewayFixture, run_gateway
+from support.scripted.chat import chunks, plain
+from support.scripted.script import Script, ScriptedChoice
 
 from gateway.capture.engine_tokens import NOT_REPORTED, CapturedTokens
 from gateway.capture.stream import EventStream
 from gateway.protocols.openai_chat import OpenAIChat
 from gateway.protocols.token_fields import NO_PROMPT
-from gateway.testing.chat import chunks, plain
-from gateway.testing.gateway import GatewayFixture, run_gateway
-from gateway.testing.script import Script, ScriptedChoice
 from schemas import engine_frames
 from schemas.codec.single_object import Codec
 from schemas.records import Step, VersionSpan

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.gateway import GatewayFixture, run_gateway
+from support.scripted.script import Script, ScriptedChoice
 
 from gateway.auth.api_keys import create_key
 from gateway.proxy.failed_calls import MESSAGE_CHARS, engine_failure
-from gateway.testing.gateway import GatewayFixture, run_gateway
-from gateway.testing.script import Script, ScriptedChoice
 from schemas.codec.single_object import Codec
 from schemas.records import FailedCall
 

@@ -14,7 +14,9 @@ from typing import Any
 import aiohttp
 import orjson
 import pytest
+from support.gateway import GatewayFixture, run_gateway, running
 from support.raw_http import ASK, CALL, connected, request
+from support.scripted.script import Script, ScriptedChoice
 from support.wire import Wire, wired
 
 from gateway.app import create_app
@@ -23,8 +25,6 @@ from gateway.durability.log import InMemoryLogProducer
 from gateway.engines.registry import EngineRegistry
 from gateway.protocols.request_fields import with_whole_characters
 from gateway.proxy.forwarding import returned, with_query
-from gateway.testing.gateway import GatewayFixture, run_gateway, running
-from gateway.testing.script import Script, ScriptedChoice
 from schemas.codec.single_object import Codec
 from schemas.settings import Settings
 

@@ -9,7 +9,9 @@ from typing import Any
 
 import orjson
 import pytest
+from support.gateway import GatewayFixture, run_gateway
 from support.raw_http import ASK, connected, request
+from support.scripted.script import Script, ScriptedChoice
 from support.wire import ASK as SAID
 
 from gateway.auth import key_commands
@@ -18,8 +20,6 @@ from gateway.auth.key_limits import KeyLimits, tokens_of_reply
 from gateway.clock import Clock
 from gateway.errors import KeyLimited, Unprocessable
 from gateway.proxy.paths import CallTarget, normalized, parse_target, proxy_prefix
-from gateway.testing.gateway import GatewayFixture, run_gateway
-from gateway.testing.script import Script, ScriptedChoice
 from schemas.codec.single_object import Codec
 from schemas.settings import Settings
 

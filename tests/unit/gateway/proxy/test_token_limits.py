@@ -13,6 +13,7 @@ import aiohttp
 import orjson
 import pytest
 from aiohttp import web
+from support.gateway import running
 
 from gateway.app import create_app
 from gateway.durability.log import InMemoryLogProducer
@@ -23,7 +24,6 @@ from gateway.protocols.openai_chat import OpenAIChat
 from gateway.protocols.openai_completions import OpenAICompletions
 from gateway.protocols.openai_responses import OpenAIResponses
 from gateway.proxy.token_limits import MAX_COUNTED, may_exceed, prompts_of
-from gateway.testing.gateway import running
 from schemas.codec.single_object import Codec
 from schemas.settings import Settings
 

@@ -7,10 +7,10 @@ import math
 from pathlib import Path
 
 import pytest
+from support.gateway import GatewayFixture, run_gateway
+from support.scripted.script import Script, ScriptedChoice
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from gateway.testing.gateway import GatewayFixture, run_gateway
-from gateway.testing.script import Script, ScriptedChoice
 from schemas.codec.single_object import Codec
 from schemas.tokens import unpack_ids, unpack_logprobs
 

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.admit import SOURCE, cand, entries, policy
+from support.gateway import GatewayFixture, run_gateway
+from support.scripted.script import Script, ScriptedChoice
 
 from gateway.api.rollout_budget.budget import KEPT, BudgetSnapshot, Journaled, RolloutBudget
 from gateway.auth.api_keys import Scope, create_key
 from gateway.engines.registry import EngineRegistry
-from gateway.testing.gateway import GatewayFixture, run_gateway
-from gateway.testing.script import Script, ScriptedChoice
 from schemas.codec.single_object import Codec
 from schemas.records import PolicyApplied, ReadyBatch, Refused, WeightVersion, WorkerStatus
 from stream_jobs.admit.decisions.journal import Invalid

@@ -20,13 +20,13 @@ from functools import partial
 
 import orjson
 from aiohttp import web
+from support.scripted.chat import ChatServer
+from support.scripted.completions import CompletionsServer
+from support.scripted.messages import MessagesServer
+from support.scripted.responses import ResponsesServer
+from support.scripted.script import Event, Json, ProtocolServer, Script
 
 from gateway.protocols.base import EngineKind
-from gateway.testing.chat import ChatServer
-from gateway.testing.completions import CompletionsServer
-from gateway.testing.messages import MessagesServer
-from gateway.testing.responses import ResponsesServer
-from gateway.testing.script import Event, Json, ProtocolServer, Script
 from schemas import engine_frames
 from schemas.tokens import pack_ids, pack_logprobs
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import orjson
+from support.scripted.script import Event, Json, Script, ScriptedChoice
 
 from gateway.protocols.openai_completions import prompt_count
-from gateway.testing.script import Event, Json, Script, ScriptedChoice
 
 _HEAD: Json = {"object": "text_completion", "created": 1}
 _FINGERPRINT = "vllm-0.32.0-scripted"

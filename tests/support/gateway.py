@@ -15,6 +15,8 @@ from typing import Any
 import aiohttp
 import uvicorn
 from fastapi import FastAPI
+from support.scripted.engine import ScriptedEngine
+from support.scripted.script import Script
 
 from gateway.api.rollout_budget.budget import InMemoryBudgets
 from gateway.app import create_app
@@ -24,8 +26,6 @@ from gateway.durability.spool import read_segment
 from gateway.engines.registry import EngineRegistry
 from gateway.main import listen
 from gateway.protocols.base import EngineKind
-from gateway.testing.engine import ScriptedEngine
-from gateway.testing.script import Script
 from schemas.codec.single_object import Codec
 from schemas.records import FailedCall, Step
 from schemas.settings import Settings

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import orjson
-
-from gateway.testing.script import Event, Json, Script, ScriptedChoice
+from support.scripted.script import Event, Json, Script, ScriptedChoice
 
 _LAST_KEYS = ("type", "name")
 

@@ -1,1 +1,0 @@
-"""Provide a scripted engine and a gateway in this process, for tests and demos."""
