@@ -49,10 +49,7 @@ class QueryProcess:
     def send_request(self, request: Mapping[str, Any]) -> None:
         """Send the request."""
         assert self.process.stdin is not None
-        with (
-            suppress(BrokenPipeError),
-            self.process.stdin as stdin,
-        ):  # `errors` has the reason
+        with suppress(BrokenPipeError), self.process.stdin as stdin:  # `errors` has the reason
             stdin.write(json.dumps(request).encode())
 
     def __enter__(self) -> Self:

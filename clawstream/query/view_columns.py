@@ -20,11 +20,7 @@ _WHY_UNTRAINABLE = "Why the step or trajectory can't be trained; null: it can."
 _POLICY = "Version of the admission policy that applies to it; the policy is in `run_events`."
 _SHARE = "Share of the conditions for training that are met, in [0, 1]."
 _SCORE = "Quality in [0, 1]: a curation's if there is one, else the assessment's; null: not scored."
-_STEP = {
-    "step_id": "Step: `<call id>.<choice>`.",
-    "step_index": _INDEX,
-    "quality": _SCORE,
-}
+_STEP = {"step_id": "Step: `<call id>.<choice>`.", "step_index": _INDEX, "quality": _SCORE}
 _READINESS = {
     "admission_policy_version": _POLICY,
     "ready": "True: the policy in force takes it.",

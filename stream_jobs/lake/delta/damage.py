@@ -74,11 +74,7 @@ def _why_unreadable(table: pafs.FileSystem, path: str) -> str | None:
                     json.loads(line)
         else:
             _decode(table, path)
-    except (
-        ValueError,
-        pa.ArrowException,
-        OSError,
-    ) as e:  # ValueError: invalid JSON or UTF-8
+    except (ValueError, pa.ArrowException, OSError) as e:  # ValueError: invalid JSON or UTF-8
         return first_line(e)
     return None
 
