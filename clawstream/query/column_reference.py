@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import pyarrow as pa
 
+from clawstream.query.column_comments import comment_of
 from clawstream.query.connection import connect_empty
-from clawstream.query.view_columns import VIEW_COLUMNS, comment_of, described
 from stream_jobs.lake.tables.catalog import KAFKA_COLUMNS, catalog
 
 _INTRODUCTION = """# Columns of the lake
@@ -60,20 +60,28 @@ def of_tables() -> dict[str, list[Described]]:
 
 
 def of_views() -> dict[str, list[Described]]:
-    """Return the columns of each view.
+    """Return the columns of each view with columns of its own.
 
     For a view that extends its table: those that the table lacks or that have another meaning.
     """
-    schemas = {name: table.schema for name, table in catalog().items()}
     connection = connect_empty()
+    views = connection.execute(
+        """SELECT view_name FROM duckdb_views()
+        WHERE NOT internal AND NOT ends_with(view_name, '_raw') ORDER BY view_oid"""
+    ).fetchall()
+    comments = {
+        (relation, column): comment
+        for relation, column, comment in connection.execute(
+            "SELECT table_name, column_name, comment FROM duckdb_columns() WHERE NOT internal"
+        ).fetchall()
+    }
     found = {}
-    for view, own in VIEW_COLUMNS.items():
+    for (view,) in views:
         columns: pa.Schema = connection.sql(f"SELECT * FROM {view} LIMIT 0").to_arrow_table().schema
-        found[view] = [
-            Described(field.name, _name(field.type), described(view, field.name, schemas))
-            for field in columns
-            if view not in _EXTENDED or field.name in own
-        ]
+        described = [Described(f.name, _name(f.type), comments[view, f.name]) for f in columns]
+        own = [d for d in described if d.description != comments.get((f"{view}_raw", d.path))]
+        if own:
+            found[view] = own if view in _EXTENDED else described
     return found
 
 

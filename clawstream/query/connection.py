@@ -1,19 +1,8 @@
 """Query the lake in SQL with an embedded DuckDB. The only module that imports duckdb.
 
 `<table>_raw` is a table as it was written (append-only, every revision, times with zone). The plain
-names are views with times in UTC; these have other columns than their table:
-
-    trajectories  one row per closed trajectory: its newest candidate revision with its reward,
-                  joined with the metadata of the payload
-    steps         with the trajectory they ended in, their index in it, and their marks (late,
-                  duplicate, retried)
-    rewards       the valid one per target, source and name: the highest revision, of equal ones the
-                  first on the log
-    curation      with the trajectory id, also if only the key or a step was given; null until the
-                  trajectory of a step is known
-
-Quality: `assessments` (the newest of each trajectory) and `clawstream.query.quality_views`. Lineage
-(`clawstream.query.lineage_views`): `lineage_versions`, `lineage_steps`, `lineage_tokens`.
+names are views with times in UTC, defined in `views/*.sql` where their columns differ from those of
+the table. More views there cover quality, readiness and lineage.
 
 A connection can read nothing else: no files, no network, no settings. The process around it bounds
 memory and time (`clawstream.query.sandbox`).
@@ -23,16 +12,16 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib.resources import files
 from typing import Any
 
 import duckdb
 import pyarrow as pa
 import pyarrow.dataset as ds
 
-from clawstream.query import lineage_views, quality_views
-from clawstream.query.view_columns import statements
+from clawstream.query.column_comments import table_comments
 from schemas.ids import UNNAMED_KEY
 from schemas.settings import LakeSettings, Settings
 from stream_jobs.errors import LakeDamaged, SqlError
@@ -42,6 +31,7 @@ from stream_jobs.lake.tables.catalog import Table, catalog
 
 THREADS = min(8, os.cpu_count() or 1)
 """Each thread takes address space, which is limited."""
+_VIEWS = files("clawstream.query") / "views"
 _AT_CONNECT = {
     "temp_directory": "",  # the default, `.tmp` in the working directory, is accessible to SQL
     "threads": str(THREADS),
@@ -117,18 +107,23 @@ def _with_views(
         )
     for name, why in damaged.items():
         _register_damaged(connection, name, why)
+    definitions, comments = _statements(connection)
+    assigned = f"regexp_full_match(key, '{UNNAMED_KEY.pattern}')"
+    connection.execute(f"CREATE TEMP MACRO is_gateway_assigned(key) AS {assigned}")
+    for statement in definitions:
+        connection.execute(statement)
     for name, table in catalog().items():
-        connection.execute(f"CREATE TEMP VIEW {name} AS {_VIEWS.get(name) or _utc(table)}")
-    for name, query in (*lineage_views.VIEWS.items(), *quality_views.VIEWS.items()):
-        connection.execute(f"CREATE TEMP VIEW {name} AS {query}")
+        connection.execute(f"CREATE TEMP VIEW IF NOT EXISTS {name} AS {_utc(table)}")
     if with_comments:
         schemas = {
             name: t.schema if (t := tables.get(name)) is not None else catalog()[name].schema
             for name in catalog()
         }
-        connection.execute(statements(_columns(connection), schemas))
-    for statement in _AT_LAST:
-        connection.execute(statement)
+        connection.execute(table_comments(_columns(connection), schemas))
+        for statement in comments:
+            connection.execute(statement)
+    for setting in _AT_LAST:
+        connection.execute(setting)
     return connection
 
 
@@ -177,107 +172,18 @@ def _with_schema(found: Any, schema: pa.Schema) -> Any:
         )
 
 
-def _times(names: Iterable[str], prefix: str = "") -> str:
-    return ", ".join(f"timezone('UTC', {prefix}{n}) AS {n}" for n in names)
+def _statements(connection: Any) -> tuple[list[Any], list[Any]]:
+    """Return the statements of `views/*.sql`: definitions, and comments on columns."""
+    texts = [(_VIEWS / f"{name}.sql").read_text() for name in ("tables", "quality", "lineage")]
+    found = [s for text in texts for s in connection.extract_statements(text)]
+    comments = [s for s in found if s.type == duckdb.StatementType.ALTER]
+    return [s for s in found if s not in comments], comments
 
 
 def _utc(table: Table) -> str:
     """Select a table with times as plain UTC timestamps, which every client can show."""
-    names = [f.name for f in table.schema if f.type == TIME]
-    return f"SELECT * REPLACE ({_times(names)}) FROM {table.name}_raw"
-
-
-def _targets(table: str) -> str:
-    """Return CTEs that resolve the targets of rewards or curations.
-
-    Columns: `of_trajectory`, `of_step`, and `may_be` until the trajectory is known. For a key that
-    the gateway assigned, the step determines the trajectory; that key as trajectory id means the
-    whole trajectory.
-    """
-    return f"""
-        step_locations AS (
-            SELECT run_id, step_id, max_by(trajectory_id, kafka_timestamp) AS trajectory_id FROM (
-                SELECT run_id, unnest(steps).step_id AS step_id, trajectory_id, kafka_timestamp
-                    FROM trajectories_raw
-                UNION ALL SELECT run_id, step_id, trajectory_id, kafka_timestamp FROM step_marks_raw
-            ) GROUP BY ALL
-        ), keyed AS (
-            SELECT *, regexp_full_match(trajectory_key, '{UNNAMED_KEY.pattern}') AS unnamed,
-                   coalesce(trajectory_id, trajectory_key) = trajectory_key AS by_key
-                       FROM {table}_raw
-        ), targets AS (
-            SELECT s.* EXCLUDE (unnamed, by_key),
-                   CASE WHEN s.unnamed AND s.by_key THEN p.trajectory_id
-                        ELSE coalesce(s.trajectory_id, s.trajectory_key) END AS of_trajectory,
-                   CASE WHEN s.unnamed AND s.trajectory_id = s.trajectory_key
-                       AND p.trajectory_id IS NOT NULL THEN NULL
-                        ELSE s.step_id END AS of_step,
-                   coalesce(of_trajectory, s.trajectory_id) AS may_be
-            FROM keyed s LEFT JOIN step_locations p ON p.run_id = s.run_id AND p.step_id = s.step_id
-        )"""
-
-
-_TARGET_COLUMNS = (
-    "EXCLUDE (of_trajectory, of_step, may_be) "
-    "REPLACE (of_trajectory AS trajectory_id, of_step AS step_id, "
-)
-
-_VIEWS = {
-    "trajectories": f"""
-        WITH latest AS ({quality_views.LATEST}
-        ), payload AS (
-            SELECT kafka_topic_id, run_id, trajectory_id, any_value(metadata_json) AS metadata_json,
-                   any_value(reason) AS reason, flatten(list(steps ORDER BY part)) AS steps
-            FROM trajectories_raw GROUP BY ALL
-        )
-        SELECT c.run_id, c.trajectory_id, c.trajectory_key, c.group_id, c.group_size, c.round,
-            c.channel, c.outcome, p.reason,
-               list_sum([r.value FOR r IN c.rewards IF r.step_id IS NULL]) AS reward,
-               c.oldest_sync_index,
-               list_min([s.oldest_version FOR s IN p.steps IF s.trainable
-                         AND starts_with(s.oldest_version,
-                             c.run_id || '/' || c.oldest_sync_index || '.')]) AS weight_version,
-               c.newest_sync_index,
-               len(c.steps)::INTEGER AS steps, c.prompt_tokens, c.trainable_tokens, c.trainable,
-               c.reason AS untrainable_reason, c.quality, c.tags, c.revision, c.rewards,
-                   p.metadata_json,
-               p.steps AS step_details,
-               {_times(("opened_at", "closed_at", "kafka_timestamp"), "c.")}, c.kafka_topic_id
-        FROM latest c LEFT JOIN payload p ON p.kafka_topic_id = c.payload_topic_id
-             AND p.run_id = c.run_id AND p.trajectory_id = c.trajectory_id""",
-    "steps": f"""
-        WITH inside AS (
-            SELECT kafka_timestamp, run_id, trajectory_id, unnest(steps) AS step
-                FROM trajectories_raw
-        ), closed AS (
-            SELECT * FROM inside
-            QUALIFY row_number() OVER (PARTITION BY run_id, step.step_id
-                ORDER BY kafka_timestamp DESC) = 1
-        ), later AS (
-            SELECT run_id, step_id, any_value(trajectory_id) AS trajectory_id, list(DISTINCT mark
-                ORDER BY mark) AS marks
-            FROM step_marks_raw GROUP BY ALL
-        )
-        SELECT s.* REPLACE ({_times(("received_at", "finished_at", "kafka_timestamp"), "s.")}),
-               coalesce(c.trajectory_id, l.trajectory_id) AS trajectory_id, c.step.index
-                   AS step_index,
-               c.step.parent AS parent_index, c.step.drift AS drift, c.step.trainable AS trainable,
-               c.step.untrainable_reason AS untrainable_reason,
-               list_sort(list_distinct(list_concat(c.step.marks, l.marks))) AS marks
-        FROM steps_raw s LEFT JOIN closed c ON c.run_id = s.run_id AND c.step.step_id = s.step_id
-             LEFT JOIN later l ON l.run_id = s.run_id AND l.step_id = s.step_id""",
-    "rewards": f"""
-        WITH {_targets("rewards")}
-        SELECT * {_TARGET_COLUMNS}{_times(("created_at", "kafka_timestamp"))})
-        FROM targets
-        QUALIFY row_number() OVER (
-            PARTITION BY run_id, trajectory_key, may_be, of_step, source, name
-            ORDER BY reward_revision DESC, targets.kafka_timestamp, kafka_offset) = 1""",
-    "curation": f"""
-        WITH {_targets("curation")}
-        SELECT * {_TARGET_COLUMNS}{_times(("created_at", "kafka_timestamp"))}) FROM targets""",
-    "assessments": quality_views.ASSESSMENTS,
-}  # fmt: skip
+    times = ", ".join(f"as_utc({f.name}) AS {f.name}" for f in table.schema if f.type == TIME)
+    return f"SELECT * REPLACE ({times}) FROM {table.name}_raw"
 
 
 def batches_of(

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC
 from typing import Any
 
-from clawstream.query.lineage_views import TOKENS, steps_of
 from schemas.errors import InvalidId
 from schemas.ids import key_of_step, key_of_trajectory, parse_version
 from stream_jobs.errors import StreamJobError
@@ -187,7 +186,8 @@ class Lineage:
                 AND step_id IN (SELECT unnest(steps).step_id FROM {found})""",
         )
         return self._rows(
-            f"SELECT * FROM ({steps_of(versions, groups, found, steps)}) ORDER BY step_index"
+            f"""FROM lineage_steps_of('{versions}', '{groups}', '{found}', '{steps}')
+                ORDER BY step_index"""
         )
 
     # -- to a version
@@ -220,7 +220,7 @@ class Lineage:
                     AND step_id = {_text(step_id)}""",
         )
         spans = self._rows(
-            f"""SELECT version, first_token, end_token FROM ({TOKENS.format(steps=one)})
+            f"""SELECT version, first_token, end_token FROM lineage_tokens_of('{one}')
                 ORDER BY first_token"""
         )
         marks = self._rows(
@@ -313,9 +313,7 @@ class Lineage:
         wanted = set(only) if only is not None else None
         rows = [
             s
-            for s in self._steps(
-                run, "lineage_versions", f"(SELECT * FROM {groups} WHERE admitted)"
-            )
+            for s in self._steps(run, "lineage_versions", groups)
             if s["trajectory_id"] == trajectory_id and (wanted is None or s["step_id"] in wanted)
         ]  # fmt: skip
         versions = self._versions(run)

@@ -27,9 +27,9 @@ from typing import BinaryIO
 
 import pyarrow as pa
 
+from clawstream.query.column_comments import READS_COMMENTS
 from clawstream.query.connection import THREADS, batches_of, connect, table_at_fault
 from clawstream.query.sandbox import too_large
-from clawstream.query.view_columns import ASKS
 from schemas.settings import LakeSettings, Settings
 from stream_jobs.errors import LakeDamaged, LakeError, SqlError
 from stream_jobs.lake.delta.snapshots import resolve_versions
@@ -60,7 +60,7 @@ def main() -> None:
 
 def _answer(settings: Settings, query: str, at: str | None, out: BinaryIO) -> None:
     versions = None if at is None else resolve_versions(settings, at)
-    connection = connect(settings, versions, with_comments=ASKS.search(query) is not None)
+    connection = connect(settings, versions, with_comments=READS_COMMENTS.search(query) is not None)
     limit(settings.lake)
     os.dup2(1, 2)  # nor messages of libraries that run out of memory
     try:

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pytest
 from deltalake import write_deltalake
 
-from clawstream.query.view_columns import comment_of
+from clawstream.query.column_comments import comment_of
 from runtime.kafka import Fenced
 from schemas import records
 from schemas.settings import LakeSettings, Settings
