@@ -1,15 +1,16 @@
 """Decide whether a closed trajectory can be trained under a policy, and why not. Pure.
 
-This is the only definition, for admission and for SQL. `trained_part` selects the trained steps,
-`ineligibilities` lists permanent obstacles, `missing_input` an input that may still arrive, and
-`compute_readiness` combines them. Admission refuses with the first ineligibility.
+`trained_part` selects the trained steps, `ineligibilities` lists permanent obstacles and
+`missing_input` an input that may still arrive. Admission refuses with the first ineligibility. The
+SQL view `readiness` (`clawstream/query/views/quality.sql`) lists all of them for every trajectory;
+a test compares both.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 from schemas.records import AdmissionPolicy, Candidate, CandidateStep
@@ -21,95 +22,6 @@ class Ineligibility(NamedTuple):
 
     reason: str
     detail: str | None = None
-
-
-CONDITIONS = (
-    "outcome",
-    "untrainable",
-    "too_short",
-    "too_long",
-    "quality",
-    "reward_missing",
-    "assessment_missing",
-    "stale",
-)
-STEP_CONDITIONS = ("untrainable", "tagged", "quality", "stale")
-
-
-@dataclass(frozen=True, slots=True)
-class StepReadiness:
-    """Readiness of a step. score: share of the conditions that are met, in [0, 1]."""
-
-    step_id: str
-    ready: bool
-    score: float
-    lacks: tuple[Ineligibility, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Readiness:
-    """Readiness of a trajectory.
-
-    ready: All conditions are met. awaits: The only unmet condition is an input that may still
-    arrive.
-    lacks: The unmet conditions. score: Share of the conditions that are met, in [0, 1]. staleness:
-    Versions between the newest version and the oldest trainable token; None when unknown. The names
-    equal the columns of the SQL view `readiness`.
-    """
-
-    ready: bool
-    awaits: bool
-    score: float
-    lacks: tuple[Ineligibility, ...]
-    staleness: int | None
-    steps: tuple[StepReadiness, ...]
-
-
-def compute_readiness(
-    candidate: Candidate,
-    policy: AdmissionPolicy,
-    newest_sync_index: int | None,
-    has_payload: bool = True,
-) -> Readiness:
-    """Compute the readiness of a trajectory and of each of its steps.
-
-    Does not check conditions that depend on a group or a batch.
-
-    Args:
-        newest_sync_index: Sync index of the version to be trained; None when there is none yet.
-        has_payload: Whether the candidate names the place of its payload.
-    """
-    part, limit = (
-        trained_part(candidate, policy),
-        policy.max_staleness if candidate.channel == "train" else None,
-    )
-    lacks = list(ineligibilities(part, policy, has_payload))
-    waits = missing_input(part, policy)
-    staleness = age(part.oldest_sync_index, newest_sync_index)
-    if waits is not None:
-        lacks.append(waits)
-    if limit is not None and staleness is not None and staleness > limit:
-        lacks.append(Ineligibility("stale", f"{staleness} versions, limit {limit}"))
-    steps = []
-    for step in candidate.steps:
-        found = list(step_ineligibilities(step, policy))
-        old = age(step.oldest_sync_index, newest_sync_index)
-        if limit is not None and old is not None and old > limit:
-            found.append(Ineligibility("stale", f"{old} versions, limit {limit}"))
-        steps.append(
-            StepReadiness(
-                step.step_id, not found, 1 - len(found) / len(STEP_CONDITIONS), tuple(found)
-            )
-        )
-    score = 1 - len({lack.reason for lack in lacks}) / len(CONDITIONS)
-    return Readiness(
-        not lacks,
-        waits is not None and len(lacks) == 1,
-        score,
-        tuple(lacks),
-        staleness,
-        tuple(steps),
-    )
 
 
 def age(oldest_sync_index: int | None, trains: int | None) -> int | None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from support.admit import cand, fold, policy, refusals, reward
+from support.readiness import CONDITIONS, Readiness, compute_readiness
 
 from clawstream.query.connection import connect
 from schemas.records import (
@@ -19,7 +20,6 @@ from schemas.records import (
     WeightVersion,
 )
 from schemas.settings import Settings
-from stream_jobs.admit.eligibility import CONDITIONS, Readiness, compute_readiness
 from stream_jobs.lake.main import Lake
 from stream_jobs.lake.tables.catalog import ConsumedRecord, catalog
 
@@ -27,13 +27,21 @@ PLACE = {"topic_id": b"T", "partition": b"0", "first_offset": b"0", "last_offset
 
 
 def reasons(r: Readiness) -> list[str]:
-    return [lack.reason for lack in r.lacks]
+    return [lack.reason for lack in r.unmet_conditions]
 
 
 def test_a_trajectory_that_lacks_nothing_is_ready() -> None:
     r = compute_readiness(cand("a"), policy(), 0)
-    assert (r.ready, r.awaits, r.score, r.lacks, r.staleness) == (True, False, 1.0, (), 0)
-    assert [(s.step_id, s.ready, s.score, s.lacks) for s in r.steps] == [("a~1.0", True, 1.0, ())]
+    assert (r.ready, r.awaiting_input, r.score, r.unmet_conditions, r.staleness) == (
+        True,
+        False,
+        1.0,
+        (),
+        0,
+    )
+    assert [(s.step_id, s.ready, s.score, s.unmet_conditions) for s in r.steps] == [
+        ("a~1.0", True, 1.0, ())
+    ]
 
 
 def test_everything_that_is_lacking_is_named() -> None:
@@ -63,14 +71,14 @@ def test_everything_that_is_lacking_is_named() -> None:
         has_payload=False,
     )
     assert reasons(r) == list(CONDITIONS)
-    assert (r.ready, r.awaits, r.score, r.staleness) == (False, False, 0.0, 3)
-    details = {lack.reason: lack.detail for lack in r.lacks}
+    assert (r.ready, r.awaiting_input, r.score, r.staleness) == (False, False, 0.0, 3)
+    details = {lack.reason: lack.detail for lack in r.unmet_conditions}
     assert (
         details["quality"] == "quality 0.4 below 0.5" and details["stale"] == "3 versions, limit 1"
     )
     assert details["reward_missing"] == "no value of rule"
     (step,) = r.steps
-    assert [lack.reason for lack in step.lacks] == [
+    assert [lack.reason for lack in step.unmet_conditions] == [
         "tagged",
         "quality",
         "stale",
@@ -79,11 +87,11 @@ def test_everything_that_is_lacking_is_named() -> None:
 
 def test_what_may_still_come_is_awaited() -> None:
     waits = compute_readiness(cand("a", rewards=()), policy(), None)
-    assert (waits.ready, waits.awaits, reasons(waits)) == (False, True, ["reward_missing"])
+    assert (waits.ready, waits.awaiting_input, reasons(waits)) == (False, True, ["reward_missing"])
     assessed = compute_readiness(cand("a"), policy(require_assessment=True), None)
-    assert (assessed.awaits, reasons(assessed)) == (True, ["assessment_missing"])
+    assert (assessed.awaiting_input, reasons(assessed)) == (True, ["assessment_missing"])
     hopeless = compute_readiness(cand("a", rewards=(), outcome="lost"), policy(), None)
-    assert (hopeless.awaits, reasons(hopeless)) == (False, ["outcome", "reward_missing"])
+    assert (hopeless.awaiting_input, reasons(hopeless)) == (False, ["outcome", "reward_missing"])
 
 
 def test_validation_asks_for_no_version_and_no_freshness() -> None:
@@ -216,27 +224,40 @@ def test_sql_says_the_same(lake: tuple[Settings, Any]) -> None:
     put("weights", *versions)
     sql = connect(settings)
     rows = sql.execute(
-        "select trajectory_id, ready, awaits, score, lacks, staleness from readiness"
+        "select trajectory_id, ready, awaiting_input, score, unmet_conditions, staleness "
+        "from readiness"
     ).fetchall()
     assert len(rows) == len(expected)
     for tid, *said in rows:
         r = expected[tid]
-        lacks = list(dict.fromkeys(reasons(r)))
-        assert said == [r.ready, r.awaits, pytest.approx(r.score), lacks, r.staleness], (
+        unmet_conditions = list(dict.fromkeys(reasons(r)))
+        assert said == [
+            r.ready,
+            r.awaiting_input,
+            pytest.approx(r.score),
+            unmet_conditions,
+            r.staleness,
+        ], (
             tid,
             said,
             r,
         )
     assert (
         sum(r.ready for r in expected.values()) >= 10
-        and sum(r.awaits for r in expected.values()) > 5
+        and sum(r.awaiting_input for r in expected.values()) > 5
     )
-    seen = sql.execute("select step_id, ready, score, lacks from step_readiness").fetchall()
+    seen = sql.execute(
+        "select step_id, ready, score, unmet_conditions from step_readiness"
+    ).fetchall()
     steps = {s.step_id: s for r in expected.values() for s in r.steps}
     assert len(seen) == len(steps)
     for sid, *said in seen:
         s = steps[sid]
-        assert said == [s.ready, pytest.approx(s.score), [lack.reason for lack in s.lacks]], sid
+        assert said == [
+            s.ready,
+            pytest.approx(s.score),
+            [lack.reason for lack in s.unmet_conditions],
+        ], sid
     sql.close()
 
 
@@ -264,7 +285,7 @@ def test_admission_refuses_for_the_first_thing_that_is_lacking() -> None:
         r, out = compute_readiness(c, p, 0), fold(p, c)
         if r.ready:
             assert refusals(out) == [] and len(out) == 1
-        elif r.awaits:
+        elif r.awaiting_input:
             assert out == []
         else:
             assert refusals(out) == [(reasons(r)[0], (c.trajectory_id,), True)]
