@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import sys
 
-from schemas.codec.single_object import AVRO_DIR, TOP_LEVEL, fingerprint_of, shipped
+from schemas.codec.foreign import fingerprint_of
+from schemas.codec.single_object import AVRO_DIR, TOP_LEVEL, shipped
 
 
 def main() -> None:

@@ -14,6 +14,13 @@ TYPES_MAX = 20_000
 Shipped schemas have a few hundred; 3 KB of nested names can expand to a million.
 """
 
+VALUES_PER_BYTE = 8
+"""Maximum values for each byte of repeated items. Shipped schemas have at most one.
+
+Items without bytes have no bound: of these, any number fits anywhere.
+"""
+
+_SIZES = {"null": 0, "float": 4, "double": 8}
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _TEXTS = ("doc", "logicalType", "namespace", "packing")
 
@@ -100,9 +107,10 @@ def _list_of(kind: type, schema: dict[str, Any], key: str) -> list[Any]:
 
 
 def check_extent(schema: Schema) -> None:
-    """Check that the expanded schema has at most TYPES_MAX types and symbols.
+    """Check that small records stay small when decoded.
 
-    A recursive type counts once: the bytes of a record determine how often it occurs.
+    The expanded schema has at most TYPES_MAX types and symbols. Items of arrays and maps, and types
+    that contain themselves, have at most VALUES_PER_BYTE values for each of their bytes.
 
     Args:
         schema: With full names everywhere.
@@ -110,25 +118,60 @@ def check_extent(schema: Schema) -> None:
     Raises:
         ValueError: It has more.
     """
-    _extent(schema, {})
+    _measure(schema, {}, set())
 
 
-def _extent(schema: Schema, named: dict[str, int]) -> int:
+def _measure(
+    schema: Schema, named: dict[str, tuple[int, int] | None], recursive: set[str]
+) -> tuple[int, int]:
+    """Return the number of types, and the most values of a datum beyond those its bytes allow.
+
+    Args:
+        named: Results for the named types; None for a type that is being measured.
+        recursive: Gets the names of types that contain themselves.
+    """
     if isinstance(schema, str):
-        return named.get(schema, 1)
+        known = named.get(schema, (1, 1 - VALUES_PER_BYTE * _SIZES.get(schema, 1)))
+        if known is None:
+            recursive.add(schema)
+        return known or (1, 0)
     if isinstance(schema, list):
-        inner: list[Schema] = schema
+        inner = [_measure(branch, named, recursive) for branch in schema]
+        types = 1 + sum(n for n, _ in inner)
+        excess = max((e for _, e in inner), default=0) - VALUES_PER_BYTE
     else:
-        inner = [f["type"] for f in schema.get("fields", ())] + [
-            schema[k] for k in ("items", "values") if k in schema
-        ]
-    extent = 1 + sum(_extent(one, named) for one in inner)
-    if isinstance(schema, dict):
-        extent += len(schema.get("symbols", ()))
-        named[schema.get("name", "")] = extent
-    if extent > TYPES_MAX:
+        name = schema.get("name", "")
+        match schema["type"]:
+            case "record" | "error":
+                named[name] = None
+                inner = [_measure(f["type"], named, recursive) for f in schema["fields"]]
+                types, excess = 1 + sum(n for n, _ in inner), 1 + sum(e for _, e in inner)
+                if name in recursive:
+                    _check_density(excess)
+            case "array":
+                types, excess = _measure(schema["items"], named, recursive)
+                _check_density(excess)
+                types, excess = types + 1, 1 - VALUES_PER_BYTE
+            case "map":
+                types, excess = _measure(schema["values"], named, recursive)
+                _check_density(excess + 1 - VALUES_PER_BYTE)
+                types, excess = types + 1, 1 - VALUES_PER_BYTE
+            case "enum":
+                types, excess = 1 + len(schema["symbols"]), 1 - VALUES_PER_BYTE
+            case "fixed":
+                types, excess = 1, 1 - VALUES_PER_BYTE * size_of(schema)
+            case inner_type:
+                return _measure(inner_type, named, recursive)
+        if name:
+            named[name] = types, excess
+    if types > TYPES_MAX:
         raise ValueError(f"more than {TYPES_MAX} types, written out where they are used")
-    return extent
+    return types, excess
+
+
+def _check_density(excess: int) -> None:
+    if excess > 0:
+        raise ValueError(f"items with more than {VALUES_PER_BYTE} values for each of their bytes")
 
 
 def size_of(fixed: Schema) -> int:
@@ -190,15 +233,3 @@ def kind_of(schema: Schema) -> str:
     while isinstance(schema, dict):
         schema = schema["type"]
     return str(schema)
-
-
-def takes_nothing(schema: Schema) -> bool:
-    """Whether values of an `expanded` type take no bytes: of such, any number fits anywhere."""
-    match kind_of(schema) if not isinstance(schema, list) else "union":
-        case "null":
-            return True
-        case "record":
-            return all(takes_nothing(f["type"]) for f in schema["fields"])
-        case "fixed":
-            return not size_of(schema)
-    return False

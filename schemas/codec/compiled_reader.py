@@ -1,92 +1,76 @@
-"""Compile a pair of schemas, writer's and reader's, to a Python function that decodes Avro binary.
+"""Compile a shipped schema to a Python function that decodes Avro binary.
 
 Decoding takes a fifth of fastavro's time. The values equal fastavro's (a test compares both), but
 the reader is stricter: it rejects negative union branches, numbers of more than 64 bits, and arrays
-of more than 100,000 records. It supports the types that the shipped schemas use; any other pair is
-a ValueError. One function is generated for each pair, as `dataclasses` does, because a call per
-field would cost more than the field. Unwanted fields are skipped, missing fields get their default.
-Announced schemas are untrusted: their parts reach the source only through
-`schemas.codec.avro_source`.
+of more than 100,000 records. One function is generated for each record, as `dataclasses` does,
+because a call per field would cost more than the field.
 
-Format: https://avro.apache.org/docs/1.12.0/specification/#binary-encoding, and #schema-resolution.
+Format: https://avro.apache.org/docs/1.12.0/specification/#binary-encoding
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import fields
 from typing import Any, Protocol
 
-from schemas.codec.avro_schema import Schema, kind_of, not_null, plain_name, size_of, takes_nothing
-from schemas.codec.avro_source import identifier, literal
+from schemas.codec.avro_schema import Schema, kind_of, not_null
+from schemas.codec.source import Source, optional
 
 Read = Callable[[bytes, int], Any]
 """Decodes the record at a position; the record must end with the bytes. Raises MALFORMED errors."""
-ClassOf = Callable[[str], type]
-"""Maps a record name to its dataclass: frozen, with slots, fields in the order of the schema."""
 
 MALFORMED = (IndexError, ValueError, struct.error, OverflowError)
-"""What a `Read` raises for bytes that are no such record."""
+"""Errors of a `Read` for bytes that are no such record."""
 ITEMS_MAX = 100_000
-"""Records in one array. What we write has far fewer: its records have a bound of bytes."""
-LINES_MAX = 20_000
-"""Maximum lines of one reader; shipped ones have about 350.
+"""Records in one array. Written records have far fewer: their size in bytes is bounded."""
 
-Types are inlined at each use; compiling 20,000 lines takes a second.
-"""
-
-_SIZES = {"boolean": 1, "float": 4, "double": 8}
-_float, _double = struct.Struct("<f").unpack_from, struct.Struct("<d").unpack_from
+_PACKED = {"float": struct.Struct("<f"), "double": struct.Struct("<d")}
 
 
 class Made(Protocol):
-    """Generates code for the decoded values.
-
-    empty: Code of an empty array. strict: No null for a non-null type, no other type names.
-    """
+    """Generates code for the decoded values. empty: Code of an empty array."""
 
     empty: str
-    strict: bool
 
     def record(
-        self, code: Code, schema: Schema, depth: int
+        self, code: Source, schema: Schema, depth: int
     ) -> tuple[str, dict[str, str], list[str]]:
-        """Code of it; where each wanted field goes; lines behind them."""
+        """Return code of a record, the target of each wanted field, and lines behind them."""
 
     def array(self, found: str) -> str:
-        """Code of an array, from that of a list."""
+        """Return code of an array, from that of a list."""
 
     def map(self) -> tuple[str, str]:
         """Return code of an empty map, and a format of code that adds a key and value to a map."""
 
 
 class Records:
-    """Generates dataclasses, tuples and dicts. class_of: Maps a name to its class.
+    """Generates dataclasses, tuples and dicts.
 
     Filling a frozen record through object.__setattr__ takes longer than decoding it. So the code
     fills a mutable twin class with the same slots and then sets `__class__`.
+
+    class_of: Maps a record name to its dataclass: frozen, with slots, fields in schema order.
     """
 
-    empty, strict = "()", True
+    empty = "()"
 
-    def __init__(self, class_of: ClassOf) -> None:
+    def __init__(self, class_of: Callable[[str], type]) -> None:
         self._class_of = class_of
 
     def record(
-        self, code: Code, schema: Schema, depth: int
+        self, code: Source, schema: Schema, depth: int
     ) -> tuple[str, dict[str, str], list[str]]:
-        name, cls = plain_name(schema["name"]), self._class_of(plain_name(schema["name"]))
+        name, cls = schema["name"], self._class_of(schema["name"])
         names = [f["name"] for f in schema["fields"]]
         if names != [f.name for f in fields(cls)]:
             raise ValueError(f"{cls.__name__} and its schema have other fields")
         record, twin = code.name(), code.constant(type(name, (), {"__slots__": tuple(names)}))
         code.add(depth, f"{record} = new({twin})")
-        return (
-            record,
-            {n: f"{record}.{identifier(n)}" for n in names},
-            [f"{record}.__class__ = {code.constant(cls)}"],
-        )
+        behind = [f"{record}.__class__ = {code.constant(cls)}"]
+        return record, {n: f"{record}.{n}" for n in names}, behind
 
     def array(self, found: str) -> str:
         return f"tuple({found})"
@@ -96,44 +80,26 @@ class Records:
 
 
 def reader_of(writer: Schema, wanted: Schema, made: Made) -> Read:
-    """Compile a reader.
+    """Compile a reader of a shipped schema.
+
+    Unwanted fields are skipped. Fields that only `wanted` has get their default.
 
     Args:
-        writer: The writer's record schema, `expanded`.
-        wanted: The reader's record schema, `expanded`.
+        writer: The record schema of the bytes, `expanded`.
+        wanted: The same schema with fields removed or added, `expanded`.
 
     Raises:
-        ValueError: The pair is not supported.
+        ValueError: The schema has a type that no shipped schema has.
     """
-    code = Code(made)
-    record = code.record(writer, wanted, 1)
-    code.add(
-        1, "if at != len(data): raise ValueError(f'the record ends at byte {at} of {len(data)}')"
-    )
-    code.add(1, f"return {record}")
-    names: dict[str, Any] = code.constants | {
-        "long": long,
-        "size": size,
-        "items": items,
-        "bad": _bad,
-        "float_at": _float,
-        "double_at": _double,
-        "new": object.__new__,
-    }
-    source = "def read(data, at):\n" + "\n".join(code.lines)
-    try:
-        exec(
-            compile(source, f"<reader of {identifier(plain_name(wanted['name']))}>", "exec"), names
-        )
-    # Python nests at most 20 loops, and two are an array; its parser calls a stack of its own that
-    # is full a MemoryError
-    except (SyntaxError, RecursionError, MemoryError) as e:
-        raise ValueError(f"types nested so deeply are not read here: {e}") from e
-    return names["read"]  # type: ignore[no-any-return]
+    reader = _Reader(made)
+    record = reader.record(writer, wanted, 1)
+    ends = "if at != len(data): raise ValueError(f'the record ends at byte {at} of {len(data)}')"
+    reader.code.add(1, ends, f"return {record}")
+    return reader.code.function(f"read_{writer['name']}", "data, at")  # type: ignore[no-any-return]
 
 
 def long(data: bytes, at: int) -> tuple[int, int]:
-    """A long, zig-zag, seven bits a byte, and the position behind it."""
+    """Decode a long (zig-zag, seven bits a byte); return it and the position behind it."""
     n = data[at]
     if n < 128:
         return (n >> 1) ^ -(n & 1), at + 1
@@ -151,8 +117,8 @@ def long(data: bytes, at: int) -> tuple[int, int]:
     raise ValueError(f"a number of more than 64 bits at byte {at}")
 
 
-def size(data: bytes, at: int) -> tuple[int, int]:
-    """A length: as a rule of text or tokens."""
+def _size(data: bytes, at: int) -> tuple[int, int]:
+    """Decode a length, usually of text or tokens; return it and the position behind it."""
     low = data[at]
     if low < 128 or low & 1:
         n, at = long(data, at)
@@ -168,10 +134,10 @@ def size(data: bytes, at: int) -> tuple[int, int]:
     return long(data, at)
 
 
-def items(data: bytes, at: int) -> tuple[int, int]:
-    """The number of items in a block of an array or a map, each of a byte at least."""
+def _block(data: bytes, at: int) -> tuple[int, int]:
+    """Decode the number of items in a block of an array or a map: each has at least one byte."""
     n, at = long(data, at)
-    if n < 0:  # then its size follows, for those who skip it
+    if n < 0:  # then its size follows, for readers that skip it
         n, (_, at) = -n, long(data, at)
     if n > len(data) - at:
         raise ValueError(f"a block of {n} items at byte {at} of {len(data)}")
@@ -182,52 +148,25 @@ def _bad(what: str, at: int) -> None:
     raise ValueError(f"{what} at byte {at}")
 
 
-def _is_value(kind: str, value: Any) -> bool:
-    """Return whether a default fits a primitive type.
-
-    Raises ValueError for text that is not UTF-8.
-    """
-    match kind:
-        case "string" | "enum":
-            return type(value) is str and value.encode() is not None
-        case "int" | "long":
-            return type(value) is int and value.bit_length() < (32 if kind == "int" else 64)
-        case "float" | "double":
-            return type(value) is float or (type(value) is int and value.bit_length() < 64)
-    return kind == "boolean" and type(value) is bool
-
-
-class Code:
-    """Lines of a reader and the constants that they use.
-
-    In the code, `data` and `at` are the bytes and the position; `n` is a scratch variable.
-    """
+class _Reader:
+    """Generates a reader. In the code `data` and `at` are bytes and position; `n` is scratch."""
 
     def __init__(self, made: Made) -> None:
         self._made = made
-        self.lines: list[str] = []
-        self.constants: dict[str, Any] = {}
-        self._names = 0
-
-    def add(self, depth: int, *lines: str) -> None:
-        self.lines += ["    " * depth + line for line in lines]
-        if len(self.lines) > LINES_MAX:
-            raise ValueError(f"a reader of more than {LINES_MAX} lines is not made")
-
-    def name(self) -> str:
-        self._names += 1
-        return f"v{self._names}"
-
-    def constant(self, value: Any) -> str:
-        name = f"c{len(self.constants)}"
-        self.constants[name] = value
-        return name
+        self.code = Source(
+            {
+                "long": long,
+                "size": _size,
+                "block": _block,
+                "bad": _bad,
+                **{f"{kind}_at": packed.unpack_from for kind, packed in _PACKED.items()},
+                "new": object.__new__,
+            }
+        )
 
     def record(self, writer: Schema, wanted: Schema, depth: int) -> str:
-        """Lines that read a record; returns the code of it."""
-        record, targets, behind = self._made.record(self, wanted, depth)
-        if self._made.strict and plain_name(writer["name"]) != plain_name(wanted["name"]):
-            raise ValueError(f"a {writer['name']} is not read as {wanted['name']}")
+        """Add lines that read a record; return the code of it."""
+        record, targets, behind = self._made.record(self.code, wanted, depth)
         types = {f["name"]: f["type"] for f in wanted["fields"]}
         for field in writer["fields"]:
             if field["name"] in targets:
@@ -237,174 +176,124 @@ class Code:
         written = {f["name"] for f in writer["fields"]}
         for field in wanted["fields"]:
             if field["name"] not in written:
-                self.add(depth, f"{targets[field['name']]} = {self._default(field)}")
-        self.add(depth, *behind)
+                default = self.code.constant(field["default"])
+                self.code.add(depth, f"{targets[field['name']]} = {default}")
+        self.code.add(depth, *behind)
         return record
 
     def _value(self, writer: Schema, wanted: Schema, to: str, depth: int) -> None:
-        """Lines that read one value into a variable."""
+        """Add lines that read one value into a variable."""
+        add = self.code.add
         if isinstance(writer, list):
-            if len(writer) != 1 + ("null" in writer):
-                raise ValueError(f"a union of {[kind_of(b) for b in writer]} is not read here")
-            if (
-                self._made.strict
-                and "null" in writer
-                and not (isinstance(wanted, list) and "null" in wanted)
-            ):
-                raise ValueError("what can be null is not read as what can't")
             self._union(
-                writer, depth, lambda branch, d: self._value(branch, wanted, to, d), f"{to} = None"
+                writer, depth, f"{to} = None", lambda inner, d: self._value(inner, wanted, to, d)
             )
             return
-        kind, aim = kind_of(writer), not_null(wanted)
-        if kind != kind_of(aim) and (kind, kind_of(aim)) != ("int", "long"):
-            raise ValueError(f"{kind} as {kind_of(aim)} is not read here")
-        match kind:
+        match kind_of(writer):
             case "string":
-                self._size(depth)
-                self.add(depth, "at += n", f"{to} = data[at - n:at].decode()")
+                self._length(depth)
+                add(depth, "at += n", f"{to} = data[at - n:at].decode()")
             case "bytes":
-                self._size(depth)
-                self.add(depth, "at += n", f"{to} = data[at - n:at]")
+                self._length(depth)
+                add(depth, "at += n", f"{to} = data[at - n:at]")
             case "int" | "long":
-                self.add(depth, "n = data[at]", f"if n < 128: {to} = (n >> 1) ^ -(n & 1); at += 1")
-                self.add(depth, f"else: {to}, at = long(data, at)")
+                add(depth, "n = data[at]", f"if n < 128: {to} = (n >> 1) ^ -(n & 1); at += 1")
+                add(depth, f"else: {to}, at = long(data, at)")
             case "boolean":
-                self.add(depth, f"{to} = data[at] != 0", "at += 1")
-            case "float" | "double":
-                self.add(depth, f"{to}, = {kind}_at(data, at)", f"at += {_SIZES[kind]}")
+                add(depth, f"{to} = data[at] != 0", "at += 1")
+            case "float" | "double" as kind:
+                add(depth, f"{to}, = {kind}_at(data, at)", f"at += {_PACKED[kind].size}")
             case "enum":
-                self._enum(writer, aim, to, depth)
+                self._length(depth)
+                add(depth, f"{to} = {self.code.constant(tuple(writer['symbols']))}[n]")
             case "record":
-                self.add(depth, f"{to} = {self.record(writer, aim, depth)}")
+                add(depth, f"{to} = {self.record(writer, not_null(wanted), depth)}")
             case "array":
-                self._array(writer["items"], aim["items"], to, depth)
+                self._array(writer["items"], not_null(wanted)["items"], to, depth)
             case "map":
-                self._map(writer["values"], aim["values"], to, depth)
-            case other:
-                raise ValueError(f"Avro type {other} is not read here")
-
-    def _enum(self, writer: Schema, wanted: Schema, to: str, depth: int) -> None:
-        if self._made.strict and not set(writer["symbols"]) <= set(wanted["symbols"]):
-            raise ValueError(f"{writer['name']} has symbols that are not read here")
-        self._size(depth)
-        self.add(depth, f"{to} = {self.constant(tuple(writer['symbols']))}[n]")
+                self._map(writer["values"], not_null(wanted)["values"], to, depth)
+            case kind:
+                raise ValueError(f"Avro type {kind!r} is not read here")
 
     def _array(self, writer: Schema, wanted: Schema, to: str, depth: int) -> None:
-        found, item = self.name(), self.name()
-        self.add(depth, f"if data[at] == 0: {to} = {self._made.empty}; at += 1", "else:")
-        self.add(depth + 1, f"{found} = []")
+        found, item = self.code.name(), self.code.name()
+        self.code.add(depth, f"if data[at] == 0: {to} = {self._made.empty}; at += 1", "else:")
+        self.code.add(depth + 1, f"{found} = []")
 
         def one(d: int) -> None:
             self._value(writer, wanted, item, d)
-            self.add(d, f"{found}.append({item})")
+            self.code.add(d, f"{found}.append({item})")
 
-        self._blocks(
-            writer, depth + 1, one, found if kind_of(not_null(writer)) == "record" else None
-        )
-        self.add(depth + 1, f"{to} = {self._made.array(found)}")
+        self._blocks(depth + 1, one, found if kind_of(not_null(writer)) == "record" else None)
+        self.code.add(depth + 1, f"{to} = {self._made.array(found)}")
 
     def _map(self, writer: Schema, wanted: Schema, to: str, depth: int) -> None:
-        found, key, item = self.name(), self.name(), self.name()
+        found, key, item = self.code.name(), self.code.name(), self.code.name()
         empty, more = self._made.map()
-        self.add(depth, f"{to} = {found} = {empty}")
+        self.code.add(depth, f"{to} = {found} = {empty}")
 
         def one(d: int) -> None:
             self._value("string", "string", key, d)
             self._value(writer, wanted, item, d)
-            self.add(d, more.format(found, key, item))
+            self.code.add(d, more.format(found, key, item))
 
-        self._blocks("string", depth, one, None)
+        self._blocks(depth, one)
 
     def _skip(self, writer: Schema, depth: int) -> None:
-        """Lines that step over one value."""
+        """Add lines that step over one value."""
+        add = self.code.add
         if isinstance(writer, list):
-            self._union(writer, depth, self._skip, "pass")
+            self._union(writer, depth, "pass", self._skip)
             return
         match kind_of(writer):
             case "string" | "bytes":
-                self._size(depth)
-                self.add(depth, "at += n")
+                self._length(depth)
+                add(depth, "at += n")
             case "int" | "long" | "enum":
-                self.add(depth, "if data[at] < 128: at += 1", "else: n, at = long(data, at)")
-            case "boolean" | "float" | "double" as kind:
-                self.add(depth, f"at += {_SIZES[kind]}")
-            case "fixed":
-                self.add(depth, f"at += {literal(size_of(writer))}")
+                add(depth, "if data[at] < 128: at += 1", "else: n, at = long(data, at)")
+            case "boolean":
+                add(depth, "at += 1")
+            case "float" | "double" as kind:
+                add(depth, f"at += {_PACKED[kind].size}")
             case "record":
-                self.add(depth, "pass")
                 for field in writer["fields"]:
                     self._skip(field["type"], depth)
             case "array":
-                self._blocks(writer["items"], depth, lambda d: self._skip(writer["items"], d), None)
+                self._blocks(depth, lambda d: self._skip(writer["items"], d))
             case "map":
-                pair = {
-                    "type": "record",
-                    "fields": [{"type": "string"}, {"type": writer["values"]}],
-                }
-                self._blocks(pair, depth, lambda d: self._skip(pair, d), None)
-            case other:
-                raise ValueError(f"Avro type {other} is not read here")
 
-    def _size(self, depth: int) -> None:
-        """Leaves a length in `n`."""
-        self.add(
-            depth,
-            "n = data[at]",
-            "if n > 127 or n & 1: n, at = size(data, at)",
+                def pair(d: int) -> None:
+                    self._skip("string", d)
+                    self._skip(writer["values"], d)
+
+                self._blocks(depth, pair)
+            case kind:
+                raise ValueError(f"Avro type {kind!r} is not read here")
+
+    def _length(self, depth: int) -> None:
+        """Leave a length, or the index of an enum's symbol, in `n`."""
+        self.code.add(
+            depth, "n = data[at]", "if n > 127 or n & 1: n, at = size(data, at)",
             "else: n >>= 1; at += 1",
-        )
+        )  # fmt: skip
 
     def _union(
-        self, writer: list[Schema], depth: int, inner: Callable[[Schema, int], None], null: str
+        self, writer: list[Schema], depth: int, null: str, inner: Callable[[Schema, int], None]
     ) -> None:
-        self.add(depth, "n = data[at]", "at += 1")
-        for at, branch in enumerate(writer):
-            self.add(depth, f"{'elif' if at else 'if'} n == {2 * at}:")
-            if branch == "null":
-                self.add(depth + 1, null)
-            else:
-                inner(branch, depth + 1)
-        self.add(depth, "else: bad('a union branch that is not there', at)")
+        self.code.add(depth, "n = data[at]", "at += 1", f"if n == 0: {null}", "elif n == 2:")
+        inner(optional(writer), depth + 1)
+        self.code.add(depth, "else: bad('a union branch that is not there', at)")
 
-    def _blocks(
-        self, one: Schema, depth: int, item: Callable[[int], None], found: str | None
-    ) -> None:
-        """Generate code for the blocks of an array or map.
+    def _blocks(self, depth: int, item: Callable[[int], None], found: str | None = None) -> None:
+        """Add lines that read the blocks of an array or map.
 
         found: The list whose length is bounded; None when the number of bytes bounds it.
         """
-        if takes_nothing(one):
-            raise ValueError(
-                "items that take no bytes are not read here: nothing bounds their number"
-            )
-        left = self.name()
-        self.add(depth, f"{left}, at = items(data, at)", f"while {left}:")
+        add, left = self.code.add, self.code.name()
+        add(depth, f"{left}, at = block(data, at)", f"while {left}:")
         if found is not None:
-            self.add(
-                depth + 1,
-                f"if len({found}) + {left} > {ITEMS_MAX}: bad('more than {ITEMS_MAX} records in "
-                "an array', at)",
-            )
-        self.add(depth + 1, f"for _ in range({left}):")
+            too_many = f"bad('more than {ITEMS_MAX} records in an array', at)"
+            add(depth + 1, f"if len({found}) + {left} > {ITEMS_MAX}: {too_many}")
+        add(depth + 1, f"for _ in range({left}):")
         item(depth + 2)
-        self.add(
-            depth + 1, f"if data[at]: {left}, at = items(data, at)", f"else: {left} = 0; at += 1"
-        )
-
-    def _default(self, field: Mapping[str, Any]) -> str:
-        """Return code of the default of a field that the writer lacks.
-
-        Raises:
-            ValueError: The field has no default, or one that is not supported.
-        """
-        value, kind = field.get("default", self), field["type"]
-        kind = kind_of(kind[0] if isinstance(kind, list) else kind)
-        if value is None or _is_value(kind, value):
-            return self.constant(value)
-        if kind in ("array", "map") and not value:
-            return self._made.empty if kind == "array" else self._made.map()[0]
-        raise ValueError(
-            f"field {field['name']} has no default that is read here, and the writer did not "
-            "write it"
-        )
+        add(depth + 1, f"if data[at]: {left}, at = block(data, at)", f"else: {left} = 0; at += 1")

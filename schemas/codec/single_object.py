@@ -9,7 +9,6 @@ announced on the schemas topic.
 
 from __future__ import annotations
 
-import io
 import json
 import struct
 import types
@@ -21,14 +20,12 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-import fastavro
-from fastavro.schema import fingerprint, to_parsing_canonical_form
-
 from schemas import records
 from schemas.codec.avro_schema import Schema, check, check_extent, expanded, plain_name
-from schemas.codec.compiled_reader import Read, Records, reader_of
+from schemas.codec.compiled_reader import MALFORMED, Read, Records, reader_of
 from schemas.codec.compiled_writer import Write, writer_of
-from schemas.codec.item_count import check_items
+from schemas.codec.foreign import MALFORMED_SCHEMA, fingerprint_of, parse
+from schemas.codec.foreign import reader_of as foreign_reader_of
 from schemas.errors import Undecodable, UnknownSchema
 
 MAGIC = b"\xc3\x01"
@@ -64,11 +61,6 @@ TOP_LEVEL: tuple[type, ...] = (
 )
 
 
-def fingerprint_of(schema: Any) -> str:
-    """Return the CRC-64-AVRO of the parsing canonical form: 16 hex digits, in header byte order."""
-    return fingerprint(to_parsing_canonical_form(schema), "CRC-64-AVRO")  # type: ignore[no-any-return]
-
-
 @cache
 def shipped(name: str) -> dict[str, Any]:
     """The current schema of a record, as its file says it."""
@@ -76,23 +68,20 @@ def shipped(name: str) -> dict[str, Any]:
 
 
 @cache
+def _compiled_reader(name: str) -> Read:
+    schema = expanded(shipped(name))
+    return reader_of(schema, schema, _RECORDS)
+
+
+@cache
+def _compiled_writer(name: str) -> Write:
+    return writer_of(expanded(shipped(name)))
+
+
+@cache
 def archived() -> tuple[dict[str, Any], ...]:
     """Return every released schema, the current ones included."""
     return tuple(json.loads(p.read_text()) for p in sorted((AVRO_DIR / "archive").glob("*/*.avsc")))
-
-
-def _parse(schema: Any, named: dict[str, Any] | None = None) -> Any:
-    """Parse a schema for fastavro, without logical types: times stay integers.
-
-    Fingerprints ignore logical types. `named` collects the types that the schema names.
-    """
-
-    def strip(node: Any) -> Any:
-        if isinstance(node, dict):
-            return {k: strip(v) for k, v in node.items() if k != "logicalType"}
-        return [strip(v) for v in node] if isinstance(node, list) else node
-
-    return fastavro.parse_schema(strip(schema), {} if named is None else named)
 
 
 def _record_type(hint: Any) -> type | None:
@@ -167,57 +156,14 @@ def _is_list(hint: Any) -> bool:
     return False
 
 
-@cache
-def _written(cls: type) -> Write:
-    return writer_of(shipped(cls.__name__))
-
-
 _RECORDS = Records(partial(getattr, records))
-_PARSED = frozenset(("__fastavro_parsed", "__named_schemas"))
-"""By these fastavro knows a schema that it has checked. It would believe anybody's."""
-
-
-@cache
-def _wanted(name: str) -> Schema:
-    return expanded(shipped(name))
-
-
-@cache
-def _reading(name: str) -> Read:
-    return reader_of(_wanted(name), _wanted(name), _RECORDS)
-
-
-def _reading_of(writer: Schema, named: Mapping[str, Schema], cls: type) -> Read:
-    """Return the reader for a foreign schema; fastavro reads types that the compiler lacks."""
-    try:
-        return reader_of(expanded(writer), _wanted(cls.__name__), _RECORDS)
-    except (ValueError, RecursionError):
-        return partial(_by_fastavro, writer, named, _parse(shipped(cls.__name__)), _builder(cls))
-
-
-def _by_fastavro(
-    writer: Schema,
-    named: Mapping[str, Schema],
-    wanted: Schema,
-    build: Callable[[Any], Any],
-    data: bytes,
-    at: int,
-) -> Any:
-    check_items(writer, named, data, at)
-    stream = io.BytesIO(data)
-    stream.seek(at)
-    record = build(fastavro.schemaless_reader(stream, writer, wanted))
-    if stream.tell() != len(data):
-        raise ValueError(f"the record ends at byte {stream.tell()} of {len(data)}")
-    return record
 
 
 @dataclass(slots=True)
 class _Writer:
-    """A writer's schema. read: None until first needed, and for names without a record class."""
+    """A writer's schema, parsed by fastavro. read: None until first needed."""
 
     parsed: Schema
-    named: Mapping[str, Schema]
     name: str
     read: Read | None = None
 
@@ -234,10 +180,11 @@ class Codec:
         self._current: dict[type, tuple[bytes, Write]] = {}
         self._headers: dict[str, bytes] = {}
         for cls in TOP_LEVEL:
-            schema = shipped(cls.__name__)
-            header = self._headers[cls.__name__] = bytes.fromhex(fingerprint_of(schema))
-            self._current[cls] = (MAGIC + header, _written(cls))
-            self._writers[header] = _Writer(schema, {}, cls.__name__)
+            header = self._headers[cls.__name__] = bytes.fromhex(
+                fingerprint_of(shipped(cls.__name__))
+            )
+            self._current[cls] = (MAGIC + header, _compiled_writer(cls.__name__))
+            self._writers[header] = _Writer(shipped(cls.__name__), cls.__name__)
         for schema in archived():
             self.announce(json.dumps(schema))
 
@@ -251,20 +198,16 @@ class Codec:
         try:
             schema = json.loads(schema_json)
             check(schema)
-            if not isinstance(schema, dict) or schema.keys() & _PARSED:
-                raise ValueError("no record, or one that says that it is parsed")
+            if not isinstance(schema, dict):
+                raise ValueError("not a record")
             if confluent_id is not None and not -(1 << 31) <= confluent_id < 1 << 31:
                 raise ValueError(f"an id of {confluent_id}, which has more than 32 bits")
             header = bytes.fromhex(fingerprint_of(schema))
             if header not in self._writers:
-                named: dict[str, Schema] = {}
-                parsed = _parse(schema, named)
+                parsed = parse(schema)
                 check_extent(parsed)
-                self._writers[header] = _Writer(parsed, named, plain_name(parsed["name"]))
-        except (
-            *(ValueError, TypeError, KeyError, OverflowError, RecursionError),
-            fastavro.schema.SchemaParseException,
-        ) as e:
+                self._writers[header] = _Writer(parsed, plain_name(parsed["name"]))
+        except MALFORMED_SCHEMA as e:
             raise Undecodable(f"not an Avro record schema: {e}") from e
         if confluent_id is not None:
             self._confluent[confluent_id] = header
@@ -323,24 +266,20 @@ class Codec:
         writer, body = self._writer_of(value)
         name = writer.name
         try:
-            return (writer.read or self._reading(writer))(value, body)
-        except (
-            *(EOFError, ValueError, TypeError, IndexError, KeyError, OverflowError),
-            *(struct.error, RecursionError),
-        ) as e:
+            return (writer.read or self._reader_of(writer))(value, body)
+        except MALFORMED as e:
             raise Undecodable(f"not a {name}: {type(e).__name__}: {e}") from e
-        except fastavro.read.SchemaResolutionError as e:
-            raise Undecodable(f"a {name} whose schema can't be read as today's: {e}") from e
 
-    def _reading(self, writer: _Writer) -> Read:
+    def _reader_of(self, writer: _Writer) -> Read:
+        """Return the reader of a writer's schema: compiled for the current schemas only."""
         if writer.name not in self._headers:
             raise UnknownSchema(fingerprint_of(writer.parsed))
-        current = self._writers[self._headers[writer.name]]
-        writer.read = (
-            _reading(writer.name)
-            if writer is current
-            else _reading_of(writer.parsed, writer.named, getattr(records, writer.name))
-        )
+        if writer is self._writers[self._headers[writer.name]]:
+            writer.read = _compiled_reader(writer.name)
+        else:
+            fields_of = foreign_reader_of(writer.parsed, parse(shipped(writer.name)))
+            build = _builder(getattr(records, writer.name))
+            writer.read = lambda data, at: build(dict(fields_of(data, at)))
         return writer.read
 
     def _writer_of(self, value: bytes) -> tuple[_Writer, int]:

@@ -26,7 +26,8 @@ from runtime.exit_codes import EXIT_FENCED
 from runtime.kafka import Cluster
 from runtime.topics.records import create_topics
 from schemas import records
-from schemas.codec.single_object import MAGIC, TOP_LEVEL, Codec, fingerprint_of, shipped
+from schemas.codec.foreign import fingerprint_of
+from schemas.codec.single_object import MAGIC, TOP_LEVEL, Codec, shipped
 from schemas.settings import LakeSettings, Settings
 
 

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from schemas.codec import compiled_reader
-from schemas.codec.avro_schema import Schema
-from schemas.codec.compiled_reader import Code, Read
+from typing import Any
+
+from schemas.codec import compiled_reader, foreign
+from schemas.codec.avro_schema import Schema, expanded, plain_name
+from schemas.codec.compiled_reader import Read
+from schemas.codec.single_object import shipped
+from schemas.codec.source import Source
+from stream_jobs.lake.tables.arrow_columns import tupled
 
 
 class _Tuples:
     """Build records as tuples of the wanted fields, arrays as lists, maps as lists of pairs."""
 
-    empty, strict = "[]", False
+    empty = "[]"
 
     def record(
-        self, code: Code, schema: Schema, depth: int
+        self, code: Source, schema: Schema, depth: int
     ) -> tuple[str, dict[str, str], list[str]]:
         targets = {f["name"]: code.name() for f in schema["fields"]}
         return f"({''.join(f'{t}, ' for t in targets.values())})", targets, []
@@ -26,13 +31,34 @@ class _Tuples:
 
 
 def reader_of(writer: Schema, wanted: Schema) -> Read:
-    """Compile a reader.
+    """Return a reader: compiled for the shipped schema, fastavro's for the others.
 
     Args:
         writer: `expanded` schema of the bytes.
         wanted: `expanded` schema of the tuples.
-
-    Raises:
-        ValueError: the compiled reader does not support the pair.
     """
-    return compiled_reader.reader_of(writer, wanted, _Tuples())
+    if writer == expanded(shipped(plain_name(wanted["name"]))):
+        return compiled_reader.reader_of(writer, wanted, _Tuples())
+    fields_of = foreign.reader_of(
+        *(foreign.parse(_defined_once(s, set())) for s in (writer, wanted))
+    )
+    return lambda data, at: tupled(wanted, fields_of(data, at))
+
+
+def _defined_once(schema: Schema, seen: set[str]) -> Any:
+    """Undo `expanded`: replace each further definition of a named type by its name."""
+    if isinstance(schema, list):
+        return [_defined_once(branch, seen) for branch in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if "name" in schema:
+        name = plain_name(schema["name"])
+        if name in seen:
+            return name
+        seen.add(name)
+        schema = {**schema, "name": name, "namespace": ""}
+    if "fields" in schema:
+        fields = [{**f, "type": _defined_once(f["type"], seen)} for f in schema["fields"]]
+        return {**schema, "fields": fields}
+    inner = {k: _defined_once(schema[k], seen) for k in ("items", "values", "type") if k in schema}
+    return {**schema, **inner}

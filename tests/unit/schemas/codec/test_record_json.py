@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from fastavro.utils import generate_one
 
-from schemas.codec import single_object as codec_module
+from schemas.codec import foreign
 from schemas.codec.record_json import changed, from_json, to_json
 from schemas.codec.single_object import TOP_LEVEL, Codec, record_from, shipped
 from schemas.errors import NotARecord
@@ -58,7 +58,7 @@ REWARD = Reward(
 @pytest.mark.parametrize("cls", TOP_LEVEL)
 def test_there_and_back(cls: type) -> None:
     for _ in range(4):
-        record = record_from(cls.__name__, generate_one(codec_module._parse(shipped(cls.__name__))))
+        record = record_from(cls.__name__, generate_one(foreign.parse(shipped(cls.__name__))))
         said = json.loads(json.dumps(to_json(record), allow_nan=False))
         assert CODEC.encode(from_json(CODEC, cls.__name__, said, record)) == CODEC.encode(record)
         again = from_json(CODEC, cls.__name__, said)

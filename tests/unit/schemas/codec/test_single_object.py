@@ -21,18 +21,12 @@ from hypothesis import strategies as st
 from ulid import ULID
 
 from schemas import ids, records, tokens
+from schemas.codec import foreign
 from schemas.codec import single_object as codec_module
 from schemas.codec.compiled_reader import Records, reader_of
 from schemas.codec.compiled_writer import writer_of
-from schemas.codec.single_object import (
-    AVRO_DIR,
-    MAGIC,
-    TOP_LEVEL,
-    Codec,
-    archived,
-    fingerprint_of,
-    shipped,
-)
+from schemas.codec.foreign import fingerprint_of
+from schemas.codec.single_object import AVRO_DIR, MAGIC, TOP_LEVEL, Codec, archived, shipped
 from schemas.errors import InvalidId, Undecodable, UnknownSchema
 
 CODEC = Codec()
@@ -55,7 +49,7 @@ def records_of(schema: typing.Any) -> typing.Iterator[dict[str, typing.Any]]:
 
 def random_record(cls: type) -> typing.Any:
     """Return a record of random content that the schema of the class allows."""
-    plain = generate_one(codec_module._parse(shipped(cls.__name__)))
+    plain = generate_one(foreign.parse(shipped(cls.__name__)))
     return codec_module._builder(cls)(plain)
 
 
@@ -92,7 +86,7 @@ def test_the_compiled_writer_writes_what_fastavro_writes(cls: type) -> None:
         reference = io.BytesIO()
         fastavro.schemaless_writer(
             reference,
-            codec_module._parse(shipped(cls.__name__)),
+            foreign.parse(shipped(cls.__name__)),
             codec_module._flattener(cls)(record),
         )
         assert CODEC.encode(record)[10:] == reference.getvalue()
@@ -101,7 +95,7 @@ def test_the_compiled_writer_writes_what_fastavro_writes(cls: type) -> None:
 def with_fastavro(cls: type, body: bytes) -> typing.Any:
     """Return what fastavro decodes. Raises for a wrong value."""
     stream = io.BytesIO(body)
-    plain = fastavro.schemaless_reader(stream, codec_module._parse(shipped(cls.__name__)), None)
+    plain = fastavro.schemaless_reader(stream, foreign.parse(shipped(cls.__name__)), None)
     if stream.read(1):
         raise ValueError("bytes after the end")
     return codec_module._builder(cls)(typing.cast("dict[str, typing.Any]", plain))
@@ -251,7 +245,7 @@ def test_newer_writer_is_read_once_announced() -> None:
     import io
 
     out = io.BytesIO()
-    fastavro.schemaless_writer(out, codec_module._parse(schema), plain)
+    fastavro.schemaless_writer(out, foreign.parse(schema), plain)
     value = codec_module.MAGIC + bytes.fromhex(fingerprint_of(schema)) + out.getvalue()
     with pytest.raises(UnknownSchema):
         old.decode(value)
@@ -285,7 +279,7 @@ def test_archived_schema_and_current_one_read_each_other(old: dict[str, typing.A
 
     The current schema reads bytes of the archived one, as fastavro does, and the reverse.
     """
-    current, before = codec_module._parse(shipped(old["name"])), codec_module._parse(old)
+    current, before = foreign.parse(shipped(old["name"])), foreign.parse(old)
     for writer, reader in ((before, current), (current, before)):
         for _ in range(10):
             out = io.BytesIO()

@@ -1,7 +1,4 @@
-"""Test that a hostile schema runs no code and ends no process.
-
-Schemas come from anyone, and readers and writers are compiled from them.
-"""
+"""Test that a hostile schema runs no code and ends no process: anyone may announce one."""
 
 from __future__ import annotations
 
@@ -17,15 +14,12 @@ import pytest
 
 from runtime.kafka import Record
 from runtime.topics.records import Decoder, decode_all
-from schemas.codec import compiled_reader, compiled_writer
+from schemas.codec import source
 from schemas.codec.avro_schema import TYPES_MAX, expanded
-from schemas.codec.avro_source import identifier, literal
-from schemas.codec.compiled_writer import writer_of
-from schemas.codec.item_count import check_items
-from schemas.codec.single_object import MAGIC, Codec, fingerprint_of, shipped
+from schemas.codec.foreign import fingerprint_of
+from schemas.codec.single_object import MAGIC, Codec, shipped
 from schemas.errors import Undecodable, UnknownSchema
 from schemas.records import Tick
-from stream_jobs.lake.tables import avro_values
 from stream_jobs.lake.tables.catalog import catalog
 from stream_jobs.lake.tables.row_decoder import RowDecoder, WriterSchemas
 
@@ -107,12 +101,11 @@ def sources(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """
     seen: list[str] = []
 
-    def compiled(source: str, name: str, mode: str) -> Any:
-        seen.extend((source, name))
-        return compile(source, name, mode)
+    def compiled(code: str, name: str, mode: str) -> Any:
+        seen.extend((code, name))
+        return compile(code, name, mode)
 
-    for module in (compiled_reader, compiled_writer):
-        monkeypatch.setattr(module, "compile", compiled, raising=False)
+    monkeypatch.setattr(source, "compile", compiled, raising=False)
     yield seen
     assert not [s for s in seen if "import" in s or "ran" in s.split()]
     assert not hasattr(builtins, "ran")
@@ -138,10 +131,11 @@ def met(schemas: WriterSchemas, schema: Any, bodies: tuple[bytes, ...]) -> None:
 
 
 def test_the_schema_that_is_made_hostile_is_a_good_one(sources: list[str]) -> None:
+    """No announced schema becomes source, not even a good one."""
     schemas, schema = WriterSchemas(), newer("Tick", MORE)
     header = MAGIC + bytes.fromhex(schemas.announce(json.dumps(schema)))
     assert schemas.decode(header + TICK + BODY) == Tick(partition=1)
-    assert sources
+    assert not sources
 
 
 @pytest.mark.parametrize("name", ["Tick", "Candidate"])
@@ -159,43 +153,6 @@ def test_nothing_of_an_announced_schema_is_run(name: str, sources: list[str]) ->
             met(schemas, replaced(schema, path, odd), (TICK + BODY, bytes(60)))
 
 
-@pytest.mark.parametrize("hostile", HOSTILE)
-def test_nothing_of_a_schema_that_nobody_checked_is_run(hostile: str, sources: list[str]) -> None:
-    """Each generator is safe by itself, for every caller."""
-    person = {**PERSON, "fields": [*PERSON["fields"], *MORE[2:3]]}
-    tick = newer("Tick", [{"name": "who", "type": person}, *MORE[3:4]])
-    wide = newer("Tick", MORE)
-    for schema, path in (
-        (s, p) for s in (tick, wide) for p in (*places(s), ("name",), ("namespace",))
-    ):
-        bad = replaced(schema, path, hostile)
-        for make in (
-            writer_of,
-            lambda s: avro_values.reader_of(expanded(s), expanded(s)),
-            lambda s: avro_values.reader_of(expanded(s), expanded(shipped("Tick"))),
-        ):
-            with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
-                make(bad)
-
-
-@pytest.mark.parametrize(
-    "value", [True, None, 1.0, b"x", [], type("Text", (str,), {"__repr__": lambda s: "run()"})("x")]
-)
-def test_only_whole_numbers_and_text_are_literals(value: Any) -> None:
-    with pytest.raises(ValueError):
-        literal(value)
-    with pytest.raises(ValueError):
-        identifier(value)
-
-
-def test_literals_and_identifiers() -> None:
-    assert eval(literal("a'\n\"b\\")) == "a'\n\"b\\"
-    assert (literal(-3), identifier("_a1")) == ("-3", "_a1")
-    for name in ("", "a.b", "a b", "1a", "é", "class", "a\n", *HOSTILE):
-        with pytest.raises(ValueError):
-            identifier(name)
-
-
 FIXED: list[Any] = [-1, 1 << 31, 10**30, True, 1.0, "1", None]
 
 
@@ -208,8 +165,6 @@ def test_a_size_that_is_none_is_refused_wherever_it_is_used(size: Any) -> None:
             Codec().announce(json.dumps(newer("Tick", [{"name": "x", "type": kind}])))
         with pytest.raises(ValueError, match="number of bytes"):
             expanded(kind)
-        with pytest.raises(ValueError, match="number of bytes"):
-            check_items(kind, {}, b"\x02\x02\x00", 0)
 
 
 REFUSED: dict[str, Any] = {
@@ -265,7 +220,7 @@ def test_a_schema_that_doubles_is_refused(leaf: Any) -> None:
         Codec().announce(json.dumps(newer("Tick", [{"name": "e", "type": many}])))
 
 
-def test_a_large_schema_is_read_without_a_compiled_reader() -> None:
+def test_a_large_schema_is_read() -> None:
     wide = {
         "type": "record",
         "name": "W",
@@ -276,28 +231,30 @@ def test_a_large_schema_is_read_without_a_compiled_reader() -> None:
     )
     codec = Codec()
     header = MAGIC + bytes.fromhex(codec.announce(json.dumps(schema)))
-    with pytest.raises(ValueError, match="lines"):
-        avro_values.reader_of(expanded(schema), expanded(shipped("Tick")))
     assert codec.decode(header + TICK + b"\0" * 150 * 111) == Tick(partition=1)
     with pytest.raises(Undecodable):
         codec.decode(header + TICK + b"\0" * 149)
 
 
 def test_records_inside_records_are_bounded_by_the_bytes() -> None:
-    """Test a byte that is forty records deep, and many such bytes."""
-    deep: Any = {
-        "type": "record",
-        "name": "D0",
-        "fields": [{"name": "f", "type": "int"}, {"name": "n", "type": "null"}],
-    }
-    for n in range(1, 40):
-        deep = {"type": "record", "name": f"D{n}", "fields": [{"name": "f", "type": deep}]}
+    """Refuse a type of which a byte is forty records deep; a few records deep are fine."""
+
+    def nested(depth: int) -> dict[str, Any]:
+        deep: Any = {
+            "type": "record",
+            "name": "D0",
+            "fields": [{"name": "f", "type": "int"}, {"name": "n", "type": "null"}],
+        }
+        for n in range(1, depth):
+            deep = {"type": "record", "name": f"D{n}", "fields": [{"name": "f", "type": deep}]}
+        many = {"type": "array", "items": ["null", deep]}
+        return newer("Tick", [{"name": "many", "type": many}])
+
     codec = Codec()
-    schema = newer("Tick", [{"name": "many", "type": {"type": "array", "items": ["null", deep]}}])
-    header = MAGIC + bytes.fromhex(codec.announce(json.dumps(schema)))
+    header = MAGIC + bytes.fromhex(codec.announce(json.dumps(nested(10))))
     assert codec.decode(header + TICK + b"\x02\x02\x00\x00") == Tick(partition=1)
-    with pytest.raises(Undecodable, match="far more values"):
-        codec.decode(header + TICK + b"\xfe\xff\x01" + b"\x02\x00" * 16383 + b"\x00")
+    with pytest.raises(Undecodable, match="more than 8 values for each of their bytes"):
+        codec.announce(json.dumps(nested(40)))
 
 
 def test_types_of_one_name_in_two_namespaces_are_told_apart() -> None:
@@ -314,8 +271,6 @@ def test_types_of_one_name_in_two_namespaces_are_told_apart() -> None:
     schema["fields"] = [{"name": name, "type": kind} for name, kind in more] + schema["fields"]
     with pytest.raises(ValueError, match="name X"):
         expanded(schema)
-    with pytest.raises(ValueError, match="name X"):
-        writer_of({**schema, "fields": schema["fields"][:2]})
     codec = Codec()
     header = MAGIC + bytes.fromhex(codec.announce(json.dumps(schema)))
     assert header[2:].hex() == fingerprint_of(schema)
