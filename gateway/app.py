@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, MutableMapping
+from collections.abc import AsyncIterator, Iterable, MutableMapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -41,11 +41,12 @@ from gateway.protocols.base import ProtocolAdapter
 from gateway.protocols.openai_chat import OpenAIChat
 from gateway.protocols.openai_completions import OpenAICompletions
 from gateway.protocols.openai_responses import OpenAIResponses
-from gateway.proxy.call import CallEndpoint, Services
-from gateway.proxy.call_router import ModelCalls
+from gateway.proxy.call_endpoint import CallEndpoint
+from gateway.proxy.call_router import Endpoint, ModelCalls
 from gateway.proxy.failed_calls import FailedCalls
 from gateway.proxy.passthrough import PassthroughEndpoint
 from gateway.proxy.paths import how_to_call
+from gateway.proxy.services import Services
 from gateway.redaction.redactor import redaction_of
 from runtime.blob_store import BlobStore
 from runtime.logs import logger
@@ -146,10 +147,8 @@ def create_app(
 
     # The documentation pages of FastAPI load scripts from the internet.
     app = FastAPI(title="Clawstream gateway", lifespan=lifespan, docs_url=None, redoc_url=None)
-    app.state.dead_letter, app.state.client_timeout_s = (
-        dead_letter,
-        settings.gateway.client_timeout_s,
-    )
+    app.state.dead_letter = dead_letter
+    app.state.client_timeout_s = settings.gateway.client_timeout_s
     app.include_router(control_routes(services))
     app.include_router(
         rollout_budget_routes(
@@ -163,15 +162,15 @@ def create_app(
     _operations(app, services, producer)
     _install_error_handlers(app, settings.gateway.base_path)
     app.add_middleware(ControlBodyLimit, in_flight=in_flight)
-    calls = {d.path.removeprefix("/v1"): CallEndpoint(services, d) for d in ADAPTERS}
-    passthrough = {
-        (m, p.removeprefix("/v1")): PassthroughEndpoint(services, m, p, errors)
-        for m, p, errors in PASSTHROUGH
+    routes: dict[tuple[str, str], Endpoint] = {
+        ("POST", adapter.path.removeprefix("/v1")): CallEndpoint(services, adapter)
+        for adapter in ADAPTERS
+    } | {
+        (method, path.removeprefix("/v1")): PassthroughEndpoint(services, method, path, errors)
+        for method, path, errors in PASSTHROUGH
     }
     metrics.count_in_flight(lambda: services.in_flight.calls)
-    app.add_middleware(
-        ModelCalls, calls=calls, passthrough=passthrough, base_path=settings.gateway.base_path
-    )
+    app.add_middleware(ModelCalls, routes=routes, base_path=settings.gateway.base_path)
     app.add_middleware(UnhandledErrors)
     if settings.gateway.cors_origins:
         app.add_middleware(
@@ -182,17 +181,17 @@ def create_app(
             expose_headers=["*"],
             max_age=600,
         )
-    _describe(app, [*(("POST", tail) for tail in calls), *passthrough])
+    _describe(app, routes)
     return app
 
 
-def _describe(app: FastAPI, tails: list[tuple[str, str]]) -> None:
+def _describe(app: FastAPI, routes: Iterable[tuple[str, str]]) -> None:
     """Add the model calls to /openapi.json."""
     generate = app.openapi
 
     def page() -> dict[str, Any]:
         if app.openapi_schema is None:
-            app.openapi_schema = with_model_calls(generate(), tails)
+            app.openapi_schema = with_model_calls(generate(), routes)
         return app.openapi_schema
 
     app.openapi = page  # type: ignore[method-assign]

@@ -26,7 +26,7 @@ from gateway.auth.authenticator import Principal
 from gateway.durability.record_writer import Event
 from gateway.errors import Unprocessable
 from gateway.protocols.request_fields import dumps
-from gateway.proxy.call import Services
+from gateway.proxy.services import Services
 from schemas.errors import InvalidId
 from schemas.ids import (
     check_trajectory_key,

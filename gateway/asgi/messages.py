@@ -21,29 +21,54 @@ def header_map(scope: Scope) -> dict[str, str]:
     return {k.decode("latin-1"): v.decode("latin-1") for k, v in scope["headers"]}
 
 
-async def read_body(receive: Receive, limit: int, in_flight: InFlightLimits) -> bytes:
-    """Read the request body and count its bytes in `in_flight`; the caller releases them.
+class HeldBody:
+    """Reads a request body and counts its bytes as in flight: `async with HeldBody(...) as body`.
+
+    Args:
+        limit: Maximum bytes, gateway.max_body_bytes.
 
     Raises:
-        BodyTooLarge, Overloaded: A limit is exceeded.
-        ClientGone, TooSlow, BadRequest: The body is incomplete.
+        BodyTooLarge, Overloaded: On entry: a limit is exceeded.
+        ClientGone, TooSlow, BadRequest: On entry: the body is incomplete.
     """
-    parts, size, more = [], 0, True
-    try:
+
+    __slots__ = ("_in_flight", "_limit", "_receive", "_size")
+
+    def __init__(self, receive: Receive, limit: int, in_flight: InFlightLimits) -> None:
+        self._receive, self._limit, self._in_flight, self._size = receive, limit, in_flight, 0
+
+    async def __aenter__(self) -> bytes:
+        try:
+            return await self._read()
+        except BaseException:  # refused, cancelled or disconnected: release the bytes read so far
+            self._release()
+            raise
+
+    async def __aexit__(self, *_: object) -> None:
+        self._release()
+
+    def reserve(self, size: int) -> None:
+        """Count `size` more bytes until the block ends. Raises Overloaded."""
+        self._in_flight.reserve(size)
+        self._size += size
+
+    def _release(self) -> None:
+        self._in_flight.release(self._size)
+
+    async def _read(self) -> bytes:
+        parts, more = [], True
         while more:
-            message = await receive()
+            message = await self._receive()
             if message["type"] == "http.disconnect":
                 raise ClientGone("the client closed its connection before the end of its request")
             part, more = message.get("body", b""), message.get("more_body", False)
-            if size + len(part) > limit:
-                raise BodyTooLarge(f"body: larger than gateway.max_body_bytes={limit}", "body")
-            in_flight.reserve(len(part))
-            size += len(part)
+            if self._size + len(part) > self._limit:
+                raise BodyTooLarge(
+                    f"body: larger than gateway.max_body_bytes={self._limit}", "body"
+                )
+            self.reserve(len(part))
             parts.append(part)
-    except BaseException:  # refused, cancelled or disconnected: release the bytes read so far
-        in_flight.release(size)
-        raise
-    return parts[0] if len(parts) == 1 else b"".join(parts)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
 async def send_reply(send: Send, reply: Reply) -> None:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
-from gateway.protocols.base import Request, Tokens
+from gateway.protocols.base import EngineKind, Request, Tokens
 from gateway.protocols.token_fields import NO_LOGPROBS, NO_PROMPT
 from schemas import engine_frames
 from schemas.records import Sampling, Usage, VersionSpan
 
 NOT_REPORTED = "the engine reported no tokens"
+NO_TOKENS: Mapping[EngineKind, str] = {
+    "captured": NOT_REPORTED,
+    "vllm": "vLLM without our middleware reports no tokens over this protocol",
+    "text": "the provider reports no tokens",
+}
+"""Why an engine that replied reported no tokens."""
 
 
 class _ChoiceTokens:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import orjson
@@ -41,50 +40,55 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Engine:
-    """The engine that sampled, and its weight versions; None when not reported."""
+class Sampler:
+    """The worker that sampled, and its weight version at the start; None when not reported."""
 
     worker_id: str | None = None
     version_first: str | None = None
-    version_last: str | None = None
 
 
 def steps_of(
     call: Call,
-    parsed: ParsedReply,
+    parsed: ParsedReply | None,
     captured: CapturedTokens,
-    engine: Engine,
+    sampler: Sampler,
     status: StepStatus,
     finished_at: int,
+    unread: Unread | None = None,
 ) -> list[Step]:
     """Build one step per choice.
 
-    A choice that the engine aborted becomes an error even if `status` is "ok".
+    A choice that the engine aborted becomes an error even if `status` is "ok". The first step has
+    the usage of the call, so that a sum over steps counts it once.
 
     Args:
+        parsed: None: the reply cannot be assembled; its steps have tokens and no message.
         finished_at: Microseconds.
+        unread: Unreadable parts of the reply: noted in every step, stored in the first one.
     """
-    choices = parsed.choices
-    if len(choices) > 1 and len({c.index for c in choices}) < len(choices):
-        # Some providers give every choice the index 0.
-        choices = tuple(replace(choice, index=at) for at, choice in enumerate(choices))
-    usage = merged(captured.usage(), parsed.usage)
-    model = parsed.model or ""
-    return _steps(call, choices, captured, engine, status, model, finished_at, usage)
+    if parsed is None or (unread and not parsed.choices):
+        choices = tuple(Choice(i, b"null", None) for i in range(call.request.n))
+        model, usage = "", captured.usage()
+    else:
+        choices, model = parsed.choices, parsed.model or ""
+        usage = merged(captured.usage(), parsed.usage)
+        if len(choices) > 1 and len({c.index for c in choices}) < len(choices):
+            # Some providers give every choice the index 0.
+            choices = tuple(replace(choice, index=at) for at, choice in enumerate(choices))
+    steps = []
+    for choice in choices:
+        steps.append(_step(call, choice, captured, sampler, status, model, finished_at, usage))
+        usage = None
+    return _with_unread(steps, unread) if unread else steps
 
 
-def unreadable_steps(
-    call: Call, captured: CapturedTokens, engine: Engine, status: StepStatus, finished_at: int
-) -> list[Step]:
-    """Build steps without a message, for a reply that cannot be assembled; keep its tokens."""
-    choices = tuple(Choice(i, b"null", None) for i in range(call.request.n))
-    return _steps(call, choices, captured, engine, status, "", finished_at, captured.usage())
+def steps_without_output(call: Call, sampler: Sampler, finished_at: int) -> list[Step]:
+    """Build aborted steps without tokens, for a client that left before any output."""
+    nothing = CapturedTokens("the client disconnected before the engine replied")
+    return steps_of(call, None, nothing, sampler, "aborted", finished_at)
 
 
-def with_unread(steps: list[Step], unread: Unread) -> list[Step]:
-    """Note unreadable parts of a reply in every step, and store them in the first one."""
-    if not unread:
-        return steps
+def _with_unread(steps: list[Step], unread: Unread) -> list[Step]:
     made = []
     for at, step in enumerate(steps):
         absent = "; ".join(
@@ -95,45 +99,10 @@ def with_unread(steps: list[Step], unread: Unread) -> list[Step]:
     return made
 
 
-def aborted_before_output_steps(call: Call, engine: Engine, finished_at: int) -> list[Step]:
-    """Build aborted steps without tokens, for a client that left before any output."""
-    nothing = CapturedTokens("the client disconnected before the engine replied")
-    return unreadable_steps(call, nothing, engine, "aborted", finished_at)
-
-
-def _steps(
-    call: Call,
-    choices: Iterable[Choice],
-    captured: CapturedTokens,
-    engine: Engine,
-    status: StepStatus,
-    answered_model: str,
-    finished_at: int,
-    usage: Usage | None,
-) -> list[Step]:
-    """Build one step per choice.
-
-    The first step stores the usage of the call, so that a sum over steps counts it once.
-    """
-    steps = []
-    for choice in choices:
-        steps.append(
-            _step(call, choice, captured, engine, status, answered_model, finished_at, usage)
-        )
-        usage = None
-    return steps
-
-
 def _step(
-    call: Call,
-    choice: Choice,
-    captured: CapturedTokens,
-    engine: Engine,
-    status: StepStatus,
-    answered_model: str,
-    finished_at: int,
-    usage: Usage | None,
-) -> Step:
+    call: Call, choice: Choice, captured: CapturedTokens, sampler: Sampler, status: StepStatus,
+    model: str, finished_at: int, usage: Usage | None,
+) -> Step:  # fmt: skip
     tokens = choice.tokens or captured.tokens(choice.index, call.request)
     # Some protocols report an aborted reply as finished; the middleware reports the abort.
     engine_finish = captured.finish(choice.index, call.request)
@@ -147,7 +116,7 @@ def _step(
         group_id=call.trajectory.group_id,
         channel=call.trajectory.channel,
         protocol=call.protocol,
-        model=call.request.model or answered_model,
+        model=call.request.model or model,
         status="error" if status == "ok" and finish_reason in ABORTED else status,
         finish_reason=finish_reason,
         streamed=call.request.stream,
@@ -158,13 +127,12 @@ def _step(
         response_logprobs=tokens.logprobs,
         tokens_absent_reason=tokens.absent,
         versions=tokens.spans,
-        version_first=engine.version_first,
-        version_last=engine.version_last,
+        version_first=sampler.version_first,
         tags=call.tags,
         idempotency_key=call.idempotency_key,
         retry_count=call.retry_count,
         user_agent=call.user_agent,
-        worker_id=engine.worker_id,
+        worker_id=sampler.worker_id,
         gateway_id=call.gateway_id,
         received_at=call.received_at,
         finished_at=finished_at,

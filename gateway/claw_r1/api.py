@@ -25,7 +25,7 @@ from gateway.asgi.client_disconnect import DisconnectWatcher, Receive
 from gateway.asgi.messages import header_map
 from gateway.auth.authenticator import Principal
 from gateway.auth.key_limits import Counted
-from gateway.capture.engine_tokens import CapturedTokens
+from gateway.capture.engine_tokens import NO_TOKENS, CapturedTokens
 from gateway.capture.steps import ABORTED
 from gateway.claw_r1.reward import ComputeReward, Judge, TextOf
 from gateway.claw_r1.steps import (
@@ -44,9 +44,9 @@ from gateway.errors import BadRequest, ClientGone, GatewayError, Unprocessable, 
 from gateway.protocols.base import Tokens
 from gateway.protocols.openai_completions import OpenAICompletions
 from gateway.protocols.request_fields import dumps
-from gateway.proxy.call import NO_TOKENS, Services, held_body
 from gateway.proxy.failed_calls import Attempt, engine_failure, failure_of
 from gateway.proxy.forwarding import FORWARDED, returned
+from gateway.proxy.services import Services, held_body
 from gateway.proxy.token_limits import refuse_longer
 from schemas import engine_frames
 from schemas.ids import parse_version
@@ -341,7 +341,7 @@ class Generator:
                 {k: v for k, v in headers.items() if k in FORWARDED}
                 | {"content-type": "application/json"}, key=_prefix_key(said.prompt_ids),
                 run_id=(run := self._services.trajectories.run_of(caller, headers)),
-                model=asked.model, on_asking=asking,
+                model=asked.model, on_engine=asking,
             ) as response:  # fmt: skip
                 body = await response.read(held)
                 if response.status >= 400:

@@ -72,6 +72,13 @@ class Response:
         value = self._connection.headers.get(name.encode())
         return value.decode("latin-1") if value is not None else None
 
+    @property
+    def streams(self) -> bool:
+        """Whether the body is a stream of events that `pieces` can read."""
+        kind = self._connection.headers.get(b"content-type", b"")
+        readable = self.encoding is None or self.encoding in READABLE
+        return readable and kind[:17].lower() == b"text/event-stream"
+
     async def read(self, held: ReplyReservation | None = None) -> bytes:
         """Read the whole body.
 
@@ -83,11 +90,6 @@ class Response:
         except (ConnectionError, TimeoutError) as error:
             raise self._broken(error) from error
         return body if self.encoding is None else self._unpacked(body)
-
-    @property
-    def readable(self) -> bool:
-        """Whether `pieces` can decompress the body."""
-        return self.encoding is None or self.encoding in READABLE
 
     def _unpacked(self, body: bytes) -> bytes:
         """Decompress a body and clear `encoding`.
@@ -116,7 +118,7 @@ class Response:
             return  # the end of the block closes the connection
 
     async def pieces(self) -> AsyncIterator[bytes]:
-        """Yield the body as it arrives. The reply must be `readable`."""
+        """Yield the body as it arrives. The reply must be one that `streams`."""
         inflater = None if self.encoding is None else Inflater(MAX_STREAM)
         try:
             while piece := await self._connection.piece():
@@ -189,7 +191,7 @@ class Upstream:
         key: str,
         run_id: str,
         model: str | None,
-        on_asking: Callable[[EngineSpec | None], None] = lambda spec: None,
+        on_engine: Callable[[EngineSpec | None], None] = lambda spec: None,
         credentials: Mapping[str, str] | None = None,
     ) -> UpstreamCall:
         """Call an engine: `async with upstream.call(...) as response`.
@@ -205,7 +207,7 @@ class Upstream:
             key: Trajectory key.
             run_id: Run of the call.
             model: Model that the client asks for.
-            on_asking: Called with each engine before the request is sent to it, and with None when
+            on_engine: Called with each engine before the request is sent to it, and with None when
                 that engine has certainly sampled nothing.
             credentials: API keys of the client, sent only to an upstream with
                 `forward_credentials`.
@@ -216,7 +218,7 @@ class Upstream:
             UpstreamTimeout: The engine did not answer in time.
         """
         return UpstreamCall(
-            self, method, path, body, headers, key, (run_id, model), on_asking, credentials or {}
+            self, method, path, body, headers, key, (run_id, model), on_engine, credentials or {}
         )
 
 
@@ -238,7 +240,7 @@ class UpstreamCall:
         "_headers",
         "_key",
         "_method",
-        "_on_asking",
+        "_on_engine",
         "_path",
         "_refusal",
         "_upstream",
@@ -254,7 +256,7 @@ class UpstreamCall:
         headers: Mapping[str, str],
         key: str,
         who: tuple[str, str | None],
-        on_asking: Callable[[EngineSpec | None], None],
+        on_engine: Callable[[EngineSpec | None], None],
         credentials: Mapping[str, str],
     ) -> None:
         self._upstream, self._method, self._path, self._body, self._headers = (
@@ -264,7 +266,7 @@ class UpstreamCall:
             body,
             headers,
         )
-        self._key, self._who, self._on_asking, self._credentials = key, who, on_asking, credentials
+        self._key, self._who, self._on_engine, self._credentials = key, who, on_engine, credentials
         self._engine: Engine | None = None
         self._connection: Connection | None = None
         self._by: By = "call"
@@ -306,7 +308,7 @@ class UpstreamCall:
         spec = engine.spec
         self._engine, self._by = engine, engine.begin()
         try:
-            self._on_asking(spec)
+            self._on_engine(spec)
             await self._send(engine, spec)
         except Unreachable as error:
             engine.failed(self._by, surely=True)
@@ -373,7 +375,7 @@ class UpstreamCall:
         self._upstream.retries.labels(reason).inc()
         if not self._broke:
             self._refusal = refusal
-            self._on_asking(None)
+            self._on_engine(None)
         elif reason == "broken":
             self._refusal = refusal
 

@@ -1,10 +1,9 @@
-"""Serves one model call, from the client's request to its reply, for any protocol.
+"""One accepted model call, from the request to the engine to the end of the client's reply.
 
-1. Reject invalid input and calls over a limit, before any engine gets the request.
-2. Send the request to an engine. Read a plain reply completely; forward a stream event by event up
-   to the first finish reason.
-3. Make the steps of all choices durable.
-4. Then send the plain reply, or the rest of the stream. If the steps are not durable, send 503, or
+1. Send the request to an engine. Read a plain reply completely (`PlainReply`); forward a stream
+   event by event up to the first finish reason (`StreamedReply`).
+2. Make the steps of all choices durable.
+3. Then send the plain reply, or the rest of the stream. If the steps are not durable, send 503, or
    an error event instead of the rest.
 
 When the client disconnects, the gateway stops the engine and records the forwarded part as
@@ -14,299 +13,51 @@ When the client disconnects, the gateway stops the engine and records the forwar
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, MutableMapping, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
 
-from gateway.asgi.client_disconnect import DisconnectWatcher, Receive
-from gateway.asgi.error_replies import outcome_of, reply_of
-from gateway.asgi.in_flight_limits import InFlightLimits, ReplyReservation
-from gateway.asgi.messages import Headers, Scope, Send, header_map, read_body, send_reply
-from gateway.attribution.resolver import TrajectoryResolver
-from gateway.attribution.tags import tags_of
-from gateway.auth.authenticator import Authenticator, Principal
-from gateway.auth.key_limits import Counted, KeyLimits, tokens_of
-from gateway.capture.engine_tokens import NOT_REPORTED, CapturedTokens
-from gateway.capture.steps import (
-    Call,
-    Engine,
-    aborted_before_output_steps,
-    has_text,
-    steps_of,
-    unreadable_steps,
-    with_unread,
-)
+from gateway.asgi.client_disconnect import DisconnectWatcher
+from gateway.asgi.in_flight_limits import ReplyReservation
+from gateway.asgi.messages import Headers, Send
+from gateway.auth.key_limits import Counted, tokens_of
+from gateway.capture.engine_tokens import NO_TOKENS, CapturedTokens
+from gateway.capture.steps import Call, Sampler, has_text, steps_of, steps_without_output
 from gateway.capture.stream import EventStream
 from gateway.capture.unread import Unread
-from gateway.clock import Clock
-from gateway.durability.delivery import DeliveryManager
-from gateway.durability.record_writer import RecordWriter
-from gateway.engines.client import Response, Upstream
+from gateway.engines.client import Response, UpstreamCall
 from gateway.engines.registry import EngineSpec
-from gateway.errors import (
-    BadRequest,
-    BodyTooLarge,
-    ClientGone,
-    GatewayError,
-    NotRecorded,
-    Overloaded,
-    UpstreamFailed,
-    UpstreamTimeout,
+from gateway.errors import ClientGone, NotRecorded, UpstreamFailed, UpstreamTimeout
+from gateway.protocols.base import ParsedReply, ProtocolAdapter
+from gateway.proxy.failed_calls import Attempt, Failure, engine_failure, failure_of
+from gateway.proxy.forwarding import (
+    content_headers,
+    credentials_of,
+    forwarded,
+    returned,
+    with_query,
 )
-from gateway.metrics import Metrics
-from gateway.protocols.base import EngineKind, ParsedReply, ProtocolAdapter
-from gateway.protocols.defaults import with_defaults
-from gateway.protocols.request_fields import with_whole_characters
-from gateway.proxy.failed_calls import Attempt, FailedCalls, Failure, engine_failure, failure_of
-from gateway.proxy.forwarding import FORWARDED, credentials_of, returned, with_query
-from gateway.proxy.token_limits import PromptLimit
+from gateway.proxy.services import Services
 from schemas import engine_frames
-from schemas.ids import new_call_id
 from schemas.records import Step, StepStatus
-from schemas.settings import Settings
 
-IDEMPOTENCY = (
-    "x-clawstream-step",
-    "idempotency-key",
-    "x-idempotency-key",
-    "x-stainless-idempotency-key",
-)
 MAX_NAMED = 32
 """Maximum number of step ids in a reply header; clients limit header sizes."""
-NO_TOKENS: Mapping[EngineKind, str] = {
-    "captured": NOT_REPORTED,
-    "vllm": "vLLM without our middleware reports no tokens over this protocol",
-    "text": "the provider reports no tokens",
-}
-STEP_OVERHEAD_BYTES = 64 * 1024
-"""Estimated bytes of a step in the spool, without its request."""
-
-
-@dataclass(frozen=True, slots=True)
-class Services:
-    """Dependencies of the routes."""
-
-    settings: Settings
-    authenticator: Authenticator
-    trajectories: TrajectoryResolver
-    delivery: DeliveryManager
-    record_writer: RecordWriter
-    upstream: Upstream
-    clock: Clock
-    metrics: Metrics
-    in_flight: InFlightLimits
-    failed: FailedCalls
-    limits: KeyLimits
-
-
-@asynccontextmanager
-async def held_body(receive: Receive, services: Services) -> AsyncIterator[bytes]:
-    """Read the request body and count its bytes as in flight within the block.
-
-    Raises:
-        GatewayError: See `read_body`.
-    """
-    body = await read_body(receive, services.settings.gateway.max_body_bytes, services.in_flight)
-    try:
-        yield body
-    finally:
-        services.in_flight.release(len(body))
-
-
-def _number(text: str | None) -> int | None:
-    return (
-        int(text)
-        if text is not None and text.isascii() and text.isdigit() and len(text) < 10
-        else None
-    )
-
-
-def _is_stream(response: Response) -> bool:
-    kind = response.header("content-type") or ""
-    return kind[:17].lower() == "text/event-stream" and response.readable
-
-
-def _content_headers(response: Response) -> Headers:
-    """Return the content headers for the client."""
-    headers = [
-        (b"content-type", (response.header("content-type") or "application/json").encode("latin-1"))
-    ]
-    if response.encoding is not None and not _is_stream(response):
-        headers.append((b"content-encoding", response.encoding.encode("latin-1")))
-    return headers
-
-
-class CallEndpoint:
-    """Endpoint for the model calls of one protocol."""
-
-    def __init__(self, services: Services, adapter: ProtocolAdapter) -> None:
-        self._services, self._adapter = services, adapter
-        self._prompts = PromptLimit(services.settings.gateway, services.upstream)
-
-    async def serve(
-        self,
-        scope: Scope,
-        receive: Receive,
-        send: Send,
-        trajectory: str | None = None,
-        prompt: str | None = None,
-    ) -> None:
-        """Serve one call.
-
-        Args:
-            trajectory: Trajectory id in the path, if any.
-            prompt: Prompt uid in the path, if any.
-        """
-        in_flight = self._services.in_flight
-        try:
-            in_flight.begin()
-        except Overloaded as error:
-            self._services.metrics.ended["refused"].inc()
-            await send_reply(send, reply_of(error, self._adapter.errors))
-            return
-        try:
-            await self._serve(scope, receive, send, trajectory, prompt)
-        finally:
-            in_flight.end()
-
-    async def _serve(
-        self, scope: Scope, receive: Receive, send: Send, trajectory: str | None, prompt: str | None
-    ) -> None:
-        services, held = self._services, 0
-        headers = header_map(scope)
-        attempt = services.failed.attempt(self._adapter.name, headers, trajectory, prompt)
-        reply = services.in_flight.replies.reserve()
-        try:
-            # Before the body: the body of an unauthenticated request is not read.
-            caller = services.authenticator.authenticate(headers, "agent")
-            attempt.caller = caller
-            with services.limits.call(caller.key) as counted:
-                body = await read_body(
-                    receive, services.settings.gateway.max_body_bytes, services.in_flight
-                )
-                held = len(body)
-                attempt.call = call = self._accept(caller, headers, body, trajectory, prompt)
-                if call.request.n > 1:  # every choice has a step with the body
-                    held += self._reserve_copies(call)
-                client, query = DisconnectWatcher(receive), scope["query_string"]
-                try:
-                    if self._prompts.applies(call.request):
-                        async with client:
-                            await self._prompts.check(
-                                call.request,
-                                call.protocol,
-                                call.trajectory,
-                                credentials_of(headers),
-                            )
-                    with services.delivery.reserve(
-                        call.request.n * (2 * len(call.body) + STEP_OVERHEAD_BYTES)
-                    ):
-                        made = ProxiedCall(
-                            services,
-                            self._adapter,
-                            call,
-                            attempt,
-                            client,
-                            send,
-                            reply,
-                            query,
-                            counted,
-                        )
-                        ending = await made.run()
-                finally:
-                    client.stop()
-        except ClientGone:
-            ending = "refused"
-        except GatewayError as error:
-            ending = outcome_of(error)
-            await send_reply(send, reply_of(error, self._adapter.errors))
-            services.failed.record(attempt, failure_of(error))
-        finally:
-            services.in_flight.release(held)
-            reply.release()
-        services.metrics.ended[ending].inc()
-
-    def _reserve_copies(self, call: Call) -> int:
-        """Count the body once for each further choice; return the counted bytes.
-
-        Raises:
-            BodyTooLarge, Overloaded: A limit is exceeded.
-        """
-        size, limit = len(call.body), self._services.settings.gateway.max_in_flight_bytes
-        if call.request.n * size > limit:
-            raise BodyTooLarge(
-                f"n: {call.request.n} steps with a body of {size} bytes each exceed "
-                f"gateway.max_in_flight_bytes={limit}",
-                "n",
-            )
-        self._services.in_flight.reserve((call.request.n - 1) * size)
-        return (call.request.n - 1) * size
-
-    def _accept(
-        self,
-        caller: Principal,
-        headers: Mapping[str, str],
-        body: bytes,
-        trajectory: str | None,
-        prompt: str | None,
-    ) -> Call:
-        """Parse and attribute a request. Raises BadRequest or WrongKey."""
-        services, adapter = self._services, self._adapter
-        received_at = services.clock.micros()
-        try:
-            request = adapter.parse_request(body)
-        except BadRequest:
-            if (whole := with_whole_characters(body)) == body:
-                raise
-            body = whole  # the engine gets the recorded body
-            request = adapter.parse_request(body)
-        request = with_defaults(request, adapter.name, services.settings.gateway.default_max_tokens)
-        ref = services.trajectories.resolve(caller, headers, trajectory, prompt, request.payload)
-        return Call(
-            trajectory=ref,
-            call_id=new_call_id(ref.trajectory_key),
-            protocol=adapter.name,
-            request=request,
-            body=body,
-            gateway_id=services.settings.gateway.gateway_id,
-            received_at=received_at,
-            idempotency_key=next((headers[name] for name in IDEMPOTENCY if name in headers), None),
-            retry_count=_number(headers.get("x-stainless-retry-count")),
-            user_agent=headers.get("user-agent"),
-            tags=tags_of(headers, request.payload),
-        )
 
 
 class ProxiedCall:
     """One accepted call. `run` serves it and returns its outcome, see Metrics.calls."""
 
     def __init__(
-        self,
-        services: Services,
-        adapter: ProtocolAdapter,
-        call: Call,
-        attempt: Attempt,
-        client: DisconnectWatcher,
-        send: Send,
-        held: ReplyReservation,
-        query: bytes,
+        self, services: Services, adapter: ProtocolAdapter, call: Call, attempt: Attempt,
+        client: DisconnectWatcher, send: Send, held: ReplyReservation, query: bytes,
         counted: Counted,
-    ) -> None:
-        self._services, self._adapter, self._call, self._attempt = services, adapter, call, attempt
-        self._held, self._counted = held, counted
-        self._client, self._send = client, send
-        headers = attempt.headers
-        self._credentials = credentials_of(headers)
-        self._forwarded = {k: v for k, v in headers.items() if k in FORWARDED} | {
-            "content-type": "application/json"
-        }
+    ) -> None:  # fmt: skip
+        self.services, self.adapter, self.call, self.attempt = services, adapter, call, attempt
+        self.client, self.held, self.captured = client, held, CapturedTokens()
+        self._send, self._counted = send, counted
         self._path = with_query(adapter.path, query)
-        self._returned: list[tuple[bytes, bytes]] = []
-        self._asked: EngineSpec | None = None
-        self._engine = Engine()
-        self._captured = CapturedTokens()
-        self._stream: EventStream | None = None
+        self._engine: EngineSpec | None = None
+        self._sampler = Sampler()
+        self._reply: PlainReply | StreamedReply | None = None
 
     async def run(self) -> str:
         """Serve the call and return its outcome.
@@ -316,132 +67,170 @@ class ProxiedCall:
             ClientGone: The client left before any engine got the request.
         """
         try:
-            async with self._client:
-                async with self._ask() as response:
-                    spec, self._returned = response.spec, returned(response.headers)
-                    self._engine = Engine(
+            async with self.client:
+                async with self._request() as response:
+                    spec = response.spec
+                    self._sampler = Sampler(
                         spec.worker_id, response.header(engine_frames.VERSION_START)
                     )
                     if response.status >= 400:
                         await self._forward_error(response)
                         return "upstream_error"
-                    self._captured = CapturedTokens(NO_TOKENS[spec.kind])
-                    if self._call.request.stream and _is_stream(response):
-                        await self._forward_stream(response)
-                    else:
-                        own = (
-                            response.header(engine_frames.OWN_BODY)
-                            if spec.kind == "captured"
-                            else None
-                        )
-                        body = self._captured.split_trailer(await response.read(self._held), own)
-                        content_headers = _content_headers(response)
+                    self.captured = CapturedTokens(NO_TOKENS[spec.kind])
+                    streams = self.call.request.stream and response.streams
+                    self._reply = reply = (StreamedReply if streams else PlainReply)(self, spec)
+                    await reply.receive(response)
         except (ClientGone, asyncio.CancelledError) as error:
-            if self._asked is None:
+            if self._engine is None:
                 raise
             await self._record_aborted()
             if isinstance(error, asyncio.CancelledError):
                 raise
             return "aborted"
-        if self._stream is not None:
-            return await self._finish_stream(self._stream)
-        return await self._finish_plain(spec, body, content_headers)
+        return await reply.finish()
 
-    def _ask(self) -> Any:
-        call = self._call
-        return self._services.upstream.call(
-            "POST", self._path, lambda spec: self._adapter.engine_body(call.request, spec.kind),
-            self._forwarded,
-            key=call.trajectory.trajectory_key, run_id=call.trajectory.run_id,
-            model=call.request.model, on_asking=self._on_engine, credentials=self._credentials,
+    def _request(self) -> UpstreamCall:
+        call, adapter, headers = self.call, self.adapter, self.attempt.headers
+        return self.services.upstream.call(
+            "POST", self._path, lambda spec: adapter.engine_body(call.request, spec.kind),
+            forwarded(headers, has_body=True), key=call.trajectory.trajectory_key,
+            run_id=call.trajectory.run_id, model=call.request.model, on_engine=self._on_engine,
+            credentials=credentials_of(headers),
         )  # fmt: skip
 
     def _on_engine(self, spec: EngineSpec | None) -> None:
-        self._asked = spec
-        self._attempt.engine = spec.name if spec else None
-        self._engine = Engine(worker_id=spec.worker_id if spec else None)
+        self._engine = spec
+        self.attempt.engine = spec.name if spec else None
+        self._sampler = Sampler(spec.worker_id if spec else None)
 
-    # -- replies
+    async def _forward_error(self, response: Response) -> None:
+        body = error_body = await response.read(self.held)
+        if response.encoding is None:
+            body = self.adapter.errors.engine_error(response.status, error_body)
+        await self.start(response.status, content_headers(response), len(body))
+        await self.send(body)
+        self.services.failed.record(self.attempt, engine_failure(response.status, error_body))
 
-    def _headers(
-        self, content_headers: Headers, length: int | None, steps: Sequence[str]
-    ) -> Headers:
-        headers = [
-            *self._returned,
-            *content_headers,
-            (b"x-clawstream-trajectory", self._call.trajectory.trajectory_key.encode()),
-        ]
+    async def _record_aborted(self) -> None:
+        steps = self._reply.steps_sent() if self._reply is not None else []
+        if not steps:
+            steps = steps_without_output(self.call, self._sampler, self.services.clock.micros())
+        try:
+            await self.record(steps)
+        except NotRecorded:
+            return  # already counted and logged, and the client has left
+
+    # -- for the replies
+
+    async def start(
+        self, status: int, headers: Headers, length: int | None = None, steps: Sequence[str] = ()
+    ) -> None:
+        """Send the head of the reply.
+
+        Args:
+            headers: Headers of the engine and of the content. Headers of the gateway are added.
+            length: Bytes of the body; None: a stream.
+            steps: Ids of the recorded steps.
+        """
+        headers.append((b"x-clawstream-trajectory", self.call.trajectory.trajectory_key.encode()))
         if steps:
             headers.append((b"x-clawstream-step", ",".join(steps[:MAX_NAMED]).encode()))
         if len(steps) > MAX_NAMED:
             headers.append((b"x-clawstream-step-count", b"%d" % len(steps)))
         if length is not None:
             headers.append((b"content-length", b"%d" % length))
-        return headers
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
-    async def _start(self, status: int, headers: Headers) -> None:
-        await self._send_message(
-            {"type": "http.response.start", "status": status, "headers": headers}
-        )
+    async def send(self, body: bytes, more: bool = False) -> None:
+        """Send a part of the body; within `async with client`: the client may stop reading."""
+        await self._send({"type": "http.response.body", "body": body, "more_body": more})
 
-    async def _send_message(self, message: MutableMapping[str, Any]) -> None:
-        """Send to the client; within `async with self._client`, as the client may stop reading."""
-        await self._send(message)
+    def steps(self, parsed: ParsedReply | None, status: StepStatus, unread: Unread) -> list[Step]:
+        """Build the steps of the reply, see `steps_of`."""
+        now = self.services.clock.micros()
+        return steps_of(self.call, parsed, self.captured, self._sampler, status, now, unread)
 
-    async def _forward_error(self, response: Response) -> None:
-        body = error_body = await response.read(self._held)
-        headers = list(self._returned)
-        if (kind := response.header("content-type")) is not None:
-            headers.append((b"content-type", kind.encode("latin-1")))
-        if response.encoding is None:
-            body = self._adapter.errors.engine_error(response.status, error_body)
-        else:
-            headers.append((b"content-encoding", response.encoding.encode("latin-1")))
-        headers.append((b"content-length", b"%d" % len(body)))
-        headers.append((b"x-clawstream-trajectory", self._call.trajectory.trajectory_key.encode()))
-        await self._start(response.status, headers)
-        await self._send_message({"type": "http.response.body", "body": body})
-        self._services.failed.record(self._attempt, engine_failure(response.status, error_body))
+    async def record(self, steps: Sequence[Step]) -> None:
+        """Make steps durable. Raises NotRecorded."""
+        services = self.services
+        self._counted.tokens = tokens_of(steps)
+        receipt = await services.record_writer.record(steps)
+        for step in steps:
+            services.metrics.recorded[step.status].inc()
+        if receipt == "spooled":
+            services.metrics.steps_spooled.inc(len(steps))
 
-    async def _finish_plain(self, spec: EngineSpec, body: bytes, content_headers: Headers) -> str:
-        parsed, unread = (
-            self._adapter.parse_reply(self._call.request, spec.kind, body),
-            Unread(len(body)),
-        )
+    def answered(self, steps: Sequence[Step]) -> str:
+        """Count the steps of a complete reply and return its outcome."""
+        self.services.metrics.steps_answered.inc(sum(s.status == "ok" for s in steps))
+        return "answered"
+
+
+class PlainReply:
+    """A reply that is read completely, recorded, and then sent."""
+
+    def __init__(self, call: ProxiedCall, spec: EngineSpec) -> None:
+        self._call, self._kind = call, spec.kind
+        self._body = b""
+        self._headers: Headers = []
+
+    async def receive(self, response: Response) -> None:
+        """Read the reply."""
+        body = await response.read(self._call.held)
+        if self._kind == "captured":
+            own = response.header(engine_frames.OWN_BODY)
+            body = self._call.captured.split_trailer(body, own)
+        self._body, self._headers = body, content_headers(response, "application/json")
+
+    def steps_sent(self) -> list[Step]:
+        """Return no steps: nothing is sent before the reply is recorded."""
+        return []
+
+    async def finish(self) -> str:
+        """Record the steps, then send the reply; return the outcome. Raises NotRecorded."""
+        call, body = self._call, self._body
+        parsed = call.adapter.parse_reply(call.call.request, self._kind, body)
+        unread = Unread(len(body))
         if parsed.unread is not None:
             unread.add(body, parsed.unread)
-        steps = [] if parsed.failure is not None else self._steps(parsed, "ok", unread)
+        steps = [] if parsed.failure is not None else call.steps(parsed, "ok", unread)
         if steps:
-            await self._record(steps)
+            await call.record(steps)
         try:
-            async with self._client:
-                await self._start(
-                    200,
-                    self._headers(content_headers, len(parsed.body), [s.step_id for s in steps]),
-                )
-                await self._send_message({"type": "http.response.body", "body": parsed.body})
+            async with call.client:
+                ids = [s.step_id for s in steps]
+                await call.start(200, self._headers, len(parsed.body), ids)
+                await call.send(parsed.body)
         except ClientGone:
             return "aborted"
         if parsed.failure is None:
-            return self._answered(steps)
-        self._services.failed.record(self._attempt, engine_failure(200, parsed.body))
+            return call.answered(steps)
+        call.services.failed.record(call.attempt, engine_failure(200, parsed.body))
         return "upstream_error"
 
-    async def _forward_stream(self, response: Response) -> None:
-        """Forward events up to the first finish reason; `EventStream` holds the rest."""
-        accumulator = self._adapter.accumulator(self._call.request, response.spec.kind)
-        self._stream = stream = EventStream(
-            accumulator, self._captured, response.spec.kind == "captured"
-        )
-        content_headers = [*_content_headers(response), (b"cache-control", b"no-cache")]
-        await self._start(200, self._headers(content_headers, None, self._call.step_ids))
+
+class StreamedReply:
+    """A stream, forwarded up to the first finish reason; the rest waits for the record."""
+
+    def __init__(self, call: ProxiedCall, spec: EngineSpec) -> None:
+        self._call = call
+        accumulator = call.adapter.accumulator(call.call.request, spec.kind)
+        self._stream = EventStream(accumulator, call.captured, spec.kind == "captured")
+
+    async def receive(self, response: Response) -> None:
+        """Forward the events of the stream; `EventStream` holds the rest."""
+        call, stream = self._call, self._stream
+        headers = [
+            *returned(response.headers),
+            (b"content-type", response.headers[b"content-type"]),
+            (b"cache-control", b"no-cache"),
+        ]
+        await call.start(200, headers, steps=call.call.step_ids)
         try:
             async for piece in response.pieces():
-                await self._held.extend(len(piece))
+                await call.held.extend(len(piece))
                 if out := stream.feed(piece):
-                    await self._send_message(
-                        {"type": "http.response.body", "body": out, "more_body": True}
-                    )
+                    await call.send(out, more=True)
                 if stream.ended:
                     await response.settle()
                     break
@@ -449,61 +238,36 @@ class ProxiedCall:
         except (UpstreamFailed, UpstreamTimeout) as error:
             stream.fail(error)
 
-    async def _finish_stream(self, stream: EventStream) -> str:
+    def steps_sent(self) -> list[Step]:
+        """Return the steps of the forwarded part."""
+        return self._call.steps(self._stream.sent(), "aborted", self._stream.unread)
+
+    async def finish(self) -> str:
+        """Record the steps, then send the rest of the stream; return the outcome."""
+        call, stream, failure = self._call, self._stream, None
         parsed = stream.whole()
-        steps = self._steps(parsed, "ok" if stream.failure is None else "error", stream.unread)
+        steps = call.steps(parsed, "ok" if stream.failure is None else "error", stream.unread)
         if stream.failure is not None and parsed is not None:
             steps = [s for s in steps if s.response_token_ids or s.finish_reason or has_text(s)]
-        failure: Failure | None = None
         try:
             if steps:
-                await self._record(steps)
+                await call.record(steps)
             elif stream.failure is not None:
                 failure = failure_of(UpstreamFailed(stream.failure))
             last, failed = stream.held(), "error" if stream.failure is not None else None
         except NotRecorded as error:
             last, failed, failure = stream.error(error), "not_recorded", failure_of(error)
+        return await self._end(last, failure) or failed or call.answered(steps)
+
+    async def _end(self, last: bytes, failure: Failure | None) -> str | None:
+        """Send the last part; return "aborted" if the client has left."""
+        call = self._call
         try:
-            async with self._client:
-                await self._send_message({"type": "http.response.body", "body": last})
+            async with call.client:
+                await call.send(last)
         except ClientGone:
             return "aborted"
         finally:
             if failure is not None:
-                self._services.failed.record(self._attempt, failure)
-        return failed or self._answered(steps)
-
-    def _steps(self, parsed: ParsedReply | None, status: StepStatus, unread: Unread) -> list[Step]:
-        now = self._services.clock.micros()
-        if parsed is None or (unread and not parsed.choices):
-            steps = unreadable_steps(self._call, self._captured, self._engine, status, now)
-        else:
-            steps = steps_of(self._call, parsed, self._captured, self._engine, status, now)
-        return with_unread(steps, unread)
-
-    def _answered(self, steps: Sequence[Step]) -> str:
-        self._services.metrics.steps_answered.inc(sum(s.status == "ok" for s in steps))
-        return "answered"
-
-    # -- records
-
-    async def _record_aborted(self) -> None:
-        stream = self._stream
-        steps = self._steps(stream.sent(), "aborted", stream.unread) if stream is not None else []
-        if not steps:
-            steps = aborted_before_output_steps(
-                self._call, self._engine, self._services.clock.micros()
-            )
-        try:
-            await self._record(steps)
-        except NotRecorded:
-            return  # already counted and logged, and the client has left
-
-    async def _record(self, steps: Sequence[Step]) -> None:
-        services = self._services
-        self._counted.tokens = tokens_of(steps)
-        receipt = await services.record_writer.record(steps)
-        for step in steps:
-            services.metrics.recorded[step.status].inc()
-        if receipt == "spooled":
-            services.metrics.steps_spooled.inc(len(steps))
+                call.services.failed.record(call.attempt, failure)
+        return None

@@ -14,33 +14,27 @@ from gateway.asgi.error_replies import Reply, reply_of
 from gateway.asgi.messages import App, Scope, Send, send_reply
 from gateway.asgi.request_encoding import decoded
 from gateway.errors import NotFound, NoWebSocket, WrongMethod
-from gateway.proxy.call import CallEndpoint
+from gateway.proxy.call_endpoint import CallEndpoint
 from gateway.proxy.passthrough import PassthroughEndpoint
 from gateway.proxy.paths import ITEMS, how_to_call, normalized, parse_target, proxy_prefix
+
+Endpoint = CallEndpoint | PassthroughEndpoint
 
 
 class ModelCalls:
     """ASGI middleware that serves model calls and forwards other requests to `app`.
 
     Args:
-        calls: Endpoints by path tail.
-        passthrough: Endpoints by method and path tail.
+        routes: Endpoints by method and path tail.
         base_path: Prefix of every path, see gateway.base_path.
     """
 
     def __init__(
-        self,
-        app: App,
-        calls: Mapping[str, CallEndpoint],
-        passthrough: Mapping[tuple[str, str], PassthroughEndpoint],
-        base_path: str = "",
+        self, app: App, routes: Mapping[tuple[str, str], Endpoint], base_path: str = ""
     ) -> None:
-        self._app, self._calls = app, calls
-        self._passthrough, self._base_path = passthrough, base_path
+        self._app, self._routes, self._base_path = app, routes, base_path
         self._tails: dict[str, list[str]] = {}
-        for tail in sorted(
-            {*calls, *(t for _, t in passthrough if t not in ITEMS)}, key=len, reverse=True
-        ):
+        for tail in sorted({tail for _, tail in routes}.difference(ITEMS), key=len, reverse=True):
             self._tails.setdefault(tail.rsplit("/", 1)[-1], []).append(tail)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -64,12 +58,9 @@ class ModelCalls:
             await send_reply(send, reply_of(NotFound(message)))
             return
         if target is not None:
-            if scope["method"] == "POST" and (call := self._calls.get(target.tail)) is not None:
-                await call.serve(scope, receive, send, target.trajectory, target.prompt)
-                return
-            passthrough = self._passthrough.get((scope["method"], target.tail))
-            if passthrough is not None:
-                await passthrough.serve(scope, receive, send, target)
+            endpoint = self._routes.get((scope["method"], target.tail))
+            if endpoint is not None:
+                await endpoint.serve(scope, receive, send, target)
                 return
             if not target.item:
                 await send_reply(send, _refusal(scope))

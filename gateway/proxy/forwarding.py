@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from urllib.parse import unquote_plus
 
 from gateway.auth.session_keys import KEY_PREFIXES
+from gateway.engines.client import Response
 
 FORWARDED = frozenset({
     "traceparent", "tracestate", "x-request-id", "x-client-request-id", "x-session-id",
@@ -31,9 +32,31 @@ def credentials_of(headers: Mapping[str, str]) -> dict[str, str]:
     return {name: headers[name] for name in CREDENTIALS if name in headers}
 
 
+def forwarded(headers: Mapping[str, str], has_body: bool) -> dict[str, str]:
+    """Return the client's headers for the engine. headers: Names in lower case."""
+    kept = {name: value for name, value in headers.items() if name in FORWARDED}
+    if has_body:
+        kept["content-type"] = "application/json"
+    return kept
+
+
 def returned(headers: Mapping[bytes, bytes]) -> list[tuple[bytes, bytes]]:
     """Return the engine's headers for the client. headers: Names in lower case."""
     return [(n, v) for n, v in headers.items() if n in RETURNED or n.startswith(RETURNED_PREFIXES)]
+
+
+def content_headers(response: Response, default: str | None = None) -> list[tuple[bytes, bytes]]:
+    """Return the engine's headers for a client that gets the body that was read.
+
+    default: Content type if the engine names none.
+    """
+    headers = returned(response.headers)
+    kind = response.header("content-type") or default
+    if kind is not None:
+        headers.append((b"content-type", kind.encode("latin-1")))
+    if response.encoding is not None:
+        headers.append((b"content-encoding", response.encoding.encode("latin-1")))
+    return headers
 
 
 def with_query(path: str, query: bytes) -> str:

@@ -12,9 +12,9 @@ from gateway.auth.authenticator import Principal
 from gateway.auth.key_limits import tokens_of_reply
 from gateway.errors import BadRequest, ClientGone, GatewayError
 from gateway.protocols.request_fields import model_of, object_of, with_whole_characters
-from gateway.proxy.call import Services, held_body
-from gateway.proxy.forwarding import FORWARDED, credentials_of, returned, with_query
+from gateway.proxy.forwarding import content_headers, credentials_of, forwarded, with_query
 from gateway.proxy.paths import CallTarget
+from gateway.proxy.services import Services, held_body
 
 
 class PassthroughEndpoint:
@@ -44,15 +44,13 @@ class PassthroughEndpoint:
     ) -> Reply:
         services, headers = self._services, header_map(scope)
         caller = services.authenticator.authenticate(headers, "agent")
+        path = self._path + quote(target.item, safe="/:@!$&'()*+,;=")
+        path = with_query(path, scope["query_string"])
         with services.limits.call(caller.key) as counted:
             async with held_body(receive, services) as body:
                 client = DisconnectWatcher(receive)
                 try:
                     async with client:
-                        path = with_query(
-                            self._path + quote(target.item, safe="/:@!$&'()*+,;="),
-                            scope["query_string"],
-                        )
                         reply = await self._forward(caller, headers, path, body, held, target)
                 finally:
                     client.stop()
@@ -62,14 +60,9 @@ class PassthroughEndpoint:
             return reply
 
     async def _forward(
-        self,
-        caller: Principal,
-        headers: dict[str, str],
-        path: str,
-        body: bytes,
-        held: ReplyReservation,
-        target: CallTarget,
-    ) -> Reply:
+        self, caller: Principal, headers: dict[str, str], path: str, body: bytes,
+        held: ReplyReservation, target: CallTarget,
+    ) -> Reply:  # fmt: skip
         services = self._services
         ref = services.trajectories.resolve(caller, headers, target.trajectory, target.prompt, {})
         model = target.item if target.tail == "/models/" else None
@@ -80,24 +73,13 @@ class PassthroughEndpoint:
                 body = with_whole_characters(body)
                 payload = object_of(body)
             model = model_of(payload)
-        forwarded = {k: v for k, v in headers.items() if k in FORWARDED}
-        if body:
-            forwarded["content-type"] = "application/json"
         async with services.upstream.call(
-            self.method, path, body or None, forwarded,
+            self.method, path, body or None, forwarded(headers, has_body=bool(body)),
             key=ref.trajectory_key, run_id=ref.run_id, model=model,
             credentials=credentials_of(headers),
         ) as response:  # fmt: skip
             content = await response.read(held)
-            reply_headers = returned(response.headers)
-            if response.encoding is not None:
-                reply_headers.append((b"content-encoding", response.encoding.encode("latin-1")))
-            elif response.status >= 400:
+            if response.encoding is None and response.status >= 400:
                 content = self._errors.engine_error(response.status, content)
-            if (content_type := response.header("content-type")) is not None:
-                reply_headers.append((b"content-type", content_type.encode("latin-1")))
-            return Reply(
-                response.status,
-                [*reply_headers, (b"content-length", b"%d" % len(content))],
-                content,
-            )
+            length = (b"content-length", b"%d" % len(content))
+            return Reply(response.status, [*content_headers(response), length], content)

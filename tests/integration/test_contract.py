@@ -39,7 +39,7 @@ from support.contract import (
 from support.speakers import SPEAKERS, THINK, THOUGHT, anthropic_client, openai_client
 from transformers import AutoModelForCausalLM
 
-from gateway.proxy.call import NO_TOKENS
+from gateway.capture.engine_tokens import NO_TOKENS
 from schemas.records import VersionSpan
 from schemas.tokens import unpack_ids
 

@@ -118,7 +118,7 @@ class Rig:
             "key": key,
             "run_id": "r",
             "model": None,
-            "on_asking": self.asked.append,
+            "on_engine": self.asked.append,
         }
         async with self.upstream.call("POST", "/v1/x", b"{}", {}, **given | more) as response:
             return response.status, await response.read()

@@ -17,7 +17,7 @@ from support.scripted.script import Script, ScriptedChoice
 
 from gateway.attribution.resolver import TrajectoryRef
 from gateway.capture.engine_tokens import CapturedTokens
-from gateway.capture.steps import Call, Engine, steps_of
+from gateway.capture.steps import Call, Sampler, steps_of
 from gateway.capture.stream import EventStream
 from gateway.errors import BadRequest
 from gateway.protocols.base import Choice, EngineKind, ParsedReply, Request
@@ -257,7 +257,7 @@ def a_call(**more: Any) -> Call:
 
 def one_step(captured: CapturedTokens, choice: Choice) -> Any:
     (step,) = steps_of(
-        a_call(), ParsedReply((choice,), "m", b""), captured, Engine("w", "r/1.0"), "ok", 2
+        a_call(), ParsedReply((choice,), "m", b""), captured, Sampler("w", "r/1.0"), "ok", 2
     )
     return step
 

@@ -1,0 +1,150 @@
+"""Endpoint for the model calls of one protocol.
+
+Rejects invalid input and calls over a limit before any engine gets the request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from gateway.asgi.client_disconnect import DisconnectWatcher, Receive
+from gateway.asgi.error_replies import outcome_of, reply_of
+from gateway.asgi.in_flight_limits import ReplyReservation
+from gateway.asgi.messages import HeldBody, Scope, Send, header_map, send_reply
+from gateway.attribution.tags import tags_of
+from gateway.auth.authenticator import Principal
+from gateway.capture.steps import Call
+from gateway.errors import BadRequest, BodyTooLarge, ClientGone, GatewayError, Overloaded
+from gateway.protocols.base import ProtocolAdapter
+from gateway.protocols.defaults import with_defaults
+from gateway.protocols.request_fields import with_whole_characters
+from gateway.proxy.call import ProxiedCall
+from gateway.proxy.failed_calls import Attempt, failure_of
+from gateway.proxy.forwarding import credentials_of
+from gateway.proxy.paths import CallTarget
+from gateway.proxy.services import Services, held_body
+from gateway.proxy.token_limits import PromptLimit
+from schemas.ids import new_call_id
+
+IDEMPOTENCY = (
+    "x-clawstream-step",
+    "idempotency-key",
+    "x-idempotency-key",
+    "x-stainless-idempotency-key",
+)
+STEP_OVERHEAD_BYTES = 64 * 1024
+"""Estimated bytes of a step in the spool, without its request."""
+
+
+class CallEndpoint:
+    """Endpoint for the model calls of one protocol."""
+
+    def __init__(self, services: Services, adapter: ProtocolAdapter) -> None:
+        self._services, self._adapter = services, adapter
+        self._prompts = PromptLimit(services.settings.gateway, services.upstream)
+
+    async def serve(self, scope: Scope, receive: Receive, send: Send, target: CallTarget) -> None:
+        """Serve one call."""
+        services, adapter = self._services, self._adapter
+        try:
+            services.in_flight.begin()
+        except Overloaded as error:
+            services.metrics.ended["refused"].inc()
+            await send_reply(send, reply_of(error, adapter.errors))
+            return
+        reply = services.in_flight.replies.reserve()
+        attempt = services.failed.attempt(
+            adapter.name, header_map(scope), target.trajectory, target.prompt
+        )
+        try:
+            ending = await self._serve(scope, receive, send, attempt, reply)
+        except ClientGone:
+            ending = "refused"
+        except GatewayError as error:
+            ending = outcome_of(error)
+            await send_reply(send, reply_of(error, adapter.errors))
+            services.failed.record(attempt, failure_of(error))
+        finally:
+            reply.release()
+            services.in_flight.end()
+        services.metrics.ended[ending].inc()
+
+    async def _serve(
+        self, scope: Scope, receive: Receive, send: Send, attempt: Attempt, reply: ReplyReservation
+    ) -> str:
+        services, headers = self._services, attempt.headers
+        # Before the body: the body of an unauthenticated request is not read.
+        caller = attempt.caller = services.authenticator.authenticate(headers, "agent")
+        with services.limits.call(caller.key) as counted:
+            held = held_body(receive, services)
+            async with held as body:
+                call = attempt.call = self._accept(caller, attempt, body)
+                request = call.request
+                if request.n > 1:
+                    self._reserve_copies(call, held)
+                client = DisconnectWatcher(receive)
+                try:
+                    if self._prompts.applies(request):
+                        async with client:
+                            await self._prompts.check(
+                                request, call.protocol, call.trajectory, credentials_of(headers)
+                            )
+                    with services.delivery.reserve(
+                        request.n * (2 * len(call.body) + STEP_OVERHEAD_BYTES)
+                    ):
+                        return await ProxiedCall(
+                            services, self._adapter, call, attempt, client, send, reply,
+                            scope["query_string"], counted,
+                        ).run()  # fmt: skip
+                finally:
+                    client.stop()
+
+    def _reserve_copies(self, call: Call, held: HeldBody) -> None:
+        """Count the body once for each further choice, because every step contains it.
+
+        Raises:
+            BodyTooLarge, Overloaded: A limit is exceeded.
+        """
+        n, size = call.request.n, len(call.body)
+        limit = self._services.settings.gateway.max_in_flight_bytes
+        if n * size > limit:
+            raise BodyTooLarge(
+                f"n: {n} steps with a body of {size} bytes each exceed "
+                f"gateway.max_in_flight_bytes={limit}",
+                "n",
+            )
+        held.reserve((n - 1) * size)
+
+    def _accept(self, caller: Principal, attempt: Attempt, body: bytes) -> Call:
+        """Parse and attribute a request. Raises BadRequest or WrongKey."""
+        services, adapter, headers = self._services, self._adapter, attempt.headers
+        received_at = services.clock.micros()
+        try:
+            request = adapter.parse_request(body)
+        except BadRequest:
+            if (whole := with_whole_characters(body)) == body:
+                raise
+            body = whole  # the engine gets the recorded body
+            request = adapter.parse_request(body)
+        request = with_defaults(request, adapter.name, services.settings.gateway.default_max_tokens)
+        trajectory = services.trajectories.resolve(
+            caller, headers, attempt.key, attempt.group, request.payload
+        )
+        return Call(
+            trajectory=trajectory,
+            call_id=new_call_id(trajectory.trajectory_key),
+            protocol=adapter.name,
+            request=request,
+            body=body,
+            gateway_id=services.settings.gateway.gateway_id,
+            received_at=received_at,
+            idempotency_key=next((headers[name] for name in IDEMPOTENCY if name in headers), None),
+            retry_count=_retry_count(headers),
+            user_agent=headers.get("user-agent"),
+            tags=tags_of(headers, request.payload),
+        )
+
+
+def _retry_count(headers: Mapping[str, str]) -> int | None:
+    text = headers.get("x-stainless-retry-count", "")
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else None

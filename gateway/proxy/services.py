@@ -1,0 +1,41 @@
+"""Dependencies of the routes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gateway.asgi.client_disconnect import Receive
+from gateway.asgi.in_flight_limits import InFlightLimits
+from gateway.asgi.messages import HeldBody
+from gateway.attribution.resolver import TrajectoryResolver
+from gateway.auth.authenticator import Authenticator
+from gateway.auth.key_limits import KeyLimits
+from gateway.clock import Clock
+from gateway.durability.delivery import DeliveryManager
+from gateway.durability.record_writer import RecordWriter
+from gateway.engines.client import Upstream
+from gateway.metrics import Metrics
+from gateway.proxy.failed_calls import FailedCalls
+from schemas.settings import Settings
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """Dependencies of the routes."""
+
+    settings: Settings
+    authenticator: Authenticator
+    trajectories: TrajectoryResolver
+    delivery: DeliveryManager
+    record_writer: RecordWriter
+    upstream: Upstream
+    clock: Clock
+    metrics: Metrics
+    in_flight: InFlightLimits
+    failed: FailedCalls
+    limits: KeyLimits
+
+
+def held_body(receive: Receive, services: Services) -> HeldBody:
+    """Read a request body of at most gateway.max_body_bytes, see `HeldBody`."""
+    return HeldBody(receive, services.settings.gateway.max_body_bytes, services.in_flight)
