@@ -40,7 +40,8 @@ from runtime.process.readiness import ready
 from runtime.topics.records import Decoder, cluster_of, create_topics
 from schemas.errors import SettingsError
 from schemas.settings import Settings, TrainerSettings
-from trainer.data.batches import BatchReader, starting_position
+from trainer.data.batches import BatchReader
+from trainer.position import starting_position
 from trainer.run import open_run
 from trainer.settings_check import check_algorithm, check_learning_rate
 from trainer.versions.weight_log import KafkaWeightLog, read_versions
@@ -75,9 +76,10 @@ def train(settings: Settings, stop: threading.Event) -> None:
         settings, weight_log, versions, taken, partial(starting_position, cluster, batches)
     )
     reader = BatchReader(cluster, settings, decoder, run.position, weight_log.dead_letter)
-    ready(f"version {run.current_version.version_id}" if run.current_version else "")
+    assert run.current_version is not None  # the initial version is published at the latest
+    ready(f"version {run.current_version.version}")
     while not stop.is_set() and not run.finished:
-        fetched = reader.next(POLL_S)
+        fetched = reader.next(run.position.next_batch_seq, POLL_S)
         if fetched is not None:
             run.train(fetched)
             if run.version_due:
@@ -90,7 +92,7 @@ def train(settings: Settings, stop: threading.Event) -> None:
     weight_log.close()
     logger().info(
         "trainer_ended",
-        version=run.current_version and run.current_version.version_id,
+        version=str(run.current_version.version),
         finished=run.finished,
     )
 

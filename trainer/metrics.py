@@ -5,9 +5,11 @@ Values, and the pure fold from batches to `WeightVersion.metrics`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, pstdev
+
+from schemas.ids import parse_version
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +68,26 @@ class BatchStats:
     sampled_at_zero: int
     staleness: tuple[int, int]
     read_seconds: float
+
+
+def staleness(tokens: Mapping[str, int], run_id: str, sync_index: int) -> tuple[int, int]:
+    """Return the sum of the staleness over trained tokens, and the number of these tokens.
+
+    Counts the versions of this run; the staleness of a token is sync_index minus the sync index of
+    its version.
+
+    Args:
+        tokens: number of trained tokens of each version.
+        run_id: of the trainer.
+        sync_index: of the version that training starts from.
+    """
+    total = known = 0
+    for name, number in tokens.items():
+        version = parse_version(name)
+        if version is not None and version.run_id == run_id:
+            total += (sync_index - version.sync_index) * number
+            known += number
+    return total, known
 
 
 def version_metrics(

@@ -1,25 +1,22 @@
-"""The trainer's stored positions, for `clawstream doctor`: of each run, the newest checkpoint.
+"""The trainer's stored positions, for `clawstream doctor`: the newest checkpoint of each run.
 
 Reads only, and needs no torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from runtime.kafka import Cluster
 from runtime.topics.positions import StoredPosition
 from schemas.settings import Settings
 from trainer.errors import InvalidCheckpoint
-from trainer.versions.atomic_directory import read_info, versions_in
+from trainer.versions.directory import VersionState, read_info, versions_in
 
 PROCESS = "trainer"
 
 
 def positions(settings: Settings, cluster: Cluster) -> list[StoredPosition]:
-    """Of each run, position and weights log of the newest checkpoint: all ids rise, whatever log
-    they were published on.
+    """Return position and weights log of each run's newest checkpoint, the one with the highest
+    version id: ids rise also across weights logs.
     """
     root, topics = settings.checkpoint_dir, settings.kafka.topics
     runs = sorted(p.name for p in root.iterdir() if p.is_dir()) if root.is_dir() else []
@@ -32,46 +29,29 @@ def positions(settings: Settings, cluster: Cluster) -> list[StoredPosition]:
         newest = max(directories, key=lambda v: (v.attempt, v.sync_index))
         place, batches = f"checkpoint {newest}", topics.ready_batches(run, "train")
         try:
-            info = read_info(directories[newest])
-            at = info["position"]
-            flaw = _flaw(info, ids.get(batches), ids.get(topics.weights))
-            found.append(
-                StoredPosition(
-                    PROCESS,
-                    place,
-                    batches,
-                    at["topic_id"],
-                    at["partition"],
-                    at["next_offset"],
-                    flaw,
-                )
-            )
-            found.append(
-                StoredPosition(
-                    PROCESS, f"{place} is on", topics.weights, info["weights_topic_id"], 0, 0
-                )
-            )
-        except (InvalidCheckpoint, KeyError, TypeError) as e:
-            found.append(
-                StoredPosition(PROCESS, place, batches, None, 0, 0, f"{directories[newest]}: {e!r}")
-            )
+            state = read_info(directories[newest]).state
+        except InvalidCheckpoint as e:
+            found.append(StoredPosition(PROCESS, place, batches, None, 0, 0, str(e)))
+            continue
+        at = state.position
+        flaw = _flaw(state, ids.get(batches), ids.get(topics.weights))
+        found += [
+            StoredPosition(PROCESS, place, batches, at.topic_id, 0, at.next_offset, flaw),
+            StoredPosition(PROCESS, f"{place} is on", topics.weights, state.weights_topic_id, 0, 0),
+        ]
     return found
 
 
-def _flaw(info: Mapping[str, Any], batches_id: str | None, weights_id: str | None) -> str | None:
-    """Why the trainer does not go on from a checkpoint whose batches were recreated
-    (`trainer.data.batches.start_of`).
+def _flaw(state: VersionState, batches_id: str | None, weights_id: str | None) -> str | None:
+    """Return why the trainer does not resume from a checkpoint whose batches were recreated
+    (`trainer.position.start_of`); None when it does.
     """
-    at = info["position"]
-    if (
-        info["weights_topic_id"] != weights_id
-        or batches_id in (None, at["topic_id"])
-        or not at["next_batch_seq"]
-    ):
+    at = state.position
+    recreated = batches_id not in (None, at.topic_id)
+    if state.weights_topic_id != weights_id or not recreated or not at.next_batch_seq:
         return None
     return (
-        f"weights were trained from {at['next_batch_seq']} batches of the topic that was there "
-        f"before (id {at['topic_id']}): "
-        "restore it, or train on under another run_id with trainer.model_path set to the published "
-        "weights"
+        f"weights were trained from {at.next_batch_seq} batches of the topic that was there before "
+        f"(id {at.topic_id}): restore it, or train on under another run_id with trainer.model_path "
+        "set to the published weights"
     )

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence, Set
 
 from runtime.logs import logger
 from schemas.errors import SettingsError
@@ -14,14 +13,21 @@ from schemas.settings import Settings, TrainerSettings
 from trainer.algorithms.advantages import ADVANTAGES
 from trainer.algorithms.losses import LOSSES
 from trainer.data.batches import FetchedBatch
-from trainer.data.sequences import TrainingSequence, sequences_of_batch, within_vocabulary
+from trainer.data.sequences import (
+    BatchSequences,
+    TrainingSequence,
+    sequences_of_batch,
+    tokens_by_version,
+    within_vocabulary,
+)
 from trainer.memory import explain_out_of_memory
-from trainer.metrics import BatchStats, version_metrics
-from trainer.model.policy import Policy, staleness
+from trainer.metrics import BatchStats, staleness, version_metrics
+from trainer.model.policy import Policy
+from trainer.model.update import update
 from trainer.position import Position
 from trainer.unfinished_batches import UnfinishedBatches
-from trainer.versions.atomic_directory import prune, sweep
-from trainer.versions.checkpoint import VersionState, load, newest, save
+from trainer.versions.checkpoint import load, newest, save
+from trainer.versions.directory import VersionState, delete_unpublished, prune
 from trainer.versions.history import deletable, next_attempt, next_sync_index
 from trainer.versions.publish import export, manifest
 from trainer.versions.weight_log import WeightLog
@@ -30,9 +36,10 @@ from trainer.versions.weight_log import WeightLog
 class Run:
     """Trains batches into the policy and publishes versions of it.
 
-    current_version: The newest published version; None before the first. unpublished: Statistics of
-    the
-    batches trained since then.
+    Attributes:
+        current_version: the newest published version; None before the first.
+        position: after the last trained batch. The next version stores it.
+        unpublished: statistics of the batches trained since the current version.
     """
 
     def __init__(
@@ -45,13 +52,12 @@ class Run:
         current_version: VersionState | None,
         position: Position,
     ) -> None:
-        """versions: of this run, in log order. position: where the next batch is read."""
+        """versions: of this run, in log order."""
         self.current_version = current_version
         self.position = position
         self.unpublished: list[BatchStats] = []
         self._settings, self._weight_log, self._policy = settings, weight_log, policy
         self._versions, self._attempt = versions, attempt
-        self._unpublished_from = position
         self._unfinished = UnfinishedBatches(
             settings.checkpoint_dir / settings.run_id, position.topic_id
         )
@@ -59,7 +65,7 @@ class Run:
     @property
     def sync_index(self) -> int:
         """Sync index of the version that training starts from."""
-        return self.current_version.sync_index if self.current_version else 0
+        return self.current_version.version.sync_index if self.current_version else 0
 
     @property
     def finished(self) -> bool:
@@ -68,17 +74,11 @@ class Run:
 
     @property
     def version_due(self) -> bool:
-        return (
-            bool(self.unpublished)
-            and self.position.next_batch_seq % self._settings.trainer.sync_every == 0
-        )
-
-    @property
-    def lr(self) -> float:
-        return learning_rate(self._settings.trainer, self._next_sync_index() - 1)
+        every = self._settings.trainer.sync_every
+        return bool(self.unpublished) and self.position.next_batch_seq % every == 0
 
     def train(self, fetched: FetchedBatch) -> None:
-        """Train one batch and advance the position in memory; the next version stores it.
+        """Train one batch and advance the position.
 
         Raises:
             OutOfMemory: The batch needs more memory than available.
@@ -98,55 +98,33 @@ class Run:
         data = sequences_of_batch(
             batch, fetched.trajectories, lambda rewards: estimate(rewards, s.advantage_std_offset)
         )
-        if data.unrewarded:
-            logger().warning(
-                "members_not_trained", batch_seq=batch.batch_seq, trajectories=data.unrewarded[:20]
-            )
         sequences, outside = within_vocabulary(data.sequences, self._policy.vocabulary)
-        if outside:
-            logger().error(
-                "tokens_outside_vocabulary",
-                batch_seq=batch.batch_seq,
-                vocabulary=self._policy.vocabulary,
-                sequences=len(data.sequences) - len(sequences),
-                trajectories=outside[:20],
-                action=(
-                    "not trained; the engine serves another model than trainer.model_path, or an "
-                    "agent submitted such ids"
-                ),
-            )
-        self._check_ids(sequences, batch.batch_seq)
-        if data.sampled_at_zero:
-            logger().warning(
-                "tokens_sampled_at_zero",
-                batch_seq=batch.batch_seq,
-                tokens=sum(data.sampled_at_zero.values()),
-                trajectories=list(data.sampled_at_zero)[:20],
-                action="not trained; the engine gave them an infinite log-probability",
-            )
-        updated = any(stats.update.changed_weights for stats in self.unpublished)
-        parent = self.current_version.version_id if self.current_version and not updated else None
-        update = self._policy.update(
-            sequences, batch.batch_seq, LOSSES[batch.algorithm], self.lr, parent
+        self._log_left_out(batch.batch_seq, data, len(data.sequences) - len(sequences), outside)
+        versions = tokens_by_version(sequences)
+        self._check_ids(versions.keys(), batch.batch_seq)
+        changed = any(stats.update.changed_weights for stats in self.unpublished)
+        stats = update(
+            self._policy,
+            sequences,
+            batch.batch_seq,
+            LOSSES[batch.algorithm],
+            self._lr,
+            str(self.current_version.version) if self.current_version and not changed else None,
         )
-        for number, step in enumerate(update.steps):
+        for number, step in enumerate(stats.steps):
             if step.skipped is not None:
                 logger().error(
                     "update_skipped",
                     batch_seq=batch.batch_seq,
                     minibatch=number,
                     reason=step.skipped,
-                    trajectories=list(
-                        dict.fromkeys(sequence.trajectory_id for sequence in sequences)
-                    )[:20],
-                    action=(
-                        "weights and optimiser stay as before it; look at its log-probabilities, "
-                        "lower trainer.lr"
-                    ),
+                    trajectories=_trajectories(sequences),
+                    action="weights and optimiser stay as before it; look at its log-probabilities,"
+                    " lower trainer.lr",
                 )
         self.unpublished.append(
             BatchStats(
-                update=update,
+                update=stats,
                 rewards=data.rewards,
                 groups=data.groups,
                 sequences=len(sequences),
@@ -154,10 +132,37 @@ class Run:
                 unrewarded=len(data.unrewarded),
                 sequences_outside_vocabulary=len(data.sequences) - len(sequences),
                 sampled_at_zero=sum(data.sampled_at_zero.values()),
-                staleness=staleness(sequences, self._settings.run_id, self.sync_index),
+                staleness=staleness(versions, self._settings.run_id, self.sync_index),
                 read_seconds=fetched.read_seconds,
             )
         )
+
+    def _log_left_out(
+        self, batch_seq: int, data: BatchSequences, sequences: int, outside: Sequence[str]
+    ) -> None:
+        """Log what is not trained: members, sequences outside the vocabulary, tokens."""
+        if data.unrewarded:
+            logger().warning(
+                "members_not_trained", batch_seq=batch_seq, trajectories=data.unrewarded[:20]
+            )
+        if outside:
+            logger().error(
+                "tokens_outside_vocabulary",
+                batch_seq=batch_seq,
+                vocabulary=self._policy.vocabulary,
+                sequences=sequences,
+                trajectories=outside[:20],
+                action="not trained; the engine serves another model than trainer.model_path, or "
+                "an agent submitted such ids",
+            )
+        if data.sampled_at_zero:
+            logger().warning(
+                "tokens_sampled_at_zero",
+                batch_seq=batch_seq,
+                tokens=sum(data.sampled_at_zero.values()),
+                trajectories=list(data.sampled_at_zero)[:20],
+                action="not trained; the engine gave them an infinite log-probability",
+            )
 
     def publish(self) -> None:
         """Write the checkpoint and weights, then publish the manifest, which makes the version
@@ -167,39 +172,52 @@ class Run:
             Fenced: A newer trainer took over.
         """
         began = time.perf_counter()
-        lr, state = self.lr, self._next_state()
+        lr, s, parent = self._lr, self._settings, self.current_version
+        state = VersionState(
+            version=Version(s.run_id, self._next_sync_index, self._attempt),
+            parent_version=str(parent.version) if parent else None,
+            weights_topic_id=self._weight_log.topic_id,
+            position=self.position,
+        )
         try:
-            checkpoint = save(self._settings.checkpoint_dir, state, self._policy)
-            served = self._policy.served_dtypes(self._settings.rollout.dtype)
-            files = export(self._settings.weights_dir, state, checkpoint, self._policy, served)
+            checkpoint = save(s.checkpoint_dir, state, self._policy)
+            served = self._policy.served_dtypes(s.rollout.dtype)
+            files = export(s.weights_dir, state, checkpoint, self._policy, served)
         except OSError:
-            # A newer trainer clears away what is unpublished. Then the reason is that it took over,
+            # A newer trainer deletes unpublished directories. Then the reason is that it took over,
             # not this error.
             self._weight_log.raise_if_fenced()
             raise
         metrics = version_metrics(self.unpublished, lr, time.perf_counter() - began)
-        version = manifest(state, self._unpublished_from.next_batch_seq, files, checkpoint, metrics)
+        first_batch_seq = parent.position.next_batch_seq if parent else 0
+        version = manifest(state, first_batch_seq, files, checkpoint, metrics)
         self._weight_log.publish(version)
         self._versions.append(version)
-        self.current_version, self.unpublished, self._unpublished_from = state, [], self.position
+        self.current_version, self.unpublished = state, []
         logger().info(
             "version_published",
-            version=state.version_id,
-            parent=state.parent_version,
+            version=version.version_id,
+            parent=version.parent_version,
             first_batch_seq=version.first_batch_seq,
             last_batch_seq=version.last_batch_seq,
             **{name: round(value, 6) for name, value in metrics.items()},
         )
-        self._prune(state)
+        for root, keep in (
+            (s.checkpoint_dir, s.trainer.keep_checkpoints),
+            (s.weights_dir, s.trainer.keep_versions),
+        ):
+            prune(root, s.run_id, deletable(self._versions, version.version_id, keep))
 
-    def _check_ids(self, sequences: Sequence[TrainingSequence], batch_seq: int) -> None:
-        """Refuse tokens of versions that have ids which this trainer gives to its own.
+    def _check_ids(self, versions: Set[str], batch_seq: int) -> None:
+        """Refuse tokens of versions with ids that this trainer gives to its own versions.
 
-        Raises: SettingsError: `trainer.first_attempt` is too low for recorded data of another
-            installation. Fenced: The ids are those of a newer trainer.
+        Raises:
+            SettingsError: `trainer.first_attempt` is too low for recorded data of another
+                installation.
+            Fenced: The ids are those of a newer trainer.
         """
         own = {version.version_id for version in self._versions}
-        for name in {span.version for sequence in sequences for span in sequence.versions} - own:
+        for name in versions - own:
             version = parse_version(name)
             if (
                 version is None
@@ -210,40 +228,29 @@ class Run:
             self._weight_log.raise_if_fenced()
             raise SettingsError(
                 f"setting trainer.first_attempt={self._settings.trainer.first_attempt}: batch "
-                f"{batch_seq} has tokens of "
-                f"{name}, which is not on this weights log, and versions of attempt "
-                f"{self._attempt} are published here; "
-                f"set trainer.first_attempt={version.attempt + 1}, or higher, and a run_id without "
-                "versions"
+                f"{batch_seq} has tokens of {name}, which is not on this weights log, and versions "
+                f"of attempt {self._attempt} are published here; set trainer.first_attempt="
+                f"{version.attempt + 1}, or higher, and a run_id without versions"
             )
 
+    @property
     def _next_sync_index(self) -> int:
         if self.current_version is None:
             return 0
-        every = self._settings.trainer.sync_every
         return next_sync_index(
-            self.current_version.sync_index, self._unpublished_from.next_batch_seq, every
+            self.sync_index,
+            self.current_version.position.next_batch_seq,
+            self._settings.trainer.sync_every,
         )
 
-    def _next_state(self) -> VersionState:
-        version = Version(self._settings.run_id, self._next_sync_index(), self._attempt)
-        return VersionState(
-            version_id=str(version),
-            run_id=version.run_id,
-            sync_index=version.sync_index,
-            attempt=version.attempt,
-            parent_version=self.current_version.version_id if self.current_version else None,
-            weights_topic_id=self._weight_log.topic_id,
-            position=self.position,
-        )
+    @property
+    def _lr(self) -> float:
+        return learning_rate(self._settings.trainer, self._next_sync_index - 1)
 
-    def _prune(self, current_version: VersionState) -> None:
-        s, run_id = self._settings.trainer, self._settings.run_id
-        for root, keep in (
-            (self._settings.checkpoint_dir, s.keep_checkpoints),
-            (self._settings.weights_dir, s.keep_versions),
-        ):
-            prune(root, run_id, deletable(self._versions, current_version.version_id, keep))
+
+def _trajectories(sequences: Sequence[TrainingSequence]) -> list[str]:
+    """Return the first trajectories, for a log event."""
+    return list(dict.fromkeys(sequence.trajectory_id for sequence in sequences))[:20]
 
 
 def learning_rate(settings: TrainerSettings, sync_index: int) -> float:
@@ -262,7 +269,7 @@ def open_run(
     settings: Settings,
     weight_log: WeightLog,
     versions: Sequence[WeightVersion],
-    taken: Collection[Version],
+    taken: Set[Version],
     locate: Callable[[Position | None], Position],
 ) -> Run:
     """Resume the run from its newest version, or create it and publish its initial version.
@@ -277,28 +284,22 @@ def open_run(
     Raises:
         SettingsError, CheckpointLost: The run cannot be resumed or created.
     """
-
-    def check(info: Mapping[str, Any]) -> None:
-        """A killed trainer has read what it trained.
-
-        One beyond the log's end: the log has lost it, and the version with it.
-        """
-        locate(Position(**info["position"]))
-
     published = frozenset(taken)
     taken = {*taken}
     for root in (settings.checkpoint_dir, settings.weights_dir):
-        deleted, foreign = sweep(root, settings.run_id, published, weight_log.topic_id, check)
+        # `locate` fails for a position beyond the end of its topic: a trainer has read what it
+        # trained, so the log has lost it, and the version with it.
+        deleted, foreign = delete_unpublished(
+            root, settings.run_id, published, weight_log.topic_id, locate
+        )
         taken |= {*deleted, *foreign}
         if foreign and not versions:
             logger().warning(
                 "weights_of_another_log",
                 directory=str(root / settings.run_id),
                 versions=[str(version) for version in foreign],
-                action=(
-                    "kept; the weights topic has no version of this run, so it starts anew from "
-                    "trainer.model_path"
-                ),
+                action="kept; the weights topic has no version of this run, so it starts anew from "
+                "trainer.model_path",
             )
     attempt = max(next_attempt(taken), settings.trainer.first_attempt)
     found = newest(settings.checkpoint_dir, versions)
@@ -308,7 +309,7 @@ def open_run(
         policy = load(directory, settings.trainer)
         logger().info(
             "resumed",
-            version=current_version.version_id,
+            version=str(current_version.version),
             attempt=attempt,
             next_batch_seq=position.next_batch_seq,
         )
@@ -317,14 +318,7 @@ def open_run(
         raise SettingsError(
             "setting trainer.model_path: not set, and the run has no version to go on from"
         )
-    run = Run(
-        settings,
-        weight_log,
-        Policy(settings.trainer.model_path, settings.trainer),
-        [],
-        attempt,
-        None,
-        locate(None),
-    )
+    policy = Policy(settings.trainer.model_path, settings.trainer)
+    run = Run(settings, weight_log, policy, [], attempt, None, locate(None))
     run.publish()
     return run

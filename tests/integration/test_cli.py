@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from runtime.kafka import Cluster
 from runtime.process.config import overrides_of
 from runtime.topics.records import create_topics
 from schemas.codec.single_object import Codec
+from schemas.ids import Version
 from schemas.records import AssemblyMarker, Refused, Tick
 from schemas.settings import Settings
 from schemas.topics import partition_of
@@ -31,8 +31,7 @@ from stream_jobs.assemble.state import PartitionState
 from stream_jobs.lake.main import Lake
 from stream_jobs.lake.tables.catalog import catalog
 from trainer.position import Position
-from trainer.versions.atomic_directory import new_directory
-from trainer.versions.checkpoint import VersionState
+from trainer.versions.directory import VersionState, new_directory
 
 CODEC = Codec()
 TOPICS = (
@@ -275,15 +274,14 @@ def test_doctor_finds_every_position_and_judges_it(settings: Settings, cluster: 
     # the trainer: a checkpoint that fits
     here = Position(
         topic_id=cluster.topic_id(topics.ready_batches("r", "train")),
-        partition=0,
         next_offset=1,
         next_batch_seq=1,
     )
     version = VersionState(
-        version_id="r/1.0", run_id="r", sync_index=1, attempt=0, parent_version=None,
+        version=Version("r", 1, 0), parent_version=None,
         weights_topic_id=cluster.topic_id(topics.weights), position=here,
     )  # fmt: skip
-    with new_directory(settings.checkpoint_dir / "r" / "1.0", dataclasses.asdict(version)):
+    with new_directory(settings.checkpoint_dir, version):
         pass
 
     told = call("doctor", *overrides_of(settings))

@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -60,7 +61,8 @@ from schemas.records import Sampling
 from schemas.settings import RolloutSettings, TrainerSettings
 from schemas.tokens import pack_logprobs
 from stream_jobs.assemble.payload.trainability import trainability
-from trainer.data.sequences import TemperatureSpan, TrainingSequence
+from trainer.data.micro_batch import collate
+from trainer.data.sequences import Tokens, TrainingSequence
 from trainer.model.policy import Policy
 
 pytestmark = pytest.mark.timeout(900)
@@ -156,17 +158,21 @@ def test_the_trainer_scores_tokens_as_the_engine_did(engine: Engine, temperature
         )
         found = trainability(sampled)
         assert found.reason is None and found.logprobs_temperature is not None
-        start, end = len(tokens.prompt_ids), len(tokens.prompt_ids) + len(tokens.ids)
-        row = TrainingSequence(
-            trajectory_id="k", token_ids=(*tokens.prompt_ids, *tokens.ids),
-            mask=(False,) * start + (True,) * (end - start),
-            logprobs=(0.0,) * start + tuple(tokens.logprobs), versions=(), advantage=1.0,
-            temperatures=(TemperatureSpan(found.logprobs_temperature, start, end),),
-        )  # fmt: skip
+        ids = np.array([*tokens.prompt_ids, *tokens.ids], np.int32)
+        prompt, unknown = len(tokens.prompt_ids), np.full(len(ids), None, object)
+        row = Tokens(
+            ids=ids,
+            mask=np.arange(len(ids)) >= prompt,
+            logprobs=np.array([0.0] * prompt + list(tokens.logprobs), np.float32),
+            temperatures=np.full(len(ids), found.logprobs_temperature, np.float32),
+            versions=unknown,
+        )
         with torch.no_grad():
             scored, at_one = (
-                policy.logprobs([row]).tolist(),
-                policy.logprobs([replace(row, temperatures=())]).tolist(),
+                policy.logprobs(
+                    collate([TrainingSequence("k", of, 1.0)], 1.0, policy.device)
+                ).tolist()
+                for of in (row, row._replace(temperatures=np.full(len(ids), 1.0, np.float32)))
             )
         assert worst(tokens.logprobs, scored) < 1e-3
         assert (worst(tokens.logprobs, at_one) < 1e-3) == (temperature in (0.0, 1.0))

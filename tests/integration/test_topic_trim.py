@@ -28,6 +28,7 @@ from runtime.kafka import Cluster, KafkaError, SourceTruncated
 from runtime.process.config import overrides_of
 from runtime.topics.records import Decoder, create_topics
 from schemas.codec.single_object import Codec
+from schemas.ids import Version
 from schemas.records import Candidate, PolicyApplied, RunEnded, Tick, WeightVersion
 from schemas.settings import AdmitSettings, Settings
 from schemas.topics import partition_of
@@ -39,7 +40,8 @@ from stream_jobs.errors import UnreadableJournal
 from stream_jobs.lake import positions
 from stream_jobs.lake.main import Lake
 from trainer import positions as trainer_positions
-from trainer.versions.atomic_directory import new_directory
+from trainer.position import Position
+from trainer.versions.directory import VersionState, new_directory
 
 CODEC = Codec()
 PARTITION = partition_of(b"old", 4)
@@ -216,16 +218,14 @@ class Installation:
             if getattr(CODEC.decode(r.value), "batch_seq", None) == last
         )
         at = Stand(self.cluster.topic_id(journal), behind)
-        info = {
-            "position": {
-                "topic_id": at.topic_id,
-                "partition": 0,
-                "next_offset": behind,
-                "next_batch_seq": last + 1,
-            },
-            "weights_topic_id": self.cluster.topic_id(weights),
-        }
-        with new_directory(self.settings.checkpoint_dir / run / f"{last + 1}.0", info):
+        state = VersionState(
+            version=Version(run, last + 1, 0), parent_version=None,
+            weights_topic_id=self.cluster.topic_id(weights),
+            position=Position(
+                topic_id=at.topic_id, next_offset=behind, next_batch_seq=last + 1
+            ),
+        )  # fmt: skip
+        with new_directory(self.settings.checkpoint_dir, state):
             pass
         version = WeightVersion(
             version_id=f"{run}/{last + 1}.0", run_id=run, sync_index=last + 1, attempt=0,

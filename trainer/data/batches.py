@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from runtime.kafka import Cluster, Record, SourceTruncated, Unavailable
 from runtime.topics.records import Decoder, decode_all
@@ -15,7 +15,7 @@ from schemas.settings import Settings
 from trainer.algorithms.advantages import ADVANTAGES
 from trainer.algorithms.losses import LOSSES
 from trainer.data.trajectories import read_payload
-from trainer.errors import BatchesReplaced, BatchGap, TopicReplaced
+from trainer.errors import BatchGap, TopicReplaced
 from trainer.position import Position
 
 COMMIT_INTERVAL_S = 5.0
@@ -35,46 +35,6 @@ class FetchedBatch:
     read_seconds: float
 
 
-def starting_position(cluster: Cluster, topic: str, stored: Position | None) -> Position:
-    """Return the stored position, or the start of today's topic when no batch was trained yet.
-
-    Raises:
-        SourceTruncated: the position is outside its topic.
-        BatchesReplaced: the position belongs to another topic of that name.
-    """
-    if stored is not None and cluster.check_position(
-        topic, stored.topic_id, stored.partition, stored.next_offset
-    ):
-        return stored
-    return start_of(topic, cluster.topic_id(topic), stored)
-
-
-def start_of(topic: str, topic_id: str, stored: Position | None) -> Position:
-    """Return the start of a topic for a trainer without a position in it.
-
-    The checkpoint names no position, or a position in another topic of that name.
-
-    The batches of a new topic count from 0 again. Staleness is the batch number minus the index of
-    the version that sampled its tokens. With weights that were trained further, every batch would
-    pass admission's staleness limit, however stale. The decisions of the lost topic would also be
-    repeated, and their batches trained twice.
-
-    Raises:
-        BatchesReplaced: batches of the other topic were trained.
-    """
-    if stored is not None and stored.next_batch_seq > 0:
-        raise BatchesReplaced(
-            f"source truncated: {topic} was recreated. Weights were trained from batches 0 to "
-            f"{stored.next_batch_seq - 1} "
-            f"of topic id {stored.topic_id}; today's id is {topic_id}, and its batches count from "
-            "0 again, so their staleness "
-            "can't be judged for these weights. Restore the topic, or train on under another "
-            "run_id with trainer.model_path "
-            "set to the published weights; run clawstream doctor"
-        )
-    return Position(topic_id=topic_id, partition=0, next_offset=0, next_batch_seq=0)
-
-
 def check(
     batch: ReadyBatch, topic: str, offset: int, expected_seq: int, settings: Settings
 ) -> None:
@@ -89,9 +49,8 @@ def check(
     if batch.sync_every != settings.trainer.sync_every:
         raise SettingsError(
             f"setting trainer.sync_every={settings.trainer.sync_every}, but batch "
-            f"{batch.batch_seq} of {topic} was admitted "
-            f"with sync_every={batch.sync_every}: its staleness was judged by that; set "
-            f"trainer.sync_every={batch.sync_every}"
+            f"{batch.batch_seq} of {topic} was admitted with sync_every={batch.sync_every}: its "
+            f"staleness was judged by that; set trainer.sync_every={batch.sync_every}"
         )
     if batch.algorithm not in ADVANTAGES or batch.algorithm not in LOSSES:
         raise SettingsError(
@@ -115,27 +74,21 @@ class BatchReader:
         position: Position,
         dead_letter: DeadLetterSink,
     ) -> None:
-        self._cluster, self._settings, self._decoder, self._dead_letter_sink = (
-            cluster,
-            settings,
-            decoder,
-            dead_letter,
-        )
+        self._cluster, self._settings, self._decoder = cluster, settings, decoder
+        self._dead_letter_sink, self._topic_id = dead_letter, position.topic_id
         topics = settings.kafka.topics
         self.topic = topics.ready_batches(settings.run_id, "train")
         self._trajectories = topics.trajectories
         self._group = f"{topics.prefix}-trainer.{settings.run_id}.train"
-        self.position = position
-        self._reader = cluster.reader(
-            self._group, {(self.topic, position.partition): position.next_offset}
-        )
+        self._reader = cluster.reader(self._group, {(self.topic, 0): position.next_offset})
         self._committed: int | None = None
         self._committed_at = self._checked_at = time.monotonic()
 
-    def next(self, timeout_s: float) -> FetchedBatch | None:
+    def next(self, batch_seq: int, timeout_s: float) -> FetchedBatch | None:
         """Return the next batch with its payload, or None when there is none yet.
 
-        Moves `position` after the batch.
+        Raises:
+            BatchGap: its number is not batch_seq.
         """
         try:
             records = self._reader.poll(1, timeout_s)
@@ -147,7 +100,7 @@ class BatchReader:
         for record, event in decode_all(self._decoder, records, self._dead_letter):
             match event:
                 case ReadyBatch(run_id=self._settings.run_id, channel="train"):
-                    return self._take(record, event)
+                    return self._with_payload(record, event, batch_seq)
                 case Refused() | Late() | PolicyApplied():
                     pass
                 case _:
@@ -158,19 +111,20 @@ class BatchReader:
                     )
         return None
 
-    def _take(self, record: Record, batch: ReadyBatch) -> FetchedBatch:
-        check(batch, self.topic, record.offset, self.position.next_batch_seq, self._settings)
+    def _with_payload(self, record: Record, batch: ReadyBatch, batch_seq: int) -> FetchedBatch:
+        check(batch, self.topic, record.offset, batch_seq, self._settings)
         began = time.perf_counter()
         trajectories = read_payload(
             self._cluster, self._decoder, self._trajectories, self._group, batch
         )
-        self.position = replace(
-            self.position, next_offset=record.offset + 1, next_batch_seq=batch.batch_seq + 1
-        )
         return FetchedBatch(
             batch=batch,
             trajectories=trajectories,
-            position=self.position,
+            position=Position(
+                topic_id=self._topic_id,
+                next_offset=record.offset + 1,
+                next_batch_seq=batch_seq + 1,
+            ),
             read_seconds=time.perf_counter() - began,
         )
 
@@ -182,11 +136,11 @@ class BatchReader:
         (position,) = self._reader.positions.values()
         now = time.monotonic()
         if position != self._committed or now - self._committed_at > COMMIT_INTERVAL_S:
-            self._reader.commit({(self.topic, self.position.partition): position})
+            self._reader.commit({(self.topic, 0): position})
             self._committed, self._committed_at = position, now
 
     def _dead_letter(self, record: Record, reason: str, detail: str) -> None:
-        self._dead_letter_sink(record, self.position.topic_id, reason, detail)
+        self._dead_letter_sink(record, self._topic_id, reason, detail)
 
     def _check_topic_sometimes(self) -> None:
         now = time.monotonic()
@@ -198,9 +152,9 @@ class BatchReader:
 
     def _check_topic(self) -> None:
         today = self._cluster.topic_ids([self.topic]).get(self.topic)
-        if today != self.position.topic_id:
+        if today != self._topic_id:
             raise TopicReplaced(
-                f"{self.topic} had id {self.position.topic_id} and now has {today}: it was deleted "
+                f"{self.topic} had id {self._topic_id} and now has {today}: it was deleted "
                 "while it was read"
             )
 

@@ -36,8 +36,8 @@ def micro_batches(
     longer sequence has a pass of its own.
     """
     out: list[list[TrainingSequence]] = []
-    for sequence in sorted(sequences, key=lambda r: len(r.token_ids)):
-        if out and (len(out[-1]) + 1) * len(sequence.token_ids) <= max_tokens:
+    for sequence in sorted(sequences, key=lambda s: len(s.tokens.ids)):
+        if out and (len(out[-1]) + 1) * len(sequence.tokens.ids) <= max_tokens:
             out[-1].append(sequence)
         else:
             out.append([sequence])

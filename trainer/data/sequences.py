@@ -8,58 +8,60 @@ linear conversation is one sequence.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from schemas.records import BatchGroup, ReadyBatch, Segment, Trajectory, TrajectoryStep, VersionSpan
+import numpy as np
+from numpy.typing import NDArray
+
+from schemas.records import BatchGroup, ReadyBatch, Segment, Trajectory, TrajectoryStep
 from schemas.reward_matching import training_reward
-from schemas.tokens import count, unpack_ids, unpack_logprobs
+from schemas.tokens import count
 from trainer.errors import PayloadUnreadable
 
 Advantages = Callable[[Sequence[float]], list[float]]
 
 
-class TemperatureSpan(NamedTuple):
-    """The temperature of the log-probabilities of tokens [start, end) of a sequence."""
-
-    temperature: float
-    start: int
-    end: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingSequence:
-    """One sequence to train on. All per-token fields have the length of token_ids.
+class Tokens(NamedTuple):
+    """Arrays of shape (tokens,). Only `ids` has a meaning where `mask` is off.
 
     Attributes:
-        mask: whether the token was sampled by the policy, is not redacted, and is trained in this
-            sequence.
-        logprobs: at sampling time; 0.0 where the mask is off.
-        versions: weight versions that sampled the trained tokens, as index ranges of this sequence;
-            a gap means unknown.
-        temperatures: temperatures at which the trained tokens are scored; a gap means that their
-            steps have no temperature.
-        advantage: the same for all tokens of the sequence.
-        sampled_at_zero: number of tokens that are not trained because their recorded
-            log-probability is infinite. A token of probability zero is never sampled, so the
-            recorded value is invalid.
+        ids: int32.
+        mask: loss mask: whether the policy sampled the token and it is to be trained.
+        logprobs: float32, at sampling time.
+        temperatures: float32, of the distribution of `logprobs`; NaN where the step states none.
+        versions: id of the weight version that sampled the token; None where unknown.
     """
 
+    ids: NDArray[np.int32]
+    mask: NDArray[np.bool_]
+    logprobs: NDArray[np.float32]
+    temperatures: NDArray[np.float32]
+    versions: NDArray[np.object_]
+
+    def trained(self) -> Tokens:
+        """Return the tokens to train, alone."""
+        return Tokens._make(column[self.mask] for column in self)
+
+
+def concatenated(parts: Iterable[Tokens]) -> Tokens:
+    """Return the tokens of all parts, in order."""
+    return Tokens._make(np.concatenate(columns) for columns in zip(*parts, strict=True))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TrainingSequence:
+    """One sequence to train on. `advantage` is the same for all its tokens."""
+
     trajectory_id: str
-    token_ids: tuple[int, ...]
-    mask: tuple[bool, ...]
-    logprobs: tuple[float, ...]
-    versions: tuple[VersionSpan, ...]
+    tokens: Tokens
     advantage: float
-    temperatures: tuple[TemperatureSpan, ...] = ()
-    sampled_at_zero: int = 0
 
     @property
     def trained_tokens(self) -> int:
-        return sum(self.mask)
+        return int(np.count_nonzero(self.tokens.mask))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,9 +71,9 @@ class BatchSequences:
     Attributes:
         rewards: training reward of each trained member.
         unrewarded: members without a training reward.
-        sampled_at_zero: number of tokens without a usable log-probability (see
-            `TrainingSequence`), by trajectory; includes sequences without a trained token, which
-            are not in `sequences`.
+        sampled_at_zero: number of tokens that are not trained because their recorded
+            log-probability is infinite, by trajectory. A token of probability zero is never
+            sampled, so the recorded value is invalid.
     """
 
     sequences: tuple[TrainingSequence, ...]
@@ -79,10 +81,6 @@ class BatchSequences:
     groups: int
     unrewarded: tuple[str, ...]
     sampled_at_zero: Mapping[str, int]
-
-    @property
-    def trained_tokens(self) -> int:
-        return sum(sequence.trained_tokens for sequence in self.sequences)
 
 
 def sequences_of_batch(
@@ -102,7 +100,7 @@ def sequences_of_batch(
     sequences: list[TrainingSequence] = []
     rewards: list[float] = []
     unrewarded: list[str] = []
-    sampled_at_zero: Counter[str] = Counter()
+    sampled_at_zero: dict[str, int] = {}
     groups = 0
     for group in batch.groups:
         rewarded = _rewarded(group, batch.reward_weights)
@@ -112,16 +110,12 @@ def sequences_of_batch(
             continue
         by_member = dict(zip(rewarded, advantages(list(rewarded.values())), strict=True))
         for member in group.members:
-            if member.trajectory_id in by_member:
-                found = _paths(
-                    trajectories[member.trajectory_id],
-                    member.untrainable_steps,
-                    by_member[member.trajectory_id],
-                )
-                sampled_at_zero[member.trajectory_id] += sum(
-                    sequence.sampled_at_zero for sequence in found
-                )
-                sequences += _with_trained_tokens(found)
+            name = member.trajectory_id
+            if name in by_member:
+                tree = _segment_tokens(trajectories[name], member.untrainable_steps)
+                if infinite := sum(int(np.isinf(tokens.logprobs).sum()) for tokens in tree):
+                    sampled_at_zero[name] = infinite
+                sequences += _paths(trajectories[name], tree, by_member[name])
         rewards += rewarded.values()
         groups += 1
     return BatchSequences(
@@ -129,14 +123,14 @@ def sequences_of_batch(
         rewards=tuple(rewards),
         groups=groups,
         unrewarded=tuple(unrewarded),
-        sampled_at_zero=+sampled_at_zero,
+        sampled_at_zero=sampled_at_zero,
     )
 
 
 def within_vocabulary(
     sequences: Sequence[TrainingSequence], vocabulary: int
 ) -> tuple[tuple[TrainingSequence, ...], tuple[str, ...]]:
-    """Return the sequences whose token ids the model has, and the trajectories of the others.
+    """Split off the sequences with token ids that the model does not have.
 
     An agent can submit any id, and an engine can serve another model than the trained one. Neither
     may crash the model's embedding.
@@ -148,21 +142,24 @@ def within_vocabulary(
     Returns:
         The valid sequences, and the ids of the other sequences' trajectories, each once.
     """
-    known = [
-        min(sequence.token_ids) >= 0 and max(sequence.token_ids) < vocabulary
-        for sequence in sequences
-    ]
-    others = dict.fromkeys(
-        sequence.trajectory_id for sequence, fits in zip(sequences, known, strict=True) if not fits
-    )
-    return tuple(sequence for sequence, fits in zip(sequences, known, strict=True) if fits), tuple(
-        others
-    )
+    valid: list[TrainingSequence] = []
+    others: dict[str, None] = {}
+    for sequence in sequences:
+        ids = sequence.tokens.ids
+        if ids.min() >= 0 and ids.max() < vocabulary:
+            valid.append(sequence)
+        else:
+            others[sequence.trajectory_id] = None
+    return tuple(valid), tuple(others)
 
 
-def _rewarded(group: BatchGroup, weights: Mapping[str, float]) -> dict[str, float]:
-    values = {m.trajectory_id: training_reward(weights, m.rewards) for m in group.members}
-    return {trajectory_id: value for trajectory_id, value in values.items() if value is not None}
+def tokens_by_version(sequences: Sequence[TrainingSequence]) -> Counter[str]:
+    """Return the number of trained tokens of each known weight version."""
+    found: Counter[Any] = Counter()
+    for sequence in sequences:
+        found.update(sequence.tokens.versions[sequence.tokens.mask].tolist())
+    del found[None]
+    return found
 
 
 def sequences_of(
@@ -170,7 +167,7 @@ def sequences_of(
 ) -> list[TrainingSequence]:
     """Return the sequences of one trajectory, leaves in order.
 
-    Paths are cut after their last token to train; a path without such a token is left out.
+    Paths are cut after their last segment to train; a path without a token to train is left out.
 
     Args:
         trajectory: the trajectory.
@@ -181,154 +178,97 @@ def sequences_of(
     Raises:
         PayloadUnreadable: the tree or a trainable segment is broken.
     """
-    return _with_trained_tokens(_paths(trajectory, untrainable_steps, advantage))
+    return list(_paths(trajectory, _segment_tokens(trajectory, untrainable_steps), advantage))
 
 
-def _with_trained_tokens(sequences: Sequence[TrainingSequence]) -> list[TrainingSequence]:
-    return [sequence for sequence in sequences if any(sequence.mask)]
+def _rewarded(group: BatchGroup, weights: Mapping[str, float]) -> dict[str, float]:
+    values = {m.trajectory_id: training_reward(weights, m.rewards) for m in group.members}
+    return {trajectory_id: value for trajectory_id, value in values.items() if value is not None}
+
+
+def _segment_tokens(trajectory: Trajectory, untrainable_steps: Collection[str]) -> list[Tokens]:
+    """Return the tokens of each segment.
+
+    This is where it is decided which tokens are trained.
+    """
+    steps = {step.index: step for step in trajectory.steps}
+    segments = trajectory.segments
+    found: list[Tokens] = []
+    starts: list[int] = []  # where a segment starts in its step, in tokens
+    for index, segment in enumerate(segments):
+        parent, start = segment.parent, 0
+        if parent is not None:
+            if not 0 <= parent < index:
+                raise PayloadUnreadable(
+                    f"trajectory {trajectory.trajectory_id}: segment {index} has parent {parent}, "
+                    "parents come first"
+                )
+            if segments[parent].step_index == segment.step_index:
+                start = starts[parent] + len(found[parent].ids)
+        starts.append(start)
+        ids = np.frombuffer(segment.token_ids, "<i4")
+        step = None
+        if segment.step_index is not None and len(ids):
+            step = steps.get(segment.step_index)
+            if step is None:
+                raise PayloadUnreadable(
+                    f"trajectory {trajectory.trajectory_id}: segment {index} names step "
+                    f"{segment.step_index}, which is not there"
+                )
+        if step is None or not step.trainable or step.step_id in untrainable_steps:
+            found.append(_context(ids))
+        else:
+            found.append(_sampled(ids, segment, step, start))
+    return found
+
+
+def _context(ids: NDArray[np.int32]) -> Tokens:
+    n = len(ids)
+    unknown: NDArray[np.object_] = np.full(n, None, object)
+    return Tokens(
+        ids, np.zeros(n, bool), np.zeros(n, np.float32), np.full(n, np.nan, np.float32), unknown
+    )
+
+
+def _sampled(ids: NDArray[np.int32], segment: Segment, step: TrajectoryStep, start: int) -> Tokens:
+    """Return the tokens of a trainable segment, which begins at token `start` of its step."""
+    if count(segment.logprobs) != len(ids):
+        raise PayloadUnreadable(
+            f"step {step.step_id} is trainable but has {count(segment.logprobs)} log-probabilities "
+            f"for {len(ids)} sampled tokens"
+        )
+    logprobs = np.frombuffer(segment.logprobs or b"", "<f4")
+    tokens = _context(ids)
+    # NaN marks a redacted token, which was not sampled. An infinite log-probability would
+    # get the largest weight that the bound allows.
+    tokens = tokens._replace(mask=np.isfinite(logprobs), logprobs=logprobs)
+    if step.logprobs_temperature is not None:
+        tokens.temperatures[:] = step.logprobs_temperature
+    for span in segment.versions:
+        tokens.versions[max(span.start - start, 0) : max(span.end - start, 0)] = span.version
+    if not segment.versions and step.oldest_version == step.newest_version:
+        tokens.versions[:] = step.oldest_version
+    return tokens
 
 
 def _paths(
-    trajectory: Trajectory, untrainable_steps: Collection[str], advantage: float
-) -> list[TrainingSequence]:
-    """Return a sequence for each path with a trainable segment.
-
-    The sequence is returned even if none of its tokens can be trained.
-    """
-    steps = {step.index: step for step in trajectory.steps}
-    segments, left_out = trajectory.segments, frozenset(untrainable_steps)
-    _check_order(trajectory)
-    trainable = [_trainable(trajectory, i, steps, left_out) for i in range(len(segments))]
-    inner = {segment.parent for segment in segments}
-    sequences: list[TrainingSequence] = []
-    done: set[int] = set()
-    for leaf in range(len(segments)):
-        if leaf in inner:
+    trajectory: Trajectory, tree: list[Tokens], advantage: float
+) -> Iterator[TrainingSequence]:
+    """Yield the sequence of each leaf; a segment that was trained is context from then on."""
+    parents = [segment.parent for segment in trajectory.segments]
+    for leaf in sorted(set(range(len(parents))).difference(parents)):
+        at: int | None = leaf
+        while at is not None and not tree[at].mask.any():
+            at = parents[at]
+        path: list[int] = []
+        while at is not None:
+            path.append(at)
+            at = parents[at]
+        if not path:
             continue
-        path = _path(trajectory, leaf)
-        while path and (not trainable[path[-1]] or path[-1] in done):
-            path.pop()
-        if path:
-            sequences.append(
-                _sequence(
-                    trajectory,
-                    path,
-                    {i for i in path if trainable[i] and i not in done},
-                    steps,
-                    advantage,
-                )
-            )
-            done.update(path)
-    return sequences
-
-
-def _trainable(
-    trajectory: Trajectory,
-    index: int,
-    steps: Mapping[int, TrajectoryStep],
-    untrainable_steps: Collection[str],
-) -> bool:
-    segment = trajectory.segments[index]
-    if segment.step_index is None or not segment.token_ids:
-        return False
-    step = steps.get(segment.step_index)
-    if step is None:
-        raise PayloadUnreadable(
-            f"trajectory {trajectory.trajectory_id}: segment {index} names step "
-            f"{segment.step_index}, which is not there"
-        )
-    if not step.trainable or step.step_id in untrainable_steps:
-        return False
-    if count(segment.logprobs) != count(segment.token_ids):
-        raise PayloadUnreadable(
-            f"step {step.step_id} is trainable but has {count(segment.logprobs)} log-probabilities "
-            f"for {count(segment.token_ids)} sampled tokens"
-        )
-    return True
-
-
-def _check_order(trajectory: Trajectory) -> None:
-    for index, segment in enumerate(trajectory.segments):
-        if segment.parent is not None and not 0 <= segment.parent < index:
-            raise PayloadUnreadable(
-                f"trajectory {trajectory.trajectory_id}: segment {index} has parent "
-                f"{segment.parent}, parents come first"
-            )
-
-
-def _path(trajectory: Trajectory, leaf: int) -> list[int]:
-    """Return the segment indexes from the root to `leaf`."""
-    path, at = [leaf], trajectory.segments[leaf].parent
-    while at is not None:
-        path.append(at)
-        at = trajectory.segments[at].parent
-    return path[::-1]
-
-
-def _sequence(
-    trajectory: Trajectory,
-    path: Sequence[int],
-    trained: Collection[int],
-    steps: Mapping[int, TrajectoryStep],
-    advantage: float,
-) -> TrainingSequence:
-    ids: list[int] = []
-    mask: list[bool] = []
-    logprobs: list[float] = []
-    versions: list[VersionSpan] = []
-    temperatures: list[TemperatureSpan] = []
-    of_step: dict[int, int] = {}
-    sampled_at_zero = 0
-    for index in path:
-        segment = trajectory.segments[index]
-        tokens = unpack_ids(segment.token_ids)
-        start = len(ids)
-        ids += tokens
-        if index in trained and segment.step_index is not None and segment.logprobs is not None:
-            sampled = unpack_logprobs(segment.logprobs)
-            # NaN marks a redacted token, which was not sampled. An infinite log-probability would
-            # get the largest weight that the bound allows.
-            mask += [math.isfinite(p) for p in sampled]
-            logprobs += [p if math.isfinite(p) else 0.0 for p in sampled]
-            sampled_at_zero += sum(map(math.isinf, sampled))
-            step = steps[segment.step_index]
-            versions += _versions(
-                segment, start, len(tokens), of_step.get(segment.step_index, 0), step
-            )
-            if step.logprobs_temperature is not None:
-                temperatures.append(TemperatureSpan(step.logprobs_temperature, start, len(ids)))
-        else:
-            mask += [False] * len(tokens)
-            logprobs += [0.0] * len(tokens)
-        if segment.step_index is not None:
-            of_step[segment.step_index] = of_step.get(segment.step_index, 0) + len(tokens)
-    if mask[0]:  # the first token has no log-probability under the model
-        mask[0], logprobs[0] = False, 0.0
-    return TrainingSequence(
-        trajectory_id=trajectory.trajectory_id,
-        token_ids=tuple(ids),
-        mask=tuple(mask),
-        logprobs=tuple(logprobs),
-        versions=tuple(versions),
-        advantage=advantage,
-        temperatures=tuple(temperatures),
-        sampled_at_zero=sampled_at_zero,
-    )
-
-
-def _versions(
-    segment: Segment, start: int, length: int, skipped: int, step: TrajectoryStep
-) -> list[VersionSpan]:
-    """Return the segment's version spans as index ranges of the sequence.
-
-    skipped: number of tokens of the step before this segment.
-    """
-    if not segment.versions:
-        if step.oldest_version is None or step.oldest_version != step.newest_version:
-            return []
-        return [VersionSpan(version=step.oldest_version, start=start, end=start + length)]
-    moved = (
-        (span.version, max(span.start - skipped, 0), min(span.end - skipped, length))
-        for span in segment.versions
-    )
-    return [VersionSpan(version=v, start=start + a, end=start + b) for v, a, b in moved if a < b]
+        tokens = concatenated(tree[index] for index in reversed(path))
+        tokens.mask[0] = False  # the first token has no log-probability under the model
+        if tokens.mask.any():
+            yield TrainingSequence(trajectory.trajectory_id, tokens, advantage)
+        for index in path:
+            tree[index] = tree[index]._replace(mask=np.zeros_like(tree[index].mask))

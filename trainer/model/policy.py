@@ -1,21 +1,15 @@
-"""The trained model: log-probabilities, optimiser, and one update over the sequences of a batch."""
+"""The trained model and its optimiser."""
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from schemas.ids import parse_version
 from schemas.settings import TrainerSettings
-from trainer.data.minibatches import micro_batches, minibatches
-from trainer.data.sequences import TrainingSequence
-from trainer.metrics import StepStats, UpdateStats
+from trainer.data.micro_batch import MicroBatch
 from trainer.model.files import (
     TensorDtypes,
     auxiliary_files,
@@ -23,9 +17,6 @@ from trainer.model.files import (
     save_masters,
     save_rounded,
 )
-
-Loss = Callable[[Tensor, Tensor, Tensor, float], Tensor]
-PADDING = 0  # any id: it is on the right, so no token attends to it, and it is never trained
 
 
 class Policy:
@@ -117,7 +108,7 @@ class Policy:
         # The checkpoint's files are float32.
         self._own_dtypes = TensorDtypes(state["dtype"], state["other_dtypes"])
 
-    def logprobs(self, sequences: Sequence[TrainingSequence]) -> Tensor:
+    def logprobs(self, batch: MicroBatch) -> Tensor:
         """Return the log-probability of every trained token, in sequence order.
 
         Each value belongs to the distribution at the temperature of its step, as the engine's does:
@@ -126,108 +117,18 @@ class Policy:
         Returns:
             Shape (tokens,), float32, with gradient.
         """
-        longest = max(len(sequence.token_ids) for sequence in sequences)
-        ids = torch.full((len(sequences), longest), PADDING)
-        trained = torch.zeros((len(sequences), longest), dtype=torch.bool)
-        for i, sequence in enumerate(sequences):
-            ids[i, : len(sequence.token_ids)] = torch.tensor(sequence.token_ids)
-            trained[i, : len(sequence.token_ids)] = torch.tensor(sequence.mask)
-        ids, trained = ids.to(self.device), trained[:, 1:].to(self.device)
         # No attention mask: padding is on the right, where a causal model never looks, and flash
         # kernels accept no mask.
         with torch.autocast(
             self.device.type, torch.bfloat16, enabled=self.settings.dtype == "bfloat16"
         ):
-            logits = self.model(input_ids=ids, use_cache=False).logits[:, :-1]
-        scores: Tensor = logits[trained].float() / self._temperatures(sequences).unsqueeze(-1)
-        chosen = scores.gather(-1, ids[:, 1:][trained].unsqueeze(-1)).squeeze(-1)
+            logits = self.model(input_ids=batch.token_ids, use_cache=False).logits[:, :-1]
+        trained = batch.mask[:, 1:]
+        scores: Tensor = logits[trained].float() / batch.temperatures.unsqueeze(-1)
+        chosen = scores.gather(-1, batch.token_ids[:, 1:][trained].unsqueeze(-1)).squeeze(-1)
         return chosen - scores.logsumexp(-1)
 
-    def _temperatures(self, sequences: Sequence[TrainingSequence]) -> Tensor:
-        """Return the temperature of every trained token, in sequence order: shape (tokens,).
-
-        The settings supply the temperature of a step that has none.
-        """
-        known = [temperatures_of(sequence, self.settings.temperature) for sequence in sequences]
-        return torch.tensor(
-            [t for of_sequence in known for t in of_sequence],
-            dtype=torch.float32,
-            device=self.device,
-        )
-
-    def update(
-        self,
-        sequences: Sequence[TrainingSequence],
-        batch_seq: int,
-        loss: Loss,
-        lr: float,
-        parent_version: str | None,
-    ) -> UpdateStats:
-        """Train one batch with one optimiser step for each minibatch.
-
-        A step with a non-finite loss or gradient is skipped: weights and optimiser stay unchanged.
-
-        Args:
-            sequences: of the batch.
-            batch_seq: number of the batch; the shuffle depends on it.
-            loss: the policy loss of the algorithm.
-            lr: learning rate.
-            parent_version: the version with exactly these weights; None after an update since it.
-        """
-        began = time.perf_counter()
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        s = self.settings
-        steps: list[StepStats] = []
-        for part in minibatches(sequences, s.minibatches, s.epochs, s.seed, batch_seq):
-            unchanged = all(step.skipped is not None for step in steps)
-            steps.append(self._step(part, loss, parent_version if unchanged else None))
-        return UpdateStats(steps=tuple(steps), seconds=time.perf_counter() - began)
-
-    def _step(
-        self, sequences: Sequence[TrainingSequence], loss: Loss, parent_version: str | None
-    ) -> StepStats:
-        """Take one optimiser step; the loss is the mean over the trained tokens of `sequences`.
-
-        Sequences with advantage 0 count in that mean but add nothing to loss or gradient, so they
-        need no forward or backward pass.
-        """
-        s = self.settings
-        tokens = sum(sequence.trained_tokens for sequence in sequences)
-        learned = [sequence for sequence in sequences if sequence.advantage != 0.0]
-        total, truncated, now_at_zero, differences = 0.0, 0, 0, Differences(parent_version)
-        self._clear_gradients(zeros=not learned)
-        for part in micro_batches(learned, s.micro_batch_tokens):
-            sampled, advantages = self._recorded(part)
-            logprobs = self.logprobs(part)
-            # Minus infinity times a ratio of zero is NaN. Such a token has no usable gradient.
-            at_zero = torch.isneginf(logprobs.detach())
-            possible = logprobs.masked_fill(at_zero, 0.0)
-            losses = loss(possible, sampled, advantages, s.is_truncation).masked_fill(at_zero, 0.0)
-            mean = losses.sum() / tokens
-            mean.backward()  # type: ignore[no-untyped-call]
-            total += mean.item()
-            difference = (logprobs.detach() - sampled).masked_fill(at_zero, 0.0)
-            truncated += int((difference > math.log(s.is_truncation)).sum())
-            now_at_zero += int(at_zero.sum())
-            differences.add(part, difference)
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), s.max_grad_norm).item()
-        finite = math.isfinite(total) and math.isfinite(norm)
-        if finite:
-            self.optimizer.step()
-        return StepStats(
-            tokens=tokens,
-            passed_tokens=sum(sequence.trained_tokens for sequence in learned),
-            loss=total if finite else None,
-            grad_norm=norm if finite else None,
-            skipped=None if finite else f"loss {total}, gradient norm {norm}",
-            truncated_tokens=truncated,
-            now_at_zero=now_at_zero,
-            logp_diff=differences.largest if finite else None,
-            logp_diff_same_version=differences.largest_same_version if finite else None,
-        )
-
-    def _clear_gradients(self, *, zeros: bool) -> None:
+    def clear_gradients(self, *, zeros: bool) -> None:
         """Clear the gradients.
 
         zeros: set them to zero instead of None, so that AdamW takes a step without a new gradient.
@@ -236,87 +137,3 @@ class Policy:
         if zeros:
             for parameter in self.model.parameters():
                 parameter.grad = torch.zeros_like(parameter)
-
-    def _recorded(self, sequences: Sequence[TrainingSequence]) -> tuple[Tensor, Tensor]:
-        """Return sampled log-probabilities and advantages of the trained tokens, in sequence order.
-
-        Returns:
-            Two tensors of shape (tokens,).
-        """
-        trained = [
-            (sequence.logprobs[i], sequence.advantage)
-            for sequence in sequences
-            for i in trained_positions(sequence)
-        ]
-        sampled, advantages = torch.tensor(trained, dtype=torch.float32, device=self.device).unbind(
-            -1
-        )
-        return sampled, advantages
-
-
-class Differences:
-    """Track the largest |log-probability now - sampled| while the weights are those of `version`.
-
-    All values stay None when `version` is None.
-    """
-
-    def __init__(self, version: str | None) -> None:
-        self._version = version
-        self.largest: float | None = None
-        self.largest_same_version: float | None = None
-
-    def add(self, sequences: Sequence[TrainingSequence], difference: Tensor) -> None:
-        """Add differences of the trained tokens, in sequence order, shape (tokens,)."""
-        if self._version is None:
-            return
-        size = difference.abs()
-        self.largest = max(self.largest or 0.0, size.max().item())
-        same = torch.tensor(
-            [same for sequence in sequences for same in _sampled_by(sequence, self._version)],
-            device=size.device,
-        )
-        if bool(same.any()):
-            self.largest_same_version = max(
-                self.largest_same_version or 0.0, size[same].max().item()
-            )
-
-
-def trained_positions(sequence: TrainingSequence) -> list[int]:
-    """Return the indexes of the sequence's trained tokens."""
-    return [i for i, trained in enumerate(sequence.mask) if trained]
-
-
-def temperatures_of(sequence: TrainingSequence, assumed: float) -> list[float]:
-    """Return the temperature at which each trained token is scored.
-
-    assumed: temperature for steps that record none.
-    """
-    of_token = [assumed] * len(sequence.token_ids)
-    for temperature, start, end in sequence.temperatures:
-        of_token[start:end] = [temperature] * (end - start)
-    return [of_token[i] for i in trained_positions(sequence)]
-
-
-def _sampled_by(sequence: TrainingSequence, version: str) -> list[bool]:
-    """Return for each trained token whether `version` sampled it."""
-    spans = [(span.start, span.end) for span in sequence.versions if span.version == version]
-    return [any(start <= i < end for start, end in spans) for i in trained_positions(sequence)]
-
-
-def staleness(
-    sequences: Sequence[TrainingSequence], run_id: str, sync_index: int
-) -> tuple[int, int]:
-    """Return the sum of the staleness over trained tokens, and the number of these tokens.
-
-    Counts tokens with a known version of this run; their staleness is sync_index minus the
-    version's sync index.
-    """
-    total = known = 0
-    for sequence in sequences:
-        for span in sequence.versions:
-            version = parse_version(span.version)
-            if version is not None and version.run_id == run_id:
-                trained = sum(sequence.mask[span.start : span.end])
-                total += (sync_index - version.sync_index) * trained
-                known += trained
-    return total, known

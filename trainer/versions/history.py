@@ -14,6 +14,11 @@ ALWAYS_KEPT = 2
 """A worker may still load the newest but one, and a resume needs it when the newest is damaged."""
 
 
+def version_of(record: WeightVersion) -> Version:
+    """Return the parsed version id of a manifest."""
+    return Version(record.run_id, record.sync_index, record.attempt)
+
+
 def next_attempt(taken: Iterable[Version]) -> int:
     """Return one above the highest existing attempt; 0 for a run without any."""
     return max((version.attempt for version in taken), default=-1) + 1
@@ -56,6 +61,4 @@ def deletable(
         while base is not None and base in by_id and base not in kept:
             kept.add(base)
             base = by_id[base].base_version
-    return frozenset(
-        Version(v.run_id, v.sync_index, v.attempt) for v in versions if v.version_id not in kept
-    )
+    return frozenset(version_of(v) for v in versions if v.version_id not in kept)

@@ -5,15 +5,14 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 
 from runtime.topics.records import now_micros
 from schemas.records import WeightFile, WeightVersion
 from trainer.model.files import TensorDtypes
 from trainer.model.policy import Policy
-from trainer.versions.atomic_directory import directory_of, new_directory, read_info
-from trainer.versions.checkpoint import MODEL, VersionState
+from trainer.versions.checkpoint import MODEL
+from trainer.versions.directory import VersionState, directory_of, new_directory, read_info
 
 
 def export(
@@ -24,18 +23,18 @@ def export(
     When these are float32, the files are the checkpoint's: hard links where the file system allows,
     else copies.
     """
-    final = directory_of(root, state.version)
-    with new_directory(final, asdict(state)) as tmp:
+    with new_directory(root, state) as tmp:
         if dtypes.are_float32:
             for file in sorted((checkpoint / MODEL).iterdir()):
                 _link(file, tmp / file.name)
         else:
             policy.save(tmp, dtypes)
+    final = directory_of(root, state.version)
     return tuple(
         WeightFile(
             url=(final / name).as_uri(), sha256=digest, size_bytes=(final / name).stat().st_size
         )
-        for name, digest in sorted(read_info(final)["files"].items())
+        for name, digest in sorted(read_info(final).files.items())
     )
 
 
@@ -46,17 +45,15 @@ def manifest(
     checkpoint: Path,
     metrics: Mapping[str, float],
 ) -> WeightVersion:
-    """The record of a version.
+    """Return the record of a version.
 
-    Its batches: from first_batch_seq to its own position; none when that is not beyond.
+    Its batches are those from first_batch_seq to its own position; there may be none.
     """
     last = state.position.next_batch_seq - 1
     trained = first_batch_seq <= last
     return WeightVersion(
-        version_id=state.version_id,
-        run_id=state.run_id,
-        sync_index=state.sync_index,
-        attempt=state.attempt,
+        version_id=str(state.version),
+        **state.version._asdict(),
         parent_version=state.parent_version,
         format="full",
         files=files,

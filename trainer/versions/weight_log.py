@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Protocol
 
-from runtime.kafka import Cluster, Fenced, Producer, Record
+from runtime.kafka import Cluster, Producer, Record
 from runtime.logs import logger
 from runtime.topics.records import Decoder, dead_letter
 from schemas.codec.single_object import Codec
@@ -13,6 +12,7 @@ from schemas.errors import Undecodable, UnknownSchema
 from schemas.ids import Version, parse_version
 from schemas.records import WeightVersion
 from schemas.topics import Topics
+from trainer.versions.history import version_of
 
 
 class WeightLog(Protocol):
@@ -29,23 +29,6 @@ class WeightLog(Protocol):
 
     def raise_if_fenced(self) -> None:
         """Raise Fenced when a newer trainer took over. Costs a round trip."""
-
-
-@dataclass
-class MemoryWeightLog:
-    """A weights log in memory, for tests and offline training."""
-
-    topic_id: str = "memory"
-    published: list[WeightVersion] = field(default_factory=list)
-    fenced: bool = False
-
-    def publish(self, version: WeightVersion) -> None:
-        self.raise_if_fenced()
-        self.published.append(version)
-
-    def raise_if_fenced(self) -> None:
-        if self.fenced:
-            raise Fenced("a newer weight_log was opened")
 
 
 class KafkaWeightLog:
@@ -99,9 +82,8 @@ def read_versions(
 ) -> tuple[list[WeightVersion], set[Version]]:
     """Return the run's versions in log order, and all its ids, including unreadable records.
 
-    All runs share the log, so a version may lie behind another trainer's open transaction. Missing
-    it
-    would train its batches again under its id and delete its files; therefore this waits.
+    All runs share the log, so a version may be behind another trainer's open transaction. Missing
+    it would train its batches again under its id and delete its files; therefore this waits.
     """
     versions: list[WeightVersion] = []
     taken: set[Version] = set()
@@ -114,9 +96,9 @@ def read_versions(
         except (Undecodable, UnknownSchema) as e:
             logger().warning(
                 "weight_version_unreadable", offset=record.offset, error=str(e)
-            )  # the lake buries it
+            )  # the lake dead-letters it
             continue
         if isinstance(version, WeightVersion) and version.run_id == run_id:
             versions.append(version)
-            taken.add(Version(run_id, version.sync_index, version.attempt))
+            taken.add(version_of(version))
     return versions, taken

@@ -8,7 +8,7 @@ import math
 import os
 import shutil
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -37,7 +37,7 @@ from schemas.records import (
 )
 from schemas.settings import Settings
 from schemas.tokens import pack_ids, pack_logprobs
-from trainer.data.batches import FetchedBatch, start_of
+from trainer.data.batches import FetchedBatch
 from trainer.errors import (
     BatchesReplaced,
     BatchNeverEnds,
@@ -46,13 +46,18 @@ from trainer.errors import (
     OutOfMemory,
 )
 from trainer.main import check_settings
-from trainer.position import Position
+from trainer.position import Position, start_of
 from trainer.run import Run, open_run
 from trainer.unfinished_batches import MAX_ATTEMPTS, UnfinishedBatches
-from trainer.versions.atomic_directory import INFO, new_directory, sha256, verify
-from trainer.versions.checkpoint import read
+from trainer.versions.directory import (
+    INFO,
+    VersionState,
+    directory_of,
+    new_directory,
+    sha256,
+    verify,
+)
 from trainer.versions.history import ancestors, deletable, next_sync_index
-from trainer.versions.weight_log import MemoryWeightLog
 
 GROUPS, MEMBERS = 2, 3
 
@@ -63,6 +68,23 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@dataclass
+class MemoryWeightLog:
+    """A weights log in memory."""
+
+    topic_id: str = "memory"
+    published: list[WeightVersion] = field(default_factory=list)
+    fenced: bool = False
+
+    def publish(self, version: WeightVersion) -> None:
+        self.raise_if_fenced()
+        self.published.append(version)
+
+    def raise_if_fenced(self) -> None:
+        if self.fenced:
+            raise Fenced("a newer weight_log was opened")
 
 
 @pytest.fixture(scope="module")
@@ -172,9 +194,7 @@ def fetched(seq: int, topic_id: str = "topic") -> FetchedBatch:
         trainable_tokens=24,
         created_at_event_time=0,
     )
-    position = Position(
-        topic_id=topic_id, partition=0, next_offset=2 * seq + 2, next_batch_seq=seq + 1
-    )
+    position = Position(topic_id=topic_id, next_offset=2 * seq + 2, next_batch_seq=seq + 1)
     return FetchedBatch(batch=batch, trajectories=trajectories, position=position, read_seconds=0.0)
 
 
@@ -584,29 +604,38 @@ def test_settings_that_cannot_work_are_refused(tmp_path: Path, model_dir: Path) 
 
 
 def test_a_directory_is_there_completely_or_not_at_all(tmp_path: Path) -> None:
-    final = tmp_path / "r" / "1.0"
-    with pytest.raises(KeyboardInterrupt), new_directory(final, {"a": 1}) as tmp:
+    state = VersionState(
+        version=Version("r", 1, 0),
+        parent_version=None,
+        weights_topic_id="w",
+        position=start_of("batches", "topic", None),
+    )
+    final = directory_of(tmp_path, state.version)
+    with pytest.raises(KeyboardInterrupt), new_directory(tmp_path, state) as tmp:
         (tmp / "one").write_text("1")
         raise KeyboardInterrupt  # a kill between two files
     assert not final.exists()
-    with new_directory(final, {"a": 1}) as tmp:
+    with new_directory(tmp_path, state) as tmp:
         (tmp / "sub").mkdir()
         (tmp / "sub" / "two").write_text("2")
-    assert verify(final)["a"] == 1
+    assert verify(final) == state
     (final / "three").write_text("3")
     with pytest.raises(InvalidCheckpoint, match="three"):
         verify(final)
-    with pytest.raises(FileExistsError), new_directory(final, {}):
+    with pytest.raises(FileExistsError), new_directory(tmp_path, state):
         pass
 
 
 def test_a_checkpoint_of_another_version_is_not_taken(tmp_path: Path, model_dir: Path) -> None:
     s, weight_log = settings(tmp_path, model_dir), MemoryWeightLog()
-    begin(s, weight_log)
-    directory = s.checkpoint_dir / "r" / "0.0"
-    assert read(directory, "r/0.0").position == start_of("batches", "topic", None)
-    with pytest.raises(InvalidCheckpoint, match=r"r/0\.0, not of r/0\.1"):
-        read(directory, "r/0.1")
+    go(begin(s, weight_log), 0, 0)
+    run = s.checkpoint_dir / "r"
+    shutil.rmtree(run / "1.0")
+    shutil.copytree(run / "0.0", run / "1.0")
+    with capture_logs() as logs:
+        assert begin(s, weight_log).position == start_of("batches", "topic", None)
+    (said,) = (line for line in logs if line["event"] == "checkpoint_not_usable")
+    assert "is of version r/0.0, not of r/1.0" in said["error"]
 
 
 def version(name: str, parent: str | None, base: str | None = None) -> WeightVersion:

@@ -185,7 +185,7 @@ def test_one_of_thousands_of_steps_is_trained() -> None:
     assert member.trainable_tokens == 2 * (count - len(left_out)) == 2 * 2249
 
     rows = sequences_of(w.trajectories[key], member.untrainable_steps, 1.0)
-    trained = [t for row in rows for t, on in zip(row.token_ids, row.mask, strict=True) if on]
+    trained = [t for row in rows for t in row.tokens.trained().ids.tolist()]
     assert sorted(trained) == sorted(
         n for n in range(count) if ids[n] not in left_out for _ in range(2)
     )

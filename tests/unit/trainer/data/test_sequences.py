@@ -4,8 +4,10 @@ its own context.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,12 +27,7 @@ from schemas.tokens import pack_ids, pack_logprobs
 from schemas.trajectory_parts import joined
 from trainer.algorithms.advantages.grpo import grpo
 from trainer.data.minibatches import micro_batches, minibatches
-from trainer.data.sequences import (
-    TemperatureSpan,
-    TrainingSequence,
-    sequences_of,
-    sequences_of_batch,
-)
+from trainer.data.sequences import Tokens, TrainingSequence, sequences_of, sequences_of_batch
 from trainer.data.trajectories import scans
 from trainer.errors import PayloadUnreadable, TooFewMembers
 
@@ -88,6 +85,24 @@ def trajectory(segments: list[Segment], steps: list[TrajectoryStep], name: str =
     )
 
 
+def ids(sequence: TrainingSequence) -> tuple[int, ...]:
+    return tuple(sequence.tokens.ids.tolist())
+
+
+def mask(sequence: TrainingSequence) -> str:
+    return "".join("01"[on] for on in sequence.tokens.mask.tolist())
+
+
+def logprobs(sequence: TrainingSequence) -> tuple[float, ...]:
+    """0.0 where nothing is trained."""
+    return tuple(np.where(sequence.tokens.mask, sequence.tokens.logprobs, 0.0).tolist())
+
+
+def temperatures(sequence: TrainingSequence) -> list[float | None]:
+    """None where the step states none."""
+    return [None if math.isnan(t) else t for t in sequence.tokens.temperatures.tolist()]
+
+
 def test_redacted_tokens_have_no_log_probability_and_are_not_trained() -> None:
     sampled = Segment(
         parent=0,
@@ -96,8 +111,8 @@ def test_redacted_tokens_have_no_log_probability_and_are_not_trained() -> None:
         logprobs=pack_logprobs([-0.5, float("nan"), -1.0]),
     )
     (sequence,) = sequences_of(trajectory([env([1]), sampled], [step(0)]), (), 0.5)
-    assert sequence.mask == (False, True, False, True)
-    assert sequence.logprobs == (0.0, -0.5, 0.0, -1.0)
+    assert mask(sequence) == "0101"
+    assert logprobs(sequence) == (0.0, -0.5, 0.0, -1.0)
 
 
 def test_a_linear_conversation_is_one_row() -> None:
@@ -105,14 +120,11 @@ def test_a_linear_conversation_is_one_row() -> None:
         [env([1, 2]), said([3, 4], 0, 0), env([5], 1), said([6], 1, 2)], [step(0), step(1)]
     )
     (sequence,) = sequences_of(tree, (), 0.5)
-    assert sequence.token_ids == (1, 2, 3, 4, 5, 6)
-    assert sequence.mask == (False, False, True, True, False, True)
-    assert sequence.logprobs == (0.0, 0.0, -3 / 8, -4 / 8, 0.0, -6 / 8)
+    assert ids(sequence) == (1, 2, 3, 4, 5, 6)
+    assert mask(sequence) == "001101"
+    assert logprobs(sequence) == (0.0, 0.0, -3 / 8, -4 / 8, 0.0, -6 / 8)
     assert sequence.advantage == 0.5
-    assert sequence.versions == (
-        VersionSpan(version="r/0.0", start=2, end=4),
-        VersionSpan(version="r/0.0", start=5, end=6),
-    )
+    assert sequence.tokens.versions.tolist() == [None, None, "r/0.0", "r/0.0", None, "r/0.0"]
 
 
 def test_each_trained_token_has_the_temperature_of_its_step() -> None:
@@ -127,9 +139,10 @@ def test_each_trained_token_has_the_temperature_of_its_step() -> None:
     ]
     steps = [step(0, temperature=0.7), step(1), step(2, temperature=0.3)]
     (sequence,) = sequences_of(trajectory(segments, steps), (), 0.5)
-    assert sequence.temperatures == (TemperatureSpan(0.7, 2, 4), TemperatureSpan(0.3, 7, 9))
+    first, last = [pytest.approx(0.7)] * 2, [pytest.approx(0.3)] * 2
+    assert temperatures(sequence) == [None, None, *first, None, None, None, *last]
     (sequence,) = sequences_of(trajectory(segments, steps), ("t~0.0",), 0.5)
-    assert sequence.temperatures == (TemperatureSpan(0.3, 7, 9),)
+    assert temperatures(sequence) == [*[None] * 7, *last]
 
 
 def test_a_fork_trains_the_shared_tokens_in_its_first_row_only() -> None:
@@ -138,9 +151,9 @@ def test_a_fork_trains_the_shared_tokens_in_its_first_row_only() -> None:
         [step(0), step(1), step(2)],
     )
     first, second = sequences_of(tree, (), 1.0)
-    assert (first.token_ids, first.mask) == ((1, 2, 3, 4), (False, True, False, True))
-    assert (second.token_ids, second.mask) == ((1, 2, 5, 6), (False, False, False, True))
-    assert second.logprobs == (0.0, 0.0, 0.0, -6 / 8)
+    assert (ids(first), mask(first)) == ((1, 2, 3, 4), "0101")
+    assert (ids(second), mask(second)) == ((1, 2, 5, 6), "0001")
+    assert logprobs(second) == (0.0, 0.0, 0.0, -6 / 8)
 
 
 def test_untrainable_steps_are_context_and_rows_end_at_the_last_trained_token() -> None:
@@ -155,11 +168,11 @@ def test_untrainable_steps_are_context_and_rows_end_at_the_last_trained_token() 
     (sequence,) = sequences_of(
         trajectory(segments, [step(0), step(1, trainable=False), step(2)]), (), 1.0
     )
-    assert sequence.mask == (False, True, False, False, False, True)
+    assert mask(sequence) == "010001"
     (sequence,) = sequences_of(
         trajectory(segments, [step(0), step(1), step(2)]), ("t~1.0", "t~2.0"), 1.0
     )
-    assert sequence.token_ids == (1, 2)
+    assert ids(sequence) == (1, 2)
     assert (
         sequences_of(
             trajectory(segments, [step(0), step(1), step(2)]), ("t~0.0", "t~1.0", "t~2.0"), 1.0
@@ -177,11 +190,7 @@ def test_versions_follow_the_spans_of_a_step_also_across_its_segments() -> None:
         [env([1]), said([2, 3], 0, 0, spans), said([4, 5], 0, 1, spans)], [step(0, version=None)]
     )
     (sequence,) = sequences_of(tree, (), 1.0)
-    assert [(s.version, s.start, s.end) for s in sequence.versions] == [
-        ("r/1.0", 1, 3),
-        ("r/1.0", 3, 4),
-        ("r/2.0", 4, 5),
-    ]
+    assert sequence.tokens.versions.tolist() == [None, "r/1.0", "r/1.0", "r/1.0", "r/2.0"]
 
 
 @pytest.mark.parametrize(
@@ -234,27 +243,23 @@ def test_each_sampled_token_of_a_trainable_step_is_trained_once_under_its_path(
     paths: list[tuple[int, ...]] = []
     for index, segment in enumerate(tree.segments):
         before = paths[segment.parent] if segment.parent is not None else ()
-        ids = tuple(100 * index + k for k in range(len(segment.token_ids) // 4))
-        paths.append(before + ids)
-        for k, token in enumerate(ids):
-            context[token] = before + ids[:k]
+        own = tuple(100 * index + k for k in range(len(segment.token_ids) // 4))
+        paths.append(before + own)
+        for k, token in enumerate(own):
+            context[token] = before + own[:k]
         if segment.step_index is not None:
             of = tree.steps[segment.step_index]
             if of.trainable and of.step_id not in untrainable:
-                expected += ids
+                expected += own
     sequences = sequences_of(tree, untrainable, 1.0)
-    trained = Counter(
-        t
-        for sequence in sequences
-        for t, on in zip(sequence.token_ids, sequence.mask, strict=True)
-        if on
-    )
+    trained = Counter(t for s in sequences for t in s.tokens.trained().ids.tolist())
     assert trained == Counter(expected)
     for sequence in sequences:
-        assert sequence.mask[-1], "nothing is computed behind the last trained token"
-        for i, on in enumerate(sequence.mask):
-            assert sequence.token_ids[:i] == context[sequence.token_ids[i]]
-            assert sequence.logprobs[i] == (-sequence.token_ids[i] / 8 if on else 0.0)
+        path = ids(sequence)
+        assert sequence.tokens.mask[-1], "nothing is computed behind the last trained token"
+        for i, on in enumerate(sequence.tokens.mask):
+            assert path[:i] == context[path[i]]
+            assert logprobs(sequence)[i] == (-path[i] / 8 if on else 0.0)
 
 
 @given(st.lists(st.lists(st.integers(1, 3), min_size=2, max_size=2), min_size=1, max_size=6))
@@ -342,9 +347,9 @@ def test_a_token_with_an_infinite_log_probability_is_not_trained_but_counted(
     group = BatchGroup(group_id="1", round=0, n=2, members=(member("a", 1.0), member("b", 0.0)))
     found = sequences_of_batch(batch(group), payload, lambda r: grpo(r, 0.3))
     (sequence,) = found.sequences
-    assert (sequence.trajectory_id, sequence.mask, sequence.logprobs) == (
+    assert (sequence.trajectory_id, mask(sequence), logprobs(sequence)) == (
         "a",
-        (False, True, False),
+        "010",
         (0.0, -0.5, 0.0),
     )
     assert found.sampled_at_zero == {"a": 1, "b": 1}, "of the second nothing else is left"
@@ -371,14 +376,10 @@ def test_grpo_refuses_groups_of_one() -> None:
 
 
 def sequence(length: int) -> TrainingSequence:
-    return TrainingSequence(
-        trajectory_id="t",
-        token_ids=(1,) * length,
-        mask=(False, *(True,) * (length - 1)),
-        logprobs=(0.0,) * length,
-        versions=(),
-        advantage=0.0,
-    )
+    n = length
+    zeros = np.zeros(n, np.float32)
+    tokens = Tokens(np.ones(n, np.int32), np.arange(n) > 0, zeros, zeros, np.full(n, None, object))
+    return TrainingSequence("t", tokens, 0.0)
 
 
 @given(
@@ -394,7 +395,7 @@ def test_minibatches_cover_every_epoch_and_depend_on_the_batch_alone(
     parts = list(minibatches(sequences, count, epochs, 1, seq))
     assert parts == list(minibatches(sequences, count, epochs, 1, seq))
     assert all(parts) and len(parts) == epochs * min(count, len(sequences))
-    assert Counter(len(r.token_ids) for p in parts for r in p) == Counter(
+    assert Counter(len(r.tokens.ids) for p in parts for r in p) == Counter(
         {n: c * epochs for n, c in Counter(lengths).items()}
     )
 
@@ -402,9 +403,9 @@ def test_minibatches_cover_every_epoch_and_depend_on_the_batch_alone(
 @given(st.lists(st.integers(2, 40), max_size=30), st.integers(1, 100))
 def test_micro_batches_stay_within_the_padded_tokens(lengths: list[int], limit: int) -> None:
     parts = micro_batches([sequence(n) for n in lengths], limit)
-    assert sorted(len(r.token_ids) for p in parts for r in p) == sorted(lengths)
+    assert sorted(len(r.tokens.ids) for p in parts for r in p) == sorted(lengths)
     for part in parts:
-        assert len(part) == 1 or len(part) * max(len(r.token_ids) for r in part) <= limit
+        assert len(part) == 1 or len(part) * max(len(r.tokens.ids) for r in part) <= limit
 
 
 # -- places

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -17,15 +18,16 @@ from safetensors.torch import load_file, save_file
 
 from demo.model import make_random_model
 from schemas.errors import SettingsError
-from schemas.records import VersionSpan
 from schemas.settings import TrainerSettings
 from trainer.algorithms.advantages.grpo import grpo
 from trainer.algorithms.losses.truncated_is import truncated_is
-from trainer.data.sequences import TemperatureSpan, TrainingSequence
+from trainer.data.micro_batch import collate
+from trainer.data.sequences import Tokens, TrainingSequence, tokens_by_version
 from trainer.errors import TooFewMembers
-from trainer.metrics import BatchStats, StepStats, UpdateStats, version_metrics
+from trainer.metrics import BatchStats, StepStats, UpdateStats, staleness, version_metrics
 from trainer.model.files import TensorDtypes, load_masters, save_rounded
-from trainer.model.policy import Policy, staleness
+from trainer.model.policy import Policy
+from trainer.model.update import update
 from trainer.run import learning_rate
 
 BOUND = 2.0
@@ -53,15 +55,20 @@ def settings(**more: object) -> TrainerSettings:
 def sequence(
     ids: tuple[int, ...], mask: str, logprob: float, advantage: float, version: str = "r/3.0"
 ) -> TrainingSequence:
-    on = tuple(c == "1" for c in mask)
-    return TrainingSequence(
-        trajectory_id="t",
-        token_ids=ids,
-        mask=on,
-        logprobs=tuple(logprob if m else 0.0 for m in on),
-        versions=(VersionSpan(version=version, start=0, end=len(ids)),),
-        advantage=advantage,
+    on = np.array([c == "1" for c in mask])
+    tokens = Tokens(
+        np.array(ids, np.int32),
+        on,
+        np.where(on, logprob, 0.0).astype(np.float32),
+        np.full(len(ids), math.nan, np.float32),
+        np.full(len(ids), version, object),
     )
+    return TrainingSequence("t", tokens, advantage)
+
+
+def logprobs(policy: Policy, sequences: Sequence[TrainingSequence]) -> torch.Tensor:
+    batch = collate(sequences, policy.settings.temperature, policy.device)
+    return policy.logprobs(batch)
 
 
 ROWS = (
@@ -122,12 +129,12 @@ def test_truncated_importance_sampling_against_a_plain_loop(
 def reference_logprobs(policy: Policy, r: TrainingSequence, temperature: float) -> dict[int, float]:
     """Log-probability of each trained token: this sequence alone, no padding, plain arithmetic."""
     with torch.no_grad():
-        logits = policy.model(torch.tensor([r.token_ids])).logits[0].tolist()
+        logits = policy.model(torch.tensor([r.tokens.ids.tolist()])).logits[0].tolist()
     out = {}
-    for i, on in enumerate(r.mask):
+    for i, on in enumerate(r.tokens.mask):
         if on:
             scores = [x / temperature for x in logits[i - 1]]
-            out[i] = scores[r.token_ids[i]] - math.log(sum(math.exp(x) for x in scores))
+            out[i] = scores[r.tokens.ids[i]] - math.log(sum(math.exp(x) for x in scores))
     return out
 
 
@@ -135,25 +142,26 @@ def reference_logprobs(policy: Policy, r: TrainingSequence, temperature: float) 
 def test_logprobs_of_padded_rows_equal_each_row_alone(model_dir: Path, temperature: float) -> None:
     policy = Policy(model_dir, settings(temperature=temperature))
     expected = [lp for r in ROWS for lp in reference_logprobs(policy, r, temperature).values()]
-    assert policy.logprobs(ROWS).tolist() == pytest.approx(expected, abs=1e-5)
+    assert logprobs(policy, ROWS).tolist() == pytest.approx(expected, abs=1e-5)
 
 
 def test_logprobs_are_those_of_softmax_at_the_temperature_of_each_token(model_dir: Path) -> None:
     """In one batch: 0.7, 0.3, and the one of the settings where a step did not say its own."""
     policy = Policy(model_dir, settings(temperature=2.0))
     first, *others = ROWS
-    trained = [i for i, on in enumerate(first.mask) if on]
+    ids = first.tokens.ids.tolist()
+    trained = np.flatnonzero(first.tokens.mask).tolist()
     assert len(trained) > 2
     at = {trained[0]: 0.7, trained[1]: 0.3}
-    mixed = replace(first, temperatures=tuple(TemperatureSpan(t, i, i + 1) for i, t in at.items()))
+    own = np.array([at.get(i, math.nan) for i in range(len(ids))], np.float32)
+    mixed = replace(first, tokens=first.tokens._replace(temperatures=own))
     with torch.no_grad():
-        logits = policy.model(torch.tensor([mixed.token_ids])).logits[0]
+        logits = policy.model(torch.tensor([ids])).logits[0]
     expected = [
-        torch.log(torch.softmax(logits[i - 1] / at.get(i, 2.0), -1))[mixed.token_ids[i]].item()
-        for i in trained
+        torch.log(torch.softmax(logits[i - 1] / at.get(i, 2.0), -1))[ids[i]].item() for i in trained
     ]
     expected += [lp for r in others for lp in reference_logprobs(policy, r, 2.0).values()]
-    assert policy.logprobs([mixed, *others]).tolist() == pytest.approx(expected, abs=1e-5)
+    assert logprobs(policy, [mixed, *others]).tolist() == pytest.approx(expected, abs=1e-5)
 
 
 @pytest.mark.parametrize("micro_batch_tokens", [1, 8, 16384])
@@ -164,15 +172,15 @@ def test_an_update_reports_what_plain_loops_compute(
     total, tokens, truncated, diffs, same = 0.0, 0, 0, [], []
     for r in ROWS:
         for i, lp in reference_logprobs(policy, r, 1.0).items():
-            ratio = math.exp(lp - r.logprobs[i])
+            ratio = math.exp(lp - r.tokens.logprobs[i])
             total += -min(ratio, BOUND) * r.advantage * lp
             tokens += 1
             truncated += ratio > BOUND
-            diffs.append(abs(lp - r.logprobs[i]))
-            same += diffs[-1:] if r.versions[0].version == "r/3.0" else []
+            diffs.append(abs(lp - r.tokens.logprobs[i]))
+            same += diffs[-1:] if r.tokens.versions[0] == "r/3.0" else []
     assert 0 < truncated < tokens
     before = {name: p.detach().clone() for name, p in policy.model.named_parameters()}
-    (step,) = policy.update(ROWS, 0, truncated_is, 1e-3, "r/3.0").steps
+    (step,) = update(policy, ROWS, 0, truncated_is, 1e-3, "r/3.0").steps
     assert step.loss == pytest.approx(total / tokens, rel=1e-4)
     assert (step.tokens, step.truncated_tokens) == (tokens, truncated)
     assert step.logp_diff == pytest.approx(max(diffs), abs=1e-4)
@@ -182,8 +190,7 @@ def test_an_update_reports_what_plain_loops_compute(
 
 def test_micro_batches_do_not_change_the_gradient(model_dir: Path) -> None:
     norms = [
-        Policy(model_dir, settings(micro_batch_tokens=n))
-        .update(ROWS, 0, truncated_is, 1e-3, None)
+        update(Policy(model_dir, settings(micro_batch_tokens=n)), ROWS, 0, truncated_is, 1e-3, None)
         .steps[0]
         .grad_norm
         for n in (1, 16384)
@@ -197,9 +204,9 @@ def test_the_update_raises_the_probability_of_what_was_good(model_dir: Path) -> 
         sequence((2, 9, 10, 11), "0011", -3.5, 1.0),
         sequence((2, 9, 20, 21), "0011", -3.5, -1.0),
     )
-    before = policy.logprobs([good, bad]).detach()
-    policy.update([good, bad], 0, truncated_is, 1e-3, None)
-    change = policy.logprobs([good, bad]).detach() - before
+    before = logprobs(policy, [good, bad]).detach()
+    update(policy, [good, bad], 0, truncated_is, 1e-3, None)
+    change = logprobs(policy, [good, bad]).detach() - before
     assert bool((change[:2] > 0).all()) and bool((change[2:] < 0).all())
 
 
@@ -224,19 +231,19 @@ def test_a_seeded_run_learns_to_say_the_rewarded_token_from_samples_that_are_one
                 for t, a in zip(tokens, advantages, strict=True)
             ]
         sampler = probabilities()
-        policy.update(sequences, version, truncated_is, 2e-3, None)
+        update(policy, sequences, version, truncated_is, 2e-3, None)
     assert before < 0.2
     assert probabilities()[good].item() > 0.9
 
 
 def test_differences_are_measured_before_the_first_update_only(model_dir: Path) -> None:
-    stats = Policy(model_dir, settings(minibatches=2, epochs=2)).update(
-        ROWS, 0, truncated_is, 1e-3, "r/3.0"
-    )
+    policy = Policy(model_dir, settings(minibatches=2, epochs=2))
+    stats = update(policy, ROWS, 0, truncated_is, 1e-3, "r/3.0")
     assert len(stats.steps) == 4
     assert stats.steps[0].logp_diff is not None
     assert all(s.logp_diff is None and s.logp_diff_same_version is None for s in stats.steps[1:])
-    alone = Policy(model_dir, settings()).update(ROWS, 0, truncated_is, 1e-3, "r/99.0").steps[0]
+    policy = Policy(model_dir, settings())
+    alone = update(policy, ROWS, 0, truncated_is, 1e-3, "r/99.0").steps[0]
     assert alone.logp_diff is not None and alone.logp_diff_same_version is None, (
         "no token of the version: absent"
     )
@@ -251,14 +258,14 @@ def test_a_step_that_is_not_finite_is_skipped_and_the_next_one_is_taken(model_di
         sequence((2, 9, 10, 11), "0011", -3.0, 1.0),
         sequence((2, 9, 10), "001", math.nan, 1.0),
     )
-    update = policy.update([good, broken], 7, truncated_is, 1e-3, "r/3.0")
-    skipped, taken = sorted(update.steps, key=lambda step: step.skipped is None)
+    stats = update(policy, [good, broken], 7, truncated_is, 1e-3, "r/3.0")
+    skipped, taken = sorted(stats.steps, key=lambda step: step.skipped is None)
     assert skipped.skipped == "loss nan, gradient norm nan"
     assert (skipped.loss, skipped.grad_norm) == (None, None)
-    assert taken.skipped is None and update.changed_weights
-    expected.update([good], 7, truncated_is, 1e-3, None)
+    assert taken.skipped is None and stats.changed_weights
+    update(expected, [good], 7, truncated_is, 1e-3, None)
     assert same_state(policy, expected)
-    assert not policy.update([broken], 8, truncated_is, 1e-3, None).changed_weights
+    assert not update(policy, [broken], 8, truncated_is, 1e-3, None).changed_weights
     assert same_state(policy, expected)
 
 
@@ -282,12 +289,12 @@ def test_a_token_that_the_policy_gives_probability_zero_is_not_trained_but_count
     policy, expected = (Policy(model_dir, settings()) for _ in range(2))
     for p in (policy, expected):
         p.model.lm_head.register_forward_hook(without_token_12)
-    (step,) = policy.update(
-        [sequence((2, 9, 10, 11, 12), "00111", -3.0, 1.0)], 0, truncated_is, 1e-3, "r/3.0"
+    (step,) = update(
+        policy, [sequence((2, 9, 10, 11, 12), "00111", -3.0, 1.0)], 0, truncated_is, 1e-3, "r/3.0"
     ).steps
     assert (step.now_at_zero, step.tokens, step.skipped) == (1, 3, None)
-    (other,) = expected.update(
-        [sequence((2, 9, 10, 11), "0011", -3.0, 1.0)], 0, truncated_is, 1e-3, "r/3.0"
+    (other,) = update(
+        expected, [sequence((2, 9, 10, 11), "0011", -3.0, 1.0)], 0, truncated_is, 1e-3, "r/3.0"
     ).steps
     assert step.loss == pytest.approx((other.loss or math.nan) * 2 / 3, rel=1e-5)
     assert step.logp_diff == pytest.approx(other.logp_diff, abs=1e-5)
@@ -311,10 +318,10 @@ def test_rows_without_advantage_spare_their_passes_and_change_neither_loss_nor_g
     skipping.model.register_forward_pre_hook(
         lambda _, __, given: passed.append(len(given["input_ids"])), with_kwargs=True
     )
-    (a,) = skipping.update([*ROWS, *idle], 0, truncated_is, 1e-3, None).steps
+    (a,) = update(skipping, [*ROWS, *idle], 0, truncated_is, 1e-3, None).steps
     assert (sum(passed), a.passed_tokens) == (len(ROWS), a.tokens - 6)
-    (b,) = passing.update(
-        [*ROWS, *(replace(r, advantage=1e-30) for r in idle)], 0, truncated_is, 1e-3, None
+    (b,) = update(
+        passing, [*ROWS, *(replace(r, advantage=1e-30) for r in idle)], 0, truncated_is, 1e-3, None
     ).steps
     assert b.passed_tokens == b.tokens == a.tokens
     assert (a.loss, a.grad_norm) == (
@@ -324,10 +331,10 @@ def test_rows_without_advantage_spare_their_passes_and_change_neither_loss_nor_g
     for p, q in zip(skipping.model.parameters(), passing.model.parameters(), strict=True):
         assert torch.allclose(p.grad, q.grad, rtol=1e-4, atol=1e-5 * q.grad.abs().max().item())
     # A step without any advantage goes on with AdamW's momentum, as zeros for gradients do.
-    (a,) = skipping.update(idle, 1, truncated_is, 1e-3, None).steps
+    (a,) = update(skipping, idle, 1, truncated_is, 1e-3, None).steps
     assert (a.loss, a.grad_norm, a.passed_tokens) == (0.0, 0.0, 0)
-    (b,) = passing.update(
-        [replace(r, advantage=1e-38) for r in idle], 1, truncated_is, 1e-3, None
+    (b,) = update(
+        passing, [replace(r, advantage=1e-38) for r in idle], 1, truncated_is, 1e-3, None
     ).steps
     assert b.passed_tokens == b.tokens
     for p, q in zip(skipping.model.parameters(), passing.model.parameters(), strict=True):
@@ -335,7 +342,7 @@ def test_rows_without_advantage_spare_their_passes_and_change_neither_loss_nor_g
 
 
 def test_a_batch_without_rows_changes_nothing(model_dir: Path) -> None:
-    assert Policy(model_dir, settings()).update((), 0, truncated_is, 1e-3, None).steps == ()
+    assert update(Policy(model_dir, settings()), (), 0, truncated_is, 1e-3, None).steps == ()
 
 
 def change(policy: Policy, lr: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -343,7 +350,7 @@ def change(policy: Policy, lr: float) -> tuple[torch.Tensor, torch.Tensor]:
     were.
     """
     before = [p.detach().clone() for p in policy.model.parameters()]
-    policy.update(ROWS, 0, truncated_is, lr, None)
+    update(policy, ROWS, 0, truncated_is, lr, None)
     moved = [
         (p.detach() - old)[p.grad != 0]
         for p, old in zip(policy.model.parameters(), before, strict=True)
@@ -372,10 +379,10 @@ def test_a_small_learning_rate_moves_every_weight_whatever_the_dtype(
 
 def test_passes_in_bfloat16_give_nearly_the_gradient_of_float32(model_dir: Path) -> None:
     exact, narrow = Policy(model_dir, settings()), Policy(model_dir, settings(dtype="bfloat16"))
-    difference = (narrow.logprobs(ROWS) - exact.logprobs(ROWS)).abs().max().item()
+    difference = (logprobs(narrow, ROWS) - logprobs(exact, ROWS)).abs().max().item()
     assert 1e-5 < difference < 0.05, "the passes are in bfloat16, and no worse than that"
     for policy in (exact, narrow):
-        policy.update(ROWS, 0, truncated_is, 1e-3, None)
+        update(policy, ROWS, 0, truncated_is, 1e-3, None)
     a, b = (
         torch.cat([p.grad.flatten() for p in policy.model.parameters()])
         for policy in (exact, narrow)
@@ -389,7 +396,7 @@ def test_a_model_is_published_in_its_own_dtype_or_the_engines_and_learns_in_floa
     own = make_random_model(tmp_path / "own", dtype="bfloat16")
     policy = Policy(own, settings())
     assert policy.model.lm_head.weight.dtype == torch.float32
-    policy.update(ROWS, 0, truncated_is, 1e-3, None)
+    update(policy, ROWS, 0, truncated_is, 1e-3, None)
     for engine, dtype in (("auto", torch.bfloat16), ("float16", torch.float16)):
         policy.save(tmp_path / engine, policy.served_dtypes(engine))
         tensors = load_file(tmp_path / engine / "model.safetensors")
@@ -432,7 +439,7 @@ def test_tied_embeddings_are_published_once_and_rounded_alike(
     }
     save_file(tensors, tied / "model.safetensors", metadata={"format": "pt"})
     policy = Policy(tied, settings())
-    policy.update(ROWS, 0, truncated_is, 1e-3, None)
+    update(policy, ROWS, 0, truncated_is, 1e-3, None)
     policy.save(tmp_path / "out", policy.served_dtypes("auto"))
     assert set(load_file(tmp_path / "out" / "model.safetensors")) == set(tensors)
 
@@ -455,11 +462,11 @@ def test_a_saved_policy_is_a_model_directory_with_everything_beside_the_weights(
     policy.save(tmp_path / "out")
     assert {p.name for p in (tmp_path / "out").iterdir()} == {p.name for p in model_dir.iterdir()}
     again = Policy(tmp_path / "out", settings())
-    assert again.logprobs(ROWS).tolist() == policy.logprobs(ROWS).tolist()
+    assert logprobs(again, ROWS).tolist() == logprobs(policy, ROWS).tolist()
 
 
 def test_staleness_counts_trained_tokens_of_this_run() -> None:
-    total, known = staleness(ROWS, "r", 3)
+    total, known = staleness(tokens_by_version(ROWS), "r", 3)
     assert (total, known) == (0 * 3 + 1 * 1, 4), (
         "three fresh tokens, one of version 2, two of another run"
     )

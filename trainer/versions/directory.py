@@ -1,0 +1,190 @@
+"""Directories of versions: checkpoints and published weights. Each is complete or absent.
+
+The directory of a version is `<root>/<run>/<sync index>.<attempt>`.
+
+1. All files are written into `.tmp-<name>-<pid>` beside the final place.
+2. Each file is synced to disk, then the directories.
+3. One rename makes the directory real, and the parent is synced.
+
+A process killed before step 3 leaves only a `.tmp-` directory, which the next start deletes. Every
+directory has a `clawstream.json`: the version, and the checksums of all other files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import TypeAdapter, ValidationError
+
+from runtime.atomic_file import fsync_path
+from runtime.logs import logger
+from schemas.ids import Version
+from trainer.errors import InvalidCheckpoint
+from trainer.position import Position
+
+INFO = "clawstream.json"
+_NAME = re.compile(r"(\d{1,18})\.(\d{1,18})")
+_TMP = ".tmp-"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionState:
+    """A version and its place in the run.
+
+    Attributes:
+        parent_version: id of the version that was trained further; None for the first.
+        weights_topic_id: the weights log on which the version counts once it is published.
+        position: of the trainer after the version's batches.
+    """
+
+    version: Version
+    parent_version: str | None
+    weights_topic_id: str
+    position: Position
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DirectoryInfo:
+    """The content of `clawstream.json`. files: path within the directory to sha256."""
+
+    state: VersionState
+    files: Mapping[str, str]
+
+
+_INFO = TypeAdapter(DirectoryInfo)
+
+
+def directory_of(root: Path, version: Version) -> Path:
+    """Return the path of the version's directory."""
+    return root / version.run_id / f"{version.sync_index}.{version.attempt}"
+
+
+@contextmanager
+def new_directory(root: Path, state: VersionState) -> Iterator[Path]:
+    """Yield a directory to fill, which becomes the version's directory at the end of the block.
+
+    Raises:
+        FileExistsError: the version has a directory.
+    """
+    final = directory_of(root, state.version)
+    if final.exists():
+        raise FileExistsError(
+            f"{final} is there already: another trainer of this run writes to the same place"
+        )
+    tmp = final.with_name(f"{_TMP}{final.name}-{os.getpid()}")
+    shutil.rmtree(tmp, ignore_errors=True)
+    tmp.mkdir(parents=True)
+    yield tmp
+    info = DirectoryInfo(state=state, files=digests(tmp))
+    (tmp / INFO).write_bytes(_INFO.dump_json(info, indent=1))
+    for path in (*tmp.rglob("*"), tmp):
+        fsync_path(path)
+    tmp.rename(final)
+    fsync_path(final.parent)
+
+
+def digests(directory: Path) -> dict[str, str]:
+    """Return the sha256 of every file but clawstream.json by its path within the directory."""
+    files = (path for path in sorted(directory.rglob("*")) if path.is_file() and path.name != INFO)
+    return {str(path.relative_to(directory)): sha256(path) for path in files}
+
+
+def sha256(path: Path) -> str:
+    """Return the hex digest of a file."""
+    with path.open("rb") as data:
+        return hashlib.file_digest(data, "sha256").hexdigest()
+
+
+def read_info(directory: Path) -> DirectoryInfo:
+    """Read clawstream.json.
+
+    Raises:
+        InvalidCheckpoint: it is absent or unreadable.
+    """
+    try:
+        return _INFO.validate_json((directory / INFO).read_bytes())
+    except (OSError, ValidationError) as e:
+        raise InvalidCheckpoint(f"{directory}: {INFO} can't be read: {e}") from e
+
+
+def verify(directory: Path) -> VersionState:
+    """Return the state of a directory after checking every file.
+
+    Raises:
+        InvalidCheckpoint: a file is missing, altered or not one that was written.
+    """
+    info, found = read_info(directory), digests(directory)
+    if wrong := sorted(found.items() ^ info.files.items()):
+        raise InvalidCheckpoint(f"{directory}: {wrong[0][0]} is missing or altered")
+    return info.state
+
+
+def versions_in(root: Path, run_id: str) -> dict[Version, Path]:
+    """Return the complete directories of a run."""
+    found = {}
+    for path in sorted((root / run_id).glob("*")):
+        if (match := _NAME.fullmatch(path.name)) and path.is_dir():
+            found[Version(run_id, int(match[1]), int(match[2]))] = path
+    return found
+
+
+def delete_unpublished(
+    root: Path,
+    run_id: str,
+    published: Collection[Version],
+    weights_topic_id: str,
+    check: Callable[[Position], object],
+) -> tuple[list[Version], list[Version]]:
+    """Delete what a killed trainer left: unfinished directories, and those whose version is not on
+    this weights log.
+
+    Directories of another weights log (the data of the broker was lost, for example) and unreadable
+    ones are kept.
+
+    Args:
+        root: of the directories.
+        run_id: of the trainer.
+        published: versions on the weights log.
+        weights_topic_id: of that log.
+        check: called with the position of a directory before it is deleted; its error prevents the
+            deletion.
+
+    Returns:
+        Deleted and kept versions. The ids of both are taken.
+    """
+    for tmp in (root / run_id).glob(f"{_TMP}*"):
+        shutil.rmtree(tmp)
+    deleted, foreign = [], []
+    for version, path in versions_in(root, run_id).items():
+        if version in published:
+            continue
+        try:
+            state = read_info(path).state
+        except InvalidCheckpoint:
+            state = None
+        if state is None or state.weights_topic_id != weights_topic_id:
+            foreign.append(version)
+            continue
+        check(state.position)
+        logger().info("unpublished_directory_deleted", path=str(path))
+        shutil.rmtree(path)
+        deleted.append(version)
+    return deleted, foreign
+
+
+def prune(root: Path, run_id: str, delete: Collection[Version]) -> None:
+    """Delete the directories of these versions.
+
+    clawstream.json goes first, so a directory that a kill leaves half deleted is invalid.
+    """
+    for version, path in versions_in(root, run_id).items():
+        if version in delete:
+            (path / INFO).unlink(missing_ok=True)
+            shutil.rmtree(path)
