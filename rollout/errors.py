@@ -1,4 +1,4 @@
-"""What can go wrong between a weight version and a serving engine."""
+"""Errors between a weight version and a serving engine."""
 
 from __future__ import annotations
 
@@ -10,25 +10,21 @@ class RolloutError(ForeseenError):
 
 
 class InvalidWeights(RolloutError):
-    """A weight version is not what it says: a file is missing or altered, or its tensors do not
-    fit.
+    """A file of a weight version is missing or altered, or its tensors do not fit the model.
 
-    The old version serves on.
+    The engine continues to serve the old version.
     """
 
 
 class WeightsUnreadable(RolloutError):
-    """A file of a weight version can't be read now, such as while its file system is away.
+    """A file of a weight version can't be read now, for example while its file system is away.
 
-    The old version serves on; try again later.
+    The engine continues to serve the old version; the load is repeated later.
     """
 
 
 class EngineUnavailable(RolloutError):
-    """The engine did not answer, or refused before its model was touched.
-
-    The old version serves on; try again.
-    """
+    """The engine did not answer, or refused before its model was changed; the load is repeated."""
 
 
 class EngineChanged(RolloutError):
@@ -43,10 +39,7 @@ class EngineChanged(RolloutError):
 
 
 class EngineBroken(RolloutError):
-    """The engine failed while its weights were being replaced: what it holds is unknown.
-
-    It must be restarted.
-    """
+    """The engine failed while its weights were replaced. They are unknown; it must be restarted."""
 
 
 class ServerFailed(RolloutError):

@@ -26,8 +26,7 @@ class Versions:
     later.
 
     Log order counts: after a resume of the trainer a sync index repeats under a higher attempt.
-    now:
-    seconds of a monotonic clock.
+    now: monotonic clock in seconds.
     """
 
     def __init__(self, run_id: str, now: Callable[[], float] = time.monotonic) -> None:
@@ -37,9 +36,7 @@ class Versions:
         self._later: dict[str, float] = {}
         self._dropped = False
         self.complete = False
-        """Whether the log has been read to its end once: before that the newest version may be an
-        old one.
-        """
+        """Whether the log has been read to its end; before that the newest version may be old."""
 
     def add(self, version: WeightVersion) -> None:
         """Add a published version. Versions of other runs are ignored."""
@@ -96,8 +93,7 @@ class WeightsFeed:
     change.
 
     Runs in a daemon thread, because the Kafka client blocks and may outlast a shutdown while Kafka
-    is
-    unavailable. It retries then; the engine keeps serving.
+    is unavailable. It retries then; the engine keeps serving.
     """
 
     def __init__(
@@ -135,8 +131,7 @@ class WeightsFeed:
                 logger().warning("weights_topic_recreated", error=str(error))
             except KafkaError as error:
                 logger().warning("weights_unreadable", error=str(error))
-            # It is read from its start again: until its end is reached the last version heard is an
-            # old one.
+            # The log is read from its start again: until its end the newest known version is old.
             self._update(again)
             self._stop.wait(RETRY_S)
 
@@ -162,9 +157,8 @@ class WeightsFeed:
         try:
             version = decoder.decode(record.value)
         except (Undecodable, UnknownSchema) as error:
-            logger().warning(
-                "weight_version_unreadable", offset=record.offset, error=str(error)
-            )  # the lake buries it
+            # the lake writes the dead letter
+            logger().warning("weight_version_unreadable", offset=record.offset, error=str(error))
             return
         if isinstance(version, WeightVersion):
             self._update(lambda versions: versions.add(version))

@@ -13,8 +13,8 @@ import aiohttp
 from runtime.logs import logger
 
 QUIET_S = 1.0
-"""So long it must have been idle: gateways that have not heard yet still send calls, and the last
-bytes of a reply are on their way.
+"""Required idle time: gateways without the latest worker status still send calls, and the last
+bytes of a reply may be in transit.
 """
 POLL_S = 0.1
 IN_FLIGHT = ("vllm:num_requests_running", "vllm:num_requests_waiting")
@@ -39,7 +39,7 @@ async def wait_drained(http: aiohttp.ClientSession, base_url: str, timeout_s: fl
         try:
             in_flight = await _in_flight(http, base_url)
         except aiohttp.ClientConnectorError:
-            return True  # nobody listens there: it has not begun, or has ended
+            return True  # no server listens: it has not started, or has ended
         if in_flight != 0:
             idle_since = None
         elif idle_since is None:

@@ -1,4 +1,4 @@
-"""From a published weight version to an engine that serves it, without a restart.
+"""Load a published weight version into a running engine.
 
 1. Verify each file of the manifest, size and sha256, in the worker (`rollout.server.weight_files`).
 2. Ask the engine's API server to load it, naming the version that the engine is believed to serve
@@ -20,7 +20,8 @@ import aiohttp
 
 from rollout.errors import EngineBroken, EngineChanged, EngineUnavailable, InvalidWeights
 from rollout.server.weight_files import verify
-from rollout.vllm_plugin.weight_loader import BROKEN, CHANGED, INVALID_WEIGHTS, LOADED, PATH
+from rollout.vllm_plugin import weight_loader
+from rollout.vllm_plugin.weight_loader import PATH
 from schemas.records import WeightFile
 
 _TIMEOUT = aiohttp.ClientTimeout(total=600)
@@ -28,11 +29,8 @@ _TIMEOUT = aiohttp.ClientTimeout(total=600)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadResult:
-    """What a load took, in milliseconds: verifying, staging, and the pause in which no token was
-    sampled.
-    """
+    """Duration of a load in milliseconds: verification, staging, and the pause without sampling."""
 
-    version_id: str
     verify_ms: float
     stage_ms: float
     pause_ms: float
@@ -53,7 +51,12 @@ async def load_version(
     """Load a full weight version into the engine behind `base_url`.
 
     Args:
-        served: The label that the engine had when it was asked last.
+        http: The session for the requests.
+        base_url: Of the engine.
+        version_id: Becomes the engine's label.
+        files: Of the version.
+        cache_dir: For files that must be downloaded.
+        served: The label that the engine is believed to have.
 
     Raises:
         InvalidWeights, WeightsUnreadable: The version is not usable; the old one serves on.
@@ -70,18 +73,15 @@ async def load_version(
     body = {"version_id": version_id, "served": served, "files": tensors}
     status, answer = await _call(http, "POST", base_url, body)
     match status:
-        case code if code == LOADED:
+        case weight_loader.LOADED:
             return LoadResult(
-                version_id=version_id,
-                verify_ms=verify_ms,
-                stage_ms=answer["stage_ms"],
-                pause_ms=answer["pause_ms"],
+                verify_ms=verify_ms, stage_ms=answer["stage_ms"], pause_ms=answer["pause_ms"]
             )
-        case code if code == CHANGED:
+        case weight_loader.CHANGED:
             raise EngineChanged(base_url, str(answer["weight_version"]), served)
-        case code if code == INVALID_WEIGHTS:
+        case weight_loader.INVALID_WEIGHTS:
             raise InvalidWeights(f"{version_id} rejected by the engine: {answer['error']}")
-        case code if code == BROKEN:
+        case weight_loader.BROKEN:
             raise EngineBroken(
                 f"{base_url} failed while {version_id} was put into its model: {answer['error']}"
             )
@@ -90,9 +90,12 @@ async def load_version(
 
 
 async def engine_label(http: aiohttp.ClientSession, base_url: str) -> str:
-    """The version label of the engine; "default" after its start. Raises EngineUnavailable.
+    """Return the version label of the engine; "default" after its start.
 
     Waits for a load that is under way.
+
+    Raises:
+        EngineUnavailable: The engine did not answer.
     """
     status, answer = await _call(http, "GET", base_url)
     if status != 200:

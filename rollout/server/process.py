@@ -36,6 +36,7 @@ _CPU_ENVIRONMENT = {
 }
 _PROJECT = Path(__file__).resolve().parents[2]
 _LOG_TAIL_BYTES = 2000
+PORT_TIMEOUT_S = 5.0
 WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}
 """Wildcard listen hosts and the loopback address of such a server."""
 
@@ -49,12 +50,8 @@ def server_arguments(settings: RolloutSettings, model_dir: Path) -> list[str]:
         *("-m", "vllm.entrypoints.openai.api_server"),
         *("--model", str(model_dir.resolve()), "--served-model-name", settings.served_model_name),
         *("--host", settings.host, "--port", str(settings.port), "--dtype", settings.dtype),
-        *(
-            "--max-model-len",
-            str(settings.max_model_len),
-            "--max-num-seqs",
-            str(settings.max_num_seqs),
-        ),
+        *("--max-model-len", str(settings.max_model_len)),
+        *("--max-num-seqs", str(settings.max_num_seqs)),
         # The log-probability of a token under the distribution that it was sampled from, including
         # temperature and truncation.
         *("--logprobs-mode", "processed_logprobs"),
@@ -69,11 +66,8 @@ def server_arguments(settings: RolloutSettings, model_dir: Path) -> list[str]:
     if is_cpu_build():
         # Compilation adds a minute to the start and gains nothing at model sizes that a CPU can
         # train.
-        arguments += [
-            "--enforce-eager",
-            "--kv-cache-memory-bytes",
-            str(settings.kv_cache_mb * 1024 * 1024),
-        ]
+        cache_bytes = settings.kv_cache_mb * 1024 * 1024
+        arguments += ["--enforce-eager", "--kv-cache-memory-bytes", str(cache_bytes)]
     if settings.tool_parser is not None:
         arguments += ["--enable-auto-tool-choice", "--tool-call-parser", settings.tool_parser]
     if settings.tool_parser_plugin is not None:
@@ -132,11 +126,8 @@ class VllmServer:
     @property
     def pid(self) -> int | None:
         """Process id and process group id while the server runs."""
-        return (
-            self._process.pid
-            if self._process is not None and self._process.returncode is None
-            else None
-        )
+        process = self._process
+        return process.pid if process is not None and process.returncode is None else None
 
     async def start(self) -> None:
         """Spawn the server and return at once.
@@ -144,13 +135,12 @@ class VllmServer:
         Raises:
             PortTaken: another process has the port.
         """
-        await self._port_is_free(timeout_s=5.0)
+        await self._wait_for_port()
         self._log.parent.mkdir(parents=True, exist_ok=True)
         with self._log.open("ab") as log:
+            arguments = server_arguments(self._settings, self._model_dir)
             self._process = await asyncio.create_subprocess_exec(
-                *die_with_parent(
-                    [sys.executable, *server_arguments(self._settings, self._model_dir)]
-                ),
+                *die_with_parent([sys.executable, *arguments]),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -158,20 +148,14 @@ class VllmServer:
                 start_new_session=True,
             )
 
-    async def wait_ready(
-        self, http: aiohttp.ClientSession, timeout_s: float | None = None
-    ) -> float:
+    async def wait_ready(self, http: aiohttp.ClientSession) -> float:
         """Wait for /health; return the seconds it took.
-
-        Args:
-            http: the session for the requests.
-            timeout_s: default: the timeout of the settings.
 
         Raises:
             ServerFailed: the server ended or did not become ready in time.
         """
         began = time.monotonic()
-        deadline = began + (timeout_s or self._settings.startup_timeout_s)
+        deadline = began + self._settings.startup_timeout_s
         while time.monotonic() < deadline:
             if self._process is None or self._process.returncode is not None:
                 raise ServerFailed(f"vLLM ended during its start{self._tail()}")
@@ -217,12 +201,14 @@ class VllmServer:
             _kill_group(process.pid)
             await process.wait()
 
-    async def _port_is_free(self, timeout_s: float) -> None:
-        deadline = time.monotonic() + timeout_s
-        while True:  # a killed predecessor may take a moment to end
+    async def _wait_for_port(self) -> None:
+        """Wait until the port is free: a killed predecessor may take a moment to end."""
+        deadline = time.monotonic() + PORT_TIMEOUT_S
+        while True:
             try:
-                check_free(self._settings.host, self._settings.port, "the engine", "rollout.port")
-                return
+                return check_free(
+                    self._settings.host, self._settings.port, "the engine", "rollout.port"
+                )
             except PortTaken:
                 if time.monotonic() > deadline:
                     raise

@@ -1,4 +1,4 @@
-"""The files of a weight version on this machine: found or fetched, checked, and removed again."""
+"""Find or download the files of a weight version, check them, and remove old downloads."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _READ_BYTES = 4 * 1024 * 1024
 
 
 def verify(files: Sequence[WeightFile], cache_dir: Path) -> dict[Path, str]:
-    """Find each file of a version, fetched into `cache_dir` where it lies elsewhere, and check it.
+    """Find each file of a version on this machine, or download it into `cache_dir`, and check it.
 
     Returns:
         Local path and sha256 (hex) of each file.
 
     Raises:
-        InvalidWeights: A file is absent, or its bytes are not those of the manifest.
-        WeightsUnreadable: A file can't be read at the moment, or its download ended early.
+        InvalidWeights: A file is absent, or differs from the manifest.
+        WeightsUnreadable: A file can't be read now, or its download ended early.
     """
     found: dict[Path, str] = {}
     for file in files:

@@ -1,7 +1,7 @@
-"""How vLLM samples a request: its `SamplingParams` as they reach the engine, where the model's and
-the server's defaults are in them.
+"""Describe how vLLM samples a request, from its `SamplingParams` as they reach the engine: with the
+defaults of model and server.
 
-Nothing here imports vLLM: its objects are used by the attributes that they have.
+Nothing here imports vLLM: its objects are used by their attributes.
 """
 
 from __future__ import annotations
@@ -11,18 +11,15 @@ from typing import Any, NamedTuple
 from schemas.records import Sampling
 
 STRUCTURED = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
-"""What `SamplingParams.structured_outputs` may constrain by; exactly one of them is set."""
+"""Constraints of `SamplingParams.structured_outputs`; exactly one of them is set."""
 LIMITING = ("logit_bias", "allowed_token_ids", "bad_words", "min_tokens")
-"""Other parameters that take tokens away, or change their logits. Empty or 0: they do not."""
+"""Other parameters that exclude tokens or change their logits, unless empty or 0."""
 FORCING = ("thinking_token_budget", "trace_decode_token_ids")
-"""Those that put tokens into the reply; 0 does so too."""
+"""Parameters that put tokens into the reply, also with the value 0."""
 
 
 class ServerOptions(NamedTuple):
-    """What the server's own options decide for every request.
-
-    logprobs_mode: vLLM's `--logprobs-mode`.
-    """
+    """Options of the server that apply to every request. logprobs_mode: `--logprobs-mode`."""
 
     logprobs_mode: str
     logits_processors: bool
@@ -30,14 +27,14 @@ class ServerOptions(NamedTuple):
 
 
 def server_options(client: Any) -> ServerOptions:
-    """Of vLLM's engine client."""
+    """Read the options from vLLM's engine client."""
     model = client.model_config
     watermark = getattr(client.vllm_config, "watermark_config", None)
     return ServerOptions(model.logprobs_mode, bool(model.logits_processors), watermark is not None)
 
 
 def sampling_of(params: Any, server: ServerOptions) -> Sampling:
-    """What vLLM does with a request. params: SamplingParams."""
+    """Return how vLLM samples a request. params: SamplingParams."""
     return Sampling(
         source="engine",
         temperature=float(params.temperature),

@@ -1,15 +1,15 @@
-"""Token capture inside vLLM's API server: an ASGI middleware that tells the tokens of a call, and
-how they were sampled, beside its reply (`schemas.engine_frames`).
+"""Token capture inside vLLM's API server: an ASGI middleware that adds to a reply the tokens of the
+call and the way they were sampled (`schemas.engine_frames`).
 
     --middleware rollout.vllm_plugin.token_capture.Capture
 
-Every way to ask vLLM ends in one method of its engine client, `generate`. `EngineTap` stands in its
-place: while a request that asked for capture is served, it notes what `generate` yields and hands
-it on; other requests pass at the cost of one look-up. So one mechanism serves all endpoints, and
-the server's own bytes stay what they are. The tap makes the engine compute log-probabilities, which
-the endpoint then does not show, as its client did not ask for them.
+All of vLLM's endpoints call one method of its engine client, `generate`. `EngineTap` replaces it:
+for requests with the capture header it records what `generate` yields and passes it on; for other
+requests it costs one lookup. So one mechanism serves all endpoints, and the server's own bytes are
+unchanged. The tap makes the engine compute log-probabilities; the endpoint
+does not show them, because its client did not ask for them.
 
-Nothing here imports vLLM: its objects are used by the attributes that they have.
+Nothing here imports vLLM: its objects are used by their attributes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-_ASKED = (wire.ASK.encode(), b"1")
+_CAPTURE_HEADER = (wire.ASK.encode(), b"1")
 BEAM_SEARCH = "beam search: its tokens are searched, not sampled"
 EMBEDDINGS = "the prompt is embeddings, not tokens"
 _BEAM = re.compile(r"-beam-\d+$")
@@ -85,8 +85,9 @@ class ChoiceBuffer:
 
 
 def sampled_logprobs(ids: Sequence[int], logprobs: Any) -> list[float] | None:
-    """Log-probabilities of the sampled ids out of vLLM's, {id: Logprob} for each position. None
-    when it has none for these ids.
+    """Return the log-probabilities of the sampled ids; None when vLLM has none for these ids.
+
+    logprobs: vLLM's, {id: Logprob} for each position.
     """
     if not ids:
         return []
@@ -162,8 +163,7 @@ class Call:
             and not sampling_params.detokenize
             and _BEAM.search(request_id)
         ):
-            # vLLM searches beams by many generations of one token; what it answers are none of
-            # these.
+            # vLLM searches beams by many generations of one token each; none of them is the reply.
             if self.generations:
                 return None
             absent = BEAM_SEARCH
@@ -183,10 +183,7 @@ class Call:
 
 
 _call: ContextVar[Call | None] = ContextVar("clawstream_capture", default=None)
-"""The call that is served here, when it is to be captured.
-
-Tasks that an endpoint starts inherit it.
-"""
+"""The captured call that this task serves, if any. Tasks that an endpoint starts inherit it."""
 
 
 class EngineTap:
@@ -218,7 +215,7 @@ class EngineTap:
         self._label = new_version
 
     async def label(self) -> str:
-        """Return the engine's version label; asked once, because asking costs an engine step."""
+        """Return the engine's version label; requested once, because it costs an engine step."""
         if self._label is None:
             label = await self._client.get_weight_version()
             if self._label is None:
@@ -230,14 +227,13 @@ def with_logprobs(sampling_params: Any) -> Any:
     """Return parameters that make the engine compute the sampled token's log-probability."""
     if sampling_params.num_logprobs is not None:
         return sampling_params
-    asking = copy.copy(sampling_params)
-    asking.logprobs = 0
-    return asking
+    changed = copy.copy(sampling_params)
+    changed.logprobs = 0
+    return changed
 
 
 async def _recording(generation: Generation, outputs: Any) -> AsyncIterator[Any]:
-    # Closing matters: a client that leaves closes this generator, and vLLM's must abort the request
-    # at once.
+    # When a client disconnects, this generator is closed; vLLM's must abort the request at once.
     async with aclosing(outputs):
         async for output in outputs:
             generation.append(output)
@@ -245,10 +241,7 @@ async def _recording(generation: Generation, outputs: Any) -> AsyncIterator[Any]
 
 
 class Capture:
-    """The middleware.
-
-    It leaves `/health` alone: the health of a dead engine must be answered too.
-    """
+    """The middleware. It does not touch `/health`, which must answer for a dead engine too."""
 
     def __init__(self, app: App) -> None:
         self._app = app
@@ -261,7 +254,7 @@ class Capture:
         if self._tap is None:
             self._tap = EngineTap(scope["app"].state.engine_client)
         label = (wire.VERSION_START.encode(), (await self._tap.label()).encode())
-        if _ASKED not in scope["headers"]:
+        if _CAPTURE_HEADER not in scope["headers"]:
             await self._app(scope, receive, _labelled(label, send))
             return
         call = Call()
@@ -282,7 +275,7 @@ def _labelled(label: tuple[bytes, bytes], send: Send) -> Send:
 
 
 class Reply:
-    """The reply to a captured call, on its way out."""
+    """Adds the frames of a captured call to its reply."""
 
     def __init__(self, call: Call, label: tuple[bytes, bytes], send: Send) -> None:
         self._call, self._label, self._send = call, label, send
@@ -291,7 +284,7 @@ class Reply:
         self._parts: list[bytes] = []
 
     async def send(self, message: MutableMapping[str, Any]) -> None:
-        """Stands in for ASGI's send."""
+        """Replace ASGI's send."""
         if message["type"] == "http.response.start":
             await self._start(message)
         elif message["type"] == "http.response.body" and self._stream:
@@ -307,13 +300,13 @@ class Reply:
             await self._send(message)
 
     async def _start(self, message: MutableMapping[str, Any]) -> None:
-        headers = [*message.get("headers", ()), self._label, _ASKED]
+        headers = [*message.get("headers", ()), self._label, _CAPTURE_HEADER]
         message = {**message, "headers": headers}
         self._stream = any(
             k.lower() == b"content-type" and v.startswith(b"text/event-stream") for k, v in headers
         )
         if not self._stream and message["status"] == 200 and self._call.generations:
-            # a plain reply has been generated when it begins; its length is known at its end
+            # A plain reply is generated before it begins; its length is known at its end.
             self._held = message
             return
         await self._send(message)

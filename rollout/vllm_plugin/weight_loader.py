@@ -14,8 +14,8 @@
    resume. Requests go on with the new weights over a recomputed cache. An error leaves the engine
    paused and broken.
 
-The load goes on when the client that asked for it disconnects, so a killed worker never leaves an
-update open or an engine paused. Nothing here imports vLLM.
+The load continues when its client disconnects, so a killed worker never leaves an update open or an
+engine paused. Nothing here imports vLLM.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _MAX_BODY_BYTES = 16 * 1024 * 1024
 
 
 class WeightLoader:
-    """The middleware. It answers `/clawstream/weights` and passes everything else on."""
+    """The middleware. It answers `/clawstream/weights` and passes other requests on."""
 
     def __init__(self, app: App) -> None:
         self._app = app
@@ -55,8 +55,8 @@ class WeightLoader:
                 await _reply(send, 200, {"weight_version": await client.get_weight_version()})
         elif scope["method"] == "POST":
             try:
-                asked = orjson.loads(await _body(receive))
-                version_id, served, files = asked["version_id"], asked["served"], asked["files"]
+                load = orjson.loads(await _body(receive))
+                version_id, served, files = load["version_id"], load["served"], load["files"]
             except (ValueError, TypeError, KeyError) as error:
                 await _reply(send, 400, {"error": f"not a load request: {error!r}"})
                 return
@@ -78,7 +78,7 @@ async def _load(
         await client.start_weight_update()
         # vLLM closes the update itself when this fails.
         await client.update_weights(SimpleNamespace(update_info={"files": files}))
-    except Exception as error:  # noqa: BLE001 - vLLM hands on whatever its processes raised
+    except Exception as error:  # noqa: BLE001 - vLLM raises whatever its processes raised
         _, invalid, reason = str(error).partition(INVALID)
         if invalid:
             return INVALID_WEIGHTS, {"error": reason.partition(_WORKER_HINT)[0]}

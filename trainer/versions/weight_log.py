@@ -94,9 +94,8 @@ def read_versions(
         try:
             version = decoder.decode(record.value)
         except (Undecodable, UnknownSchema) as e:
-            logger().warning(
-                "weight_version_unreadable", offset=record.offset, error=str(e)
-            )  # the lake dead-letters it
+            # the lake writes the dead letter
+            logger().warning("weight_version_unreadable", offset=record.offset, error=str(e))
             continue
         if isinstance(version, WeightVersion) and version.run_id == run_id:
             versions.append(version)
