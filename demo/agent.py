@@ -1,10 +1,10 @@
-"""The demo's agent: a black box written with the OpenAI SDK alone.
+"""The demo's agent: a black box written with the OpenAI SDK.
 
-It knows a tool and a base URL, nothing of training.
+It has a tool and a base URL, and knows nothing of training.
 
-`python -m demo.agent` is a process of many such agents: JSON lines {"id", "question", "base_url",
-"temperature"?, "stream"?} come in on a pipe, one line {"id", "answer", "first_call_key", "turns",
-"error"?} goes out for each, in the order in which they end.
+`python -m demo.agent` is a process of many such agents. It reads JSON lines {"id", "question",
+"base_url", "temperature"?, "stream"?} from standard input and writes one line {"id", "answer",
+"turns", "error"?} for each, in the order in which the episodes end.
 """
 
 from __future__ import annotations
@@ -13,204 +13,116 @@ import argparse
 import asyncio
 import json
 import sys
-import zlib
-from dataclasses import asdict, dataclass
-from types import TracebackType
 from typing import Any
 
 from openai import AsyncOpenAI, DefaultAioHttpClient, OpenAIError
 
-TOOLS: list[dict[str, Any]] = [
-    {
-        "type": "function",
-        "function": {
-            "name": "lookup",
-            "description": "The price of a key.",
-            "parameters": {
-                "type": "object",
-                "properties": {"key": {"type": "string"}},
-                "required": ["key"],
-            },
-        },
-    }
-]
+from demo.task import TOOLS, is_key, key_of, price
+
 MAX_TURNS = 3
 MAX_TOKENS = 24
-# 0.5 s doubling up to 8 s: the SDK gives up after 40 s, longer than any part of the loop needs to
-# come back.
+# 0.5 s doubling up to 8 s: the SDK stops after 40 s, longer than a restart of any process takes.
 RETRIES = 8
 TIMEOUT_SECONDS = 120.0
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """How an episode ended.
-
-    `answer` is None if the agent still called tools after its last turn.
-    """
-
-    answer: str | None
-    first_call_key: str | None
-    turns: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Call:
-    id: str
-    name: str
-    arguments: str
+Json = dict[str, Any]
 
 
 def lookup(arguments: str) -> str:
     """Run the tool on the model's arguments; return the price of the key, or "error"."""
-    try:
-        key = json.loads(arguments)["key"]
-    except (ValueError, KeyError, TypeError):
-        return "error"
-    known = isinstance(key, str) and len(key) == 4 and key[0] == "k" and key[1:].isdecimal()
-    return str(zlib.crc32(key.encode()) % 7) if known else "error"
+    key = key_of(arguments)
+    return str(price(key)) if key is not None and is_key(key) else "error"
 
 
-class Agent:
-    """Plays any number of episodes at once over one HTTP client: a client of its own for each would
-    cost more than the episode.
+async def play(client: AsyncOpenAI, model: str, job: Json) -> Json:
+    """Play one episode against an OpenAI-compatible base URL.
+
+    Returns:
+        {"answer", "turns"}. answer: None if the agent still called tools in its last turn.
+
+    Raises:
+        openai.OpenAIError: the SDK has stopped retrying.
     """
-
-    def __init__(self, model: str = "policy", retries: int = RETRIES) -> None:
-        self._model = model
-        self._client = AsyncOpenAI(
-            base_url="http://localhost/",
-            api_key="none",
-            max_retries=retries,
-            timeout=TIMEOUT_SECONDS,
-            http_client=DefaultAioHttpClient(),
-        )
-
-    async def __aenter__(self) -> Agent:
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
-        await self._client.close()
-
-    async def play(
-        self, question: str, base_url: str, temperature: float | None = None, stream: bool = False
-    ) -> Outcome:
-        """One episode against an OpenAI-compatible base URL.
-
-        Raises openai.OpenAIError when the SDK has given up.
-        """
-        client = self._client.with_options(base_url=base_url)
-        messages: list[dict[str, Any]] = [{"role": "user", "content": question}]
-        request: dict[str, Any] = {"model": self._model, "tools": TOOLS, "max_tokens": MAX_TOKENS}
-        if temperature is not None:
-            request["temperature"] = temperature
-        ask = _ask_streamed if stream else _ask
-        first_key: str | None = None
-        for turn in range(1, MAX_TURNS + 1):
-            content, calls = await ask(client, request | {"messages": messages})
-            if not calls:
-                return Outcome(content, first_key, turn)
-            if turn == 1:
-                first_key = _key(calls[0].arguments)
-            messages.append(
-                {
-                    "role": "assistant",
-                    "content": content,
-                    "tool_calls": [_as_message(c) for c in calls],
-                }
-            )
-            messages += [
-                {"role": "tool", "tool_call_id": c.id, "content": lookup(c.arguments)}
-                for c in calls
-            ]
-        return Outcome(None, first_key, MAX_TURNS)
+    client = client.with_options(base_url=job["base_url"])
+    messages: list[Json] = [{"role": "user", "content": job["question"]}]
+    request: Json = {"model": model, "tools": TOOLS, "max_tokens": MAX_TOKENS}
+    if "temperature" in job:
+        request["temperature"] = job["temperature"]
+    ask = _ask_streamed if job.get("stream") else _ask
+    for turn in range(1, MAX_TURNS + 1):
+        content, calls = await ask(client, request | {"messages": messages})
+        if not calls:
+            return {"answer": content, "turns": turn}
+        messages.append({"role": "assistant", "content": content, "tool_calls": calls})
+        messages += [
+            {"role": "tool", "tool_call_id": c["id"], "content": lookup(c["function"]["arguments"])}
+            for c in calls
+        ]
+    return {"answer": None, "turns": MAX_TURNS}
 
 
-async def _ask(client: AsyncOpenAI, request: dict[str, Any]) -> tuple[str | None, list[_Call]]:
+async def _ask(client: AsyncOpenAI, request: Json) -> tuple[str | None, list[Json]]:
+    """Return content and tool calls of a reply."""
     message = (await client.chat.completions.create(**request)).choices[0].message
     calls = [
-        _Call(c.id, c.function.name, c.function.arguments)
+        _call(c.id, c.function.name, c.function.arguments)
         for c in message.tool_calls or []
         if c.type == "function"
     ]
     return message.content, calls
 
 
-async def _ask_streamed(
-    client: AsyncOpenAI, request: dict[str, Any]
-) -> tuple[str | None, list[_Call]]:
+async def _ask_streamed(client: AsyncOpenAI, request: Json) -> tuple[str | None, list[Json]]:
     content: list[str] = []
-    calls: dict[int, _Call] = {}
+    calls: dict[int, Json] = {}
     async with await client.chat.completions.create(**request, stream=True) as chunks:
         async for chunk in chunks:
             for choice in chunk.choices:
                 content.append(choice.delta.content or "")
                 for part in choice.delta.tool_calls or []:
-                    had = calls.get(part.index, _Call("", "", ""))
-                    function = part.function
-                    calls[part.index] = _Call(
-                        had.id or part.id or "",
-                        had.name + ((function and function.name) or ""),
-                        had.arguments + ((function and function.arguments) or ""),
-                    )
+                    call = calls.setdefault(part.index, _call("", "", ""))
+                    call["id"] = call["id"] or part.id or ""
+                    if part.function is not None:
+                        call["function"]["name"] += part.function.name or ""
+                        call["function"]["arguments"] += part.function.arguments or ""
     return "".join(content) or None, [calls[i] for i in sorted(calls)]
 
 
-def _as_message(call: _Call) -> dict[str, Any]:
-    return {
-        "id": call.id,
-        "type": "function",
-        "function": {"name": call.name, "arguments": call.arguments},
-    }
-
-
-def _key(arguments: str) -> str | None:
-    try:
-        key = json.loads(arguments)["key"]
-    except (ValueError, KeyError, TypeError):
-        return None
-    return key if isinstance(key, str) else None
+def _call(call_id: str, name: str, arguments: str) -> Json:
+    function = {"name": name, "arguments": arguments}
+    return {"id": call_id, "type": "function", "function": function}
 
 
 async def serve_lines(concurrency: int, model: str) -> None:
-    """Play the jobs of standard input, at most `concurrency` at once, until it closes and all have
-    ended.
-    """
+    """Play the jobs of standard input, at most `concurrency` at once, until all have ended."""
     lines = asyncio.StreamReader()
     loop = asyncio.get_running_loop()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
     free = asyncio.Semaphore(concurrency)
 
-    async def one(agent: Agent, job: dict[str, Any]) -> None:
-        result: dict[str, Any] = {"id": job["id"]}
+    # One client for all episodes, because a client costs more than an episode.
+    client = AsyncOpenAI(
+        base_url="http://localhost/",
+        api_key="none",
+        max_retries=RETRIES,
+        timeout=TIMEOUT_SECONDS,
+        http_client=DefaultAioHttpClient(),
+    )
+
+    async def run(job: Json) -> None:
         try:
-            outcome = await agent.play(
-                job["question"],
-                job["base_url"],
-                temperature=job.get("temperature"),
-                stream=job.get("stream", False),
-            )
-            result |= asdict(outcome)
+            result = await play(client, model, job)
         except OpenAIError as error:
-            result |= {
-                "answer": None,
-                "first_call_key": None,
-                "turns": 0,
-                "error": f"{type(error).__name__}: {error}",
-            }
+            result = {"answer": None, "turns": 0, "error": f"{type(error).__name__}: {error}"}
         finally:
             free.release()
-        print(json.dumps(result), flush=True)
+        print(json.dumps({"id": job["id"], **result}), flush=True)
 
-    async with Agent(model) as agent, asyncio.TaskGroup() as episodes:
+    async with client, asyncio.TaskGroup() as episodes:
         while line := await lines.readline():
             await free.acquire()
-            episodes.create_task(one(agent, json.loads(line)))
+            episodes.create_task(run(json.loads(line)))
 
 
 def main() -> None:

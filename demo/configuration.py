@@ -1,7 +1,4 @@
-"""The demo's settings: defaults that suit two cores and a tiny model.
-
-What the user sets himself comes on top.
-"""
+"""The demo's settings: defaults for two cores and a tiny model, under the user's own settings."""
 
 from __future__ import annotations
 
@@ -14,9 +11,10 @@ PROJECT = Path(__file__).resolve().parent.parent
 
 
 def demo_settings(given: Settings) -> Settings:
-    """All settings of a demo run.
+    """Return all settings of a demo run.
 
-    Raises pydantic's ValidationError if the user's do not fit together with them.
+    Raises:
+        pydantic.ValidationError: the user's settings contradict the defaults.
     """
     demo = given.demo
     home = (
@@ -38,7 +36,7 @@ def demo_settings(given: Settings) -> Settings:
                 "reward_deadline_s": 60.0,
                 "group_deadline_s": 180.0,
                 # One more than rollouts may run ahead: groups become ready in another order than
-                # they were started in.
+                # they are started.
                 "max_staleness": demo.staleness + 1,
                 # A group without spread has no gradient and costs nothing here; replacing it would
                 # cost rollouts.

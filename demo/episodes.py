@@ -1,5 +1,5 @@
-"""Runs episodes: opens a trajectory at the gateway, lets the black-box agent play with it as its
-base_url, and completes it.
+"""Run episodes: open a trajectory at the gateway, let the black-box agent play with it as its
+base_url, and complete it.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ RETRIES = 120
 
 
 class EpisodeFailed(ForeseenError):
-    """The gateway refused to open or complete a trajectory; its answer is in the message."""
+    """The gateway refused to open or complete a trajectory; the message has its reply."""
 
 
 @dataclass(frozen=True, slots=True)
 class Episode:
-    """One trajectory to play. temperature: None leaves the engine's default of 1."""
+    """One trajectory to play. temperature: None means the engine's default of 1."""
 
     key: str
     group_id: str
@@ -45,13 +45,10 @@ class Episode:
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """How an episode ended, as the agent told it."""
+    """How an episode ended. error: of the agent; None when it gave an answer."""
 
-    episode: Episode
-    answer: str | None
-    turns: int
-    error: str | None
     correct: bool
+    error: str | None
 
 
 class Player:
@@ -66,22 +63,15 @@ class Player:
 
     async def __aenter__(self) -> Self:
         self._http = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
-        # A bundle of root certificates would be parsed for every plain-http client of the SDK.
+        # The SDK would parse a bundle of root certificates although it calls plain http.
         environ = {
             k: v for k, v in os.environ.items() if k not in ("SSL_CERT_FILE", "SSL_CERT_DIR")
         }
+        command = [sys.executable, "-P", "-m", "demo.agent"]
+        command += ["--concurrency", str(self._settings.demo.concurrency)]
         with self._log_path.open("ab") as log:
             self._agents = await asyncio.create_subprocess_exec(
-                *die_with_parent(
-                    [
-                        sys.executable,
-                        "-P",
-                        "-m",
-                        "demo.agent",
-                        "--concurrency",
-                        str(self._settings.demo.concurrency),
-                    ]
-                ),
+                *die_with_parent(command),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=log,
@@ -113,10 +103,7 @@ class Player:
             future.set_exception(EpisodeFailed("the agent process ended; see its log"))
 
     async def play(self, episode: Episode) -> Played:
-        """Open, play, complete.
-
-        The agent's own errors are a failed trajectory, not an error here.
-        """
+        """Open, play and complete a trajectory. An error of the agent makes it a failed one."""
         async with self._free:
             base = f"{self.url}/{episode.key}/{episode.group_id}/v1"
             task = episode.task
@@ -135,12 +122,11 @@ class Player:
                 {"outcome": "failed", "reason": error} if error else {"outcome": "completed"},
             )
         self.answered[episode.key] = result["turns"]
-        correct = score(task.gold, task.key, result["answer"], None) == 1.0
-        return Played(episode, result["answer"], result["turns"], error, correct)
+        return Played(score(task.gold, task.key, result["answer"], None) == 1.0, error)
 
     @property
     def turns_answered(self) -> int:
-        """Calls whose answer an agent has got, in episodes that have ended."""
+        """Number of answered calls in episodes that have ended."""
         return sum(self.answered.values())
 
     async def _ask(self, episode: Episode, base: str) -> dict[str, Any]:
@@ -160,10 +146,25 @@ class Player:
 
     async def _post(self, url: str, body: dict[str, Any]) -> None:
         """POST until it is accepted: the gateway may be restarting."""
-        last = ""
-        for _ in range(RETRIES):
+        await self._until_accepted("POST", url, RETRIES * RETRY_S, body)
+
+    async def wait_until_ready(self, timeout_s: float) -> None:
+        """Wait until the gateway can serve a call.
+
+        Raises:
+            EpisodeFailed: it cannot after `timeout_s`.
+        """
+        await self._until_accepted("GET", f"{self.url}/ready", timeout_s)
+
+    async def _until_accepted(
+        self, method: str, url: str, timeout_s: float, body: dict[str, Any] | None = None
+    ) -> None:
+        """Repeat a request until its status is below 300; a 4xx other than 429 is final."""
+        loop = asyncio.get_running_loop()
+        deadline, last = loop.time() + timeout_s, "no answer"
+        while loop.time() < deadline:
             try:
-                async with self._http.post(url, json=body) as reply:
+                async with self._http.request(method, url, json=body) as reply:
                     if reply.status < 300:
                         return
                     last = f"{reply.status} {await reply.text()}"
@@ -172,40 +173,18 @@ class Player:
             except (aiohttp.ClientError, TimeoutError) as e:
                 last = repr(e)
             await asyncio.sleep(RETRY_S)
-        raise EpisodeFailed(f"POST {url}: {last}")
+        raise EpisodeFailed(f"{method} {url}: {last}")
 
-    async def counters(self) -> dict[str, float]:
-        """The gateway's own counters: metric name with its labels, to value."""
+    async def steps_answered(self) -> int:
+        """Return the gateway's own count of answered steps."""
         async with self._http.get(f"{self.url}/metrics") as reply:
-            text = await reply.text()
-        out = {}
-        for line in text.splitlines():
-            if line and not line.startswith("#"):
-                name, _, value = line.rpartition(" ")
-                out[name] = float(value)
-        return out
-
-    async def wait_until_ready(self, timeout_s: float) -> None:
-        """Wait until the gateway can serve a call. Raises EpisodeFailed at the deadline."""
-        deadline = asyncio.get_running_loop().time() + timeout_s
-        last = "no answer"
-        while asyncio.get_running_loop().time() < deadline:
-            try:
-                async with self._http.get(f"{self.url}/ready") as reply:
-                    if reply.status == 200:
-                        return
-                    last = f"{reply.status} {await reply.text()}"
-            except aiohttp.ClientError as e:
-                last = repr(e)
-            await asyncio.sleep(0.3)
-        raise EpisodeFailed(f"the gateway is not ready after {timeout_s:g} s: {last}")
+            lines = (await reply.text()).splitlines()
+        values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+        return int(float(values["clawstream_gateway_steps_answered_total"]))
 
 
 def training_group(settings: Settings, number: int, rng: random.Random) -> list[Episode]:
-    """Group `number`: one task, as many episodes as the policy's group size.
-
-    Some of them stream.
-    """
+    """Return the episodes of a group: one task, the policy's group size; some of them stream."""
     demo, size = settings.demo, settings.admit.policy.group_size
     task = make_task(rng, held_out=False)
     group = f"s{demo.seed}-g{number}"
@@ -216,7 +195,7 @@ def training_group(settings: Settings, number: int, rng: random.Random) -> list[
 
 
 def evaluation(settings: Settings, name: str, temperature: float | None) -> list[Episode]:
-    """The held-out tasks, the same ones every time."""
+    """Return an episode for each held-out task, the same tasks every time."""
     rng = random.Random(777)
     tasks = [make_task(rng, held_out=True) for _ in range(settings.demo.eval_tasks)]
     return [
@@ -228,5 +207,5 @@ def evaluation(settings: Settings, name: str, temperature: float | None) -> list
 
 
 def share_correct(played: Sequence[Played]) -> float:
-    """Share of episodes with the right answer, in [0, 1]."""
+    """Return the share of episodes with the right answer, in [0, 1]."""
     return sum(p.correct for p in played) / len(played)

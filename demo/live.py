@@ -21,10 +21,7 @@ LAG_EVERY_S = 5.0
 
 
 class Live:
-    """Shows versions, reward, steps a second and lag while the demo runs.
-
-    Keeps how long each phase took.
-    """
+    """Shows versions, reward, steps per second and lag; measures the duration of each phase."""
 
     def __init__(self, settings: Settings, started: float) -> None:
         self._settings, self._started = settings, started
@@ -52,14 +49,14 @@ class Live:
         self._end.set()
         self._thread.join(5.0)
 
-    def say(self, text: str) -> None:
-        """What happens now."""
+    def show(self, text: str) -> None:
+        """Set and show the current activity."""
         self._phase = text
         if not sys.stderr.isatty():
             sys.stderr.write(f"[{time.monotonic() - self._started:5.0f} s] {text}\n")
 
     def phase_done(self, name: str) -> None:
-        """Note how long the phase took, seconds."""
+        """Record the duration of the phase that ends now, in seconds."""
         now = time.monotonic()
         self.phases[name] = round(now - self._phase_began, 1)
         self._phase_began = now
@@ -91,7 +88,7 @@ class Live:
         try:
             rows = lag(self._cluster, self._settings, scan_records=0)
         except PlumbingError:
-            return  # the broker restarts: the view shows the last figures
+            return  # the broker restarts; the view keeps the last figures
         totals: dict[str, int] = {}
         for row in rows:
             name = row.group.removeprefix(prefix).partition(".")[0]
@@ -107,7 +104,7 @@ class Live:
             with RichLive(console=Console(stderr=True), refresh_per_second=2) as view:
                 while not self._end.wait(TABLE_EVERY_S):
                     self._refresh_lag()
-                    table = Table(title="clawstream demo", show_header=False)
+                    table = Table(title="python -m demo", show_header=False)
                     for name, value in self._figures().items():
                         table.add_row(name, value)
                     view.update(table)

@@ -1,14 +1,11 @@
-"""`python -m demo`: from nothing to a policy that has learned a tool task, on real parts, in one
-command.
+"""`python -m demo`: train a policy on a tool task with all processes of an installation.
 
-1. Kafka, gateway, jobs, admission, lake and vLLM start; vLLM boots with random weights of the right
-   shape meanwhile.
-2. A tiny model is made and warm-started on the spot; the trainer publishes it as version 0 and vLLM
+1. Kafka, gateway, jobs, admission, lake and vLLM start; vLLM boots with random weights.
+2. Meanwhile a tiny model is made and warm-started; the trainer publishes it as version 0, and vLLM
    loads it.
-3. The agent plays held-out tasks (T = 1 and greedy), then training groups while versions come and
-   go, then held-out tasks again.
-4. Everything stops in order; the report counts what is on Kafka, in the lake and in the gateway's
-   counters.
+3. The agent plays held-out tasks (T = 1 and greedy), then training groups while versions are
+   published, then the held-out tasks again.
+4. All processes stop in order; the report counts steps on Kafka, in the lake and at the gateway.
 """
 
 from __future__ import annotations
@@ -19,7 +16,6 @@ import random
 import shutil
 import sys
 import time
-from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +38,7 @@ STALL_S = 240.0
 
 
 class DemoFailed(ForeseenError):
-    """A part of the loop did not do its work. The message names it; logs are in <data_dir>/logs."""
+    """A part of the loop failed. The message names it; logs are in <data_dir>/logs."""
 
 
 def main(settings: Settings) -> None:
@@ -51,9 +47,10 @@ def main(settings: Settings) -> None:
 
 
 def fresh_home(home: Path) -> None:
-    """An empty directory; the last run moves to <name>.previous.
+    """Make an empty directory; the last run moves to <name>.previous.
 
-    Raises AlreadyRunning when that run is not over.
+    Raises:
+        AlreadyRunning: that run has not ended.
     """
     previous = home.with_name(home.name + ".previous")
     if home.exists():
@@ -66,7 +63,7 @@ def fresh_home(home: Path) -> None:
 
 
 async def make_model(settings: Settings, kind: str, out: Path) -> None:
-    """Make a model in a process of its own, so that torch's memory goes away again."""
+    """Make a model in a process of its own, which frees torch's memory at its end."""
     steps = settings.demo.warm_start_steps
     where = f"Path({str(out)!r}), dtype={settings.demo.dtype!r}"
     call = (
@@ -86,7 +83,7 @@ async def make_model(settings: Settings, kind: str, out: Path) -> None:
 
 
 async def run(settings: Settings, stop: asyncio.Event) -> None:
-    """The whole demo; Ctrl-C ends it in order, without a report."""
+    """Run the whole demo. Ctrl-C ends it in order, without a report."""
     fresh_home(settings.data_dir)
     async with Installation(settings) as installation:
         job = asyncio.create_task(_demo(settings, installation))
@@ -108,7 +105,7 @@ async def run(settings: Settings, stop: asyncio.Event) -> None:
 async def _demo(settings: Settings, installation: Installation) -> None:
     started = time.monotonic()
     with Live(settings, started) as live:
-        live.say("starting Kafka and making the model")
+        live.show("starting Kafka and making the model")
         boot = asyncio.create_task(make_model(settings, "boot", settings.data_dir / "boot"))
         warm = asyncio.create_task(make_model(settings, "warm", settings.data_dir / "model"))
         try:
@@ -120,7 +117,7 @@ async def _demo(settings: Settings, installation: Installation) -> None:
             await asyncio.to_thread(create_topics, installation.cluster, settings, ready)
             await boot
             installation.start("rollout", "gateway", "assemble", "reward", "admit", "lake")
-            live.say(
+            live.show(
                 f"warm start: {settings.demo.warm_start_steps} supervised steps, while vLLM boots"
             )
             await warm
@@ -141,9 +138,9 @@ async def _demo(settings: Settings, installation: Installation) -> None:
         finally:
             done.set()
             await feed
-        live.say("stopping in order")
+        live.show("stopping in order")
         stopped_clean = await installation.stop_in_order(keep_broker=True)
-        live.say("counting")
+        live.show("counting")
         report = await asyncio.to_thread(_report, settings, installation, state, result)
         report["stopped_clean"] = stopped_clean
         report["phases"] = live.phases
@@ -160,14 +157,14 @@ async def _learn(
 ) -> dict[str, Any]:
     """Evaluate, train, evaluate. Returns what the agent saw and the gateway's own counters."""
     result: dict[str, Any] = {}
-    live.say("held-out tasks before training")
+    live.show("held-out tasks before training")
     result["eval_before"] = await _evaluate(settings, player, "before", None)
     result["eval_before_greedy"] = await _evaluate(settings, player, "before-greedy", 0.0)
     live.phase_done("evaluation_before")
-    live.say("training")
+    live.show("training")
     played = await _train(settings, installation, player, state)
     live.phase_done("training")
-    live.say("held-out tasks after training")
+    live.show("held-out tasks after training")
     result["eval_after"] = await _evaluate(settings, player, "after", None)
     result["eval_after_greedy"] = await _evaluate(settings, player, "after-greedy", 0.0)
     live.phase_done("evaluation_after")
@@ -175,17 +172,14 @@ async def _learn(
     result["episodes_failed"] = sum(p.error is not None for p in played)
     result["turns_answered"] = player.turns_answered
     result["answered"] = player.answered
-    counters = await player.counters()
-    result["steps_answered"] = int(counters["clawstream_gateway_steps_answered_total"])
+    result["steps_answered"] = await player.steps_answered()
     return result
 
 
 async def _evaluate(
     settings: Settings, player: Player, name: str, temperature: float | None
 ) -> float:
-    return share_correct(
-        await asyncio.gather(*(player.play(e) for e in evaluation(settings, name, temperature)))
-    )
+    return share_correct(await _play(player, evaluation(settings, name, temperature)))
 
 
 async def _train(
@@ -209,11 +203,10 @@ async def _train(
             demo.versions,
         )
         for _ in range(allowed):
-            groups.add(
-                asyncio.create_task(_play_group(player, training_group(settings, launched, rng)))
-            )
+            episodes = training_group(settings, launched, rng)
+            groups.add(asyncio.create_task(_play(player, episodes)))
             launched += 1
-        await _some(groups, 0.05)
+        await asyncio.sleep(0.05)
         finished = {g for g in groups if g.done()}
         groups -= finished
         played += [p for g in finished for p in g.result()]
@@ -224,15 +217,8 @@ async def _train(
     return played
 
 
-async def _play_group(player: Player, episodes: list[Episode]) -> list[Played]:
+async def _play(player: Player, episodes: list[Episode]) -> list[Played]:
     return list(await asyncio.gather(*(player.play(e) for e in episodes)))
-
-
-async def _some(tasks: set[asyncio.Task[list[Played]]], timeout_s: float) -> None:
-    wait: Awaitable[Any] = (
-        asyncio.wait(tasks, timeout=timeout_s) if tasks else asyncio.sleep(timeout_s)
-    )
-    await wait
 
 
 def _check_alive(installation: Installation, idle_s: float, seen: tuple[int, int]) -> None:

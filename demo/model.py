@@ -1,10 +1,10 @@
-"""The demo's language model: a tokenizer, a chat template and a 0.86 M parameter llama with a short
-supervised warm start.
+"""The demo's language model: a tokenizer, a chat template and a llama of 0.86 M parameters with a
+short supervised warm start.
 
-Two properties carry the demo. No token is a prefix of another one, so `encode(decode(ids)) == ids`
-for any ids: what the model said in turn 1 becomes exactly the same ids in the prompt of turn 2. And
-the template renders a tool call the only way the tool parser (`demo.tool_parser`) accepts it, so a
-call survives the way through the agent byte for byte.
+The demo depends on two properties. No token is a prefix of another one, so `encode(decode(ids)) ==
+ids` for any ids: the reply of turn 1 has the same ids in the prompt of turn 2. And the template
+renders a tool call in the only form that the tool parser (`demo.tool_parser`) accepts, so a call
+passes through the agent unchanged.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from demo.task import make_task, price
+from demo.task import TOOLS, make_task, price
 
 SPECIAL = ("<pad>", "<unk>", "<|im_start|>", "<|im_end|>")
 # Not special: vLLM drops special tokens from the text of a reply when the request has no tools.
@@ -49,21 +49,6 @@ CHAT_TEMPLATE = """\
 <|im_start|>{{ "assistant\n" }}
 {%- endif -%}
 """  # noqa: E501 - a line of the template cannot be broken
-TOOLS: list[dict[str, Any]] = [
-    {
-        "type": "function",
-        "function": {
-            "name": "lookup",
-            "description": "The price of a key.",
-            "parameters": {
-                "type": "object",
-                "properties": {"key": {"type": "string"}},
-                "required": ["key"],
-            },
-        },
-    }
-]
-
 MAX_TOKENS = 256
 DEMONSTRATIONS = 6000
 BATCH = 64
@@ -74,7 +59,7 @@ Progress = Callable[[int, int, float], None]
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Word-level over a prefix-free vocabulary, with the chat template inside."""
+    """Return a word-level tokenizer over a prefix-free vocabulary, with the chat template."""
     vocabulary = SPECIAL + TAGS + PHRASES
     if any(a != b and b.startswith(a) for a in vocabulary for b in vocabulary):
         raise AssertionError(
@@ -101,9 +86,9 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalLM:
-    """Random weights, float32.
+    """Return a model with random float32 weights.
 
-    An initialiser of 0.06 instead of 0.02 is what lets 250 steps teach copying and adding.
+    With an initialiser of 0.06 instead of 0.02, 250 steps are enough to learn to copy and add.
     """
     torch.manual_seed(seed)
     config = LlamaConfig(
@@ -124,11 +109,10 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausal
 
 
 def demonstration(rng: random.Random) -> list[Message]:
-    """One imperfect conversation over the keys that are not held out, so that there is something
-    left to learn.
+    """Draw a conversation over the keys that are not held out, with mistakes to train away.
 
-    40 % guess without the tool; of the others 15 % look a wrong key up; then 50 % add right, 20 %
-    repeat the price, 30 % guess.
+    40 % guess without the tool; of the others 15 % look up a wrong key; then 50 % add correctly,
+    20 % repeat the price, 30 % guess.
     """
     task = make_task(rng, held_out=False)
     question: Message = {"role": "user", "content": task.question}
@@ -153,8 +137,9 @@ def _total(number: int) -> Message:
 def tokenize(
     tokenizer: PreTrainedTokenizerFast, messages: list[Message]
 ) -> tuple[list[int], list[float]]:
-    """Ids of the conversation and a weight for each: every assistant message weighs 1 in all,
-    everything else 0.
+    """Return the ids of a conversation and their weights.
+
+    The weights of each assistant message have the sum 1; all others are 0.
     """
     ids: list[int] = []
     weights: list[float] = []
@@ -163,8 +148,8 @@ def tokenize(
             continue
         prompt = _render(tokenizer, messages[:i], generate=True)
         ids = _render(tokenizer, messages[: i + 1], generate=False)
-        said = len(ids) - len(prompt)
-        weights += [0.0] * (len(prompt) - len(weights)) + [1.0 / said] * said
+        reply = len(ids) - len(prompt)
+        weights += [0.0] * (len(prompt) - len(weights)) + [1.0 / reply] * reply
     return ids, weights
 
 
@@ -184,10 +169,7 @@ def warm_start(
     steps: int,
     progress: Progress | None,
 ) -> None:
-    """Supervised steps on one torch thread over the seeded demonstrations.
-
-    `progress(done, steps, loss)` after each.
-    """
+    """Train on the seeded demonstrations; call `progress(done, steps, loss)` after each step."""
     rng = random.Random(seed)
     conversations = [demonstration(rng) for _ in range(DEMONSTRATIONS)]
     row = cache(lambda i: tokenize(tokenizer, conversations[i]))
@@ -223,10 +205,19 @@ def make_model(
     progress: Progress | None = None,
     dtype: str = "float32",
 ) -> Path:
-    """Write a warm-started model as a Hugging Face directory; the same seed gives the same weights.
+    """Write a warm-started model as a Hugging Face directory; takes about a minute of one core.
 
-    It takes about a minute of one core. dtype: of the saved weights; training is in float32.
-    Raises FileExistsError if `out_dir` is there already: a model directory is complete or absent.
+    The same seed gives the same weights.
+
+    Args:
+        out_dir: the target; it is complete or absent.
+        seed: of weights and demonstrations.
+        steps: of the warm start.
+        progress: see `warm_start`.
+        dtype: of the saved weights; training is in float32.
+
+    Raises:
+        FileExistsError: `out_dir` exists.
     """
     tokenizer = build_tokenizer()
     with _one_thread():
@@ -236,9 +227,9 @@ def make_model(
 
 
 def make_random_model(out_dir: Path, seed: int = 0, dtype: str = "float32") -> Path:
-    """The same architecture, tokenizer and configuration without the warm start: ready in a second.
+    """Write a model of the same architecture without the warm start, within a second.
 
-    For tests, and for an engine that boots while the warm start still runs.
+    For tests, and for an engine that boots during the warm start.
     """
     tokenizer = build_tokenizer()
     return _write(build_model(tokenizer, seed), tokenizer, out_dir, dtype)
@@ -248,7 +239,7 @@ def _write(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out_dir: Path, dtype: str
 ) -> Path:
     if out_dir.exists():
-        raise FileExistsError(f"{out_dir} is there already: remove it to make the model anew")
+        raise FileExistsError(f"{out_dir} exists: remove it to make the model again")
     part = out_dir.with_name(out_dir.name + ".part")
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
@@ -260,7 +251,7 @@ def _write(
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """One torch thread: repeatable to the bit, and faster than two at this size."""
+    """Use one torch thread: bit-for-bit repeatable, and faster than two at this size."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

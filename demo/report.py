@@ -1,4 +1,4 @@
-"""The demo's report: every number counted where it lies, independently of the others."""
+"""The demo's report: independent counts on Kafka, in the lake and at the gateway."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from clawstream.ops.lag import lag
+from clawstream.query.sandbox import run_sql
 from runtime.kafka import Cluster
 from runtime.topics.records import Decoder
 from schemas.records import ReadyBatch, Step, WeightVersion
 from schemas.settings import Settings
 
-# name, question, SQL: what an analyst would ask.
+# (question, SQL)
 QUESTIONS = (
     (
         "Reward by the version that sampled it",
@@ -42,10 +43,9 @@ QUESTIONS = (
 def count_topics(
     cluster: Cluster, settings: Settings, answered: Mapping[str, int]
 ) -> dict[str, Any]:
-    """Distinct ids on Kafka: steps by status, batches, and the batches that the published versions
-    name.
+    """Count distinct ids on Kafka: steps by status, batches, and the batches of published versions.
 
-    answered: trajectory key to the number of calls whose answer the agent has got.
+    answered: trajectory key to the number of calls that the agent has an answer to.
     """
     topics = settings.kafka.topics
     decoder = Decoder(cluster, topics.schemas)
@@ -68,6 +68,8 @@ def count_topics(
         decoder.decode(r.value) for r in cluster.read_all(topics.weights)
     ]
     trained = surviving_batches(versions)
+    name = "logp_max_abs_diff_same_version"
+    differences = [v.metrics[name] for v in versions if name in v.metrics]
     counts = Counter(status.values())
     groups = [g for seq in trained for g in emitted.get(seq, [])]
     return {
@@ -79,19 +81,12 @@ def count_topics(
         "groups_trained_twice": len(groups) - len(set(groups)),
         "answered_but_missing": sum(max(0, n - recorded[key]) for key, n in answered.items()),
         "versions_published": len(versions),
-        "logp_max_abs_diff": max(
-            (
-                v.metrics["logp_max_abs_diff_same_version"]
-                for v in versions
-                if "logp_max_abs_diff_same_version" in v.metrics
-            ),
-            default=None,
-        ),
+        "logp_max_abs_diff": max(differences, default=None),
     }
 
 
 def surviving_batches(versions: Sequence[WeightVersion]) -> list[int]:
-    """batch_seq of every batch trained along the chain of parents of the newest version."""
+    """Return the batch_seq of each batch along the chain of parents of the newest version."""
     by_id = {v.version_id: v for v in versions}
     at = max(versions, key=lambda v: (v.sync_index, v.attempt), default=None)
     out: list[int] = []
@@ -103,7 +98,7 @@ def surviving_batches(versions: Sequence[WeightVersion]) -> list[int]:
 
 
 def final_lag(cluster: Cluster, settings: Settings) -> dict[str, int]:
-    """Records that no consumer group has read, by group."""
+    """Return the number of unread records of each consumer group."""
     total: Counter[str] = Counter()
     for row in lag(cluster, settings):
         total[row.group] += row.records or 0
@@ -113,11 +108,7 @@ def final_lag(cluster: Cluster, settings: Settings) -> dict[str, int]:
 def ask_lake(
     settings: Settings,
 ) -> tuple[dict[str, Any], list[dict[str, Any]], list[dict[str, Any]]]:
-    """(counts, curve, answers) from the Delta tables. Runs in a process that has DuckDB."""
-    import importlib
-
-    # By name: no process imports another, and the demo uses the lake as an analyst does.
-    run_sql = importlib.import_module("clawstream.query.sandbox").run_sql
+    """Return (counts, reward curve, answers to QUESTIONS) from the Delta tables."""
 
     def rows(query: str) -> list[dict[str, Any]]:
         return json.loads(run_sql(settings, query, "json"))  # type: ignore[no-any-return]
@@ -135,11 +126,10 @@ def ask_lake(
         "trajectory_id and p.index = s.index - 1) "
         "group by all"
     )
+    drifted = [r for r in drift if r["drift"] != "clean"]
     counts["second_turns"] = sum(r["n"] for r in drift)
-    counts["drift_after_stop"] = sum(
-        r["n"] for r in drift if r["drift"] != "clean" and not r["cut"]
-    )
-    counts["drift_after_length"] = sum(r["n"] for r in drift if r["drift"] != "clean" and r["cut"])
+    counts["drift_after_stop"] = sum(r["n"] for r in drifted if not r["cut"])
+    counts["drift_after_length"] = sum(r["n"] for r in drifted if r["cut"])
     asked = [(question, query, rows(query)) for question, query in QUESTIONS]
     return counts, asked[0][2], [{"question": q, "sql": s, "rows": r} for q, s, r in asked]
 
@@ -147,9 +137,7 @@ def ask_lake(
 def draw_curve(
     path: Path, curve: Sequence[Mapping[str, Any]], before: float, after: float, last_version: int
 ) -> None:
-    """The reward curve as a PNG: mean reward of training trajectories by the version that sampled
-    them.
-    """
+    """Draw the reward curve as a PNG: mean reward of training trajectories by sampling version."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -176,6 +164,6 @@ def draw_curve(
 
 
 def install_seconds() -> int | None:
-    """How long `make install` took, if it wrote it down."""
+    """Return the duration of `make install`, if it was recorded."""
     path = Path(".venv/install-seconds")
     return int(path.read_text()) if path.exists() else None

@@ -1,19 +1,19 @@
-"""The demo's rule reward: the same scoring as the task, computed from the recorded trajectory
-alone.
-"""
+"""The demo's rule reward: the score of the task, computed from the recorded trajectory alone."""
 
 from __future__ import annotations
 
 import json
+from typing import Any
 
-from demo.task import score
+from demo.task import key_of, score
 from schemas.records import Trajectory
 
 
 def price_answer(trajectory: Trajectory) -> float:
-    """1.0 for the right sum, 0.1 for the right first lookup.
+    """Return 1.0 for the right sum, 0.1 for the right first lookup, else 0.0.
 
-    Raises KeyError or ValueError without the task's metadata.
+    Raises:
+        KeyError, ValueError: the trajectory has no metadata of the task.
     """
     if trajectory.metadata_json is None:
         raise ValueError("the trajectory was opened without metadata")
@@ -26,12 +26,8 @@ def price_answer(trajectory: Trajectory) -> float:
     return score(task["gold"], task["key"], answer, first_key)
 
 
-def _first_key(message: dict[str, object]) -> str | None:
-    calls = message.get("tool_calls")
-    if not isinstance(calls, list) or not calls:
-        return None
+def _first_key(message: dict[str, Any]) -> str | None:
     try:
-        key = json.loads(calls[0]["function"]["arguments"])["key"]
-    except (ValueError, KeyError, TypeError):
+        return key_of(message["tool_calls"][0]["function"]["arguments"])
+    except (KeyError, TypeError, IndexError):
         return None
-    return key if isinstance(key, str) else None

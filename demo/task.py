@@ -1,22 +1,48 @@
-"""The demo's task: look a price up with a tool, then answer with a sum.
+"""The demo's task: look up a price with a tool, then answer with a sum.
 
 Pure functions, standard library only.
 
-A question is "price of k374 plus 2?". The price of a key is only known to the agent's tool, so the
-right answer takes two turns: call `lookup`, then add. A quarter of the keys is held out: neither
-the warm start nor training ever sees them.
+A question is "price of k374 plus 2?". Only the agent's tool knows the price of a key, so the right
+answer takes two turns: call `lookup`, then add. A quarter of the keys is held out: the warm start
+and training never use them.
 """
 
 from __future__ import annotations
 
+import json
 import random
 import re
 import zlib
 from dataclasses import dataclass
+from typing import Any
 
 KEYS = 1000
 PRICES = 7
 ADDENDS = (1, 2, 3)
+TOOLS: list[dict[str, Any]] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "lookup",
+            "description": "The price of a key.",
+            "parameters": {
+                "type": "object",
+                "properties": {"key": {"type": "string"}},
+                "required": ["key"],
+            },
+        },
+    }
+]
+"""The agent's only tool, as in an OpenAI request."""
+
+
+def key_of(arguments: str) -> str | None:
+    """Return the key in the model's JSON arguments of a call; None without one."""
+    try:
+        key = json.loads(arguments)["key"]
+    except (ValueError, KeyError, TypeError):
+        return None
+    return key if isinstance(key, str) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +56,17 @@ class Task:
 
 
 def price(key: str) -> int:
-    """The price of a key, 0..6: a hash, so nothing but the tool can tell it."""
+    """Return the price of a key, 0 to 6: a hash, so only the tool knows it."""
     return zlib.crc32(key.encode()) % PRICES
 
 
+def is_key(key: str) -> bool:
+    """Return whether the tool has a price for this text."""
+    return len(key) == 4 and key[0] == "k" and key[1:].isdecimal()
+
+
 def is_held_out(key: str) -> bool:
-    """True for the quarter of the keys that only evaluation asks for."""
+    """Return whether a key is in the quarter that only evaluation uses."""
     return zlib.crc32(b"held out " + key.encode()) % 4 == 0
 
 
@@ -52,8 +83,8 @@ def make_task(rng: random.Random, held_out: bool) -> Task:
 
 
 def score(gold: int, key: str, answer: str | None, first_call_key: str | None) -> float:
-    """1.0 if the last number of the answer is the sum, else 0.1 (shaping) if the first tool call
-    named the right key, else 0.0.
+    """Return 1.0 if the last number of the answer is the sum, else 0.1 (shaping) if the first tool
+    call named the right key, else 0.0.
     """
     numbers = re.findall(r"\d+", answer or "")
     if numbers and numbers[-1] == str(gold):

@@ -1,13 +1,13 @@
 """vLLM tool-parser plugin `strict_tags`: a reply is a tool call only if the chat template renders
-it back byte for byte.
+it to the same bytes.
 
 Load it with `--tool-parser-plugin demo/tool_parser.py --tool-call-parser strict_tags`. vLLM's own
-parser for these tags is lenient: it takes a call without its closing tag and drops text after it.
-Nothing speaks against either in the reward, so a policy drifts there, and then turn 2's prompt no
-longer starts with turn 1's tokens. Here such a reply stays what it is: content.
+parser for these tags is lenient: it accepts a call without its closing tag and drops text after it.
+The reward does not punish either, so a policy learns to write such calls, and then the prompt of
+turn 2 no longer starts with the tokens of turn 1. Here such a reply is content.
 
-A streamed reply gives the same result: content flows until a tag opens, the rest is held back and
-judged when the reply ends.
+A streamed reply gives the same result: content is sent until a tag opens; the rest is sent when the
+reply ends.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ def strict_calls(text: str) -> tuple[str, list[tuple[str, str]]]:
 
 @ToolParserManager.register_module(["strict_tags"])
 class StrictTags(ToolParser):  # type: ignore[misc]
-    """One per choice of a reply.
+    """Parser of one choice of a reply.
 
-    VLLM calls either the plain method once, or the streaming one per delta and then
-    `finish_streaming`.
+    vLLM calls either `extract_tool_calls` once, or `extract_tool_calls_streaming` for each delta
+    and then `finish_streaming`.
     """
 
     # Forced tool choices go through this parser too: it knows the model's only format.
@@ -73,18 +73,16 @@ class StrictTags(ToolParser):  # type: ignore[misc]
 
     def __init__(self, tokenizer: Any, tools: list[Any] | None = None) -> None:
         super().__init__(tokenizer, tools)
-        self._said = ""
+        self._sent = ""
         self._held = ""
 
     def adjust_request(self, request: Any) -> Any:
-        """Keep special tokens in the text: the tags are special, and a dropped token could not be
-        rendered back.
-        """
+        """Keep special tokens in the text: a dropped token could not be rendered back."""
         request.skip_special_tokens = False
         return request
 
     def extract_tool_calls(self, model_output: str, request: Any) -> Any:
-        """A complete reply."""
+        """Parse a complete reply."""
         content, calls = strict_calls(model_output) if _may_call(request) else (model_output, [])
         return ExtractedToolCallInformation(
             tools_called=bool(calls),
@@ -105,7 +103,7 @@ class StrictTags(ToolParser):  # type: ignore[misc]
         delta_token_ids: Sequence[int],
         request: Any,
     ) -> Any:
-        """One delta: content up to where a tag opens or might be opening."""
+        """Return the content of a delta up to a tag, or a possible start of one."""
         if not _may_call(request):
             return DeltaMessage(content=delta_text) if delta_text else None
         self._held += delta_text
@@ -113,12 +111,12 @@ class StrictTags(ToolParser):  # type: ignore[misc]
         if at < 0:
             at = len(self._held) - _opening(self._held)
         now, self._held = self._held[:at], self._held[at:]
-        self._said += now
+        self._sent += now
         return DeltaMessage(content=now) if now else None
 
     def finish_streaming(self) -> Any:
-        """The reply is complete: what was held back is all calls or all content."""
-        _, calls = strict_calls(self._said + self._held)
+        """Return the text that was held back, as calls or as content."""
+        _, calls = strict_calls(self._sent + self._held)
         held, self._held = self._held, ""
         if not calls:
             return DeltaMessage(content=held) if held else None
@@ -140,7 +138,7 @@ def _may_call(request: Any) -> bool:
 
 
 def _opening(text: str) -> int:
-    """Length of the longest end of `text` that is a beginning of the opening tag."""
+    """Return the length of the longest suffix of `text` that is a prefix of the opening tag."""
     return next(
         (n for n in range(min(len(text), len(OPEN) - 1), 0, -1) if OPEN.startswith(text[-n:])), 0
     )

@@ -20,7 +20,7 @@ from support.gateway import running
 from transformers import AutoModelForCausalLM
 
 from demo import model
-from demo.agent import TOOLS
+from demo.task import TOOLS
 from gateway.app import create_app
 from gateway.durability.log import InMemoryLogProducer
 from gateway.engines.registry import EngineRegistry

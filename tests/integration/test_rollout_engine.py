@@ -47,8 +47,8 @@ from support.engine import (
     worst,
 )
 
-from demo.agent import TOOLS
 from demo.model import make_random_model
+from demo.task import TOOLS
 from rollout.errors import EngineChanged, EngineUnavailable, InvalidWeights
 from rollout.server.load_weights import engine_label, load_version
 from rollout.server.process import VllmServer

@@ -22,7 +22,7 @@ from support.ports import free_port
 from transformers import AutoModelForCausalLM
 
 from demo import model
-from demo.agent import TOOLS
+from demo.task import TOOLS
 from rollout.server.load_weights import engine_label, load_version
 from rollout.server.process import VllmServer
 from schemas import engine_frames

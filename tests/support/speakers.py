@@ -14,10 +14,10 @@ from typing import Any, Protocol
 from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI, LengthFinishReasonError
 
-from demo import model
+from demo.task import TOOLS as DEMO_TOOLS
 
 THINK, THOUGHT = "<think>", "</think>"
-SCHEMA = model.TOOLS[0]["function"]["parameters"] | {"additionalProperties": False}
+SCHEMA = DEMO_TOOLS[0]["function"]["parameters"] | {"additionalProperties": False}
 TOOLS: list[dict[str, Any]] = [
     {"type": "function", "function": {"name": "lookup", "strict": True, "parameters": SCHEMA}}
 ]

@@ -18,14 +18,14 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from demo import agent, model
-from demo.task import ADDENDS, KEYS, is_held_out, make_task, price, score
+from demo.task import ADDENDS, KEYS, TOOLS, is_held_out, make_task, price, score
 
 tokenizer = model.build_tokenizer()
 
 
 def render(messages: list[dict[str, Any]], generate: bool) -> list[int]:
     text = tokenizer.apply_chat_template(
-        messages, tools=model.TOOLS, add_generation_prompt=generate, tokenize=False
+        messages, tools=TOOLS, add_generation_prompt=generate, tokenize=False
     )
     return list(tokenizer.encode(text, add_special_tokens=False))
 
@@ -111,10 +111,6 @@ def test_score(answer: str | None, key: str | None, points: float) -> None:
 )
 def test_the_tool_answers_error_to_what_is_no_key(arguments: str) -> None:
     assert agent.lookup(arguments) == "error"
-
-
-def test_agent_and_model_name_the_same_tool() -> None:
-    assert agent.TOOLS == model.TOOLS
 
 
 def test_a_model_directory_is_complete_and_repeatable(tmp_path: Path) -> None:
