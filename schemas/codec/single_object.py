@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import json
 import struct
-import types
-import typing
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cache, partial
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from schemas import records
 from schemas.codec.avro_schema import Schema, check, check_extent, expanded, plain_name
@@ -82,78 +81,6 @@ def _compiled_writer(name: str) -> Write:
 def archived() -> tuple[dict[str, Any], ...]:
     """Return every released schema, the current ones included."""
     return tuple(json.loads(p.read_text()) for p in sorted((AVRO_DIR / "archive").glob("*/*.avsc")))
-
-
-def _record_type(hint: Any) -> type | None:
-    """Return the record class in a field type (`X`, `X | None`, `tuple[X, ...]`), or None."""
-    for t in typing.get_args(hint) or (hint,):
-        if is_dataclass(t):
-            return typing.cast(type, t)
-    return None
-
-
-@cache
-def _flattener(cls: type) -> Callable[[Any], dict[str, Any]]:
-    """A function from the record to the dict that fastavro takes, compiled once for the class."""
-    hints = typing.get_type_hints(cls)
-    names = tuple(f.name for f in fields(cls))
-    get = attrgetter(*names) if len(names) > 1 else lambda v, g=attrgetter(names[0]): (g(v),)
-    # fastavro takes a tuple inside a union for (branch, value).
-    plain_lists = [
-        n for n in names if _is_list(hints[n]) and type(None) in typing.get_args(hints[n])
-    ]
-    nested = [
-        (n, _flattener(r), _is_list(hints[n]))
-        for n in names
-        if (r := _record_type(hints[n])) is not None
-    ]
-
-    def flatten(record: Any) -> dict[str, Any]:
-        d = dict(zip(names, get(record), strict=True))
-        for name, inner, is_list in nested:
-            value = d[name]
-            if value:
-                d[name] = [inner(v) for v in value] if is_list else inner(value)
-        for name in plain_lists:
-            if d[name] is not None:
-                d[name] = list(d[name])
-        return d
-
-    return flatten
-
-
-@cache
-def _builder(cls: type) -> Callable[[dict[str, Any]], Any]:
-    """Return a function from fastavro's dict to the record; drops unknown fields, makes tuples."""
-    hints = typing.get_type_hints(cls)
-    names = frozenset(hints)
-    convert: dict[str, Callable[[Any], Any]] = {}
-    for name, hint in hints.items():
-        inner = _record_type(hint)
-        is_list = _is_list(hint)
-        if inner is not None:
-            build = _builder(inner)
-            convert[name] = (lambda b: lambda v: tuple(map(b, v)))(build) if is_list else build
-        elif is_list:
-            convert[name] = tuple
-
-    def build_record(d: dict[str, Any]) -> Any:
-        if d.keys() - names:
-            d = {k: v for k, v in d.items() if k in names}
-        for name, conv in convert.items():
-            if d.get(name) is not None:
-                d[name] = conv(d[name])
-        return cls(**d)
-
-    return build_record
-
-
-def _is_list(hint: Any) -> bool:
-    if typing.get_origin(hint) is tuple:
-        return True
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        return any(_is_list(a) for a in typing.get_args(hint))
-    return False
 
 
 _RECORDS = Records(partial(getattr, records))
@@ -278,8 +205,7 @@ class Codec:
             writer.read = _compiled_reader(writer.name)
         else:
             fields_of = foreign_reader_of(writer.parsed, parse(shipped(writer.name)))
-            build = _builder(getattr(records, writer.name))
-            writer.read = lambda data, at: build(dict(fields_of(data, at)))
+            writer.read = lambda data, at: record_from(writer.name, fields_of(data, at))
         return writer.read
 
     def _writer_of(self, value: bytes) -> tuple[_Writer, int]:
@@ -299,11 +225,18 @@ class Codec:
         )
 
 
-def as_dict(event: Event) -> Mapping[str, Any]:
-    """The record as plain dicts and lists, its bytes as they are."""
-    return _flattener(event.__class__)(event)
+def as_dict(event: Event) -> dict[str, Any]:
+    """Return the record as plain dicts and tuples, its bytes as they are."""
+    return msgspec.to_builtins(event, builtin_types=(bytes,))  # type: ignore[no-any-return]
 
 
 def record_from(name: str, plain: Mapping[str, Any]) -> Event:
-    """Build a record from plain dicts and lists. Raises TypeError for a missing field."""
-    return _builder(next(cls for cls in TOP_LEVEL if cls.__name__ == name))(dict(plain))
+    """Build a record from plain dicts and lists; unknown fields are ignored.
+
+    Raises:
+        ValueError: A field is missing or has a wrong type.
+    """
+    try:
+        return msgspec.convert(plain, getattr(records, name))
+    except msgspec.ValidationError as e:
+        raise ValueError(str(e)) from e

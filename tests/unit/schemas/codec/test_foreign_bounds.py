@@ -22,9 +22,8 @@ from support.examples import examples
 from runtime.kafka import Record
 from runtime.topics.records import Decoder, decode_all
 from schemas.codec import foreign
-from schemas.codec import single_object as codec_module
 from schemas.codec.foreign import fingerprint_of
-from schemas.codec.single_object import MAGIC, Codec, archived, shipped
+from schemas.codec.single_object import MAGIC, TOP_LEVEL, Codec, archived, record_from, shipped
 from schemas.errors import Undecodable
 from schemas.records import Reward, Tag, Tick, Trajectory, TrajectoryStep
 from stream_jobs.lake.tables.catalog import catalog
@@ -237,13 +236,13 @@ def test_what_others_wrote_is_read_as_fastavro_reads_it(data: st.DataObject) -> 
     except Undecodable:
         return  # two fields define a type of the same name
     writer, current = foreign.parse(schema), foreign.parse(shipped(name))
-    cls = next(c for c in codec_module.TOP_LEVEL if c.__name__ == name)
+    cls = next(c for c in TOP_LEVEL if c.__name__ == name)
     out = io.BytesIO()
     fastavro.schemaless_writer(out, writer, generate_one(writer))
     out.seek(0)
     try:
         plain = fastavro.schemaless_reader(out, writer, current)
-        expected = codec_module._builder(cls)(cast("dict[str, Any]", plain))
+        expected = record_from(cls.__name__, cast("dict[str, Any]", plain))
     # The schemas do not match, or a field without a default is missing.
     except (fastavro.read.SchemaResolutionError, TypeError, ValueError):
         with pytest.raises(Undecodable):
