@@ -16,10 +16,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-import orjson
-
-from gateway.protocols.base import EngineKind
-
 FAILURES = 3
 MISSED = 3
 PAUSE_S = 0.5
@@ -123,23 +119,3 @@ def admits(circuit: Circuit, at_s: float, probed: bool) -> bool:
     if circuit.open_until_s is None:
         return True
     return not probed and not circuit.half_open and at_s >= circuit.open_until_s
-
-
-def kind_of(status: int, told: bool, body: bytes) -> EngineKind | None:
-    """Find the kind of an engine from its reply to `GET /version`; None: the engine is not up.
-
-    Args:
-        status: HTTP status of the reply.
-        told: The reply has the header of our engine middleware.
-        body: Body of the reply.
-    """
-    if status >= 500 or status == 429:
-        return None
-    if status == 200 and told:
-        return "captured"
-    try:
-        version = orjson.loads(body)
-    except orjson.JSONDecodeError:
-        return "text"
-    known = status == 200 and isinstance(version, dict) and isinstance(version.get("version"), str)
-    return "vllm" if known else "text"

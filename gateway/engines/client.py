@@ -1,18 +1,4 @@
-"""Calls to the engines: choice of an engine, waiting for one, retries. The only owner of retries.
-
-A call is retried, at once and on another engine first, while the client has seen no reply:
-
-1. The connection failed, or the engine replied 502 or 503: it sampled nothing. Every engine is
-   tried, then again with pauses until gateway.worker_wait_s are over. The 502 or 503 of a provider
-   is passed to the client when no other engine is free.
-2. The engine replied 429 or 529, and another engine is free. Otherwise the reply is passed to the
-   client with its `retry-after`.
-3. The connection broke before the first byte of the reply's body. The engine may have sampled, but
-   the client saw nothing and nothing was recorded, so a retry makes no second step. Only one such
-   retry per call, because the request itself may crash engines.
-
-Any later failure is an error of the call.
-"""
+"""Calls to the engines: choice of an engine, waiting for one, retries (`retry_policy`)."""
 
 from __future__ import annotations
 
@@ -29,15 +15,13 @@ from gateway.engines.engine import Engine
 from gateway.engines.http1 import Connection
 from gateway.engines.pool import EnginePool
 from gateway.engines.registry import EngineRegistry, EngineSpec
+from gateway.engines.retry_policy import Outcome, outcome_of, pause_s, retries
 from gateway.errors import NoEngine, Unreachable, UpstreamFailed, UpstreamTimeout
 from gateway.metrics import Metrics
 from gateway.protocols.request_fields import renamed
 from schemas.settings import GatewaySettings
 
-BACKOFF_S = (0.05, 0.1, 0.2, 0.4, 0.8)
 SETTLE_S = 0.05
-BUSY = (502, 503)
-LIMITED = (429, 529)
 Body = Callable[[EngineSpec], bytes] | bytes | None
 
 
@@ -135,8 +119,8 @@ class Response:
         return broken(error, self.spec)
 
 
-def _encoding(said: bytes) -> str | None:
-    name = said.decode("latin-1").strip().lower()
+def _encoding(value: bytes) -> str | None:
+    name = value.decode("latin-1").strip().lower()
     return None if name in ("", "identity") else name
 
 
@@ -161,11 +145,8 @@ class Upstream:
         metrics: Metrics | None = None,
     ) -> None:
         clock, metrics = clock or Clock(), metrics or Metrics()
-        self.settings, self.retries, self.now_s = (
-            settings,
-            metrics.upstream_retries,
-            clock.monotonic,
-        )
+        self.settings, self.retries = settings, metrics.upstream_retries
+        self.now_s = clock.monotonic
         self.engines = EnginePool(settings, registry, now_s, clock, metrics)
 
     async def open(self) -> None:
@@ -230,68 +211,42 @@ class UpstreamCall:
     """
 
     __slots__ = (
-        "_avoid",
-        "_body",
-        "_broke",
-        "_by",
-        "_connection",
-        "_credentials",
-        "_engine",
-        "_headers",
-        "_key",
-        "_method",
-        "_on_engine",
-        "_path",
-        "_refusal",
-        "_upstream",
-        "_who",
+        "_body", "_broke", "_connection", "_credentials", "_engine", "_headers", "_key", "_method",
+        "_on_engine", "_path", "_refusal", "_role", "_route", "_tried", "_upstream",
     )  # fmt: skip
 
     def __init__(
-        self,
-        upstream: Upstream,
-        method: str,
-        path: str,
-        body: Body,
-        headers: Mapping[str, str],
-        key: str,
-        who: tuple[str, str | None],
-        on_engine: Callable[[EngineSpec | None], None],
+        self, upstream: Upstream, method: str, path: str, body: Body, headers: Mapping[str, str],
+        key: str, route: tuple[str, str | None], on_engine: Callable[[EngineSpec | None], None],
         credentials: Mapping[str, str],
-    ) -> None:
-        self._upstream, self._method, self._path, self._body, self._headers = (
-            upstream,
-            method,
-            path,
-            body,
-            headers,
-        )
-        self._key, self._who, self._on_engine, self._credentials = key, who, on_engine, credentials
+    ) -> None:  # fmt: skip
+        self._upstream, self._method, self._path, self._body = upstream, method, path, body
+        self._headers, self._credentials, self._on_engine = headers, credentials, on_engine
+        self._key, self._route = key, route
         self._engine: Engine | None = None
         self._connection: Connection | None = None
-        self._by: By = "call"
-        self._avoid: tuple[Engine, ...] = ()
+        self._role: By = "call"
+        self._tried: tuple[Engine, ...] = ()
         self._broke = False
         self._refusal: UpstreamFailed | UpstreamTimeout | NoEngine | None = None
 
     async def __aenter__(self) -> Response:
-        upstream = self._upstream
+        upstream, rounds = self._upstream, 0
         deadline = upstream.now_s() + upstream.settings.worker_wait_s
-        attempt = 0
         while True:
-            engine = upstream.engines.pick(self._key, self._who, self._avoid)
+            engine = upstream.engines.pick(self._key, self._route, self._tried)
             if engine is not None:
                 response = await self._try(engine)
                 if response is not None:
                     return response
-                self._avoid = (*self._avoid, engine)
+                self._tried = (*self._tried, engine)
                 continue
             left = deadline - upstream.now_s()
             if left <= 0:
                 raise self._refusal or upstream.engines.no_engine_error()
-            if self._avoid:  # all engines were tried: pause before the next round
-                await asyncio.sleep(min(BACKOFF_S[min(attempt, len(BACKOFF_S) - 1)], left))
-                attempt, self._avoid = attempt + 1, ()
+            if self._tried:
+                rounds, self._tried = rounds + 1, ()
+                await asyncio.sleep(min(pause_s(rounds), left))
             else:
                 await upstream.engines.wait(deadline)
 
@@ -301,85 +256,85 @@ class UpstreamCall:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._let_go()
+        self._release()
 
     async def _try(self, engine: Engine) -> Response | None:
         """Send the call to this engine. None: retry on another engine."""
         spec = engine.spec
-        self._engine, self._by = engine, engine.begin()
+        self._engine, self._role = engine, engine.begin()
         try:
             self._on_engine(spec)
-            await self._send(engine, spec)
+            connection = await self._send(engine, spec)
         except Unreachable as error:
-            engine.failed(self._by, surely=True)
-            self._again("unreachable", NoEngine(f"{error.message}: nothing was sampled, try again"))
+            engine.failed(self._role, surely=True)
+            message = f"{error.message}: nothing was sampled, try again"
+            self._retry("unreachable", NoEngine(message))
             return None
         except (ConnectionError, TimeoutError) as error:
-            connection, failure = self._connection, broken(error, spec)
-            engine.failed(self._by)
-            if (
-                self._broke
-                or isinstance(error, TimeoutError)
-                or connection is None
-                or connection.touched
-            ):
-                self._let_go()
+            engine.failed(self._role)
+            untouched = self._connection is not None and not self._connection.touched
+            resendable = untouched and isinstance(error, ConnectionError)
+            outcome: Outcome = "broken" if resendable else "failed"
+            failure = broken(error, spec)
+            if not retries(outcome, broke_before=self._broke):
+                self._release()
                 raise failure from error
-            self._broke = True
-            self._again("broken", failure)
+            self._retry(outcome, failure)
             return None
         except BaseException:  # cancelled, or a bug: release the engine
-            engine.left(self._by)
-            self._let_go()
+            engine.left(self._role)
+            self._release()
             raise
-        return self._judge(engine, spec)
+        outcome = outcome_of(connection.status, spec.kind)
+        response = Response(spec, engine, connection)
+        if outcome == "replied":
+            engine.answered(self._role)
+            return response
+        if outcome == "limited":
+            engine.answered(self._role)
+            engine.start_cooldown(response.header("retry-after"))
+        else:
+            engine.failed(self._role)
+        if not retries(outcome, another_free=self._another_free(engine)):
+            return response
+        message = f"the engine at {spec.base_url} says {connection.status}, try again"
+        self._retry(outcome, NoEngine(message))
+        return None
 
-    async def _send(self, engine: Engine, spec: EngineSpec) -> None:
-        body = self._body
+    async def _send(self, engine: Engine, spec: EngineSpec) -> Connection:
+        """Send the request and wait for the head of the reply."""
+        body, method = self._body, self._method
         data = body(spec) if callable(body) else body
-        if data is not None and (model := spec.model_map.get(self._who[1] or "")) is not None:
+        if data is not None and (model := spec.model_map.get(self._route[1] or "")) is not None:
             data = renamed(data, model)
-        length = len(data) if data is not None else 0 if self._method == "POST" else None
-        head = engine.head(self._method, self._path, self._headers, self._credentials, length)
+        length = len(data) if data is not None else 0 if method == "POST" else None
+        head = engine.heads.build(method, self._path, self._headers, self._credentials, length)
         connection = self._connection = await engine.connection()
         settings = self._upstream.settings
         connection.send(head, data, settings.upstream_timeout_s, settings.upstream_total_timeout_s)
         await connection.begin()
+        return connection
 
-    def _judge(self, engine: Engine, spec: EngineSpec) -> Response | None:
-        """Return the reply; None: another engine may give a better one."""
-        connection = self._connection
-        assert connection is not None
-        response = Response(spec, engine, connection)
-        status = connection.status
-        if status not in BUSY and status not in LIMITED:
-            engine.answered(self._by)
-            return response
-        if status in LIMITED:
-            engine.answered(self._by)
-            engine.start_cooldown(response.header("retry-after"))
-        else:
-            engine.failed(self._by)
-        passes = status in LIMITED or spec.kind == "text"
-        if (
-            passes
-            and self._upstream.engines.pick(self._key, self._who, (*self._avoid, engine)) is None
-        ):
-            return response
-        reason = "limited" if status in LIMITED else "busy"
-        self._again(reason, NoEngine(f"the engine at {spec.base_url} says {status}, try again"))
-        return None
+    def _another_free(self, engine: Engine) -> bool:
+        tried = (*self._tried, engine)
+        return self._upstream.engines.pick(self._key, self._route, tried) is not None
 
-    def _again(self, reason: str, refusal: NoEngine | UpstreamFailed | UpstreamTimeout) -> None:
-        self._let_go()
-        self._upstream.retries.labels(reason).inc()
-        if not self._broke:
+    def _retry(
+        self, outcome: Outcome, refusal: NoEngine | UpstreamFailed | UpstreamTimeout
+    ) -> None:
+        """Release the engine; keep the error for the case that no engine replies in time.
+
+        After a broken attempt its error stays, because that engine may have sampled.
+        """
+        self._release()
+        self._upstream.retries.labels(outcome.removesuffix("_provider")).inc()
+        if outcome == "broken":
+            self._broke, self._refusal = True, refusal
+        elif not self._broke:
             self._refusal = refusal
             self._on_engine(None)
-        elif reason == "broken":
-            self._refusal = refusal
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         """Release the connection: reuse it after a complete reply, otherwise close it.
 
         Closing the connection makes the engine abort the call.

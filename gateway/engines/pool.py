@@ -51,7 +51,8 @@ class EnginePool:
         self._open = True
         self._refresh()
         firsts = [
-            asyncio.ensure_future(engine.first_probe.wait()) for engine in self._engines.values()
+            asyncio.ensure_future(engine.prober.first_probe.wait())
+            for engine in self._engines.values()
         ]
         if firsts:
             _, late = await asyncio.wait(firsts, timeout=FIRST_PROBES_S)

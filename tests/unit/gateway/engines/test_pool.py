@@ -27,10 +27,10 @@ from gateway.engines.circuit_breaker import (
     HalfOpenStarted,
     admits,
     fold,
-    kind_of,
 )
 from gateway.engines.engine import Engine
 from gateway.engines.http1 import address_of
+from gateway.engines.prober import kind_of
 from gateway.engines.registry import (
     EngineRegistry,
     EngineSpec,
@@ -334,7 +334,9 @@ def head(
             "kind_known": True,
         }
         engine = Engine(EngineSpec(**fields | worker), lambda: 0.0, 2.0, lambda engine: None)
-        return engine.head("POST", path, {"content-type": "application/json"}, client or {}, 3)
+        return engine.heads.build(
+            "POST", path, {"content-type": "application/json"}, client or {}, 3
+        )
 
     text = asyncio.run(made()).decode()
     assert text.endswith("\r\n\r\n")
@@ -458,6 +460,6 @@ def test_no_header_value_can_become_a_header(value: str) -> None:
     async def made() -> None:
         engine = Engine(EngineSpec("w", "http://h"), lambda: 0.0, 2.0, lambda engine: None)
         with pytest.raises(BadRequest):
-            engine.head("POST", "/v1/x", {"x-request-id": value}, {}, None)
+            engine.heads.build("POST", "/v1/x", {"x-request-id": value}, {}, None)
 
     asyncio.run(made())

@@ -28,8 +28,9 @@ from support.wire import (
     wired,
 )
 
-from gateway.engines.engine import MUTE, Engine
+from gateway.engines.engine import Engine
 from gateway.engines.http1 import Address, Pool
+from gateway.engines.prober import MAX_UNCLEAR
 from gateway.engines.registry import EngineSpec
 from gateway.errors import NoEngine, UpstreamFailed
 from gateway.protocols.base import EngineKind
@@ -220,7 +221,7 @@ def test_what_is_not_up_yet_is_no_provider(reports: bool) -> None:
             if reports:
                 rig.registry.update("w", heard(url, "ready"), 0.0)
             _ = rig.upstream.ready
-            await rig.until(lambda: probes > 2 * MUTE)
+            await rig.until(lambda: probes > 2 * MAX_UNCLEAR)
             assert rig.upstream.ready == []
 
     run(answer, test=test)
@@ -252,7 +253,7 @@ def test_a_probe_that_breaks_is_told_and_goes_on(capsys: pytest.CaptureFixture[s
         engine = Engine(EngineSpec("w", url), asyncio.get_running_loop().time, 0.05, judge)
         engine.watch()
         async with asyncio.timeout(SOON_S):
-            await engine.first_probe.wait()
+            await engine.prober.first_probe.wait()
             while "a bug" not in "".join(capsys.readouterr()):  # noqa: ASYNC110 - reads the log
                 await asyncio.sleep(0.005)
             engine.failed("probe", surely=True)

@@ -1,0 +1,166 @@
+"""Probes an engine: finds its kind, and reports to its circuit breaker whether it is up."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import orjson
+
+from gateway.engines.request_heads import VERSION_PATH
+from gateway.errors import Unreachable
+from gateway.protocols.base import EngineKind
+from runtime.logs import logger
+from schemas import engine_frames
+
+if TYPE_CHECKING:
+    from gateway.engines.engine import Engine
+
+PATIENCE = 2.0
+"""A probe fails after this many probe intervals without an answer."""
+REPROBE_OPEN_S = 0.5
+REPROBE_TEXT_S = 60.0
+"""Probe interval of an engine that is not a vLLM: long, to spare the server of a provider."""
+MAX_UNCLEAR = 5
+"""After this many probes that do not show its kind, an engine of the settings is a provider."""
+NOT_UP = (502, 503)
+
+
+class Prober:
+    """The probing task of one engine.
+
+    interval_s: gateway.probe_interval_s. first_probe: Set after the first probe, or a bug in it.
+    """
+
+    def __init__(self, engine: Engine, interval_s: float) -> None:
+        self._engine, self._interval_s = engine, interval_s
+        self.first_probe = asyncio.Event()
+        self._woken = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._stopped = False
+        self._unclear = 0
+
+    def start(self, after_s: float = 0.0) -> None:
+        """Start probing."""
+        self._task = asyncio.create_task(self._run(after_s))
+        self._task.add_done_callback(self._ended)
+
+    def wake(self) -> None:
+        """Probe soon: a call has failed."""
+        self._woken.set()
+
+    async def stop(self) -> None:
+        """Stop probing."""
+        self._stopped = True
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """Restart the task after a bug ended it, so that the engine stays probed."""
+        if task.cancelled() or self._stopped:
+            return
+        spec, error = self._engine.spec, repr(task.exception())
+        logger().error("probe_broke", engine=spec.name, base_url=spec.base_url, error=error)
+        self.first_probe.set()
+        self.start(self._interval_s)
+
+    async def _run(self, after_s: float) -> None:
+        engine = self._engine
+        await asyncio.sleep(after_s)
+        while True:
+            await self._probe()
+            self.first_probe.set()
+            provider = engine.spec.kind == "text" and not self._unclear
+            pause = max(REPROBE_TEXT_S, self._interval_s) if provider else self._interval_s
+            if engine.circuit.open_until_s is not None or not engine.kind_known:
+                pause = min(REPROBE_OPEN_S, self._interval_s)
+            self._woken.clear()
+            try:
+                async with asyncio.timeout(pause):
+                    await self._woken.wait()
+                    await asyncio.sleep(min(REPROBE_OPEN_S, self._interval_s))
+            except TimeoutError:
+                continue
+
+    async def _probe(self) -> None:
+        engine = self._engine
+        try:
+            up = True
+            if not engine.listed.kind_known:
+                kind = await self._kind()
+                up = kind is not None
+                if kind is not None:
+                    engine.found(kind)
+            if up and engine.spec.kind != "text":
+                up = (await self._get("/health"))[0] < 500
+        except (ConnectionError, TimeoutError, Unreachable) as error:
+            engine.failed("probe", surely=isinstance(error, Unreachable))
+            return
+        if up:
+            engine.answered("probe")
+        else:
+            engine.failed("probe")
+
+    async def _kind(self) -> EngineKind | None:
+        """Query the kind of the engine; None: unknown.
+
+        An engine that answers or hangs MAX_UNCLEAR times without showing its kind counts as a
+        provider until it shows another kind. A 502 or 503 is not an answer: the engine is not up.
+
+        Raises:
+            Unreachable: No connection was possible.
+            ConnectionError: The connection broke.
+        """
+        try:
+            status, captures, body = await self._get(VERSION_PATH)
+        except TimeoutError:
+            kind, up = None, True
+        else:
+            kind, up = kind_of(status, captures, body), status not in NOT_UP
+        if kind is not None:
+            self._unclear = 0
+        if kind is not None or not up:
+            return kind
+        self._unclear += 1
+        spec = self._engine.spec
+        known = spec.worker_id is not None or (self._engine.kind_known and spec.kind != "text")
+        return "text" if self._unclear >= MAX_UNCLEAR and not known else None
+
+    async def _get(self, path: str) -> tuple[int, bool, bytes]:
+        """Send a GET request.
+
+        Returns:
+            Status, whether the reply has the header of our engine middleware, body.
+
+        Raises:
+            Unreachable: No connection was possible.
+            ConnectionError: The connection broke.
+            TimeoutError: The engine did not answer in time.
+        """
+        connection = await self._engine.connection()
+        try:
+            patience_s = PATIENCE * self._interval_s
+            head = self._engine.heads.build("GET", path, {}, {}, None)
+            connection.send(head, None, patience_s, patience_s)
+            body = await connection.read()
+            return connection.status, engine_frames.ASK.encode() in connection.headers, body
+        finally:
+            connection.release()
+
+
+def kind_of(status: int, captures: bool, body: bytes) -> EngineKind | None:
+    """Find the kind of an engine from its reply to `GET /version`; None: the engine is not up.
+
+    captures: The reply has the header of our engine middleware.
+    """
+    if status >= 500 or status == 429:
+        return None
+    if status == 200 and captures:
+        return "captured"
+    try:
+        version = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return "text"
+    known = status == 200 and isinstance(version, dict) and isinstance(version.get("version"), str)
+    return "vllm" if known else "text"
