@@ -80,8 +80,8 @@ class Metrics:
         self.spool_bytes = Gauge(
             name + "spool_bytes", "Bytes waiting in the spool", registry=registry
         )
-        self.spool_held_bytes = Gauge(
-            name + "spool_held_bytes",
+        self.spool_quarantined_bytes = Gauge(
+            name + "spool_quarantined_bytes",
             "Bytes too old to be sent: run `clawstream spool drain`",
             registry=registry,
         )

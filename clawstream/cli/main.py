@@ -206,7 +206,7 @@ def doctor(
     damaged = spools.damaged(settings)
     typer.echo(format_diagnoses(diagnoses, every))
     for found in damaged:
-        typer.echo(found.told)
+        typer.echo(str(found))
     if damaged or any(d.verdict in SERIOUS for d in diagnoses):
         raise SystemExit(1)
 

@@ -27,7 +27,7 @@ def spool_drain(
     spool, lake = load("clawstream.ops.spool_drain"), load("stream_jobs.lake.lookup")
     cluster_of(settings)
     for done in spool.drain(settings, lake.in_lake, lake.check_not_behind, gateway_id):
-        runs = ", runs: what it does not hold back it sends by itself" if done.runs else ""
+        runs = ", runs: it sends the other segments itself" if done.runs else ""
         typer.echo(f"{done.gateway_id}: {done.sent} sent, {done.in_lake} in the lake already{runs}")
         for left in done.damaged:
-            typer.echo(left.told)
+            typer.echo(str(left))

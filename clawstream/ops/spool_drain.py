@@ -4,7 +4,8 @@
 2. From the oldest segment on, ask the lake for its records and send the missing ones in order.
 3. Remove the segment once all are acknowledged. After a crash it is sent again with the same ids.
 
-The readable part of a damaged segment (`gateway.spool`) is sent; the file stays for manual repair.
+The readable part of a damaged segment (`gateway.durability.spool`) is sent; the file stays for
+manual repair.
 """
 
 from __future__ import annotations
@@ -17,16 +18,16 @@ from typing import Any, NamedTuple
 
 from gateway.durability.blobs import Blobs
 from gateway.durability.log import Message
-from gateway.durability.spool import (
+from gateway.durability.quarantine import (
     DAMAGED,
-    HELD,
+    QUARANTINED,
     Damage,
     damaged_in,
-    lock,
-    put_with_damaged,
-    read_segment,
-    set_aside,
+    move_to,
+    reject,
 )
+from gateway.durability.segment import read_segment
+from gateway.durability.spool import lock
 from gateway.errors import GatewayError, RecordTooLarge, SpoolTaken
 from runtime.blob_store import BlobStore
 from runtime.kafka import Cluster
@@ -121,12 +122,12 @@ class _Work(NamedTuple):
                     try:
                         (fitting,) = self.blobs.fit_now([message])
                     except RecordTooLarge:
-                        set_aside(directory, message)
+                        reject(directory, message)
                     else:
                         producer.put(*fitting)
                 producer.flush()
                 if unreadable_bytes:
-                    put_with_damaged(directory, path)
+                    move_to(DAMAGED, directory, path)
                 else:
                     path.unlink()
                 sent, known = sent + len(missing), known + len(messages) - len(missing)
@@ -154,13 +155,17 @@ def _taken(directory: Path) -> Iterator[tuple[list[Path], bool]]:
     """Segments that are ours now, oldest first, and whether the gateway runs."""
     with ExitStack() as stack:
         try:
-            stack.callback(os.close, lock(directory / HELD))
+            stack.callback(os.close, lock(directory / QUARANTINED))
         except SpoolTaken as error:
             raise SpoolTaken(
                 f"spool {directory} is just being drained by another `clawstream spool drain`"
             ) from error
         paths, runs = (
-            [path for name in (HELD, DAMAGED) for path in (directory / name).glob("*.spool")],
+            [
+                path
+                for name in (QUARANTINED, DAMAGED)
+                for path in (directory / name).glob("*.spool")
+            ],
             False,
         )
         try:

@@ -21,8 +21,6 @@ SILENT_AFTER_S = 3.0
 """Kafka counts as unreachable after this time without a successful probe or acknowledgement."""
 QUEUE_KB = 256 * 1024
 """Memory for records that wait for their acknowledgement; records beyond it are spooled."""
-
-
 POSITION_EVERY_S = 5.0
 """Interval between queries of the end of the steps topic.
 
@@ -127,7 +125,6 @@ class KafkaLogProducer:
         self._loop_producer = cluster.loop_producer(
             produce_timeout_s, die, queue_buffering_max_kbytes=QUEUE_KB
         )
-        self._topic_id: str | None = None
         self._ok_at = self._failed_at = float("-inf")
         self._uptime_s = 0.0
         self._position: LogPosition | None = None
@@ -151,28 +148,23 @@ class KafkaLogProducer:
                 topic_id = (
                     self._cluster.topic_ids([self._topic]).get(self._topic) if partitions else None
                 )
-                if partitions and topic_id is not None:
-                    self._look_where_it_ends(topic_id, partitions)
+                if not partitions or topic_id is None:
+                    continue
+                self._update_position(topic_id, partitions)
             except kafka.KafkaError:
                 continue
-            if topic_id is not None:
-                if self._topic_id not in (None, topic_id):
-                    self._loop_producer.renew_soon(f"topic {self._topic} was made anew")
-                    logger().warning(
-                        "topic_recreated",
-                        topic=self._topic,
-                        topic_id=topic_id,
-                        former=self._topic_id,
-                    )
-                self._topic_id = topic_id
-                now = time.monotonic()
-                self._uptime_s += min(now - seen_at, SILENT_AFTER_S / 2)
-                self._ok_at = seen_at = now
+            now = time.monotonic()
+            self._uptime_s += min(now - seen_at, SILENT_AFTER_S / 2)
+            self._ok_at = seen_at = now
 
-    def _look_where_it_ends(self, topic_id: str, partitions: int) -> None:
-        if topic_id == self._topic_id and time.monotonic() - self._position_at < POSITION_EVERY_S:
+    def _update_position(self, topic_id: str, partitions: int) -> None:
+        former = None if self._position is None else self._position.topic_id
+        if topic_id == former and time.monotonic() - self._position_at < POSITION_EVERY_S:
             return
         ends = self._cluster.ends(self._topic, range(partitions))
+        if former not in (None, topic_id):
+            self._loop_producer.renew_soon(f"topic {self._topic} was recreated")
+            logger().warning("topic_recreated", topic=self._topic, topic_id=topic_id, former=former)
         self._position = LogPosition(topic_id, tuple(ends[p] for p in range(partitions)))
         self._position_at = time.monotonic()
 
@@ -190,11 +182,11 @@ class KafkaLogProducer:
 
     def send(self, messages: Sequence[Message], sent: Sent) -> None:
         if messages:
-            self._loop_producer.post(messages, partial(self._told, sent))
+            self._loop_producer.post(messages, partial(self._report, sent))
         else:  # no evidence about the health of Kafka
             sent(None)
 
-    def _told(self, sent: Sent, error: kafka.KafkaError | None) -> None:
+    def _report(self, sent: Sent, error: kafka.KafkaError | None) -> None:
         if error is None:
             now = time.monotonic()
             if now - self._ok_at < SILENT_AFTER_S:
@@ -219,7 +211,7 @@ class KafkaLogProducer:
             or time.monotonic() - self._passed[1] > PASSED_FOR_S
         ):
             try:
-                passed = await asyncio.to_thread(self._ask_passed, position)
+                passed = await asyncio.to_thread(self._count_passed, position)
             except kafka.KafkaError as error:
                 raise KafkaUnavailable(
                     f"Kafka at {self._cluster.bootstrap_servers}: {error}"
@@ -227,7 +219,7 @@ class KafkaLogProducer:
             self._passed = (position, time.monotonic(), passed)
         return self._passed[2]
 
-    def _ask_passed(self, position: LogPosition) -> Passed:
+    def _count_passed(self, position: LogPosition) -> Passed:
         """Query the records since a position (blocking).
 
         All records count if the topic was recreated since then.

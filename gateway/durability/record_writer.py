@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gateway.durability.delivery import DeliveryManager, DeliveryStatus
+from gateway.durability.delivery import DeliveryManager
 from gateway.durability.log import Message
+from gateway.durability.pending_write import DeliveryStatus
 from gateway.redaction.redactor import Redaction
 from schemas.codec.single_object import Codec
 from schemas.records import Curation, Reward, SessionEvent, Step

@@ -50,6 +50,12 @@ def frame(message: Message, sync: bytes) -> bytes:
     return head + _CRC.pack(zlib.crc32(head)) + payload
 
 
+def frame_bytes(message: Message) -> int:
+    """Return the length of the frame of a record."""
+    names = _NAMES.size + len(message.topic.encode()) + len(message.key)
+    return HEADER_BYTES + names + len(message.value)
+
+
 def scan(data: bytes, sync: bytes) -> Scan:
     """Read a segment, damaged or not. sync: The marker of the segment."""
     messages: list[Message] = []

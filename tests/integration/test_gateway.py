@@ -25,7 +25,7 @@ from support.scripted.engine import ScriptedEngine
 from support.scripted.script import Script, ScriptedChoice
 
 from gateway.durability.log import Message
-from gateway.durability.spool import read_segment, sync_of
+from gateway.durability.segment import read_segment, sync_of
 from gateway.durability.spool_frames import frame
 from runtime.broker.embedded import EmbeddedBroker
 from runtime.kafka import Cluster

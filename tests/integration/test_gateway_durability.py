@@ -347,7 +347,12 @@ def test_a_spool_that_is_too_old_is_drained_by_command_and_no_row_is_double(
     producer.flush()
 
     directory = small.spool_dir / "gateway-0"
-    for name, first, last in (("held", 0, 2), (".", 2, 3), ("held", 10, 12), (".", 12, 14)):
+    for name, first, last in (
+        ("quarantined", 0, 2),
+        (".", 2, 3),
+        ("quarantined", 10, 12),
+        (".", 12, 14),
+    ):
         (directory / name).mkdir(parents=True, exist_ok=True)
         path = directory / name / f"{first + 1:012d}-{SYNC.hex()}-sent.spool"
         path.write_bytes(b"".join(frame(encoded(small, s), SYNC) for s in steps[first:last]))
@@ -361,9 +366,9 @@ def test_a_spool_that_is_too_old_is_drained_by_command_and_no_row_is_double(
         eventually(lambda: len(in_lake(small)) == 10)
         gateway = Spool(directory, 1 << 20)
         gateway.open()
-        held = call("spool", "drain", *overrides_of(small))
-        assert "gateway-0: 2 sent, 2 in the lake already, runs" in held.stdout, (
-            held.stdout + held.stderr
+        beside = call("spool", "drain", *overrides_of(small))
+        assert "gateway-0: 2 sent, 2 in the lake already, runs" in beside.stdout, (
+            beside.stdout + beside.stderr
         )
         gateway.close()
         assert (

@@ -22,7 +22,7 @@ from gateway.api.rollout_budget.budget import InMemoryBudgets
 from gateway.app import create_app
 from gateway.asgi.http_server import server_config
 from gateway.durability.log import InMemoryLogProducer
-from gateway.durability.spool import read_segment
+from gateway.durability.segment import read_segment
 from gateway.engines.registry import EngineRegistry
 from gateway.main import listen
 from gateway.protocols.base import EngineKind

@@ -8,8 +8,9 @@ from pathlib import Path
 
 from gateway.durability.delivery import DeliveryManager
 from gateway.durability.log import InMemoryLogProducer, Message
-from gateway.durability.spool import Spool, read_segment
-from gateway.durability.spool_frames import SYNC_BYTES, frame
+from gateway.durability.segment import read_segment
+from gateway.durability.spool import Spool
+from gateway.durability.spool_frames import frame_bytes
 from gateway.metrics import Metrics
 
 Body = Callable[[DeliveryManager, InMemoryLogProducer, Spool], Awaitable[None]]
@@ -21,7 +22,7 @@ def note(n: int, key: bytes = b"k") -> Message:
 
 def size_of(message: Message) -> int:
     """Return the bytes that a record takes in a segment."""
-    return len(frame(message, bytes(SYNC_BYTES)))
+    return frame_bytes(message)
 
 
 def records_in(path: Path) -> list[Message]:
@@ -36,8 +37,7 @@ def open_spool(directory: Path, max_bytes: int = 1 << 20, segment_bytes: int = 2
 
 
 def append(spool: Spool, *items: Message) -> None:
-    spool.append([spool.frame(m) for m in items])
-    spool.count(m.key for m in items)
+    spool.append(items)
 
 
 def drain(spool: Spool) -> list[Message]:

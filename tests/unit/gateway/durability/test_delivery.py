@@ -26,7 +26,8 @@ from support.spool import (
 
 from gateway.durability.delivery import DeliveryManager
 from gateway.durability.log import InMemoryLogProducer, LogPosition, Message, Passed
-from gateway.durability.spool import Spool, read_segment
+from gateway.durability.segment import read_segment, sync_of
+from gateway.durability.spool import Spool
 from gateway.durability.spool_frames import SYNC_BYTES, scan
 from gateway.errors import NoRoom, NotRecorded, SpoolFailed, SpoolFull
 from gateway.metrics import Metrics
@@ -124,7 +125,7 @@ def test_full_spool_refuses_only_what_does_not_fit(tmp_path: Path) -> None:
     assert delivery(tmp_path, body, max_bytes=100).messages == [note(1), note(2)]
 
 
-def test_a_record_that_kafka_never_takes_is_set_aside(tmp_path: Path) -> None:
+def test_a_record_that_kafka_never_takes_is_rejected(tmp_path: Path) -> None:
     async def body(it: DeliveryManager, producer: InMemoryLogProducer, spool: Spool) -> None:
         producer.reachable = False
         await it.record([note(1)])
@@ -134,8 +135,8 @@ def test_a_record_that_kafka_never_takes_is_set_aside(tmp_path: Path) -> None:
         producer.reachable = True
 
     assert delivery(tmp_path, body).messages == [note(1), note(2)]
-    refused = (tmp_path / "refused").read_bytes()
-    assert scan(refused, refused[:SYNC_BYTES]).messages == [Message("t", b"k", b"x" * 200)]
+    rejected = (tmp_path / "rejected").read_bytes()
+    assert scan(rejected, rejected[:SYNC_BYTES]).messages == [Message("t", b"k", b"x" * 200)]
 
 
 @pytest.mark.parametrize("there", [True, False])
@@ -227,8 +228,10 @@ def lives(
     return asyncio.run(run())
 
 
-def held(directory: Path) -> list[Message]:
-    return [m for path in sorted((directory / "held").glob("*.spool")) for m in records_in(path)]
+def quarantined(directory: Path) -> list[Message]:
+    return [
+        m for path in sorted((directory / "quarantined").glob("*.spool")) for m in records_in(path)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -240,7 +243,7 @@ def held(directory: Path) -> list[Message]:
         (3601.0, 0, False, False),  # its trajectories are closed or dropped
     ],
 )
-def test_a_segment_that_is_too_old_by_the_log_is_held_back(
+def test_a_segment_that_is_too_old_by_the_log_is_quarantined(
     tmp_path: Path, log_s: float, others: int, was_sent: bool, sent_by_itself: bool
 ) -> None:
     clock, producer = At(), InMemoryLogProducer()
@@ -254,12 +257,12 @@ def test_a_segment_that_is_too_old_by_the_log_is_held_back(
         producer.reachable = producer.acknowledges = True
         producer.passed = Passed(others, log_s)
         await wait_for(lambda: not it.spooled_keys)  # the file moves before, in a thread
-        assert await it.record([note(2)]) == "acknowledged", "what is held back holds nothing up"
+        assert await it.record([note(2)]) == "acknowledged", "a quarantined segment delays nothing"
 
     metrics = lives(tmp_path, clock, producer, before, after)
     assert producer.messages == ([note(1), note(2)] if sent_by_itself else [note(2)])
-    assert held(tmp_path) == ([] if sent_by_itself else [note(1)])
-    assert (sample(metrics, "spool_held_bytes") == 0) == sent_by_itself
+    assert quarantined(tmp_path) == ([] if sent_by_itself else [note(1)])
+    assert (sample(metrics, "spool_quarantined_bytes") == 0) == sent_by_itself
 
 
 @pytest.mark.parametrize("restarted", [True, False])
@@ -283,7 +286,7 @@ def test_however_long_kafka_was_away_and_whatever_a_clock_did_meanwhile_all_of_t
         await wait_for(lambda: not it.spooled_keys)
 
     lives(tmp_path, clock, producer, before, *([after] if restarted else []))
-    assert producer.messages == [note(1)] and held(tmp_path) == []
+    assert producer.messages == [note(1)] and quarantined(tmp_path) == []
 
 
 def test_a_jump_of_the_brokers_clock_does_not_make_a_segment_older_than_the_time_that_has_passed(
@@ -300,10 +303,10 @@ def test_a_jump_of_the_brokers_clock_does_not_make_a_segment_older_than_the_time
         await wait_for(lambda: not it.spooled_keys)
 
     lives(tmp_path, clock, producer, body)
-    assert producer.messages == [note(1)] and held(tmp_path) == []
+    assert producer.messages == [note(1)] and quarantined(tmp_path) == []
 
 
-def test_a_segment_without_a_position_is_held_back_only_if_it_may_have_been_sent(
+def test_a_segment_without_a_position_is_quarantined_only_if_it_may_have_been_sent(
     tmp_path: Path,
 ) -> None:
     clock, producer = At(), InMemoryLogProducer()
@@ -331,14 +334,16 @@ def test_a_segment_without_a_position_is_held_back_only_if_it_may_have_been_sent
 
     path.write_bytes(path.read_bytes()[: size_of(note(1))])  # the disk loses the position
     lives(tmp_path, clock, producer, after)
-    assert producer.messages == [] and held(tmp_path) == [note(1)]
+    assert producer.messages == [] and quarantined(tmp_path) == [note(1)]
 
 
-def test_what_was_held_back_counts_within_the_bound_until_it_is_taken_away(tmp_path: Path) -> None:
+def test_what_was_quarantined_counts_within_the_bound_until_it_is_taken_away(
+    tmp_path: Path,
+) -> None:
     spool = Spool(tmp_path, 2 * size_of(note(1)))
     spool.open()
     append(spool, note(1))
-    path = spool.hold(spool.segments[0])
+    path = spool.quarantine(spool.segments[0])
     append(spool, note(2))
     with pytest.raises(SpoolFull):
         append(spool, note(3))
@@ -353,9 +358,9 @@ def test_numbers_are_never_used_again_while_a_segment_has_them(tmp_path: Path) -
         spool = Spool(tmp_path, 10_000)
         spool.open()
         append(spool, note(n))
-        spool.hold(spool.segments[0])
+        spool.quarantine(spool.segments[0])
         spool.close()
-    assert held(tmp_path) == [note(0), note(1), note(2)]
+    assert quarantined(tmp_path) == [note(0), note(1), note(2)]
 
 
 def test_a_drain_that_was_cut_short_marks_what_it_may_have_sent(tmp_path: Path) -> None:
@@ -398,16 +403,16 @@ def test_what_may_be_sent_is_marked_for_good_before_it_counts(
     monkeypatch.setattr(os, "fsync", watched)
     spool, size = Spool(tmp_path, 10_000), size_of(note(1))
     spool.open()
-    spool.append([spool.frame(note(1))])
-    spool.append([spool.frame(note(2))], maybe_sent=True)
+    spool.append([note(1)])
+    spool.append([note(2)], maybe_sent=True)
     spool.seal()
-    spool.append([spool.frame(note(3))], maybe_sent=True)
-    sync = spool.frame(note(1))[:SYNC_BYTES].hex()
+    spool.append([note(3)], maybe_sent=True)
+    sync = sync_of(spool.segments[0].path).hex()
     first, second = f"000000000001-{sync}", f"000000000002-{sync}-sent.spool"
     assert seen == [({f"{first}.spool"}, size), ({f"{first}-sent.spool"}, 2 * size),
                     ({f"{first}-sent.spool", second}, size)]  # fmt: skip
     spool.seal()
-    spool.append([spool.frame(note(4))])
+    spool.append([note(4)])
     spool.mark_sent(spool.segments[2])
     assert f"000000000003-{sync}-sent.spool" in durable
     spool.close()
@@ -424,7 +429,7 @@ def test_what_can_not_be_marked_is_not_taken(
     with monkeypatch.context() as patch:
         patch.setattr(os, "rename", broken)
         with pytest.raises(SpoolFailed):
-            spool.append([spool.frame(note(2))], maybe_sent=True)
+            spool.append([note(2)], maybe_sent=True)
     append(spool, note(3))
     assert drain(spool) == [note(1), note(3)]
     spool.close()

@@ -14,7 +14,9 @@ from support.spool import append, delivery, drain, files, note, open_spool, size
 
 from gateway.durability.delivery import DeliveryManager
 from gateway.durability.log import InMemoryLogProducer, Message
+from gateway.durability.segment import sync_of
 from gateway.durability.spool import DISK_RESERVE_BYTES, Spool
+from gateway.durability.spool_frames import frame
 from gateway.errors import NoRoom, NotRecorded, SpoolFailed, SpoolFull
 
 
@@ -44,7 +46,7 @@ def test_what_a_crash_cut_off_is_kept_and_hides_nothing(tmp_path: Path) -> None:
     append(spool, note(1))
     spool.close()
     (file,) = tmp_path.glob("*.spool")
-    cut_off = file.read_bytes() + spool.frame(note(2))[:-1]
+    cut_off = file.read_bytes() + frame(note(2), sync_of(file))[:-1]
     file.write_bytes(cut_off)
     again = open_spool(tmp_path)
     append(again, note(3))
@@ -80,7 +82,7 @@ def test_a_disk_that_fails_midway_hides_nothing_that_follows(
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", half)
         with pytest.raises(SpoolFailed, match="No space left"):
-            spool.append([spool.frame(note(2))[:9]])
+            spool.append([note(2)])
     append(spool, note(3))
     assert drain(spool) == [note(1), note(3)]
     spool.close()
@@ -92,14 +94,20 @@ def test_a_torn_frame_that_can_not_be_cut_off_hides_nothing(
     spool = open_spool(tmp_path, segment_bytes=1 << 20)
     append(spool, note(1))
 
+    write = os.write
+
+    def torn(fd: int, data: bytes) -> int:
+        write(fd, data[:9])
+        raise OSError(errno.EIO, "Input/output error")
+
     def fails(*_: int) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", fails)
+        patch.setattr(os, "write", torn)
         patch.setattr(os, "ftruncate", fails)
         with pytest.raises(SpoolFailed):
-            spool.append([spool.frame(note(2))[:9]])
+            spool.append([note(2)])
     append(spool, note(3))
     spool.close()
     again = open_spool(tmp_path)

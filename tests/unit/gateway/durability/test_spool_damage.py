@@ -26,7 +26,9 @@ from support.spool import (
 
 from gateway.durability.delivery import DeliveryManager
 from gateway.durability.log import InMemoryLogProducer, LogPosition, Message
-from gateway.durability.spool import DAMAGED, Spool, damaged_in, read_segment, sync_of
+from gateway.durability.quarantine import DAMAGED, damaged_in
+from gateway.durability.segment import read_segment, sync_of
+from gateway.durability.spool import Spool
 from gateway.durability.spool_frames import SYNC_BYTES, frame, scan
 from gateway.metrics import Metrics
 
@@ -175,7 +177,7 @@ def test_a_frame_inside_a_damaged_record_is_no_record(tmp_path: Path) -> None:
 def test_a_flipped_byte_of_the_position_costs_nothing(tmp_path: Path) -> None:
     position = LogPosition("AAAAAAAAAAAAAAAAAAAAAA", (17, 4))
     spool = open_spool(tmp_path, segment_bytes=1 << 20)
-    spool.append([spool.frame(m) for m in RECORDS], position=position)
+    spool.append(RECORDS, position=position)
     spool.close()
     (file,) = tmp_path.glob("*.spool")
     whole = file.read_bytes()
