@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
+from functools import cache
 
-from gateway.redaction.iban_lengths import IBAN_LENGTHS
+from stdnum import luhn, numdb
+from stdnum.iso7064 import mod_97_10
 
-_DOUBLED = (0, 2, 4, 6, 8, 1, 3, 5, 7, 9)
 _PLACEHOLDER = re.compile(
     rb"(?i)(?:x+|\*+|[._-]+|<.*|\$.*|\{.*|%.*|\[redacted.*"
     rb"|(?:your|my|the|a|an|new|old|some|any|test|fake|dummy|sample|user|client|db|root|admin)?"
@@ -35,12 +36,6 @@ Nine out of ten strings of 12 random hex digits have at least 2.8.
 _LETTERS_AND_DIGITS = frozenset(b"0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz")
 
 
-def luhn(digits: bytes) -> bool:
-    """Verify the Luhn check digit (ISO/IEC 7812-1)."""
-    numbers = [d - 48 for d in reversed(digits)]
-    return (sum(numbers[::2]) + sum(_DOUBLED[d] for d in numbers[1::2])) % 10 == 0
-
-
 def card(digits: bytes) -> bool:
     """Tell whether digits are a payment card number: issuer prefix, length and check digit."""
     n, two, three, four = len(digits), int(digits[:2]), int(digits[:3]), int(digits[:4])
@@ -54,7 +49,14 @@ def card(digits: bytes) -> bool:
         )
         or (14 <= n <= 19 and (300 <= three <= 305 or two in (36, 38, 39)))
     )
-    return issued and luhn(digits)
+    return issued and luhn.is_valid(digits.decode())
+
+
+@cache
+def _iban_length(country: str) -> int:
+    """Return the characters of a country's IBANs, without spaces; 0: the country has none."""
+    structure = numdb.get("iban").info(country)[0][1].get("bban")  # e.g. 4!a6!n8!n
+    return 0 if structure is None else 4 + sum(map(int, re.findall(r"([0-9]+)!", structure)))
 
 
 def iban_end(text: bytes) -> int:
@@ -62,7 +64,7 @@ def iban_end(text: bytes) -> int:
 
     Returns 0 when there is none (ISO 13616, mod 97).
     """
-    wanted = IBAN_LENGTHS.get(text[:2].upper().decode("ascii"), 0)
+    wanted = _iban_length(text[:2].upper().decode("ascii"))
     plain = bytearray()
     for at, char in enumerate(text):
         if char in b" -":
@@ -72,9 +74,9 @@ def iban_end(text: bytes) -> int:
         plain.append(char)
         if len(plain) == wanted:
             end = at + 1
-            turned = (plain[4:] + plain[:4]).decode("ascii")
+            rotated = (plain[4:] + plain[:4]).decode("ascii")
             whole = not text[end : end + 1].isalnum()
-            return end if whole and int("".join(str(int(c, 36)) for c in turned)) % 97 == 1 else 0
+            return end if whole and mod_97_10.is_valid(rotated) else 0
     return 0
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 from gateway.redaction.body import redacted_body
 from gateway.redaction.scan import Scan
@@ -16,6 +16,23 @@ Record = Step | SessionEvent | FailedCall | Reward | Curation
 R = TypeVar("R", bound=Record)
 
 NOTHING = b"null"
+
+
+class Contents(NamedTuple):
+    """Names of the fields of a record that hold user content."""
+
+    json: tuple[str, ...] = ()
+    text: tuple[str, ...] = ()
+
+
+CONTENTS: Mapping[type, Contents] = {
+    Step: Contents(("request_json", "response_json"), ("user_agent", "tokens_absent_reason")),
+    SessionEvent: Contents(("metadata_json",), ("reason",)),
+    Reward: Contents(("detail_json",), ("reason",)),
+    FailedCall: Contents((), ("message", "error_type", "user_agent")),
+    Curation: Contents((), ("note",)),
+}
+"""Contents of each type of record, beside tags and token ids."""
 
 
 class Redactor(Protocol):
@@ -40,50 +57,28 @@ class RuleRedactor:
 
     def redact(self, record: R) -> R:
         """Redact a record. Propagates exceptions of user-defined rules."""
-        return cast(R, self._any(record))
+        changed: dict[str, Any] = {}
+        contents = CONTENTS[type(record)]
+        for name in contents.json:
+            body = getattr(record, name)
+            if body is not None and (new := redacted_body(body, self._scan)) is not body:
+                changed[name] = new
+        for name in contents.text:
+            text = getattr(record, name)
+            if text is not None and (new_text := self._text(text)) is not text:
+                changed[name] = new_text
+        if isinstance(record, (Step, Curation)) and record.tags:
+            tags = tuple(self._tag(tag) for tag in record.tags)
+            if tags != record.tags:
+                changed["tags"] = tags
+        if isinstance(record, Step) and has_tokens(record):
+            changed |= self._tokens(record)
+        return replace(record, **changed) if changed else record
 
-    def _any(self, record: Record) -> Record:
-        if isinstance(record, Step):
-            return self._step(record)
-        if isinstance(record, SessionEvent):
-            return replace(
-                record,
-                metadata_json=self._body(record.metadata_json),
-                reason=self._text(record.reason),
-            )
-        if isinstance(record, Reward):
-            return replace(
-                record, detail_json=self._body(record.detail_json), reason=self._text(record.reason)
-            )
-        if isinstance(record, FailedCall):
-            error_type, agent = self._text(record.error_type), self._text(record.user_agent)
-            return replace(
-                record,
-                message=self._required_text(record.message),
-                error_type=error_type,
-                user_agent=agent,
-            )
-        tags = None if record.tags is None else tuple(map(self._required_text, record.tags))
-        return replace(record, note=self._text(record.note), tags=tags)
-
-    def _step(self, step: Step) -> Step:
-        new = {
-            "request_json": redacted_body(step.request_json, self._scan),
-            "response_json": redacted_body(step.response_json, self._scan),
-            "user_agent": self._text(step.user_agent),
-            "tokens_absent_reason": self._text(step.tokens_absent_reason),
-        }
-        tags = step.tags and tuple(
-            Tag(name=self._required_text(t.name), evidence=self._required_text(t.evidence))
-            for t in step.tags
-        )
-        tokens: dict[str, Any] = {}
-        if step.prompt_token_ids is not None or step.response_token_ids is not None:
-            tokens = self._tokens(step)
-        changed = {name: value for name, value in new.items() if value is not getattr(step, name)}
-        if not changed and not tokens and tags == step.tags:
-            return step
-        return replace(step, **{**changed, "tags": tags, **tokens})
+    def _tag(self, tag: Tag | str) -> Tag | str:
+        if isinstance(tag, str):
+            return self._text(tag)
+        return Tag(name=self._text(tag.name), evidence=self._text(tag.evidence))
 
     def _tokens(self, step: Step) -> dict[str, Any]:
         """Return the changed token fields."""
@@ -113,16 +108,23 @@ class RuleRedactor:
             "redacted_response": new.redacted_response,
         }
 
-    def _body(self, body: bytes | None) -> bytes | None:
-        return None if body is None else redacted_body(body, self._scan)
-
-    def _text(self, text: str | None) -> str | None:
-        return None if text is None else self._required_text(text)
-
-    def _required_text(self, text: str) -> str:
+    def _text(self, text: str) -> str:
         raw = text.encode("utf-8", "surrogatepass")
         new = self._scan.text(raw)
         return text if new is raw else new.decode("utf-8", "surrogatepass")
+
+
+def has_tokens(step: Step) -> bool:
+    """Return whether a step has token ids."""
+    return step.prompt_token_ids is not None or step.response_token_ids is not None
+
+
+def content_bytes(record: Record) -> int:
+    """Return the bytes of the contents of a record that may be large."""
+    names = CONTENTS[type(record)].json
+    if isinstance(record, Step):
+        names += ("prompt_token_ids", "response_token_ids")
+    return sum(len(getattr(record, name) or b"") for name in names)
 
 
 def without_contents(record: R, why: str) -> R:

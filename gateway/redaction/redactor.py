@@ -14,11 +14,19 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from gateway.errors import RedactionUnusable
-from gateway.redaction.records import R, Redactor, RuleRedactor, without_contents
+from gateway.redaction.records import (
+    R,
+    Record,
+    Redactor,
+    RuleRedactor,
+    content_bytes,
+    has_tokens,
+    without_contents,
+)
 from gateway.redaction.rules import RULES, Rule
 from gateway.redaction.scan import Finder, NamedFinder, Scan
 from gateway.redaction.vocabulary import TokenizerUnusable, Vocabulary
-from schemas.records import Reward, SessionEvent, Step
+from schemas.records import Step
 from schemas.rule_spec import is_own
 from schemas.settings import Settings
 from schemas.user_function import FunctionNotFound, load_function
@@ -70,7 +78,7 @@ class Redaction:
 
     async def redacted(self, record: R) -> R:
         """Redact a record. Raises only MemoryError or CancelledError."""
-        if _size(record) > THREAD_BYTES or (isinstance(record, Step) and self._must_load(record)):
+        if content_bytes(record) > THREAD_BYTES or self._must_load(record):
             return await asyncio.to_thread(self.redact_now, record)
         return self.redact_now(record)
 
@@ -84,9 +92,12 @@ class Redaction:
             self._failed()
             return without_contents(record, type(error).__name__)
 
-    def _must_load(self, step: Step) -> bool:
-        with_ids = step.prompt_token_ids is not None or step.response_token_ids is not None
-        return with_ids and not self._vocabularies.loaded(step.model)
+    def _must_load(self, record: Record) -> bool:
+        return (
+            isinstance(record, Step)
+            and has_tokens(record)
+            and not self._vocabularies.loaded(record.model)
+        )
 
 
 def redaction_of(settings: Settings, secret: bytes, failed: Callable[[], None]) -> Redaction | None:
@@ -137,20 +148,3 @@ def _rule(name: str, folders: Sequence[Path]) -> Rule | Finder:
         return load_function(name, folders)
     except FunctionNotFound as error:
         raise RedactionUnusable(f"gateway.redaction.rules: {name!r}: {error}") from error
-
-
-def _size(record: object) -> int:
-    match record:
-        case Step():
-            fields = (
-                record.request_json,
-                record.response_json,
-                record.prompt_token_ids,
-                record.response_token_ids,
-            )
-            return sum(len(f or b"") for f in fields)
-        case SessionEvent():
-            return len(record.metadata_json or b"")
-        case Reward():
-            return len(record.detail_json or b"")
-    return 0

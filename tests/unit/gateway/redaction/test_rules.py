@@ -9,11 +9,33 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.examples import examples
 
-from gateway.redaction import checks
-from gateway.redaction.iban_lengths import IBAN_LENGTHS
 from gateway.redaction.rules import RULES
 from gateway.redaction.scan import NamedFinder, Scan, WrongRange
 
+_BY_LENGTH = {
+    15: "NO",
+    16: "BE",
+    18: "DK FK FI FO GL NL SD",
+    19: "MK SI",
+    20: "AT BA EE KZ LT LU MN XK",
+    21: "CH HR LI LV",
+    22: "BG BH CR DE GB GE IE ME RS VA",
+    23: "AE GI IL IQ OM SO TL",
+    24: "AD CZ ES MD PK RO SA SE SK TN VG",
+    25: "LY PT ST",
+    26: "IS TR",
+    27: "BI DJ FR GR IT MC MR SM",
+    28: "AL AZ BY CY DO GT HN HU LB NI PL SV",
+    29: "BR EG PS QA UA",
+    30: "JO KW MU YE",
+    31: "MT SC",
+    32: "LC",
+    33: "RU",
+}
+IBAN_LENGTHS = {
+    country: length for length, countries in _BY_LENGTH.items() for country in countries.split()
+}
+"""SWIFT's registry, with which the library must agree."""
 SCAN = Scan(list(RULES.values()), b"key", "plain")
 HASHED = Scan(list(RULES.values()), b"key")
 HEX40 = "da39a3ee5e6b4b0d3255bfef95601890afd80709"
@@ -180,7 +202,6 @@ def test_card_numbers_are_exactly_those_with_an_issuer_and_a_check_digit(number:
     total = sum(
         d if i % 2 == 0 else d * 2 - 9 * (d > 4) for i, d in enumerate(map(int, reversed(digits)))
     )
-    assert checks.luhn(digits.encode()) == (total % 10 == 0)
     if total % 10 or not 14 <= len(digits) <= 19:
         assert SCAN.text(digits.encode()).decode() == digits
 
