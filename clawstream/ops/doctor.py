@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Literal
 
+from clawstream.text_table import text_table
 from runtime.kafka import Cluster
 from runtime.topics.positions import StoredPosition
 
@@ -112,27 +113,15 @@ def examine(cluster: Cluster, positions: Sequence[StoredPosition]) -> list[Diagn
 
 def format_diagnoses(diagnoses: Sequence[Diagnosis], every: bool = False) -> str:
     """Format a table and the advice below it; partitions that agree share a line unless `every`."""
-    head = (
-        "PROCESS",
-        "KEPT IN",
-        "TOPIC",
-        "TOPIC ID",
-        "TODAY",
-        "PARTITION",
-        "POSITION",
-        "LOG",
-        "VERDICT",
-    )
-    lines = [head, *map(_line, _groups(diagnoses, every))]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
-    table = [
-        "  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip()
-        for line in lines
-    ]
-    advice = dict.fromkeys(f"{d.verdict}: {d.to_do}" for d in diagnoses if d.verdict != "ok")
     if not diagnoses:
         return "no process has stored a position yet"
-    return "\n".join([*table, "", *(advice or ["every position fits its topic"])])
+    head = (
+        *("PROCESS", "KEPT IN", "TOPIC", "TOPIC ID", "TODAY"),
+        *("PARTITION", "POSITION", "LOG", "VERDICT"),
+    )
+    table = text_table(head, map(_line, _groups(diagnoses, every)))
+    advice = dict.fromkeys(f"{d.verdict}: {d.to_do}" for d in diagnoses if d.verdict != "ok")
+    return "\n".join([table, "", *(advice or ["every position fits its topic"])])
 
 
 def _groups(diagnoses: Iterable[Diagnosis], every: bool) -> Iterable[list[Diagnosis]]:

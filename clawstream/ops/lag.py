@@ -20,6 +20,7 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from clawstream.text_table import text_table
 from runtime.kafka import Cluster, Record
 from schemas.codec.single_object import Codec
 from schemas.settings import Settings
@@ -233,26 +234,13 @@ def _counts(codec: Codec, record: Record, key: bytes | None) -> bool:
 
 
 def format_lag(rows: Iterable[GroupLag]) -> str:
-    """A table for the terminal: one line a group and topic."""
+    """Return a table with a line for each group and topic."""
     head = ("GROUP", "TOPIC", "PARTITIONS", "COMMITTED", "END", "OFFSETS", "RECORDS")
-    body = [
+    body = (
         (
-            r.group,
-            r.topic,
-            str(r.partitions),
-            "-" if r.committed is None else str(r.committed),
-            str(r.end),
-            str(r.offsets),
-            str(r.records) if r.exact else f"<={r.records}",
+            *(r.group, r.topic, r.partitions, "-" if r.committed is None else r.committed),
+            *(r.end, r.offsets, r.records if r.exact else f"<={r.records}"),
         )
         for r in rows
-    ]
-    widths = [max(len(line[i]) for line in (head, *body)) for i in range(len(head))]
-    lines = (
-        "  ".join(
-            cell.ljust(w) if i < 2 else cell.rjust(w)
-            for i, (cell, w) in enumerate(zip(line, widths, strict=True))
-        )
-        for line in (head, *body)
     )
-    return "\n".join(line.rstrip() for line in lines)
+    return text_table(head, body, right=range(2, len(head)))

@@ -13,11 +13,11 @@ from typing import Any, BinaryIO, Literal
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from clawstream.text_table import WIDTH_ROWS, table_lines
+
 Format = Literal["table", "json", "csv", "parquet"]
 MAX_CELL = 80
 """Maximum characters of a cell in a table; the other formats have all of it."""
-WIDTH_ROWS = 1000
-"""Rows that determine the column widths of a table; later, wider cells break alignment."""
 
 Row = Sequence[Any]
 
@@ -53,28 +53,17 @@ def _values(column: pa.Array) -> list[Any]:
 
 
 def _table(names: Sequence[str], rows: Iterable[Row]) -> Iterator[str]:
-    remaining = iter(rows)
+    remaining, count = iter(rows), -2  # the names and the rule are no rows
     first = list(islice(remaining, WIDTH_ROWS))
-    cells = [[_cell(v) for v in row] for row in first]
-    widths = [
-        max(len(n), *(len(row[i]) for row in cells)) if cells else len(n)
-        for i, n in enumerate(names)
-    ]
-    right = [
-        bool(first) and all(isinstance(row[i], int | float | None) for row in first)
+    numbers = [
+        i
         for i in range(len(names))
+        if first and all(isinstance(row[i], int | float | None) for row in first)
     ]
-
-    def line(row: Sequence[str]) -> str:
-        return "  ".join(
-            c.rjust(w) if r else c.ljust(w) for c, w, r in zip(row, widths, right, strict=True)
-        ).rstrip()
-
-    yield f"{line(names)}\n{'  '.join('-' * w for w in widths)}\n"
-    count = 0
-    for row in chain(cells, ([_cell(v) for v in row] for row in remaining)):
+    cells = ([_cell(value) for value in row] for row in chain(first, remaining))
+    for line in table_lines(names, cells, numbers, ruled=True):
         count += 1
-        yield line(row) + "\n"
+        yield line + "\n"
     yield f"({count} row{'' if count == 1 else 's'})"
 
 

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from clawstream.ops.topics.run_survey import Journal, RunSummary, RunSurvey
+from clawstream.text_table import text_table
 from runtime.errors import PlumbingError
 from runtime.kafka import Cluster
 from runtime.topics.event_time import first_tick_needed
@@ -307,19 +308,11 @@ class TopicTrim:
 
 
 def format_ranges(ranges: Sequence[TrimRange]) -> str:
-    """A table for the terminal: one line a partition that has anything."""
+    """Return a table with a line for each partition that has records."""
     head = ("TOPIC", "PARTITION", "START", "GOES TO", "END", "HELD BY")
-    body = [
-        (c.topic, str(c.partition), str(c.low), str(c.to) if c.removes else "-", str(c.end), c.why)
+    body = (
+        (c.topic, c.partition, c.low, c.to if c.removes else "-", c.end, c.why)
         for c in ranges
         if c.end > c.low
-    ]
-    lines = [head, *body]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
-    return "\n".join(
-        "  ".join(
-            cell.rjust(w) if 0 < i < 5 else cell.ljust(w)
-            for i, (cell, w) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
     )
+    return text_table(head, body, right=range(1, 5))
