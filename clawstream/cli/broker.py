@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from clawstream.cli.common_options import Config, Overrides, fail, group, settings_of
+from clawstream.cli.common_options import Config, Overrides, command, fail, group, settings_of
+
+if TYPE_CHECKING:
+    from schemas.settings import Settings
 
 app = group("The embedded Apache Kafka.")
 Nodes = Annotated[
@@ -49,7 +52,7 @@ def broker_start(
     nodes: Nodes = None,
     wait: Annotated[
         float | None,
-        typer.Option(min=0, help="Give up after so many seconds of waiting; else never."),
+        typer.Option(min=0, help="Give up after this many seconds; default: never."),
     ] = None,
 ) -> None:
     """Start the broker in the background and wait until it serves.
@@ -71,12 +74,11 @@ def broker_start(
         typer.echo(f"node {node.node}: 127.0.0.1:{node.port}, pid {node.pid}")
 
 
-@app.command("stop")
-def broker_stop(overrides: Overrides = None, config: Config = None) -> None:
+@command(app, "stop")
+def broker_stop(settings: Settings) -> None:
     """Stop the broker that was started in the background."""
     from runtime.broker.embedded import stop
 
-    settings = settings_of(config, overrides)
     pids = stop(settings.broker_dir)
     typer.echo(
         f"stopped {', '.join(map(str, pids))}"
@@ -85,12 +87,11 @@ def broker_stop(overrides: Overrides = None, config: Config = None) -> None:
     )
 
 
-@app.command("status")
-def broker_status(overrides: Overrides = None, config: Config = None) -> None:
-    """Which nodes run; exit code 1 when none does."""
+@command(app, "status")
+def broker_status(settings: Settings) -> None:
+    """Show which nodes run; exit code 1 when none is ready."""
     from runtime.broker.embedded import status
 
-    settings = settings_of(config, overrides)
     nodes = status(settings.broker_dir)
     for node in nodes:
         typer.echo(

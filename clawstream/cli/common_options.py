@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import inspect
+import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, get_type_hints
 
 import typer
 
@@ -26,11 +29,77 @@ Overrides = Annotated[
 ]
 Config = Annotated[Path | None, typer.Option("--config", "-c", help="YAML file with settings.")]
 Form = Annotated[Literal["table", "json"], typer.Option("--format", "-f", help="How to print it.")]
+Run = Annotated[str | None, typer.Option("--run", "-r", help="Records of this run only.")]
+By = Annotated[str | None, typer.Option("--by", help="Who; default you@this-host.")]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do it.")]
+Since = Annotated[
+    str | None,
+    typer.Option("--since", help="Begin here: 2026-11-22T08:00 (UTC), ms since the epoch, 2h, 7d."),
+]
+Until = Annotated[
+    str | None, typer.Option("--until", help="End before this time; default: everything so far.")
+]
+At = Annotated[
+    str | None,
+    typer.Option(
+        "--at", help="The lake as of a time, a named snapshot, or a file of `tables snapshot`."
+    ),
+]
 
 
 def group(help_text: str) -> typer.Typer:
-    """A group of commands."""
+    """Create a group of commands."""
     return typer.Typer(help=help_text, no_args_is_help=True, rich_markup_mode=None)
+
+
+def command(
+    app: typer.Typer, name: str | None = None, **providers: Callable[..., Any]
+) -> Callable[[Any], Any]:
+    """Register a function as a command.
+
+    Args:
+        providers: For parameters that are not options themselves: a function whose parameters are
+            options and whose result is the argument. `settings` has one already.
+    """
+    provided = {"settings": _settings, **providers}
+
+    def register(function: Callable[..., None]) -> Callable[..., None]:
+        own = inspect.signature(function).parameters
+        options = {
+            n: _options(provided[n]) if n in provided else [p]
+            for n, p in zip(own, _options(function), strict=True)
+        }
+
+        def call(**given: Any) -> None:
+            arguments = {n: [given[p.name] for p in of_n] for n, of_n in options.items()}
+            function(*(provided[n](*a) if n in provided else a[0] for n, a in arguments.items()))
+
+        call.__name__, call.__doc__ = function.__name__, function.__doc__
+        call.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            list(chain.from_iterable(options.values()))
+        )
+        app.command(name)(call)
+        return function
+
+    return register
+
+
+def _options(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    """Return the parameters of a function, each with its annotation as a value."""
+    hints = get_type_hints(function, localns={"Settings": object}, include_extras=True)
+    return [
+        p.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=hints[p.name])
+        for p in inspect.signature(function).parameters.values()
+    ]
+
+
+def _settings(overrides: Overrides = None, config: Config = None) -> Settings:
+    return settings_of(config, overrides)
+
+
+def names_and_overrides(words: Sequence[str] | None) -> tuple[list[str], list[str]]:
+    """Split the words of a command into names and settings: only settings have an equals sign."""
+    return [w for w in words or () if "=" not in w], [w for w in words or () if "=" in w]
 
 
 def settings_of(config: Path | None, overrides: list[str] | None, fresh: bool = False) -> Settings:
@@ -48,24 +117,28 @@ def settings_of(config: Path | None, overrides: list[str] | None, fresh: bool = 
         if fresh:
             return read(config, overrides or ())
         settings = load_remembered(config, overrides or ())
-        for path in missing_secrets(settings):
-            if not path.startswith(_OF_A_PROCESS):
-                _tell_withheld(path)
-        return settings
     except SettingsError as e:
         fail(str(e), 2)
+    _report_withheld(p for p in missing_secrets(settings) if not p.startswith(_OF_A_PROCESS))
+    return settings
 
 
-def _tell_withheld(path: str) -> None:
-    sys.stderr.write(
-        f"clawstream: setting {path} is a secret, so it is not remembered: give it again\n"
-    )
+def _report_withheld(paths: Iterable[str]) -> None:
+    for path in paths:
+        sys.stderr.write(
+            f"clawstream: setting {path} is a secret, so it is not remembered: give it again\n"
+        )
 
 
 def fail(message: str, code: int = 1) -> NoReturn:
     """End with one line on standard error."""
     sys.stderr.write(f"clawstream: {message}\n")
     raise SystemExit(code)
+
+
+def print_json(value: Any, indent: int | None = None) -> None:
+    """Print a value for a program to read."""
+    typer.echo(json.dumps(value, indent=indent, default=str, ensure_ascii=False))
 
 
 def instant(text: str | None, name: str) -> int | None:
@@ -82,7 +155,7 @@ def instant(text: str | None, name: str) -> int | None:
 
 @contextmanager
 def plain_errors() -> Iterator[None]:
-    """Errors that a user can do something about, as one line without a traceback."""
+    """Report errors that a user can do something about in one line, without a traceback."""
     from schemas.errors import ForeseenError
 
     try:
@@ -94,7 +167,11 @@ def plain_errors() -> Iterator[None]:
 
 
 def cluster_of(settings: Settings) -> Cluster:
-    """The cluster of the settings, which answers. Raises Unavailable soon when it does not."""
+    """Return the cluster of the settings, which answers.
+
+    Raises:
+        Unavailable: It does not answer within `PATIENCE_S`.
+    """
     from runtime.topics.records import cluster_of as connect
 
     cluster = connect(settings)
@@ -107,23 +184,18 @@ def load(module: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as e:
-        if e.name is not None and e.name.partition(".")[0] == module.partition(".")[0]:
+        if (e.name or "").partition(".")[0] == module.partition(".")[0]:
             raise
         fail(f"{module} needs the package {e.name}, which is not installed: see docs/install.md")
 
 
-def run(target: str, config: Path | None, overrides: list[str] | None, fresh: bool = False) -> None:
-    """Call `module:function`, which starts a process, with the settings.
-
-    fresh: As in `settings_of`.
-    """
+def run(target: str, config: Path | None, overrides: list[str] | None) -> None:
+    """Call `module:function`, which starts a process, with the settings."""
     from runtime.process.remembered_settings import missing_secrets
 
-    settings = settings_of(config, overrides, fresh)
+    settings = settings_of(config, overrides)
     module, _, function = target.partition(":")
     own = f"{module.partition('.')[0]}."
     if own in _OF_A_PROCESS:
-        for path in missing_secrets(settings):
-            if path.startswith(own):
-                _tell_withheld(path)
+        _report_withheld(p for p in missing_secrets(settings) if p.startswith(own))
     getattr(load(module), function)(settings)

@@ -2,105 +2,83 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from clawstream.cli.common_options import Config, Form, Overrides, group, load, settings_of
+from clawstream.cli.common_options import Form, Run, command, group, print_json
+from clawstream.query.connection import connect
+from clawstream.query.lineage import Lineage
+from schemas.settings import Settings
 
-if TYPE_CHECKING:
-    from schemas.settings import Settings
-
-app = group("What a weight version was made of, and what became of a step. Asks the lake.")
-Run = Annotated[str | None, typer.Option("--run", help="Of this run only.")]
+app = group("What a weight version was trained on, and which versions were trained on a step.")
+Id = Annotated[str, typer.Argument(metavar="ID")]
 
 
-def _ask(settings: Settings, question: Callable[[Any], Any]) -> Any:
-    """An answer of the lake."""
-    ancestry, sql = load("clawstream.query.lineage"), load("clawstream.query.connection")
-    connection = sql.connect(settings)
+def _print(
+    settings: Settings,
+    form: str,
+    query: Callable[[Lineage], Any],
+    lines: Callable[[Any], Iterator[str]],
+) -> None:
+    """Query the lake and print the answer, as JSON or by the lines of `lines`."""
+    connection = connect(settings)
     try:
-        return question(ancestry.Lineage(connection))
+        answer = query(Lineage(connection))
     finally:
         connection.close()
-
-
-def _tell(answer: Any, form: str, lines: Callable[[Any], Iterator[str]]) -> None:
     if form == "json":
-        typer.echo(json.dumps(answer, default=str, ensure_ascii=False))
+        print_json(answer)
         return
     for line in lines(answer):
         typer.echo(line)
 
 
-@app.command("weights")
+@command(app, "weights")
 def lineage_weights(
     version: Annotated[str, typer.Argument(help="<run>/<sync index>.<attempt>")],
-    overrides: Overrides = None,
-    config: Config = None,
+    settings: Settings,
     ancestors: Annotated[
         bool, typer.Option("--ancestors", help="Also what the versions before it were trained on.")
     ] = False,
     form: Form = "table",
 ) -> None:
     """Show the batches, groups, trajectories and steps of a version, and who sampled them."""
-    _tell(
-        _ask(settings_of(config, overrides), lambda a: a.weights(version, ancestors)),
-        form,
-        _of_version,
-    )
+    _print(settings, form, lambda lineage: lineage.weights(version, ancestors), _of_version)
 
 
-@app.command("step")
-def lineage_step(
-    step_id: Annotated[str, typer.Argument(metavar="ID")],
-    overrides: Overrides = None,
-    config: Config = None,
-    run: Run = None,
-    form: Form = "table",
-) -> None:
-    """Which versions sampled a step, which were trained on it, or why none was."""
-    _tell(_ask(settings_of(config, overrides), lambda a: a.step(step_id, run)), form, _of_steps)
+@command(app, "step")
+def lineage_step(step_id: Id, settings: Settings, run: Run = None, form: Form = "table") -> None:
+    """Show which versions sampled a step, which were trained on it, or why none was."""
+    _print(settings, form, lambda lineage: lineage.step(step_id, run), _of_steps)
 
 
-@app.command("trajectory")
+@command(app, "trajectory")
 def lineage_trajectory(
-    trajectory_id: Annotated[str, typer.Argument(metavar="ID")],
-    overrides: Overrides = None,
-    config: Config = None,
-    run: Run = None,
-    form: Form = "table",
+    trajectory_id: Id, settings: Settings, run: Run = None, form: Form = "table"
 ) -> None:
-    """Which batch a trajectory is in and which versions were trained on it, or why none was."""
-    _tell(
-        _ask(settings_of(config, overrides), lambda a: a.trajectory(trajectory_id, run)),
-        form,
-        _of_trajectories,
-    )
+    """Show the batch of a trajectory and the versions trained on it, or why there are none."""
+    _print(settings, form, lambda lineage: lineage.trajectory(trajectory_id, run), _of_trajectories)
 
 
-@app.command("run")
+@command(app, "run")
 def lineage_run(
-    run: Annotated[str, typer.Argument(metavar="RUN")],
-    overrides: Overrides = None,
-    config: Config = None,
-    form: Form = "table",
+    run: Annotated[str, typer.Argument(metavar="RUN")], settings: Settings, form: Form = "table"
 ) -> None:
-    """A run in numbers: versions, batches, groups, trajectories, steps."""
-    _tell(_ask(settings_of(config, overrides), lambda a: a.run(run)), form, _of_run)
+    """Show a run in numbers: versions, batches, groups, trajectories, steps."""
+    _print(settings, form, lambda lineage: lineage.run(run), _of_run)
 
 
 # -- as text
 
 
-def _of_version(said: Any) -> Iterator[str]:
-    for version in said["chain"]:
+def _of_version(answer: Any) -> Iterator[str]:
+    for version in answer["chain"]:
         yield _version(version)
-    if said["descendants"]:
-        yield f"later versions that come from it: {', '.join(said['descendants'])}"
-    for batch in said["batches"]:
+    if answer["descendants"]:
+        yield f"later versions that come from it: {', '.join(answer['descendants'])}"
+    for batch in answer["batches"]:
         yield (
             f"batch {batch['batch_seq']} of {batch['version_id']}, policy "
             f"{batch['admission_policy_version']}"
@@ -117,7 +95,7 @@ def _of_version(said: Any) -> Iterator[str]:
                     yield f"      {_step(step)}"
                 if not member["steps"]:
                     yield "      its steps are not in the lake"
-    total = said["totals"]
+    total = answer["totals"]
     yield (
         f"{total['batches']} batches, {total['groups']} groups, {total['trajectories']} "
         f"trajectories, {total['trained_steps']} of "
@@ -148,8 +126,8 @@ def _step(step: Any) -> str:
     )
 
 
-def _of_steps(said: Any) -> Iterator[str]:
-    for one in said:
+def _of_steps(answer: Any) -> Iterator[str]:
+    for one in answer:
         step = one["step"]
         yield f"{step['step_id']} of run {step['run_id']}: {one['verdict']}"
         for span in step["sampled_by"]:
@@ -161,8 +139,8 @@ def _of_steps(said: Any) -> Iterator[str]:
             yield from (f"  {line}" for line in _of_trajectories([one["trajectory"]]))
 
 
-def _of_trajectories(said: Any) -> Iterator[str]:
-    for one in said:
+def _of_trajectories(answer: Any) -> Iterator[str]:
+    for one in answer:
         where = f"group {one['group_id']}, channel {one['channel']}, {one['outcome']}"
         yield f"trajectory {one['trajectory_id']} of run {one['run_id']}, {where}: {one['verdict']}"
         for version in one["trained_by"]:
@@ -177,23 +155,24 @@ def _of_trajectories(said: Any) -> Iterator[str]:
             yield f"  {_step(step)}"
 
 
-def _of_run(said: Any) -> Iterator[str]:
-    yield f"run {said['run_id']}: {said['steps']} steps; newest version {said['head'] or 'none'}"
-    yield f"versions: {said['versions']}, {said['surviving_versions']} on the surviving chain"
-    if said["abandoned"]:
-        yield f"  not on it: {', '.join(said['abandoned'])}"
-    for one in said["trajectories"]:
+def _of_run(answer: Any) -> Iterator[str]:
+    newest = answer["head"] or "none"
+    yield f"run {answer['run_id']}: {answer['steps']} steps; newest version {newest}"
+    yield f"versions: {answer['versions']}, {answer['surviving_versions']} on the surviving chain"
+    if answer["abandoned"]:
+        yield f"  not on it: {', '.join(answer['abandoned'])}"
+    for one in answer["trajectories"]:
         yield f"trajectories, {one['channel']}, {one['outcome']}: {one['trajectories']}"
-    for one in said["groups"]:
+    for one in answer["groups"]:
         what = "admitted" if one["admitted"] else f"refused, {one['reason']}"
         yield (
             f"groups, {one['channel']}, {what}: {one['groups']} with {one['trajectories']} "
             "trajectories"
         )
-    for one in said["batches"]:
+    for one in answer["batches"]:
         yield (
             f"batches, {one['channel']}: {one['first_batch_seq']} to {one['last_batch_seq']}, "
             f"{one['trained']} of {one['batches']} trained, "
             f"{one['trainable_tokens']} tokens"
         )
-    yield f"late revisions: {said['late_revisions']}"
+    yield f"late revisions: {answer['late_revisions']}"

@@ -5,27 +5,58 @@ from __future__ import annotations
 import importlib
 import sys
 import traceback
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from typer.core import TyperGroup
 
-from clawstream.cli import broker, curate, dlq, keys, lineage, policy, replay, spool, tables, topics
 from clawstream.cli.common_options import (
+    At,
     Config,
     Form,
     Overrides,
     cluster_of,
+    command,
     fail,
     group,
     load,
     plain_errors,
+    print_json,
     run,
     settings_of,
 )
+from clawstream.cli.curate import curate
+
+if TYPE_CHECKING:
+    from schemas.settings import Settings
 
 POSITIONS = ("stream_jobs.lake.positions", "clawstream.ops.job_positions", "trainer.positions")
-"""Modules that list what their processes have stored, for `doctor`."""
+"""Modules that list the stored positions of their processes, for `doctor`."""
+GROUPS = {
+    "broker": ("clawstream.cli.broker:app", "The embedded Apache Kafka."),
+    "topics": ("clawstream.cli.topics:app", "Kafka topics."),
+    "keys": ("clawstream.cli.keys:app", "API keys of the gateway."),
+    "spool": ("clawstream.cli.spool:app", "Records that gateways could not send."),
+    "tables": ("clawstream.cli.tables:app", "The tables of the lake."),
+    "dlq": (
+        "clawstream.cli.dlq:app",
+        "Dead letters: records that a process could not handle.",
+    ),
+    "lineage": (
+        "clawstream.cli.lineage:app",
+        "What a weight version was trained on, and which versions were trained on a step.",
+    ),
+    "replay": (
+        "clawstream.cli.replay:app",
+        "Process recorded data again: with other rewards, another policy, other code.",
+    ),
+    "policy": (
+        "clawstream.cli.policy:app",
+        "How a run's trajectories become batches; may change while the run goes on.",
+    ),
+    "run": ("clawstream.cli.policy:run_app", "The end of a run."),
+}
+"""Each group of commands: where it is, imported when one of its commands is used, and its help."""
 
 
 class Commands(TyperGroup):
@@ -34,6 +65,20 @@ class Commands(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         with plain_errors():
             return super().invoke(ctx)
+
+
+class ImportedGroup(TyperGroup):
+    """A group of `GROUPS`, which knows only its name and help until it is used."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return self._imported().list_commands(ctx)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        return self._imported().get_command(ctx, cmd_name)
+
+    def _imported(self) -> TyperGroup:
+        module, _, name = GROUPS[self.name or ""][0].partition(":")
+        return typer.main.get_group(getattr(load(module), name))
 
 
 app = typer.Typer(
@@ -47,34 +92,41 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 jobs = group("Stream jobs.")
-app.add_typer(broker.app, name="broker")
-app.add_typer(topics.app, name="topics")
 app.add_typer(jobs, name="jobs")
-app.add_typer(keys.app, name="keys")
-app.add_typer(spool.app, name="spool")
-app.add_typer(tables.app, name="tables")
-app.add_typer(dlq.app, name="dlq")
-app.add_typer(lineage.app, name="lineage")
-app.add_typer(replay.app, name="replay")
-app.add_typer(policy.app, name="policy")
-app.add_typer(policy.run_app, name="run")
-app.command("curate")(curate.curate)
+for _name, (_, _help) in GROUPS.items():
+    app.add_typer(group(_help), name=_name, cls=ImportedGroup)
 
 
-@app.command()
-def up(overrides: Overrides = None, config: Config = None) -> None:
-    """Run everything on this machine until Ctrl-C, then stop in order."""
-    run("clawstream.ops.up:run", config, overrides)
+def process(app: typer.Typer, name: str, target: str, help_text: str) -> None:
+    """Add the command that runs a process. target: `module:function`, called with the settings."""
+
+    def call(overrides: Overrides = None, config: Config = None) -> None:
+        run(target, config, overrides)
+
+    app.command(name, help=help_text)(call)
 
 
-@app.command()
-def status(overrides: Overrides = None, config: Config = None, form: Form = "table") -> None:
+process(app, "up", "clawstream.ops.up:run", "Run everything until Ctrl-C, then stop in order.")
+process(jobs, "assemble", "stream_jobs.assemble.main:main", "Join steps with rewards.")
+process(jobs, "reward", "stream_jobs.reward.main:main", "Evaluate rules on closed trajectories.")
+process(app, "admit", "stream_jobs.admit.main:main", "Fold candidates into ready batches.")
+process(app, "lake", "stream_jobs.lake.main:main", "Write every record to Delta Lake once.")
+process(app, "train", "trainer.main:main", "Learn from ready batches and publish weight versions.")
+process(app, "rollout", "rollout.main:main", "Run vLLM and load each weight version into it.")
+
+
+@app.command(context_settings={"ignore_unknown_options": True})
+def gateway(overrides: Overrides = None, config: Config = None) -> None:
+    """Serve agents: their base_url points here. Takes the flags of Claw-R1's gateway too."""
+    run("gateway.main:main", config, load("gateway.claw_r1.flags").overrides_of(overrides or ()))
+
+
+@command(app)
+def status(settings: Settings, form: Form = "table") -> None:
     """Show the processes of a data directory, their readiness and the progress of the run.
 
     Exit code 1 when not all are ready.
     """
-    settings = settings_of(config, overrides)
-    import json
     from dataclasses import asdict
 
     from clawstream.ops.status import Status, format_status, processes_of, progress_of
@@ -87,30 +139,23 @@ def status(overrides: Overrides = None, config: Config = None, form: Form = "tab
         progress = None
     found = Status(settings.data_dir, settings.run_id, supervisor, processes, progress)
     if form == "json":
-        typer.echo(
-            json.dumps(
-                {**asdict(found), "data_dir": str(found.data_dir), "is_up": found.is_up}, indent=1
-            )
-        )
+        print_json({**asdict(found), "is_up": found.is_up}, indent=1)
     else:
         typer.echo(format_status(found))
     if not found.is_up:
         raise SystemExit(1)
 
 
-@app.command()
+@command(app)
 def down(
-    overrides: Overrides = None,
-    config: Config = None,
+    settings: Settings,
     wait: Annotated[float, typer.Option(min=0, help="Give up after so many seconds.")] = 600.0,
 ) -> None:
-    """Stop, in order, what `clawstream up` started on a data directory, and wait until it has
-    ended.
-    """
-    directory = settings_of(config, overrides).data_dir
+    """Stop, in order, what `clawstream up` started on a data directory; wait for its end."""
     from clawstream.ops.status import wait_until_down
     from runtime.process.supervisor import ask_to_stop
 
+    directory = settings.data_dir
     pid = ask_to_stop(directory)
     if pid is None:
         typer.echo(f"nothing runs on {directory}")
@@ -123,71 +168,26 @@ def down(
         )
 
 
-@app.command(context_settings={"ignore_unknown_options": True})
-def gateway(overrides: Overrides = None, config: Config = None) -> None:
-    """Serve agents: their base_url points here. Takes the flags of Claw-R1's gateway too."""
-    run("gateway.main:main", config, load("gateway.claw_r1.flags").overrides_of(overrides or ()))
-
-
-@jobs.command("assemble")
-def jobs_assemble(overrides: Overrides = None, config: Config = None) -> None:
-    """Join steps with rewards into trajectories and candidates."""
-    run("stream_jobs.assemble.main:main", config, overrides)
-
-
-@jobs.command("reward")
-def jobs_reward(overrides: Overrides = None, config: Config = None) -> None:
-    """Compute rule rewards of closed trajectories."""
-    run("stream_jobs.reward.main:main", config, overrides)
-
-
-@app.command()
-def admit(overrides: Overrides = None, config: Config = None) -> None:
-    """Fold candidates into groups and ready batches."""
-    run("stream_jobs.admit.main:main", config, overrides)
-
-
-@app.command()
-def lake(overrides: Overrides = None, config: Config = None) -> None:
-    """Write every topic to Delta Lake, each record once."""
-    run("stream_jobs.lake.main:main", config, overrides)
-
-
-@app.command()
-def train(overrides: Overrides = None, config: Config = None) -> None:
-    """Learn from ready batches and publish weight versions."""
-    run("trainer.main:main", config, overrides)
-
-
-@app.command()
-def rollout(overrides: Overrides = None, config: Config = None) -> None:
-    """Run vLLM and load each weight version into it without restart."""
-    run("rollout.main:main", config, overrides)
-
-
-@app.command()
-def lag(overrides: Overrides = None, config: Config = None) -> None:
+@command(app)
+def lag(settings: Settings) -> None:
     """How far every consumer group is behind, in records."""
-    settings = settings_of(config, overrides)
     from clawstream.ops.lag import format_lag
     from clawstream.ops.lag import lag as group_lag
 
     typer.echo(format_lag(group_lag(cluster_of(settings), settings)))
 
 
-@app.command()
+@command(app)
 def doctor(
-    overrides: Overrides = None,
-    config: Config = None,
+    settings: Settings,
     every: Annotated[
-        bool, typer.Option("--all", help="A line for every partition, those that fit too.")
+        bool, typer.Option("--all", help="A line for every partition, also without a problem.")
     ] = False,
 ) -> None:
     """Compare stored positions with the topics and look for damaged spools.
 
     Exit code 1 on a problem.
     """
-    settings = settings_of(config, overrides)
     spools = load("clawstream.ops.spool_drain")
     from clawstream.ops.doctor import SERIOUS, examine, format_diagnoses
 
@@ -197,7 +197,7 @@ def doctor(
         try:
             module = importlib.import_module(name)
         except ModuleNotFoundError as e:
-            if e.name is not None and e.name.partition(".")[0] == name.partition(".")[0]:
+            if (e.name or "").partition(".")[0] == name.partition(".")[0]:
                 raise
             typer.echo(f"{name} left out: {e.name} is not installed here", err=True)
         else:
@@ -205,8 +205,8 @@ def doctor(
     diagnoses = examine(cluster, found)
     damaged = spools.damaged(settings)
     typer.echo(format_diagnoses(diagnoses, every))
-    for found in damaged:
-        typer.echo(str(found))
+    for segment in damaged:
+        typer.echo(str(segment))
     if damaged or any(d.verdict in SERIOUS for d in diagnoses):
         raise SystemExit(1)
 
@@ -220,24 +220,20 @@ def sql(
         Literal["table", "json", "csv", "parquet"],
         typer.Option("--format", "-f", help="How to print it."),
     ] = "table",
-    at: Annotated[
-        str | None,
-        typer.Option(
-            "--at",
-            help="All tables as of a time, a named snapshot, or a file of `tables snapshot`.",
-        ),
-    ] = None,
+    at: At = None,
 ) -> None:
-    """Ask the lake."""
-    with load(
-        "clawstream.query.sandbox_launch"
-    ).QueryProcess() as worker:  # it starts up while this process reads its settings
+    """Query the lake."""
+    # The query process starts up while this process reads its settings.
+    with load("clawstream.query.sandbox_launch").QueryProcess() as worker:
         settings = settings_of(config, overrides)
         module = load("clawstream.query.sandbox")
         if output == "parquet" and sys.stdout.isatty():
             fail("parquet is for a file: add `> answer.parquet`", 2)
         module.write_sql(settings, query, sys.stdout.buffer, output, at, worker)
         sys.stdout.buffer.flush()
+
+
+command(app)(curate)
 
 
 def main() -> None:

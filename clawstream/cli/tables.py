@@ -2,82 +2,62 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from clawstream.cli.common_options import (
     Config,
     Form,
-    Overrides,
     cluster_of,
+    command,
     fail,
     group,
-    load,
+    names_and_overrides,
+    print_json,
     settings_of,
 )
-
-if TYPE_CHECKING:
-    from schemas.settings import Settings
+from clawstream.query.result_format import as_text
+from schemas.settings import Settings
+from stream_jobs.lake.delta import maintenance, snapshots
+from stream_jobs.lake.delta import repair as repairs
+from stream_jobs.lake.tables.catalog import catalog
 
 app = group("The tables of the lake.")
-Name = Annotated[
-    str | None, typer.Argument(metavar="[TABLE]", help="One table; all of them without.")
-]
-Set = Annotated[list[str] | None, typer.Option("--set", "-s", metavar="a.b=c", help="A setting.")]
-
-
-def _settings(config: Path | None, overrides: list[str] | None, sets: list[str] | None) -> Settings:
-    """Return the settings of overrides and of `--set` (beside an optional TABLE)."""
-    return settings_of(config, [*(overrides or ()), *(sets or ())])
+Table = Annotated[str, typer.Argument(help="Table.")]
 
 
 def _print(rows: Sequence[Mapping[str, Any]], output: str) -> None:
     if output == "json":
-        typer.echo(json.dumps(list(rows)))
+        print_json(list(rows))
     elif rows:
-        names = list(rows[0])
-        values = [["" if row[n] is None else row[n] for n in names] for row in rows]
-        typer.echo(load("clawstream.query.result_format").as_text(names, values))
+        typer.echo(as_text(list(rows[0]), [list(row.values()) for row in rows]))
 
 
-@app.command("list")
-def tables_list(
-    overrides: Overrides = None, config: Config = None, sets: Set = None, output: Form = "table"
-) -> None:
+@command(app, "list")
+def tables_list(settings: Settings, output: Form = "table") -> None:
     """Rows, files, bytes, version and newest row of each table."""
-    settings = _settings(config, overrides, sets)
-    _print(load("stream_jobs.lake.delta.snapshots").tables(settings), output)
+    _print(snapshots.tables(settings), output)
 
 
-@app.command()
+@command(app)
 def history(
-    table: Annotated[str, typer.Argument(help="Table.")],
-    overrides: Overrides = None,
-    config: Config = None,
-    sets: Set = None,
+    table: Table,
+    settings: Settings,
     limit: Annotated[int, typer.Option("--limit", "-n", min=1, help="Newest commits.")] = 20,
     output: Form = "table",
 ) -> None:
     """The newest commits of a table."""
-    settings = _settings(config, overrides, sets)
-    entries = load("stream_jobs.lake.delta.snapshots").history(settings, table, limit)
-    if output == "table":
-        entries = [{**e, "metrics": json.dumps(e["metrics"])} for e in entries]
-    _print(entries, output)
+    _print(snapshots.history(settings, table, limit), output)
 
 
-@app.command()
+@command(app)
 def repair(
-    table: Annotated[str, typer.Argument(help="Table.")],
-    overrides: Overrides = None,
-    config: Config = None,
-    sets: Set = None,
+    table: Table,
+    settings: Settings,
     check: Annotated[
-        bool, typer.Option("--check", help="Only say which files can't be read.")
+        bool, typer.Option("--check", help="Only show which files can't be read.")
     ] = False,
     accept_loss: Annotated[
         bool,
@@ -91,13 +71,11 @@ def repair(
 
     The writer reads the rest from the topics.
     """
-    settings = _settings(config, overrides, sets)
-    module = load("stream_jobs.lake.delta.repair")
     if check:
-        flaws = module.check(settings, table)
+        flaws = repairs.check(settings, table)
         typer.echo("\n".join(flaws) or f"{table}: every file can be read")
         raise SystemExit(1 if flaws else 0)
-    done = module.repair(settings, table, cluster_of(settings), accept_loss)
+    done = repairs.repair(settings, table, cluster_of(settings), accept_loss)
     for flaw in done.damage:
         typer.echo(flaw)
     if done.restored is None:
@@ -117,76 +95,62 @@ def repair(
         typer.echo(f"snapshots that lack the rows of the lost commits: {', '.join(done.snapshots)}")
 
 
-@app.command()
-def compact(table: Name = None, sets: Set = None, config: Config = None) -> None:
+def _tables(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[TABLE]... [a.b=c]...", help="Tables; default: all. Settings."),
+    ] = None,
+    config: Config = None,
+) -> tuple[list[str], Settings]:
+    names, overrides = names_and_overrides(words)
+    for name in names:
+        if name not in catalog():
+            fail(f"no table {name}; there are {', '.join(catalog())}", 2)
+    return names, settings_of(config, overrides)
+
+
+@command(app, tables=_tables)
+def compact(tables: tuple[list[str], Settings]) -> None:
     """Merge small files; delete expired rows and unneeded files. The writer may keep running."""
-    settings = _settings(config, None, sets)
-    maintenance = load("stream_jobs.lake.delta.maintenance")
-    for done in maintenance.maintain(settings, None if table is None else [_known(table)]):
+    names, settings = tables
+    for done in maintenance.maintain(settings, names or None):
+        deferred = f"; the rest next time: {done.deferred}" if done.deferred else ""
         typer.echo(
             f"{done.table}: {done.merged_files} files into {done.made_files}, "
-            f"{done.deleted_rows} old rows and "
-            f"{done.deleted_files} old files deleted"
-            + (f"; the rest next time: {done.deferred}" if done.deferred else "")
+            f"{done.deleted_rows} old rows and {done.deleted_files} old files deleted{deferred}"
         )
 
 
-@app.command()
-def vacuum(table: Name = None, sets: Set = None, config: Config = None) -> None:
+@command(app, tables=_tables)
+def vacuum(tables: tuple[list[str], Settings]) -> None:
     """Delete files that no version within lake.history_days and no named snapshot needs."""
-    settings = _settings(config, None, sets)
-    maintenance, versions = (
-        load("stream_jobs.lake.delta.maintenance"),
-        load("stream_jobs.lake.delta.snapshots"),
-    )
-    for name in (
-        [t["table"] for t in versions.tables(settings)] if table is None else [_known(table)]
-    ):
+    names, settings = tables
+    for name in names or [t["table"] for t in snapshots.tables(settings)]:
         typer.echo(f"{name}: {maintenance.vacuum(settings, name)} files deleted")
 
 
-@app.command()
+@command(app)
 def snapshot(
-    overrides: Overrides = None,
-    config: Config = None,
-    sets: Set = None,
+    settings: Settings,
     name: Annotated[
-        str | None,
-        typer.Option("--name", help="Keep these versions until `delete-snapshot`."),
+        str | None, typer.Option("--name", help="Keep these versions until `delete-snapshot`.")
     ] = None,
 ) -> None:
     """Print the versions of all tables now, as JSON, which `sql --at` accepts."""
-    settings = _settings(config, overrides, sets)
-    typer.echo(json.dumps(load("stream_jobs.lake.delta.snapshots").take_snapshot(settings, name)))
+    print_json(snapshots.take_snapshot(settings, name))
 
 
-@app.command()
-def snapshots(overrides: Overrides = None, config: Config = None, sets: Set = None) -> None:
+@command(app, "snapshots")
+def list_snapshots(settings: Settings) -> None:
     """List the named snapshots."""
-    settings = _settings(config, overrides, sets)
-    for name, found in sorted(
-        load("stream_jobs.lake.delta.snapshots").named_snapshots(settings).items()
-    ):
-        typer.echo(
-            f"{name}  "
-            f"{found.get('at', '') if isinstance(found, dict) else f'can not be read: {found}'}"
-        )
+    for name, found in sorted(snapshots.named_snapshots(settings).items()):
+        at = found.get("at", "") if isinstance(found, dict) else f"can not be read: {found}"
+        typer.echo(f"{name}  {at}")
 
 
-@app.command()
+@command(app)
 def delete_snapshot(
-    name: Annotated[str, typer.Argument(help="Name of the snapshot.")],
-    overrides: Overrides = None,
-    config: Config = None,
-    sets: Set = None,
+    name: Annotated[str, typer.Argument(help="Name of the snapshot.")], settings: Settings
 ) -> None:
     """Delete a named snapshot; its files may then be deleted."""
-    settings = _settings(config, overrides, sets)
-    load("stream_jobs.lake.delta.snapshots").delete_snapshot(settings, name)
-
-
-def _known(table: str) -> str:
-    names = load("stream_jobs.lake.tables.catalog").catalog()
-    if table not in names:
-        fail(f"no table {table}; there are {', '.join(names)}", 2)
-    return table
+    snapshots.delete_snapshot(settings, name)

@@ -2,41 +2,42 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from typing import Annotated
 
 import typer
 
 from clawstream.cli.common_options import (
-    Config,
     Form,
-    Overrides,
+    Since,
+    Until,
+    Yes,
     cluster_of,
+    command,
     fail,
     group,
     instant,
     load,
-    settings_of,
+    print_json,
 )
+from clawstream.ops.topics.copy import RecordFilter, copy_topics
+from clawstream.ops.topics.trim import NotGivenUp, TopicTrim, TrimInputs, format_ranges
+from runtime.topics.records import create_topics
+from schemas.settings import Settings
 
 app = group("Kafka topics.")
 
 
-@app.command("create")
-def topics_create(overrides: Overrides = None, config: Config = None) -> None:
+@command(app, "create")
+def topics_create(settings: Settings) -> None:
     """Make every topic that is not there yet, and announce the schemas."""
-    settings = settings_of(config, overrides)
-    from runtime.topics.records import create_topics
-
     made = create_topics(cluster_of(settings), settings)
     typer.echo("\n".join(f"made {name}" for name in made) or "all topics are there")
 
 
-@app.command("list")
-def topics_list(overrides: Overrides = None, config: Config = None) -> None:
+@command(app, "list")
+def topics_list(settings: Settings) -> None:
     """Topics with their ids, partitions and offsets."""
-    settings = settings_of(config, overrides)
     cluster = cluster_of(settings)
     mine = sorted(t for t in cluster.topics() if t.startswith(settings.kafka.topic_prefix + "."))
     ids = cluster.topic_ids(mine)
@@ -46,19 +47,16 @@ def topics_list(overrides: Overrides = None, config: Config = None) -> None:
         typer.echo(f"{name:48} {ids[name]:24} partitions {len(marks):3}  records {kept}")
 
 
-@app.command("copy")
+@command(app, "copy")
 def topics_copy(
     to_prefix: Annotated[str, typer.Option("--to-prefix", help="Prefix of the copies.")],
-    overrides: Overrides = None,
-    config: Config = None,
+    settings: Settings,
     partitions: Annotated[
         int | None, typer.Option("--partitions", min=1, help="Default: as many as now.")
     ] = None,
-    since: Annotated[
-        str | None, typer.Option("--since", help="Begin here, as in `clawstream replay run`.")
-    ] = None,
-    until: Annotated[str | None, typer.Option("--until", help="End before this time.")] = None,
-    run: Annotated[str | None, typer.Option("--run", help="Only what is of this run.")] = None,
+    since: Since = None,
+    until: Until = None,
+    run: Annotated[str | None, typer.Option("--run", help="Records of this run only.")] = None,
     as_run: Annotated[
         str | None, typer.Option("--as-run", help="Another run id for the copy.")
     ] = None,
@@ -67,9 +65,6 @@ def topics_copy(
     ] = True,
 ) -> None:
     """Copy steps, rewards and schemas to another prefix, with their timestamps and ticks."""
-    settings = settings_of(config, overrides)
-    from clawstream.ops.topics.copy import RecordFilter, copy_topics
-
     span = instant(since, "--since"), instant(until, "--until")
     if as_run is not None and run is None:
         fail("--as-run needs --run: two runs must not become one", 2)
@@ -85,10 +80,9 @@ def topics_copy(
     )
 
 
-@app.command("trim")
+@command(app, "trim")
 def topics_trim(
-    overrides: Overrides = None,
-    config: Config = None,
+    settings: Settings,
     before: Annotated[
         str | None,
         typer.Option("--before", help="Only what came before this time, e.g. 60d; rewards too."),
@@ -102,16 +96,13 @@ def topics_trim(
             "policy.",
         ),
     ] = None,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do it.")] = False,
+    yes: Yes = False,
     form: Form = "table",
 ) -> None:
     """Delete candidates and ready batches that no live run needs and the lake has.
 
     With --before also rewards. Without --yes it only prints the plan.
     """
-    settings = settings_of(config, overrides)
-    from clawstream.ops.topics.trim import NotGivenUp, TopicTrim, TrimInputs, format_ranges
-
     before_ms = instant(before, "--before")
     lake, jobs = load("stream_jobs.lake.positions"), load("clawstream.ops.job_positions")
     cluster = cluster_of(settings)
@@ -126,21 +117,14 @@ def topics_trim(
     if yes:
         plan.do()
     if form == "json":
-        typer.echo(
-            json.dumps(
-                [
-                    {**asdict(trim_range), "removed": yes and trim_range.removes > 0}
-                    for trim_range in plan.ranges
-                ]
-            )
-        )
+        print_json([{**asdict(r), "removed": yes and r.removes > 0} for r in plan.ranges])
         return
     typer.echo(format_ranges(plan.ranges))
-    todo = [trim_range for trim_range in plan.ranges if trim_range.removes]
-    what = f"{sum(trim_range.removes for trim_range in todo)} offsets of {len(todo)} partitions"
+    todo = [r for r in plan.ranges if r.removes]
+    what = f"{sum(r.removes for r in todo)} offsets of {len(todo)} partitions"
     if not todo:
-        typer.echo("\nnothing can go")
+        typer.echo("\nnothing can be deleted")
+    elif yes:
+        typer.echo(f"\nremoved {what}")
     else:
-        typer.echo(
-            f"\nremoved {what}" if yes else f"\n{what} would go for ever: say --yes to remove them"
-        )
+        typer.echo(f"\n{what} would be deleted permanently: add --yes to delete them")

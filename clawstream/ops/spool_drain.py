@@ -11,7 +11,7 @@ manual repair.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,15 +30,10 @@ from gateway.durability.segment import read_segment
 from gateway.durability.spool import lock
 from gateway.errors import GatewayError, RecordTooLarge, SpoolTaken
 from runtime.blob_store import BlobStore
-from runtime.kafka import Cluster
 from runtime.topics.records import cluster_of
 from schemas.codec.single_object import Codec
 from schemas.errors import Undecodable, UnknownSchema
 from schemas.settings import Settings
-
-__all__ = ["Drained", "GatewayError", "damaged", "drain"]
-InLake = Callable[[Settings, Sequence[Any]], list[bool]]
-CheckNotBehind = Callable[[Settings, Cluster, str], None]
 
 
 class Drained(NamedTuple):
@@ -54,32 +49,19 @@ class Drained(NamedTuple):
     damaged: list[Damage]
 
 
-def drain(
-    settings: Settings,
-    in_lake: InLake,
-    check_not_behind: CheckNotBehind,
-    gateway_id: str | None = None,
-) -> Iterator[Drained]:
+def drain(settings: Settings, gateway_id: str | None = None) -> Iterator[Drained]:
     """Drain all spools, or that of `gateway_id`; yield one result per gateway.
 
-    in_lake and check_not_behind are functions of `stream_jobs.lake.lookup`. Raises GatewayError and
-    errors of lake and Kafka; records sent before are not lost.
+    Raises GatewayError and errors of lake and Kafka; records sent before are not lost.
     """
     root, names = settings.spool_dir, _gateways(settings)
     if gateway_id is not None and gateway_id not in names:
         raise GatewayError(
             f"no spool of {gateway_id} in {root}: there is {', '.join(names) or 'none'}"
         )
-    cluster, codec = cluster_of(settings), Codec()
-    blobs = Blobs(
-        BlobStore(settings.blob_uri, settings.gateway.blob_options),
-        codec,
-        settings.gateway.produce_timeout_s,
-    )
-    work = _Work(settings, cluster, codec, blobs, in_lake, check_not_behind)
     for name in names if gateway_id is None else [gateway_id]:
         with _taken(root / name) as (paths, runs):
-            sent, known = work.drain(root / name, paths)
+            sent, known = _send(settings, root / name, paths)
         yield Drained(name, sent, known, runs, damaged_in(root / name))
 
 
@@ -98,61 +80,62 @@ def _gateways(settings: Settings) -> list[str]:
     return sorted(p.name for p in root.iterdir() if p.is_dir()) if root.is_dir() else []
 
 
-class _Work(NamedTuple):
-    settings: Settings
-    cluster: Cluster
-    codec: Codec
-    blobs: Blobs
-    in_lake: InLake
-    check_not_behind: CheckNotBehind
+def _send(settings: Settings, directory: Path, paths: Sequence[Path]) -> tuple[int, int]:
+    """Send the records of segments that the lake lacks.
 
-    def drain(self, directory: Path, paths: Sequence[Path]) -> tuple[int, int]:
-        """Records sent, and those that the lake had."""
-        sent = known = 0
-        asked: set[str] = set()
-        producer = self.cluster.producer()
-        try:
-            for path in paths:
-                messages, unreadable_bytes, _ = read_segment(path)
-                for topic in {m.topic for m in messages} - asked:
-                    self.check_not_behind(self.settings, self.cluster, topic)
-                    asked.add(topic)
-                missing = self._missing(messages)
-                for message in missing:
-                    try:
-                        (fitting,) = self.blobs.fit_now([message])
-                    except RecordTooLarge:
-                        reject(directory, message)
-                    else:
-                        producer.put(*fitting)
-                producer.flush()
-                if unreadable_bytes:
-                    move_to(DAMAGED, directory, path)
+    Returns:
+        The number of records sent, and of those that the lake had.
+    """
+    from stream_jobs.lake.lookup import check_not_behind
+
+    cluster, gateway = cluster_of(settings), settings.gateway
+    store = BlobStore(settings.blob_uri, gateway.blob_options)
+    blobs = Blobs(store, Codec(), gateway.produce_timeout_s)
+    sent = known = 0
+    checked: set[str] = set()
+    producer = cluster.producer()
+    try:
+        for path in paths:
+            messages, unreadable_bytes, _ = read_segment(path)
+            for topic in {m.topic for m in messages} - checked:
+                check_not_behind(settings, cluster, topic)
+                checked.add(topic)
+            missing = _missing(settings, messages)
+            for message in missing:
+                try:
+                    (fitting,) = blobs.fit_now([message])
+                except RecordTooLarge:
+                    reject(directory, message)
                 else:
-                    path.unlink()
-                sent, known = sent + len(missing), known + len(messages) - len(missing)
-        finally:
-            producer.close()
-        return sent, known
+                    producer.put(*fitting)
+            producer.flush()
+            if unreadable_bytes:
+                move_to(DAMAGED, directory, path)
+            else:
+                path.unlink()
+            sent, known = sent + len(missing), known + len(messages) - len(missing)
+    finally:
+        producer.close()
+    return sent, known
 
-    def _missing(self, messages: Sequence[Message]) -> list[Message]:
-        """Return the records that the lake lacks.
 
-        Unreadable ones are sent and dead-lettered there.
-        """
-        events: list[Any] = []
-        for message in messages:
-            try:
-                events.append(self.codec.decode(message.value))
-            except (Undecodable, UnknownSchema):
-                events.append(None)
-        there = self.in_lake(self.settings, events)
-        return [m for m, found in zip(messages, there, strict=True) if not found]
+def _missing(settings: Settings, messages: Sequence[Message]) -> list[Message]:
+    """Return the records that the lake lacks. Unreadable ones count: it dead-letters them."""
+    from stream_jobs.lake.lookup import in_lake
+
+    codec, events = Codec(), list[Any]()
+    for message in messages:
+        try:
+            events.append(codec.decode(message.value))
+        except (Undecodable, UnknownSchema):
+            events.append(None)
+    there = in_lake(settings, events)
+    return [m for m, found in zip(messages, there, strict=True) if not found]
 
 
 @contextmanager
 def _taken(directory: Path) -> Iterator[tuple[list[Path], bool]]:
-    """Segments that are ours now, oldest first, and whether the gateway runs."""
+    """Lock the segments; yield them, oldest first, and whether the gateway runs."""
     with ExitStack() as stack:
         try:
             stack.callback(os.close, lock(directory / QUARANTINED))
@@ -160,14 +143,8 @@ def _taken(directory: Path) -> Iterator[tuple[list[Path], bool]]:
             raise SpoolTaken(
                 f"spool {directory} is just being drained by another `clawstream spool drain`"
             ) from error
-        paths, runs = (
-            [
-                path
-                for name in (QUARANTINED, DAMAGED)
-                for path in (directory / name).glob("*.spool")
-            ],
-            False,
-        )
+        runs = False
+        paths = [p for name in (QUARANTINED, DAMAGED) for p in (directory / name).glob("*.spool")]
         try:
             stack.callback(os.close, lock(directory))
             paths += directory.glob("*.spool")

@@ -52,8 +52,9 @@ def commands() -> Iterator[tuple[str, ...]]:
 
     def walk(command: Any, words: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
         yield words
-        for name, inner in getattr(command, "commands", {}).items():
-            yield from walk(inner, (*words, name))
+        if hasattr(command, "list_commands"):
+            for name in command.list_commands(None):
+                yield from walk(command.get_command(None, name), (*words, name))
 
     return walk(typer.main.get_command(app), ())
 

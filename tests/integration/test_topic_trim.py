@@ -395,7 +395,7 @@ def test_the_command_shows_a_plan_and_gives_up_by_name(
         *(topics.candidates, "1", "0", "-", "3"),
         "run quiet has no policy yet (--give-up quiet), since offset 0",
     ]  # fmt: skip
-    assert done.stdout.endswith("\n\nnothing can go\n")
+    assert done.stdout.endswith("\n\nnothing can be deleted\n")
     done = call(
         "topics", "trim", "--yes", "--give-up", "alive", *overrides_of(settings), timeout_s=240
     )

@@ -13,23 +13,24 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from runtime.kafka import Cluster, Record
-from runtime.topics.records import Decoder
+from runtime.kafka import Record
+from runtime.topics.records import Decoder, cluster_of
 from schemas.codec.single_object import Event
 from schemas.errors import Undecodable, UnknownSchema
 from schemas.ids import RUN_ID
 from schemas.records import DeadLetter, DeadLetterResolved
+from schemas.settings import Settings
 from schemas.topics import Topics
 from stream_jobs.assemble.payload.input_log import InputLog
 from stream_jobs.errors import StreamJobError
 
 DETAIL_CHARS = 200
-"""Of the detail, in a list."""
+"""Maximum length of the detail in an entry."""
 Decode = Callable[[bytes | None], Event]
 
 
 class DeadLetterError(StreamJobError):
-    """Root of what can't be done about a dead letter."""
+    """Root of the errors of commands on dead letters."""
 
 
 class NoSuchEntry(DeadLetterError):
@@ -37,7 +38,7 @@ class NoSuchEntry(DeadLetterError):
 
 
 class RecordId(NamedTuple):
-    """Where the original record lies, or lay: that makes a dead letter one and the same."""
+    """Position of the original record: the identity of a dead letter."""
 
     topic: str
     topic_id: str
@@ -46,7 +47,7 @@ class RecordId(NamedTuple):
 
     @property
     def short(self) -> str:
-        """As one types it. Another topic of the same name may have the same."""
+        """Id without the topic id: not unique after a topic was recreated."""
         return f"{self.topic}-{self.partition}-{self.offset}"
 
     @property
@@ -90,12 +91,12 @@ class DeadLetterEntry:
 
     @property
     def at(self) -> int:
-        """Where it lies on `claw.dead-letters`, the first time."""
+        """Offset of the first occurrence on `claw.dead-letters`."""
         return self.occurrences[0].at
 
     @property
     def state(self) -> str:
-        """open, or what was done last: replayed, repaired, dismissed."""
+        """open, or the last action: replayed, repaired, dismissed."""
         return self.resolutions[-1].action if self.resolutions else "open"
 
 
@@ -120,11 +121,10 @@ def entries_in(
                 )
             case DeadLetterResolved():
                 record_id = RecordId(event.topic, event.topic_id, event.partition, event.offset)
-                (
-                    found[record_id].resolutions
-                    if record_id in found
-                    else early.setdefault(record_id, [])
-                ).append(event)
+                known = found.get(record_id)
+                (early.setdefault(record_id, []) if known is None else known.resolutions).append(
+                    event
+                )
     for record_id, resolutions in early.items():
         if record_id in found:
             found[record_id].resolutions[:0] = resolutions
@@ -144,32 +144,11 @@ def _entry(
 
 
 def _run_of_topic(topic: str, key: bytes | None, topics: Topics) -> str | None:
-    """The run of a record that can't be read: there are topics that tell it."""
-    named = topics.parse_ready_batches(topic)
-    if named is not None:
+    """Return the run of an unreadable record, which some topics name themselves or in the key."""
+    if (named := topics.parse_ready_batches(topic)) is not None:
         return named[0]
     text = (key or b"").decode("ascii", "replace")
     return text if topic == topics.candidates and RUN_ID.fullmatch(text) else None
-
-
-def read_entries(
-    cluster: Cluster, decoder: Decoder, topics: Topics
-) -> dict[RecordId, DeadLetterEntry]:
-    """Read all dead letters, including those behind an open transaction. Raises Unavailable."""
-    if topics.dead_letters not in cluster.topics(topics.dead_letters):
-        return {}
-
-    def events() -> Iterator[tuple[int, Event]]:
-        for record in cluster.read_all(topics.dead_letters, await_open=True):
-            with suppress(
-                Undecodable, UnknownSchema
-            ):  # unreadable: the lake writes a dead letter for it
-                yield record.offset, decoder.decode(record.value)
-
-    return entries_in(events(), decoder.decode, topics)
-
-
-# -- choosing
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +164,7 @@ class EntryFilter:
     run: str | None = None
     since: int | None = None
     resolved: bool = False
-    """Those too that something was done about."""
+    """Whether it matches resolved entries too."""
 
     def matches(self, entry: DeadLetterEntry, topics: Topics) -> bool:
         named = self.topic is None or self.topic in (
@@ -207,22 +186,6 @@ class EntryFilter:
         )
 
 
-def find_entry(entries: Mapping[RecordId, DeadLetterEntry], name: str) -> DeadLetterEntry:
-    """The entry of an id, short or full. Raises NoSuchEntry."""
-    found = [s for s in entries if name in (s.short, s.full)]
-    if len(found) > 1:
-        raise NoSuchEntry(
-            f"{name} is a dead letter in {len(found)} topics of that name: "
-            f"{', '.join(s.full for s in found)}"
-        )
-    if not found:
-        raise NoSuchEntry(f"no dead letter {name}: `clawstream dlq list --all` has them all")
-    return entries[found[0]]
-
-
-# -- the records themselves
-
-
 @dataclass(frozen=True, slots=True)
 class Original:
     """The original record.
@@ -237,43 +200,84 @@ class Original:
     detail: str
 
 
-def originals(
-    cluster: Cluster, decoder: Decoder, topics: Topics, entries: Sequence[DeadLetterEntry]
-) -> Iterator[Original]:
-    """Yield the original records of entries, in the order of the dead-letters topic.
+class DeadLetterLog:
+    """All dead letters of an installation, those behind an open transaction included.
 
-    Key and value are in the dead letter. Headers and oversized values are read from the original
-    position, if it still exists.
+    entries: By the position of their original record, in log order.
     """
-    inside = {entry.at: entry for entry in entries}
-    said = InputLog(cluster, decoder, topics.dead_letters, 0)
-    at_place = _read_in_place(cluster, decoder, topics, entries)
-    for record in said.records(sorted(inside)):
-        entry, event = inside[record.offset], decoder.decode(record.value)
-        there = at_place.get(entry.record_id)
-        key, value = event.key, event.value
-        if there is not None:
-            key, value = there.key if key is None else key, there.value if value is None else value
-        yield Original(
-            entry, key, value, there.headers if there is not None else None, event.detail
-        )
 
+    def __init__(self, settings: Settings) -> None:
+        """Read the topic. Raises Unavailable."""
+        self.cluster, self.topics = cluster_of(settings), settings.kafka.topics
+        self.decoder = Decoder(self.cluster, self.topics.schemas)
+        self.entries = entries_in(self._events(), self.decoder.decode, self.topics)
 
-def _read_in_place(
-    cluster: Cluster, decoder: Decoder, topics: Topics, entries: Sequence[DeadLetterEntry]
-) -> dict[RecordId, Record]:
-    """The records that must be looked at where they lie, as far as they do."""
-    wanted: dict[tuple[str, int], list[RecordId]] = {}
-    ids = cluster.topic_ids(sorted({entry.record_id.topic for entry in entries}))
-    for entry in entries:
-        record_id = entry.record_id
-        if ids.get(record_id.topic) == record_id.topic_id and (
-            entry.size is None or record_id.topic == topics.candidates
-        ):
-            wanted.setdefault((record_id.topic, record_id.partition), []).append(record_id)
-    found = {}
-    for (topic, partition), record_ids in wanted.items():
-        log = InputLog(cluster, decoder, topic, partition)
-        for record in log.records(sorted(s.offset for s in record_ids)):
-            found[RecordId(topic, ids[topic], partition, record.offset)] = record
-    return found
+    def _events(self) -> Iterator[tuple[int, Event]]:
+        topic = self.topics.dead_letters
+        if topic in self.cluster.topics(topic):
+            for record in self.cluster.read_all(topic, await_open=True):
+                # The lake writes a dead letter for an unreadable one.
+                with suppress(Undecodable, UnknownSchema):
+                    yield record.offset, self.decoder.decode(record.value)
+
+    def matching(self, chosen: EntryFilter) -> list[DeadLetterEntry]:
+        """Return the entries that a filter matches."""
+        return [x for x in self.entries.values() if chosen.matches(x, self.topics)]
+
+    def find(self, name: str) -> DeadLetterEntry:
+        """Return the entry of an id, short or full. Raises NoSuchEntry."""
+        found = [s for s in self.entries if name in (s.short, s.full)]
+        if len(found) > 1:
+            raise NoSuchEntry(
+                f"{name} is a dead letter in {len(found)} topics of that name: "
+                f"{', '.join(s.full for s in found)}"
+            )
+        if not found:
+            raise NoSuchEntry(f"no dead letter {name}: `clawstream dlq list --all` lists all")
+        return self.entries[found[0]]
+
+    def event_of(self, original: Original) -> Event | None:
+        """Decode the original record; None when it is unreadable."""
+        try:
+            return self.decoder.decode(original.value)
+        except (Undecodable, UnknownSchema):
+            return None
+
+    def original(self, entry: DeadLetterEntry) -> Original:
+        """Read the original record of an entry."""
+        return next(self.originals([entry]))
+
+    def originals(self, entries: Sequence[DeadLetterEntry]) -> Iterator[Original]:
+        """Yield the original records of entries, in the order of the dead-letters topic.
+
+        Key and value are in the dead letter. Headers and oversized values are read from the
+        original position, if it still exists.
+        """
+        by_offset = {entry.at: entry for entry in entries}
+        log = InputLog(self.cluster, self.decoder, self.topics.dead_letters, 0)
+        in_place = self._read_in_place(entries)
+        for record in log.records(sorted(by_offset)):
+            entry, event = by_offset[record.offset], self.decoder.decode(record.value)
+            key, value, headers = event.key, event.value, None
+            if (there := in_place.get(entry.record_id)) is not None:
+                key = there.key if key is None else key
+                value = there.value if value is None else value
+                headers = there.headers
+            yield Original(entry, key, value, headers, event.detail)
+
+    def _read_in_place(self, entries: Sequence[DeadLetterEntry]) -> dict[RecordId, Record]:
+        """Read records whose value or headers are only at their original position."""
+        wanted: dict[tuple[str, int], list[RecordId]] = {}
+        ids = self.cluster.topic_ids(sorted({entry.record_id.topic for entry in entries}))
+        for entry in entries:
+            record_id = entry.record_id
+            if ids.get(record_id.topic) == record_id.topic_id and (
+                entry.size is None or record_id.topic == self.topics.candidates
+            ):
+                wanted.setdefault((record_id.topic, record_id.partition), []).append(record_id)
+        found = {}
+        for (topic, partition), record_ids in wanted.items():
+            log = InputLog(self.cluster, self.decoder, topic, partition)
+            for record in log.records(sorted(s.offset for s in record_ids)):
+                found[RecordId(topic, ids[topic], partition, record.offset)] = record
+        return found

@@ -15,17 +15,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from clawstream.ops.dead_letters.entries import (
     DeadLetterEntry,
     DeadLetterError,
+    DeadLetterLog,
     Original,
-    RecordId,
-    originals,
-    read_entries,
 )
 from runtime.kafka import Ack
-from runtime.topics.records import Decoder, cluster_of, now_micros
+from runtime.topics.records import cluster_of, now_micros
 from runtime.user import current_user
 from schemas.codec.record_json import from_json, to_json
 from schemas.codec.single_object import Event
@@ -43,7 +42,7 @@ from stream_jobs.admit.main import payload_place
 from stream_jobs.admit.policy import policy_rejection
 from stream_jobs.assemble.fold import AssemblyFold
 from stream_jobs.assemble.job import limits_of
-from stream_jobs.assemble.model import REWARDS, STEPS, ChangeKind
+from stream_jobs.assemble.model import REWARDS, STEPS, ChangeKind, SourceTopic
 from stream_jobs.assemble.state import PartitionState
 
 TRANSACTION_MS = 10_000
@@ -51,7 +50,7 @@ TRANSACTION_MS = 10_000
 """
 SLICE_ENTRIES = 200
 SLICE_BYTES = 16 << 20
-"""Of one transaction."""
+"""Maximum size of one transaction."""
 
 
 class NotSendable(DeadLetterError):
@@ -60,7 +59,7 @@ class NotSendable(DeadLetterError):
 
 @dataclass(frozen=True, slots=True)
 class RedriveResult:
-    """What became of one entry. why_not: None when it was sent, or dismissed."""
+    """The result for one entry. why_not: None when it was sent or dismissed."""
 
     entry: DeadLetterEntry
     action: str
@@ -78,32 +77,24 @@ class _PendingSend:
     value: bytes
 
 
-# -- what may be sent
+# -- which records may be sent
 
 
 def key_of(event: Event) -> bytes:
-    """The Kafka key that a record of ours has."""
+    """Return the Kafka key of a record of ours."""
     if isinstance(event, SchemaPublished):
         return event.fingerprint.encode()
     if isinstance(event, FailedCall) and event.trajectory_key is None:
         return event.event_id.encode()
-    key: str = (
-        event.trajectory_key
-        if hasattr(event, "trajectory_key") and not isinstance(event, Candidate)
-        else event.run_id
-    )
-    return key.encode()
+    if isinstance(event, Candidate) or not hasattr(event, "trajectory_key"):
+        return str(event.run_id).encode()
+    return str(event.trajectory_key).encode()
 
 
 def check_topic(topics: Topics, topic: str) -> None:
     """Raise NotSendable for a topic on which a second copy or another writer would do harm."""
-    if topic not in (
-        topics.steps,
-        topics.rewards,
-        topics.trajectories,
-        topics.candidates,
-        topics.schemas,
-    ):
+    inputs = (topics.steps, topics.rewards, topics.trajectories, topics.candidates, topics.schemas)
+    if topic not in inputs:
         raise NotSendable(
             f"only its own writer may write to {topic}: a record sent again there would be out "
             "of its sequence. Dismiss it"
@@ -126,15 +117,12 @@ def check(
         raise NotSendable(f"Kafka key {key!r:.250} is not {key_of(event)!r:.250}: repair it")
     if topic in (topics.steps, topics.rewards):
         _check_fold(settings, STEPS if topic == topics.steps else REWARDS, key, event)
-    if (
-        isinstance(event, AdmissionPolicy)
-        and (rejection := policy_rejection(event, None)) is not None
-    ):
+    if isinstance(event, AdmissionPolicy) and (rejection := policy_rejection(event, None)):
         raise NotSendable(rejection)
     if isinstance(event, Candidate):
         if headers is None:
             raise NotSendable(
-                "where its payload lies was in its headers, and they are gone with its log. "
+                "the position of its payload was in its headers, which are gone with its log. "
                 "Dismiss it"
             )
         try:
@@ -143,10 +131,10 @@ def check(
             raise NotSendable(str(e)) from e
 
 
-def _check_fold(settings: Settings, source: int, key: bytes | None, event: Event) -> None:
-    """Let assemble's own fold judge it, on an empty partition."""
+def _check_fold(settings: Settings, source: SourceTopic, key: bytes | None, event: Event) -> None:
+    """Raise NotSendable if assemble's fold rejects the record on an empty partition."""
     fold = AssemblyFold(PartitionState(), limits_of(settings))
-    fold.record(STEPS if source == STEPS else REWARDS, 0, 0, key, event)
+    fold.record(source, 0, 0, key, event)
     for entry in fold.finish_batch():
         if entry[0] == ChangeKind.DEAD_LETTERED:
             raise NotSendable(str(entry[4]))
@@ -159,30 +147,20 @@ class Redriver:
     """Redrives and dismisses dead letters. A new one fences all others at their next write."""
 
     def __init__(self, settings: Settings, by: str | None = None) -> None:
-        self._settings, self._topics, self._by = (
-            settings,
-            settings.kafka.topics,
-            by or current_user(),
-        )
+        self._settings, self._topics = settings, settings.kafka.topics
+        self._by = by or current_user()
         self._cluster = cluster_of(settings)
-        self.decoder = Decoder(self._cluster, self._topics.schemas)
         self._producer = self._cluster.producer(
             f"{self._topics.prefix}-dead-letters", transaction_timeout_ms=TRANSACTION_MS
         )
+        self.log = DeadLetterLog(settings)
         self._ids: dict[str, str] = {}
-        self.entries: dict[RecordId, DeadLetterEntry] = read_entries(
-            self._cluster, self.decoder, self._topics
-        )
 
     def __enter__(self) -> Redriver:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._producer.close()
-
-    def original(self, entry: DeadLetterEntry) -> Original:
-        """The record of an entry."""
-        return next(originals(self._cluster, self.decoder, self._topics, [entry]))
 
     def replay(
         self, entries: Sequence[DeadLetterEntry], force: bool = False, note: str | None = None
@@ -192,13 +170,12 @@ class Redriver:
         force: Include resolved entries and records that would fail again.
         """
         for some in _slices(sorted(entries, key=lambda x: x.at)):
-            sends, refused = list[_PendingSend](), list[RedriveResult]()
-            for original in originals(self._cluster, self.decoder, self._topics, some):
+            sends = list[_PendingSend]()
+            for original in self.log.originals(some):
                 try:
                     sends.append(self._unchanged(original, force))
                 except NotSendable as e:
-                    refused.append(RedriveResult(original.entry, "replayed", why_not=str(e)))
-            yield from refused
+                    yield RedriveResult(original.entry, "replayed", why_not=str(e))
             yield from self._send(sends, note)
 
     def _unchanged(self, original: Original, force: bool) -> _PendingSend:
@@ -211,7 +188,7 @@ class Redriver:
         if not force:
             _check_open(entry)
             try:
-                event = self.decoder.decode(original.value)
+                event = self.log.decoder.decode(original.value)
             except (Undecodable, UnknownSchema) as e:
                 raise NotSendable(f"still {e}") from e
             check(self._settings, topic, original.key, event, original.headers)
@@ -221,11 +198,11 @@ class Redriver:
         self,
         entry: DeadLetterEntry,
         name: str,
-        said: Mapping[str, object],
+        fields: Mapping[str, object],
         force: bool = False,
         note: str | None = None,
     ) -> RedriveResult:
-        """Send the record `name` with the fields `said` instead, under the key that belongs to it.
+        """Send a record of type `name` with these fields instead, under the key of such a record.
 
         Fields that equal the original's JSON keep its bytes.
 
@@ -233,43 +210,34 @@ class Redriver:
             NotSendable: The record would fail again.
             NotARecord: The fields do not make a record.
         """
-        check_topic(self._topics, entry.record_id.topic)
+        topic, codec = entry.record_id.topic, self.log.decoder.codec
+        check_topic(self._topics, topic)
         if not force:
             _check_open(entry)
-        original = self.original(entry)
-        event = from_json(self.decoder.codec, name, said, self.event_of(original))
-        key, value = key_of(event), self.decoder.codec.encode(event)
-        check(self._settings, entry.record_id.topic, key, event, original.headers)
-        if not force and (key, event) == (original.key, self.event_of(original)):
+        original = self.log.original(entry)
+        before = self.log.event_of(original)
+        event = from_json(codec, name, fields, before)
+        key = key_of(event)
+        check(self._settings, topic, key, event, original.headers)
+        if not force and (key, event) == (original.key, before):
             raise NotSendable(
                 f"nothing is changed: `clawstream dlq replay {entry.record_id.short}` sends it "
                 "as it was"
             )
-        (sent,) = self._send([_PendingSend(original, "repaired", key, value)], note)
+        (sent,) = self._send([_PendingSend(original, "repaired", key, codec.encode(event))], note)
         return sent
 
     def dismiss(
         self, entries: Sequence[DeadLetterEntry], note: str | None = None
     ) -> Iterator[RedriveResult]:
-        """Say that nothing is to be done about them. What was resolved before stays as it is."""
+        """Resolve dead letters without sending them; resolved ones are refused."""
         for some in _slices(entries):
             todo = [entry for entry in some if not entry.resolutions]
-            asyncio.run(
-                self._transact(
-                    [], [(x, self._resolution(x, "dismissed", None, note)) for x in todo]
-                )
-            )
+            resolved = [(x, self._resolution(x, "dismissed", None, note)) for x in todo]
+            asyncio.run(self._transact([], resolved))
             for entry in some:
-                yield RedriveResult(
-                    entry, "dismissed", why_not=None if entry in todo else _done(entry)
-                )
-
-    def event_of(self, original: Original) -> Event | None:
-        """What the record says; None when it can't be read."""
-        try:
-            return self.decoder.decode(original.value)
-        except (Undecodable, UnknownSchema):
-            return None
+                why_not = None if entry in todo else _done(entry)
+                yield RedriveResult(entry, "dismissed", why_not=why_not)
 
     # -- writing
 
@@ -289,11 +257,8 @@ class Redriver:
         note: str | None = None,
     ) -> list[Ack]:
         """Write records, then their resolutions with the new positions, in one transaction."""
-        send, encode, mine = (
-            self._producer.send_soon,
-            self.decoder.codec.encode,
-            self._topics.dead_letters,
-        )
+        send, encode = self._producer.send_soon, self.log.decoder.codec.encode
+        mine = self._topics.dead_letters
         done = list(resolved)
         with self._producer.transaction():
             places = await asyncio.gather(
@@ -313,7 +278,7 @@ class Redriver:
         return list(places)
 
     def _topic_id(self, topic: str) -> str:
-        """Today's. Raises KafkaError when the topic is no more."""
+        """Return the topic's current id. Raises KafkaError when the topic does not exist."""
         if topic not in self._ids:
             self._ids[topic] = self._cluster.topic_id(topic)
         return self._ids[topic]
@@ -348,16 +313,19 @@ def _check_open(entry: DeadLetterEntry) -> None:
 
 def _done(entry: DeadLetterEntry) -> str:
     last = entry.resolutions[-1]
-    where = (
-        f" to {last.topic}-{last.sent_partition}-{last.sent_offset}"
-        if last.sent_offset is not None
-        else ""
-    )
+    where = f" to {sent}" if (sent := sent_to(last)) is not None else ""
     return f"it was {last.action}{where} by {last.by}"
 
 
+def sent_to(resolution: DeadLetterResolved) -> str | None:
+    """Return the position of the sent record, or None for a resolution without one."""
+    if resolution.sent_offset is None:
+        return None
+    return f"{resolution.topic}-{resolution.sent_partition}-{resolution.sent_offset}"
+
+
 def _slices(entries: Sequence[DeadLetterEntry]) -> Iterator[list[DeadLetterEntry]]:
-    """In order, as many as fit into a transaction."""
+    """Split entries, in order, into as many as fit into one transaction."""
     some, used = list[DeadLetterEntry](), 0
     for entry in entries:
         size = entry.size or SLICE_BYTES
@@ -370,9 +338,9 @@ def _slices(entries: Sequence[DeadLetterEntry]) -> Iterator[list[DeadLetterEntry
         yield some
 
 
-def editable(original: Original, event: Event | None) -> dict[str, object]:
+def editable(log: DeadLetterLog, original: Original) -> dict[str, Any]:
     """Return the editable form: record name and fields; both are empty for an unreadable record."""
-    return {
-        "type": type(event).__name__ if event is not None else "",
-        "record": to_json(event) if event is not None else {},
-    }
+    event = log.event_of(original)
+    if event is None:
+        return {"type": "", "record": {}}
+    return {"type": type(event).__name__, "record": to_json(event)}
