@@ -49,6 +49,12 @@ from stream_jobs.reward.evaluate import RuleEvaluator
 
 NAME = re.compile(r"[a-z0-9-]{1,25}")
 PROGRESS_S = 10.0
+JOB_SETTINGS = {
+    *("trajectory_timeout_s", "closed_horizon_s", "closed_max", "orphan_after_s"),
+    *("bucket_inactivity_s", "agent_inactivity_s", "reward_functions", "quality_functions"),
+    *("train_truncated", "tick_interval_s"),
+}
+"""Settings `jobs.*` on which the result of a replay depends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,34 +91,32 @@ def replay_settings(settings: Settings, name: str, run_id: str, partitions: int)
     if not NAME.fullmatch(name):
         raise SettingsError(f"name {name!r}: a replay's name has 1 to 25 of a-z 0-9 -")
     factor, insync = settings.replication
-    kafka = settings.kafka.model_copy(
-        update={
-            "topic_prefix": f"replay-{name}",
-            "partitions": partitions,
-            "bootstrap_servers": settings.bootstrap_servers,
-            "replication_factor": factor,
-            "min_insync_replicas": insync,
-        }
-    )
-    # The functions of the run are those of the replay's run too: what its policy requires follows
-    # from them.
+    # The replay's run has the functions of the recorded run: the rewards that its policy requires
+    # follow from them.
     functions = {
         name: {**configured, run_id: of_run(configured, settings.run_id)}
         for name in ("reward_functions", "quality_functions")
         if (configured := getattr(settings.jobs, name))
     }
-    trainer = settings.trainer.model_copy(update={"weights_dir": None, "checkpoint_dir": None})
-    return settings.model_copy(
-        update={
-            "run_id": check_run_id(run_id),
-            "data_dir": home_of(settings, name),
-            "kafka": kafka,
-            "trainer": trainer,
-            "jobs": settings.jobs.model_copy(update={"write_ticks": False, **functions}),
-            "lake": settings.lake.model_copy(update={"uri": None, "storage_options": {}}),
-            "gateway": settings.gateway.model_copy(update={"blob_uri": settings.blob_uri}),
-        }
-    )
+    changes: dict[str, dict[str, Any]] = {
+        "kafka": {
+            "topic_prefix": f"replay-{name}",
+            "partitions": partitions,
+            "bootstrap_servers": settings.bootstrap_servers,
+            "replication_factor": factor,
+            "min_insync_replicas": insync,
+        },
+        "trainer": {"weights_dir": None, "checkpoint_dir": None},
+        "jobs": {"write_ticks": False, **functions},
+        "lake": {"uri": None, "storage_options": {}},
+        "gateway": {"blob_uri": settings.blob_uri},
+    }
+    update = {
+        section: getattr(settings, section).model_copy(update=change)
+        for section, change in changes.items()
+    }
+    own = {"run_id": check_run_id(run_id), "data_dir": home_of(settings, name)}
+    return settings.model_copy(update={**own, **update})
 
 
 def run_replay(settings: Settings, request: ReplayRequest) -> dict[str, Any]:
@@ -124,38 +128,37 @@ def run_replay(settings: Settings, request: ReplayRequest) -> dict[str, Any]:
         SettingsError, LakeError, PrefixTaken, WindowGone, or a KafkaError.
     """
     cluster = cluster_of(settings)
-    target = replay_settings(
-        settings, request.name, request.as_run or settings.run_id, settings.kafka.partitions
-    )
-    prefix_files, topics = _target_prefix(settings, cluster, request.name), target.kafka.topics
-    with closing(RuleEvaluator(settings)) as answers, prefix_files.held():
-        begun = prefix_files.begin(
-            _asked(settings, request), lambda: _plan(settings, cluster, request, answers)
+    run_id = request.as_run or settings.run_id
+    replay_settings(settings, request.name, run_id, settings.kafka.partitions)  # or an error
+    prefix = _target_prefix(settings, cluster, request.name)
+    with closing(RuleEvaluator(settings)) as rules, prefix.held():
+        begun = prefix.begin(
+            _identity(settings, request), lambda: _plan(settings, cluster, request, rules)
         )
         if begun.result is not None:
             return {**begun.result, "was_done": True}
-        target = replay_settings(settings, request.name, target.run_id, begun.plan["partitions"])
-        prefix_files.make(
-            target, (topics.steps, topics.rewards, topics.trajectories, topics.candidates)
-        )
+        plan = begun.plan
+        target = replay_settings(settings, request.name, run_id, plan["partitions"])
+        topics = target.kafka.topics
+        prefix.make(target, (topics.steps, topics.rewards, topics.trajectories, topics.candidates))
         keep_settings(target)
-        source = _source(settings, cluster, request, begun.plan, answers)
-        report = {"name": request.name, "prefix": topics.prefix, "run": target.run_id, **begun.plan}
-        policy = replace(policy_of(target, 1, now_micros()), **_fields(begun.plan["policy"]))
-        report |= _assemble(target, cluster, request, source, answers, settings.run_id, policy)
-        if report["newest_attempt"] is not None:
-            keep_settings(_with_ids_above(target, report["newest_attempt"]))
+        policy = replace(policy_of(target, 1, now_micros()), **_policy_fields(plan["policy"]))
+        source = _source(settings, cluster, request, plan, rules)
+        report = {
+            "name": request.name,
+            "prefix": topics.prefix,
+            "run": run_id,
+            **plan,
+            **_assemble(target, cluster, request, source, rules, settings.run_id, policy),
+        }
+        if (newest := report["newest_attempt"]) is not None:
+            # No new version id may equal one that recorded tokens name.
+            first = max(target.trainer.first_attempt, newest + 1)
+            trainer = target.trainer.model_copy(update={"first_attempt": first})
+            keep_settings(target.model_copy(update={"trainer": trainer}))
         report |= _admit(target, cluster)
-        prefix_files.done(report)
+        prefix.done(report)
     return {**report, "was_done": False}
-
-
-def _with_ids_above(target: Settings, newest_attempt: int) -> Settings:
-    """Choose a first attempt so that no new version id equals one that recorded tokens name."""
-    first = max(target.trainer.first_attempt, newest_attempt + 1)
-    return target.model_copy(
-        update={"trainer": target.trainer.model_copy(update={"first_attempt": first})}
-    )
 
 
 def keep_settings(target: Settings) -> None:
@@ -165,31 +168,15 @@ def keep_settings(target: Settings) -> None:
     remember(target)
 
 
-def _asked(settings: Settings, request: ReplayRequest) -> dict[str, Any]:
-    """All that the outcome depends on: another of it under the same name is a mistake."""
-    jobs = settings.jobs.model_dump(
-        mode="json",
-        include={
-            "trajectory_timeout_s",
-            "closed_horizon_s",
-            "closed_max",
-            "orphan_after_s",
-            "bucket_inactivity_s",
-            "agent_inactivity_s",
-            "reward_functions",
-            "quality_functions",
-            "train_truncated",
-            "tick_interval_s",
-        },
-    )
-    policy = settings.admit.policy.model_dump(mode="json")
+def _identity(settings: Settings, request: ReplayRequest) -> dict[str, Any]:
+    """Return everything that the result depends on: it must be the same under the same name."""
     return {
         **asdict(request),
         "source": settings.kafka.topic_prefix,
         "run": settings.run_id,
         "lake": settings.lake_uri,
-        "jobs": jobs,
-        "policy": policy,
+        "jobs": settings.jobs.model_dump(mode="json", include=JOB_SETTINGS),
+        "policy": settings.admit.policy.model_dump(mode="json"),
         "channels": list(settings.admit.channels),
     }
 
@@ -199,35 +186,28 @@ def _target_prefix(settings: Settings, cluster: Cluster, name: str) -> TargetPre
 
 
 def _plan(
-    settings: Settings, cluster: Cluster, request: ReplayRequest, answers: RuleEvaluator
+    settings: Settings, cluster: Cluster, request: ReplayRequest, rules: RuleEvaluator
 ) -> dict[str, Any]:
     """Return what to read and the number of partitions, which is that of the source."""
-    policy = {"policy": _recorded_policy(settings, cluster, request, answers)}
+    policy = _recorded_policy(settings, cluster, request, rules)
     if request.table_versions is not None:
         from clawstream.ops.replay.lake_source import partitions_of, snapshot_versions
 
         versions = snapshot_versions(settings, request.table_versions)
-        return {
-            "from": "lake",
-            "versions": versions,
-            "partitions": partitions_of(settings, versions),
-            **policy,
-        }
-    topics = settings.kafka.topics
-    windows = [
-        window_of(cluster, t, request.since_ms, request.until_ms)
-        for t in (topics.steps, topics.rewards)
-    ]
+        partitions = partitions_of(settings, versions)
+        return {"from": "lake", "versions": versions, "partitions": partitions, "policy": policy}
+    topics, span = settings.kafka.topics, (request.since_ms, request.until_ms)
+    windows = [window_of(cluster, topic, *span) for topic in (topics.steps, topics.rewards)]
     return {
         "from": "topics",
         "windows": [w.as_dict() for w in windows],
         "partitions": max(len(w.ranges) for w in windows),
-        **policy,
+        "policy": policy,
     }
 
 
 def _recorded_policy(
-    settings: Settings, cluster: Cluster, request: ReplayRequest, answers: RuleEvaluator
+    settings: Settings, cluster: Cluster, request: ReplayRequest, rules: RuleEvaluator
 ) -> dict[str, Any]:
     """Return fields of the run's newest policy that the settings do not define.
 
@@ -235,20 +215,22 @@ def _recorded_policy(
     also come from the recorded policy where recorded answers count, because the settings need not
     name the functions that gave them.
     """
-    said, run = settings.admit.policy, settings.run_id
-    names = set(PolicySettings.model_fields) if said == PolicySettings() else set[str]()
-    names |= {"reward_deadline_ms", "group_deadline_ms", "val_deadline_ms"} if names else set()
-    for name, is_set, is_asked in (
-        ("required_rewards", said.required_rewards is not None, answers.has_reward_functions(run)),
-        ("require_assessment", said.require_assessment is not None, answers.has_quality_rules(run)),
+    policy, run = settings.admit.policy, settings.run_id
+    names = set[str]()
+    if policy == PolicySettings():
+        deadlines = {"reward_deadline_ms", "group_deadline_ms", "val_deadline_ms"}
+        names = {*PolicySettings.model_fields, *deadlines}
+    for name, is_set, is_evaluated in (
+        ("required_rewards", policy.required_rewards is not None, rules.has_reward_functions(run)),
+        ("require_assessment", policy.require_assessment is not None, rules.has_quality_rules(run)),
     ):
-        if is_set or (is_asked and not request.keep_rules):
+        if is_set or (is_evaluated and not request.keep_rules):
             names.discard(name)
         else:
             names.add(name)
     try:
         newest = PolicyLog(settings, cluster).newest
-    except PolicyRefused:  # there is no such topic any more: the lake may have what it held
+    except PolicyRefused:  # the topic is gone, its records may be in the lake
         return {}
     if newest is None:
         return {}
@@ -256,11 +238,9 @@ def _recorded_policy(
     return {n: v for n, v in asdict(newest.policy).items() if n in names - {"sync_every"}}
 
 
-def _fields(policy: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a policy, as they were before they became JSON."""
-    return {
-        name: tuple(value) if isinstance(value, list) else value for name, value in policy.items()
-    }
+def _policy_fields(policy: Mapping[str, Any]) -> dict[str, Any]:
+    """Restore the fields of a policy from JSON, which has lists in place of tuples."""
+    return {n: tuple(value) if isinstance(value, list) else value for n, value in policy.items()}
 
 
 def _source(
@@ -268,14 +248,14 @@ def _source(
     cluster: Cluster,
     request: ReplayRequest,
     plan: Mapping[str, Any],
-    answers: RuleEvaluator,
+    rules: RuleEvaluator,
 ) -> ReplaySource:
     run = settings.run_id
     record_filter = RecordFilter(
         run,
         request.as_run,
-        request.keep_rules or not answers.has_reward_functions(run),
-        request.keep_rules or not answers.has_quality_rules(run),
+        request.keep_rules or not rules.has_reward_functions(run),
+        request.keep_rules or not rules.has_quality_rules(run),
     )
     if plan["from"] == "lake":
         from clawstream.ops.replay.lake_source import LakeReplaySource, Span
@@ -283,12 +263,8 @@ def _source(
         span = Span(request.since_ms, request.until_ms)
         return LakeReplaySource(settings, plan["versions"], plan["partitions"], span, record_filter)
     steps, rewards = map(Window.from_dict, plan["windows"])
-    return TopicReplaySource(
-        cluster, Decoder(cluster, settings.kafka.topics.schemas), steps, rewards, record_filter
-    )
-
-
-# -- assemble and reward
+    decoder = Decoder(cluster, settings.kafka.topics.schemas)
+    return TopicReplaySource(cluster, decoder, steps, rewards, record_filter)
 
 
 def _assemble(
@@ -296,104 +272,77 @@ def _assemble(
     cluster: Cluster,
     request: ReplayRequest,
     source: ReplaySource,
-    answers: RuleEvaluator,
+    rules: RuleEvaluator,
     source_run: str,
     policy: AdmissionPolicy,
 ) -> dict[str, Any]:
-    """Everything up to the candidates. source_run: whose rules are asked."""
+    """Write everything up to the candidates; return statistics.
 
-    def rules(trajectory: Trajectory) -> list[Any]:
-        # Not the clock: the same again must be the same bytes.
-        return (
-            []
-            if request.keep_rules
-            else answers.evaluate(trajectory, trajectory.closed_at * 1000, source_run)
-        )
+    source_run: The run whose rules are evaluated.
+    """
+
+    def evaluate(trajectory: Trajectory) -> list[Any]:
+        if request.keep_rules:
+            return []
+        # The time is not the clock's: a repeated replay must give the same bytes.
+        return rules.evaluate(trajectory, trajectory.closed_at * 1000, source_run)
 
     began, topics, run = time.monotonic(), target.kafka.topics, target.run_id
-    writer, limits = ReplayWriter(cluster, target), limits_of(target)
-    if (
-        request.table_versions is not None
-    ):  # the lake has no ticks, so it does not tell a silence from an idle log
+    writer, codec, limits = Writer(cluster), Codec(), limits_of(target)
+    if request.table_versions is not None:
+        # The lake has no ticks, so an idle log is indistinguishable from a silent one.
         limits = replace(limits, silent_after=None)
     replay = Replay(
         run,
         target.kafka.partitions,
         limits,
-        writer.codec,
-        rules,
+        codec,
+        evaluate,
         cluster.topic_id(topics.trajectories),
         target.jobs.cache_mb << 20,
         source.payload,
     )
-    writer.write([OutputRecord("candidates", replay.candidates_at, run.encode(), policy, None, 0)])
-    said_at = began
+
+    def write(*records: OutputRecord) -> None:
+        for r in records:
+            topic, value = getattr(topics, r.topic), codec.encode(r.event)
+            writer.put(topic, r.partition, r.key, value, r.time, r.headers)
+
+    def control(event: AdmissionPolicy | RunEnded, at: int) -> OutputRecord:
+        return OutputRecord("candidates", replay.candidates_at, run.encode(), event, None, at)
+
+    write(control(policy, 0))
+    reported_at = began
     for event in source.events():
         if request.with_steps and event.source == STEPS and not isinstance(event.record, Tick):
-            writer.write(
-                [OutputRecord("steps", event.partition, event.key, event.record, None, event.time)]
-            )
-        writer.write(replay.take(event))
-        if time.monotonic() - said_at > PROGRESS_S:
-            said_at = time.monotonic()
+            key, time_ms = event.key, event.time
+            write(OutputRecord("steps", event.partition, key, event.record, None, time_ms))
+        write(*replay.take(event))
+        if time.monotonic() - reported_at > PROGRESS_S:
+            reported_at = time.monotonic()
             logger().info("replaying", steps=replay.stats.steps, until_ms=event.time)
-    writer.write(replay.tick(source.end))
+    write(*replay.tick(source.end))
     if not request.stay_open:
-        ended = RunEnded(
-            run_id=run, reason=f"the end of replay {request.name}", created_at=now_micros()
-        )
-        writer.write(
-            [
-                OutputRecord(
-                    "candidates", replay.candidates_at, run.encode(), ended, None, source.end
-                )
-            ]
-        )
+        reason = f"the end of replay {request.name}"
+        ended = RunEnded(run_id=run, reason=reason, created_at=now_micros())
+        write(control(ended, source.end))
     writer.close()
-    stats, seconds = replay.stats, time.monotonic() - began
+    seconds = time.monotonic() - began
     return {
-        **stats.as_dict(),
+        **replay.stats.as_dict(),
         "open": replay.open,
         "waiting": replay.waiting,
         "unreadable": source.unreadable,
         "assemble_s": round(seconds, 3),
-        "steps_per_s": round(stats.steps / seconds, 1),
+        "steps_per_s": round(replay.stats.steps / seconds, 1),
     }
 
 
-class ReplayWriter:
-    """Writes what the fold puts out."""
-
-    def __init__(self, cluster: Cluster, target: Settings) -> None:
-        self._writer = Writer(cluster)
-        topics = target.kafka.topics
-        self._names = {
-            "steps": topics.steps,
-            "rewards": topics.rewards,
-            "trajectories": topics.trajectories,
-            "candidates": topics.candidates,
-        }
-        self.codec = Codec()
-
-    def write(self, outs: list[OutputRecord]) -> None:
-        for out in outs:
-            topic = self._names[out.topic]
-            self._writer.put(
-                topic, out.partition, out.key, self.codec.encode(out.event), out.time, out.headers
-            )
-
-    def close(self) -> None:
-        """Raises CopyFailed when something lies elsewhere than the candidates say."""
-        self._writer.close()
-
-
-# -- admit
-
-
 def _admit(target: Settings, cluster: Cluster) -> dict[str, Any]:
-    """Admission to the end of the candidates, and what it said."""
-    began, topics, channels = time.monotonic(), target.kafka.topics, target.admit.channels
-    create_topics(cluster, target, [topics.ready_batches_spec(target.run_id, c) for c in channels])
+    """Run admission to the end of the candidates; return the outcome of each channel."""
+    began, topics, run = time.monotonic(), target.kafka.topics, target.run_id
+    channels = target.admit.channels
+    create_topics(cluster, target, [topics.ready_batches_spec(run, c) for c in channels])
     decoder = Decoder(cluster, topics.schemas)
     admitters = [ChannelAdmitter(target, channel, cluster, decoder) for channel in channels]
     for admitter in admitters:
@@ -404,24 +353,16 @@ def _admit(target: Settings, cluster: Cluster) -> dict[str, Any]:
             admitter.step(0.5)
     for admitter in admitters:
         admitter.close()
-    said = {c: _said(cluster, decoder, topics.ready_batches(target.run_id, c)) for c in channels}
-    return {"channels": said, "admit_s": round(time.monotonic() - began, 3)}
-
-
-def _said(cluster: Cluster, decoder: Decoder, topic: str) -> dict[str, Any]:
-    """What a ready-batches topic holds."""
-    return {
-        "topic": topic,
-        "topic_id": cluster.topic_id(topic),
-        **Outcome().add(journal(cluster, decoder, topic)).as_dict(),
-    }
-
-
-# -- those that there are
+    outcomes = {}
+    for channel in channels:
+        topic = topics.ready_batches(run, channel)
+        outcome = Outcome().add(journal(cluster, decoder, topic)).as_dict()
+        outcomes[channel] = {"topic": topic, "topic_id": cluster.topic_id(topic), **outcome}
+    return {"channels": outcomes, "admit_s": round(time.monotonic() - began, 3)}
 
 
 def list_replays(settings: Settings) -> list[dict[str, Any]]:
-    """Name, what was asked, and the result of each; None while it is not done."""
+    """Return the name, request, plan and result of each replay; the result is None until done."""
     files = sorted((settings.data_dir / "replays").glob("*/replay.json"))
     return [{"name": f.parent.name, **json.loads(f.read_text())} for f in files]
 
@@ -431,11 +372,9 @@ def delete_replay(settings: Settings, name: str) -> int:
 
     Its directory stays if it contains other files.
     """
-    replay_settings(
-        settings, name, settings.run_id, settings.kafka.partitions
-    )  # or an error that says what is wrong
-    prefix_files = _target_prefix(settings, cluster_of(settings), name)
-    if prefix_files.read() is None:
+    replay_settings(settings, name, settings.run_id, settings.kafka.partitions)  # or an error
+    prefix = _target_prefix(settings, cluster_of(settings), name)
+    if prefix.read() is None:
         raise SettingsError(f"there is no replay {name} in {settings.data_dir / 'replays'}")
-    with prefix_files.held():
-        return prefix_files.delete()
+    with prefix.held():
+        return prefix.delete()

@@ -36,7 +36,13 @@ from clawstream.ops.replay.lake_source import (
     partitions_of,
     snapshot_versions,
 )
-from clawstream.ops.replay.run import ReplayRequest, _asked, home_of, keep_settings, replay_settings
+from clawstream.ops.replay.run import (
+    ReplayRequest,
+    _identity,
+    home_of,
+    keep_settings,
+    replay_settings,
+)
 from clawstream.ops.replay.verify import first_difference
 from clawstream.ops.topics.copy import Copier, RecordFilter, copied_settings, copy_topics, renamed
 from runtime.kafka import Cluster, Record
@@ -475,7 +481,7 @@ def test_times_and_differences() -> None:
 def test_another_outcome_is_not_taken_for_the_one_that_was_done(changed: dict[str, Any]) -> None:
     settings = Settings()
     other = settings.model_copy(update={"jobs": settings.jobs.model_copy(update=changed)})
-    assert _asked(settings, ReplayRequest("x")) != _asked(other, ReplayRequest("x"))
+    assert _identity(settings, ReplayRequest("x")) != _identity(other, ReplayRequest("x"))
 
 
 def test_the_settings_of_a_replay_have_no_secrets_and_say_which_are_missing(tmp_path: Path) -> None:
