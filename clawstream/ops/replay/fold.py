@@ -27,7 +27,6 @@ from stream_jobs.assemble.model import (
     REWARDS,
     STEPS,
     ChangeKind,
-    ClosedTrajectory,
     OpenTrajectory,
     RunTrajectory,
     SourceTopic,
@@ -38,7 +37,11 @@ from stream_jobs.assemble.payload.cache import CachedPayload, PayloadCache
 from stream_jobs.assemble.state import PartitionState
 
 Rules = Callable[[Trajectory], Iterable[Reward | Assessment]]
-"""What the reward functions and quality rules say of a whole trajectory."""
+"""Evaluates the reward functions and quality rules of a whole trajectory."""
+ReadPayload = Callable[[int, Mapping[int, int]], Iterable[tuple[int, CachedPayload]]]
+"""Reads payload by (partition, starts), as `InputLog.payload`."""
+PLACE_HEADERS = ("topic_id", "partition", "first_offset", "last_offset")
+"""Headers of a candidate: where its payload is."""
 
 
 class ReplayEvent(NamedTuple):
@@ -57,12 +60,12 @@ class ReplayEvent(NamedTuple):
 
 
 class ReplaySource(Protocol):
-    """Where a replay reads: topics, or the lake."""
+    """The input of a replay: topics, or the lake."""
 
     end: int
-    """The last time of the window, ms; known once all moments were read."""
+    """The last log time of the window in ms; known once all events were read."""
     unreadable: int
-    """Records that say nothing: left out."""
+    """Number of omitted records that could not be decoded."""
 
     def events(self) -> Iterator[ReplayEvent]:
         """All records and ticks of one run, in order."""
@@ -70,11 +73,11 @@ class ReplaySource(Protocol):
     def payload(
         self, partition: int, starts: Mapping[int, int]
     ) -> Iterable[tuple[int, CachedPayload]]:
-        """As `InputLog.payload`: what is not in memory any more."""
+        """Read payload that the cache has evicted, as `InputLog.payload`."""
 
 
 class OutputRecord(NamedTuple):
-    """A record to write: to `rewards`, `trajectories` or `candidates` of the replay."""
+    """A record to write. topic: Its name in `Topics`, e.g. "rewards"."""
 
     topic: str
     partition: int
@@ -86,41 +89,36 @@ class OutputRecord(NamedTuple):
 
 @dataclass(slots=True)
 class ReplayStats:
-    """What was replayed."""
+    """Counts of a replay.
+
+    trajectories: By outcome. answers: Results of rules that the replay evaluated. no_rewards: Those
+    without a reward, by reason. newest_attempt: The highest attempt of this run's version ids that
+    steps name, or None. dead_letters: Records that would have become dead letters, by reason.
+    """
 
     steps: int = 0
     rewards: int = 0
     marks: int = 0
     trajectories: Counter[str] = field(default_factory=Counter)
-    """By outcome."""
     candidates: int = 0
     answers: int = 0
-    """Of rules, made by the replay."""
     no_rewards: Counter[str] = field(default_factory=Counter)
-    """Answers without a reward, by reason."""
     newest_attempt: int | None = None
-    """The highest attempt of this run's version ids that steps name; None: they name none."""
     dead_letters: Counter[str] = field(default_factory=Counter)
-    """Records that would have become dead letters, by reason."""
 
-    def step(self, step: Step, run_id: str) -> None:
+    def count_step(self, step: Step, run_id: str) -> None:
         """Count a step."""
         self.steps += 1
-        for name in {
-            step.version_first,
-            step.version_last,
-            *(span.version for span in step.versions),
-        }:
+        spans = (span.version for span in step.versions)
+        for name in {step.version_first, step.version_last, *spans}:
             version = parse_version(name or "")
             if version is not None and version.run_id == run_id:
                 self.newest_attempt = max(version.attempt, self.newest_attempt or 0)
 
     def as_dict(self) -> dict[str, Any]:
-        """For a report."""
-        return {
-            f.name: dict(v) if isinstance(v := getattr(self, f.name), Counter) else v
-            for f in fields(self)
-        }
+        """Return the counts for a report."""
+        counts = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {n: dict(v) if isinstance(v, Counter) else v for n, v in counts.items()}
 
 
 class Replay:
@@ -128,7 +126,7 @@ class Replay:
 
     Args:
         trajectories_id: Topic id of the replay's trajectories.
-        again: Reads payload that the cache has evicted, by (partition, starts).
+        read_payload: Reads payload that the cache has evicted.
     """
 
     def __init__(
@@ -140,26 +138,26 @@ class Replay:
         rules: Rules,
         trajectories_id: str,
         cache_bytes: int,
-        again: Callable[[int, Mapping[int, int]], Iterable[tuple[int, CachedPayload]]],
+        read_payload: ReadPayload,
     ) -> None:
         self.stats = ReplayStats()
         self.run_id, self.codec, self.trajectories_id = run_id, codec, trajectories_id
         self.candidates_at = partition_of(run_id.encode(), CANDIDATE_PARTITIONS)
-        self.ends: Counter[int] = Counter()
-        """Next offset of each partition of the trajectories."""
-        self.rules, self.again = rules, again
-        self._parts = [
-            _Partition(p, self, limits, cache_bytes // partitions) for p in range(partitions)
-        ]
+        self.rules, self.read_payload = rules, read_payload
+        each = cache_bytes // partitions
+        self._parts = [_Partition(p, self, limits, each) for p in range(partitions)]
         self._last_tick = -1
 
     def take(self, event: ReplayEvent) -> list[OutputRecord]:
-        """What one record brings about."""
+        """Fold one record and return the output records."""
         out = self._parts[event.partition].take(event)
         return [*self.tick(event.time), *out] if any(o.topic == "candidates" for o in out) else out
 
     def tick(self, time: int) -> list[OutputRecord]:
-        """Before a candidate: time goes on for admission, in all partitions at once."""
+        """Advance the event time of admission to `time`, in all partitions at once.
+
+        It precedes candidates of that time.
+        """
         if time <= self._last_tick:
             return []
         self._last_tick = time
@@ -170,12 +168,12 @@ class Replay:
 
     @property
     def open(self) -> int:
-        """Trajectories that have begun and not ended."""
+        """Number of open trajectories."""
         return sum(len(p.state.opened) for p in self._parts)
 
     @property
     def waiting(self) -> int:
-        """Rewards, marks and completions whose target has not come."""
+        """Number of rewards, marks and completions with an unknown target."""
         return sum(len(side) for p in self._parts for side in p.state.waiting)
 
 
@@ -187,34 +185,36 @@ class _Partition:
         self._partition, self._replay = partition, replay
         self._fold = AssemblyFold(self.state, limits)
         self._cache = PayloadCache(cache_bytes)
-        self._rewards = 0  # numbers the records of `claw.rewards`, recorded or made here
+        self._rewards = 0
+        """Next offset of `claw.rewards`, recorded or created here."""
+        self._trajectories = 0
+        """Next offset of the replay's trajectories."""
 
     def take(self, event: ReplayEvent) -> list[OutputRecord]:
-        """Fold one record; what it decides is put out."""
-        stats, out = self._replay.stats, list[OutputRecord]()
-        self._fold.tick(REWARDS, event.time)  # the order of events says that no older reward comes
-        if isinstance(event.record, Tick):
+        """Fold one record and return the records that its decisions give."""
+        stats, out, record = self._replay.stats, list[OutputRecord](), event.record
+        # Events come by time, so no older reward can arrive.
+        self._fold.tick(REWARDS, event.time)
+        if isinstance(record, Tick):
             self._fold.tick(STEPS, event.time)
         elif event.source == STEPS:
-            kept = self._fold.record(STEPS, event.offset, event.time, event.key, event.record)
+            kept = self._fold.record(STEPS, event.offset, event.time, event.key, record)
             if kept is not None:
                 self._cache.put(event.offset, kept)
-            if isinstance(event.record, Step):
-                stats.step(event.record, self._replay.run_id)
+            if isinstance(record, Step):
+                stats.count_step(record, self._replay.run_id)
         else:
-            out.append(
-                OutputRecord("rewards", self._partition, event.key, event.record, None, event.time)
-            )
-            self._reward(event.time, event.key, event.record)
+            out.append(self._reward(event.key, record, event.time))
             stats.rewards += 1
-        out += self._decided(event.time)
-        return out
+        return out + self._outputs(event.time)
 
-    def _reward(self, time: int, key: bytes | None, event: Any) -> None:
+    def _reward(self, key: bytes | None, event: Any, time: int) -> OutputRecord:
         self._fold.record(REWARDS, self._rewards, time, key, event)
         self._rewards += 1
+        return OutputRecord("rewards", self._partition, key, event, None, time)
 
-    def _decided(self, time: int) -> list[OutputRecord]:
+    def _outputs(self, time: int) -> list[OutputRecord]:
+        """Return the records of all pending decisions."""
         out, pending = list[OutputRecord](), self.state.pending
         for key, trajectory in list(pending.closings.items()):
             out += self._closing(key, trajectory, time)
@@ -225,9 +225,8 @@ class _Partition:
             name = key_of_trajectory(mark.key[1]).encode()
             out.append(self._trajectory_record(name, step_mark(mark), time))
             self._replay.stats.marks += 1
-        self._replay.stats.dead_letters.update(b.reason for b in pending.dead_letters)
-        for key in pending.revised:
-            out.append(self._candidate(key, time))
+        self._replay.stats.dead_letters.update(d.reason for d in pending.dead_letters)
+        out += [self._candidate(key, time) for key in pending.revised]
         self.state.apply([ChangeKind.OUTPUTS_ACKNOWLEDGED])
         return out
 
@@ -235,35 +234,32 @@ class _Partition:
         self, key: RunTrajectory, trajectory: OpenTrajectory, time: int
     ) -> Iterator[OutputRecord]:
         replay, state = self._replay, self.state
-        payload = self._payload(key, trajectory, state.closed[key])
+        payload = self._payload(key, trajectory)
         closed = state.closed[key]
         done = assembled(key, trajectory, closed, payload)
-        name, first = key_of_trajectory(key[1]).encode(), replay.ends[self._partition]
+        name, first = key_of_trajectory(key[1]).encode(), self._trajectories
         for part in done.parts:
             yield self._trajectory_record(name, part, time)
-        place = [replay.trajectories_id, self._partition, first, replay.ends[self._partition] - 1]
+        place = [replay.trajectories_id, self._partition, first, self._trajectories - 1]
         state.apply([ChangeKind.PAYLOAD_WRITTEN, *key, done.prompt_tokens, done.order, place])
         for offset in starts_of(trajectory):
             self._cache.drop(offset)
         replay.stats.trajectories[closed.outcome] += 1
         for reward in replay.rules(joined(done.parts)):
-            yield OutputRecord("rewards", self._partition, name, reward, None, time)
-            self._reward(time, name, reward)
+            yield self._reward(name, reward, time)
             replay.stats.answers += 1
             if isinstance(reward, Reward) and reward.value is None:
                 replay.stats.no_rewards[reward.reason or "no reason"] += 1
 
-    def _payload(
-        self, key: RunTrajectory, trajectory: OpenTrajectory, closed: ClosedTrajectory
-    ) -> dict[int, CachedPayload]:
+    def _payload(self, key: RunTrajectory, trajectory: OpenTrajectory) -> dict[int, CachedPayload]:
         """Return the trajectory's payload; if retention has removed some, it closes as lost."""
-        if closed.outcome == "lost":
+        if self.state.closed[key].outcome == "lost":
             return {}
         starts = starts_of(trajectory)
         found = {o: kept for o in starts if (kept := self._cache.get(o)) is not None}
         missing = {o: start for o, start in starts.items() if o not in found}
         if missing:
-            found.update(self._replay.again(self._partition, missing))
+            found.update(self._replay.read_payload(self._partition, missing))
         if any(o not in found for o in starts):
             lost: StateChange = [ChangeKind.PAYLOAD_LOST, *key, "payload lost to retention"]
             self.state.apply(lost)
@@ -272,16 +268,13 @@ class _Partition:
     def _trajectory_record(
         self, key: bytes, event: Trajectory | StepMark, time: int
     ) -> OutputRecord:
-        self._replay.ends[self._partition] += 1
+        self._trajectories += 1
         return OutputRecord("trajectories", self._partition, key, event, None, time)
 
     def _candidate(self, key: RunTrajectory, time: int) -> OutputRecord:
         replay, closed = self._replay, self.state.closed[key]
         assert closed.place is not None, f"{key}: a candidate before its trajectory"
-        names = ("topic_id", "partition", "first_offset", "last_offset")
-        headers = {name: str(part).encode() for name, part in zip(names, closed.place, strict=True)}
+        headers = {n: str(v).encode() for n, v in zip(PLACE_HEADERS, closed.place, strict=True)}
         replay.stats.candidates += 1
-        made = candidate(key, closed, replay.codec)
-        return OutputRecord(
-            "candidates", replay.candidates_at, key[0].encode(), made, headers, time
-        )
+        event, run = candidate(key, closed, replay.codec), key[0].encode()
+        return OutputRecord("candidates", replay.candidates_at, run, event, headers, time)

@@ -12,6 +12,8 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import reduce
+from operator import and_
 from typing import Any, NamedTuple
 
 import pyarrow as pa
@@ -37,7 +39,7 @@ READ: Mapping[SourceTopic, Mapping[str, type]] = {
     STEPS: {"steps": Step, "session_events": SessionEvent},
     REWARDS: {"rewards": Reward, "curation": Curation, "assessments": Assessment},
 }
-"""The tables that hold what was on an input, each with its records."""
+"""The tables of each input, with the type of their records."""
 
 
 def snapshot_versions(
@@ -59,19 +61,17 @@ def snapshot_versions(
         except LakeMissing:
             if wanted is not None or name == "steps":
                 raise
-            continue  # an older release made the lake, without that table
+            continue  # the lake was created by an older release, without that table
         found[name] = int(table.version())
     return found
 
 
 def partitions_of(settings: Settings, versions: Mapping[str, int]) -> int:
     """Return the number of input partitions by the run's rows, at least that of the settings."""
-    highest = settings.kafka.partitions - 1
+    highest, of_run = settings.kafka.partitions - 1, pc.field("run_id") == settings.run_id
     for name, rows in _datasets(settings, versions).items():
         if name != CLOSINGS:
-            found = rows.to_table(
-                columns=[_PLACE[1]], filter=pc.field("run_id") == settings.run_id
-            ).column(0)
+            found = rows.to_table(columns=[_PLACE[1]], filter=of_run).column(0)
             highest = max(highest, pc.max(found).as_py() if len(found) else 0)
     return highest + 1
 
@@ -87,7 +87,8 @@ def _datasets(settings: Settings, versions: Mapping[str, int]) -> dict[str, Any]
 class _Ref(NamedTuple):
     """The position of one record.
 
-    time: Running maximum of its partition. timestamp: Its own, ms. offset: As the fold counts.
+    time: Running maximum of its partition, ms. timestamp: Its own, ms. offset: Unique and rising
+    in its partition, also across recreated topics.
     """
 
     time: int
@@ -107,7 +108,7 @@ class Span:
 
 
 class LakeReplaySource:
-    """The records of a run in the lake, as they lay on the log."""
+    """The records of a run in the lake, in the order of the log."""
 
     def __init__(
         self,
@@ -125,9 +126,8 @@ class LakeReplaySource:
         self._record_filter, self._span, self._partitions = record_filter, span, partitions
         self._tables = _datasets(settings, versions)
         self._epochs: dict[str, int] = {}
-        self._stamps: dict[
-            int, tuple[array[int], array[int]]
-        ] = {}  # of steps, by partition: offsets in order, timestamps
+        self._stamps: dict[int, tuple[array[int], array[int]]] = {}
+        """Of the steps, by partition: offsets in order, and timestamps."""
         self._refs = sorted(ref for source in (STEPS, REWARDS) for ref in self._index(source))
         if not self._refs:
             raise LakeError(
@@ -139,39 +139,28 @@ class LakeReplaySource:
         self.end = max([self.end, *(t for t, _ in self._ticks)])
 
     def _where(self, *more: Any) -> Any:
-        condition = pc.field("run_id") == self._record_filter.run
-        for one in more:
-            condition &= one
-        return condition
+        """Return the condition for rows of the run."""
+        return reduce(and_, more, pc.field("run_id") == self._record_filter.run)
 
     def _within(self, column: str) -> list[Any]:
-        """Of the window."""
+        """Return the conditions for rows in the window."""
         span, at = self._span, pc.field(column)
         since = [at >= _instant(span.since_ms)] if span.since_ms is not None else []
         return since + ([at < _instant(span.until_ms)] if span.until_ms is not None else [])
 
     def _index(self, source: SourceTopic) -> Iterator[_Ref]:
-        """All records of one input, without what they say: about 220 bytes of memory each."""
-        parts = []
-        for name in READ[source]:
-            if name in self._tables:
-                rows = self._tables[name].to_table(
-                    columns=list(_PLACE), filter=self._where(*self._within(_PLACE[3]))
-                )
-                parts.append(
-                    rows.append_column("table", pa.array([name] * rows.num_rows, pa.string()))
-                )
+        """Yield the positions of all records of one input; about 220 bytes of memory each."""
+        parts, where = [], self._where(*self._within(_PLACE[3]))
+        for name in (n for n in READ[source] if n in self._tables):
+            rows = self._tables[name].to_table(columns=list(_PLACE), filter=where)
+            names = pa.array([name] * rows.num_rows, pa.string())
+            parts.append(rows.append_column("table", names))
         if not parts:
-            return  # no table of that input was there
+            return
         rows = pa.concat_tables(parts)
-        firsts = (
-            rows.group_by("kafka_topic_id")
-            .aggregate([("kafka_timestamp", "min")])
-            .sort_by("kafka_timestamp_min")
-        )
-        self._epochs |= {
-            t: index for index, t in enumerate(firsts.column("kafka_topic_id").to_pylist())
-        }
+        firsts = rows.group_by("kafka_topic_id").aggregate([("kafka_timestamp", "min")])
+        topic_ids = firsts.sort_by("kafka_timestamp_min").column("kafka_topic_id").to_pylist()
+        self._epochs |= {topic_id: index for index, topic_id in enumerate(topic_ids)}
         places = sorted(
             (p, o + _EPOCH * self._epochs[i], t // 1000, name)
             for i, p, o, t, name in zip(
@@ -191,18 +180,17 @@ class LakeReplaySource:
             yield _Ref(time[partition], partition, source, offset, name, timestamp)
 
     def _closings(self) -> list[tuple[int, int]]:
-        """(time, partition) of what was closed in the window."""
+        """Return (time, partition) of each closing in the window."""
         if CLOSINGS not in self._tables:
             return []
         where = self._where(*self._within("closed_at"), pc.field("part") == 0)
-        rows = self._tables[CLOSINGS].to_table(
-            columns=["closed_at", "kafka_partition"], filter=where
-        )
+        columns = ["closed_at", "kafka_partition"]
+        rows = self._tables[CLOSINGS].to_table(columns=columns, filter=where)
         times = (t // 1000 for t in rows.column("closed_at").cast(pa.int64()).to_pylist())
         return sorted(set(zip(times, rows.column("kafka_partition").to_pylist(), strict=True)))
 
     def events(self) -> Iterator[ReplayEvent]:
-        """As `ReplaySource.events`."""
+        """Yield all records and ticks, as `ReplaySource.events`."""
         ticks, at = self._ticks, 0
         for first in range(0, len(self._refs), CHUNK):
             refs = self._refs[first : first + CHUNK]
@@ -219,7 +207,7 @@ class LakeReplaySource:
         yield from (_tick(self.end, partition) for partition in range(self._partitions))
 
     def _read(self, refs: list[_Ref]) -> dict[_Ref, Any]:
-        """The records, table by table: one scan over the files that can have some."""
+        """Read records, table by table, by one scan over the files that can contain some."""
         found: dict[_Ref, Any] = {}
         for name in {ref.table for ref in refs}:
             wanted = {(r.partition, r.offset): r for r in refs if r.table == name}
@@ -232,7 +220,7 @@ class LakeReplaySource:
         return found
 
     def _events(self, name: str, where: Any) -> Iterator[tuple[tuple[int, int], Any]]:
-        """((partition, offset as the fold counts), record) of rows."""
+        """Yield ((partition, offset as in `_Ref`), record) of rows."""
         record = next(tables[name] for tables in READ.values() if name in tables)
         rows = self._tables[name].to_table(filter=where)
         ids, partitions, offsets = (rows.column(c).to_pylist() for c in _PLACE[:3])
@@ -245,7 +233,7 @@ class LakeReplaySource:
     def payload(
         self, partition: int, starts: Mapping[int, int]
     ) -> Iterable[tuple[int, CachedPayload]]:
-        """As `InputLog.payload`. Of the lake only files of the trajectory's own time are read."""
+        """As `InputLog.payload`. Reads only files of the trajectory's time."""
         offsets, stamps = self._stamps[partition]
         times = [stamps[bisect_left(offsets, offset)] for offset in starts]
         raw = [offset % _EPOCH for offset in starts]

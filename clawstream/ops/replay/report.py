@@ -16,7 +16,7 @@ from stream_jobs.admit.fold import AdmissionFold
 
 @dataclass(slots=True)
 class Outcome:
-    """What one fold gave."""
+    """The decisions of one admission: batches, refusals by reason, late revisions."""
 
     candidates: int = 0
     batches: list[dict[str, Any]] = field(default_factory=list)
@@ -24,7 +24,7 @@ class Outcome:
     late: int = 0
 
     def add(self, decisions: Iterable[Decision]) -> Outcome:
-        """Count them."""
+        """Add decisions; return self."""
         for decision in decisions:
             match decision:
                 case ReadyBatch():
@@ -36,11 +36,11 @@ class Outcome:
         return self
 
     def as_dict(self) -> dict[str, Any]:
-        """For a report."""
+        """Return the outcome for a report."""
         return {"batches": self.batches, "refused": dict(self.refused), "late": self.late}
 
     def fold(self, admission: AdmissionFold, entries: Iterable[InputRecord]) -> Outcome:
-        """Let an admission decide about a log from its beginning."""
+        """Fold a log from its beginning, add the decisions, and return self."""
         self.add(admission.initial_records())
         for entry in entries:
             self.candidates += isinstance(entry.event, Candidate)
@@ -49,7 +49,7 @@ class Outcome:
 
 
 def journal(cluster: Cluster, decoder: Decoder, topic: str) -> Iterator[JournalRecord]:
-    """All decisions on a ready-batches topic."""
+    """Yield all decisions on a ready-batches topic."""
     for record in cluster.read_all(topic):
         event = decoder.decode(record.value)
         if isinstance(event, ReadyBatch | Refused | Late | PolicyApplied):
@@ -57,7 +57,7 @@ def journal(cluster: Cluster, decoder: Decoder, topic: str) -> Iterator[JournalR
 
 
 def described(batch: ReadyBatch) -> dict[str, Any]:
-    """A batch in a line."""
+    """Summarize a batch."""
     return {
         "batch_seq": batch.batch_seq,
         "content_hash": batch.content_hash,

@@ -12,7 +12,7 @@ from runtime.kafka.window import Window, in_order
 from runtime.topics.records import Decoder
 from schemas.errors import Undecodable, UnknownSchema
 from schemas.records import FailedCall, Tick
-from stream_jobs.assemble.model import REWARDS, STEPS, SourceTopic
+from stream_jobs.assemble.model import REWARDS, STEPS
 from stream_jobs.assemble.payload.cache import CachedPayload
 from stream_jobs.assemble.payload.input_log import InputLog
 
@@ -31,24 +31,25 @@ class TopicReplaySource:
         self.end = 0
         self.unreadable = 0
         self._cluster, self._decoder, self._record_filter = cluster, decoder, record_filter
-        self._windows: dict[SourceTopic, Window] = {STEPS: steps, REWARDS: rewards}
+        self._steps, self._rewards = steps, rewards
 
     def events(self) -> Iterator[ReplayEvent]:
-        """As `ReplaySource.events`. Ticks on rewards say nothing: the order does."""
-        steps = self._windows[STEPS].topic
-        for time, record in in_order(self._cluster, [self._windows[STEPS], self._windows[REWARDS]]):
-            self.end = time
-            source: SourceTopic = STEPS if record.topic == steps else REWARDS
+        """Yield all records and ticks, as `ReplaySource.events`.
+
+        Every record of the steps that is not replayed (of another run, a failed call) counts as a
+        tick. Ticks of the rewards are omitted: the order of the events replaces them.
+        """
+        for time, record in in_order(self._cluster, [self._steps, self._rewards]):
+            self.end, p = time, record.partition
+            source = STEPS if record.topic == self._steps.topic else REWARDS
             event = self._chosen(record)
             if event is not None:
-                yield ReplayEvent(time, record.partition, source, record.offset, record.key, event)
-            elif source == STEPS:  # ticks, and what other runs and failed calls say of the time
-                yield ReplayEvent(
-                    time, record.partition, source, -1, None, Tick(partition=record.partition)
-                )
+                yield ReplayEvent(time, p, source, record.offset, record.key, event)
+            elif source == STEPS:
+                yield ReplayEvent(time, p, source, -1, None, Tick(partition=p))
 
     def _chosen(self, record: Record) -> Any | None:
-        """What a record of the run says; None: it is none of those that are replayed."""
+        """Decode a record of the run; None for others."""
         if self._decoder.codec.is_tick(record.value):
             return None
         try:
@@ -64,6 +65,5 @@ class TopicReplaySource:
         self, partition: int, starts: Mapping[int, int]
     ) -> Iterable[tuple[int, CachedPayload]]:
         """As `InputLog.payload`."""
-        return InputLog(
-            self._cluster, self._decoder, self._windows[STEPS].topic, partition
-        ).payload(starts)
+        log = InputLog(self._cluster, self._decoder, self._steps.topic, partition)
+        return log.payload(starts)

@@ -7,6 +7,7 @@ its whole input (invariant 13b).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -61,32 +62,36 @@ def check(settings: Settings, channel: Channel) -> dict[str, Any]:
     """
     recorded = read(cluster_of(settings), settings, channel)
     wanted = [described(r) for r in recorded.journal if isinstance(r, ReadyBatch)]
-    not_checked = recorded.resume_point.next_seq
     admission = AdmissionFold(settings.run_id, channel, recorded.source, recorded.resume_point)
     found = Outcome().fold(admission, recorded.candidates())
     return {
-        "run": settings.run_id,
-        "channel": channel,
-        "candidates": found.candidates,
+        **_report(settings, channel, recorded, found),
         "batches": len(wanted),
-        "not_checked": not_checked,
+        "not_checked": recorded.resume_point.next_seq,
         "first_difference": first_difference(wanted, found.batches),
-        "recorded": Outcome().add(recorded.journal).as_dict(),
-        "replayed": found.as_dict(),
     }
 
 
 def what_if(settings: Settings, channel: Channel) -> dict[str, Any]:
-    """Fold the recorded candidates under the policy of the settings, whatever was in force then."""
+    """Fold the recorded candidates under the policy of the settings instead of recorded ones."""
     recorded = read(cluster_of(settings), settings, channel)
     resume_point = ResumePoint(policy=policy_of(settings, 1, now_micros()))
     admission = AdmissionFold(settings.run_id, channel, recorded.source, resume_point)
     entries = (e for e in recorded.candidates() if not isinstance(e.event, AdmissionPolicy))
     found = Outcome().fold(admission, entries)
+    return _report(settings, channel, recorded, found)
+
+
+def _report(
+    settings: Settings, channel: Channel, recorded: Recorded, found: Outcome
+) -> dict[str, Any]:
     return {
-        "run": settings.run_id, "channel": channel, "candidates": found.candidates,
-        "recorded": Outcome().add(recorded.journal).as_dict(), "replayed": found.as_dict(),
-    }  # fmt: skip
+        "run": settings.run_id,
+        "channel": channel,
+        "candidates": found.candidates,
+        "recorded": Outcome().add(recorded.journal).as_dict(),
+        "replayed": found.as_dict(),
+    }
 
 
 def read(cluster: Cluster, settings: Settings, channel: Channel) -> Recorded:
@@ -112,7 +117,7 @@ def read(cluster: Cluster, settings: Settings, channel: Channel) -> Recorded:
         None,
     )
     if first is None:
-        raise NothingRecorded(f"{journal_topic} has nothing that was decided on today's {topic}")
+        raise NothingRecorded(f"{journal_topic} has no decision on the current topic {topic}")
     opened = next((r for r in whole[first:] if isinstance(r, PolicyApplied)), None)
     if opened is not None and opened.from_offset < low:
         raise SourceTruncated(
@@ -147,18 +152,12 @@ def _candidates(
 ) -> Iterator[InputRecord]:
     """Yield the log as admission reads it: ticks and records of the run; skips unreadable ones."""
     for record in cluster.read_all(topic, partition):
-        try:
+        with suppress(Undecodable, UnknownSchema, ValueError):
             event = decoder.decode(record.value)
             if isinstance(event, Tick):
                 yield InputRecord(record.offset, event)
-            elif (
-                isinstance(event, Candidate | AdmissionPolicy | RunEnded)
-                and record.key == run.encode()
+            elif isinstance(event, Candidate | AdmissionPolicy | RunEnded) and (
+                record.key == run.encode()
             ):
-                yield InputRecord(
-                    record.offset,
-                    event,
-                    payload_place(record.headers) if isinstance(event, Candidate) else None,
-                )
-        except (Undecodable, UnknownSchema, ValueError):
-            continue
+                place = payload_place(record.headers) if isinstance(event, Candidate) else None
+                yield InputRecord(record.offset, event, place)

@@ -31,7 +31,7 @@ TICK_MS = 1000
 FLUSH_BYTES = 32 << 20
 FLUSH_RECORDS = 20_000
 REWARDER = "clawstream.reward"
-"""`by` of what the reward job writes."""
+"""Field `by` of the reward job's rewards."""
 
 
 class CopyFailed(PlumbingError):
@@ -40,9 +40,10 @@ class CopyFailed(PlumbingError):
 
 @dataclass(frozen=True, slots=True)
 class RecordFilter:
-    """Which records are copied, and under which name. run: of this run only. as_run: its new name.
+    """Which records are copied.
 
-    rewards, assessments: those that the reward job has written too.
+    run: Of this run only; None: of all. as_run: Another run id for the copies. rewards,
+    assessments: Whether those of the reward job are included.
     """
 
     run: str | None = None
@@ -52,21 +53,17 @@ class RecordFilter:
 
     @property
     def passes_all(self) -> bool:
-        """Whether nothing has to be looked at."""
-        return self.run is None and self.as_run is None and self.rewards and self.assessments
+        """Whether every record is copied unchanged."""
+        return self == RecordFilter()
 
     def apply(self, event: Any) -> Any | None:
-        """The record as the copy has it, None when it is left out."""
+        """Return the record of the copy, or None when the record is omitted."""
         if self.run is not None and event.run_id != self.run:
             return None
-        if (
-            not self.rewards
-            and isinstance(event, Reward)
-            and event.source == "rule"
-            and event.by == REWARDER
-        ):
-            return None
-        if not self.assessments and isinstance(event, Assessment):
+        if isinstance(event, Reward) and not self.rewards:
+            if event.source == "rule" and event.by == REWARDER:
+                return None
+        elif isinstance(event, Assessment) and not self.assessments:
             return None
         return event if self.as_run is None else renamed(event, self.as_run)
 
@@ -87,9 +84,9 @@ def renamed(event: Any, run_id: str) -> Any:
 
 def _version(version: str, old: str, new: str) -> str:
     parsed = parse_version(version)
-    return (
-        str(parsed._replace(run_id=new)) if parsed is not None and parsed.run_id == old else version
-    )
+    if parsed is None or parsed.run_id != old:
+        return version
+    return str(parsed._replace(run_id=new))
 
 
 class Writer:
@@ -105,14 +102,13 @@ class Writer:
     def put(
         self, topic: str, partition: int, key: bytes | None, value: bytes | None, time: int,
         headers: Mapping[str, bytes] | None = None,
-    ) -> int:  # fmt: skip
-        """Write one; returns its offset."""
+    ) -> None:  # fmt: skip
+        """Write a record."""
         self._producer.put(topic, key, value, headers, partition, time)
         self.ends[topic, partition] += 1
         self._bytes, self._records = self._bytes + len(value or b""), self._records + 1
         if self._bytes > FLUSH_BYTES or self._records > FLUSH_RECORDS:
             self.flush()
-        return self.ends[topic, partition] - 1
 
     def flush(self) -> None:
         """Wait until everything is acknowledged."""
@@ -120,7 +116,7 @@ class Writer:
         self._bytes = self._records = 0
 
     def close(self) -> None:
-        """Everything is acknowledged and in its place, or CopyFailed."""
+        """Flush; raise CopyFailed unless the topics hold exactly the written records."""
         self.flush()
         self._producer.close()
         for topic in {t for t, _ in self.ends}:
@@ -174,8 +170,8 @@ def copy_topics(
         cluster.topic_id(topic)  # or an error that says what is missing
     count = partitions or cluster.topics(topics.steps)[topics.steps]
     target = copied_settings(settings, prefix, count)
-    prefix_files = TargetPrefix(cluster, prefix, settings.data_dir / "copies" / f"{prefix}.json")
-    asked = {
+    target_prefix = TargetPrefix(cluster, prefix, settings.data_dir / "copies" / f"{prefix}.json")
+    request = {
         "source": settings.kafka.topic_prefix,
         "partitions": count,
         "since_ms": since_ms,
@@ -183,16 +179,17 @@ def copy_topics(
         **dataclasses.asdict(record_filter),
     }
     copies = (target.kafka.topics.steps, target.kafka.topics.rewards)
-    with prefix_files.held():
-        begun = prefix_files.begin(
-            asked, lambda: {t: window_of(cluster, t, since_ms, until_ms).as_dict() for t in source}
+    with target_prefix.held():
+        begun = target_prefix.begin(
+            request,
+            lambda: {t: window_of(cluster, t, since_ms, until_ms).as_dict() for t in source},
         )
         if begun.result is not None:
             return {**begun.result, "was_done": True}
-        prefix_files.make(target, copies)
+        target_prefix.make(target, copies)
         windows = [Window.from_dict(begun.plan[t]) for t in source]
         result = _copy(cluster, settings, target, windows, copies, record_filter)
-        prefix_files.done(result)
+        target_prefix.done(result)
     return {**result, "was_done": False}
 
 
@@ -218,9 +215,8 @@ def _copy(
         for time, record in in_order(cluster, [window]):
             for partition, key, value in copier.places(time, record):
                 at = record.timestamp_ms if copier.same else time
-                writer.put(
-                    topic, partition, key, value, at, record.headers
-                )  # headers say what was sent again on purpose
+                # The headers mark records that were sent again on purpose.
+                writer.put(topic, partition, key, value, at, record.headers)
         for partition, key, value in copier.end():
             writer.put(topic, partition, key, value, copier.time)
         result["records"][topic] = copier.copied
@@ -240,7 +236,7 @@ def _copy_schemas(cluster: Cluster, source: str, target: str) -> None:
 
 
 class Copier:
-    """Where each record of one topic goes. Pure. partitions: of the copy; before: of the source."""
+    """Where each record of one topic goes. Pure. partitions: Of the copy; before: of the source."""
 
     def __init__(
         self, decoder: Decoder, record_filter: RecordFilter, partitions: int, before: int
@@ -252,15 +248,14 @@ class Copier:
         self._ticked = -TICK_MS
 
     def places(self, time: int, record: Record) -> Iterator[tuple[int, bytes | None, bytes | None]]:
-        """Partition, key and value of what becomes of a record, in the order of time."""
+        """Yield the copies of a record as (partition, key, value)."""
         self.time = time
         if self._decoder.codec.is_tick(record.value):
-            self.ticks += self.same
-            yield from (
-                [(record.partition, record.key, record.value)]
-                if self.same
-                else self._everywhere(time)
-            )
+            if self.same:
+                self.ticks += 1
+                yield record.partition, record.key, record.value
+            else:
+                yield from self._everywhere(time)
             return
         value = self._value(record)
         if value is not None or (record.value is None and self._record_filter.passes_all):
@@ -268,7 +263,7 @@ class Copier:
             yield self._partition(record), record.key, value
 
     def end(self) -> Iterator[tuple[int, None, bytes]]:
-        """What closes the copy: how far time had come."""
+        """Yield the ticks that end the copy, at the time of the last record."""
         if not self.same and self._ticked >= 0:
             self._ticked = -TICK_MS
             yield from self._everywhere(self.time)
@@ -290,16 +285,14 @@ class Copier:
             self.unreadable += 1
             return None
         chosen = self._record_filter.apply(event) if hasattr(event, "run_id") else None
-        self.left_out += chosen is None
-        if chosen is None or chosen is event:
-            return None if chosen is None else record.value
-        return self._decoder.codec.encode(chosen)
+        if chosen is None:
+            self.left_out += 1
+            return None
+        return record.value if chosen is event else self._decoder.codec.encode(chosen)
 
     def _partition(self, record: Record) -> int:
         if self.same:
             return record.partition
-        return (
-            partition_of(record.key, self._partitions)
-            if record.key is not None
-            else record.partition % self._partitions
-        )
+        if record.key is None:
+            return record.partition % self._partitions
+        return partition_of(record.key, self._partitions)

@@ -6,17 +6,17 @@ topics; a finished one returns its result. Topics without such a file are never 
 
 from __future__ import annotations
 
-import fcntl
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from runtime.atomic_file import write_durably
 from runtime.errors import PlumbingError
+from runtime.file_lock import exclusive
 from runtime.kafka import Cluster, Unavailable
 from runtime.logs import logger
 from runtime.topics.records import create_topics
@@ -24,7 +24,7 @@ from schemas.settings import Settings
 from schemas.topics import TopicSpec
 
 Plain = dict[str, Any]
-"""What JSON can hold."""
+"""Values that JSON can represent."""
 GONE_S = 30.0
 
 
@@ -34,31 +34,24 @@ class PrefixTaken(PlumbingError):
 
 @dataclass(frozen=True, slots=True)
 class PrefixState:
-    """plan: what to do. result: what came of it, when it was done before."""
+    """plan: What to do. result: The result of an earlier call, or None."""
 
     plan: Plain
     result: Plain | None
 
 
 class TargetPrefix:
-    """A prefix, and the file that says how it was filled."""
+    """A topic prefix, and the file with its request, plan and result."""
 
     def __init__(self, cluster: Cluster, prefix: str, file: Path) -> None:
         self._cluster, self.file = cluster, file
         self._prefix = f"{prefix}."
 
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        """Be the only one who works on it. Raises PrefixTaken."""
+    def held(self) -> AbstractContextManager[None]:
+        """Lock the prefix against other commands. Raises PrefixTaken."""
         self.file.parent.mkdir(parents=True, exist_ok=True)
-        with self.file.with_suffix(".lock").open("a") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as e:
-                raise PrefixTaken(
-                    f"another command is just filling the topics of {self._prefix}*"
-                ) from e
-            yield
+        taken = PrefixTaken(f"another command is just filling the topics of {self._prefix}*")
+        return exclusive(self.file.with_suffix(".lock"), taken, patience_s=0)
 
     def begin(self, asked: Plain, plan: Callable[[], Plain]) -> PrefixState:
         """Return the stored plan, or make it; an unfinished one starts over without its topics.
@@ -79,7 +72,7 @@ class TargetPrefix:
         elif known["asked"] != asked:
             differs = [k for k in asked | known["asked"] if asked.get(k) != known["asked"].get(k)]
             raise PrefixTaken(
-                f"{self.file} was asked otherwise ({', '.join(differs)}); choose another name or "
+                f"{self.file} is of another request ({', '.join(differs)}); choose another name or "
                 "delete it"
             )
         if known["result"] is None and mine:
@@ -102,17 +95,17 @@ class TargetPrefix:
         create_topics(self._cluster, settings)
 
     def done(self, result: Plain) -> None:
-        """It is filled: from now on `begin` only repeats the result."""
+        """Store the result: from now on `begin` only returns it."""
         known = self.read()
         assert known is not None, "done before begin"
         self._write(known | {"result": result})
 
     def read(self) -> Plain | None:
-        """The file: asked, plan, result. None when there is none."""
+        """Return the file's request ("asked"), plan and result, or None without a file."""
         return json.loads(self.file.read_text()) if self.file.exists() else None
 
     def delete(self) -> int:
-        """Delete its topics and the file; how many topics there were."""
+        """Delete the topics and the file; return the number of topics."""
         mine = self._there()
         self._delete(mine)
         self.file.unlink(missing_ok=True)
