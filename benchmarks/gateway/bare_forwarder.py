@@ -1,4 +1,4 @@
-"""What a gateway without any of our work costs: two forwarders that record nothing.
+"""Two forwarders that record nothing: the cost of a gateway without our work.
 
     python -m benchmarks.gateway.bare_forwarder --port 21001 --upstream http://127.0.0.1:21000
     --stack asgi|fastapi
@@ -21,7 +21,7 @@ from fastapi import FastAPI, Request, Response
 
 
 class Forwarder:
-    """ASGI: body in, body out."""
+    """An ASGI application that forwards each request to the same path of `upstream`."""
 
     def __init__(self, upstream: str) -> None:
         self._upstream = upstream
@@ -51,13 +51,13 @@ class Forwarder:
             self._upstream + scope["path"], data=body, headers=headers
         ) as reply:
             content = await reply.read()
-        told = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(content))]
-        await send({"type": "http.response.start", "status": reply.status, "headers": told})
+        fields = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(content))]
+        await send({"type": "http.response.start", "status": reply.status, "headers": fields})
         await send({"type": "http.response.body", "body": content})
 
 
 def fastapi_app(upstream: str) -> FastAPI:
-    """The same with FastAPI and httpx."""
+    """Create the same with FastAPI and httpx."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -82,22 +82,15 @@ def fastapi_app(upstream: str) -> FastAPI:
 
 
 def main() -> None:
-    """The command."""
+    """Serve until the process ends."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--upstream", required=True)
     parser.add_argument("--stack", choices=("asgi", "fastapi"), required=True)
     asked = parser.parse_args()
     app: Any = Forwarder(asked.upstream) if asked.stack == "asgi" else fastapi_app(asked.upstream)
-    uvicorn.run(
-        app,
-        host="127.0.0.1",
-        port=asked.port,
-        loop="uvloop",
-        http="httptools",
-        access_log=False,
-        log_level="error",
-    )
+    quiet: dict[str, Any] = {"access_log": False, "log_level": "error"}
+    uvicorn.run(app, host="127.0.0.1", port=asked.port, loop="uvloop", http="httptools", **quiet)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,4 @@
-"""A client that costs little: so many calls over so many kept connections, each as soon as the one
-before has ended.
-"""
+"""A cheap HTTP client: makes calls over persistent connections, on each one after the other."""
 
 from __future__ import annotations
 
@@ -8,21 +6,20 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import cast
 
 
 @dataclass
 class Outcome:
-    """latencies_s: of each call, in the order of their ends.
+    """The replies. latencies_s: Of each call, in the order of their ends.
 
-    failed: replies other than 200 to 209, with the first one's head.
+    failed: Number of replies other than 200 to 209, with the first one's beginning.
     """
 
     latencies_s: list[float] = field(default_factory=list)
     failed: int = 0
     first_failure: bytes = b""
-    wall_s: float = 0.0
-    received_bytes: int = 0
 
 
 class _Caller(asyncio.Protocol):
@@ -67,7 +64,6 @@ class _Caller(asyncio.Protocol):
             return
         outcome = self._outcome
         outcome.latencies_s.append(time.perf_counter() - self._began)
-        outcome.received_bytes += len(self._buffer)
         if not head.startswith(b"http/1.1 20") or b'"error"' in self._buffer[-400:]:
             outcome.failed += 1
             outcome.first_failure = outcome.first_failure or self._buffer[:600]
@@ -76,18 +72,14 @@ class _Caller(asyncio.Protocol):
 
 
 async def load(port: int, request: Callable[[int], bytes], calls: int, concurrency: int) -> Outcome:
-    """Make so many calls.
+    """Make calls.
 
-    request: the bytes of the n-th. Raises ConnectionError when a connection breaks.
+    request: Returns the bytes of the n-th call. Raises ConnectionError when a connection breaks.
     """
     outcome, loop = Outcome(), asyncio.get_running_loop()
     requests = (request(i) for i in range(calls))
     ends = [loop.create_future() for _ in range(min(concurrency, calls))]
-    began = time.perf_counter()
     for end in ends:
-        await loop.create_connection(
-            lambda end=end: _Caller(requests, outcome, end), "127.0.0.1", port
-        )  # type: ignore[misc]
+        await loop.create_connection(partial(_Caller, requests, outcome, end), "127.0.0.1", port)
     await asyncio.gather(*ends)
-    outcome.wall_s = time.perf_counter() - began
     return outcome

@@ -1,13 +1,12 @@
-"""An engine that answers at once, for benchmarks: what is left is the cost of what stands before
-it.
+"""An engine that answers at once, for benchmarks of the servers in front of it.
 
     python -m benchmarks.gateway.instant_engine --port 21000 [--events 101] [--pause-ms 0] [--prompt
     420] [--response 110]
 
-It speaks chat completions as vLLM 0.32 with our middleware does (to who asks for it) and as a stock
-vLLM with ids in the body (to others): a plain reply of 9.4 KB either way, or a stream of so many
-events. Replies are made once, so a call costs it a few microseconds. `GET /asked` tells how many
-POSTs there were.
+It speaks chat completions like vLLM 0.32 with our middleware (to clients that ask for it) or like a
+stock vLLM with ids in the body (to others): a plain reply of 9.4 KB either way, or a stream of
+`--events` events. Replies are created once, so a call costs it a few microseconds. `GET /asked`
+returns the number of POSTs.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ JSON_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n"
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a reply: tokens of prompt and response, events of a stream, milliseconds between them."""
+    """Tokens of prompt and response, events of a stream, and milliseconds between them."""
 
     prompt: int
     response: int
@@ -78,7 +77,7 @@ def _completion(shape: Shape, text: str, tokens: bool) -> bytes:
 
 
 def plain_reply(shape: Shape, captured: bool) -> bytes:
-    """The whole HTTP reply, its text as long as makes 9.4 KB together with the tokens."""
+    """Return the whole HTTP reply; its text fills it up to 9.4 KB."""
     frame = _frame(shape) if captured else b""
     empty = len(_completion(shape, "", not captured)) + len(frame)
     body = _completion(shape, "word " * max(22, (REPLY_BYTES - empty) // 5), not captured)
@@ -92,7 +91,7 @@ def plain_reply(shape: Shape, captured: bool) -> bytes:
 
 
 def stream_events(shape: Shape, captured: bool) -> list[bytes]:
-    """The events of a stream, each an HTTP chunk; the last one ends the body."""
+    """Return the events of a stream, each an HTTP chunk; the last one ends the body."""
     events = []
     for i in range(shape.events):
         last = i == shape.events - 1
@@ -113,15 +112,13 @@ def stream_events(shape: Shape, captured: bool) -> list[bytes]:
         )
         event = b"data: " + data + b"\n\n"
         if captured:
-            told = engine_frames.Choice(
+            frame = engine_frames.Choice(
                 0, pack_ids([1000 + i]), pack_logprobs([-0.5]), "stop" if last else None,
                 ((VERSION, 0, shape.events),) if last else None,
             )  # fmt: skip
             prompt = pack_ids(range(shape.prompt)) if i == 0 else None
-            event = (
-                engine_frames.comment(engine_frames.encode(engine_frames.Frame(0, prompt, (told,))))
-                + event
-            )
+            tokens = engine_frames.encode(engine_frames.Frame(0, prompt, (frame,)))
+            event = engine_frames.comment(tokens) + event
         events.append(event)
     events[-1] += b"data: [DONE]\n\n"
     chunks = [b"%x\r\n%s\r\n" % (len(e), e) for e in events]
@@ -130,15 +127,17 @@ def stream_events(shape: Shape, captured: bool) -> list[bytes]:
 
 
 class Replies:
-    """All replies, made once."""
+    """All replies, encoded once."""
 
     def __init__(self, shape: Shape) -> None:
         self.pause_s = shape.pause_ms / 1000
         self.asked = 0
         self.plain = {c: plain_reply(shape, c) for c in (True, False)}
         self.stream = {c: stream_events(shape, c) for c in (True, False)}
-        told = f"{engine_frames.ASK}: 1\r\n".encode()
-        self.version = JSON_HEAD + told + b"content-length: 20\r\n\r\n" + b'{"version":"0.32.0"}'
+        captured = f"{engine_frames.ASK}: 1\r\n".encode()
+        self.version = (
+            JSON_HEAD + captured + b"content-length: 20\r\n\r\n" + b'{"version":"0.32.0"}'
+        )
         self.health = b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n"
         models = b'{"object":"list","data":[{"id":"policy","object":"model"}]}'
         self.models = JSON_HEAD + b"content-length: %d\r\n\r\n" % len(models) + models
@@ -146,7 +145,7 @@ class Replies:
             c: b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\n"
             b"transfer-encoding: chunked\r\n"
             + (
-                told + f"{engine_frames.VERSION_START}: {VERSION}\r\n\r\n".encode()
+                captured + f"{engine_frames.VERSION_START}: {VERSION}\r\n\r\n".encode()
                 if c
                 else b"\r\n"
             )
@@ -207,8 +206,8 @@ class Engine(asyncio.Protocol):
         elif b"/version" in head[:64]:
             self._transport.write(replies.version)
         elif b"/asked" in head[:64]:
-            told = b"%d" % replies.asked
-            self._transport.write(JSON_HEAD + b"content-length: %d\r\n\r\n" % len(told) + told)
+            body = b"%d" % replies.asked
+            self._transport.write(JSON_HEAD + b"content-length: %d\r\n\r\n" % len(body) + body)
         elif b"/models" in head[:64]:
             self._transport.write(replies.models)
         else:
@@ -232,7 +231,7 @@ async def serve(port: int, shape: Shape) -> None:
 
 
 def main() -> None:
-    """The command."""
+    """Serve until the process ends."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--prompt", type=int, default=420)

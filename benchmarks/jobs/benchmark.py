@@ -46,8 +46,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gateway.benchmark import loop_ns, machine
-from benchmarks.jobs.installation import free_port
 from benchmarks.jobs.load import STANDARD, write
 from benchmarks.jobs.memory import part_memory
 from benchmarks.jobs.sides import (
@@ -61,6 +59,8 @@ from benchmarks.jobs.sides import (
     say,
 )
 from benchmarks.jobs.turns import part_turns
+from benchmarks.machine import loop_ns, machine, rounded
+from benchmarks.processes import free_port
 from runtime.broker.embedded import EmbeddedBroker
 from schemas.settings import Settings
 
@@ -76,7 +76,7 @@ def part_pipeline(bench: Bench) -> dict[str, Any]:
         ]  # fmt: skip
         for side in sides if at % 2 == 0 else reversed(sides):
             side()
-        say(f"round {at}: {_rounded(ours[-1])}, bare loop {bare[-1]:.1f} µs")
+        say(f"round {at}: {rounded(ours[-1])}, bare loop {bare[-1]:.1f} µs")
     whole = [sum(o[name] for name in JOBS) for o in ours]
     cpu = statistics.median(whole)
     return {
@@ -122,12 +122,6 @@ PARTS: Mapping[str, Callable[[Bench], dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def _rounded(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {k: _rounded(v) for k, v in value.items()}
-    return round(value, 3) if isinstance(value, float) else value
-
-
 def run(directory: Path, port: int, size: Size, only: Sequence[str]) -> dict[str, Any]:
     """The parts, on one Kafka."""
     before = machine()
@@ -141,7 +135,7 @@ def run(directory: Path, port: int, size: Size, only: Sequence[str]) -> dict[str
         for name in only:
             say(name)
             result |= PARTS[name](Bench(directory, broker.bootstrap_servers, size))
-    return _rounded(result | {"machine": before | {"empty_loop_ns_after": loop_ns()}})  # type: ignore[no-any-return]
+    return rounded(result | {"machine": before | {"empty_loop_ns_after": loop_ns()}})  # type: ignore[no-any-return]
 
 
 def main() -> None:

@@ -1,12 +1,9 @@
-"""One installation of Clawstream on the Kafka of `benchmarks.jobs`: its topics, its processes, what
-they cost and what they put out.
-"""
+"""One installation of Clawstream on the Kafka of `benchmarks.jobs`: topics, processes, records."""
 
 from __future__ import annotations
 
 import json
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -15,10 +12,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
 
-import psutil
-
-from benchmarks.gateway.benchmark import running
 from benchmarks.jobs.load import GROUP_SIZE, RULE, RUN, Load
+from benchmarks.processes import LOG_TAIL, Process, running
 from runtime.kafka import Record
 from runtime.process.child import die_with_parent
 from runtime.topics.records import cluster_of, create_topics
@@ -26,81 +21,31 @@ from schemas.codec.single_object import Codec
 from schemas.settings import Settings
 
 READY_S, DONE_S = 180.0, 1200.0
-LOG_TAIL = 3000
-
-
-def free_port() -> int:
-    """A port that is free together with the one after it.
-
-    Below 32768: above it the kernel hands out ports to clients.
-    """
-    for port in range(22000, 32000, 10):
-        try:
-            for p in (port, port + 1):
-                with socket.socket() as s:
-                    s.bind(("127.0.0.1", p))
-        except OSError:
-            continue
-        return port
-    raise SystemExit("no free port between 22000 and 32000")
-
-
-class Process:
-    """A process of the installation, as the command line starts it."""
-
-    def __init__(self, name: str, process: psutil.Process, log: Path) -> None:
-        self.name, self._process, self._log = name, process, log
-
-    @property
-    def log(self) -> str:
-        return self._log.read_text(errors="replace")
-
-    def cpu_s(self) -> float:
-        """CPU seconds so far: user and system, all threads, children that have ended and that have
-        not.
-        """
-        times = [p.cpu_times() for p in (self._process, *self._process.children(recursive=True))]
-        return sum(t.user + t.system + t.children_user + t.children_system for t in times)
-
-    def rss(self) -> int:
-        """Resident bytes."""
-        return int(self._process.memory_info().rss)
-
-    def check(self) -> None:
-        """Ends the benchmark when it has died."""
-        if not self._process.is_running() or self._process.status() == psutil.STATUS_ZOMBIE:
-            raise SystemExit(f"{self.name} died; its log ends:\n{self.log[-LOG_TAIL:]}")
 
 
 class Installation:
-    """Topics under a prefix of their own, a data directory, one run.
-
-    Everything is gone after `with`.
-    """
+    """Topics under their own prefix, a data directory, one run; all are deleted after `with`."""
 
     def __init__(
         self, directory: Path, bootstrap_servers: str, prefix: str, load: Load, **jobs: Any
     ) -> None:
-        groups = load.groups
-        batch_groups = max(n for n in range(1, 17) if groups % n == 0)
         self._directory = directory / prefix
+        policy = {
+            "group_size": GROUP_SIZE,
+            "required_rewards": [f"rule/{RULE}"],
+            "batch_groups": max(n for n in range(1, 17) if load.groups % n == 0),
+        }
         self._given = {
             "run_id": RUN,
             "data_dir": str(self._directory),
             "kafka": {"bootstrap_servers": bootstrap_servers, "topic_prefix": prefix},
             "jobs": {"reward_functions": {RUN: [f"{RULE}@1"]}, **jobs},
-            "admit": {
-                "policy": {
-                    "group_size": GROUP_SIZE,
-                    "required_rewards": [f"rule/{RULE}"],
-                    "batch_groups": batch_groups,
-                }
-            },
+            "admit": {"policy": policy},
         }
         self.settings = Settings.model_validate(self._given)
         self.topics, self.cluster = self.settings.kafka.topics, cluster_of(self.settings)
         self.processes: list[Process] = []
-        self._stack, self._codec = ExitStack(), Codec()
+        self._stack = ExitStack()
 
     def __enter__(self) -> Self:
         self._directory.mkdir(parents=True)
@@ -121,28 +66,17 @@ class Installation:
         """Start `python -m module words` with the installation's settings."""
         log = self._directory / f"{name}.log"
         config = ["--config", str(self._directory / "settings.yaml")]
-        process = self._stack.enter_context(
-            running([sys.executable, "-m", *module.split(), *config, *words], log)
-        )
-        self.processes.append(Process(name, process, log))
+        command = [sys.executable, "-m", *module.split(), *config, *words]
+        self.processes.append(self._stack.enter_context(running(name, command, log)))
         return self.processes[-1]
 
     def job(self, command: str, worker: str = "0") -> Process:
         """Start `clawstream <command>`, a worker of that name."""
-        return self.start(
-            f"{command.split()[-1]}-{worker}",
-            f"clawstream {command}",
-            f"jobs.worker_id={json.dumps(worker)}",
-        )
+        name, word = f"{command.split()[-1]}-{worker}", f"jobs.worker_id={json.dumps(worker)}"
+        return self.start(name, f"clawstream {command}", word)
 
-    def until(
-        self,
-        what: str,
-        condition: Callable[[], bool],
-        seconds: float = DONE_S,
-        pause_s: float = 0.2,
-    ) -> None:
-        """Wait for something. Ends the benchmark when it does not come, or when a process dies."""
+    def until(self, what: str, condition: Callable[[], bool], seconds: float = DONE_S) -> None:
+        """Wait for a condition. Ends the benchmark at a time-out or when a process dies."""
         deadline = time.monotonic() + seconds
         while not condition():
             for process in self.processes:
@@ -150,41 +84,40 @@ class Installation:
             if time.monotonic() > deadline:
                 logs = "\n".join(f"-- {p.name}:\n{p.log[-LOG_TAIL:]}" for p in self.processes)
                 raise SystemExit(f"not within {seconds:g} s: {what}\n{logs}")
-            time.sleep(pause_s)
+            time.sleep(0.2)
 
     def until_logged(self, process: Process, words: str, times: int = 1) -> None:
-        """Wait until the process has said something so often."""
-        self.until(
-            f"{process.name} says {words!r}", lambda: process.log.count(words) >= times, READY_S
-        )
+        """Wait until the log of the process has these words so many times."""
+        what = f"{process.name} logs {words!r}"
+        self.until(what, lambda: process.log.count(words) >= times, READY_S)
 
     # -- records
 
     def feed(self, file: Path) -> None:
-        """Put a file on its topics, from another process: what that costs is nobody's."""
-        servers = self.settings.bootstrap_servers
-        command = [
-            sys.executable,
-            "-m",
-            "benchmarks.jobs.feeder",
-            str(file),
-            servers,
-            self.settings.kafka.topic_prefix,
-        ]
+        """Write a file to its topics, in a process whose CPU is not measured."""
+        words = (str(file), self.settings.bootstrap_servers, self.settings.kafka.topic_prefix)
+        command = [sys.executable, "-m", "benchmarks.jobs.feeder", *words]
         subprocess.run(die_with_parent(command), check=True)
 
     def ends(self, topics: Sequence[str]) -> dict[tuple[str, int], int]:
-        """(topic, partition) to its end."""
+        """Return (topic, partition) to its end."""
         return {(t, p): high for t in topics for p, (_, high) in self.cluster.watermarks(t).items()}
 
+    def records(self, topic: str, *kinds: type) -> list[tuple[Record, Any]]:
+        """Return all records of these types on a topic."""
+        watch = Watch(self, topic, *kinds)
+        found = watch.new()
+        watch.close()
+        return found
+
     def read_to(self, group: str, ends: dict[tuple[str, int], int]) -> bool:
-        """Whether a group has committed all of these."""
+        """Return whether a group has committed all of these offsets."""
         done = self.cluster.committed(group)
         return all(done.get(place, 0) >= end for place, end in ends.items() if end)
 
 
 class Watch:
-    """Reads a topic as it grows, and counts."""
+    """Reads a topic as it grows, and counts records of some types."""
 
     def __init__(self, installation: Installation, topic: str, *kinds: type) -> None:
         self._codec, self._kinds = Codec(), {k.__name__ for k in kinds}
@@ -195,20 +128,19 @@ class Watch:
         self.count = 0
 
     def new(self) -> list[tuple[Record, Any]]:
-        """What has come since, of the kinds, to the end that the topic has now."""
+        """Return the records of these types since the last call, up to the current end."""
         found: list[tuple[Record, Any]] = []
         while (records := self._reader.poll(2000, 0.05)) or not self._reader.at_end:
-            mine = (
-                r
+            found += [
+                (r, self._codec.decode(r.value))
                 for r in records
                 if r.value is not None and self._codec.type_name(r.value) in self._kinds
-            )
-            found += [(r, self._codec.decode(r.value)) for r in mine]
+            ]
         self.count += len(found)
         return found
 
     def counted(self, count: int) -> bool:
-        """Whether so many have come by now."""
+        """Read on; return whether at least `count` records have come."""
         self.new()
         return self.count >= count
 

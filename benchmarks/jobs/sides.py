@@ -1,6 +1,4 @@
-"""The sides of `benchmarks.jobs`: all jobs as processes, assemble alone, the same fold in a bare
-loop, a dictionary.
-"""
+"""The sides of `benchmarks.jobs`: all jobs, assemble alone, its fold in a loop, a dictionary."""
 
 from __future__ import annotations
 
@@ -15,20 +13,21 @@ from uuid import uuid4
 
 from benchmarks.jobs.dict_pool import Pool
 from benchmarks.jobs.feeder import read
-from benchmarks.jobs.installation import Installation, Process, Watch
+from benchmarks.jobs.installation import Installation, Watch
 from benchmarks.jobs.load import GROUP_SIZE, RUN, STANDARD, Load, Shape, events, rewards
+from benchmarks.processes import Process
 from schemas.records import AssemblyMarker, Candidate, ReadyBatch, Refused, Trajectory
 from schemas.topics import partition_of
 from stream_jobs.lake.main import dataset, open_table
 
 JOBS = ("assemble", "reward", "admit", "lake")
 SETTLED_S = 2.0
-"""So long nobody takes a partition over before the workers are counted as settled."""
+"""Workers are settled when no partition was taken over for this long."""
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How much of everything. steps: of a round; a whole number of groups comes of it."""
+    """The amount of work. steps: Of a round, rounded to a whole number of groups."""
 
     steps: int
     rounds: int
@@ -37,80 +36,67 @@ class Size:
 
     @property
     def trajectories(self) -> int:
-        """Of a round."""
+        """Trajectories of a round."""
         return max(1, round(self.steps / self.shape.turns / GROUP_SIZE)) * GROUP_SIZE
 
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """Where everything runs."""
+    """The directory, the Kafka and the amount of work of a benchmark."""
 
     directory: Path
     servers: str
     size: Size
 
     def installation(self, load: Load, **jobs: Any) -> Installation:
-        """A new one, on topics of its own."""
+        """Create an installation with its own topics."""
         return Installation(self.directory, self.servers, f"b{uuid4().hex[:10]}", load, **jobs)
 
 
 def say(text: str) -> None:
-    """Progress, for who waits."""
+    """Report progress on standard error."""
     print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 
 def expect(what: str, found: object, wanted: object) -> None:
-    """Ends the benchmark when they differ: a figure for wrong work is none."""
+    """End the benchmark when the values differ: the cost of wrong work is meaningless."""
     if found != wanted:
         raise SystemExit(f"{what}: {found}, not {wanted}")
 
 
 def pipeline(bench: Bench, load: Load) -> dict[str, float]:
-    """All jobs as processes.
+    """Run all jobs as processes.
 
-    Returns CPU microseconds a step by job, and seconds of wall clock (`wall`).
+    Returns:
+        CPU microseconds a step by job, and seconds of wall clock (`wall`).
     """
     with bench.installation(load) as here:
-        processes = {
-            "assemble": here.job("jobs assemble"),
-            "reward": here.job("jobs reward"),
-            "admit": here.job("admit"),
-            "lake": here.job("lake"),
-        }
-        here.until_logged(
-            processes["assemble"], "partition_taken_over", here.settings.kafka.partitions
-        )
+        commands = {"assemble": "jobs assemble", "reward": "jobs reward"}
+        processes = {name: here.job(commands.get(name, name)) for name in JOBS}
+        topics, lake = here.topics, processes["lake"]
+        taken, channels = here.settings.kafka.partitions, len(here.settings.admit.channels)
+        here.until_logged(processes["assemble"], "partition_taken_over", taken)
         here.until_logged(processes["reward"], "partitions_assigned")
-        here.until_logged(processes["admit"], "admission_starts", len(here.settings.admit.channels))
-        ready = here.topics.ready_batches(RUN, "train")
-        read_by_lake = (
-            here.topics.steps,
-            here.topics.rewards,
-            here.topics.trajectories,
-            here.topics.candidates,
-            ready,
-        )
+        here.until_logged(processes["admit"], "admission_starts", channels)
+        ready = topics.ready_batches(RUN, "train")
+        inputs = (topics.steps, topics.rewards, topics.trajectories, topics.candidates)
+        read_by_lake = (*inputs, ready)
         for topic in read_by_lake:
-            here.until_logged(processes["lake"], f'"topic": "{topic}"')
+            here.until_logged(lake, f'"topic": "{topic}"')
         watch, admitted = Watch(here, ready, ReadyBatch, Refused), list[ReadyBatch]()
 
         def all_admitted() -> bool:
             admitted.extend(e for _, e in watch.new())
-            return (
-                sum(len(b.groups) if isinstance(b, ReadyBatch) else 1 for b in admitted)
-                >= load.groups
-            )
+            groups = (len(b.groups) if isinstance(b, ReadyBatch) else 1 for b in admitted)
+            return sum(groups) >= load.groups
 
         before, began = _cpu(processes), time.monotonic()
         here.feed(load.steps_file)
         here.until("all groups are admitted", all_admitted)
         after, wall = _cpu(processes), time.monotonic() - began
-        ends = here.ends(read_by_lake)
-        here.until(
-            "the lake has caught up",
-            lambda: here.read_to(f"{here.settings.kafka.topic_prefix}-lake", ends),
-        )
-        after["lake"] = processes["lake"].cpu_s()
+        ends, group = here.ends(read_by_lake), f"{here.settings.kafka.topic_prefix}-lake"
+        here.until("the lake has caught up", lambda: here.read_to(group, ends))
+        after["lake"] = lake.cpu_s()
         watch.close()
         _check_batches(here, load, admitted)
         _check_lake(here, load)
@@ -122,29 +108,24 @@ def _cpu(processes: Mapping[str, Process]) -> dict[str, float]:
 
 
 def _check_batches(here: Installation, load: Load, admitted: Sequence[Any]) -> None:
-    """Every group is in exactly one batch, with all its members and their rewards."""
+    """Check that every group is in exactly one batch, with all members and their rewards."""
     expect("refused", [b for b in admitted if not isinstance(b, ReadyBatch)], [])
     groups = [g for b in admitted for g in b.groups]
     expect("ready batches", len(admitted), load.groups // here.settings.admit.policy.batch_groups)
     expect("groups that were admitted", len({g.group_id for g in groups}), load.groups)
     expect("groups in batches", len(groups), load.groups)
     expect("members of groups", {len(g.members) for g in groups}, {GROUP_SIZE})
-    expect(
-        "rewards of members",
-        {tuple(r.value for r in m.rewards) for g in groups for m in g.members},
-        {(0.0,), (1.0,)},
-    )
+    rewards = {tuple(r.value for r in m.rewards) for g in groups for m in g.members}
+    expect("rewards of members", rewards, {(0.0,), (1.0,)})
 
 
 def _check_lake(here: Installation, load: Load) -> None:
-    """Each record is in its table once."""
+    """Check that each record is in its table once."""
     batches = load.groups // here.settings.admit.policy.batch_groups
-    candidates = Watch(here, here.topics.candidates, Candidate)
-    candidates.new()
-    candidates.close()
+    candidates = len(here.records(here.topics.candidates, Candidate))
     for table, wanted in (
         ("steps", load.steps), ("trajectories", load.trajectories), ("rewards", load.trajectories),
-        ("candidates", candidates.count), ("batches", batches), ("groups", load.groups),
+        ("candidates", candidates), ("batches", batches), ("groups", load.groups),
         ("session_events", 2 * load.trajectories), ("dead_letters", 0),
     ):  # fmt: skip
         rows = dataset(open_table(here.settings.lake_uri, table, {}), {}).count_rows()
@@ -152,12 +133,13 @@ def _check_lake(here: Installation, load: Load) -> None:
 
 
 def bare_loop(bench: Bench, load: Load) -> float:
-    """The same fold, inputs, changelog and outputs in a plain loop.
+    """Run the same fold, inputs, changelog and outputs in a plain loop.
 
-    Returns CPU microseconds a step.
-
-    Rewards come once all trajectories are closed, so that it puts out two revisions of each, as the
+    Rewards come once all trajectories are closed, so that it writes two revisions of each, as the
     jobs do.
+
+    Returns:
+        CPU microseconds a step.
     """
     with bench.installation(load) as here:
         loop = here.start("bare-loop", "benchmarks.jobs.bare_loop")
@@ -168,9 +150,10 @@ def bare_loop(bench: Bench, load: Load) -> float:
 
 
 def assemble_alone(bench: Bench, load: Load, workers: int) -> tuple[float, float]:
-    """Workers of assemble, rewards fed as to the bare loop.
+    """Run workers of assemble, rewards fed as to the bare loop.
 
-    Returns CPU microseconds a step, and the first worker's percent of the steps.
+    Returns:
+        CPU microseconds a step, and the first worker's percent of the steps.
     """
     with bench.installation(load) as here:
         processes = list[Process]()
@@ -184,14 +167,13 @@ def assemble_alone(bench: Bench, load: Load, workers: int) -> tuple[float, float
         feed_both(here, load)
         used = sum(p.cpu_s() for p in processes) - before
         expect("takers of partitions after the round", _takers(here), takers)
-    work = Counter(
-        takers[partition_of(key, len(takers))][0] for _, key, _ in read(load.rewards_file)
-    )
+    keys = (key for _, key, _ in read(load.rewards_file))
+    work = Counter(takers[partition_of(key, len(takers))][0] for key in keys)
     return 1e6 * used / load.steps, 100.0 * work["0"] / load.trajectories
 
 
 def _settled(here: Installation, workers: int) -> dict[int, tuple[str, int]]:
-    """Who has taken each partition over, once each worker has some and nothing moves any more."""
+    """Return `_takers` once each worker owns partitions and none moves any more."""
     takers, quiet_since = _takers(here), time.monotonic()
 
     def settled() -> bool:
@@ -199,10 +181,8 @@ def _settled(here: Installation, workers: int) -> dict[int, tuple[str, int]]:
         now = _takers(here)
         if now != takers:
             takers, quiet_since = now, time.monotonic()
-        whole = (
-            len(takers) == here.settings.kafka.partitions
-            and len({w for w, _ in takers.values()}) == workers
-        )
+        owners = {worker for worker, _ in takers.values()}
+        whole = len(takers) == here.settings.kafka.partitions and len(owners) == workers
         return whole and time.monotonic() - quiet_since > SETTLED_S
 
     here.until("the workers have shared the partitions", settled)
@@ -210,20 +190,16 @@ def _settled(here: Installation, workers: int) -> dict[int, tuple[str, int]]:
 
 
 def _takers(here: Installation) -> dict[int, tuple[str, int]]:
-    """Partition to the worker that has taken it over last, and the marker's offset."""
-    markers = Watch(here, here.topics.assembly, AssemblyMarker)
-    takers = {record.partition: (marker.worker, record.offset) for record, marker in markers.new()}
-    markers.close()
-    return takers
+    """Return partition to the worker that took it over last, and the offset of its marker."""
+    markers = here.records(here.topics.assembly, AssemblyMarker)
+    return {record.partition: (marker.worker, record.offset) for record, marker in markers}
 
 
 def feed_both(here: Installation, load: Load) -> None:
-    """Steps, then rewards; until all is put out, and what was put out is right."""
+    """Feed steps, then rewards; wait for all outputs, and check them."""
     watch, last = Watch(here, here.topics.candidates, Candidate), dict[str, Candidate]()
-    for file, count in (
-        (load.steps_file, load.trajectories),
-        (load.rewards_file, 2 * load.trajectories),
-    ):
+    files = {load.steps_file: load.trajectories, load.rewards_file: 2 * load.trajectories}
+    for file, count in files.items():
         here.feed(file)
 
         def all_out(count: int = count) -> bool:
@@ -234,19 +210,14 @@ def feed_both(here: Installation, load: Load) -> None:
     watch.close()
     expect("candidates", watch.count, 2 * load.trajectories)
     expect("trajectories with candidates", len(last), load.trajectories)
-    expect(
-        "revisions",
-        {(c.revision, len(c.rewards), c.trainable) for c in last.values()},
-        {(1, 1, True)},
-    )
-    trajectories = Watch(here, here.topics.trajectories, Trajectory)
-    found = [t for _, t in trajectories.new()]
-    trajectories.close()
-    expect("steps of trajectories", sum(len(t.steps) for t in found), load.steps)
+    revisions = {(c.revision, len(c.rewards), c.trainable) for c in last.values()}
+    expect("revisions", revisions, {(1, 1, True)})
+    found = here.records(here.topics.trajectories, Trajectory)
+    expect("steps of trajectories", sum(len(t.steps) for _, t in found), load.steps)
 
 
 def dict_pool(size: Size) -> float:
-    """Steps a CPU second of the dictionary, which is given records that are decoded already."""
+    """Return steps a CPU second of the dictionary, which gets decoded records."""
     fed = [*events(size.shape, size.trajectories), *rewards(size.trajectories)]
     pool, began = Pool(), time.process_time()
     served = [group for event in fed for group in pool.take(event)]

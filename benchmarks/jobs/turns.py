@@ -1,4 +1,4 @@
-"""What a conversation of 100 turns costs assemble: changelog a step, and CPU a KB of prompt."""
+"""Measure the cost of conversations of 100 turns: changelog a step, and CPU a KB of prompt."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from itertools import groupby
 from statistics import fmean
 from typing import Any
 
-from benchmarks.jobs.installation import Installation, Watch
+from benchmarks.jobs.installation import Installation
 from benchmarks.jobs.load import GROUP_SIZE, LONG, Shape, events, write
 from benchmarks.jobs.sides import Bench, expect, feed_both
 from runtime.kafka import Record
@@ -44,12 +44,8 @@ def part_turns(bench: Bench) -> dict[str, Any]:
     expect("steps in the changelog", sum(map(len, deltas)), load.steps)
     fold_us, kilobytes = fold_us_per_kb(LONG, min(conversations, GROUP_SIZE))
     return {
-        "state_bytes_per_step_turn100": _bytes_per_step(
-            deltas, lambda turn: turn > 0.9 * LONG.turns
-        ),
-        "state_bytes_per_step_turn10": _bytes_per_step(
-            deltas, lambda turn: turn <= 0.1 * LONG.turns
-        ),
+        "state_bytes_per_step_turn100": _bytes_per_step(deltas, lambda t: t > 0.9 * LONG.turns),
+        "state_bytes_per_step_turn10": _bytes_per_step(deltas, lambda t: t <= 0.1 * LONG.turns),
         "state_bytes_with_snapshots_per_step": _with_snapshots(written) / load.steps,
         "state_steps_per_delta": load.steps / len(deltas),
         "cpu_us_per_prompt_kb": fold_us,
@@ -62,21 +58,16 @@ Written = list[tuple[Record, AssemblyDelta]]
 
 
 def _written(here: Installation) -> Written:
-    log = Watch(here, here.topics.assembly, AssemblyDelta)
-    found = sorted(log.new(), key=lambda one: (one[0].partition, one[0].offset))
-    log.close()
-    return found
+    found = here.records(here.topics.assembly, AssemblyDelta)
+    return sorted(found, key=lambda one: (one[0].partition, one[0].offset))
 
 
 def _steps(written: Written) -> list[Delta]:
-    """Each delta that notes steps, all of its bytes shared among them: also those that say how a
-    trajectory began and ended.
-    """
+    """Return each delta with steps, its bytes divided among them, those of other changes too."""
     turns, deltas = Counter[tuple[int, int]](), list[Delta]()
     for record, delta in written:
-        noted = [
-            (record.partition, e[1]) for e in unpack_changes(delta) if e[0] == ChangeKind.STEP_ADDED
-        ]
+        added = [e for e in unpack_changes(delta) if e[0] == ChangeKind.STEP_ADDED]
+        noted = [(record.partition, e[1]) for e in added]
         numbers = []
         for key in noted:
             turns[key] += 1
@@ -87,11 +78,10 @@ def _steps(written: Written) -> list[Delta]:
 
 
 def _with_snapshots(written: Written) -> int:
-    """Bytes of all deltas, and of snapshots taken as assemble takes them where the state is large:
-    `SNAPSHOT_BEHIND`.
+    """Return the bytes of all deltas and of the snapshots that assemble takes of a large state.
 
-    The log of a benchmark is too short for one (`jobs.snapshot_min_bytes`), so they are made here,
-    of the state at that place.
+    The log of a benchmark is too short for a snapshot (`jobs.snapshot_min_bytes`), so they are
+    created here by `SNAPSHOT_LOG_RATIO`.
     """
     codec, total = Codec(), 0
     for _, records in groupby(written, key=lambda one: one[0].partition):
@@ -104,24 +94,23 @@ def _with_snapshots(written: Written) -> int:
                 not log.state.pending
                 and log.bytes_since_snapshot > SNAPSHOT_LOG_RATIO * log.snapshot_bytes
             ):
-                pieces = snapshot(delta.epoch, log.seq, log.state)
-                log.bytes_since_snapshot, log.snapshot_bytes = (
-                    0,
-                    sum(len(codec.encode(p)) for p in pieces),
-                )
+                chunks = snapshot(delta.epoch, log.seq, log.state)
+                log.bytes_since_snapshot = 0
+                log.snapshot_bytes = sum(len(codec.encode(chunk)) for chunk in chunks)
                 total += log.snapshot_bytes
     return total
 
 
 def _bytes_per_step(deltas: Sequence[Delta], counts: Callable[[int], bool]) -> float:
-    """The mean over the steps of some turns."""
+    """Return the mean over the steps of some turns."""
     return fmean(size for delta in deltas for turn, size in delta if counts(turn))
 
 
 def fold_us_per_kb(shape: Shape, trajectories: int) -> tuple[float, float]:
-    """CPU microseconds of the fold alone a KB of prompt ids, and KB of prompt ids a trajectory.
+    """Run the fold alone, on decoded records.
 
-    Decoding is not in it.
+    Returns:
+        CPU microseconds a KB of prompt ids, and KB of prompt ids a trajectory.
     """
     state = PartitionState()
     fold = AssemblyFold(state, limits_of(Settings()))
@@ -134,11 +123,8 @@ def fold_us_per_kb(shape: Shape, trajectories: int) -> tuple[float, float]:
             offset += 1
         fold.finish_batch()
         seconds += time.process_time() - began
-    expect(
-        "steps of the fold",
-        sum(len(t.steps) for t in state.opened.values()),
-        trajectories * shape.turns,
-    )
+    folded = sum(len(t.steps) for t in state.opened.values())
+    expect("steps of the fold", folded, trajectories * shape.turns)
     kilobytes = sum(len(e.prompt_token_ids or b"") for e in fed if isinstance(e, Step)) / 1024
     return 1e6 * seconds / kilobytes, kilobytes / trajectories
 

@@ -37,36 +37,21 @@ class Diagnosis:
 
     @property
     def to_do(self) -> str:
-        """What to do about it."""
+        """The action to take."""
         process, topic = self.position.process, self.position.topic
-        give_up = (
-            f"or give it up: stop everything and delete {topic}; it is recreated under another id"
-        )
-        match self.verdict:
-            case "ok":
-                return "nothing"
-            case "topic recreated":
-                return (
-                    f"nothing: {process} reads the new {topic} from its start, what it "
-                    "took from the old one stays"
-                )
-            case "topic is gone":
-                return (
-                    f"nothing, if it was deleted on purpose: the next start creates {topic} again"
-                )
-            case "beyond the end":
-                return (
-                    f"{topic} has lost records that {process} has read: restore its newer "
-                    f"data, {give_up}"
-                )
-            case "before the start":
-                return (
-                    f"{topic} has lost records that {process} has not read: restore them, {give_up}"
-                )
-            case "unreadable":
-                return (
-                    f"{self.position.flaw}: see 'When a position does not fit' in docs/operating.md"
-                )
+        lost = f"{topic} has lost records that {process} has"
+        give_up = f"or give up: stop everything and delete {topic}; its next id is another one"
+        return {
+            "ok": "nothing",
+            "topic recreated": f"nothing: {process} reads the new {topic} from its start; data of "
+            "the old one stays",
+            "topic is gone": f"nothing, if it was deleted on purpose: the next start creates "
+            f"{topic} again",
+            "beyond the end": f"{lost} read: restore its newer data, {give_up}",
+            "before the start": f"{lost} not read: restore them, {give_up}",
+            "unreadable": f"{self.position.flaw}: see 'When a position does not fit' in "
+            "docs/operating.md",
+        }[self.verdict]
 
 
 def diagnose(
@@ -125,7 +110,7 @@ def format_diagnoses(diagnoses: Sequence[Diagnosis], every: bool = False) -> str
 
 
 def _groups(diagnoses: Iterable[Diagnosis], every: bool) -> Iterable[list[Diagnosis]]:
-    """Neighbours of one process, topic, id and verdict; a serious one stands alone."""
+    """Group neighbours of one process, topic, id and verdict; a serious one stays alone."""
 
     def key(numbered: tuple[int, Diagnosis]) -> object:
         number, d = numbered

@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cache
 
 from clawstream.text_table import text_table
 from runtime.kafka import Cluster, Record
@@ -57,36 +58,18 @@ class _Backlog:
     partition: int
     position: int
     end: int
-    was_committed: bool
+    committed: bool
     key: bytes | None
     records: int = 0
     exact: bool = True
 
 
-@dataclass(slots=True)
-class _Ends:
-    """First and next offset of each partition, asked once a topic."""
-
-    cluster: Cluster
-    known: dict[str, Mapping[int, tuple[int, int]]] = field(default_factory=dict)
-
-    def of(self, topic: str) -> Mapping[int, tuple[int, int]]:
-        if topic not in self.known:
-            self.known[topic] = self.cluster.watermarks(topic)
-        return self.known[topic]
-
-
 def expected_groups(settings: Settings) -> list[str]:
     """The groups of an installation that runs everything, for the settings' run."""
     prefix, run = settings.kafka.topic_prefix, settings.run_id
-    admits = [f"{prefix}-admit.{run}.{channel}" for channel in settings.admit.channels]
-    return [
-        f"{prefix}-assemble",
-        f"{prefix}-reward",
-        *admits,
-        f"{prefix}-trainer.{run}.train",
-        f"{prefix}-lake",
-    ]
+    admits = (f"admit.{run}.{channel}" for channel in settings.admit.channels)
+    roles = ("assemble", "reward", *admits, f"trainer.{run}.train", "lake")
+    return [f"{prefix}-{role}" for role in roles]
 
 
 def inputs(topics: Topics, role: str, there: Mapping[str, int]) -> dict[str, range]:
@@ -107,17 +90,9 @@ def inputs(topics: Topics, role: str, there: Mapping[str, int]) -> dict[str, ran
         case "trainer":
             wanted = [f"{topics.ready_batches_prefix}{run}.{channel}"]
         case "lake":
-            kept = (
-                topics.steps,
-                topics.rewards,
-                topics.trajectories,
-                topics.candidates,
-                topics.weights,
-                topics.schemas,
-            )
             wanted = [
-                *kept,
-                topics.dead_letters,
+                *(topics.steps, topics.rewards, topics.trajectories, topics.candidates),
+                *(topics.weights, topics.schemas, topics.dead_letters),
                 *(t for t in there if topics.parse_ready_batches(t)),
             ]
         case _:
@@ -157,9 +132,7 @@ def _lag(
             group=group,
             topic=topic,
             partitions=len(parts),
-            committed=sum(b.position for b in parts)
-            if any(b.was_committed for b in parts)
-            else None,
+            committed=sum(b.position for b in parts) if any(b.committed for b in parts) else None,
             end=sum(b.end for b in parts),
             offsets=sum(b.end - b.position for b in parts),
             records=sum(b.records for b in parts),
@@ -172,10 +145,9 @@ def _lag(
 def _backlogs(cluster: Cluster, settings: Settings, groups: Iterable[str]) -> list[_Backlog]:
     topics, prefix = settings.kafka.topics, settings.kafka.topic_prefix
     there = {t: n for t, n in cluster.topics().items() if t.startswith(f"{prefix}.")}
-    # All positions before any end: a group that goes on meanwhile would otherwise be past an end
-    # that was asked earlier.
+    # All positions before any end: a group that continues to read would otherwise be past an end.
     positions = {group: cluster.committed(group) for group in groups}
-    ends = _Ends(cluster)
+    ends = cache(cluster.watermarks)
     out = []
     for group, everything in positions.items():
         role = group.removeprefix(f"{prefix}-")
@@ -183,11 +155,10 @@ def _backlogs(cluster: Cluster, settings: Settings, groups: Iterable[str]) -> li
         wanted = {(t, p) for t, ps in inputs(topics, role, there).items() for p in ps}
         key = role.split(".")[1].encode() if role.startswith("admit.") else None
         for topic, partition in sorted(wanted or committed.keys()):
-            low, high = ends.of(topic)[partition]
+            low, high = ends(topic)[partition]
             position = committed.get((topic, partition))
-            known = (
-                position is not None and position <= high
-            )  # past the end: it is of a topic that is no more
+            # A position past the end belongs to a deleted topic of the same name.
+            known = position is not None and position <= high
             start = max(position, low) if position is not None and known else low
             out.append(_Backlog(group, topic, partition, start, high, known, key))
     return out
@@ -205,19 +176,18 @@ def _count_records(cluster: Cluster, backlogs: Iterable[_Backlog], scan_records:
         return
     codec, deadline = Codec(), time.monotonic() + SCAN_TIMEOUT_S
     ends = {tp: max(b.end for b in bs) for tp, bs in by_partition.items()}
-    reader = cluster.reader(
-        "clawstream-lag", {tp: min(b.position for b in bs) for tp, bs in by_partition.items()}
-    )
+    starts = {tp: min(b.position for b in bs) for tp, bs in by_partition.items()}
+    reader = cluster.reader("clawstream-lag", starts)
+
+    def all_read() -> bool:
+        return all(reader.positions[tp] >= end for tp, end in ends.items())
+
     try:
-        while (
-            any(reader.positions[tp] < end for tp, end in ends.items())
-            and time.monotonic() < deadline
-        ):
+        while not all_read() and time.monotonic() < deadline:
             for record in reader.poll(2_000, 0.1):
                 for b in by_partition[record.topic, record.partition]:
-                    b.records += b.position <= record.offset < b.end and _counts(
-                        codec, record, b.key
-                    )
+                    if b.position <= record.offset < b.end:
+                        b.records += _counts(codec, record, b.key)
         for tp, waiting in by_partition.items():
             for b in waiting:
                 unread = b.end - max(b.position, reader.positions[tp])

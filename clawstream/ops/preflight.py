@@ -35,7 +35,7 @@ MODULES = {
 """Process to the module of its checks."""
 BROKER_GONE_S = 10.0
 PORTS_FREE_S = 3.0
-"""The processes of a supervisor that has just been killed need a moment to go."""
+"""Processes of a supervisor that was just killed may keep their ports for a moment."""
 
 
 class BrokerRuns(InUse):
@@ -104,10 +104,9 @@ def problems_of(settings: Settings, names: Sequence[str]) -> list[str]:
         try:
             checks: Sequence[Check] = importlib.import_module(module).CHECKS
         except ModuleNotFoundError as error:
-            found.append(
-                f"{module.partition('.')[0]} needs the package {error.name}, which is not "
-                "installed: see docs/install.md"
-            )
+            process = module.partition(".")[0]
+            missing = f"the package {error.name}, which is not installed: see docs/install.md"
+            found.append(f"{process} needs {missing}")
             continue
         for one in checks:
             try:

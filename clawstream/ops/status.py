@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from schemas.records import ReadyBatch, Refused, WeightVersion, WorkerStatus
 from schemas.settings import Settings
 
 DECISIONS = 5000
-"""How many of the newest decisions of a run are looked at."""
+"""Number of newest records that are read of a topic."""
 ALL_EQUAL = "zero_variance"
 
 
@@ -76,85 +77,65 @@ def processes_of(directory: Path) -> tuple[int | None, Mapping[str, Mapping[str,
 
 
 def progress_of(settings: Settings, cluster: Cluster) -> Progress:
-    """Ask the topics. Raises KafkaError."""
-    topics = settings.kafka.topics
-    there = cluster.topics()
-    decoder = Decoder(cluster, topics.schemas)
-    versions = _events(cluster, decoder, topics.weights, there, DECISIONS)
-    mine = [v for v in versions if isinstance(v, WeightVersion) and v.run_id == settings.run_id]
+    """Read the progress from the topics. Raises KafkaError."""
+    topics, run = settings.kafka.topics, settings.run_id
+    there, decoder = cluster.topics(), Decoder(cluster, topics.schemas)
+
+    def newest(topic: str) -> Iterator[Event]:
+        """Yield the newest readable records of a topic with one partition."""
+        if topic not in there:
+            return
+        low, end = cluster.watermarks(topic, [0])[0]
+        for record in cluster.read_all(topic, first=max(low, end - DECISIONS)):
+            with suppress(Undecodable, UnknownSchema):
+                if record.value is not None:
+                    yield decoder.decode(record.value)
+
+    version = None
+    for event in newest(topics.weights):
+        if isinstance(event, WeightVersion) and event.run_id == run:
+            version = event.version_id
     serving = dict[str, str]()
-    for event in _events(cluster, decoder, topics.workers, there, DECISIONS):
-        if isinstance(event, WorkerStatus) and event.run_id == settings.run_id:
+    for event in newest(topics.workers):
+        if isinstance(event, WorkerStatus) and event.run_id == run:
             silent_s = time.time() - event.heartbeat_at / 1e6
-            silent = (
-                f", silent for {silent_s:.0f} s"
-                if silent_s > 5 * event.heartbeat_interval_ms / 1000
-                else ""
-            )
+            allowed_s = 5 * event.heartbeat_interval_ms / 1000
+            silent = f", silent for {silent_s:.0f} s" if silent_s > allowed_s else ""
             serving[event.worker_id] = (
                 f"{event.state}, {event.weight_version or 'boot weights'}{silent}"
             )
     batches = admitted = 0
     refused = Counter[str]()
-    for event in _events(
-        cluster, decoder, topics.ready_batches(settings.run_id, "train"), there, DECISIONS
-    ):
+    for event in newest(topics.ready_batches(run, "train")):
         if isinstance(event, ReadyBatch):
             batches, admitted = batches + 1, admitted + len(event.groups)
         elif isinstance(event, Refused) and event.whole_group:
             refused[event.reason] += 1
     groups = {*cluster.groups()} & {*expected_groups(settings)}
     lag = {group: data_lag(cluster, settings, group) for group in sorted(groups)}
-    return Progress(
-        mine[-1].version_id if mine else None,
-        serving,
-        lag,
-        batches,
-        admitted,
-        dict(refused.most_common()),
-    )
-
-
-def _events(
-    cluster: Cluster, decoder: Decoder, topic: str, there: Mapping[str, int], most: int
-) -> Iterator[Event]:
-    """The newest events of a topic with one partition; what can't be read is left out."""
-    if topic not in there:
-        return
-    low, end = cluster.watermarks(topic, [0])[0]
-    for record in cluster.read_all(topic, first=max(low, end - most)):
-        try:
-            if record.value is not None:
-                yield decoder.decode(record.value)
-        except (Undecodable, UnknownSchema):
-            continue
+    return Progress(version, serving, lag, batches, admitted, dict(refused.most_common()))
 
 
 def format_status(status: Status) -> str:
-    """Lines for a terminal."""
+    """Format a status for a terminal."""
     if status.supervisor is None:
         lines = [f"{status.data_dir}: nothing runs"]
     else:
         state = "up" if status.is_up else "not all is ready"
         lines = [f"{status.data_dir}: {state} (clawstream up, pid {status.supervisor})"]
     for name, row in status.processes.items():
-        ready = (
-            "ready"
-            if row["ready"]
-            else f"{row['state']}, not ready"
-            if row["state"] == "running"
-            else str(row["state"])
-        )
-        about = [str(row["status"])] if row["status"] else []
-        about += [f"{row['restarts']} restarts"] if row["restarts"] else []
-        about += [str(row["error"])] if row["error"] else []
-        lines.append(f"  {name:<10} {ready:<20} {'; '.join(about)}".rstrip())
+        ready = "ready" if row["ready"] else str(row["state"])
+        if ready == "running":
+            ready = "running, not ready"
+        restarts = f"{row['restarts']} restarts" if row["restarts"] else None
+        about = "; ".join(str(x) for x in (row["status"], restarts, row["error"]) if x)
+        lines.append(f"  {name:<10} {ready:<20} {about}".rstrip())
     lines.append(f"run {status.run_id}")
     progress = status.progress
     if progress is None:
         return "\n".join([*lines, "  Kafka does not answer"])
     lines.append(f"  version    {progress.version or 'none yet'}")
-    lines += [f"  worker     {worker}: {said}" for worker, said in progress.serving.items()]
+    lines += [f"  worker     {worker}: {state}" for worker, state in progress.serving.items()]
     behind = [f"{group} {records}" for group, records in progress.lag.items() if records]
     lines.append(f"  lag        {', '.join(behind) or 'none'}")
     refused = ", ".join(f"{reason} {count}" for reason, count in progress.refused.items())
@@ -165,8 +146,7 @@ def format_status(status: Status) -> str:
     if progress.refused and not progress.admitted and set(progress.refused) == {ALL_EQUAL}:
         lines.append(
             "  every group was refused as zero_variance: its members' rewards are all equal, so "
-            "there is nothing to learn; "
-            "look at the reward functions and the task"
+            "there is nothing to learn; check the reward functions and the task"
         )
     return "\n".join(lines)
 

@@ -11,7 +11,6 @@ import socket
 import sys
 import time
 from collections.abc import Coroutine, Sequence
-from types import TracebackType
 from typing import Any, Self
 
 from clawstream.ops.lag import data_lag
@@ -38,7 +37,6 @@ COMMANDS = {
     "trainer": ("train",),
     "rollout": ("rollout",),
 }
-NEED_MODEL = ("trainer", "rollout")
 
 
 def wanted(settings: Settings) -> list[str]:
@@ -48,16 +46,12 @@ def wanted(settings: Settings) -> list[str]:
         raise SettingsError(
             f"setting up.processes: {sorted(unknown)} unknown, there are {sorted(COMMANDS)}"
         )
-    names = [n for n in COMMANDS if n in settings.up.processes]
-    if settings.kafka.bootstrap_servers is not None and "broker" in names:
-        names.remove("broker")
+    left_out = set[str]()
+    if settings.kafka.bootstrap_servers is not None:
+        left_out.add("broker")
     if settings.trainer.model_path is None:
-        names = [
-            n
-            for n in names
-            if n not in NEED_MODEL or (n == "rollout" and settings.rollout.attach_url)
-        ]
-    return names
+        left_out |= {"trainer"} if settings.rollout.attach_url else {"trainer", "rollout"}
+    return [n for n in COMMANDS if n in settings.up.processes and n not in left_out]
 
 
 def of_children(settings: Settings) -> Settings:
@@ -88,14 +82,9 @@ class Installation:
         await self.supervisor.__aenter__()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Stop what still runs, and let another supervisor have the directory."""
-        await self.supervisor.__aexit__(kind, error, trace)
+    async def __aexit__(self, *error: Any) -> None:
+        """Stop the remaining processes and release the directory."""
+        await self.supervisor.__aexit__(*error)
 
     def remember(self) -> None:
         """Store the settings in the data directory.
@@ -103,22 +92,15 @@ class Installation:
         Raises SettingsError for a missing secret, Unwritable.
         """
         if missing := missing_secrets(self.settings):
-            raise SettingsError(
-                "\n".join(
-                    f"setting {path}: it was given before, and secrets are not remembered; give "
-                    "it again"
-                    for path in missing
-                )
-                + f"\nTo go on without: delete {self.settings.data_dir / FILE}, give all settings"
-            )
+            lines = [
+                f"setting {path}: secrets are not remembered; give it again" for path in missing
+            ]
+            file = self.settings.data_dir / FILE
+            lines.append(f"To continue without it: delete {file}, give all settings")
+            raise SettingsError("\n".join(lines))
         for path, before, now in changes(self.settings):
-            logger().warning(
-                "setting_changed",
-                setting=path,
-                before=before,
-                now=now,
-                hint="what was written before stays there",
-            )
+            hint = "data that was written before stays where it is"
+            logger().warning("setting_changed", setting=path, before=before, now=now, hint=hint)
         try:
             self._before = remember(self.settings)
         except OSError as e:
@@ -132,9 +114,8 @@ class Installation:
         """Start processes by name."""
         settings = of_children(self.settings).model_dump_json().encode()
         for name in names:
-            self.supervisor.start(
-                ProcessSpec(name, python(*COMMANDS[name], "--config", "-"), settings)
-            )
+            command = python(*COMMANDS[name], "--config", "-")
+            self.supervisor.start(ProcessSpec(name, command, settings))
 
     async def wait_for_kafka(self, timeout_s: float = 60.0, say_every_s: float = 10.0) -> None:
         """Wait until the cluster answers; report while an embedded broker recovers.
@@ -161,36 +142,29 @@ class Installation:
     async def _wait_for_own_broker(self, timeout_s: float, say_every_s: float) -> None:
         started = said = time.monotonic()
         log = self.settings.data_dir / "logs" / "broker.log"
-        while not any(
-            node.ready for node in await asyncio.to_thread(status, self.settings.broker_dir)
-        ):
+        directory = self.settings.broker_dir
+        while not any(node.ready for node in await asyncio.to_thread(status, directory)):
             broker = self.supervisor.table["broker"]
-            # One that was killed did nothing wrong, and comes back.
+            # A killed broker is restarted.
             killed = broker["state"] == "restarting" and broker["exit_code"] in KILLED
             now = time.monotonic()
             if broker["state"] != "running" and not killed and now - started > timeout_s:
                 raise BrokerError(
-                    f"the broker on {self.settings.broker_dir} does not run after "
+                    f"the broker on {directory} does not run after "
                     f"{now - started:.0f} s: {broker['state']}, "
                     f"exit code {broker['exit_code']}, {broker['restarts']} restarts: "
                     f"{broker['error'] or 'no error was logged'}. Its log: {log}"
                 )
             if now - said >= say_every_s:
-                said = now
-                hint = "it starts; after an unclean end it reads its logs first"
+                said, seconds = now, round(now - started)
                 logger().info(
-                    "waiting_for_broker",
-                    seconds=round(now - started),
-                    state=broker["state"],
-                    hint=hint,
-                    log=str(log),
-                )
+                    "waiting_for_broker", seconds=seconds, state=broker["state"],
+                    hint="after an unclean shutdown it reads its logs first", log=str(log),
+                )  # fmt: skip
             await asyncio.sleep(0.1)
 
     async def drain(self, groups: Sequence[str], what: str) -> bool:
-        """Wait until every group has read all data there is, seen twice in a row.
-
-        False after drain_timeout_s.
+        """Wait until no group has a lag in two looks in a row; False after `up.drain_timeout_s`.
 
         groups: Full names of consumer groups. what: For the log.
         """
@@ -199,11 +173,8 @@ class Installation:
         lags: dict[str, int] = {}
         while clean < 2:
             if self._broker_is_down:
-                logger().error(
-                    "drain_skipped",
-                    what=what,
-                    reason="the broker does not run; all is read after the next start",
-                )
+                reason = "the broker does not run; all is read after the next start"
+                logger().error("drain_skipped", what=what, reason=reason)
                 return False
             try:
                 lags = {
@@ -222,39 +193,33 @@ class Installation:
 
     @property
     def _broker_is_down(self) -> bool:
-        """Whether the broker of our own cannot run, on a full disk for instance: nobody knows a lag
-        then.
-        """
+        """Whether the embedded broker cannot run, e.g. on a full disk: no lag is known then."""
         broker = self.supervisor.table.get("broker")
-        return (
-            broker is not None
-            and broker["state"] != "running"
-            and broker["exit_code"] not in KILLED
-        )
+        if broker is None or broker["state"] == "running":
+            return False
+        return broker["exit_code"] not in KILLED
 
     def _running(self, name: str) -> bool:
         return self.supervisor.table.get(name, {}).get("state") in ("running", "restarting")
 
     async def stop_in_order(self, keep_broker: bool = False) -> bool:
-        """Stop everything; True when every stage had no lag left when it was stopped."""
+        """Stop everything; return whether every stage had no lag left when it was stopped."""
         prefix, run = self.settings.kafka.topic_prefix, self.settings.run_id
-        channels = self.settings.admit.channels
+        jobs = [f"{prefix}-assemble"]
+        if self._running("reward"):
+            jobs += [f"{prefix}-reward", *jobs]  # a reward is an input of assemble
+        admits = [f"{prefix}-admit.{run}.{c}" for c in self.settings.admit.channels]
         clean = True
         await self.supervisor.stop("gateway")
         if self._running("assemble"):
-            groups = [
-                f"{prefix}-assemble",
-                *([f"{prefix}-reward"] if self._running("reward") else []),
-            ]
-            clean &= await self.drain([*groups, groups[0]], "jobs")
+            clean &= await self.drain(jobs, "jobs")
         if self._running("admit"):
-            clean &= await self.drain([f"{prefix}-admit.{run}.{c}" for c in channels], "admit")
+            clean &= await self.drain(admits, "admit")
         if self._running("trainer"):
             clean &= await self.drain([f"{prefix}-trainer.{run}.train"], "trainer")
         await self.supervisor.stop("assemble", "reward")
-        await self.supervisor.stop("admit")
-        await self.supervisor.stop("trainer")
-        await self.supervisor.stop("rollout")
+        for name in ("admit", "trainer", "rollout"):
+            await self.supervisor.stop(name)
         if self._running("lake"):
             clean &= await self.drain([f"{prefix}-lake"], "lake")
         await self.supervisor.stop("lake")
@@ -263,15 +228,13 @@ class Installation:
         return clean
 
     async def stop_broker(self) -> None:
-        """Stop the broker and let another supervisor have the directory."""
+        """Stop the broker and release the directory."""
         await self.supervisor.stop("broker")
         self.supervisor.release()
 
 
 async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
-    """Do the work; True once it is done, False when `stop` came first: a wait without an end must
-    be one that can be stopped.
-    """
+    """Do the work; return True once it is done, or False when `stop` is set first."""
     working, stopping = asyncio.create_task(work), asyncio.create_task(stop.wait())
     try:
         await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -304,20 +267,19 @@ async def _start(installation: Installation, names: Sequence[str]) -> None:
     if wrong:
         installation.forget()
         raise SettingsError("\n".join(wrong))
-    down = {
-        n: table[n]["state"] for n in names if not table[n]["ready"] and table[n]["exit_code"] != 0
-    }
+    rows = {n: table[n] for n in names}
+    down = {n: r["state"] for n, r in rows.items() if not r["ready"] and r["exit_code"] != 0}
     if down:
         logger().error("not_all_up", down=down)
-    else:
-        logger().info(
-            "up",
-            processes=list(names),
-            gateway=f"http://{settings.gateway.host}:{settings.gateway.port}",
-            kafka=settings.bootstrap_servers,
-            logs=str(settings.data_dir / "logs"),
-        )
-        ready("up")
+        return
+    logger().info(
+        "up",
+        processes=list(names),
+        gateway=f"http://{settings.gateway.host}:{settings.gateway.port}",
+        kafka=settings.bootstrap_servers,
+        logs=str(settings.data_dir / "logs"),
+    )
+    ready("up")
 
 
 async def main(settings: Settings, stop: asyncio.Event) -> None:
@@ -332,7 +294,7 @@ async def main(settings: Settings, stop: asyncio.Event) -> None:
         if not await _unless(stop, _start(installation, names)):
             return
         await stop.wait()
-        logger().info("stopping", hint="waiting until nothing is left in the topics")
+        logger().info("stopping", hint="waiting until every process has read its topics")
         await installation.stop_in_order()
 
 
@@ -342,6 +304,6 @@ def run(settings: Settings) -> None:
 
 
 def python(*words: str) -> list[str]:
-    """Command line of one of our own processes."""
+    """Return the command line of one of our own processes."""
     # -P: a user's `rewards.py` in the working directory must not hide our package of that name.
     return [sys.executable, "-P", "-m", "clawstream", *words]

@@ -10,12 +10,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-ROOT = Path(__file__).parents[4]
+ROOT = Path(__file__).parents[3]
 BENCHMARK = """
 import sys, time
 from pathlib import Path
-from benchmarks.gateway.benchmark import running
-with running([sys.executable, "-c", "import time; time.sleep(600)"], Path(sys.argv[1])) as server:
+from benchmarks.processes import running
+sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
+with running("sleep", sleep, Path(sys.argv[1])) as server:
     print(server.pid, flush=True)
     time.sleep(600)
 """
