@@ -3,11 +3,11 @@
 trajectory key   routes a record; the Kafka key is its UTF-8
 call id          <trajectory key>~<ulid>
 step id          <call id>.<choice index>
-bucket           bucket-<32 hex digits>, a trajectory key: calls that name no trajectory; the
-                 assembler splits it into trajectories
-agent session    agent-<agent>-<32 hex digits>, a trajectory key: the session of a known agent; the
-                 assembler splits it at pauses
-trajectory id    the key; inside a bucket or agent session <key>~<ulid> of its first call
+anonymous        anonymous-<32 hex digits>, a trajectory key: calls that name no trajectory;
+session          assemble splits it into trajectories
+agent session    agent-<agent>-<32 hex digits>, a trajectory key: the session of a known agent;
+                 assemble splits it at pauses
+trajectory id    the key; in an anonymous or agent session <key>~<ulid> of its first call
 version id       <run id>/<sync index>.<attempt>
 """
 
@@ -28,12 +28,12 @@ RUN_ID = re.compile(r"[a-z0-9-]{1,64}")
 # A key travels in URLs, headers and file names; `~` separates the call's ulid, `/` and `,` separate
 # ids elsewhere.
 TRAJECTORY_KEY = re.compile(r"[A-Za-z0-9._:@=+-]{1,200}")
-BUCKET_PREFIX = "bucket-"
-BUCKET_KEY = re.compile(BUCKET_PREFIX + "[0-9a-f]{32}")
-# Any text, but half a surrogate pair is none: JSON can spell it, UTF-8 cannot.
+ANONYMOUS_PREFIX = "anonymous-"
+ANONYMOUS_KEY = re.compile(ANONYMOUS_PREFIX + "[0-9a-f]{32}")
 AGENT_PREFIX = "agent-"
 AGENT_KEY = re.compile(AGENT_PREFIX + "[a-z0-9-]{1,64}-[0-9a-f]{32}")
-UNNAMED_KEY = re.compile(f"{BUCKET_KEY.pattern}|{AGENT_KEY.pattern}")
+GATEWAY_ASSIGNED_KEY = re.compile(f"{ANONYMOUS_KEY.pattern}|{AGENT_KEY.pattern}")
+# Any text, but half a surrogate pair is none: JSON can spell it, UTF-8 cannot.
 GROUP_ID = re.compile(r"[^\x00-\x1f\x7f\ud800-\udfff]{1,200}")
 VERSION_ID = re.compile(r"([a-z0-9-]{1,64})/(\d{1,18})\.(\d{1,18})")
 
@@ -109,7 +109,7 @@ def key_of_step(step: str) -> str:
     return check_trajectory_key(key)
 
 
-def bucket_key(secret_part: bytes, first_user_turn: bytes) -> str:
+def anonymous_session_key(secret_part: bytes, first_user_turn: bytes) -> str:
     """Return the trajectory key of a call that names no trajectory.
 
     Args:
@@ -117,13 +117,13 @@ def bucket_key(secret_part: bytes, first_user_turn: bytes) -> str:
         first_user_turn: Canonical bytes of the first user message, shared by all calls of a
             conversation.
     """
-    return BUCKET_PREFIX + _hash(b"claw-bucket", secret_part, first_user_turn)
+    return ANONYMOUS_PREFIX + _hash(b"claw-anonymous", secret_part, first_user_turn)
 
 
 def agent_key(agent: str, secret_part: bytes, session_id: str) -> str:
     """Return the trajectory key of a known agent's session.
 
-    secret_part: As in `bucket_key`. session_id: As the agent sends it.
+    secret_part: As in `anonymous_session_key`. session_id: As the agent sends it.
     """
     hashed = _hash(b"claw-session", secret_part, session_id.encode("utf-8", "surrogateescape"))
     return f"{AGENT_PREFIX}{agent}-{hashed}"
@@ -135,22 +135,22 @@ def _hash(person: bytes, secret_part: bytes, rest: bytes) -> str:
     return hashlib.blake2b(begin + rest, digest_size=16, person=person).hexdigest()
 
 
-def is_bucket(key: str) -> bool:
-    """Whether a trajectory key is a bucket: all conversations of one client that began alike."""
-    return BUCKET_KEY.fullmatch(key) is not None
+def is_anonymous_session(key: str) -> bool:
+    """Return whether a key is an anonymous session: one client's conversations that began alike."""
+    return ANONYMOUS_KEY.fullmatch(key) is not None
 
 
-def is_unnamed(key: str) -> bool:
-    """Return whether the gateway assigned the key: a bucket or an agent's session.
+def is_gateway_assigned(key: str) -> bool:
+    """Return whether the gateway assigned the key: an anonymous or an agent's session.
 
     Nothing ends such a trajectory but inactivity. The key may hold many trajectories, so a reward
     or completion must name a step.
     """
-    return UNNAMED_KEY.fullmatch(key) is not None
+    return GATEWAY_ASSIGNED_KEY.fullmatch(key) is not None
 
 
-def unnamed_trajectory_id(key: str, ulid: str) -> str:
-    """Return the trajectory id `<key>~<ulid>` in a bucket or agent session.
+def session_trajectory_id(key: str, ulid: str) -> str:
+    """Return the trajectory id `<key>~<ulid>` in an anonymous or agent session.
 
     ulid: Of the trajectory's first call in log order.
     """

@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.dataset as ds
 
 from clawstream.query.column_comments import table_comments
-from schemas.ids import UNNAMED_KEY
+from schemas.ids import GATEWAY_ASSIGNED_KEY
 from schemas.settings import LakeSettings, Settings
 from stream_jobs.errors import LakeDamaged, SqlError
 from stream_jobs.lake.delta.table import LakeMissing, check_files, dataset, open_table
@@ -108,7 +108,7 @@ def _with_views(
     for name, why in damaged.items():
         _register_damaged(connection, name, why)
     definitions, comments = _statements(connection)
-    assigned = f"regexp_full_match(key, '{UNNAMED_KEY.pattern}')"
+    assigned = f"regexp_full_match(key, '{GATEWAY_ASSIGNED_KEY.pattern}')"
     connection.execute(f"CREATE TEMP MACRO is_gateway_assigned(key) AS {assigned}")
     for statement in definitions:
         connection.execute(statement)

@@ -10,7 +10,7 @@ from clawstream.query.connection import rows_of
 from runtime.kafka import Cluster
 from runtime.topics.records import now_micros, publish_schemas
 from schemas.codec.single_object import Codec
-from schemas.ids import is_unnamed, key_of_trajectory, new_event_id
+from schemas.ids import is_gateway_assigned, key_of_trajectory, new_event_id
 from schemas.records import Curation
 from schemas.settings import Settings
 from stream_jobs.errors import StreamJobError
@@ -80,7 +80,7 @@ class CurationMark:
             event_id=new_event_id(),
             run_id=target.run_id,
             trajectory_key=key,
-            trajectory_id=target.trajectory_id if is_unnamed(key) else None,
+            trajectory_id=target.trajectory_id if is_gateway_assigned(key) else None,
             step_id=target.step_id,
             quality=self.quality,
             trainable=self.trainable,

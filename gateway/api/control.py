@@ -30,7 +30,7 @@ from gateway.proxy.services import Services
 from schemas.errors import InvalidId
 from schemas.ids import (
     check_trajectory_key,
-    is_unnamed,
+    is_gateway_assigned,
     key_of_step,
     new_event_id,
     new_ulid,
@@ -192,7 +192,7 @@ class Recorder:
             function_version="1",
             value=said.reward,
             trajectory_id=ref.trajectory_key,
-            step_id=said.step_id if is_unnamed(ref.trajectory_key) else None,
+            step_id=said.step_id if is_gateway_assigned(ref.trajectory_key) else None,
         )
         return [self.reward(ref, reward, "reward"), event]
 
@@ -225,7 +225,7 @@ class Recorder:
                 "see gateway.reward_min and gateway.reward_max",
                 field,
             )
-        named = said.trajectory_id if is_unnamed(ref.trajectory_key) else None
+        named = said.trajectory_id if is_gateway_assigned(ref.trajectory_key) else None
         target = ",".join(filter(None, (named, said.step_id)))
         parts = (said.source, said.name, said.function_version)
         return Reward(
@@ -258,7 +258,7 @@ class Recorder:
             event_id=event_id,
             run_id=ref.run_id,
             trajectory_key=ref.trajectory_key,
-            trajectory_id=said.trajectory_id if is_unnamed(ref.trajectory_key) else None,
+            trajectory_id=said.trajectory_id if is_gateway_assigned(ref.trajectory_key) else None,
             step_id=said.step_id,
             quality=said.quality,
             trainable=said.trainable,
@@ -305,7 +305,7 @@ def target_of(trajectory_id: str | None, step_id: str | None) -> str:
                 "trajectory_id: or step_id must say what it is about", "trajectory_id"
             )
         key, _, ulid = trajectory_id.partition("~")
-        if is_unnamed(key) and ULID.fullmatch(ulid):
+        if is_gateway_assigned(key) and ULID.fullmatch(ulid):
             return key
         _of_one_trajectory(key, "trajectory_id")
         return check_trajectory_key(trajectory_id)
@@ -316,7 +316,7 @@ def target_of(trajectory_id: str | None, step_id: str | None) -> str:
 
 
 def _of_one_trajectory(key: str, field: str) -> None:
-    if is_unnamed(key):
+    if is_gateway_assigned(key):
         raise Unprocessable(
             f"{field}: {key} is a key that the gateway made, it may hold many trajectories. "
             "Say which one by step_id, a step of it",

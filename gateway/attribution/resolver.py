@@ -17,7 +17,13 @@ from gateway.attribution.conversation import first_user_turn
 from gateway.auth.authenticator import Principal
 from gateway.errors import BadRequest, Forbidden
 from schemas.errors import InvalidId
-from schemas.ids import agent_key, bucket_key, check_group_id, check_run_id, check_trajectory_key
+from schemas.ids import (
+    agent_key,
+    anonymous_session_key,
+    check_group_id,
+    check_run_id,
+    check_trajectory_key,
+)
 from schemas.records import Channel
 
 RUN_HEADER = "x-clawstream-run"
@@ -123,7 +129,7 @@ def _assigned_key(caller: Principal, headers: Mapping[str, str], payload: Mappin
     """
     session = session_of(headers, payload)
     if session is None:
-        return bucket_key(caller.identity, first_user_turn(payload))
+        return anonymous_session_key(caller.identity, first_user_turn(payload))
     return agent_key(session.agent, caller.identity, session.session_id)
 
 

@@ -54,7 +54,7 @@ class JobsSettings(Section):
     closed_max: Count = Field(50_000, description="memory of closed trajectories a partition")
     orphan_after_s: Positive = Field(600.0, description="how long a reward waits for its step")
     cache_mb: Count = Field(1024, description="memory for payload of open trajectories")
-    bucket_inactivity_s: Positive = Field(
+    anonymous_inactivity_s: Positive = Field(
         300.0,
         description="longest pause in a conversation of an agent that names no trajectory",
     )

@@ -53,7 +53,7 @@ class Settings(Section):
             )
         for name, value in (
             ("jobs.trajectory_timeout_s", self.jobs.trajectory_timeout_s),
-            ("jobs.bucket_inactivity_s", self.jobs.bucket_inactivity_s),
+            ("jobs.anonymous_inactivity_s", self.jobs.anonymous_inactivity_s),
             ("jobs.agent_inactivity_s", self.jobs.agent_inactivity_s),
             ("jobs.orphan_after_s", self.jobs.orphan_after_s),
             ("gateway.spool_max_age_s", self.spool_max_age_s),

@@ -178,7 +178,7 @@ class AssemblyFold:
         timeout = self.limits.trajectory_timeout
         self._close_inactive(
             state.anonymous_open,
-            min(self.limits.bucket_inactivity, timeout),
+            min(self.limits.anonymous_inactivity, timeout),
             "completed",
             "inactive",
         )

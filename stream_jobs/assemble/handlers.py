@@ -12,11 +12,11 @@ from schemas.ids import (
     check_group_id,
     check_run_id,
     check_trajectory_key,
-    is_bucket,
-    is_unnamed,
+    is_anonymous_session,
+    is_gateway_assigned,
     key_of_step,
     key_of_trajectory,
-    unnamed_trajectory_id,
+    session_trajectory_id,
 )
 from schemas.records import Assessment, Curation, Reward, SessionEvent, Step
 from schemas.topics import MAX_MESSAGE_BYTES
@@ -82,7 +82,7 @@ class Limits:
     closed_horizon: int
     orphan_after: int
     closed_max: int
-    bucket_inactivity: int = 300_000
+    anonymous_inactivity: int = 300_000
     agent_inactivity: int = 1_800_000
     silent_after: int | None = None
     waiting_max: int = 100_000
@@ -97,7 +97,7 @@ class Limits:
             self.trajectory_timeout,
             self.closed_horizon,
             self.orphan_after,
-            self.bucket_inactivity,
+            self.anonymous_inactivity,
             self.agent_inactivity,
         )
 
@@ -170,7 +170,7 @@ class EventHandler:
         """Return the trajectory of a key; None if unknown. For a gateway-assigned key,
         `step_suffix` selects the trajectory.
         """
-        if not is_unnamed(key[1]):
+        if not is_gateway_assigned(key[1]):
             return key if key in self.state.opened or key in self.state.closed else None
         index = self.state.session_indexes.get(key)
         trajectory = (
@@ -317,17 +317,17 @@ class EventHandler:
         self, name: RunTrajectory, step_suffix: str, step: Step
     ) -> tuple[RunTrajectory, Placement]:
         """Return the trajectory of a step, and how it was found."""
-        if not is_unnamed(name[1]):
+        if not is_gateway_assigned(name[1]):
             return name, EXPLICIT
         run = name[0]
         index = self.state.session_indexes.get(name) or SessionIndex()
-        if is_bucket(name[1]):
+        if is_anonymous_session(name[1]):
             placement = place_step(
                 index, lambda t: self.state.opened[run, t].steps, step_suffix, step
             )
         else:
             placement = place_in_agent_session(index, step_suffix)
-        trajectory = placement.trajectory or unnamed_trajectory_id(
+        trajectory = placement.trajectory or session_trajectory_id(
             name[1], call_suffix(step_suffix)
         )
         return (run, trajectory), placement
@@ -347,7 +347,7 @@ class EventHandler:
     ) -> tuple[list[StateChange], CachedPayload | None]:
         if len(event.metadata_json or b"") > PAYLOAD_BYTES:
             raise RejectedRecord("invalid", f"metadata has more than {PAYLOAD_BYTES} bytes")
-        if is_unnamed(name[1]) and (event.kind == "opened" or event.step_id is None):
+        if is_gateway_assigned(name[1]) and (event.kind == "opened" or event.step_id is None):
             raise RejectedRecord(
                 "invalid",
                 f"{name[1]} was made by the gateway: "
@@ -383,7 +383,7 @@ class EventHandler:
         now, reason = self.state.time[STEPS], event.reason[:REASON_CHARS] if event.reason else None
         step_suffix = (
             event.step_id[len(name[1]) + 1 :]
-            if event.step_id is not None and is_unnamed(name[1])
+            if event.step_id is not None and is_gateway_assigned(name[1])
             else None
         )
         found = self.target(name, step_suffix)
@@ -458,7 +458,9 @@ class EventHandler:
         scores = [*said.step_quality, *([said.quality] if said.quality is not None else [])]
         if not all(0 <= score <= 1 for score in scores):
             raise RejectedRecord("invalid", "a quality is not in [0, 1]")
-        if key_of_trajectory(said.trajectory_id) != name[1] or is_unnamed(said.trajectory_id):
+        if key_of_trajectory(said.trajectory_id) != name[1] or is_gateway_assigned(
+            said.trajectory_id
+        ):
             raise RejectedRecord(
                 "invalid",
                 f"{said.trajectory_id!r:.250} is not the id of a trajectory "
@@ -517,7 +519,7 @@ def _target_step(name: RunTrajectory, event: Reward | Curation) -> str | None:
     """Return the step suffix of a reward's or mark's target; None if the step only selects the
     trajectory.
     """
-    if event.step_id is None or (is_unnamed(name[1]) and event.trajectory_id == name[1]):
+    if event.step_id is None or (is_gateway_assigned(name[1]) and event.trajectory_id == name[1]):
         return None
     return event.step_id[len(name[1]) + 1 :]
 
@@ -535,13 +537,13 @@ def _target_trajectory(
         event.step_id[len(name[1]) + 1 :] if event.step_id is not None else None,
     )
     if given is None or given == name[1]:
-        if is_unnamed(name[1]) and event.step_id is None:
+        if is_gateway_assigned(name[1]) and event.step_id is None:
             raise RejectedRecord(
                 "invalid",
                 f"{name[1]} was made by the gateway: the trajectory must be named, or a step of it",
             )
         return name, step_suffix
-    if not (is_unnamed(name[1]) and given.startswith(f"{name[1]}~")):
+    if not (is_gateway_assigned(name[1]) and given.startswith(f"{name[1]}~")):
         raise RejectedRecord(
             "invalid", f"trajectory id {given!r:.250} is not of trajectory key {name[1]!r}"
         )

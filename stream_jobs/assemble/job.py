@@ -32,7 +32,7 @@ def limits_of(settings: Settings) -> Limits:
         closed_horizon=round(jobs.closed_horizon_s * 1000),
         orphan_after=round(jobs.orphan_after_s * 1000),
         closed_max=jobs.closed_max,
-        bucket_inactivity=round(jobs.bucket_inactivity_s * 1000),
+        anonymous_inactivity=round(jobs.anonymous_inactivity_s * 1000),
         agent_inactivity=round(jobs.agent_inactivity_s * 1000),
         silent_after=round(max(SILENT_TICKS * jobs.tick_interval_s, SILENT_AT_LEAST_S) * 1000),
         train_truncated=jobs.train_truncated,

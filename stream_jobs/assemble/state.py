@@ -16,7 +16,7 @@ from typing import Any
 
 import orjson
 
-from schemas.ids import is_bucket, is_unnamed, key_of_trajectory
+from schemas.ids import is_anonymous_session, is_gateway_assigned, key_of_trajectory
 from schemas.records import Channel, Outcome, StepMarkKind
 from stream_jobs.assemble.closed_store import ClosedStore
 from stream_jobs.assemble.log_time import Silences
@@ -130,9 +130,9 @@ class PartitionState:
         name = key_of_trajectory(key[1])
         return (
             None
-            if not is_unnamed(name)
+            if not is_gateway_assigned(name)
             else self.anonymous_open
-            if is_bucket(name)
+            if is_anonymous_session(name)
             else self.agent_open
         )
 
@@ -141,7 +141,7 @@ class PartitionState:
         name = key_of_trajectory(key[1])
         return (
             self.session_indexes.setdefault((key[0], name), SessionIndex())
-            if is_unnamed(name)
+            if is_gateway_assigned(name)
             else None
         )
 

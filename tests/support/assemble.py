@@ -40,7 +40,7 @@ LIMITS = Limits(
 )
 
 
-ANONYMOUS_KEY = "bucket-" + "0" * 32
+ANONYMOUS_KEY = "anonymous-" + "0" * 32
 
 
 def step(

@@ -55,7 +55,7 @@ def installation(
             "reward_functions": {"*": ["exact_match@1"]},
             "tick_interval_s": 0.3,
             "trajectory_timeout_s": DEADLINE_S,
-            "bucket_inactivity_s": DEADLINE_S / 2,
+            "anonymous_inactivity_s": DEADLINE_S / 2,
             "orphan_after_s": DEADLINE_S,
         },
         "admit": {

@@ -31,7 +31,7 @@ import orjson
 from runtime.kafka import Cluster, KafkaError
 from runtime.process.child import die_with_parent
 from schemas.codec.single_object import Codec
-from schemas.ids import bucket_key, new_call_id, new_event_id
+from schemas.ids import anonymous_session_key, new_call_id, new_event_id
 from schemas.records import Curation, Reward, SessionEvent, Step
 from schemas.settings import Settings
 from schemas.tokens import pack_ids, pack_logprobs
@@ -124,7 +124,9 @@ class Agents:
             for m in range(GROUP_SIZE)
         ]
         if self._rng.random() < 0.2:
-            self._open.append(self._anonymous(bucket_key(b"key", b"task %d" % (self._groups // 8))))
+            self._open.append(
+                self._anonymous(anonymous_session_key(b"key", b"task %d" % (self._groups // 8)))
+            )
         if self._rng.random() < 0.01:
             self._put_off(1, self._reward(f"nobody-{group}", 1.0))
 

@@ -47,7 +47,7 @@ from stream_jobs.assemble.payload.trainability import trainability
 AGENT = agent_key("codex", b"", "s")
 LIMITS = Limits(
     trajectory_timeout=3000, closed_horizon=10_000_000, orphan_after=800, closed_max=10_000,
-    bucket_inactivity=900, agent_inactivity=1500,
+    anonymous_inactivity=900, agent_inactivity=1500,
 )  # fmt: skip
 Log = list[tuple[int, Any]]
 """(timestamp, event) of each offset."""

@@ -176,7 +176,7 @@ def stage_in(home: Path) -> Iterator[Stage]:
         "kafka": {"partitions": 2, "topic_prefix": f"t{uuid4().hex[:8]}"},
         "broker": {"port": free_port()},
         "gateway": {"port": free_port(), "upstreams": [f"http://127.0.0.1:{engine_port}"]},
-        "jobs": {"bucket_inactivity_s": 3000},  # a busy machine pauses longer than an agent
+        "jobs": {"anonymous_inactivity_s": 3000},  # a busy machine pauses longer than an agent
         "lake": {"flush_interval_s": 1},
         "up": {"processes": ["broker", "gateway", "assemble", "lake"]},
     })  # fmt: skip

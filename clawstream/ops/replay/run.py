@@ -51,7 +51,7 @@ NAME = re.compile(r"[a-z0-9-]{1,25}")
 PROGRESS_S = 10.0
 JOB_SETTINGS = {
     *("trajectory_timeout_s", "closed_horizon_s", "closed_max", "orphan_after_s"),
-    *("bucket_inactivity_s", "agent_inactivity_s", "reward_functions", "quality_functions"),
+    *("anonymous_inactivity_s", "agent_inactivity_s", "reward_functions", "quality_functions"),
     *("train_truncated", "tick_interval_s"),
 }
 """Settings `jobs.*` on which the result of a replay depends."""

@@ -60,7 +60,7 @@ SOURCE = CandidateLog("t", 0, 2)
 PLACE = Place(topic_id="t", partition=0, first_offset=0, last_offset=0)
 PATIENT = Limits(
     trajectory_timeout=50_000, closed_horizon=10_000_000, orphan_after=5_000_000, closed_max=10_000,
-    bucket_inactivity=900, agent_inactivity=1500,
+    anonymous_inactivity=900, agent_inactivity=1500,
 )  # fmt: skip
 POLICY: dict[str, Any] = {
     "policy_version": 1, "group_size": 1, "min_members": 1, "required_rewards": ("env",),

@@ -211,7 +211,7 @@ def test_the_reward_that_counts(settings: Settings, lake: SmallLake) -> None:
     assert connect(settings).execute("select count(*) from rewards_raw").fetchall() == [(5,)]
 
 
-@pytest.mark.parametrize("key", ["bucket-" + "0" * 32, "agent-codex-" + "0" * 32])
+@pytest.mark.parametrize("key", ["anonymous-" + "0" * 32, "agent-codex-" + "0" * 32])
 def test_what_names_a_step_where_the_gateway_made_the_key_has_the_trajectory_of_the_step(
     settings: Settings, lake: SmallLake, key: str
 ) -> None:

@@ -25,8 +25,8 @@ from schemas.records import (
 )
 from schemas.settings import Settings
 
-BUCKET = "bucket-" + "0" * 32
-INSIDE = f"{BUCKET}~01J00000000000000000000000"
+ANONYMOUS = "anonymous-" + "0" * 32
+INSIDE = f"{ANONYMOUS}~01J00000000000000000000000"
 AT = Place(topic_id="T", partition=0, first_offset=0, last_offset=0)
 
 
@@ -35,7 +35,7 @@ def sql(tmp_path: Path) -> Any:
     """Trajectories a (good), b (bad, admitted) and one of an anonymous session; two steps each."""
     settings = Settings(data_dir=tmp_path)
     lake = SmallLake(settings)
-    ids = {"a": "a", "b": "b", INSIDE: BUCKET}
+    ids = {"a": "a", "b": "b", INSIDE: ANONYMOUS}
     candidates, steps, trajectories = [], [], []
     for tid, key in ids.items():
         two = [f"{key}~{tid[-1]}{i}.0" for i in (0, 1)]
@@ -92,7 +92,7 @@ def test_trajectories_and_steps_that_a_condition_finds(sql: Any) -> None:
     ]
     assert targets(sql, "steps", "quality < 0.3") == [Target("r", "b", "b~b0.0", True)]
     assert targets(sql, "steps", f"trajectory_id = '{INSIDE}' and step_index = 1") == [
-        Target("r", INSIDE, f"{BUCKET}~01.0", False)
+        Target("r", INSIDE, f"{ANONYMOUS}~01.0", False)
     ]
     assert (
         targets(sql, "steps", "true", "other") == []
@@ -119,11 +119,11 @@ def test_the_mark_names_what_it_is_of() -> None:
         ("bad",),
         "why",
     )
-    inside = mark.of(Target("r", INSIDE, f"{BUCKET}~01.0", False))
+    inside = mark.of(Target("r", INSIDE, f"{ANONYMOUS}~01.0", False))
     assert (inside.trajectory_key, inside.trajectory_id, inside.step_id) == (
-        BUCKET,
+        ANONYMOUS,
         INSIDE,
-        f"{BUCKET}~01.0",
+        f"{ANONYMOUS}~01.0",
     )
     assert plain.event_id != mark.of(Target("r", "a", None, False)).event_id, (
         "said again it counts again"

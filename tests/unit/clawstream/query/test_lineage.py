@@ -173,13 +173,13 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Settings:
         step2={"oldest_version": f"{RUN}/1.0", "newest_version": f"{RUN}/2.1"},
         step3={"segment": None},
     )  # fmt: skip
-    bucket = "bucket-" + "0" * 32
-    lake.closed(f"{bucket}~9", step(bucket, 9), step(bucket, 10), group="g6")
+    session = "anonymous-" + "0" * 32
+    lake.closed(f"{session}~9", step(session, 9), step(session, 10), group="g6")
     lake.closed("g6-1", step("g6-1", 1))
     g6 = [
         lake.member("g6-0", untrainable=("g6-0~1.0",), revision=2),
         lake.member("g6-1", 0.0),
-        lake.member(f"{bucket}~9", None),
+        lake.member(f"{session}~9", None),
     ]
     lake.batch(6, g6)
     late = records.Late(
@@ -279,7 +279,7 @@ def test_what_was_not_trained_says_why(lineage: Lineage) -> None:
     members = {
         m["trajectory_id"]: m for b in said["batches"] for g in b["groups"] for m in g["members"]
     }
-    bucket = next(k for k in members if k.startswith("bucket"))
+    session = next(k for k in members if k.startswith("anonymous"))
     assert [
         (s["trained"], s["untrained_reason"], s["sampled_by"], s["tags"])
         for s in members["g6-0"]["steps"]
@@ -290,7 +290,7 @@ def test_what_was_not_trained_says_why(lineage: Lineage) -> None:
         (False, "no sampled tokens", ["r/1.0", "r/2.1"], []),
     ]
     assert members["g6-0"]["revision"] == 2 and members["g6-0"]["rewards"][0]["value"] == 1.0
-    assert {s["untrained_reason"] for s in members[bucket]["steps"]} == {"no training reward"}
+    assert {s["untrained_reason"] for s in members[session]["steps"]} == {"no training reward"}
     assert (
         members["g7-0"]["steps"][0]["untrained_reason"]
         == "fewer than two training rewards in its group"
@@ -330,7 +330,7 @@ def test_what_became_of_a_step(lineage: Lineage) -> None:
     assert verdict("g6-0~1.0").startswith(
         "not trained: left out by curation, or by policy 7; its trajectory is in batch 6"
     )
-    assert verdict("bucket-" + "0" * 32 + "~10.0").startswith("not trained: no training reward")
+    assert verdict("anonymous-" + "0" * 32 + "~10.0").startswith("not trained: no training reward")
     assert verdict("g8-0~1.0") == "refused: zero_variance (all 1.0)"
     assert verdict("g8-0~99.0") == "late, so not trained: closed as completed at 2000"
     assert verdict("w-0~1.0") == "closed; neither admitted nor refused yet"

@@ -332,9 +332,11 @@ def test_register_and_complete_by_path(run_scenario: RunScenario) -> None:
     run_scenario(scenario, Script([HI]))
 
 
-def test_in_a_bucket_a_step_says_which_trajectory_a_reward_is_of(run_scenario: RunScenario) -> None:
-    bucket = "bucket-" + "0" * 32
-    step = f"{bucket}~01ARZ3NDEKTSV4RRFFQ69G5FAV.0"
+def test_in_an_anonymous_session_a_step_says_which_trajectory_a_reward_is_of(
+    run_scenario: RunScenario,
+) -> None:
+    session = "anonymous-" + "0" * 32
+    step = f"{session}~01ARZ3NDEKTSV4RRFFQ69G5FAV.0"
 
     async def scenario(w: GatewayFixture) -> None:
         base = {
@@ -346,17 +348,17 @@ def test_in_a_bucket_a_step_says_which_trajectory_a_reward_is_of(run_scenario: R
         }
         for path, said in (
             ("/rewards", base),
-            ("/rewards", base | {"trajectory_id": bucket}),
-            (f"/complete_trajectory/{bucket}", {"step_id": step, "reward": 0.5}),
+            ("/rewards", base | {"trajectory_id": session}),
+            (f"/complete_trajectory/{session}", {"step_id": step, "reward": 0.5}),
         ):
             async with w.http.post(w.url + path, json=said) as r:
                 assert r.status in (200, 201), await r.text()
         of_step, of_all, of_all_at_end, ended = w.records()
         assert [(r.trajectory_id, r.step_id) for r in (of_step, of_all, of_all_at_end)] == [
-            (None, step), (bucket, step), (bucket, step),
+            (None, step), (session, step), (session, step),
         ]  # fmt: skip
         assert of_step.event_id != of_all.event_id
-        assert (ended.kind, ended.trajectory_key, ended.step_id) == ("completed", bucket, step)
+        assert (ended.kind, ended.trajectory_key, ended.step_id) == ("completed", session, step)
 
     run_scenario(scenario, Script([HI]))
 

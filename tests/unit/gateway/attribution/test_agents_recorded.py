@@ -18,7 +18,7 @@ from support.toy_model import Heard, Reply, ToyModel
 from gateway.attribution.agents import session_of
 from gateway.attribution.tags import tags_of
 from schemas.codec.single_object import Codec
-from schemas.ids import is_bucket
+from schemas.ids import is_anonymous_session
 
 RECORDED = Path(__file__).parents[3] / "agents" / "recorded"
 AGENTS: dict[str, tuple[str, int, dict[str, int]]] = {
@@ -108,7 +108,7 @@ def test_its_requests_are_served_and_kept(name: str, tmp_path: Path, codec: Code
         steps = trial.steps()
         assert len(steps) == sum("body" in c for c in calls)
         assert len({s.trajectory_key for s in steps}) == sessions
-        assert not any(is_bucket(s.trajectory_key) for s in steps)
+        assert not any(is_anonymous_session(s.trajectory_key) for s in steps)
         assert all(s.status == "ok" and s.response_token_ids for s in steps)
         assert sum(len(s.tags) for s in steps) == sum(expected.values())
         assert [orjson.loads(s.request_json) for s in steps] == [

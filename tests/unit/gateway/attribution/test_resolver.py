@@ -13,7 +13,7 @@ from gateway.auth.api_keys import Scope, create_key, revoke_key
 from gateway.auth.authenticator import Authenticator
 from gateway.errors import BadRequest, Forbidden, WrongKey
 from gateway.metrics import Metrics
-from schemas.ids import is_bucket
+from schemas.ids import is_anonymous_session
 from schemas.settings import Settings
 
 
@@ -122,7 +122,7 @@ def test_a_known_agents_session_is_a_trajectory_of_its_caller(
 ) -> None:
     one, other = make(gateway_id="a"), make(gateway_id="b")
     found = one.resolve(headers | bearer("x"), payload=CHAT)
-    assert not is_bucket(found.trajectory_key) and found.group_id is None
+    assert not is_anonymous_session(found.trajectory_key) and found.group_id is None
     assert found == other.resolve(headers | bearer("x"), payload={"messages": []})
     assert found != one.resolve(headers | bearer("y"), payload=CHAT)
     assert one.resolve(headers, "t", "g", CHAT).trajectory_key == "t"
@@ -150,12 +150,12 @@ def test_sub_agents_share_the_trajectory_of_their_session(make: Make) -> None:
     assert parent != key(x_session_id="c", x_session_affinity="c")
 
 
-def test_what_is_no_session_falls_into_a_bucket(make: Make) -> None:
+def test_what_is_no_session_falls_into_an_anonymous_session(make: Make) -> None:
     one, other = make(gateway_id="a"), make(gateway_id="b")
-    bucket = one.resolve(bearer("x"), payload=CHAT).trajectory_key
-    assert is_bucket(bucket)
+    session = one.resolve(bearer("x"), payload=CHAT).trajectory_key
+    assert is_anonymous_session(session)
     trace = {"traceparent": f"00-{'ab' * 16}-{'cd' * 8}-01", "x-session-id": "s"}
-    assert other.resolve(bearer("x") | trace, payload=CHAT).trajectory_key == bucket
+    assert other.resolve(bearer("x") | trace, payload=CHAT).trajectory_key == session
     grown = {
         "messages": [
             *CHAT["messages"],
@@ -163,10 +163,10 @@ def test_what_is_no_session_falls_into_a_bucket(make: Make) -> None:
             {"role": "user", "content": "b"},
         ]
     }
-    assert one.resolve(bearer("x"), payload=grown).trajectory_key == bucket
-    assert one.resolve(bearer("y"), payload=CHAT).trajectory_key != bucket
-    assert one.resolve({}, payload=CHAT).trajectory_key != bucket
-    assert one.resolve(bearer("x"), payload={"prompt": "ho"}).trajectory_key != bucket
+    assert one.resolve(bearer("x"), payload=grown).trajectory_key == session
+    assert one.resolve(bearer("y"), payload=CHAT).trajectory_key != session
+    assert one.resolve({}, payload=CHAT).trajectory_key != session
+    assert one.resolve(bearer("x"), payload={"prompt": "ho"}).trajectory_key != session
 
 
 # ---------------------------------------------------------------- authentication and scopes

@@ -29,7 +29,7 @@ CODEC = Codec()
 ASK: dict[str, Any] = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
 REWARD = {"trajectory_id": "t", "source": "env", "name": "x", "function_version": "1", "value": 1.0}
 STEP = "t~01ARZ3NDEKTSV4RRFFQ69G5FAV.0"
-BUCKET = "bucket-" + "0" * 32
+ANONYMOUS = "anonymous-" + "0" * 32
 AGENT = "agent-codex-" + "0" * 32
 RunScenario = Callable[..., None]
 
@@ -373,23 +373,28 @@ WRONG: list[tuple[str, dict[str, Any], int, str]] = [
     ("/curations", {"trajectory_id": "t", "trainable": 1, "by": "me"}, 422, "trainable"),
     ("/curations", {"trajectory_id": "t", "tags": ["x"] * 33, "by": "me"}, 422, "tags"),
     ("/curations", {"trainable": True, "by": "me"}, 422, "trajectory_id"),
-    ("/curations", {"trajectory_id": BUCKET, "trainable": True, "by": "me"}, 422, "trajectory_id"),
+    (
+        "/curations",
+        {"trajectory_id": ANONYMOUS, "trainable": True, "by": "me"},
+        422,
+        "trajectory_id",
+    ),
     ("/rewards", REWARD | {"value": 11}, 422, "value"),
     ("/rewards", REWARD | {"value": -11}, 422, "value"),
-    ("/rewards", REWARD | {"trajectory_id": BUCKET}, 422, "trajectory_id"),
-    ("/rewards", REWARD | {"trajectory_id": f"{BUCKET}~x"}, 422, "trajectory_id"),
+    ("/rewards", REWARD | {"trajectory_id": ANONYMOUS}, 422, "trajectory_id"),
+    ("/rewards", REWARD | {"trajectory_id": f"{ANONYMOUS}~x"}, 422, "trajectory_id"),
     ("/rewards", REWARD | {"trajectory_id": "t~01ARZ3NDEKTSV4RRFFQ69G5FAV"}, 422, "trajectory_id"),
     ("/rewards", REWARD | {"trajectory_id": AGENT}, 422, "trajectory_id"),
     ("/curations", {"trajectory_id": AGENT, "trainable": True, "by": "me"}, 422, "trajectory_id"),
     (f"/complete_trajectory/{AGENT}", {}, 422, "step_id"),
     ("/sessions", {"trajectory_key": AGENT}, 422, "trajectory_key"),
     ("/complete_trajectory/t", {"reward": 11}, 422, "reward"),
-    (f"/complete_trajectory/{BUCKET}", {}, 422, "step_id"),
-    (f"/{BUCKET}/g/v1/complete_trajectory", {"reward": 1}, 422, "step_id"),
+    (f"/complete_trajectory/{ANONYMOUS}", {}, 422, "step_id"),
+    (f"/{ANONYMOUS}/g/v1/complete_trajectory", {"reward": 1}, 422, "step_id"),
     ("/complete_trajectory/u", {"step_id": STEP}, 422, "step_id"),
     ("/sessions/complete", {"step_id": "x"}, 422, "step_id"),
-    ("/sessions", {"trajectory_key": BUCKET}, 422, "trajectory_key"),
-    (f"/{BUCKET}/g/register_trajectory", {}, 422, "trajectory_key"),
+    ("/sessions", {"trajectory_key": ANONYMOUS}, 422, "trajectory_key"),
+    (f"/{ANONYMOUS}/g/register_trajectory", {}, 422, "trajectory_key"),
 ]
 
 
@@ -414,7 +419,7 @@ def test_a_step_says_which_trajectory_of_a_key_of_the_gateway_is_meant(
         async with w.http.post(w.url + "/v1/chat/completions", json=ASK, headers=headers) as r:
             assert r.status == 200
             key, step = r.headers["x-clawstream-trajectory"], r.headers["x-clawstream-step"]
-        assert key.startswith("agent-claude-code-" if headers else "bucket-")
+        assert key.startswith("agent-claude-code-" if headers else "anonymous-")
         of_trajectory = REWARD | {"trajectory_id": step.partition(".")[0], "step_id": step}
         for path, body, status in (
             ("/rewards", REWARD | {"trajectory_id": key, "step_id": step}, 201),

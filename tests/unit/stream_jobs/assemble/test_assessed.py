@@ -75,7 +75,7 @@ def test_an_assessment_that_comes_first_waits() -> None:
     assert qualities(w) == (0.5, [0.25]) and w.last("k").revision == 0
 
 
-def test_in_a_bucket_it_names_the_trajectory() -> None:
+def test_in_an_anonymous_session_it_names_the_trajectory() -> None:
     w = InMemoryPartition().feed(
         (STEPS, 0, step(ANONYMOUS_KEY, 0)),
         (STEPS, 1, session(ANONYMOUS_KEY, "completed", step_id=f"{ANONYMOUS_KEY}~C0.0")),

@@ -149,7 +149,7 @@ def test_a_brokers_clock_that_jumps_ahead_closes_nothing() -> None:
 
 
 def test_silences_are_forgotten_once_nothing_can_wait_since_before_them() -> None:
-    limits = replace(SILENT, closed_horizon=2000, bucket_inactivity=2000, agent_inactivity=2000)
+    limits = replace(SILENT, closed_horizon=2000, anonymous_inactivity=2000, agent_inactivity=2000)
     w = InMemoryPartition(limits=limits)
     times = [t for n in range(50) for t in (n * 10_000, n * 10_000 + 50)]
     w.feed(*((STEPS, t, Tick(partition=0)) for t in times))

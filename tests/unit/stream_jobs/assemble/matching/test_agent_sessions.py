@@ -16,13 +16,13 @@ from support.assemble import (
     step,
 )
 
-from schemas.ids import agent_key, is_bucket, is_unnamed
+from schemas.ids import agent_key, is_anonymous_session, is_gateway_assigned
 from schemas.records import Step, Tick
 from schemas.settings import Settings
 from stream_jobs.assemble.model import REWARDS, STEPS
 
 SESSION = agent_key("claude-code", b"api key", "0b9f")
-PATIENT = replace(LIMITS, bucket_inactivity=100, agent_inactivity=300)
+PATIENT = replace(LIMITS, anonymous_inactivity=100, agent_inactivity=300)
 
 
 def fed(*steps: tuple[int, Step]) -> InMemoryPartition:
@@ -31,8 +31,14 @@ def fed(*steps: tuple[int, Step]) -> InMemoryPartition:
 
 def test_a_session_is_known_by_its_key() -> None:
     assert SESSION.startswith("agent-claude-code-")
-    assert is_unnamed(SESSION) and is_unnamed(ANONYMOUS_KEY) and not is_bucket(SESSION)
-    assert not is_unnamed("claude-code-" + "0" * 32) and not is_unnamed(f"{SESSION}~C1")
+    assert (
+        is_gateway_assigned(SESSION)
+        and is_gateway_assigned(ANONYMOUS_KEY)
+        and not is_anonymous_session(SESSION)
+    )
+    assert not is_gateway_assigned("claude-code-" + "0" * 32) and not is_gateway_assigned(
+        f"{SESSION}~C1"
+    )
     assert (
         len(
             {
@@ -63,7 +69,7 @@ def test_an_agent_may_pause_longer_than_who_names_nothing() -> None:
     w = fed((0, step(SESSION, 1)), (0, step(ANONYMOUS_KEY, 1)))
     w.feed((STEPS, 101, Tick(partition=0)))
     assert list(w.trajectories) == [f"{ANONYMOUS_KEY}~C1"]
-    assert Settings().jobs.agent_inactivity_s > Settings().jobs.bucket_inactivity_s
+    assert Settings().jobs.agent_inactivity_s > Settings().jobs.anonymous_inactivity_s
 
 
 def test_nothing_but_time_splits_a_session() -> None:

@@ -38,7 +38,7 @@ TASK = [
     {"role": "system", "content": "You are an agent."},
     {"role": "user", "content": "Fix the bug."},
 ]
-QUIET = replace(LIMITS, bucket_inactivity=300)
+QUIET = replace(LIMITS, anonymous_inactivity=300)
 
 
 def said(text: str) -> dict[str, Any]:
@@ -214,7 +214,7 @@ def test_a_step_of_an_unreadable_history_is_looked_up_and_not_searched() -> None
     The test has many rollouts of one prompt whose agent rewrites the history.
     """
     w = fed(*[chat_step(i, TASK, said(f"try {i:04}")) for i in range(200)])
-    (bucket,) = w.state.session_indexes.values()
+    (index,) = w.state.session_indexes.values()
     looked: list[str] = []
 
     def steps_of(trajectory: str) -> OpenSteps:
@@ -222,11 +222,11 @@ def test_a_step_of_an_unreadable_history_is_looked_up_and_not_searched() -> None
         return w.state.opened["r", trajectory].steps
 
     unknown = chat_step(900, [*TASK, said("anew"), user("u")], said("x"))
-    assert place_step(bucket, steps_of, "C900.0", unknown).trajectory is None
+    assert place_step(index, steps_of, "C900.0", unknown).trajectory is None
     anew = [*TASK, said("try 0150"), user("u")]
     found = chat_step(901, anew, said("x"), request_json=b'{"prompt": "..."}')
-    assert place_step(bucket, steps_of, "C901.0", found).trajectory == f"{ANONYMOUS_KEY}~C150"
-    assert looked == [] and len(bucket.prefixes.lengths) == 1
+    assert place_step(index, steps_of, "C901.0", found).trajectory == f"{ANONYMOUS_KEY}~C150"
+    assert looked == [] and len(index.prefixes.lengths) == 1
 
 
 def test_without_a_readable_request_tokens_tell() -> None:
@@ -318,7 +318,7 @@ def test_rewards_marks_and_completions_find_the_trajectory_of_the_step_they_name
     assert not w.dead_letters
 
 
-def test_what_names_no_step_of_a_bucket_is_buried() -> None:
+def test_what_names_no_step_of_an_anonymous_session_is_buried() -> None:
     w = InMemoryPartition(QUIET).feed(
         (STEPS, 0, chat_step(0, TASK, said("a"))),
         (STEPS, 0, session(ANONYMOUS_KEY, "completed")),
@@ -339,7 +339,7 @@ def test_what_names_no_step_of_a_bucket_is_buried() -> None:
 def test_a_completion_that_came_before_its_step_closes_its_trajectory_when_the_wait_is_over() -> (
     None
 ):
-    w = InMemoryPartition(replace(QUIET, bucket_inactivity=900)).feed(
+    w = InMemoryPartition(replace(QUIET, anonymous_inactivity=900)).feed(
         (STEPS, 0, session(ANONYMOUS_KEY, "failed", step_id=f"{ANONYMOUS_KEY}~C0.0")),
         (STEPS, 100, chat_step(0, TASK, said("a"))),
         (STEPS, 501, Tick(partition=0)),
@@ -349,7 +349,7 @@ def test_a_completion_that_came_before_its_step_closes_its_trajectory_when_the_w
     ]
 
 
-def test_runs_do_not_meet_in_a_bucket() -> None:
+def test_runs_do_not_meet_in_an_anonymous_session() -> None:
     other = replace(chat_step(1, [*TASK, said("a"), user("u")], said("b")), run_id="q")
     assert split(fed(chat_step(0, TASK, said("a")), other)) == [["C0"], ["C1"]]
 
@@ -359,14 +359,14 @@ def test_what_is_forgotten_leaves_nothing_behind() -> None:
     w.fold.limits = replace(QUIET, closed_horizon=2000)
     w.feed((REWARDS, 0, Tick(partition=0)), (STEPS, 400, Tick(partition=0)))
     assert w.trajectories and w.state.session_indexes and w.state.closed
-    (bucket,) = w.state.session_indexes.values()
+    (index,) = w.state.session_indexes.values()
     assert not (
-        bucket.reply_index
-        or bucket.evidence
-        or bucket.prefixes.by_length
-        or bucket.prefixes.lengths
-        or bucket.opened
-        or bucket.failed
+        index.reply_index
+        or index.evidence
+        or index.prefixes.by_length
+        or index.prefixes.lengths
+        or index.opened
+        or index.failed
     )
     w.feed((REWARDS, 9000, Tick(partition=0)), (STEPS, 9000, Tick(partition=0)))
     assert not (w.state.session_indexes or w.state.anonymous_open or w.state.closed)
@@ -388,20 +388,20 @@ def test_the_index_is_the_same_when_rebuilt(stored: bool) -> None:
     for offset, value in enumerate(w.log, 1):
         log.read(offset, CODEC.decode(value), len(value))
     assert log.state.anonymous_open.keys() == w.state.anonymous_open.keys()
-    for bucket, again in zip(before.values(), log.state.session_indexes.values(), strict=True):
+    for index, again in zip(before.values(), log.state.session_indexes.values(), strict=True):
         assert (again.calls, again.failed, again.opened.keys()) == (
-            bucket.calls,
-            bucket.failed,
-            bucket.opened.keys(),
+            index.calls,
+            index.failed,
+            index.opened.keys(),
         )
         assert {k: sorted(v) for k, v in again.evidence.items()} == {
-            k: sorted(v) for k, v in bucket.evidence.items()
+            k: sorted(v) for k, v in index.evidence.items()
         }
-        assert again.reply_index == bucket.reply_index
-        assert (again.by_messages, again.by_call_id) == (bucket.by_messages, bucket.by_call_id)
+        assert again.reply_index == index.reply_index
+        assert (again.by_messages, again.by_call_id) == (index.by_messages, index.by_call_id)
         assert (again.prefixes.by_length, again.prefixes.lengths) == (
-            bucket.prefixes.by_length,
-            bucket.prefixes.lengths,
+            index.prefixes.by_length,
+            index.prefixes.lengths,
         )
 
 
@@ -413,19 +413,19 @@ def test_a_prompt_that_is_asked_for_ever_leaves_nothing_behind() -> None:
     """
     chosen = []
     for stored in (False, True):
-        w = InMemoryPartition(replace(QUIET, bucket_inactivity=30, trajectory_timeout=10_000))
+        w = InMemoryPartition(replace(QUIET, anonymous_inactivity=30, trajectory_timeout=10_000))
         w.feed(*((STEPS, i, chat_step(i, TASK, said("same"))) for i in range(400)))
         w.feed((STEPS, 400, chat_step(400, [*TASK, said("same"), user("u")], said("b"))))
         if stored:
             w.snapshot()
             w.crash()
-        (bucket,) = w.state.session_indexes.values()
+        (index,) = w.state.session_indexes.values()
         heaps = [
             h
-            for linked in bucket.reply_index.values()
+            for linked in index.reply_index.values()
             for h in (linked.matches, *_places(linked.prefixes))
         ]
-        heaps += _places(bucket.prefixes)
+        heaps += _places(index.prefixes)
         assert len(heaps) == 6 and max(len(h.offsets) for h in heaps) == 30
         assert all(len(h.unclaimed) <= 2 * len(h.offsets) + STALE_MAX for h in heaps)
         w.feed(
@@ -447,7 +447,9 @@ def test_among_equal_replies_each_is_gone_on_from_once_at_no_cost() -> None:
     """Compare the function calls per step of the second turns of 100 and 800 equal rollouts."""
     calls = {}
     for count in (100, 800):
-        w = InMemoryPartition(replace(QUIET, bucket_inactivity=10_000, trajectory_timeout=10_000))
+        w = InMemoryPartition(
+            replace(QUIET, anonymous_inactivity=10_000, trajectory_timeout=10_000)
+        )
         w.feed(*((STEPS, i, chat_step(i, TASK, said("same"))) for i in range(count)))
         seconds = [
             chat_step(count + i, [*TASK, said("same"), user(f"u{i}")], said(f"b{i}"))

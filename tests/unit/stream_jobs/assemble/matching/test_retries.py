@@ -159,7 +159,7 @@ def test_choices_are_retried_one_by_one_and_never_by_each_other() -> None:
     }
 
 
-def test_a_retried_first_call_begins_no_trajectory_of_its_bucket() -> None:
+def test_a_retried_first_call_begins_no_trajectory_of_its_anonymous_session() -> None:
     a, b = {"content": "a"}, {"content": "b"}
     w = closed(chat_step(0, TASK, a, status="aborted"), chat_step(1, TASK, b))
     assert marked(w) == {"C0.0": "retried as C1.0: aborted, then asked again"}

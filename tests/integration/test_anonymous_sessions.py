@@ -18,7 +18,7 @@ from support.jobs import Eventually, Jobs, running
 from runtime.kafka import Cluster
 from runtime.topics.records import Decoder, create_topics
 from schemas.codec.single_object import Codec
-from schemas.ids import bucket_key
+from schemas.ids import anonymous_session_key
 from schemas.records import Candidate, DeadLetter, SessionEvent, Step, StepMark, Trajectory
 from schemas.settings import Settings
 from schemas.topics import partition_of
@@ -29,7 +29,7 @@ TASK = [
     {"role": "system", "content": "You are an agent."},
     {"role": "user", "content": "Fix the bug."},
 ]
-BUCKET = bucket_key(b"api key", b"Fix the bug.")
+ANONYMOUS = anonymous_session_key(b"api key", b"Fix the bug.")
 
 
 def said(text: str) -> dict[str, Any]:
@@ -39,19 +39,19 @@ def said(text: str) -> dict[str, Any]:
 def rollout(number: int, turns: int = 3) -> list[Any]:
     """Return the calls of an agent that names no trajectory; the first is aborted and retried."""
     history: list[dict[str, Any]] = list(TASK)
-    steps: list[Any] = [chat_step(100 * number + 99, TASK, said("Hm"), BUCKET, status="aborted")]
+    steps: list[Any] = [chat_step(100 * number + 99, TASK, said("Hm"), ANONYMOUS, status="aborted")]
     for turn in range(turns):
         reply = said(f"rollout {number}, turn {turn}")
-        steps.append(chat_step(100 * number + turn, history, reply, BUCKET))
+        steps.append(chat_step(100 * number + turn, history, reply, ANONYMOUS))
         history += [reply, {"role": "user", "content": "go on"}]
     return steps
 
 
-def test_rollouts_in_a_bucket_come_out_apart_whatever_dies(
+def test_rollouts_in_an_anonymous_session_come_out_apart_whatever_dies(
     settings: Settings, cluster: Cluster, tmp_path: Path, eventually: Eventually
 ) -> None:
     with running(
-        settings, cluster, tmp_path, bucket_inactivity_s=600.0, snapshot_min_bytes=2000
+        settings, cluster, tmp_path, anonymous_inactivity_s=600.0, snapshot_min_bytes=2000
     ) as jobs:
         rows = [rollout(i) for i in range(1, 7)]
         for at in range(4):
@@ -63,10 +63,12 @@ def test_rollouts_in_a_bucket_come_out_apart_whatever_dies(
             jobs.put(rows[0][1])  # a duplicate
             if at == 3:
                 jobs.put(
-                    replace(reward(BUCKET, 0.25), trajectory_id=BUCKET, step_id=rows[0][3].step_id)
+                    replace(
+                        reward(ANONYMOUS, 0.25), trajectory_id=ANONYMOUS, step_id=rows[0][3].step_id
+                    )
                 )
-                jobs.put(replace(reward(BUCKET, 0.5), step_id=rows[1][2].step_id))
-                jobs.put(session(BUCKET, "failed", step_id=rows[2][1].step_id))
+                jobs.put(replace(reward(ANONYMOUS, 0.5), step_id=rows[1][2].step_id))
+                jobs.put(session(ANONYMOUS, "failed", step_id=rows[2][1].step_id))
             jobs.producer.flush()
             eventually(lambda n=before: written(jobs) > n + 4, 180)
             jobs.workers[-1].kill()
@@ -77,8 +79,8 @@ def test_rollouts_in_a_bucket_come_out_apart_whatever_dies(
         eventually(lambda: all_read(jobs), 180)
         worker.kill()
         worker.wait()
-        jobs.start(bucket_inactivity_s=3.0)
-        ids = {f"{BUCKET}~{row[0].call_id.rpartition('~')[2]}": row for row in rows}
+        jobs.start(anonymous_inactivity_s=3.0)
+        ids = {f"{ANONYMOUS}~{row[0].call_id.rpartition('~')[2]}": row for row in rows}
         eventually(lambda: jobs.candidates().keys() == ids.keys(), 180)
         eventually(lambda: sum(len(c.rewards) for c in jobs.candidates().values()) == 2, 180)
 
@@ -88,9 +90,9 @@ def test_rollouts_in_a_bucket_come_out_apart_whatever_dies(
             assert [s.step_id for s in t.steps] == [s.step_id for s in row]
             assert [s.marks for s in t.steps] == [("retried",), (), (), ()]
             assert [s.parent for s in t.steps] == [None, None, 1, 2]
-            assert (t.trajectory_key, t.group_id) == (BUCKET, trajectory_id)
+            assert (t.trajectory_key, t.group_id) == (ANONYMOUS, trajectory_id)
             assert (c.trajectory_key, [s.trainable for s in c.steps]) == (
-                BUCKET,
+                ANONYMOUS,
                 [False, True, True, True],
             )
         outcomes = [jobs.candidates()[t].outcome for t in ids]
@@ -106,7 +108,7 @@ def test_rollouts_in_a_bucket_come_out_apart_whatever_dies(
         assert [(r.value, r.step_id) for r in rewards[0]] == [(0.25, None)]
         assert [(r.value, r.step_id) for r in rewards[1]] == [(0.5, rows[1][2].step_id)]
         for record, _ in jobs.records(jobs.topics.trajectories, Trajectory, StepMark):
-            assert record.key == BUCKET.encode()
+            assert record.key == ANONYMOUS.encode()
         assert not jobs.records(jobs.topics.dead_letters, DeadLetter)
 
 
