@@ -1,0 +1,112 @@
+"""The records as frozen dataclasses: one per Avro record of `schemas/avro/`, same field order.
+
+The `doc` in the schema defines meaning, unit and length of each field. Absent values are None.
+Token ids and log-probabilities are packed little-endian bytes (`schemas.tokens`). A test compares
+these classes with the schemas.
+"""
+
+from __future__ import annotations
+
+from schemas.records.assembly import AssemblyDelta, AssemblyMarker, AssemblySnapshot
+from schemas.records.batches import (
+    BatchGroup,
+    BatchMember,
+    Late,
+    PolicyApplied,
+    ReadyBatch,
+    Refused,
+)
+from schemas.records.candidates import AdmissionPolicy, Candidate, CandidateStep, RunEnded
+from schemas.records.operations import DeadLetter, DeadLetterResolved, SchemaPublished
+from schemas.records.parts import (
+    Blob,
+    Channel,
+    Outcome,
+    Place,
+    RewardSource,
+    RewardValue,
+    Tag,
+    TokenSpan,
+    VersionSpan,
+)
+from schemas.records.rewards import Assessment, Curation, Finding, Reward
+from schemas.records.steps import (
+    FailedCall,
+    FailureSource,
+    Sampling,
+    SamplingSource,
+    SessionEvent,
+    SessionKind,
+    Step,
+    StepStatus,
+    Tick,
+    Usage,
+)
+from schemas.records.trajectories import (
+    Drift,
+    Segment,
+    StepMark,
+    StepMarkKind,
+    Trajectory,
+    TrajectoryStep,
+)
+from schemas.records.weights import (
+    WeightFile,
+    WeightFormat,
+    WeightVersion,
+    WorkerState,
+    WorkerStatus,
+)
+
+__all__ = [
+    "AdmissionPolicy",
+    "AssemblyDelta",
+    "AssemblyMarker",
+    "AssemblySnapshot",
+    "Assessment",
+    "BatchGroup",
+    "BatchMember",
+    "Blob",
+    "Candidate",
+    "CandidateStep",
+    "Channel",
+    "Curation",
+    "DeadLetter",
+    "DeadLetterResolved",
+    "Drift",
+    "FailedCall",
+    "FailureSource",
+    "Finding",
+    "Late",
+    "Outcome",
+    "Place",
+    "PolicyApplied",
+    "ReadyBatch",
+    "Refused",
+    "Reward",
+    "RewardSource",
+    "RewardValue",
+    "RunEnded",
+    "Sampling",
+    "SamplingSource",
+    "SchemaPublished",
+    "Segment",
+    "SessionEvent",
+    "SessionKind",
+    "Step",
+    "StepMark",
+    "StepMarkKind",
+    "StepStatus",
+    "Tag",
+    "Tick",
+    "TokenSpan",
+    "Trajectory",
+    "TrajectoryStep",
+    "Usage",
+    "VersionSpan",
+    "WeightFile",
+    "WeightFormat",
+    "WeightVersion",
+    "WorkerState",
+    "WorkerStatus",
+]

@@ -1,0 +1,81 @@
+"""Records of `claw.rewards`: rewards, curation and assessments."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from schemas.records.parts import RewardSource
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reward:
+    """A reward of a step or a trajectory. Key: trajectory key.
+
+    State: the highest reward_revision per (target, source, name); of equal ones the first on the
+    log.
+    """
+
+    event_id: str
+    run_id: str
+    trajectory_key: str
+    trajectory_id: str | None = None
+    step_id: str | None = None
+    source: RewardSource
+    name: str
+    function_version: str
+    value: float | None = None
+    reason: str | None = None
+    reward_revision: int
+    by: str | None = None
+    detail_json: bytes | None = None
+    created_at: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curation:
+    """A mark by a person or rule.
+
+    Key: trajectory key. State: the last value per target and field.
+    """
+
+    event_id: str
+    run_id: str
+    trajectory_key: str
+    trajectory_id: str | None = None
+    step_id: str | None = None
+    quality: float | None = None
+    trainable: bool | None = None
+    tags: tuple[str, ...] | None = None
+    note: str | None = None
+    by: str
+    created_at: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """A score below 1.0, or a rule that failed."""
+
+    rule: str
+    step_id: str | None = None
+    score: float | None = None
+    evidence: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assessment:
+    """The result of the quality rules for one closed trajectory. Key: trajectory key.
+
+    State: the highest assessment_revision; of equal ones the first on the log.
+    """
+
+    event_id: str
+    run_id: str
+    trajectory_key: str
+    trajectory_id: str
+    rules: tuple[str, ...]
+    quality: float | None = None
+    step_quality: tuple[float, ...]
+    findings: tuple[Finding, ...]
+    assessment_revision: int
+    by: str | None = None
+    created_at: int

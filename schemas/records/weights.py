@@ -1,0 +1,60 @@
+"""Records of `claw.weights` and `claw.workers`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from schemas.records.parts import Channel
+
+WeightFormat = Literal["full", "delta"]
+WorkerState = Literal["starting", "loading", "ready", "draining", "failed"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightFile:
+    """One file of a weight version."""
+
+    url: str
+    sha256: str
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightVersion:
+    """A published set of weights. Key: version id. A checkpoint without its version is ignored."""
+
+    version_id: str
+    run_id: str
+    sync_index: int
+    attempt: int
+    parent_version: str | None = None
+    format: WeightFormat
+    base_version: str | None = None
+    files: tuple[WeightFile, ...]
+    checkpoint_url: str | None = None
+    channel: Channel
+    batches_topic_id: str | None = None
+    first_batch_seq: int | None = None
+    last_batch_seq: int | None = None
+    metrics: Mapping[str, float]
+    created_at: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerStatus:
+    """A rollout worker says how it is. Key: worker id; a tombstone means a clean exit."""
+
+    worker_id: str
+    base_url: str
+    models: tuple[str, ...]
+    state: WorkerState
+    weight_version: str | None = None
+    run_id: str | None = None
+    heartbeat_at: int
+    heartbeat_interval_ms: int
+    started_at: int
+    loads: int
+    last_load_ms: float | None = None
+    error: str | None = None
