@@ -1,4 +1,4 @@
-"""What is wrong with a rollout worker's settings, known without starting its engine."""
+"""Checks of a rollout worker's settings that need no engine."""
 
 from __future__ import annotations
 

@@ -26,17 +26,27 @@ class Versions:
     later.
 
     Log order counts: after a resume of the trainer a sync index repeats under a higher attempt.
-    now: monotonic clock in seconds.
+
+    Attributes:
+        complete: whether the log has been read to its end; before that the newest version may be
+            old.
     """
 
     def __init__(self, run_id: str, now: Callable[[], float] = time.monotonic) -> None:
+        """now: monotonic clock in seconds."""
         self._run_id, self._now = run_id, now
-        self._newest: list[WeightVersion] = []
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything: the log is read again after an error, or is another log."""
         self._rejected: set[str] = set()
-        self._later: dict[str, float] = {}
-        self._dropped = False
-        self.complete = False
-        """Whether the log has been read to its end; before that the newest version may be old."""
+        self._deferred_until: dict[str, float] = {}
+        self.restart()
+
+    def restart(self) -> None:
+        """Prepare to read the same log from its start; rejected versions stay rejected."""
+        self._newest: list[WeightVersion] = []
+        self._dropped = self.complete = False
 
     def add(self, version: WeightVersion) -> None:
         """Add a published version. Versions of other runs are ignored."""
@@ -47,15 +57,6 @@ class Versions:
     def reached_end(self) -> None:
         """Record that the log was read to its end."""
         self.complete = True
-
-    def reset(self) -> None:
-        """Forget everything: the log is read again from its start, or is another log."""
-        self.restart()
-        self._rejected, self._later = set(), {}
-
-    def restart(self) -> None:
-        """Prepare to read the same log from its start; rejected versions stay rejected."""
-        self._newest, self._dropped, self.complete = [], False, False
 
     def reject(self, version_id: str) -> None:
         """Do not try this version again."""
@@ -69,23 +70,22 @@ class Versions:
 
     def defer(self, version_id: str) -> None:
         """Retry this version later; an older one may serve until then."""
-        self._later[version_id] = self._now() + DEFER_S
+        self._deferred_until[version_id] = self._now() + DEFER_S
+
+    def _wait_s(self, version: WeightVersion) -> float:
+        """Return the seconds until a version is due; at most 0 if it is."""
+        return self._deferred_until.get(version.version_id, 0.0) - self._now()
 
     def next_retry_s(self) -> float | None:
-        """Return seconds until a deferred version is due, or None."""
-        known = {v.version_id for v in self._newest}
-        self._later = {
-            name: at for name, at in self._later.items() if name in known and at > self._now()
-        }
-        return min(self._later.values()) - self._now() if self._later else None
+        """Return the seconds until a deferred version is due, or None."""
+        return min((s for v in self._newest if (s := self._wait_s(v)) > 0), default=None)
 
     def wanted(self, loaded: str | None) -> WeightVersion | None:
         """Return the newest usable version unless it is loaded; None before the log was read."""
         if not self.complete:
             return None
-        bad = {name for name, at in self._later.items() if at > self._now()}
-        good = next((v for v in reversed(self._newest) if v.version_id not in bad), None)
-        return None if good is None or good.version_id == loaded else good
+        newest = next((v for v in reversed(self._newest) if self._wait_s(v) <= 0), None)
+        return None if newest is None or newest.version_id == loaded else newest
 
 
 class WeightsFeed:
@@ -111,8 +111,9 @@ class WeightsFeed:
         def body() -> None:
             try:
                 self._keep_following()
-            except Exception as error:  # noqa: BLE001 - handed to the event loop, which raises it
-                self._on_loop(failed.set_exception, error)
+            except Exception as error:  # noqa: BLE001 - passed to the event loop, which raises it
+                if not self._stop.is_set():
+                    on_loop(self._loop, failed.set_exception, error)
 
         threading.Thread(target=body, name="weights", daemon=True).start()
         return failed
@@ -168,8 +169,5 @@ class WeightsFeed:
             change(self._versions)
             self._updated.set()
 
-        self._on_loop(update)
-
-    def _on_loop(self, call: Callable[..., object], *args: object) -> None:
         if not self._stop.is_set():
-            on_loop(self._loop, call, *args)
+            on_loop(self._loop, update)
