@@ -1,1 +1,1 @@
-"""Reward functions: pure, of a closed trajectory. Below the processes that call them."""
+"""Reward functions: pure functions of a closed trajectory."""

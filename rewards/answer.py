@@ -11,7 +11,11 @@ from schemas.replies import AUXILIARY_TAGS, answer_in, loaded
 
 
 def metadata(trajectory: Trajectory) -> dict[str, Any]:
-    """Return the metadata set at opening. Raises ValueError when it is absent or no JSON object."""
+    """Return the metadata set at opening.
+
+    Raises:
+        ValueError: It is absent or no JSON object.
+    """
     if trajectory.metadata_json is None:
         raise ValueError("no metadata")
     found = orjson.loads(trajectory.metadata_json)
@@ -21,15 +25,14 @@ def metadata(trajectory: Trajectory) -> dict[str, Any]:
 
 
 def gold(trajectory: Trajectory) -> str:
-    """Return the expected answer: metadata `gold`, else `reward_model.ground_truth`, as verl names
-    it.
+    """Return the expected answer: metadata `gold`, else verl's `reward_model.ground_truth`.
 
     Raises:
         ValueError: The metadata has neither.
     """
-    said = metadata(trajectory)
-    found = said.get("gold")
-    if found is None and isinstance(model := said.get("reward_model"), dict):
+    fields = metadata(trajectory)
+    found = fields.get("gold")
+    if found is None and isinstance(model := fields.get("reward_model"), dict):
         found = model.get("ground_truth")
     if found is None:
         raise ValueError("metadata has no gold")
@@ -39,8 +42,8 @@ def gold(trajectory: Trajectory) -> str:
 def last_answer(trajectory: Trajectory) -> str:
     """Return the text of the agent's last reply.
 
-    Auxiliary calls (of a sub-agent, for a title, a summary or a compaction) and calls that a retry
-    replaced are passed over.
+    Ignores auxiliary calls (of a sub-agent, for a title, a summary or a compaction) and calls that
+    a retry replaced.
 
     Raises:
         ValueError: there is no such step, or its reply has no text.
@@ -57,5 +60,5 @@ def last_answer(trajectory: Trajectory) -> str:
 
 
 def _is_own(step: TrajectoryStep) -> bool:
-    """Whether the step is of the agent's main conversation, as it went on."""
+    """Return whether the step belongs to the agent's main conversation."""
     return not step.marks and not any(tag.name in AUXILIARY_TAGS for tag in step.tags)

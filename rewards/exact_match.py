@@ -1,4 +1,4 @@
-"""1.0 if the last answer is, up to white space and case, the `gold` of the metadata."""
+"""Reward 1.0 if the last answer equals the metadata's `gold`, ignoring white space and case."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ from schemas.records import Trajectory
 
 
 def exact_match(trajectory: Trajectory) -> float:
-    """Raises ValueError without a `gold` or an answer."""
+    """Return 1.0 or 0.0.
+
+    Raises:
+        ValueError: There is no `gold` or no answer.
+    """
     return float(_folded(last_answer(trajectory)) == _folded(gold(trajectory)))
 
 

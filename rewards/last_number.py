@@ -1,4 +1,4 @@
-"""1.0 if the last number in the last answer equals the `gold` of the metadata."""
+"""Reward 1.0 if the last number in the last answer equals the metadata's `gold`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 
 def last_number(trajectory: Trajectory) -> float:
-    """Raises ValueError without a numeric `gold` or an answer; an answer without a number is wrong,
-    not missing.
+    """Return 1.0 or 0.0; an answer without a number is wrong, not missing.
+
+    Raises:
+        ValueError: There is no numeric `gold` or no answer.
     """
     numbers = _NUMBER.findall(last_answer(trajectory))
     return float(bool(numbers) and float(numbers[-1].replace(",", "")) == float(gold(trajectory)))

@@ -1,7 +1,4 @@
-"""What can end a trainer.
-
-The class decides the exit code (`runtime.exit_codes`), the message says what to do.
-"""
+"""Errors that end a trainer. The class decides the exit code (`runtime.exit_codes`)."""
 
 from __future__ import annotations
 
@@ -16,62 +13,51 @@ class TrainerError(ForeseenError):
 class BatchGap(TrainerError, SourceTruncated):
     """The next batch is not the one after the last trained one.
 
-    Batches are never skipped: an operator must look.
+    Batches are never skipped: an operator must act.
     """
 
     def __init__(self, topic: str, offset: int, found: int, expected: int) -> None:
         super().__init__(
             f"{topic} has batch_seq {found} at offset {offset}, expected {expected}: a batch is "
-            "missing or was written "
-            "twice, and none is skipped; run clawstream doctor"
+            "missing or was written twice, and none is skipped; run clawstream doctor"
         )
 
 
 class PayloadUnreadable(TrainerError, SourceTruncated):
-    """The trajectories topic no longer has what a batch refers to, or it is not what the batch
-    says.
+    """The payload of a batch is no longer on the trajectories topic, or contradicts the batch.
 
-    An operator must look.
+    An operator must act.
     """
 
 
 class CheckpointLost(TrainerError, SourceTruncated):
-    """The run has published versions, but no checkpoint of them is whole: training on would begin a
-    second chain.
+    """The run has published versions, but no complete checkpoint: training would start a second
+    chain of versions.
     """
 
 
 class TopicReplaced(TrainerError):
     """The ready-batches topic was deleted while it was read.
 
-    The restart holds the new one against its checkpoint.
+    The restart compares the new topic with its checkpoint.
     """
 
 
 class InvalidCheckpoint(TrainerError):
-    """A checkpoint directory is incomplete, or a file of it is not the one that was written.
-
-    An older one is taken.
-    """
+    """A checkpoint directory is incomplete or altered. The trainer uses an older one."""
 
 
 class OutOfMemory(TrainerError, MemoryError):
-    """The device or the machine has no memory for a pass.
-
-    A restart begins the batch again, a few times.
-    """
+    """The device or the machine has too little memory for a pass. A restart retries the batch."""
 
 
 class BatchNeverEnds(TrainerError, SettingsError):
-    """The training of one batch ended the process again and again, by memory or a kill.
-
-    A setting has to change.
-    """
+    """One batch was killed or out of memory several times. A setting must change."""
 
 
 class BatchesReplaced(TrainerError, SourceTruncated):
-    """The ready batches were recreated, but weights were trained from the old ones: their numbers
-    would not fit.
+    """The ready-batches topic was recreated, but weights were trained from the old one: the numbers
+    of its batches do not continue.
     """
 
 

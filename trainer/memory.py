@@ -31,10 +31,8 @@ def explain_out_of_memory(batch: ReadyBatch, settings: TrainerSettings) -> Itera
             raise
         raise OutOfMemory(
             f"batch {batch.batch_seq} of {batch.trainable_tokens} trainable tokens needs more "
-            "memory "
-            "than there is. Lower trainer.micro_batch_tokens (it is "
-            f"{settings.micro_batch_tokens}; one sequence is the least) or, for single sequences "
-            "that are too "
-            "long, admit.policy.max_trajectory_tokens; trainer.dtype=bfloat16 needs less. "
-            f"The error: {error}"
+            "memory than available. Lower trainer.micro_batch_tokens (it is "
+            f"{settings.micro_batch_tokens}; a pass has at least one sequence) or, for single "
+            "sequences that are too long, admit.policy.max_trajectory_tokens; "
+            f"trainer.dtype=bfloat16 needs less. The error: {error}"
         ) from error

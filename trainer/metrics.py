@@ -1,7 +1,4 @@
-"""What a version says about its training.
-
-Values, and the pure fold from batches to `WeightVersion.metrics`.
-"""
+"""Statistics of training, and their fold to `WeightVersion.metrics`. Pure."""
 
 from __future__ import annotations
 
@@ -16,14 +13,18 @@ from schemas.ids import parse_version
 class StepStats:
     """One optimiser step.
 
-    loss: mean over its tokens. grad_norm: before clipping. Both are None when it was skipped.
-
-    skipped: why the optimiser did not take the step: loss or gradient are not finite; None when it
-    took it. passed_tokens: those that went through the model, for sequences without advantage need
-    not. Of these: truncated_tokens, whose ratio is above the bound, and now_at_zero, to which the
-    policy gives probability zero and which are not trained. logp_diff: largest |trainer - sampled|
-    over its tokens, logp_diff_same_version: over those sampled by exactly the weights that the
-    trainer still had; None where that was not measured or there was no such token.
+    Attributes:
+        tokens: trained tokens.
+        passed_tokens: tokens of sequences that passed through the model; those without advantage
+            do not.
+        loss: mean over the tokens; None if the step was skipped.
+        grad_norm: before clipping; None if the step was skipped.
+        skipped: the loss or gradient that is not finite; None if the step was taken.
+        truncated_tokens: passed tokens whose ratio is above the bound.
+        now_at_zero: passed tokens to which the policy gives probability zero; they are not trained.
+        logp_diff: largest |trainer - sampled| over the passed tokens; None if not measured.
+        logp_diff_same_version: the same over the tokens sampled by the trainer's current weights;
+            None if not measured or without such a token.
     """
 
     tokens: int
@@ -51,11 +52,16 @@ class UpdateStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchStats:
-    """One trained batch. tokens: trained ones.
+    """One trained batch.
 
-    sequences_outside_vocabulary: left out for token ids that the model does not have.
-    sampled_at_zero: tokens left out for an infinite recorded log-probability. staleness: sum over,
-    and number of, tokens of known version.
+    Attributes:
+        rewards: of the trained members.
+        tokens: trained tokens.
+        unrewarded: members without a training reward.
+        sequences_outside_vocabulary: excluded for token ids that the model does not have.
+        sampled_at_zero: tokens excluded for an infinite recorded log-probability.
+        staleness: see `staleness`.
+        read_seconds: time to read the payload.
     """
 
     update: UpdateStats
@@ -93,10 +99,7 @@ def staleness(tokens: Mapping[str, int], run_id: str, sync_index: int) -> tuple[
 def version_metrics(
     batches: Sequence[BatchStats], lr: float, save_seconds: float
 ) -> dict[str, float]:
-    """The metrics of a version trained from these batches.
-
-    What was not measured is absent, never 0.
-    """
+    """Return the metrics of a version trained from these batches; unmeasured ones are absent."""
     steps = [step for batch in batches for step in batch.update.steps]
     rewards = [r for batch in batches for r in batch.rewards]
     known = sum(batch.staleness[1] for batch in batches)

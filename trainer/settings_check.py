@@ -1,4 +1,4 @@
-"""What is wrong with the trainer's settings, known without torch and without a batch."""
+"""Checks of the trainer's settings that need neither torch nor a batch."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def check_algorithm(settings: Settings) -> None:
 
 
 def check_model(settings: Settings) -> None:
-    """Raise SettingsError when the initial weights are not there."""
+    """Raise SettingsError when the initial weights are missing."""
     path = settings.trainer.model_path
     if path is None:
-        raise SettingsError("setting trainer.model_path: not set; there is nothing to train")
+        raise SettingsError("setting trainer.model_path: not set; there is no model to train")
     if not (path / "config.json").is_file():
         raise SettingsError(
             f"setting trainer.model_path: {path} is no Hugging Face model directory"
@@ -31,7 +31,7 @@ def check_model(settings: Settings) -> None:
 
 
 def check_learning_rate(settings: TrainerSettings) -> None:
-    """Raise SettingsError when the learning rate is to fall to a value that it never reaches."""
+    """Raise SettingsError when the final learning rate can never be reached."""
     if settings.lr_final is not None and settings.max_versions is None:
         raise SettingsError(
             "setting trainer.lr_final: it is reached at trainer.max_versions, which is not set"

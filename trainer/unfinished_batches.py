@@ -43,10 +43,11 @@ class UnfinishedBatches:
 
     @contextmanager
     def training(self, batch_seq: int) -> Iterator[None]:
-        """Count the batch as begun until the block ends otherwise than by lack of memory.
+        """Count the batch as started until the block ends, unless it ends by lack of memory.
 
-        Raises: BatchNeverEnds: it was begun MAX_ATTEMPTS times. The count is forgotten: the next
-            start may try.
+        Raises:
+            BatchNeverEnds: it was started MAX_ATTEMPTS times. The count is reset, so the next start
+                of the process tries again.
         """
         seq = str(batch_seq)
         count = self._counts.get(seq, 0)
@@ -55,8 +56,7 @@ class UnfinishedBatches:
             raise BatchNeverEnds(
                 f"setting trainer.micro_batch_tokens: the training of batch {batch_seq} was begun "
                 f"{count} times and the process was killed or out of memory each time; lower it, "
-                "or "
-                "give the trainer more memory, and start again"
+                "or give the trainer more memory, and start again"
             )
         self._counts[seq] = count + 1
         self._write()

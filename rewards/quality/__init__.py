@@ -1,4 +1,1 @@
-"""Quality rules and readiness: pure, of a closed trajectory and of a candidate.
-
-Below the processes that call them.
-"""
+"""Quality rules: pure functions of a closed trajectory."""

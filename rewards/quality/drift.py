@@ -11,7 +11,7 @@ VALUE: Mapping[str, float] = {"realigned": 0.8, "forked": 0.5}
 
 
 def drift(trajectory: Trajectory) -> Iterator[Score]:
-    """0.8 for a realigned prompt, 0.5 for a forked one."""
+    """Score a realigned prompt with 0.8, a forked one with 0.5."""
     for step in trajectory.steps:
         if step.drift in VALUE:
             yield Score(VALUE[step.drift], f"{step.drift} from step {step.parent}", step.step_id)

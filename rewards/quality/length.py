@@ -8,19 +8,19 @@ from rewards.quality.score import Score
 from schemas.records import Trajectory
 
 SHORTEST = 2
-"""Tokens of a reply: a single one is an end and nothing before it."""
+"""Tokens of a reply: a single token is an end token without a text."""
 LONGEST = 16_384
 MOST_STEPS = 200
-BYTES_A_TOKEN = 4
-"""For replies whose tokens are not known: of English text, and a little less of code."""
+BYTES_PER_TOKEN = 4
+"""Estimate for replies without token ids: English text has about 4, code a little less."""
 
 
 def length(trajectory: Trajectory) -> Iterator[Score]:
-    """Falls in proportion: a reply of twice the longest has 0.5."""
+    """Score in proportion to the limit: a reply of twice LONGEST has 0.5."""
     for step in trajectory.steps:
         tokens = step.response_tokens
         if step.segment is None:
-            tokens = max(SHORTEST, len(step.response_json) // BYTES_A_TOKEN)
+            tokens = max(SHORTEST, len(step.response_json) // BYTES_PER_TOKEN)
         if tokens < SHORTEST:
             yield Score(
                 tokens / SHORTEST, f"{tokens} tokens, {SHORTEST} are the least", step.step_id

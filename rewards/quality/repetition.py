@@ -1,9 +1,9 @@
-"""Replies that go round in circles, and agents that say the same again and again.
+"""Detect replies with loops, and agents that repeat a reply.
 
-A loop is a stretch of which each part of `period` tokens equals the one before, at least three
-times. It is looked for from a few places of the reply: whether the 16 tokens there come again. So a
-faultless reply costs a few searches in bytes, whatever its length, and a loop of less than 120
-tokens, or an eighth of a long reply, may be missed.
+A loop is a range in which a period of tokens is repeated, at least three times in all. The search
+starts at a few places of the reply and looks for a repetition of the 16 tokens there. So a reply
+without loops costs a few byte searches, whatever its length. A loop of less than 120 tokens, or of
+an eighth of a long reply, may be missed.
 """
 
 from __future__ import annotations
@@ -16,20 +16,19 @@ from schemas.replies import loaded, texts_in
 
 ID_BYTES = 4
 WINDOW = 16
-"""Tokens, or four times as many bytes of text, that must come again."""
+"""Tokens (or bytes of text / 4) that must be repeated."""
 LEAST = 48
-"""Shorter loops are a table's rule or a blank line more."""
+"""Minimum length of a loop in tokens: shorter ones are table rules or blank lines."""
 STRIDE = 64
-"""Tokens from one place to the next, but no more than so many places."""
+"""Minimum distance in tokens between search places."""
 PLACES = 8
+"""Maximum number of search places."""
 SAME = 2
-"""So many replies before that are equal say that an agent is stuck; one is a poll."""
+"""Equal previous replies of an agent that is stuck; one may be a poll."""
 
 
 def repetition(trajectory: Trajectory) -> Iterator[Score]:
-    """1 less the share of a reply that is a loop; 1/k for a reply that was given k times in a row
-    before.
-    """
+    """Score 1 - share of loops in a reply, and 1/k for a reply given k times in a row before."""
     replies: dict[int, bytes] = {}
     in_a_row: dict[int, int] = {}
     for step in trajectory.steps:
@@ -53,9 +52,9 @@ def repetition(trajectory: Trajectory) -> Iterator[Score]:
 
 
 def longest_loop(data: bytes, unit: int) -> int:
-    """Bytes of the longest loop that was found, 0 without one.
+    """Return the length in bytes of the longest loop found; 0 without one.
 
-    unit: bytes of a token id, or 1 for text.
+    unit: bytes per token id, or 1 for text.
     """
     window = WINDOW * ID_BYTES
     last = len(data) - 2 * window
@@ -73,7 +72,7 @@ def longest_loop(data: bytes, unit: int) -> int:
 
 
 def _extent(data: bytes, at: int, period: int) -> tuple[int, int]:
-    """The stretch around `at` that has this period, in whole periods; empty when it is no loop."""
+    """Return the range around `at` with this period, in whole periods; empty if it is no loop."""
     part = data[at : at + period]
     begin, end = at, at + period
     while data[end : end + period] == part:

@@ -1,4 +1,4 @@
-"""Steps whose place another one took: the client asked again, or sent the same twice."""
+"""Detect steps that a retry replaced, and steps that the client sent twice."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from schemas.records import Trajectory
 
 
 def retried(trajectory: Trajectory) -> Iterator[Score]:
-    """0.0 for a step with a mark. Such steps do not count for the quality of the whole."""
+    """Score a marked step with 0.0. Such steps do not count in the trajectory's quality."""
     for step in trajectory.steps:
         if step.marks:
             yield Score(0.0, step.untrainable_reason or ", ".join(step.marks), step.step_id)

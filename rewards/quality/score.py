@@ -11,8 +11,8 @@ from schemas.records import Trajectory
 class Score(NamedTuple):
     """A score of a trajectory or a step.
 
-    value: In [0, 1]; 1.0 is faultless. step: Id of the scored step; None: the whole trajectory.
-    evidence: What the rule found.
+    value: In [0, 1]; 1.0 means no defect. evidence: Description of the defect. step: Id of the
+    scored step; None for the whole trajectory.
     """
 
     value: float
@@ -21,9 +21,9 @@ class Score(NamedTuple):
 
 
 QualityRule = Callable[[Trajectory], Iterable[Score] | Mapping[str, float] | float | None]
-"""Scores of a closed trajectory: as `Score`s, as one number for the whole, or as numbers by step
+"""Returns the scores of a closed trajectory: `Score`s, one number for the whole, or numbers by step
 id.
 
-What is not named has nothing wrong with it, 1.0. None: nothing is wrong. Raising means that the
-rule counts for nothing here, with the reason on the record.
+Steps without a score have 1.0; None means no defect. If the rule raises, it is ignored for this
+trajectory, and the reason is recorded.
 """

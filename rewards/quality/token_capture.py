@@ -1,4 +1,4 @@
-"""Steps whose tokens or log-probabilities were not recorded: nothing can be trained on them."""
+"""Detect steps without recorded tokens or log-probabilities, which cannot be trained."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from schemas.records import Trajectory
 
 
 def tokens(trajectory: Trajectory) -> Iterator[Score]:
-    """0.0 for a step without token ids, or without one log-probability for each."""
+    """Score a step without token ids, or without one log-probability per id, with 0.0."""
     segments = trajectory.segments
     for step in trajectory.steps:
         if step.marks:

@@ -1,4 +1,4 @@
-"""Detect replies that were cut off."""
+"""Detect truncated replies."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from rewards.quality.score import Score
 from schemas.records import Trajectory
 
 CUT = frozenset({"length", "abort", "error", "content_filter"})
-"""Finish reasons, in OpenAI's words whatever the protocol."""
+"""Finish reasons, in OpenAI's terms for every protocol."""
 
 
 def truncation(trajectory: Trajectory) -> Iterator[Score]:
-    """0.0 for a step that was cut off, aborted or failed."""
+    """Score a truncated, aborted or failed step with 0.0."""
     for step in trajectory.steps:
         if step.status != "ok":
             yield Score(0.0, f"status {step.status}", step.step_id)

@@ -13,11 +13,9 @@ BROKEN = "\ufffd"
 
 
 def format(trajectory: Trajectory) -> Iterator[Score]:
-    """0.0 for no reply at all or a call without JSON arguments; 0.5 for text with characters that
-    could not be decoded.
-    """
+    """Score an empty reply or a call without JSON arguments with 0.0, undecodable text with 0.5."""
     for step in trajectory.steps:
-        # What was cut off is truncation's, a lost payload is no one's.
+        # Truncated replies belong to the rule `truncation`; a lost payload has no reply.
         if step.status != "ok" or not step.response_json:
             continue
         try:
@@ -30,7 +28,7 @@ def format(trajectory: Trajectory) -> Iterator[Score]:
 
 
 def _plain_text(reply: Any) -> bool:
-    """Whether it is nothing but sound text, as most are: looked at first, for it is quick."""
+    """Return whether a reply is text without defects; a fast check for most replies."""
     if (
         type(reply) is not dict
         or "output" in reply

@@ -37,9 +37,8 @@ def read_payload(
     for member in members:
         if member.place.topic_id != topic_id:
             raise PayloadUnreadable(
-                f"{_where(topic, batch, member)} lies in topic id {member.place.topic_id}, but "
-                f"{topic} was recreated and "
-                f"has id {topic_id}: the payload is gone"
+                f"{_where(topic, batch, member)} is in topic id {member.place.topic_id}, but "
+                f"{topic} was recreated and has id {topic_id}: the payload is lost"
             )
     wanted = {member.trajectory_id for member in members}
     parts: dict[str, dict[int, Trajectory]] = {}
@@ -55,9 +54,8 @@ def read_payload(
                     parts.setdefault(part.trajectory_id, {}).setdefault(part.part, part)
         except SourceTruncated as e:
             raise PayloadUnreadable(
-                f"batch {batch.batch_seq}: a place in {topic} is outside of what the topic still "
-                "has, by retention or a "
-                f"lost disk ({scan}): {e}"
+                f"batch {batch.batch_seq}: {topic} no longer has the offsets {scan}, by retention "
+                f"or a lost disk: {e}"
             ) from e
     return {
         member.trajectory_id: _whole(topic, batch, member, parts.get(member.trajectory_id, {}))
@@ -123,8 +121,8 @@ def _whole(
     missing = [i for i in range(expected) if i not in parts]
     if missing:
         raise PayloadUnreadable(
-            f"{_where(topic, batch, member)}: part {missing[0]} of {expected} is not there or "
-            "can't be decoded"
+            f"{_where(topic, batch, member)}: part {missing[0]} of {expected} is missing or can't "
+            "be decoded"
         )
     return joined([parts[i] for i in range(expected)])
 
@@ -133,6 +131,5 @@ def _where(topic: str, batch: ReadyBatch, member: BatchMember) -> str:
     place = member.place
     return (
         f"batch {batch.batch_seq}: trajectory {member.trajectory_id} at {topic}-{place.partition} "
-        "offsets "
-        f"{place.first_offset} to {place.last_offset}"
+        f"offsets {place.first_offset} to {place.last_offset}"
     )

@@ -1,6 +1,4 @@
-"""Advantage estimators by the name of the algorithm in the admission policy: the rewards of one
-group to its advantages.
-"""
+"""Advantage estimators by the name of the algorithm in the admission policy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GRPO: a group is its own baseline."""
+"""GRPO: the mean reward of a group is its baseline."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from trainer.errors import TooFewMembers
 
 
 def grpo(rewards: Sequence[float], std_offset: float) -> list[float]:
-    """(r - mean) / (std + std_offset), std with n - 1 in the denominator (as torch.std).
+    """Return (r - mean) / (std + std_offset) for each reward, zeros for equal rewards.
 
-    Equal rewards give zeros.
+    Source: DeepSeekMath, arXiv 2402.03300, section 4.1. std has n - 1 in the denominator, as
+    torch.std. The offset limits the advantages of nearly solved groups: that of one failure in 8 is
+    -2.5 with an offset of 1e-4, and -1.3 with 0.3.
 
-    Source: DeepSeekMath, arXiv 2402.03300, section 4.1. The offset keeps nearly solved groups from
-    shouting: with one failure in 8 and an offset of 1e-4 the failure weighs 2.5, with 0.3 it weighs
-    1.3. Raises TooFewMembers for n < 2.
+    Raises:
+        TooFewMembers: fewer than two rewards.
     """
     n = len(rewards)
     if n < 2:

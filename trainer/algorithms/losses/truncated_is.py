@@ -6,13 +6,19 @@ from torch import Tensor
 
 
 def truncated_is(logprobs: Tensor, sampled: Tensor, advantages: Tensor, bound: float) -> Tensor:
-    """-min(exp(logprobs - sampled), bound) * advantages * logprobs; the ratio is a weight: no
-    gradient flows through it.
+    """Return -min(exp(logprobs - sampled), bound) * advantages * logprobs, with a detached ratio.
 
-    All arguments and the result have shape (tokens,). sampled: recorded log-probabilities, of
-    whatever version sampled each token, so stale and mixed-version sequences need no other
-    correction. The bound limits variance at the price of bias. Source: Ionides, Truncated
-    Importance Sampling, 2008; here one ratio for each token.
+    `sampled` are the recorded log-probabilities of the version that sampled each token, so stale
+    and mixed-version sequences need no other correction. The bound limits variance and adds bias.
+    Source: Ionides, Truncated Importance Sampling, 2008; here with one ratio for each token.
+
+    Args:
+        logprobs: of the trained policy, shape (tokens,), with gradient.
+        sampled, advantages: shape (tokens,).
+        bound: upper bound of the ratio.
+
+    Returns:
+        Shape (tokens,).
     """
     ratio = (logprobs.detach() - sampled).exp().clamp(max=bound)
     return -(ratio * advantages * logprobs)
