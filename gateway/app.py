@@ -13,10 +13,12 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import RedirectResponse
 
 from gateway import errors
-from gateway.api.control import control_routes
+from gateway.api.curations import curation_routes
 from gateway.api.openapi import with_model_calls
+from gateway.api.rewards import reward_routes
 from gateway.api.rollout_budget.budget import BudgetSource, InMemoryBudgets
 from gateway.api.rollout_budget.routes import rollout_budget_routes
+from gateway.api.sessions import session_routes
 from gateway.asgi.client_disconnect import Receive
 from gateway.asgi.error_replies import OPENAI_ERRORS, ErrorFormat, http_error_of, reply_of
 from gateway.asgi.in_flight_limits import InFlightLimits
@@ -149,7 +151,9 @@ def create_app(
     app = FastAPI(title="Clawstream gateway", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.dead_letter = dead_letter
     app.state.client_timeout_s = settings.gateway.client_timeout_s
-    app.include_router(control_routes(services))
+    app.include_router(session_routes(services))
+    app.include_router(reward_routes(services))
+    app.include_router(curation_routes(services))
     app.include_router(
         rollout_budget_routes(
             authenticator,

@@ -81,6 +81,7 @@ class TrajectoryResolver:
         group: str | None = None,
         payload: Mapping[str, Any] | None = None,
         run: str | None = None,
+        channel: Channel | None = None,
     ) -> TrajectoryRef:
         """Return the trajectory of a caller's request.
 
@@ -90,7 +91,7 @@ class TrajectoryResolver:
             key: Trajectory uid of the path.
             group: Prompt uid of the path.
             payload: Body of a model call.
-            run: Run named in the body.
+            run, channel: Those named in the body; the channel precedes the header's.
 
         Raises:
             BadRequest: The request names no trajectory, or an id is invalid.
@@ -100,7 +101,8 @@ class TrajectoryResolver:
         session = caller.session
         key = key or headers.get(TRAJECTORY_HEADER)
         group = group or _utf8(headers.get(GROUP_HEADER))
-        channel = _channel(headers.get(CHANNEL_HEADER))
+        in_header = _channel(headers.get(CHANNEL_HEADER))
+        channel = channel or in_header
         if session is not None:
             channel = channel or session.channel
             key = key or session.trajectory_key

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
-NO_MEANING = {
+IGNORED = {
     "data_pool_name": "steps go to Kafka, not to a data pool",
     "reward_worker_name": "name a function in its place: gateway.compute_reward=file.py:function@1",
     "ray_address": "there is no Ray",
@@ -24,8 +24,8 @@ NO_MEANING = {
 """Flags that are accepted and ignored, with the reason."""
 
 
-class Meant(NamedTuple):
-    """Hold the meaning of a command line.
+class Translation(NamedTuple):
+    """A command line of Claw-R1 as settings.
 
     words: for `runtime.process.config.load`. notices: a line for each ignored flag.
     """
@@ -50,14 +50,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--host", help="gateway.host")
     parser.add_argument("--port", type=int, help="gateway.port")
-    for name, why in NO_MEANING.items():
+    for name, why in IGNORED.items():
         parser.add_argument("--" + name.replace("_", "-"), help=f"no meaning: {why}")
     parser.add_argument("words", nargs="*", metavar="a.b=c")
     return parser
 
 
-def meant_by(arguments: Sequence[str]) -> Meant:
-    """Return the settings that flags and words mean.
+def translate(arguments: Sequence[str]) -> Translation:
+    """Translate flags and words to settings.
 
     Exits with 2 and the usage on an unknown flag, as argparse does.
     """
@@ -77,18 +77,18 @@ def meant_by(arguments: Sequence[str]) -> Meant:
             words.append(_word(setting, value))
     notices = [
         f"--{name.replace('_', '-')} has no meaning any more: {why}"
-        for name, why in NO_MEANING.items()
+        for name, why in IGNORED.items()
         if getattr(flags, name) is not None
     ]
-    return Meant([*words, *flags.words], notices)
+    return Translation([*words, *flags.words], notices)
 
 
 def overrides_of(arguments: Sequence[str]) -> list[str]:
-    """Return the words of `meant_by`; write the notices to standard error."""
-    meant = meant_by(arguments)
-    for notice in meant.notices:
+    """Return the words of `translate`; write the notices to standard error."""
+    translation = translate(arguments)
+    for notice in translation.notices:
         sys.stderr.write(f"clawstream: {notice}\n")
-    return meant.words
+    return translation.words
 
 
 def _word(setting: str, value: object) -> str:

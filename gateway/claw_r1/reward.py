@@ -17,8 +17,8 @@ from typing import Annotated, Any
 import orjson
 from pydantic import BaseModel, ConfigDict, Field
 
-from gateway.api.control import json_of
-from gateway.claw_r1.steps import TokenId
+from gateway.api.bodies import json_of
+from gateway.claw_r1.bodies import TokenId
 from gateway.errors import NotConfigured, Unprocessable
 from rewards.registry import Rule, rule_of
 from runtime.functions.pool import FunctionPool
@@ -48,17 +48,17 @@ class ComputeReward(BaseModel):
     dataset_fields: dict[str, Any] = {}
 
 
-def trajectory_of(said: ComputeReward, run_id: str, text: str) -> Trajectory:
+def trajectory_of(body: ComputeReward, run_id: str, text: str) -> Trajectory:
     """Return the trajectory for the function. text: of the response. Raises Unprocessable."""
-    prompt, response = pack_ids(said.prompt_ids), pack_ids(said.response_ids)
+    prompt, response = pack_ids(body.prompt_ids), pack_ids(body.response_ids)
     metadata = {
-        **said.dataset_fields,
-        "num_turns": said.num_turns,
-        "extra_fields": said.extra_fields,
+        **body.dataset_fields,
+        "num_turns": body.num_turns,
+        "extra_fields": body.extra_fields,
     }
     step = TrajectoryStep(
         step_id=STEP_ID, index=0, segment=1, status="ok", drift="root",
-        prompt_tokens=len(said.prompt_ids), response_tokens=len(said.response_ids),
+        prompt_tokens=len(body.prompt_ids), response_tokens=len(body.response_ids),
         response_json=orjson.dumps({"role": "assistant", "content": text}),
         trainable=False, untrainable_reason="computed on request", offset=0,
     )  # fmt: skip
@@ -73,20 +73,20 @@ def trajectory_of(said: ComputeReward, run_id: str, text: str) -> Trajectory:
 def score_of(rule: Rule, trajectory: Trajectory) -> float:
     """Return the score. Raises Unprocessable with the reason when the function gives none."""
     try:
-        said = rule.function(trajectory)
+        score = rule.function(trajectory)
     except MemoryError:
         raise
     except Exception as error:  # a user's function: the reply reports its exception
         raise Unprocessable(f"{rule}: {reason_text(error)}", "dataset_fields") from error
-    if isinstance(said, Mapping):
-        said = said.get(STEP_ID)
-    if isinstance(said, int | float) and math.isfinite(said):
-        return float(said)
-    raise Unprocessable(f"{rule}: gave {said!r:.80}, which is no finite number", "dataset_fields")
+    if isinstance(score, Mapping):
+        score = score.get(STEP_ID)
+    if isinstance(score, int | float) and math.isfinite(score):
+        return float(score)
+    raise Unprocessable(f"{rule}: gave {score!r:.80}, which is no finite number", "dataset_fields")
 
 
-class Judge:
-    """Call the function of `gateway.compute_reward`."""
+class RewardFunction:
+    """The function of `gateway.compute_reward`."""
 
     def __init__(self, settings: Settings, text_of: TextOf | None) -> None:
         """Load the function.
@@ -111,7 +111,7 @@ class Judge:
             raise
         self._threads = ThreadPoolExecutor(THREADS, "compute-reward")
 
-    async def judge(self, said: ComputeReward, run_id: str) -> dict[str, Any]:
+    async def score(self, body: ComputeReward, run_id: str) -> dict[str, Any]:
         """Return the reply.
 
         Raises:
@@ -129,7 +129,7 @@ class Judge:
         rule, text_of = self._rule, self._text_of
 
         def work() -> float:
-            return score_of(rule, trajectory_of(said, run_id, text_of(said.response_ids)))
+            return score_of(rule, trajectory_of(body, run_id, text_of(body.response_ids)))
 
         score = await asyncio.get_running_loop().run_in_executor(self._threads, work)
         return {

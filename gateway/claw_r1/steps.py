@@ -9,7 +9,7 @@ unknown fields) stay in `request_json`, as JSON.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Annotated, Any
@@ -19,7 +19,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from ulid import ULID
 
 from gateway.attribution.resolver import TrajectoryRef
-from gateway.errors import BadRequest, GatewayError, Unprocessable
+from gateway.claw_r1.bodies import TokenId
+from gateway.errors import Unprocessable
 from gateway.protocols.request_fields import dumps
 from schemas.ids import Version, step_id
 from schemas.records import Step, VersionSpan
@@ -34,7 +35,6 @@ RECORDS = ("reward", "is_last")
 MAX_STEPS = 4096
 """Maximum steps of a request: each becomes a record, whatever its size."""
 
-TokenId = Annotated[int, Field(ge=0, le=2**31 - 1, strict=True)]
 LogProb = Annotated[float, Field(ge=-3e38, le=0, allow_inf_nan=False)]
 Finite = Annotated[float, Field(allow_inf_nan=False, strict=True)]
 Index = Annotated[int, Field(ge=0, le=2**31 - 1, strict=True)]
@@ -81,21 +81,21 @@ class Submission(BaseModel):
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
-    """Assign a step to its trajectory. at: index of the step in the request, for messages."""
+class AttributedStep:
+    """A step and its trajectory. index: of the step in the request, for messages."""
 
-    at: int
-    said: StepPayload
-    trajectory: TrajectoryRef
+    index: int
+    payload: StepPayload
+    ref: TrajectoryRef
 
-    def wrong(self, field: str, why: str) -> Unprocessable:
+    def invalid(self, field: str, why: str) -> Unprocessable:
         """Return the error that names a field of this step."""
-        name = f"steps.{self.at}.{field}"
+        name = f"steps.{self.index}.{field}"
         return Unprocessable(f"{name}: {why}", name)
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class Receipt:
     """Hold the values that all steps of a request share.
 
     received_at: microseconds. An idempotency key is not among them: it belongs to a request, and
@@ -107,45 +107,28 @@ class Request:
     user_agent: str | None = None
 
 
-def misplaced(at: int, error: GatewayError) -> GatewayError:
-    """Return the error of a step without a valid trajectory, with the step's own field names."""
-    if not isinstance(error, BadRequest):
-        return error
-    field = {"group_id": "prompt_uid", "run_id": None}.get(error.param or "", "trajectory_uid")
-    return (
-        Unprocessable(f"steps.{at}.{field}: {error.message}", f"steps.{at}.{field}")
-        if field
-        else error
-    )
-
-
-def in_order(steps: Iterable[Placed]) -> list[Placed]:
-    """Sort steps by step_index, so that assemble finds this order on the log."""
-    return sorted(steps, key=lambda s: s.said.step_index)
-
-
-def step_of(placed: Placed, request: Request, text: str | None) -> Step:
+def step_of(step: AttributedStep, receipt: Receipt, text: str | None) -> Step:
     """Return the record of a step.
 
     Its id is a function of its content: the same step submitted twice is one event.
 
     Args:
-        placed: The step and its trajectory.
-        request: Values of the request.
+        step: The step and its trajectory.
+        receipt: Values of the request.
         text: Text of the response; None when it is unknown.
 
     Raises:
         Unprocessable: A field is invalid; the error names it.
     """
-    said, ref = placed.said, placed.trajectory
-    prompt, response, logprobs = _tokens(placed)
-    kept = _kept(placed)
+    payload, ref = step.payload, step.ref
+    prompt, response, logprobs = _tokens(step)
+    kept = _kept(step)
     digest = hashlib.blake2b(digest_size=10)
     for part in (ref.run_id.encode(), ref.kafka_key, prompt, response, logprobs or b"", kept):
         digest.update(len(part).to_bytes(8, "little") + part)
     # A ulid with time zero: it identifies content, not a moment.
     call_id = f"{ref.trajectory_key}~{ULID.from_bytes(bytes(6) + digest.digest())}"
-    stated = _stated_version(said, ref.run_id)
+    stated = _stated_version(payload, ref.run_id)
     return Step(
         step_id=step_id(call_id, 0),
         run_id=ref.run_id,
@@ -164,53 +147,50 @@ def step_of(placed: Placed, request: Request, text: str | None) -> Step:
         response_token_ids=response,
         response_logprobs=logprobs,
         tokens_absent_reason=NO_LOGPROBS if logprobs is None else None,
-        versions=_spans(placed, len(said.response_ids)),
+        versions=_spans(step, len(payload.response_ids)),
         version_first=stated,
         version_last=stated,
-        user_agent=request.user_agent,
-        gateway_id=request.gateway_id,
-        received_at=request.received_at,
-        finished_at=request.received_at,
+        user_agent=receipt.user_agent,
+        gateway_id=receipt.gateway_id,
+        received_at=receipt.received_at,
+        finished_at=receipt.received_at,
     )
 
 
-def _tokens(placed: Placed) -> tuple[bytes, bytes, bytes | None]:
-    said = placed.said
-    if said.rollout_log_probs is None:
-        return pack_ids(said.prompt_ids), pack_ids(said.response_ids), None
-    if len(said.rollout_log_probs) != len(said.response_ids):
-        raise placed.wrong(
+def _tokens(step: AttributedStep) -> tuple[bytes, bytes, bytes | None]:
+    payload = step.payload
+    prompt, response = pack_ids(payload.prompt_ids), pack_ids(payload.response_ids)
+    if payload.rollout_log_probs is None:
+        return prompt, response, None
+    if len(payload.rollout_log_probs) != len(payload.response_ids):
+        raise step.invalid(
             "rollout_log_probs",
-            f"{len(said.rollout_log_probs)} log-probabilities for "
-            f"{len(said.response_ids)} response_ids",
+            f"{len(payload.rollout_log_probs)} log-probabilities for "
+            f"{len(payload.response_ids)} response_ids",
         )
-    return (
-        pack_ids(said.prompt_ids),
-        pack_ids(said.response_ids),
-        pack_logprobs(said.rollout_log_probs),
-    )
+    return prompt, response, pack_logprobs(payload.rollout_log_probs)
 
 
-def _kept(placed: Placed) -> bytes:
+def _kept(step: AttributedStep) -> bytes:
     """Return all fields of a step but its tokens, as canonical JSON."""
-    kept = placed.said.model_dump(exclude_unset=True, exclude={*PACKED, *RECORDS})
-    step = f"steps.{placed.at}"
+    kept = step.payload.model_dump(exclude_unset=True, exclude={*PACKED, *RECORDS})
+    path = f"steps.{step.index}"
     try:
-        return dumps(kept, step, Unprocessable, sort=True)
+        return dumps(kept, path, Unprocessable, sort=True)
     except Unprocessable:
         for name, value in kept.items():  # find the field that fails
-            dumps(value, f"{step}.{name}", Unprocessable)
+            dumps(value, f"{path}.{name}", Unprocessable)
         raise
 
 
-def _stated_version(said: StepPayload, run_id: str) -> str | None:
+def _stated_version(payload: StepPayload, run_id: str) -> str | None:
     """Return `<run>/<n>.0` for the integer that the agent states; None when it states none.
 
     Claw-R1 does not report the attempt, so it is 0. Claw-R1's own flows leave `policy_version` at
     its default 0 and state the real version in their metadata.
     """
-    stated = said.policy_version
-    in_metadata = (said.metadata or {}).get("policy_version")
+    stated = payload.policy_version
+    in_metadata = (payload.metadata or {}).get("policy_version")
     if (
         not stated
         and isinstance(in_metadata, int)
@@ -221,15 +201,15 @@ def _stated_version(said: StepPayload, run_id: str) -> str | None:
     return str(Version(run_id, stated, 0)) if stated is not None else None
 
 
-def _spans(placed: Placed, tokens: int) -> tuple[VersionSpan, ...]:
-    spans: Sequence[StatedSpan] = placed.said.versions or ()
+def _spans(step: AttributedStep, tokens: int) -> tuple[VersionSpan, ...]:
+    spans: Sequence[StatedSpan] = step.payload.versions or ()
     if not spans:
         return ()
     bounds = [(0, 0), *((s.start, s.end) for s in spans), (tokens, tokens)]
     if any(before[1] != after[0] for before, after in pairwise(bounds)) or any(
         s.end <= s.start for s in spans
     ):
-        raise placed.wrong(
+        raise step.invalid(
             "versions", f"must cover the {tokens} response_ids in order, without a hole"
         )
     return tuple(VersionSpan(version=s.version, start=s.start, end=s.end) for s in spans)

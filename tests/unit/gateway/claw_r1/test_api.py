@@ -17,7 +17,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from gateway.app import create_app
-from gateway.claw_r1.reward import ComputeReward, Judge, trajectory_of
+from gateway.claw_r1.reward import ComputeReward, RewardFunction, trajectory_of
 from gateway.durability.log import InMemoryLogProducer
 from gateway.engines.registry import EngineRegistry
 from gateway.errors import Unprocessable
@@ -266,11 +266,13 @@ def test_a_function_that_never_answers_costs_its_own_call_only(
     body = ComputeReward(prompt_ids=[0], response_ids=[1])
 
     async def main() -> None:
-        judge = Judge(Settings.model_validate({**settings, "data_dir": tmp_path}), lambda _: "42")
+        function = RewardFunction(
+            Settings.model_validate({**settings, "data_dir": tmp_path}), lambda _: "42"
+        )
         for _ in range(2):
             with pytest.raises(Unprocessable, match=f"{name}@1: {why}"):
-                await judge.judge(body, "run")
-        judge.close()
+                await function.score(body, "run")
+        function.close()
 
     asyncio.run(main())
 

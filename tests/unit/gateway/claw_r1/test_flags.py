@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.claw_r1.flags import meant_by
+from gateway.claw_r1.flags import translate
 from runtime.process.config import load
 from schemas.settings import GatewaySettings
 
@@ -28,7 +28,7 @@ RAY = [
 
 
 def settings_of(arguments: list[str]) -> GatewaySettings:
-    return load(None, meant_by(arguments).words, {}).gateway
+    return load(None, translate(arguments).words, {}).gateway
 
 
 def test_each_flag_is_a_setting() -> None:
@@ -41,16 +41,16 @@ def test_each_flag_is_a_setting() -> None:
 
 
 def test_what_has_no_meaning_is_said_in_a_line_each() -> None:
-    notices = meant_by([*DOCUMENTED, *RAY]).notices
+    notices = translate([*DOCUMENTED, *RAY]).notices
     assert [n.split()[0] for n in notices] == ["--data-pool-name", *RAY[::2]]
     assert all("has no meaning any more: " in n and "\n" not in n for n in notices)
-    assert meant_by([]) == ([], [])
+    assert translate([]) == ([], [])
 
 
 def test_words_win_over_flags_wherever_they_stand() -> None:
-    meant = meant_by(["run_id=r", "--port", "8123", "gateway.port=9", *DOCUMENTED])
-    assert load(None, meant.words, {}).gateway.port == 9
-    assert load(None, meant.words, {}).run_id == "r"
+    translation = translate(["run_id=r", "--port", "8123", "gateway.port=9", *DOCUMENTED])
+    assert load(None, translation.words, {}).gateway.port == 9
+    assert load(None, translation.words, {}).run_id == "r"
 
 
 @pytest.mark.parametrize("arguments", [["--nope", "1"], ["--prompt-length", "long"], ["--port"]])
@@ -58,7 +58,7 @@ def test_wrong_flags_end_with_the_usage(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
-        meant_by(arguments)
+        translate(arguments)
     assert ended.value.code == 2
     assert arguments[0] in capsys.readouterr().err
 

@@ -16,16 +16,23 @@ from support.claw_r1 import BIG, CODEC, HI, RunScenario, post, step
 from support.gateway import GatewayFixture, run_gateway
 from support.scripted.script import Script
 
-from gateway.api.control import AT_ONCE
+from gateway.api.recorder import AT_ONCE
 from gateway.attribution.resolver import TrajectoryRef
 from gateway.auth.api_keys import create_key
-from gateway.claw_r1.steps import MAX_STEPS, PROTOCOL, Placed, Request, StepPayload, step_of
+from gateway.claw_r1.steps import (
+    MAX_STEPS,
+    PROTOCOL,
+    AttributedStep,
+    Receipt,
+    StepPayload,
+    step_of,
+)
 from schemas.ids import key_of_step
 from schemas.records import Reward, SessionEvent, Step, VersionSpan
 from schemas.tokens import unpack_ids, unpack_logprobs
 
 WHERE = TrajectoryRef("default", "t1", "g1", None)
-ASKED = Request("gateway-0", 5)
+RECEIPT = Receipt("gateway-0", 5)
 
 
 @pytest.fixture
@@ -293,8 +300,8 @@ def test_rewards_are_protected(run_scenario: RunScenario, tmp_path: Path) -> Non
     run_scenario(scenario, Script([HI]), auth="required")
 
 
-def placed(**more: Any) -> Placed:
-    return Placed(0, StepPayload.model_validate(step(**more)), WHERE)
+def placed(**more: Any) -> AttributedStep:
+    return AttributedStep(0, StepPayload.model_validate(step(**more)), WHERE)
 
 
 @pytest.mark.parametrize(
@@ -312,7 +319,7 @@ def placed(**more: Any) -> Placed:
 def test_the_version_is_the_one_that_the_agent_states(
     said: dict[str, Any], version: str | None
 ) -> None:
-    found = step_of(placed(**said), ASKED, None)
+    found = step_of(placed(**said), RECEIPT, None)
     assert (found.version_first, found.version_last, found.versions) == (version, version, ())
 
 
@@ -321,13 +328,13 @@ def test_exact_versions_can_be_stated() -> None:
         {"version": "default/1.0", "start": 0, "end": 1},
         {"version": "default/2.0", "start": 1, "end": 3},
     ]
-    found = step_of(placed(versions=spans), ASKED, "Hello")
+    found = step_of(placed(versions=spans), RECEIPT, "Hello")
     assert found.versions == tuple(VersionSpan(**s) for s in spans)  # type: ignore[arg-type]
     assert found.response_json == b'{"role":"assistant","content":"Hello"}'
 
 
 def test_a_step_without_logprobs_says_so() -> None:
-    found = step_of(placed(rollout_log_probs=None), ASKED, None)
+    found = step_of(placed(rollout_log_probs=None), RECEIPT, None)
     assert (found.response_logprobs, found.tokens_absent_reason) == (
         None,
         "the agent submitted no log-probabilities",
@@ -348,7 +355,7 @@ def test_ids_are_of_the_content(
             "rollout_log_probs": None,
             "step_index": index,
         }
-        return step_of(placed(**(said | more)), ASKED, None)
+        return step_of(placed(**(said | more)), RECEIPT, None)
 
     one = made()
     assert made() == one and made(reward=1.0, is_last=True).step_id == one.step_id
@@ -360,11 +367,11 @@ def test_ids_are_of_the_content(
     assert (made(prompt_ids=prompt + response, response_ids=[]).step_id == one.step_id) == (
         not response
     )
-    elsewhere = Placed(
+    elsewhere = AttributedStep(
         0,
         placed(
             prompt_ids=prompt, response_ids=response, rollout_log_probs=None, step_index=index
-        ).said,
+        ).payload,
         TrajectoryRef("other", "t1", "g1", None),
     )
-    assert step_of(elsewhere, ASKED, None).step_id != one.step_id
+    assert step_of(elsewhere, RECEIPT, None).step_id != one.step_id

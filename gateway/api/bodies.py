@@ -1,0 +1,96 @@
+"""Bodies of the requests about sessions, trajectories, rewards and curations."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from gateway.errors import Unprocessable
+from gateway.protocols.request_fields import dumps
+from schemas.records import Channel, RewardSource
+
+Value = Annotated[float, Field(allow_inf_nan=False, strict=True)]
+Text = Annotated[str, Field(min_length=1, max_length=200)]
+Reason = Annotated[str, Field(max_length=2000)]
+MAX_TAGS = 32
+Size = Annotated[int, Field(ge=1, le=100_000, strict=True)]
+Round = Annotated[int, Field(ge=0, le=2**31 - 1, strict=True)]
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Register(_Body):
+    """Body that describes a trajectory before its first call.
+
+    metadata: facts about the task for reward functions.
+    """
+
+    channel: Channel | None = None
+    group_size: Size | None = None
+    round: Round | None = None
+    metadata: dict[str, Any] | None = None
+
+
+class OpenSession(Register):
+    """Body of POST /sessions. trajectory_key: a new one by default."""
+
+    run_id: str | None = None
+    group_id: str | None = None
+    trajectory_key: str | None = None
+
+
+class Complete(_Body):
+    """Body that ends a trajectory.
+
+    reward: the reward from the environment, if any. step_id: a step of the trajectory, required
+    where the gateway assigned the key.
+    """
+
+    step_id: str | None = None
+    reward: Value | None = None
+    outcome: Literal["completed", "failed", "abandoned"] = "completed"
+    reason: Reason | None = None
+    channel: Channel | None = None
+
+
+class GiveReward(_Body):
+    """Body of POST /rewards: a reward of a trajectory or, with step_id, of a step.
+
+    value null: explicitly no reward; `reason` is then required.
+    """
+
+    trajectory_id: str | None = None
+    step_id: str | None = None
+    run_id: str | None = None
+    source: RewardSource
+    name: Text
+    value: Value | None = None
+    reason: Reason | None = None
+    function_version: Text
+    reward_revision: Annotated[int, Field(ge=0, le=2**53, strict=True)] = 0
+    by: Text | None = None
+    detail: Any = None
+
+
+class Curate(_Body):
+    """Body of POST /curations: a curation of a trajectory or, with step_id, of a step.
+
+    An omitted field keeps its value. by: the API key's name by default.
+    """
+
+    trajectory_id: str | None = None
+    step_id: str | None = None
+    run_id: str | None = None
+    quality: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False, strict=True)] | None = None
+    trainable: Annotated[bool, Field(strict=True)] | None = None
+    tags: Annotated[tuple[Text, ...], Field(max_length=MAX_TAGS)] | None = None
+    note: Reason | None = None
+    by: Text | None = None
+
+
+def json_of(value: Any, field: str) -> bytes | None:
+    """Return a value as stored JSON; None stays None. Raises Unprocessable, see `dumps`."""
+    return None if value is None else dumps(value, field, Unprocessable)

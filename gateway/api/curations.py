@@ -1,0 +1,37 @@
+"""Serves POST /curations. It does not check whether the trajectory exists, as in `sessions`."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request
+
+from gateway.api.bodies import Curate
+from gateway.api.dependencies import principal_with
+from gateway.api.recorder import Recorder
+from gateway.api.targets import target_of
+from gateway.asgi.messages import header_map
+from gateway.auth.authenticator import Principal
+from gateway.errors import Unprocessable
+from gateway.proxy.services import Services
+from schemas.ids import new_event_id
+
+
+def curation_routes(services: Services) -> APIRouter:
+    """Return the route."""
+    router, recorder = APIRouter(), Recorder(services)
+    curator = principal_with(services.authenticator, "curate")
+
+    @router.post("/curations", status_code=201)
+    async def curate(request: Request, body: Curate, caller: Principal = curator) -> dict[str, str]:
+        if all(v is None for v in (body.quality, body.trainable, body.tags, body.note)):
+            raise Unprocessable("quality: or trainable, tags or note must say something", "quality")
+        by = body.by or caller.name
+        if by is None:
+            raise Unprocessable("by: names the author, where no API key does", "by")
+        key = target_of(body.trajectory_id, body.step_id)
+        headers = header_map(request.scope)
+        ref = services.trajectories.resolve(caller, headers, key, run=body.run_id)
+        event_id = new_event_id()
+        await recorder.record([recorder.curation(ref, body, by, event_id)])
+        return {"status": "ok", "trajectory_key": key, "event_id": event_id}
+
+    return router

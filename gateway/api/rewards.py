@@ -1,0 +1,34 @@
+"""Serves POST /rewards. It does not check whether the trajectory exists, as in `sessions`."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request
+
+from gateway.api.bodies import GiveReward
+from gateway.api.dependencies import principal_with
+from gateway.api.recorder import Recorder
+from gateway.api.targets import target_of
+from gateway.asgi.messages import header_map
+from gateway.auth.authenticator import Principal
+from gateway.errors import Unprocessable
+from gateway.proxy.services import Services
+
+
+def reward_routes(services: Services) -> APIRouter:
+    """Return the route."""
+    router, recorder = APIRouter(), Recorder(services)
+    rewarder = principal_with(services.authenticator, "reward")
+
+    @router.post("/rewards", status_code=201)
+    async def give_reward(
+        request: Request, body: GiveReward, caller: Principal = rewarder
+    ) -> dict[str, str]:
+        if body.value is None and not body.reason:
+            raise Unprocessable("reason: says why there is no value, or give a value", "reason")
+        key = target_of(body.trajectory_id, body.step_id)
+        headers = header_map(request.scope)
+        ref = services.trajectories.resolve(caller, headers, key, run=body.run_id)
+        await recorder.record([recorder.reward(ref, body, by=caller.name)])
+        return {"status": "ok", "trajectory_key": key}
+
+    return router

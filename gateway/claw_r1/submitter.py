@@ -1,0 +1,136 @@
+"""Serve POST /submit_steps.
+
+The steps, their rewards, and the openings and ends of their trajectories are durable before the
+reply.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from gateway.api.bodies import Complete, GiveReward, Register
+from gateway.api.recorder import Recorder
+from gateway.auth.authenticator import Principal
+from gateway.claw_r1.bodies import read_as
+from gateway.claw_r1.reward import TextOf
+from gateway.claw_r1.steps import AttributedStep, Receipt, StepPayload, Submission, step_of
+from gateway.durability.record_writer import Event
+from gateway.errors import BadRequest, Unprocessable
+from gateway.proxy.services import Services
+from schemas.records import Channel, Step
+
+THREAD_BYTES = 1 << 14
+"""Submissions above this size are read in a thread.
+
+1 MB of ids takes 20 ms to read, and so do 16 KB of tiny steps.
+"""
+
+
+class Submitter:
+    """Serve POST /submit_steps."""
+
+    def __init__(self, services: Services, text_of: TextOf | None) -> None:
+        self._services, self._text_of, self._recorder = services, text_of, Recorder(services)
+        self._thread = ThreadPoolExecutor(1, "submit-steps")
+
+    async def submit(
+        self, caller: Principal, headers: Mapping[str, str], body: bytes, channel: Channel | None
+    ) -> int:
+        """Record the steps, and return their number.
+
+        Raises:
+            GatewayError: Some steps may be recorded; submitting all again is harmless.
+        """
+        if len(body) < THREAD_BYTES:
+            steps, events = self._read(caller, headers, body, channel)
+        else:
+            read: Callable[..., tuple[int, list[Event]]] = self._read
+            loop = asyncio.get_running_loop()
+            steps, events = await loop.run_in_executor(
+                self._thread, read, caller, headers, body, channel
+            )
+        if events:
+            await self._recorder.record(events)
+        self._services.metrics.steps_recorded.labels("ok").inc(steps)
+        return steps
+
+    def close(self) -> None:
+        """Stop the thread without waiting."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _read(
+        self, caller: Principal, headers: Mapping[str, str], body: bytes, channel: Channel | None
+    ) -> tuple[int, list[Event]]:
+        services = self._services
+        receipt = Receipt(
+            services.settings.gateway.gateway_id, services.clock.micros(), headers.get("user-agent")
+        )
+        attributed = [
+            self._attribute(caller, headers, index, payload, channel)
+            for index, payload in enumerate(read_as(Submission, body).steps)
+        ]
+        # In the order in which assemble shall find them on the log.
+        attributed.sort(key=lambda step: step.payload.step_index)
+        steps = [(a, step_of(a, receipt, self._text(a.payload))) for a in attributed]
+        return len(steps), self._events(caller, steps)
+
+    def _attribute(
+        self,
+        caller: Principal,
+        headers: Mapping[str, str],
+        index: int,
+        payload: StepPayload,
+        channel: Channel | None,
+    ) -> AttributedStep:
+        """Resolve the trajectory of a step; an error names the step's own field."""
+        key, group = payload.trajectory_uid or None, payload.prompt_uid or None
+        try:
+            ref = self._services.trajectories.resolve(caller, headers, key, group, channel=channel)
+        except BadRequest as error:
+            if error.param == "run_id":
+                raise
+            name = "prompt_uid" if error.param == "group_id" else "trajectory_uid"
+            field = f"steps.{index}.{name}"
+            raise Unprocessable(f"{field}: {error.message}", field) from error
+        return AttributedStep(index, payload, ref)
+
+    def _text(self, payload: StepPayload) -> str | None:
+        return self._text_of(payload.response_ids) if self._text_of is not None else None
+
+    def _events(
+        self, caller: Principal, steps: Sequence[tuple[AttributedStep, Step]]
+    ) -> list[Event]:
+        """Return the events in log order: openings, steps, ends; rewards have their own log.
+
+        The reward of a last step is the trajectory's, as in Claw-R1's own complete_trajectory.
+        """
+        recorder, authenticator = self._recorder, self._services.authenticator
+        opened: dict[bytes, Event] = {}
+        ended: dict[bytes, Event] = {}
+        rewards: list[Event] = []
+        for attributed, step in steps:
+            payload, ref = attributed.payload, attributed.ref
+            if payload.metadata and ref.kafka_key not in opened:
+                opened[ref.kafka_key] = recorder.opened(ref, Register(metadata=payload.metadata))
+            if payload.is_last:
+                (ended[ref.kafka_key],) = recorder.ended(ref, Complete())
+            if payload.reward is None:
+                continue
+            if payload.is_last:
+                authenticator.require_completion_reward(caller)
+                name, step_id = "complete_trajectory", None
+            else:
+                authenticator.require(caller, "reward")
+                name, step_id = "submit_steps", step.step_id
+            reward = GiveReward(
+                source="env",
+                name=name,
+                function_version="1",
+                step_id=step_id,
+                value=payload.reward,
+            )
+            field = f"steps.{attributed.index}.reward"
+            rewards.append(recorder.reward(ref, reward, field, caller.name))
+        return [*opened.values(), *(step for _, step in steps), *rewards, *ended.values()]
