@@ -36,12 +36,12 @@ class AgentSession(NamedTuple):
     session_id: str
 
 
-def agent_of(headers: Mapping[str, str], said: Mapping[str, Any]) -> AgentName | None:
+def agent_of(headers: Mapping[str, str], payload: Mapping[str, Any]) -> AgentName | None:
     """Return the agent if it is a known one.
 
     Args:
         headers: Names in lower case.
-        said: Body of the request.
+        payload: Body of the request.
     """
     agent = headers.get("user-agent", "").lower()
     if "x-claude-code-session-id" in headers or agent.startswith("claude-cli/"):
@@ -50,35 +50,35 @@ def agent_of(headers: Mapping[str, str], said: Mapping[str, Any]) -> AgentName |
         return "codex"
     if "opencode/" in agent or ("x-session-affinity" in headers and "x-session-id" in headers):
         return "opencode"
-    if "openclaw" in agent or _speaks_openclaw(headers, said):
+    if "openclaw" in agent or _speaks_openclaw(headers, payload):
         return "openclaw"
     return None
 
 
-def _speaks_openclaw(headers: Mapping[str, str], said: Mapping[str, Any]) -> bool:
-    start = system_text(said, LOOKED_AT)
+def _speaks_openclaw(headers: Mapping[str, str], payload: Mapping[str, Any]) -> bool:
+    start = system_text(payload, LOOKED_AT)
     if OPENCLAW_SYSTEM[0] in start:
         return True
     # Other clients also send this compaction prompt and these context blocks. Only openclaw sends a
     # trace with them.
     return "traceparent" in headers and (
-        start.startswith(OPENCLAW_SYSTEM[1]) or OPENCLAW_USER in last_user_text(said, LOOKED_AT)
+        start.startswith(OPENCLAW_SYSTEM[1]) or OPENCLAW_USER in last_user_text(payload, LOOKED_AT)
     )
 
 
-def session_of(headers: Mapping[str, str], said: Mapping[str, Any]) -> AgentSession | None:
+def session_of(headers: Mapping[str, str], payload: Mapping[str, Any]) -> AgentSession | None:
     """Return the session of a known agent, or None.
 
     Args:
         headers: Names in lower case.
-        said: Body of the request.
+        payload: Body of the request.
     """
-    agent = agent_of(headers, said)
+    agent = agent_of(headers, payload)
     if agent is None:
         return None
     match agent:
         case "claude-code":
-            found = headers.get("x-claude-code-session-id") or _claude_user(said)
+            found = headers.get("x-claude-code-session-id") or _claude_user(payload)
         case "codex":
             found = headers.get("session-id") or headers.get("session_id")
         case "opencode":
@@ -89,12 +89,12 @@ def session_of(headers: Mapping[str, str], said: Mapping[str, Any]) -> AgentSess
     return AgentSession(agent, found) if found and len(found) <= MAX_ID else None
 
 
-def _claude_user(said: Mapping[str, Any]) -> str | None:
+def _claude_user(payload: Mapping[str, Any]) -> str | None:
     """Return Claude Code's session from `metadata.user_id`.
 
     The value is JSON with session_id; older versions send `..._session_<uuid>`.
     """
-    metadata = said.get("metadata")
+    metadata = payload.get("metadata")
     user = metadata.get("user_id") if isinstance(metadata, dict) else None
     if not isinstance(user, str):
         return None

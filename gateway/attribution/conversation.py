@@ -16,13 +16,13 @@ SYSTEM_ROLES = ("system", "developer")
 TEXT_TYPES = ("text", "input_text", "output_text")
 
 
-def turns(said: Mapping[str, Any]) -> list[Any]:
+def turns(payload: Mapping[str, Any]) -> list[Any]:
     """Return the conversation, oldest turn first; empty for a request without one."""
     for name in ("messages", "input"):
-        found = said.get(name)
+        found = payload.get(name)
         if isinstance(found, list):
             return found
-    text = said.get("input")
+    text = payload.get("input")
     return [{"role": "user", "content": text}] if isinstance(text, str) else []
 
 
@@ -56,13 +56,14 @@ def text_of(content: Any, most: int | None = None) -> str:
     )
 
 
-def system_text(said: Mapping[str, Any], most: int | None = None) -> str:
+def system_text(payload: Mapping[str, Any], most: int | None = None) -> str:
     """Return the system prompt, `most` characters of each block.
 
     It consists of the text before the conversation and the system messages at its start.
     """
-    found = [text_of(said[name], most) for name in ("system", "instructions") if said.get(name)]
-    for turn in turns(said):
+    fields = (payload.get("system"), payload.get("instructions"))
+    found = [text_of(field, most) for field in fields if field]
+    for turn in turns(payload):
         if not isinstance(turn, dict) or turn.get("role") not in SYSTEM_ROLES:
             break
         found.append(text_of(turn.get("content"), most))
@@ -75,20 +76,20 @@ def _of_user(found: Iterable[Any]) -> Any:
     )
 
 
-def first_user_text(said: Mapping[str, Any], most: int | None = None) -> str:
+def first_user_text(payload: Mapping[str, Any], most: int | None = None) -> str:
     """Return the text of the user's first message, `most` characters of each block."""
-    return text_of(_of_user(turns(said)), most)
+    return text_of(_of_user(turns(payload)), most)
 
 
-def last_user_text(said: Mapping[str, Any], most: int | None = None) -> str:
+def last_user_text(payload: Mapping[str, Any], most: int | None = None) -> str:
     """Return the text of the user's last message, `most` characters of each block.
 
     Results of tools are not part of it.
     """
-    return text_of(_of_user(reversed(turns(said))), most)
+    return text_of(_of_user(reversed(turns(payload))), most)
 
 
-def first_user_turn(said: Mapping[str, Any]) -> bytes:
+def first_user_turn(payload: Mapping[str, Any]) -> bytes:
     """Return the user's first message as canonical bytes, equal in all calls of a conversation.
 
     Agents convert a string into a list of one block and back, and move `cache_control` between
@@ -98,10 +99,10 @@ def first_user_turn(said: Mapping[str, Any]) -> bytes:
     Raises:
         BadRequest: The turn has no canonical form.
     """
-    found = turns(said)
+    found = turns(payload)
     content = _of_user(found)
     if content is None:
-        content = said.get("prompt") if "prompt" in said else (found or [None])[0]
+        content = payload.get("prompt") if "prompt" in payload else (found or [None])[0]
     if content is None:
         return b""
     if isinstance(content, list) and any(isinstance(block, dict) for block in content):

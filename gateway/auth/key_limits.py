@@ -125,19 +125,17 @@ def tokens_of_reply(body: bytes) -> int:
         0 if the reply has no usage or is not JSON.
     """
     try:
-        said = loads(body)
+        reply = loads(body)
     except (ValueError, RecursionError):
         return 0
-    said = said.get("usage") if isinstance(said, dict) else None
-    usage = usage_of(said)
-    if usage is not None and (
-        usage.prompt_tokens is not None or usage.completion_tokens is not None
-    ):
-        return (usage.prompt_tokens or 0) + (usage.completion_tokens or 0)
-    usage = (
-        usage_of({"prompt_tokens": said.get("total_tokens")}) if isinstance(said, dict) else None
-    )
-    return usage.prompt_tokens or 0 if usage is not None else 0
+    counts = reply.get("usage") if isinstance(reply, dict) else None
+    if not isinstance(counts, dict):
+        return 0
+    for fields in (counts, {"prompt_tokens": counts.get("total_tokens")}):
+        usage = usage_of(fields)
+        if usage and (tokens := (usage.prompt_tokens or 0) + (usage.completion_tokens or 0)):
+            return tokens
+    return 0
 
 
 def _limited(key: ApiKey, limit: str, retry_after_s: int) -> KeyLimited:

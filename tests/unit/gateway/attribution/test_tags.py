@@ -230,7 +230,8 @@ def test_a_call_is_tagged_with_what_shows_it(
 def test_evidence_is_bounded_and_never_the_users_words() -> None:
     (tag,) = tags_of(CLAUDE | {"x-claude-code-agent-id": "a" * 500}, anthropic("secret", "secret"))
     assert len(tag.evidence) < 150
-    marked = {s.words for s in PROMPTS} | {s.header for s in HEADERS} | {CODEX_METADATA}
+    marked = {s.words for signs in PROMPTS.values() for s in signs} | {CODEX_METADATA}
+    marked |= {s.header for signs in HEADERS.values() for s in signs}
     for headers, said, _ in TAGGED:
         assert all(any(words in t.evidence for words in marked) for t in tags_of(headers, said))
 
