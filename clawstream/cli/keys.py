@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import time
+from datetime import UTC, datetime
 from typing import Annotated
 
 import typer
 
 from clawstream.cli.common_options import command, group
-from gateway.auth import key_commands
+from clawstream.text_table import text_table
+from gateway.auth.api_keys import create_key, read_keys, revoke_key, scope_of
+from gateway.errors import Unprocessable
 from schemas.settings import Settings
 
 app = group("API keys of the gateway.")
+DAY_S = 86400.0
+HEAD = ("NAME", "ID", "SCOPES", "RUN", "CREATED", "EXPIRES", "CALLS/MIN", "AT ONCE", "TOKENS/DAY")
 
 
 @command(app, "create")
@@ -37,14 +43,34 @@ def keys_create(
     ] = None,
 ) -> None:
     """Create an API key and print it, this once: only its hash is kept."""
+    if days is not None and not 0 < days <= 36500:
+        raise Unprocessable(f"days: {days:g} is not in (0, 36500]", "days")
+    expires_at = None if days is None else int(time.time() + days * DAY_S)
+    scopes = [scope_of(text) for text in scope]
     limits = (calls_per_minute, calls_at_once, tokens_per_day)
-    typer.echo(key_commands.create(settings, name, scope, run, days, *limits))
+    typer.echo(create_key(settings.api_keys_file, name, scopes, run, expires_at, *limits))
 
 
 @command(app, "list")
 def keys_list(settings: Settings) -> None:
     """Names, scopes and runs of all API keys."""
-    typer.echo(key_commands.listing(settings))
+    keys = read_keys(settings.api_keys_file)
+    if not keys:
+        typer.echo(f"no API keys in {settings.api_keys_file}")
+        return
+    rows = [
+        (
+            *(k.name, k.key_id, ",".join(k.scopes), k.run_id),
+            *(_day(k.created_at), _day(k.expires_at)),
+            *(k.calls_per_minute, k.calls_at_once, k.tokens_per_day),
+        )
+        for k in keys
+    ]
+    typer.echo(text_table(HEAD, [[cell or "-" for cell in row] for row in rows]))
+
+
+def _day(seconds: int | None) -> str | None:
+    return None if seconds is None else datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d")
 
 
 @command(app, "revoke")
@@ -52,4 +78,5 @@ def keys_revoke(
     name: Annotated[str, typer.Argument(help="Its name or id.")], settings: Settings
 ) -> None:
     """Revoke an API key; gateways refuse it a second later."""
-    typer.echo(key_commands.revoke(settings, name))
+    key = revoke_key(settings.api_keys_file, name)
+    typer.echo(f"revoked {key.name} ({key.key_id})")

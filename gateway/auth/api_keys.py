@@ -87,6 +87,14 @@ class _File(BaseModel):
     keys: tuple[ApiKey, ...] = ()
 
 
+def scope_of(text: str) -> Scope:
+    """Parse the name of a scope. Raises Unprocessable."""
+    for scope in SCOPES:
+        if scope == text:
+            return scope
+    raise Unprocessable(f"scope: {text[:40]!r} is none of {', '.join(SCOPES)}", "scope")
+
+
 def digest_of(key: str) -> bytes:
     """Return the SHA-256 of a key: 32 bytes."""
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()

@@ -189,6 +189,19 @@ def test_the_command_line_tells_a_key_once(tmp_path: Path) -> None:
     assert wrong.returncode == 1 and "agent, reward, curate, admin" in wrong.stderr
 
 
+def test_limits_are_given_and_listed_on_the_command_line(tmp_path: Path) -> None:
+    create = partial(clawstream, tmp_path, "keys", "create", "--scope", "agent", "--name")
+    made = create("k", "--calls-per-minute", "600", "--tokens-per-day", "5000")
+    assert made.returncode == 0, made.stderr
+    (key,) = read_keys(tmp_path / "api-keys.json")
+    assert (key.calls_per_minute, key.calls_at_once, key.tokens_per_day) == (600, None, 5000)
+    assert key.limited
+    listed = clawstream(tmp_path, "keys", "list").stdout.splitlines()
+    assert listed[1].split()[-3:] == ["600", "-", "5000"]
+    wrong = create("other", "--calls-at-once", "0")
+    assert wrong.returncode == 1 and "calls_at_once" in wrong.stderr
+
+
 # ---------------------------------------------------------------- a gateway
 
 

@@ -14,14 +14,12 @@ from support.raw_http import ASK, connected, request
 from support.scripted.script import Script, ScriptedChoice
 from support.wire import ASK as SAID
 
-from gateway.auth import key_commands
-from gateway.auth.api_keys import ApiKey, create_key, digest_of, read_keys
+from gateway.auth.api_keys import ApiKey, create_key, digest_of
 from gateway.auth.key_limits import KeyLimits, tokens_of_reply
 from gateway.clock import Clock
-from gateway.errors import KeyLimited, Unprocessable
+from gateway.errors import KeyLimited
 from gateway.proxy.paths import CallTarget, normalized, parse_target, proxy_prefix
 from schemas.codec.single_object import Codec
-from schemas.settings import Settings
 
 CODEC = Codec()
 RunScenario = Callable[..., None]
@@ -208,22 +206,6 @@ def test_calls_without_a_limit_always_begin() -> None:
 )  # fmt: skip
 def test_tokens_of_a_reply_that_is_not_recorded(reply: bytes, tokens: int) -> None:
     assert tokens_of_reply(reply) == tokens
-
-
-def test_limits_are_given_and_listed_on_the_command_line(tmp_path: Path) -> None:
-    settings = Settings.model_validate({"data_dir": tmp_path})
-    key_commands.create(
-        settings, "k", ["agent"], None, None, calls_per_minute=600, tokens_per_day=5000
-    )
-    (made,) = read_keys(settings.api_keys_file)
-    assert (made.calls_per_minute, made.calls_at_once, made.tokens_per_day) == (
-        600,
-        None,
-        5000,
-    ) and made.limited
-    assert key_commands.listing(settings).splitlines()[1].split()[-3:] == ["600", "-", "5000"]
-    with pytest.raises(Unprocessable, match="calls_at_once"):
-        key_commands.create(settings, "other", ["agent"], None, None, calls_at_once=0)
 
 
 def test_generate_counts_for_the_limits_of_a_key(run_scenario: RunScenario, tmp_path: Path) -> None:
