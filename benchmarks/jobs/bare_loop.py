@@ -1,11 +1,10 @@
-"""The same fold as assemble's in a plain loop on confluent-kafka: what the work costs without
-Faust, groups, fencing and take-over.
+"""The fold of assemble in a plain loop on confluent-kafka, without Faust, groups and fencing.
 
     python -m benchmarks.jobs.bare_loop --config FILE
 
 It reads both inputs from their beginning, folds a batch, appends one delta a partition, waits for
 it, sends trajectories, waits, sends candidates, waits: the same decisions, records and order as
-`stream_jobs.assemble.partition`. What it lacks is all that is for the day when something dies.
+`stream_jobs.assemble.partition`. It lacks everything that survives a crash.
 """
 
 from __future__ import annotations
@@ -35,8 +34,9 @@ from stream_jobs.assemble.state import PartitionState
 
 Places = list[tuple[int, int]]
 """(partition, offset) of each part of a trajectory."""
+PLACE = ("topic_id", "partition", "first_offset", "last_offset")
 WAIT_S = 0.05
-"""consume() waits so long unless a batch is full."""
+"""Longest wait for a full batch."""
 
 
 class Partition:
@@ -61,22 +61,15 @@ class Loop:
         self._partitions = [Partition(p, settings) for p in range(count)]
         servers = {"bootstrap.servers": settings.bootstrap_servers, "log_level": 2}
         self._producer = Producer(producer_options(servers))
-        self._consumer = Consumer(
-            {
-                **servers,
-                "group.id": "bare-loop",
-                "enable.auto.commit": False,
-                "auto.offset.reset": "error",
-                "fetch.wait.max.ms": 50,
-                "isolation.level": "read_committed",
-                "queued.max.messages.kbytes": 65536,
-            }
-        )
+        reading = {"isolation.level": "read_committed", "auto.offset.reset": "error"}
+        fetching = {"fetch.wait.max.ms": 50, "queued.max.messages.kbytes": 65536}
+        group = {"group.id": "bare-loop", "enable.auto.commit": False}
+        self._consumer = Consumer({**servers, **group, **reading, **fetching})
         inputs = (self._topics.steps, self._topics.rewards)
         self._consumer.assign([TopicPartition(t, p, 0) for t in inputs for p in range(count)])
 
     def turn(self) -> None:
-        """One batch."""
+        """Process one batch."""
         touched = self._fold(self._consumer.consume(self._batch, WAIT_S))
         for partition in touched:
             self._append_delta(partition)
@@ -129,10 +122,7 @@ class Loop:
         return sent
 
     def _note_places(self, partition: Partition, sent: Sequence[Places]) -> None:
-        """What became known of the closed trajectories by sending them.
-
-        It rides in the next delta.
-        """
+        """Apply the positions of sent trajectories; they are written with the next delta."""
         for entry, places in zip(partition.unflushed, sent, strict=True):
             entry.append([self._trajectories_id, places[0][0], places[0][1], places[-1][1]])
             partition.state.apply(entry)
@@ -144,10 +134,7 @@ class Loop:
         for key in state.pending.revised:
             closed = state.closed[key]
             assert closed.place is not None
-            names = ("topic_id", "partition", "first_offset", "last_offset")
-            headers = {
-                name: str(part).encode() for name, part in zip(names, closed.place, strict=True)
-            }
+            headers = {n: str(v).encode() for n, v in zip(PLACE, closed.place, strict=True)}
             value = self._codec.encode(candidate(key, closed, self._codec))
             self._produce(self._topics.candidates, value, key[0].encode(), headers=headers)
 
@@ -168,7 +155,7 @@ class Loop:
 
 
 def main() -> None:
-    """The process, until SIGTERM."""
+    """Run until SIGTERM."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--config", type=Path)
     loop = Loop(load(parser.parse_args().config))

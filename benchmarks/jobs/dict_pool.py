@@ -1,6 +1,4 @@
-"""The same grouping as assemble's and admit's in dictionaries of one process: nothing survives its
-end, nothing is checked, nothing is stored.
-"""
+"""The grouping of assemble and admit in dictionaries: nothing is checked, stored or durable."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ class Pool:
     rewards: dict[str, Reward] = field(default_factory=dict)
 
     def take(self, event: Any) -> Iterator[list[tuple[list[Step], Reward]]]:
-        """Take an event; gives the group that became ready by it."""
+        """Add an event; yield the group that it makes ready."""
         key = event.trajectory_key
         match event:
             case Step():

@@ -1,5 +1,4 @@
-"""Puts a file of encoded records on Kafka, as fast as Kafka takes them: a process of its own, so
-that its CPU is nobody's.
+"""Write a file of encoded records to Kafka at full speed, in a process that is not measured.
 
 python -m benchmarks.jobs.feeder FILE BOOTSTRAP_SERVERS TOPIC_PREFIX
 """
@@ -20,7 +19,7 @@ FLUSH_EVERY = 2000
 
 
 def read(path: Path) -> Iterator[tuple[bool, bytes, bytes]]:
-    """Whether it is a reward, key and value of each record in a file."""
+    """Yield each record of a file: whether it is a reward, key, value."""
     with path.open("rb") as file:
         while head := file.read(HEAD.size):
             reward, key, value = HEAD.unpack(head)
@@ -28,7 +27,7 @@ def read(path: Path) -> Iterator[tuple[bool, bytes, bytes]]:
 
 
 def feed(path: Path, bootstrap_servers: str, prefix: str) -> None:
-    """Put all of a file on its topics; everything is acknowledged when this returns."""
+    """Write a file to its topics; returns once everything is acknowledged."""
     topics, producer = Topics(prefix), Cluster(bootstrap_servers).producer(linger_ms=10)
     for at, (reward, key, value) in enumerate(read(path), 1):
         producer.put(topics.rewards if reward else topics.steps, key, value)

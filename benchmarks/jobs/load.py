@@ -1,4 +1,4 @@
-"""What `benchmarks.jobs` feeds: made-up trajectories, encoded once into files.
+"""The input of `benchmarks.jobs`: synthetic trajectories, encoded once into files.
 
 `benchmarks.jobs.feeder` puts a file on Kafka.
 """
@@ -28,13 +28,11 @@ VOCABULARY = 151_936
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Trajectories of a kind.
+    """The shape of trajectories. Lengths are tokens.
 
-    Each turn's prompt is the earlier prompt and response and `added` tokens more.
-
-    together: trajectories that go on in turn, a step of each; a multiple of the group size. text:
-    requests and replies with four bytes of JSON a token, as a client sends them, instead of a few
-    words.
+    The prompt of a turn is the earlier prompt and response, and `added` tokens more. together:
+    Number of trajectories that run at once, a step of each in turn; a multiple of the group size.
+    text: Requests and replies have four bytes of JSON a token instead of a few words.
     """
 
     turns: int
@@ -66,29 +64,29 @@ class Load:
 
 
 class Texts:
-    """Ids and log-probabilities as a model has them: some tokens are frequent, most are rare."""
+    """Random ids and log-probabilities: as of a model, some tokens are frequent, most are rare."""
 
     def __init__(self, seed: int) -> None:
         self._random = np.random.default_rng(seed)
 
     def ids(self, count: int) -> bytes:
-        """Packed."""
+        """Return packed token ids."""
         return np.exp(self._random.random(count) * math.log(VOCABULARY)).astype("<i4").tobytes()
 
     def logprobs(self, count: int) -> bytes:
-        """Packed."""
+        """Return packed log-probabilities."""
         return (-self._random.exponential(0.5, count)).astype("<f4").tobytes()
 
 
 def name_of(kind: str, number: int) -> str:
-    """An id as long and as random as a uuid."""
+    """Return an id as long and as random as a UUID."""
     return hashlib.blake2b(f"{kind}{number}".encode(), digest_size=16).hexdigest()
 
 
 def events(shape: Shape, trajectories: int, first: int = 0) -> Iterator[Step | SessionEvent]:
-    """All that is on `claw.steps`, in order: for each trajectory opened, its steps, completed.
+    """Yield the records of `claw.steps` in order: for each trajectory opened, steps, completed.
 
-    Every other one has the right answer.
+    Every other trajectory has the right answer.
     """
     texts = Texts(first)
     for at in range(first, first + trajectories, shape.together):
@@ -120,15 +118,11 @@ def _session(number: int, kind: Any, **more: Any) -> SessionEvent:
 def _step(shape: Shape, number: int, turn: int, prompt: bytes, texts: Texts) -> Step:
     key = name_of("t", number)
     call = f"{key}~{new_ulid()}"
-    said = "42" if number % 2 == 0 else "41"
-    asked = "What is six times seven?"
+    answer, question = "42" if number % 2 == 0 else "41", "What is six times seven?"
     if shape.text:
-        said, asked = said.rjust(4 * shape.response), asked.ljust(len(prompt), ".")
-    messages = {
-        "model": "policy",
-        "messages": [{"role": "user", "content": asked}],
-        "temperature": 1.0,
-    }
+        answer, question = answer.rjust(4 * shape.response), question.ljust(len(prompt), ".")
+    messages = [{"role": "user", "content": question}]
+    request = {"model": "policy", "messages": messages, "temperature": 1.0}
     return Step(
         step_id=f"{call}.0",
         run_id=RUN,
@@ -140,8 +134,8 @@ def _step(shape: Shape, number: int, turn: int, prompt: bytes, texts: Texts) -> 
         status="ok",
         finish_reason="stop",
         streamed=False,
-        request_json=orjson.dumps(messages),
-        response_json=orjson.dumps({"role": "assistant", "content": said}),
+        request_json=orjson.dumps(request),
+        response_json=orjson.dumps({"role": "assistant", "content": answer}),
         prompt_token_ids=prompt,
         response_token_ids=texts.ids(shape.response),
         response_logprobs=texts.logprobs(shape.response),
@@ -155,7 +149,7 @@ def _step(shape: Shape, number: int, turn: int, prompt: bytes, texts: Texts) -> 
 
 
 def rewards(trajectories: int, first: int = 0) -> Iterator[Reward]:
-    """What the reward job would say of them."""
+    """Yield the rewards that the reward job would write."""
     for number in range(first, first + trajectories):
         key = name_of("t", number)
         yield Reward(
@@ -176,18 +170,11 @@ def rewards(trajectories: int, first: int = 0) -> Iterator[Reward]:
 def write(directory: Path, shape: Shape, trajectories: int, first: int = 0) -> Load:
     """Encode trajectories into files of a directory."""
     name, codec = f"{shape.turns}-{shape.first}-{first}", Codec()
-    load = Load(
-        directory / f"{name}.steps",
-        directory / f"{name}.rewards",
-        trajectories,
-        trajectories * shape.turns,
-    )
-    for path, what in (
-        (load.steps_file, events(shape, trajectories, first)),
-        (load.rewards_file, rewards(trajectories, first)),
-    ):
+    files = (directory / f"{name}.steps", directory / f"{name}.rewards")
+    records = (events(shape, trajectories, first), rewards(trajectories, first))
+    for path, some in zip(files, records, strict=True):
         with path.open("wb") as out:
-            for event in what:
+            for event in some:
                 key, value = event.trajectory_key.encode(), codec.encode(event)
                 out.write(HEAD.pack(isinstance(event, Reward), len(key), len(value)) + key + value)
-    return load
+    return Load(*files, trajectories, trajectories * shape.turns)

@@ -1,4 +1,4 @@
-"""Whether a worker of assemble grows: its memory after 500,000 small steps, and after a million."""
+"""Measure the memory of a worker of assemble after 500,000 small steps and after a million."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from schemas.records import Candidate
 from schemas.settings import Settings
 
 CLOSED_MAX = 50_000
-"""Closed trajectories that are remembered, all partitions together."""
+"""Closed trajectories that are remembered, over all partitions."""
 CHUNK, CHUNKS = 3200, 40
-"""Trajectories that are fed at once, and how often: 1,024,000 steps."""
+"""Trajectories of a chunk, and number of chunks: 1,024,000 steps."""
 SAMPLES = 5
-"""The last chunks up to each mark, of which the median counts."""
+"""Chunks before each measurement, of which the median counts."""
 
 
 def part_memory(bench: Bench) -> dict[str, Any]:
-    """Chunk by chunk, each with its rewards; memory is looked at when a chunk is done."""
+    """Feed chunks with their rewards; measure the memory after each."""
     chunk, chunks = (GROUP_SIZE, 4) if bench.size.check else (CHUNK, CHUNKS)
     rss: list[int] = []
     load = write(bench.directory, SMALL, chunk)

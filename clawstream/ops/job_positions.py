@@ -17,7 +17,7 @@ from stream_jobs.errors import UnreadableChangelog, UnreadableJournal
 
 
 def positions(settings: Settings, cluster: Cluster) -> list[StoredPosition]:
-    """What the changelog, the reward job's group and every journal say."""
+    """Return the positions in the changelog, the reward job's group and every journal."""
     decoder = Decoder(cluster, settings.kafka.topics.schemas)
     return [
         *_assemble(settings, cluster, decoder),
@@ -27,29 +27,26 @@ def positions(settings: Settings, cluster: Cluster) -> list[StoredPosition]:
 
 
 def _assemble(settings: Settings, cluster: Cluster, decoder: Decoder) -> Iterator[StoredPosition]:
-    """What each partition of the changelog has applied of its inputs."""
+    """Yield the position of each input partition in the changelog."""
     topics = settings.kafka.topics
     for partition in range(cluster.topics(topics.assembly).get(topics.assembly, 0)):
         log = ChangelogReader()
-        flaw, at = None, 0
         for record in cluster.read_all(topics.assembly, partition):
             at = record.offset
             try:
                 log.read(at, decode_record(decoder, record), len(record.value or b""))
             except UnreadableChangelog as e:
-                flaw = str(e)
+                place = ("unreadable changelog", topics.assembly, None, partition, at, str(e))
+                yield StoredPosition("assemble", *place)
                 break
-        if flaw is not None:
-            yield StoredPosition(
-                "assemble", "unreadable changelog", topics.assembly, None, partition, at, flaw
-            )
-        elif log.known:
-            for topic, topic_id, applied in zip(
-                (topics.steps, topics.rewards), log.state.topic_ids, log.state.applied, strict=True
-            ):
-                yield StoredPosition(
-                    "assemble", "changelog", topic, topic_id, partition, applied + 1
-                )
+        else:
+            if log.known:
+                inputs, state = (topics.steps, topics.rewards), log.state
+                for topic, topic_id, applied in zip(
+                    inputs, state.topic_ids, state.applied, strict=True
+                ):
+                    at_input = (topic, topic_id, partition, applied + 1)
+                    yield StoredPosition("assemble", "changelog", *at_input)
 
 
 def rewards_applied(settings: Settings, cluster: Cluster) -> dict[int, int]:
@@ -65,7 +62,7 @@ def rewards_applied(settings: Settings, cluster: Cluster) -> dict[int, int]:
 
 
 def _reward(settings: Settings, cluster: Cluster) -> Iterator[StoredPosition]:
-    """The one process whose position is what its group has committed."""
+    """Yield the committed offsets of the reward job's group."""
     for (topic, partition), offset in sorted(
         cluster.committed(f"{settings.kafka.topic_prefix}-reward").items()
     ):
@@ -75,54 +72,37 @@ def _reward(settings: Settings, cluster: Cluster) -> Iterator[StoredPosition]:
 def _admit(settings: Settings, cluster: Cluster, decoder: Decoder) -> Iterator[StoredPosition]:
     """Yield for each journal the lowest undecided and the last decided candidate."""
     topics, there = settings.kafka.topics, cluster.topics()
+    if topics.candidates not in there:
+        return
     for journal in sorted(there):
-        named = topics.parse_ready_batches(journal)
-        if named is None or topics.candidates not in there:
+        if (named := topics.parse_ready_batches(journal)) is None:
+            continue
+        run, name = named[0], ".".join(named)
+        if first := first_offset(cluster, journal):
+            # Trimmed, so its run is over: admission does not start on it, and needs no candidates.
+            yield StoredPosition("admit", f"{name} is over, trimmed", journal, None, 0, first)
             continue
         topic_id: str | None = None
         undecided: int | None = None
-        seen = 0
-        if first := first_offset(cluster, journal):
-            # Trimmed, so its run is over: admission does not start on it, and needs no candidates
-            # any more.
-            yield StoredPosition(
-                "admit", f"{named[0]}.{named[1]} is over, trimmed", journal, None, 0, first
-            )
-            continue
+        decided = 0
         for record in cluster.read_all(journal):
             try:
                 event = decode_journal_record(decoder, record)
             except UnreadableJournal as e:
-                yield StoredPosition(
-                    "admit",
-                    "unreadable journal",
-                    journal,
-                    None,
-                    record.partition,
-                    record.offset,
-                    str(e),
-                )
+                at = (record.partition, record.offset, str(e))
+                yield StoredPosition("admit", "unreadable journal", journal, None, *at)
                 break
             if isinstance(event, Late):
                 continue
             if event.input_topic_id != topic_id:
-                topic_id, undecided, seen = event.input_topic_id, None, 0
+                topic_id, undecided, decided = event.input_topic_id, None, 0
             if isinstance(event, PolicyApplied):
-                seen = max(seen, event.from_offset)
+                decided = max(decided, event.from_offset)
             else:
-                undecided, seen = event.input_from, max(seen, event.input_to)
+                undecided, decided = event.input_from, max(decided, event.input_to)
         if topic_id is not None:
-            partition = partition_of(named[0].encode(), there[topics.candidates])
-            place = f"{named[0]}.{named[1]}"
-            if undecided is not None:
-                yield StoredPosition(
-                    "admit",
-                    f"{place} undecided from",
-                    topics.candidates,
-                    topic_id,
-                    partition,
-                    undecided,
-                )
-            yield StoredPosition(
-                "admit", f"{place} decided to", topics.candidates, topic_id, partition, seen
-            )
+            partition = partition_of(run.encode(), there[topics.candidates])
+            for state, offset in (("undecided from", undecided), ("decided to", decided)):
+                if offset is not None:
+                    place = (f"{name} {state}", topics.candidates, topic_id, partition, offset)
+                    yield StoredPosition("admit", *place)
