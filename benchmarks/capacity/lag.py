@@ -1,12 +1,12 @@
-"""Lag of the stream jobs as fluid queues in discrete time: bursts, kills, broker failovers, a lake
-that stands still. Pure, seeded.
+"""Simulate the lag of the stream jobs as fluid queues in discrete time. Pure, seeded.
 
-What flows is steps. A partition is a queue in front of each job; a worker serves its partitions in
-the ratio of what waits there, at so many steps a second; killed, it serves none of them until it
-has recovered. While a partition has no leader nothing is appended to it or read from it, and what
-gateways hold is appended when it has one again. A step is ready when assemble, then the reward job,
-then the admission of its run have passed it. Waiting for the other steps of a trajectory and the
-other members of a group is not in it: that is the agents' time. The lake reads beside them.
+It covers bursts, kills, broker failovers and an outage of the lake. The fluid is steps. A partition
+is a queue in front of each job. A worker divides its rate between its partitions in proportion to
+their queues; a killed worker serves none until it has recovered. While a partition has no leader,
+nothing is appended to it or read from it; gateways hold its steps and append them afterwards. A
+step is ready when assemble, then the reward job, then the admission of its run have processed it.
+The wait for other steps of a trajectory and other members of a group depends on the agents and is
+not included. The lake reads in parallel.
 """
 
 from __future__ import annotations
@@ -24,11 +24,10 @@ JOBS = ("assemble", "reward", "admit", "lake")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fleet:
-    """What serves. rate: steps a second of one worker of each job. admit has one worker a run.
+    """The workers. admit has one worker a run.
 
-    skew: how unlike partitions are.
-
-    floor_s, lake_floor_s: what a step takes when nothing waits: batching, round trips, a flush.
+    rate: Steps a second of one worker of each job. skew: Standard deviation of a partition's share.
+    floor_s, lake_floor_s: Delay of a step without a queue: batching, round trips, a flush.
     """
 
     partitions: int
@@ -42,9 +41,9 @@ class Fleet:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outage:
-    """One worker of a job, or all (None), serves nothing for a while.
+    """An interval in which one worker of a job, or all (None), serves nothing.
 
-    Job "broker": that share of the partitions has no leader.
+    Job "broker": `share` of the partitions has no leader.
     """
 
     job: str
@@ -56,10 +55,10 @@ class Outage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """Steps a second over time: `mean`, a day's wave of `wave` times it, times `factor` while a
-    burst lasts; and what fails.
+    """Steps a second over time, and failures.
 
-    kills_per_hour: of every worker of every job, by chance, each for kill_s.
+    The rate is `mean` with a daily wave of relative amplitude `wave`, times `factor` in a burst.
+    kills_per_hour: Random kills of every worker of every job, each for kill_s.
     """
 
     name: str
@@ -73,7 +72,7 @@ class Scenario:
     kill_s: float = 15.0
 
     def rate(self, at: Floats) -> Floats:
-        """Steps a second at each time."""
+        """Return the steps a second at each time."""
         rate = self.mean * (1 - self.wave * np.cos(2 * np.pi * at / 86_400))
         for begin, length, factor in self.bursts:
             rate = np.where((at >= begin) & (at < begin + length), rate * factor, rate)
@@ -81,19 +80,18 @@ class Scenario:
 
     @property
     def calm_from_s(self) -> float:
-        """When the last burst or outage is over."""
-        ends = [begin + length for begin, length, _ in self.bursts] + [
-            o.at_s + o.seconds for o in self.outages
-        ]
-        return max(ends, default=0.0)
+        """The end of the last burst or outage."""
+        bursts = [begin + length for begin, length, _ in self.bursts]
+        return max([*bursts, *(o.at_s + o.seconds for o in self.outages)], default=0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lag:
-    """max_lag: steps appended or held and not yet through assemble.
+    """The lag of a scenario. Delays are seconds, over steps. lake_*: Of the lake.
 
-    drain_s: from the end of the last burst or outage until what waits is less than two seconds of
-    arrivals; None: not within the scenario. Delays: seconds, over steps. lake_*: of the lake.
+    max_lag: Steps appended or held and not yet processed by assemble. drain_s: From the end of the
+    last burst or outage until the queue is shorter than two seconds of arrivals; None: not within
+    the scenario.
     """
 
     steps: int
@@ -108,7 +106,7 @@ class Lag:
 
 
 def simulate(fleet: Fleet, scenario: Scenario, seed: int, dt: float = 1.0) -> Lag:
-    """The lag of a scenario. dt: seconds a tick; delays are exact to a tick."""
+    """Simulate a scenario. dt: Seconds a tick; delays are exact to a tick."""
     rng = np.random.default_rng(seed)
     ticks = int(scenario.seconds / dt)
     at: Floats = np.arange(ticks, dtype=np.float64) * dt
@@ -139,11 +137,9 @@ def simulate(fleet: Fleet, scenario: Scenario, seed: int, dt: float = 1.0) -> La
     arrivals: Floats = offered.sum(axis=1) / dt
 
     def drained(behind: Floats) -> float | None:
-        return (
-            None
-            if scenario.kills_per_hour
-            else _drained(behind, arrivals, scenario.calm_from_s, at)
-        )
+        if scenario.kills_per_hour:
+            return None
+        return _drained(behind, arrivals, scenario.calm_from_s, at)
 
     return Lag(
         steps=int(offered.sum()),
@@ -159,7 +155,7 @@ def simulate(fleet: Fleet, scenario: Scenario, seed: int, dt: float = 1.0) -> La
 
 
 def _led(fleet: Fleet, scenario: Scenario, at: Floats) -> Flags:
-    """Whether a partition has a leader, by tick."""
+    """Return by tick whether each partition has a leader."""
     led = np.ones((len(at), fleet.partitions), dtype=np.bool_)
     for outage in (o for o in scenario.outages if o.job == "broker"):
         count = round(outage.share * fleet.partitions)
@@ -168,7 +164,7 @@ def _led(fleet: Fleet, scenario: Scenario, at: Floats) -> Flags:
 
 
 def _up(fleet: Fleet, scenario: Scenario, job: str, at: Floats, rng: np.random.Generator) -> Flags:
-    """Whether each worker of a job serves, by tick."""
+    """Return by tick whether each worker of a job serves."""
     workers = fleet.runs if job == "admit" else fleet.workers[job]
     up = np.ones((len(at), workers), dtype=np.bool_)
     outages = [o for o in scenario.outages if o.job == job]
@@ -183,7 +179,7 @@ def _up(fleet: Fleet, scenario: Scenario, job: str, at: Floats, rng: np.random.G
 
 
 def _held_back(offered: Floats, led: Flags) -> Floats:
-    """What is appended: all that is offered, or held, while there is a leader."""
+    """Return the appended steps: those offered or held while there is a leader."""
     held = np.zeros(offered.shape[1])
     out = np.zeros_like(offered)
     for tick in range(len(offered)):
@@ -194,9 +190,9 @@ def _held_back(offered: Floats, led: Flags) -> Floats:
 
 
 def _served(arrivals: Floats, up: Flags, may: Flags, most: float) -> Floats:
-    """What leaves each queue in each tick.
+    """Return the steps that leave each queue in each tick.
 
-    most: what one worker serves in a tick. Queue q is worker q modulo workers'.
+    most: Steps of one worker in a tick. Queue q belongs to worker q modulo the number of workers.
     """
     workers = up.shape[1]
     owner = np.arange(arrivals.shape[1]) % workers
@@ -213,14 +209,14 @@ def _served(arrivals: Floats, up: Flags, may: Flags, most: float) -> Floats:
 
 
 def _due(offered: Floats) -> NDArray[np.int64]:
-    """The tick in which each tick's steps were offered."""
+    """Return the tick in which each tick's steps were offered."""
     return np.repeat(np.arange(len(offered))[:, None], offered.shape[1], axis=1)
 
 
 def _passed(due: NDArray[np.int64], arrivals: Floats, departures: Floats) -> NDArray[np.int64]:
-    """The tick in which the last of what had arrived by `due` has left, first in first out.
+    """Return the tick in which the last step that arrived by `due` leaves, first in first out.
 
-    The ticks' number: not within them.
+    The number of ticks means that it does not leave within them.
     """
     came, left = np.cumsum(arrivals, axis=0), np.cumsum(departures, axis=0)
     ticks = len(came)
@@ -228,21 +224,19 @@ def _passed(due: NDArray[np.int64], arrivals: Floats, departures: Floats) -> NDA
     for q in range(due.shape[1]):
         source = q if came.shape[1] > 1 else 0
         volume = came[np.minimum(due[:, q], ticks - 1), source]
-        out[:, q] = np.searchsorted(
-            left[:, source], volume - 1e-6 * np.maximum(volume, 1.0), side="left"
-        )
-        out[:, q] = np.maximum(out[:, q], due[:, q])
+        nearly = volume - 1e-6 * np.maximum(volume, 1.0)
+        out[:, q] = np.maximum(np.searchsorted(left[:, source], nearly, side="left"), due[:, q])
     return out
 
 
 def _waiting(offered: Floats, departures: Floats) -> Floats:
-    """Steps that have come and not left, after each tick."""
+    """Return the steps that have arrived and not left, after each tick."""
     waiting: Floats = np.cumsum(offered.sum(axis=1)) - np.cumsum(departures.sum(axis=1))
     return waiting
 
 
 def _drained(waiting: Floats, arrivals: Floats, calm_s: float, at: Floats) -> float | None:
-    """Seconds from calm until less than two seconds of arrivals wait."""
+    """Return the seconds from `calm_s` until less than two seconds of arrivals wait."""
     behind = (waiting >= 2 * np.maximum(arrivals, 1.0)) & (at >= calm_s)
     if not behind.any():
         return 0.0
@@ -251,7 +245,7 @@ def _drained(waiting: Floats, arrivals: Floats, calm_s: float, at: Floats) -> fl
 
 
 def _quantiles(delay: Floats, weight: Floats, which: Sequence[float]) -> list[float]:
-    """Of the delays, each counted as often as there were steps."""
+    """Return quantiles of the delays, weighted by steps."""
     order = np.argsort(delay, axis=None)
     total = np.cumsum(weight.ravel()[order])
     places = np.searchsorted(total, np.array(which) * total[-1])

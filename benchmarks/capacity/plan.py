@@ -1,14 +1,11 @@
-"""A capacity plan for a number of steps a day, from unit costs, and the lag that it has under
-bursts and failures. Prints one JSON line.
+"""Plan the capacity for a number of steps a day; simulate its lag in bursts and failures.
 
-    python -m benchmarks.capacity                                  10^9 steps a day: what
-                                                                   docs/capacity.md says
-    python -m benchmarks.capacity steps_per_day=1e8 runs=1         other assumptions: any field of
-                                                                   Assumptions
-    python -m benchmarks.capacity assemble_us=157 vcpu_hour=0.03   other costs and prices
+    python -m benchmarks.capacity                           10^9 steps a day, as in docs/capacity.md
+    python -m benchmarks.capacity steps_per_day=1e8 runs=1  any field of Assumptions
+    python -m benchmarks.capacity vcpu_hour=0.03            other costs and prices
 
-Arithmetic and a simulation (`capacity_lag`): it starts nothing. The unit costs are what `make
-bench-jobs` and `make bench-gateway` measured.
+Prints one JSON line. Starts no process. The unit costs are results of `make bench-jobs` and `make
+bench-gateway`.
 """
 
 from __future__ import annotations
@@ -29,9 +26,9 @@ GB, TB = 1e9, 1e12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assumptions:
-    """Everything that a reader may know better.
+    """The inputs of the plan.
 
-    Bytes are of a step unless they say otherwise, as stored: lz4 in Kafka, ZSTD in the lake.
+    Bytes are per step unless stated otherwise, as stored: lz4 in Kafka, ZSTD in the lake.
     """
 
     # load
@@ -44,7 +41,7 @@ class Assumptions:
     candidates_per_trajectory: float = 2.0
     """Revisions: one when it closes, one with its reward."""
     runs: int = 8
-    """Live at once, of equal size."""
+    """Concurrent runs of equal size."""
     # CPU, microseconds a step
     gateway_us: float = 752.0
     assemble_us: float = 251.0
@@ -52,50 +49,44 @@ class Assumptions:
     admit_us: float = 38.0
     lake_us: float = 158.0
     broker_us: float = 110.0
-    """Of each replica: 0.11 core at 1,000 records of 10 KB a second, paced."""
+    """Of each replica: 0.11 core at 1,000 records of 10 KB a second."""
     # bytes a step
     steps_bytes: float = 7250.0
     trajectories_bytes: float = 2400.0
     candidates_bytes: float = 77.0
     rewards_bytes: float = 19.0
     assembly_bytes: float = 78.0
-    """The changelog before it is trimmed, measured before trajectories had numbers there.
-
-    Snapshots come to as much again.
-    """
+    """Deltas of the changelog; snapshots need as much again."""
     ready_bytes: float = 8.0
     lake_bytes: float = 2890.0
     # memory, bytes
     admit_memory_per_trajectory: float = 55.0
-    """With its share of a group id, at a million of them; 42 from three million on."""
+    """With its share of a group id, at a million trajectories; 42 from three million on."""
     closed_memory_per_trajectory: float = 1000.0
     """754 packed, and its key."""
-    # how it is run
+    # operation
     partitions: int = 96
     lake_writers: int = 0
     """0: as many as the rate needs (setting lake.writers)."""
     replicas: int = 3
     retention_days: float = 3.0
-    """Of claw.steps and claw.trajectories: twice the longest trajectory at least.
-
-    The lake has everything.
-    """
+    """Of claw.steps and claw.trajectories: at least twice the longest trajectory."""
     run_days: float = 14.0
-    """How long a run lives: its rewards, candidates and ready batches are kept as long."""
+    """Duration of a run: its rewards, candidates and ready batches are kept as long."""
     lake_retention_days: float = 365.0
     target_use: float = 0.6
-    """Of a core, at the busiest hour."""
+    """Share of a core that is used in the busiest hour."""
     broker_mb_s: float = 150.0
-    """What one broker takes in, replication included."""
+    """Write rate of one broker, replication included."""
     broker_disk_tb: float = 8.0
     disk_fill: float = 0.7
     recovery_s: float = 15.0
-    """From a worker's kill to its first output."""
+    """From the kill of a worker to its first output."""
     failover_s: float = 10.0
     floor_s: float = 0.6
     flush_s: float = 2.0
     lake_tables: int = 8
-    """Those that get rows at each flush."""
+    """Tables that get rows at each flush."""
     skew: float = 0.1
     """Standard deviation of a partition's share."""
     # prices, dollars
@@ -118,15 +109,10 @@ class Assumptions:
 
 
 def plan(a: Assumptions) -> dict[str, Any]:
-    """How many of each, how much of it, and what it costs a month."""
+    """Return workers, partitions, Kafka, lake, memory, limits and monthly costs."""
     workers = {
-        job: math.ceil(a.peak * cost / 1e6 / a.target_use)
-        for job, cost in (
-            ("gateway", a.gateway_us),
-            ("assemble", a.assemble_us),
-            ("reward", a.reward_us),
-            ("lake", a.lake_us),
-        )
+        job: math.ceil(a.peak * getattr(a, f"{job}_us") / 1e6 / a.target_use)
+        for job in ("gateway", "assemble", "reward", "lake")
     }
     written = {
         "steps": a.steps_bytes,
@@ -138,13 +124,8 @@ def plan(a: Assumptions) -> dict[str, Any]:
     }
     # assemble and lake read steps; the lake, the reward job and a trainer read trajectories; the
     # lake and two channels candidates.
-    read = (
-        2 * a.steps_bytes
-        + 3 * a.trajectories_bytes
-        + 3 * a.candidates_bytes
-        + 2 * a.rewards_bytes
-        + 2 * a.ready_bytes
-    )
+    twice = a.steps_bytes + a.rewards_bytes + a.ready_bytes
+    read = 2 * twice + 3 * (a.trajectories_bytes + a.candidates_bytes)
     ingress = sum(written.values())
     long_kept = a.steps_bytes + a.trajectories_bytes
     while_it_runs = a.candidates_bytes + a.rewards_bytes + a.ready_bytes
@@ -173,10 +154,7 @@ def plan(a: Assumptions) -> dict[str, Any]:
             "brokers": brokers,
             "broker_vcpus": broker_cores,
             "bytes_per_step": {name: round(b) for name, b in written.items()},
-            "in_mb_s": {
-                "mean": round(a.mean * ingress / 1e6),
-                "peak": round(a.peak * ingress / 1e6),
-            },
+            "in_mb_s": {n: round(getattr(a, n) * ingress / 1e6) for n in ("mean", "peak")},
             "replicated_mb_s_peak": round(a.peak * ingress * a.replicas / 1e6),
             "out_mb_s_peak": round(a.peak * read / 1e6),
             "stored_tb": round(stored / TB, 1),
@@ -195,20 +173,17 @@ def plan(a: Assumptions) -> dict[str, Any]:
 
 def _memory(a: Assumptions) -> dict[str, float]:
     trajectories = a.steps_per_day / a.steps_per_trajectory
+    of_partition, admit_bytes = trajectories / a.partitions, a.admit_memory_per_trajectory
     return {
-        "admit_gb_per_day_of_a_run": round(
-            trajectories / a.runs * a.admit_memory_per_trajectory / GB, 2
-        ),
-        "closed_per_partition_hour": round(trajectories / a.partitions / 24),
-        "closed_gb_per_partition_day": round(
-            trajectories / a.partitions * a.closed_memory_per_trajectory / GB, 2
-        ),
-        "closed_max_for_a_day": round(trajectories / a.partitions),
+        "admit_gb_per_day_of_a_run": round(trajectories / a.runs * admit_bytes / GB, 2),
+        "closed_per_partition_hour": round(of_partition / 24),
+        "closed_gb_per_partition_day": round(of_partition * a.closed_memory_per_trajectory / GB, 2),
+        "closed_max_for_a_day": round(of_partition),
     }
 
 
 def _limits(a: Assumptions) -> dict[str, float]:
-    """Steps a second at which something that can't be multiplied has no core left."""
+    """Return the steps a second at which a part that does not scale out needs a whole core."""
     fold = 46.0 * a.candidates_per_trajectory / a.steps_per_trajectory
     return {
         "admit_of_one_run": round(1e6 / a.admit_us),
@@ -223,22 +198,15 @@ def _costs(
     a: Assumptions, vcpus: int, stored: float, ingress: float, read: float, writers: int
 ) -> dict[str, float]:
     other_zones = (a.zones - 1) / a.zones
-    crossing = (
-        a.steps_per_day
-        * MONTH_DAYS
-        * (ingress * (a.replicas - 1 + other_zones) + read * other_zones)
-        / GB
-    )
+    crossing_bytes = ingress * (a.replicas - 1 + other_zones) + read * other_zones
+    steps_per_month = a.steps_per_day * MONTH_DAYS
+    lake_gb = a.steps_per_day * a.lake_bytes * a.lake_retention_days / GB
     puts = 2 * a.lake_tables * writers * DAY_S * MONTH_DAYS / a.flush_s
     costs = {
         "cpu": vcpus * a.vcpu_hour * 24 * MONTH_DAYS,
         "kafka_disks": stored / a.disk_fill / GB * a.ssd_gb_month,
-        "between_zones": crossing * a.cross_zone_gb,
-        "lake_at_retention": a.steps_per_day
-        * a.lake_bytes
-        * a.lake_retention_days
-        / GB
-        * a.object_gb_month,
+        "between_zones": steps_per_month * crossing_bytes / GB * a.cross_zone_gb,
+        "lake_at_retention": lake_gb * a.object_gb_month,
         "lake_writes": puts / 1000 * a.object_put_1000,
     }
     rounded = {name: float(round(value)) for name, value in costs.items()}
@@ -246,14 +214,12 @@ def _costs(
     return {
         **rounded,
         "total": float(round(total)),
-        "per_million_steps": round(total / (a.steps_per_day * MONTH_DAYS / 1e6), 3),
+        "per_million_steps": round(total / (steps_per_month / 1e6), 3),
     }
 
 
 def fleet(a: Assumptions) -> Fleet:
-    """What the plan starts, as the simulation takes it: a core serves at nine tenths of what its
-    cost says.
-    """
+    """Return the workers of the plan for the simulation, at 90 % of the rate of their unit cost."""
     workers = plan(a)["workers"]
     workers["lake"] = a.lake_writers or workers["lake"]
     rate = {job: 0.9e6 / getattr(a, f"{job}_us") for job in ("assemble", "reward", "admit", "lake")}
@@ -269,28 +235,29 @@ def fleet(a: Assumptions) -> Fleet:
 
 
 def scenarios(a: Assumptions) -> list[Scenario]:
-    """What the plan must live through. Failures come at the busiest hour's rate."""
+    """Return the scenarios; failures happen at the rate of the busiest hour."""
     at, hour = 600.0, 3600.0
 
-    def lost(name: str, *outages: Outage, seconds: float = hour) -> Scenario:
-        return Scenario(name=name, seconds=seconds, mean=a.peak, outages=outages)
+    def lost(
+        name: str, job: str, seconds: float, hours: float = 1.0, worker: int | None = None
+    ) -> Scenario:
+        outage = Outage(job=job, at_s=at, seconds=seconds, worker=worker)
+        return Scenario(name=name, seconds=hours * hour, mean=a.peak, outages=(outage,))
 
-    everyone = [Outage(job=job, at_s=at, seconds=30.0) for job in ("assemble", "reward")]
+    def spike(name: str, mean: float) -> Scenario:
+        burst = (at, a.spike_s, a.spike_factor * a.mean / mean)
+        return Scenario(name=name, seconds=hour, mean=mean, bursts=(burst,))
+
+    every_worker = [Outage(job=job, at_s=at, seconds=30.0) for job in ("assemble", "reward")]
+    failover = Outage(job="broker", at_s=at, seconds=a.failover_s, share=1 / a.replicas)
     return [
         Scenario(name="mean", seconds=hour, mean=a.mean),
         Scenario(name="day", seconds=DAY_S, mean=a.mean, wave=a.peak_factor - 1),
-        Scenario(
-            name="spike", seconds=hour, mean=a.mean, bursts=((at, a.spike_s, a.spike_factor),)
-        ),
-        Scenario(
-            name="spike_at_peak",
-            seconds=hour,
-            mean=a.peak,
-            bursts=((at, a.spike_s, a.spike_factor / a.peak_factor),),
-        ),
-        lost("kill_one_assemble", Outage(job="assemble", at_s=at, seconds=a.recovery_s, worker=0)),
-        lost("rebalance_of_all", *everyone),
-        lost("kill_admit", Outage(job="admit", at_s=at, seconds=a.recovery_s, worker=0)),
+        spike("spike", a.mean),
+        spike("spike_at_peak", a.peak),
+        lost("kill_one_assemble", "assemble", a.recovery_s, worker=0),
+        Scenario(name="rebalance_of_all", seconds=hour, mean=a.peak, outages=every_worker),
+        lost("kill_admit", "admit", a.recovery_s, worker=0),
         Scenario(
             name="kills_all_the_time",
             seconds=hour,
@@ -298,21 +265,16 @@ def scenarios(a: Assumptions) -> list[Scenario]:
             kills_per_hour=2.0,
             kill_s=a.recovery_s,
         ),
-        lost(
-            "broker_failover",
-            Outage(job="broker", at_s=at, seconds=a.failover_s, share=1 / a.replicas),
-        ),
-        lost("lake_away_10_min", Outage(job="lake", at_s=at, seconds=600.0), seconds=2 * hour),
-        lost(
-            "assemble_away_10_min", Outage(job="assemble", at_s=at, seconds=600.0), seconds=2 * hour
-        ),
+        Scenario(name="broker_failover", seconds=hour, mean=a.peak, outages=(failover,)),
+        lost("lake_away_10_min", "lake", 600.0, hours=2),
+        lost("assemble_away_10_min", "assemble", 600.0, hours=2),
     ]
 
 
 def run(a: Assumptions, seed: int = 0) -> dict[str, Any]:
-    """The plan, and the lag of each scenario.
+    """Return the plan and the lag of each scenario.
 
-    Of a day in ticks of ten seconds, else of half a second.
+    A tick is ten seconds in a scenario of a day, otherwise half a second.
     """
     served = fleet(a)
     lags: dict[str, Lag] = {
@@ -333,7 +295,7 @@ def _rounded(lag: Lag) -> dict[str, Any]:
 
 
 def parsed(words: Sequence[str]) -> Assumptions:
-    """Assumptions from `name=value` words.
+    """Parse assumptions from `name=value` words.
 
     Raises ValueError for an unknown name or a value that is no number.
     """
