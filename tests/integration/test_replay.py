@@ -303,7 +303,7 @@ def test_topics_again_and_again_and_with_other_rewards(recorded: Recorded) -> No
     target = replay_settings(settings, "one", "run", 4)
     assert recorded.last(target) == recorded.last()  # 13(a): times and outcomes too
     assert run_replay(settings, ReplayRequest("one")) == {**one, "was_done": True}
-    with pytest.raises(PrefixTaken, match="asked otherwise"):
+    with pytest.raises(PrefixTaken, match="another request"):
         run_replay(with_policy(settings, batch_groups=5), ReplayRequest("one"))
 
     jobs = settings.jobs.model_copy(
