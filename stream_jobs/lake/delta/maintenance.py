@@ -21,7 +21,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import UTC, datetime, timedelta
 from typing import NamedTuple
 
@@ -33,18 +33,22 @@ from schemas.settings import Settings
 from stream_jobs.errors import LakeDamaged
 from stream_jobs.lake.delta.snapshots import SnapshotError, protected_versions
 from stream_jobs.lake.delta.table import (
-    FILE_BYTES,
     CommitCollided,
     Delta,
+    DeltaError,
     LakeFull,
     LakeMissing,
-    clean,
-    compact,
-    delete_before,
+    detecting_full_storage,
+    files_of,
+    history_properties,
     open_table,
+    table_damage,
+    writer_properties,
 )
 from stream_jobs.lake.tables.catalog import catalog
 
+FILE_BYTES = 128 << 20
+"""Target size of merged files, in bytes."""
 SMALL_FILES = 8
 """A table with fewer small files is not compacted."""
 _NICE = 10
@@ -96,7 +100,10 @@ def maintain(
 
 
 def _delete_expired(settings: Settings, name: str, table: Delta, now: datetime) -> int:
-    """Delete rows whose log timestamp is older than `lake.retention_days` of the table."""
+    """Delete rows whose log timestamp is older than `lake.retention_days`; return their number.
+
+    A concurrent commit on an older snapshot collides and is repeated by its writer.
+    """
     days = settings.lake.retention_days.get(name)
     if days is None:
         return 0
@@ -106,7 +113,13 @@ def _delete_expired(settings: Settings, name: str, table: Delta, now: datetime) 
         lows = files.column("min.kafka_timestamp")
         if not lows.null_count and all(low.as_py() >= oldest for low in lows):
             return 0  # avoids a commit that could collide
-    return delete_before(table, "kafka_timestamp", oldest)
+    stamp = oldest.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+    with detecting_full_storage(table.table_uri):
+        done = table.delete(
+            f"kafka_timestamp < '{stamp}'",
+            writer_properties=writer_properties(pa.schema(table.schema())),
+        )
+    return int(done["num_deleted_rows"] or 0)
 
 
 def small_files(table: Delta) -> int:
@@ -115,8 +128,39 @@ def small_files(table: Delta) -> int:
     return sum(size < FILE_BYTES // 2 for size in sizes)
 
 
+def compact(table: Delta, name: str, storage_options: Mapping[str, str]) -> tuple[int, int]:
+    """Merge small files, beside the commits of a writer.
+
+    Returns:
+        Number of files removed and added.
+
+    Raises:
+        CommitCollided: rows were deleted meanwhile.
+        LakeDamaged: a file cannot be read.
+        LakeFull: the storage is full.
+    """
+    try:
+        with detecting_full_storage(table.table_uri):
+            done = table.optimize.compact(
+                target_size=FILE_BYTES,
+                max_concurrent_tasks=1,
+                writer_properties=writer_properties(pa.schema(table.schema())),
+            )
+    except CommitCollided:
+        raise
+    except DeltaError as e:
+        flaw = table_damage(table, storage_options)
+        if flaw is None:
+            raise
+        raise LakeDamaged(name, flaw) from e
+    return done["numFilesRemoved"], done["numFilesAdded"]
+
+
 def vacuum(settings: Settings, name: str) -> int:
-    """Delete files that neither `lake.history_days` nor a named snapshot protects.
+    """Delete data files and log entries that nothing needs.
+
+    Keeps files of versions within `lake.history_days` and of named snapshots. If there is a named
+    snapshot, keeps the log too.
 
     Returns:
         The number of deleted data files.
@@ -124,13 +168,29 @@ def vacuum(settings: Settings, name: str) -> int:
     Raises:
         SnapshotError: a named snapshot cannot be read.
     """
-    table = open_table(settings.lake_uri, name, settings.lake.storage_options)
-    return clean(
-        table,
-        timedelta(days=settings.lake.history_days),
-        protected_versions(settings, name),
-        settings.lake.storage_options,
+    options, history = settings.lake.storage_options, timedelta(days=settings.lake.history_days)
+    table = open_table(settings.lake_uri, name, options)
+    keep = protected_versions(settings, name)
+    _set_history(table, history)
+    before = files_of(table, options)
+    hours = int(history.total_seconds() // 3600)
+    deleted = table.vacuum(
+        retention_hours=hours,
+        dry_run=False,
+        enforce_retention_duration=False,
+        full=hours > 0,  # also files of no version, unless one may be in writing now
+        keep_versions=keep or None,
     )
+    if not keep:
+        table.cleanup_metadata()
+    return len(before & set(deleted))  # the library also names files deleted long ago
+
+
+def _set_history(table: Delta, history: timedelta) -> None:
+    wanted = history_properties(history)
+    now = table.metadata().configuration
+    if any(now.get(name) != value for name, value in wanted.items()):
+        table.alter.set_table_properties(wanted)
 
 
 class MaintenanceRunner:

@@ -20,13 +20,13 @@ from runtime.atomic_file import create_durably, fsync_path
 from runtime.times import parse_instant
 from schemas.settings import Settings
 from stream_jobs.errors import LakeDamaged
-from stream_jobs.lake.delta.log import filesystem
+from stream_jobs.lake.delta.log import committed_at, filesystem
 from stream_jobs.lake.delta.table import (
+    DeltaError,
     LakeError,
     LakeMissing,
     open_table,
     table_damage,
-    version_at,
 )
 from stream_jobs.lake.tables.catalog import catalog
 
@@ -244,6 +244,28 @@ def _table_exists(settings: Settings, name: str) -> bool:
     except LakeMissing:
         return False
     return True
+
+
+def version_at(uri: str, name: str, storage_options: Mapping[str, str], moment: datetime) -> int:
+    """Return the newest version of a table at a time; 0, which is empty, for a younger table.
+
+    Raises:
+        LakeMissing: there is no table, or its log does not go back so far.
+    """
+    table = open_table(uri, name, storage_options)
+    try:
+        table.load_as_version(moment)
+    except DeltaError as e:
+        raise LakeMissing(f"table {name} can't be read as of {moment.isoformat()}: {e}") from e
+    version = int(table.version())
+    # The library's history has wrong times for old versions.
+    committed = committed_at(uri, name, version, storage_options)
+    if version and (committed is None or committed > moment):
+        raise LakeMissing(
+            f"table {name} can't be read as of {moment.isoformat()}: its log begins later; "
+            "it is kept for lake.history_days"
+        )
+    return version
 
 
 def resolve_versions(settings: Settings, word: str) -> Versions:

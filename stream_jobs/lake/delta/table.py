@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +21,17 @@ from deltalake import (
 )
 from deltalake.exceptions import (
     CommitFailedError,
-    DeltaError,
     SchemaMismatchError,
     TableNotFoundError,
+)
+from deltalake.exceptions import (
+    DeltaError as DeltaError,
 )
 
 from stream_jobs.errors import LakeDamaged, TooManyFields
 from stream_jobs.errors import LakeError as LakeError
 from stream_jobs.lake.delta.damage import damaged_files, damaged_log_files
-from stream_jobs.lake.delta.log import committed_at, filesystem, first_line, table_uri
+from stream_jobs.lake.delta.log import filesystem, first_line, table_uri
 from stream_jobs.lake.tables.arrow_columns import commented, fields_of, merged
 
 CommitCollided = CommitFailedError
@@ -41,8 +43,6 @@ MORE_FIELDS = 100
 They stay for good, and each costs statistics in every file and space in every checkpoint of the
 log. Our largest table has 67 fields: no release doubles it.
 """
-FILE_BYTES = 128 << 20
-"""Target size of merged files, in bytes."""
 
 
 class LakeMissing(LakeError):
@@ -74,7 +74,8 @@ For example two names that differ in case only, or an unsupported type of Arrow.
 
 
 @contextmanager
-def _detecting_full_storage(where: str) -> Iterator[None]:
+def detecting_full_storage(where: str) -> Iterator[None]:
+    """Raise LakeFull for errors that a full storage causes."""
     try:
         yield
     except (DeltaError, OSError) as e:
@@ -173,7 +174,7 @@ def restore(table: DeltaTable, version: int, versions: Mapping[str, int]) -> Non
         CommitCollided: another commit came first.
         LakeFull: the storage is full.
     """
-    with _detecting_full_storage(table.table_uri):
+    with detecting_full_storage(table.table_uri):
         table.restore(
             version,
             commit_properties=CommitProperties(
@@ -208,7 +209,7 @@ def create(
     if exists(where, storage_options):
         return
     try:
-        with _detecting_full_storage(where):
+        with detecting_full_storage(where):
             if "://" not in where:
                 Path(where).mkdir(parents=True, exist_ok=True)
             DeltaTable.create(
@@ -220,7 +221,7 @@ def create(
                 configuration={
                     "delta.checkpointInterval": "20",
                     "delta.dataSkippingStatsColumns": ",".join(stats),
-                    **_properties(history),
+                    **history_properties(history),
                 },
             )
     except DeltaError:
@@ -251,7 +252,7 @@ def commit(table: DeltaTable, rows: pa.Table, versions: Mapping[str, int]) -> No
     schema = commented(rows.schema, pa.schema(table.schema()))
     if not schema.equals(rows.schema, check_metadata=True):
         rows = rows.cast(schema)
-    with _detecting_full_storage(table.table_uri):
+    with detecting_full_storage(table.table_uri):
         write_deltalake(
             table,
             rows,
@@ -333,124 +334,21 @@ def writer_properties(schema: pa.Schema) -> WriterProperties:
     )
 
 
-# -- maintenance, beside the writer
-
-
-def compact(table: DeltaTable, name: str, storage_options: Mapping[str, str]) -> tuple[int, int]:
-    """Merge small files, beside the commits of a writer.
-
-    Returns:
-        Number of files removed and added.
-
-    Raises:
-        CommitCollided: rows were deleted meanwhile.
-        LakeDamaged: a file cannot be read.
-        LakeFull: the storage is full.
-    """
-    try:
-        with _detecting_full_storage(table.table_uri):
-            done = table.optimize.compact(
-                target_size=FILE_BYTES,
-                max_concurrent_tasks=1,
-                writer_properties=writer_properties(pa.schema(table.schema())),
-            )
-    except CommitFailedError:
-        raise
-    except DeltaError as e:
-        flaw = table_damage(table, storage_options)
-        if flaw is None:
-            raise
-        raise LakeDamaged(name, flaw) from e
-    return done["numFilesRemoved"], done["numFilesAdded"]
-
-
-def delete_before(table: DeltaTable, column: str, moment: datetime) -> int:
-    """Delete rows whose time is before `moment` and return their number.
-
-    A concurrent commit on an older snapshot collides and is repeated by its writer.
-    """
-    stamp = moment.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
-    with _detecting_full_storage(table.table_uri):
-        done = table.delete(
-            f"{column} < '{stamp}'", writer_properties=writer_properties(pa.schema(table.schema()))
-        )
-    return int(done["num_deleted_rows"] or 0)
-
-
-def clean(
-    table: DeltaTable, history: timedelta, keep: Sequence[int], storage_options: Mapping[str, str]
-) -> int:
-    """Delete data files and log entries that nothing needs.
-
-    Args:
-        history: files of younger versions are kept.
-        keep: versions to keep; the log is kept too if there are any.
-
-    Returns:
-        The number of deleted data files.
-    """
-    _set_history(table, history)
-    before = _files(table, storage_options)
-    hours = int(history.total_seconds() // 3600)
-    deleted = table.vacuum(
-        retention_hours=hours,
-        dry_run=False,
-        enforce_retention_duration=False,
-        full=hours > 0,  # also files of no version, unless one may be in writing now
-        keep_versions=list(keep) or None,
-    )
-    if not keep:
-        table.cleanup_metadata()
-    return len(before & set(deleted))  # the library also names files deleted long ago
-
-
-def _files(table: DeltaTable, storage_options: Mapping[str, str]) -> set[str]:
+def files_of(table: DeltaTable, storage_options: Mapping[str, str]) -> set[str]:
     """Return all files in the directory of the table, of any version or none."""
     root = filesystem(table.table_uri, storage_options)
     return {f.path for f in root.get_file_info(pafs.FileSelector("")) if f.is_file}
 
 
-def _set_history(table: DeltaTable, history: timedelta) -> None:
-    wanted = _properties(history)
-    now = table.metadata().configuration
-    if any(now.get(name) != value for name, value in wanted.items()):
-        table.alter.set_table_properties(wanted)
-
-
-def _properties(history: timedelta) -> dict[str, str]:
+def history_properties(history: timedelta) -> dict[str, str]:
     """Return the table properties for the time that versions stay readable."""
     interval = f"interval {int(history.total_seconds())} seconds"
     return {"delta.logRetentionDuration": interval, "delta.deletedFileRetentionDuration": interval}
 
 
-# -- former versions
-
-
-def version_at(uri: str, name: str, storage_options: Mapping[str, str], moment: datetime) -> int:
-    """Return the newest version of a table at a time; 0, which is empty, for a younger table.
-
-    Raises:
-        LakeMissing: there is no table, or its log does not go back so far.
-    """
-    table = open_table(uri, name, storage_options)
-    try:
-        table.load_as_version(moment)
-    except DeltaError as e:
-        raise LakeMissing(f"table {name} can't be read as of {moment.isoformat()}: {e}") from e
-    version = int(table.version())
-    # The library's history has wrong times for old versions.
-    committed = committed_at(uri, name, version, storage_options)
-    if version and (committed is None or committed > moment):
-        raise LakeMissing(
-            f"table {name} can't be read as of {moment.isoformat()}: its log begins later; "
-            "it is kept for lake.history_days"
-        )
-    return version
-
-
 def check_files(table: DeltaTable, name: str, storage_options: Mapping[str, str]) -> None:
     """Check that the files of an old version exist. Raises LakeMissing."""
-    present = _files(table, storage_options)
+    present = files_of(table, storage_options)
     gone = [
         p
         for p in pa.table(table.get_add_actions(flatten=True)).column("path").to_pylist()
