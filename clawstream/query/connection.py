@@ -27,7 +27,8 @@ from schemas.settings import LakeSettings, Settings
 from stream_jobs.errors import LakeDamaged, SqlError
 from stream_jobs.lake.delta.table import LakeMissing, check_files, dataset, open_table
 from stream_jobs.lake.tables.arrow_columns import TIME, merged
-from stream_jobs.lake.tables.catalog import Table, catalog
+from stream_jobs.lake.tables.catalog import catalog
+from stream_jobs.lake.tables.table import Table
 
 THREADS = min(8, os.cpu_count() or 1)
 """Each thread takes address space, which is limited."""

@@ -13,8 +13,9 @@ from schemas.settings import Settings
 from schemas.topics import REPLAYS, Topics
 from stream_jobs.errors import TooManyFields
 from stream_jobs.lake.dedupe import Positions
-from stream_jobs.lake.tables.catalog import Row, Table, catalog, tables_of
+from stream_jobs.lake.tables.catalog import catalog, tables_of
 from stream_jobs.lake.tables.row_decoder import RowDecoder, WriterSchemas
+from stream_jobs.lake.tables.table import Row, Table
 from stream_jobs.lake.writer import Lake
 
 POLL_RECORDS = 500

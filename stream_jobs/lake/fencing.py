@@ -9,6 +9,11 @@ fenced writer fails in the commit that came too late:
 - the first writer of a new layout (another number of writers) raises the app ids of all writers of
   the former layout.
 
+The committed offsets alone would not do: a commit that moves an offset on an old snapshot collides,
+but nothing says which of two writers is the newer one. Each would find, in another table, that the
+other one was there, and both would end. A writer that went on instead would have to read its dedupe
+window again, because the other writer's ids are not in it.
+
 `steps` is leased first and its result holds for all tables, so of two layouts that start at once
 the same one wins in every table.
 """

@@ -11,7 +11,8 @@ from schemas.settings import Settings
 from stream_jobs.lake.delta.log import read_committed_offsets
 from stream_jobs.lake.delta.table import LakeError, LakeMissing, dataset, open_table
 from stream_jobs.lake.keys import existing_keys
-from stream_jobs.lake.tables.catalog import Table, catalog, tables_of
+from stream_jobs.lake.tables.catalog import catalog, tables_of
+from stream_jobs.lake.tables.table import Table
 
 TABLES = ("steps", "session_events", "rewards", "curation", "dead_letters")
 """Tables of the records that gateways write and whose key identifies the record."""

@@ -16,7 +16,7 @@ from schemas.codec.compiled_reader import MALFORMED, Read
 from schemas.codec.single_object import MAGIC, Codec
 from schemas.errors import Undecodable
 from stream_jobs.errors import TooManyFields
-from stream_jobs.lake.tables.catalog import ConsumedRecord, Row, Table
+from stream_jobs.lake.tables.table import ConsumedRecord, Row, Table
 
 _HEADER, _CONFLUENT = 10, 5
 

@@ -29,7 +29,8 @@ from schemas.codec.single_object import Codec
 from schemas.records import Blob, Reward, SessionEvent, Step, Trajectory, TrajectoryStep
 from schemas.settings import Settings
 from schemas.topics import MAX_RECORD_BYTES
-from stream_jobs.lake.tables.catalog import ConsumedRecord, catalog
+from stream_jobs.lake.tables.catalog import catalog
+from stream_jobs.lake.tables.table import ConsumedRecord
 from stream_jobs.reward.blob_fields import resolve_blobs
 from stream_jobs.reward.rewards import no_reward, rules_of
 

@@ -21,7 +21,8 @@ from schemas.records import (
 )
 from schemas.settings import Settings
 from stream_jobs.lake.main import Lake
-from stream_jobs.lake.tables.catalog import ConsumedRecord, catalog
+from stream_jobs.lake.tables.catalog import catalog
+from stream_jobs.lake.tables.table import ConsumedRecord
 
 PLACE = {"topic_id": b"T", "partition": b"0", "first_offset": b"0", "last_offset": b"0"}
 

@@ -22,7 +22,8 @@ from schemas.settings import LakeSettings, Settings
 from stream_jobs.lake.delta.maintenance import MaintenanceRunner
 from stream_jobs.lake.fencing import LAYOUT, SINGLE_WRITER, Lease, PartitionShare, acquire_lease
 from stream_jobs.lake.main import Lake, LakeFenced, dataset, open_table
-from stream_jobs.lake.tables.catalog import ConsumedRecord, Row, catalog
+from stream_jobs.lake.tables.catalog import catalog
+from stream_jobs.lake.tables.table import ConsumedRecord, Row
 
 TABLE = "rewards"
 
@@ -218,16 +219,16 @@ def test_a_commit_in_flight_at_a_change_of_layout_is_refused(tmp_path: Path) -> 
     """The older writer reads the table before the new lease and commits after it."""
     alone = claimed(tmp_path)
     put(alone, 0, 0, "a0")
-    real = alone._leased_snapshot
+    writer = alone._writers[TABLE]
+    real = writer._prepare
 
-    def late(name: str) -> Any:
-        snapshot = real(name)
-        alone._leased_snapshot = real  # type: ignore[method-assign]
+    def late(*args: Any) -> Any:
+        writer._prepare = real  # type: ignore[method-assign]
         even = claimed(tmp_path, 0, 2)
         put(even, 0, 1, "a1")
-        return snapshot
+        return real(*args)
 
-    alone._leased_snapshot = late  # type: ignore[method-assign]
+    writer._prepare = late  # type: ignore
     with pytest.raises(LakeFenced):
         put(alone, 0, 1, "a1", "a2")
     assert ids(tmp_path) == ["a0", "a1"]

@@ -21,9 +21,12 @@ from schemas import records
 from schemas.settings import LakeSettings, Settings
 from stream_jobs.lake.delta.maintenance import maintain
 from stream_jobs.lake.delta.table import create
+from stream_jobs.lake.fencing import SINGLE_WRITER
 from stream_jobs.lake.main import Lake, LakeFenced, LakeMissing, dataset, open_table
-from stream_jobs.lake.tables.catalog import ConsumedRecord, Row, catalog
-from stream_jobs.lake.writer import COMMIT_AFTER_OFFSETS, oldest_of_newest
+from stream_jobs.lake.recent_rows import oldest_of_newest
+from stream_jobs.lake.table_writer import COMMIT_AFTER_OFFSETS, TableWriter
+from stream_jobs.lake.tables.catalog import catalog
+from stream_jobs.lake.tables.table import ConsumedRecord, Row
 
 SOURCE = ("T", 0)
 
@@ -252,11 +255,14 @@ def test_a_newer_claim_fences_the_older_writer(tmp_path: Path) -> None:
         older.append("rewards", rows(0, "a"), {SOURCE: 1}, never)
     assert isinstance(caught.value, Fenced)
     assert newer.append("rewards", rows(0, "a"), {SOURCE: 1}, never) == 1
-    late = Lake(str(tmp_path), {}, 100)
-    late._acquire_lease("steps", lambda app: None)
+    steps, rewards = (
+        TableWriter(str(tmp_path), {}, catalog()[name], 100, SINGLE_WRITER)
+        for name in ("steps", "rewards")
+    )
+    lease = steps.acquire(None, lambda app: None)
     newest = claimed(tmp_path)
     with pytest.raises(LakeFenced, match="while it was starting"):
-        late._acquire_lease("rewards", lambda app: None)
+        rewards.acquire(lease, lambda app: None)
     assert newest.append("rewards", rows(1, "b"), {SOURCE: 2}, never) == 1
 
 

@@ -60,8 +60,9 @@ from stream_jobs.assemble.model import REWARDS, STEPS
 from stream_jobs.assemble.payload.cache import CachedPayload, payload_of
 from stream_jobs.assemble.payload.trainability import trainability
 from stream_jobs.lake.delta.snapshots import resolve_versions
-from stream_jobs.lake.tables.catalog import ConsumedRecord, catalog
+from stream_jobs.lake.tables.catalog import catalog
 from stream_jobs.lake.tables.row_events import events_of
+from stream_jobs.lake.tables.table import ConsumedRecord
 from stream_jobs.lake.writer import Lake
 
 Log = list[tuple[int, Any]]

@@ -26,7 +26,8 @@ from stream_jobs.lake.delta.repair import RepairRefused, check, repair
 from stream_jobs.lake.delta.snapshots import tables, take_snapshot
 from stream_jobs.lake.delta.table import CommitCollided, commit, dataset, open_table
 from stream_jobs.lake.positions import offsets_in_lake, positions
-from stream_jobs.lake.tables.catalog import ConsumedRecord, Row, catalog
+from stream_jobs.lake.tables.catalog import catalog
+from stream_jobs.lake.tables.table import ConsumedRecord, Row
 from stream_jobs.lake.writer import Lake
 
 SOURCE = ("T", 0)

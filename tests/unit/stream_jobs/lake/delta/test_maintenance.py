@@ -40,7 +40,8 @@ from stream_jobs.lake.delta.snapshots import (
     take_snapshot,
 )
 from stream_jobs.lake.delta.table import LakeMissing, SchemaRefused, open_table
-from stream_jobs.lake.tables.catalog import ConsumedRecord, Row, catalog
+from stream_jobs.lake.tables.catalog import catalog
+from stream_jobs.lake.tables.table import ConsumedRecord, Row
 from stream_jobs.lake.writer import Lake
 
 SOURCE = ("T", 0)
@@ -132,16 +133,16 @@ def test_a_commit_that_a_deletion_overtakes_is_repeated(
     put(lake, 0, "a", at_ms=days(100))
     put(lake, 1, "b", at_ms=days(1))
     keeping = settings.model_copy(update={"lake": LakeSettings(retention_days={"rewards": 90})})
-    opened = lake._leased_snapshot
+    writer = lake._writers["rewards"]
+    prepare = writer._prepare
     seen: list[int] = []
 
-    def overtaken(name: str) -> Any:
-        table = opened(name)
+    def overtaken(*args: Any) -> Any:
         if not seen:
             seen.extend(d.deleted_rows for d in maintain(keeping, ["rewards"], NOW))
-        return table
+        return prepare(*args)
 
-    monkeypatch.setattr(lake, "_leased_snapshot", overtaken)
+    monkeypatch.setattr(writer, "_prepare", overtaken)
     assert put(lake, 2, "c") == 1
     assert seen == [1]
     assert ids(settings) == ["b", "c"]
@@ -497,7 +498,7 @@ _follow(lake, consumer, MaintenanceRunner(settings), 1e9, stop)  \
 assert (consumer.polls, consumer.looks) == (1, 1)
 filler.unlink()
 assert lake.add_columns(former.evolved(schema))
-lake.tables["rewards"] = former
+lake._writers["rewards"].table = lake.tables["rewards"] = former
 assert len(ids(settings)) == 160
 assert put(lake, 160, "z") == 1
 """

@@ -39,8 +39,9 @@ from stream_jobs.lake.tables.arrow_columns import (
     tupled,
 )
 from stream_jobs.lake.tables.avro_values import reader_of
-from stream_jobs.lake.tables.catalog import Table, catalog
+from stream_jobs.lake.tables.catalog import catalog
 from stream_jobs.lake.tables.row_decoder import RowDecoder, WriterSchemas
+from stream_jobs.lake.tables.table import Table
 
 CODEC = Codec()
 PLAIN = {

@@ -19,7 +19,8 @@ from schemas.tokens import pack_ids, pack_logprobs, unpack_ids, unpack_logprobs
 from schemas.topics import Topics
 from stream_jobs.lake.consumer import first_offset
 from stream_jobs.lake.dedupe import DedupeWindow, digest, drop_duplicates
-from stream_jobs.lake.tables.catalog import ConsumedRecord, Row, Table, catalog, tables_of
+from stream_jobs.lake.tables.catalog import catalog, tables_of
+from stream_jobs.lake.tables.table import ConsumedRecord, Row, Table
 
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 words = st.text(st.characters(codec="utf-8"), max_size=12)
