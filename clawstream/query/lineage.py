@@ -23,6 +23,12 @@ _STEP = (
 )  # fmt: skip
 
 
+_GROUP = ("version_id", "batch_seq", "group_id", "round")
+_TRAINED_ON = """v.channel = g.channel AND v.batches_topic_id = g.kafka_topic_id
+    AND g.batch_seq BETWEEN v.first_batch_seq AND v.last_batch_seq"""
+"""Condition that version v was trained on the batch of row g."""
+
+
 class NotInLake(StreamJobError):
     """The lake has no such version, step, trajectory or run, or lags: see `clawstream lag`."""
 
@@ -101,25 +107,15 @@ class Lineage:
             f"""SELECT g.* FROM groups_raw g WHERE run_id = {_text(run)} AND admitted
                 AND batch_seq BETWEEN {min(v["first_batch_seq"] for v in trained)}
                     AND {max(v["last_batch_seq"] for v in trained)}
-                AND EXISTS (FROM {chosen} v WHERE v.channel = g.channel
-                    AND v.batches_topic_id = g.kafka_topic_id
-                            AND g.batch_seq BETWEEN v.first_batch_seq AND v.last_batch_seq)""",
+                AND EXISTS (FROM {chosen} v WHERE {_TRAINED_ON})""",
         )
         steps: dict[tuple[Any, ...], list[Row]] = {}
         for row in self._steps(run, chosen, groups):
-            place = (
-                row["version_id"],
-                row["batch_seq"],
-                row["group_id"],
-                row["round"],
-                row["trajectory_id"],
-            )
-            steps.setdefault(place, []).append({name: row[name] for name in _STEP})
+            member = tuple(row[n] for n in (*_GROUP, "trajectory_id"))
+            steps.setdefault(member, []).append({name: row[name] for name in _STEP})
         out: dict[tuple[Any, ...], Row] = {}
         for g in self._rows(
-            f"""SELECT v.version_id, g.* FROM {groups} g JOIN {chosen} v ON v.channel = g.channel
-                AND v.batches_topic_id = g.kafka_topic_id AND g.batch_seq BETWEEN v.first_batch_seq
-                    AND v.last_batch_seq
+            f"""SELECT v.version_id, g.* FROM {groups} g JOIN {chosen} v ON {_TRAINED_ON}
                 ORDER BY v.sync_index DESC, v.attempt DESC, g.batch_seq, g.index"""
         ):
             batch = out.setdefault(
@@ -132,8 +128,7 @@ class Lineage:
                 {
                     "trajectory_id": m["trajectory_id"], "revision": m["revision"],
                     "reward": reward, "rewards": m["rewards"],
-                    "steps": steps.get((g["version_id"], g["batch_seq"], g["group_id"], g["round"],
-                                        m["trajectory_id"]), []),
+                    "steps": steps.get((*(g[n] for n in _GROUP), m["trajectory_id"]), []),
                 }
                 for m, reward in zip(g["members"], g["rewards"], strict=True)
             ]  # fmt: skip
@@ -152,9 +147,8 @@ class Lineage:
         if bounds["last"] is None:
             return []
         theirs = f"""SEMI JOIN {members} o ON o.m.trajectory_id = t.trajectory_id
-            AND o.m.place.topic_id = t.kafka_topic_id
-                     AND o.m.place.partition = t.kafka_partition
-                     WHERE t.run_id = {_text(run)} AND t.kafka_offset <= {bounds["last"]}"""
+            AND o.m.place.topic_id = t.kafka_topic_id AND o.m.place.partition = t.kafka_partition
+            WHERE t.run_id = {_text(run)} AND t.kafka_offset <= {bounds["last"]}"""
         found = self._table(
             "some_trajectories",
             f"SELECT * FROM trajectories_raw t {theirs} AND t.kafka_offset >= {bounds['first']}",
@@ -201,9 +195,8 @@ class Lineage:
         of_run = f"AND run_id = {_text(run)}" if run is not None else ""
         found = self._rows(
             f"""SELECT run_id, step_id, trajectory_key, group_id, channel, status, version_first,
-                version_last, kafka_partition,
-                       kafka_offset, timezone('UTC', kafka_timestamp) AS at FROM steps_raw
-                           WHERE step_id = {_text(step_id)} {of_run}"""
+                version_last, kafka_partition, kafka_offset, as_utc(kafka_timestamp) AS at
+                FROM steps_raw WHERE step_id = {_text(step_id)} {of_run}"""
         )
         if not found:
             raise NotInLake(f"the lake has no step {step_id}{f' of run {run}' if run else ''}")
@@ -211,29 +204,25 @@ class Lineage:
 
     def _step(self, row: Row, key: str) -> Row:
         run, step_id = row["run_id"], row["step_id"]
+        named = f"run_id = {_text(run)} AND step_id = {_text(step_id)}"
         at = _time(row["at"].replace(tzinfo=UTC))
         one = self._table(
             "one_step",
             f"""SELECT run_id, step_id, versions, version_first, version_last, response_token_ids
-                FROM steps_raw
-                WHERE kafka_timestamp = {at} AND run_id = {_text(run)}
-                    AND step_id = {_text(step_id)}""",
+                FROM steps_raw WHERE kafka_timestamp = {at} AND {named}""",
         )
         spans = self._rows(
             f"""SELECT version, first_token, end_token FROM lineage_tokens_of('{one}')
                 ORDER BY first_token"""
         )
         marks = self._rows(
-            f"""SELECT DISTINCT mark, trajectory_id, evidence FROM step_marks_raw
-                WHERE run_id = {_text(run)}
-                AND step_id = {_text(step_id)}"""
+            f"SELECT DISTINCT mark, trajectory_id, evidence FROM step_marks_raw WHERE {named}"
         )
         inside = self._rows(
             f"""SELECT trajectory_id, s FROM (
                     SELECT trajectory_id, unnest(steps) AS s, kafka_timestamp FROM trajectories_raw
-                        WHERE run_id = {_text(run)}
-                    AND trajectory_id BETWEEN {_text(key)} AND {_text(key + "~~")}
-                        AND kafka_timestamp >= {at} - {SKEW}
+                    WHERE run_id = {_text(run)} AND kafka_timestamp >= {at} - {SKEW}
+                        AND trajectory_id BETWEEN {_text(key)} AND {_text(key + "~~")}
                 ) WHERE s.step_id = {_text(step_id)} ORDER BY kafka_timestamp DESC LIMIT 1"""
         )
         out: Row = {"step": row | {"sampled_by": spans}, "marks": marks, "trajectory": None}
@@ -261,13 +250,11 @@ class Lineage:
         of_run = f"AND run_id = {_text(run)}" if run is not None else ""
         found = self._rows(
             f"""SELECT run_id, any_value(group_id) AS group_id, any_value(round) AS round,
-                any_value(channel) AS channel,
-                       any_value(outcome) AS outcome, any_value(reason) AS reason,
-                           sum(len(steps))::INTEGER AS steps,
-                       timezone('UTC', min(opened_at)) AS opened_at, timezone('UTC', max(closed_at))
-                           AS closed_at
+                any_value(channel) AS channel, any_value(outcome) AS outcome,
+                any_value(reason) AS reason, sum(len(steps))::INTEGER AS steps,
+                as_utc(min(opened_at)) AS opened_at, as_utc(max(closed_at)) AS closed_at
                 FROM trajectories_raw WHERE trajectory_id = {_text(trajectory_id)} {of_run}
-                    GROUP BY run_id"""
+                GROUP BY run_id"""
         )
         if not found:
             (named,) = self._rows(
@@ -297,13 +284,13 @@ class Lineage:
         decided = self._rows(
             f"""SELECT admitted, channel, batch_seq, round, whole_group, reason, detail,
                 admission_policy_version,
-                       revisions[list_position(trajectory_ids, {_text(trajectory_id)})] AS revision,
-                       rewards[list_position(trajectory_ids, {_text(trajectory_id)})] AS reward
+                revisions[list_position(trajectory_ids, {_text(trajectory_id)})] AS revision,
+                rewards[list_position(trajectory_ids, {_text(trajectory_id)})] AS reward
                 FROM {groups} ORDER BY kafka_timestamp"""
         )
         candidates = self._rows(
-            f"""SELECT revision, trainable, reason, list_sum([r.value FOR r IN rewards
-                IF r.step_id IS NULL]) AS reward
+            f"""SELECT revision, trainable, reason,
+                list_sum([r.value FOR r IN rewards IF r.step_id IS NULL]) AS reward
                 FROM candidates_raw WHERE {named} ORDER BY revision"""
         )
         late = self._rows(
@@ -343,27 +330,21 @@ class Lineage:
         of_run, versions = f"WHERE run_id = {_text(run_id)}", list(self._versions(run_id).values())
         (steps,) = self._rows(f"SELECT count(*) AS n FROM steps_raw {of_run}")
         groups = self._rows(
-            f"""SELECT channel, admitted, coalesce(reason, 'admitted') AS reason, count(*)
-                AS groups,
-                       sum(len(trajectory_ids))::BIGINT AS trajectories FROM groups_raw {of_run}
-                           GROUP BY ALL ORDER BY ALL"""
+            f"""SELECT channel, admitted, coalesce(reason, 'admitted') AS reason,
+                count(*) AS groups, sum(len(trajectory_ids))::BIGINT AS trajectories
+                FROM groups_raw {of_run} GROUP BY ALL ORDER BY ALL"""
         )
         batches = self._rows(
-            f"""SELECT b.channel, b.kafka_topic_id AS batches_topic_id, count(*) AS batches,
-                min(b.batch_seq) AS first_batch_seq,
-                       max(b.batch_seq) AS last_batch_seq, sum(b.trainable_tokens)::BIGINT
-                           AS trainable_tokens,
-                       count(*) FILTER (EXISTS (FROM lineage_versions v WHERE v.run_id = b.run_id
-                           AND v.surviving
-                           AND v.channel = b.channel AND v.batches_topic_id = b.kafka_topic_id
-                           AND b.batch_seq BETWEEN v.first_batch_seq AND v.last_batch_seq))
-                               AS trained
-                FROM batches_raw b {of_run} GROUP BY ALL ORDER BY ALL"""
+            f"""SELECT g.channel, g.kafka_topic_id AS batches_topic_id, count(*) AS batches,
+                min(g.batch_seq) AS first_batch_seq, max(g.batch_seq) AS last_batch_seq,
+                sum(g.trainable_tokens)::BIGINT AS trainable_tokens,
+                count(*) FILTER (EXISTS (FROM lineage_versions v WHERE v.run_id = g.run_id
+                    AND v.surviving AND {_TRAINED_ON})) AS trained
+                FROM batches_raw g {of_run} GROUP BY ALL ORDER BY ALL"""
         )
         outcomes = self._rows(
             f"""SELECT channel, outcome, count(DISTINCT trajectory_id) AS trajectories
-                FROM trajectories_raw {of_run}
-                GROUP BY ALL ORDER BY ALL"""
+                FROM trajectories_raw {of_run} GROUP BY ALL ORDER BY ALL"""
         )
         (late,) = self._rows(f"SELECT count(*) AS n FROM late_revisions_raw {of_run}")
         if not (steps["n"] or versions or groups or outcomes):
