@@ -101,7 +101,7 @@ def check(settings: Settings, name: str) -> tuple[str, ...]:
 
     Reads all of its files and changes nothing.
     """
-    fs = _files_of(settings, name)
+    fs = _table_files(settings, name)
     damaged = damaged_log_files(fs)
     if not damaged:
         damaged = list(
@@ -122,7 +122,7 @@ def repair(
             without `accept_loss`.
         LakeMissing: there is no such table.
     """
-    fs = _files_of(settings, name)
+    fs = _table_files(settings, name)
     if fs.get_file_info(LOG).type == pafs.FileType.NotFound:
         raise LakeMissing(f"no table {name} at {table_uri(settings.lake_uri, name)}")
     broken = damaged_log_files(fs)
@@ -154,7 +154,7 @@ def _has_beginning(fs: pafs.FileSystem, broken: set[str]) -> bool:
     return bool(begins - broken)
 
 
-def _files_of(settings: Settings, name: str) -> pafs.FileSystem:
+def _table_files(settings: Settings, name: str) -> pafs.FileSystem:
     if name not in catalog():
         raise LakeMissing(f"no table {name}; there are {', '.join(catalog())}")
     return filesystem(table_uri(settings.lake_uri, name), settings.lake.storage_options)
@@ -175,23 +175,13 @@ def _repair_log(
     for file_damage in broken:
         copy = f"{DAMAGED_DIR}/{name}/{stamp}/{file_damage.file.rpartition('/')[2]}"
         if fs.get_file_info(file_damage.file).is_file:
-            pafs.copy_files(
-                f"{name}/{file_damage.file}",
-                copy,
-                source_filesystem=lake,
-                destination_filesystem=lake,
-            )
+            pafs.copy_files(f"{name}/{file_damage.file}", copy, lake, lake)
         if not file_damage.is_checkpoint:
-            now = int(time.time() * 1000)
-            entry = {
-                "commitInfo": {
-                    "timestamp": now,
-                    "operation": _LOST,
-                    "operationParameters": {},
-                    "engineInfo": "clawstream",
-                }
-            }
-            _replace(fs, file_damage.file, json.dumps(entry).encode())
+            info = {
+                "timestamp": int(time.time() * 1000), "operation": _LOST,
+                "operationParameters": {}, "engineInfo": "clawstream",
+            }  # fmt: skip
+            _replace(fs, file_damage.file, json.dumps({"commitInfo": info}).encode())
             continue
         fs.delete_file(file_damage.file)
         if fs.get_file_info(f"{LOG}/_last_checkpoint").is_file:
@@ -226,13 +216,8 @@ def _restore(
         return RepairResult(name, damage)
     then = open_table(settings.lake_uri, name, options, target)
     now = read_committed_offsets(settings.lake_uri, name, options)
-    rewinds = _rewinds(
-        settings,
-        name,
-        cluster,
-        now,
-        {s: then.transaction_version(app_id(name, s)) or 0 for s in now},
-    )
+    then_offsets = {p: then.transaction_version(app_id(name, p)) or 0 for p in now}
+    rewinds = _rewinds(settings, name, cluster, now, then_offsets)
     lost = [b for b in rewinds if b.lost]
     if lost and not accept_loss:
         where = ", ".join(
@@ -271,21 +256,12 @@ def _rewinds(
     found = []
     for partition in sorted(now):
         topic = names.get(partition[0])
-        low = (
-            now[partition]
-            if topic is None
-            else cluster.watermarks(topic, [partition[1]])[partition[1]][0]
-        )
-        if then[partition] < max(now[partition], low):
-            found.append(
-                Rewind(
-                    partition,
-                    topic or f"deleted topic {partition[0]}",
-                    now[partition],
-                    then[partition],
-                    low,
-                )
-            )
+        former, target = now[partition], then[partition]
+        number = partition[1]
+        low = former if topic is None else cluster.watermarks(topic, [number])[number][0]
+        if target < max(former, low):
+            name_of_topic = topic or f"deleted topic {partition[0]}"
+            found.append(Rewind(partition, name_of_topic, former, target, low))
     return found
 
 
@@ -342,23 +318,11 @@ def _rows(table: Delta) -> int:
 
 def _snapshots_behind(settings: Settings, name: str, broken: list[FileDamage]) -> tuple[str, ...]:
     """Return named snapshots whose versions lack rows of lost commits."""
-    first = min(
-        (
-            file_damage.version
-            for file_damage in broken
-            if file_damage.version is not None and not file_damage.is_checkpoint
-        ),
-        default=None,
-    )
-    if first is None:
-        return ()
-    kept = {
-        snapshot: found["versions"].get(name)
-        for snapshot, found in named_snapshots(settings).items()
-        if not isinstance(found, SnapshotError)
-    }
+    lost = [f.version for f in broken if f.version is not None and not f.is_checkpoint]
     return tuple(
         snapshot
-        for snapshot, version in sorted(kept.items())
-        if version is not None and version >= first
+        for snapshot, found in sorted(named_snapshots(settings).items())
+        if lost
+        and not isinstance(found, SnapshotError)
+        and found["versions"].get(name, -1) >= min(lost)
     )
