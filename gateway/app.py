@@ -38,8 +38,8 @@ from gateway.durability.spool import Spool
 from gateway.engines.client import Upstream
 from gateway.engines.registry import EngineRegistry
 from gateway.metrics import Metrics
+from gateway.protocols.adapter import ProtocolAdapter
 from gateway.protocols.anthropic_messages import ANTHROPIC_ERRORS, AnthropicMessages
-from gateway.protocols.base import ProtocolAdapter
 from gateway.protocols.openai_chat import OpenAIChat
 from gateway.protocols.openai_completions import OpenAICompletions
 from gateway.protocols.openai_responses import OpenAIResponses

@@ -18,7 +18,8 @@ from gateway.asgi.sse import ENDS, MAX_EVENT, EventSplitter, data_of
 from gateway.capture.engine_tokens import CapturedTokens
 from gateway.capture.unread import Unread
 from gateway.errors import GatewayError, UpstreamFailed
-from gateway.protocols.base import NOT_THE_PROTOCOL, ParsedEvent, ParsedReply, ReplyAccumulator
+from gateway.protocols.adapter import ReplyAccumulator
+from gateway.protocols.base import NOT_THE_PROTOCOL, ParsedEvent, ParsedReply
 from schemas import engine_frames
 
 MAX_STREAM = 256 << 20

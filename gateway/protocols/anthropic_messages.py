@@ -15,31 +15,18 @@ import orjson
 
 from gateway.asgi.error_replies import ErrorFormat, http_error_of
 from gateway.errors import GatewayError
-from gateway.protocols.base import (
-    NOT_THE_PROTOCOL,
-    Choice,
-    EngineKind,
-    ParsedEvent,
-    ParsedReply,
-    Request,
-)
+from gateway.protocols.adapter import ProtocolAdapter, ReplyAccumulator
+from gateway.protocols.base import Choice, EngineKind, ParsedEvent, ParsedReply, Request
 from gateway.protocols.reply_fields import (
     array,
     dumps,
-    error_of,
     loads,
     mapping,
     number,
     text,
     text_or_none,
 )
-from gateway.protocols.request_fields import (
-    check_messages,
-    error_text,
-    model_of,
-    object_of,
-    stream_of,
-)
+from gateway.protocols.request_fields import check_messages, error_text
 from gateway.protocols.usage import usage_of
 
 STOP_REASONS = {
@@ -109,42 +96,30 @@ class AnthropicErrors:
 ANTHROPIC_ERRORS = AnthropicErrors()
 
 
-class AnthropicMessages:
+class AnthropicMessages(ProtocolAdapter):
     """Adapter of `POST /v1/messages`."""
 
     name = "anthropic.messages"
     path = "/v1/messages"
+    reply_noun = "a message"
     errors: ErrorFormat = ANTHROPIC_ERRORS
-
-    def parse_request(self, body: bytes) -> Request:
-        payload = object_of(body)
-        check_messages(payload)
-        return Request(model_of(payload), stream_of(payload), 1, body, payload)
-
-    def engine_body(self, request: Request, kind: EngineKind) -> bytes:
-        return request.body
-
-    def parse_reply(self, request: Request, kind: EngineKind, body: bytes) -> ParsedReply:
-        try:
-            payload = mapping(loads(body))
-            if "content" not in payload and (error := error_of(payload)) is not None:
-                return ParsedReply((), None, body, failure=error_text(error))
-            message = {
-                "role": text(payload.get("role", "assistant")),
-                "content": array(payload["content"]),
-            }
-            choice = Choice(0, dumps(message), finish_of(text_or_none(payload.get("stop_reason"))))
-            return ParsedReply(
-                (choice,),
-                text_or_none(payload.get("model")),
-                body,
-                usage=usage_of(payload.get("usage")),
-            )
-        except NOT_THE_PROTOCOL as error:
-            return ParsedReply((), None, body, unread=f"the reply is not a message: {error!r}")
 
     def accumulator(self, request: Request, kind: EngineKind) -> AnthropicMessagesAccumulator:
         return AnthropicMessagesAccumulator()
+
+    def _check(self, payload: dict[str, Any]) -> tuple[int, int]:
+        check_messages(payload)
+        return 1, 1
+
+    def _has_output(self, payload: dict[str, Any]) -> bool:
+        return "content" in payload
+
+    def _choices(
+        self, payload: dict[str, Any], request: Request, kind: EngineKind
+    ) -> tuple[Choice, ...]:
+        role, content = text(payload.get("role", "assistant")), array(payload["content"])
+        finish = finish_of(text_or_none(payload.get("stop_reason")))
+        return (Choice(0, dumps({"role": role, "content": content}), finish),)
 
 
 def finish_of(stop_reason: str | None) -> str:
@@ -188,8 +163,8 @@ _DELTAS = {"text_delta": "text", "thinking_delta": "thinking", "input_json_delta
 """Field of the delta, and of the content block, that each text delta extends."""
 
 
-class AnthropicMessagesAccumulator:
-    """Accumulator of a streamed message, see `base.ReplyAccumulator`."""
+class AnthropicMessagesAccumulator(ReplyAccumulator):
+    """Accumulator of a streamed message."""
 
     def __init__(self) -> None:
         self._model: str | None = None

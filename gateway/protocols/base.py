@@ -1,16 +1,11 @@
-"""The interface of a wire protocol adapter: one pure module per protocol, without I/O.
-
-`gateway.proxy.call` does the I/O.
-"""
+"""The values that protocol adapters exchange with the rest of the gateway."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
-from gateway.asgi.error_replies import ErrorFormat
-from gateway.errors import GatewayError
 from schemas.records import Usage, VersionSpan
 
 NOT_THE_PROTOCOL = (ValueError, KeyError, TypeError, AttributeError, IndexError)
@@ -114,65 +109,3 @@ class ParsedEvent(NamedTuple):
     ends: bool = False
     last: bool = False
     failure: str | None = None
-
-
-class ReplyAccumulator(Protocol):
-    """Accumulates a streamed reply. `add` applies a parsed event once the client gets it."""
-
-    def read(self, event: bytes, data: bytes) -> ParsedEvent:
-        """Parse an event without changing the accumulator.
-
-        Args:
-            event: Bytes of the event, blank line included.
-            data: Data of the event.
-
-        Raises:
-            NOT_THE_PROTOCOL: The event does not follow the protocol.
-        """
-        ...
-
-    def add(self, update: Any) -> None:
-        """Apply the update of a parsed event."""
-        ...
-
-    def reply(self) -> ParsedReply:
-        """Return the reply accumulated so far."""
-        ...
-
-    def error(self, error: GatewayError) -> bytes:
-        """Format an error as the next event of this stream."""
-        ...
-
-    def unfinished(self) -> int:
-        """Return the number of choices that have not ended."""
-        ...
-
-
-class ProtocolAdapter(Protocol):
-    """Adapter of one wire protocol."""
-
-    name: str
-    """The value of `Step.protocol`."""
-    path: str
-    """Path of the endpoint on the engine."""
-    errors: ErrorFormat
-
-    def parse_request(self, body: bytes) -> Request:
-        """Parse and check a request body.
-
-        Raises:
-            BadRequest: Names the invalid field.
-        """
-        ...
-
-    def engine_body(self, request: Request, kind: EngineKind) -> bytes:
-        """Return the body for the engine: the client's bytes, plus token fields where needed."""
-        ...
-
-    def parse_reply(self, request: Request, kind: EngineKind, body: bytes) -> ParsedReply:
-        """Parse a plain reply. An unreadable one keeps its body and sets `unread`."""
-        ...
-
-    def accumulator(self, request: Request, kind: EngineKind) -> ReplyAccumulator:
-        """Return an empty accumulator for a streamed reply."""
-        ...

@@ -1,173 +1,106 @@
 """Adapter of OpenAI chat completions. Pure.
 
-An engine with our middleware gets the client's bytes, and its reply passes unchanged. For vLLM
-without the middleware, the adapter requests token ids and log-probabilities (`return_token_ids`,
-`logprobs`) and removes them from the client's reply, unless the client requested them itself.
-vLLM writes these fields as null when they are not requested, and omits stream chunks that carry
-nothing else. The adapter does the same, so a client sees no difference.
+vLLM omits stream chunks that carry nothing but tokens that were not requested; the adapter removes
+the chunks that the engine sends only because it requested tokens.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
-import orjson
-
-from gateway.asgi.error_replies import OPENAI_ERRORS, ErrorFormat
-from gateway.protocols.base import (
-    NOT_THE_PROTOCOL,
-    Choice,
-    EngineKind,
-    ParsedEvent,
-    ParsedReply,
-    Request,
-)
+from gateway.protocols.base import Choice, EngineKind, Request
 from gateway.protocols.message_deltas import begun, grow, grown
-from gateway.protocols.openai_stream import ChoicesAccumulator
+from gateway.protocols.openai_choices import ChoiceBuffer, ChoiceDelta, ChoicesAdapter
 from gateway.protocols.reply_fields import (
     array,
     array_or_none,
     choice_index,
     dumps,
-    error_of,
-    loads,
     mapping,
     number,
     text_or_none,
 )
-from gateway.protocols.request_fields import (
-    check_messages,
-    error_text,
-    model_of,
-    n_of,
-    object_of,
-    stream_of,
-    with_fields,
-)
+from gateway.protocols.request_fields import check_messages, n_of
 from gateway.protocols.token_fields import packed_tokens
-from gateway.protocols.usage import usage_of
+
+_Content = tuple[
+    list[tuple[str, str]], list[tuple[str, Any]], list[tuple[int | None, dict[str, Any]]]
+]
+"""Delta of a message: text by field, other values by field, tool calls by index."""
 
 
-class OpenAIChat:
+class OpenAIChat(ChoicesAdapter):
     """Adapter of `POST /v1/chat/completions`."""
 
     name = "openai.chat"
     path = "/v1/chat/completions"
-    errors: ErrorFormat = OPENAI_ERRORS
+    reply_noun = "a chat completion"
 
-    def parse_request(self, body: bytes) -> Request:
-        payload = object_of(body)
+    def token_fields(self, payload: Mapping[str, Any]) -> dict[str, Any]:
+        added: dict[str, Any] = {}
+        if not payload.get("return_token_ids"):
+            added["return_token_ids"] = True
+        # Without logprobs these two are invalid, and the client must get the engine's error.
+        if not any(map(payload.get, ("logprobs", "top_logprobs", "logprob_token_ids"))):
+            added |= {"logprobs": True, "top_logprobs": 0}
+        return added
+
+    def buffer(self) -> _ChoiceBuffer:
+        return _ChoiceBuffer()
+
+    def delta(
+        self, choice: Any, choices: list[Any], asked: Mapping[str, Any], kind: EngineKind
+    ) -> ChoiceDelta:
+        texts, fields, calls = [], [], []
+        index, delta = choice_index(choice, choices), choice.get("delta")
+        if delta is None:  # absent in content-filter chunks of Azure and some last chunks
+            delta = {}
+        for name, value in mapping(delta).items():
+            if name == "tool_calls":
+                calls += [_call(part) for part in array(value)]
+            elif name != "role" and isinstance(value, str):
+                texts.append((name, value))
+            else:
+                fields.append((name, value))
+        finish, content = text_or_none(choice.get("finish_reason")), (texts, fields, calls)
+        if kind != "vllm":
+            return ChoiceDelta(index, content, finish)
+        ids, logprobs = array_or_none(choice.get("token_ids")), logprobs_of(choice.get("logprobs"))
+        return ChoiceDelta(index, content, finish, None, ids, logprobs)
+
+    def only_tokens(self, chunk: Mapping[str, Any], asked: Mapping[str, Any]) -> bool:
+        choices = chunk.get("choices") or []
+        if len(choices) != 1 or asked.get("return_token_ids") or asked.get("logprobs"):
+            return False
+        only = choices[0]
+        return not only.get("delta") and not only.get("finish_reason") and "token_ids" in only
+
+    def _check(self, payload: dict[str, Any]) -> tuple[int, int]:
         check_messages(payload)
-        return Request(model_of(payload), stream_of(payload), n_of(payload), body, payload)
+        return n_of(payload), 1
 
-    def engine_body(self, request: Request, kind: EngineKind) -> bytes:
-        return with_fields(request, _added(request.payload)) if kind == "vllm" else request.body
-
-    def parse_reply(self, request: Request, kind: EngineKind, body: bytes) -> ParsedReply:
-        try:
-            payload = mapping(loads(body))
-            if (error := error_of(payload)) is not None:
-                return ParsedReply((), None, body, failure=error_text(error))
-            model = text_or_none(payload.get("model"))
-            prompt_ids = payload.get("prompt_token_ids")
-            choices = tuple(
-                Choice(
-                    index=choice_index(c, payload["choices"]),
-                    message_json=dumps(mapping(c["message"])),
-                    finish_reason=text_or_none(c.get("finish_reason")),
-                    tokens=packed_tokens(
-                        prompt_ids, c.get("token_ids"), logprobs_of(c.get("logprobs"))
-                    )
-                    if kind == "vllm"
-                    else None,
-                )
-                for c in payload["choices"]
+    def _choices(
+        self, payload: dict[str, Any], request: Request, kind: EngineKind
+    ) -> tuple[Choice, ...]:
+        choices, prompt_ids = payload["choices"], payload.get("prompt_token_ids")
+        return tuple(
+            Choice(
+                index=choice_index(c, choices),
+                message_json=dumps(mapping(c["message"])),
+                finish_reason=text_or_none(c.get("finish_reason")),
+                tokens=packed_tokens(prompt_ids, c.get("token_ids"), logprobs_of(c.get("logprobs")))
+                if kind == "vllm"
+                else None,
             )
-            if kind == "vllm" and _strip(payload, request.payload):
-                body = orjson.dumps(payload)
-        except NOT_THE_PROTOCOL as error:
-            return ParsedReply(
-                (), None, body, unread=f"the reply is not a chat completion: {error!r}"
-            )
-        return ParsedReply(choices, model, body, usage=usage_of(payload.get("usage")))
-
-    def accumulator(self, request: Request, kind: EngineKind) -> OpenAIChatAccumulator:
-        return OpenAIChatAccumulator(request, kind)
-
-
-def _added(payload: Any) -> dict[str, Any]:
-    """Return the fields that make vLLM report token ids and log-probabilities."""
-    added: dict[str, Any] = {}
-    if not payload.get("return_token_ids"):
-        added["return_token_ids"] = True
-    # Without logprobs these two are invalid, and the client must get the engine's error.
-    if (
-        not payload.get("logprobs")
-        and not payload.get("top_logprobs")
-        and not payload.get("logprob_token_ids")
-    ):
-        added |= {"logprobs": True, "top_logprobs": 0}
-    return added
-
-
-def _strip(reply: dict[str, Any], asked: Any) -> bool:
-    """Set the added fields to null, as vLLM does when they are not requested.
-
-    Returns False when the client requested all of them.
-    """
-    keep_ids, keep_logprobs = bool(asked.get("return_token_ids")), bool(asked.get("logprobs"))
-    if keep_ids and keep_logprobs:
-        return False
-    if not keep_ids and "prompt_token_ids" in reply:
-        reply["prompt_token_ids"] = None
-    for choice in reply.get("choices") or ():
-        if not keep_ids and "token_ids" in choice:
-            choice["token_ids"] = None
-        if not keep_logprobs and "logprobs" in choice:
-            choice["logprobs"] = None
-    return True
+            for c in choices
+        )
 
 
 def logprobs_of(payload: object) -> list[Any] | None:
     """Return the log-probabilities of the sampled tokens."""
     content = array_or_none(mapping(payload).get("content")) if payload is not None else None
     return None if content is None else [entry["logprob"] for entry in content]
-
-
-class _Piece(NamedTuple):
-    """Delta of one choice in a chunk.
-
-    texts: String deltas by field. fields: Other values. calls: Deltas of tool calls with index.
-    """
-
-    which: int
-    texts: list[tuple[str, str]]
-    fields: list[tuple[str, Any]]
-    calls: list[tuple[int | None, dict[str, Any]]]
-    finish_reason: str | None
-    ids: list[Any] | None
-    logprobs: list[Any] | None
-
-
-def _piece(choice: Any, choices: list[Any], kind: EngineKind) -> _Piece:
-    texts, fields, calls = [], [], []
-    index, delta = choice_index(choice, choices), choice.get("delta")
-    if delta is None:  # absent in content-filter chunks of Azure and some last chunks
-        delta = {}
-    for name, value in mapping(delta).items():
-        if name == "content" and isinstance(value, str):
-            texts.append((name, value))
-        elif name == "tool_calls":
-            calls += [_call(part) for part in array(value)]
-        elif name != "role" and isinstance(value, str):
-            texts.append((name, value))
-        else:
-            fields.append((name, value))
-    finish = text_or_none(choice.get("finish_reason"))
-    if kind != "vllm":
-        return _Piece(index, texts, fields, calls, finish, None, None)
-    ids, logprobs = array_or_none(choice.get("token_ids")), logprobs_of(choice.get("logprobs"))
-    return _Piece(index, texts, fields, calls, finish, ids, logprobs)
 
 
 def _call(part: Any) -> tuple[int | None, dict[str, Any]]:
@@ -218,24 +151,23 @@ def _name(call: dict[str, Any]) -> object:
     return function.get("name") if isinstance(function, dict) else None
 
 
-class _ChoiceBuffer:
+class _ChoiceBuffer(ChoiceBuffer):
     """Buffer of one choice, merged by `message_deltas`.
 
     A field that gets only strings is kept as a list of pieces.
     """
 
-    __slots__ = ("calls", "fields", "finish_reason", "ids", "logprobs", "texts")
+    __slots__ = ("calls", "fields", "texts")
 
     def __init__(self) -> None:
+        super().__init__()
         self.fields: dict[str, Any] = {}
         self.texts: dict[str, list[str]] = {}
         self.calls: _Calls | None = None
-        self.ids: list[Any] | None = None
-        self.logprobs: list[Any] | None = None
-        self.finish_reason: str | None = None
 
-    def add(self, piece: _Piece) -> None:
-        for name, text in piece.texts:
+    def add(self, content: _Content) -> None:
+        texts, fields, calls = content
+        for name, text in texts:
             parts = self.texts.get(name)
             if parts is not None:
                 parts.append(text)
@@ -243,18 +175,11 @@ class _ChoiceBuffer:
                 self.texts[name] = [text]
             else:
                 self.fields[name] = grown(self.fields[name], text)
-        for name, value in piece.fields:
+        for name, value in fields:
             self._add_field(name, value)
-        for index, part in piece.calls:
+        for index, part in calls:
             self.calls = self.calls or _Calls()
             self.calls.add(index, part)
-        if piece.ids is not None:
-            self.ids = self.ids or []
-            self.ids += piece.ids
-        if piece.logprobs is not None:
-            self.logprobs = self.logprobs or []
-            self.logprobs += piece.logprobs
-        self.finish_reason = piece.finish_reason or self.finish_reason
 
     def _add_field(self, name: str, value: Any) -> None:
         if value is None:
@@ -267,56 +192,9 @@ class _ChoiceBuffer:
             before = self.fields.get(name)
             self.fields[name] = begun(value) if before is None else grown(before, value)
 
-    def choice(self, index: int, kind: EngineKind, prompt_ids: list[Any] | None) -> Choice:
+    def message(self) -> bytes:
         message = {"role": "assistant", "content": None} | self.fields
         message |= {name: "".join(parts) for name, parts in self.texts.items()}
         if self.calls is not None:
             message["tool_calls"] = self.calls.whole()
-        tokens = packed_tokens(prompt_ids, self.ids, self.logprobs) if kind == "vllm" else None
-        return Choice(index, dumps(message), self.finish_reason, tokens)
-
-
-class OpenAIChatAccumulator(ChoicesAccumulator[_ChoiceBuffer]):
-    """Accumulator of a streamed chat completion, see `base.ReplyAccumulator`."""
-
-    def __init__(self, request: Request, kind: EngineKind) -> None:
-        super().__init__(request, kind, _ChoiceBuffer)
-        self._prompt_ids: list[Any] | None = None
-
-    def _read_chunk(self, event: bytes, chunk: dict[str, Any]) -> ParsedEvent:
-        choices = array(chunk.get("choices"))
-        pieces = [_piece(choice, choices, self._kind) for choice in choices]
-        update = (
-            text_or_none(chunk.get("model")),
-            array_or_none(chunk.get("prompt_token_ids")),
-            pieces,
-            chunk.get("usage"),
-        )
-        if self._kind == "vllm":  # the pieces keep the removed tokens
-            event = self._client_event(chunk, event)
-        return ParsedEvent(update, event, ends=any(p.finish_reason for p in pieces))
-
-    def _client_event(self, chunk: dict[str, Any], event: bytes) -> bytes:
-        choices = chunk.get("choices") or []
-        if (
-            not (self._asked.get("return_token_ids") or self._asked.get("logprobs"))
-            and len(choices) == 1
-        ):
-            only = choices[0]
-            if not only.get("delta") and not only.get("finish_reason") and "token_ids" in only:
-                return b""  # the engine sends this chunk only because tokens were requested
-        return b"data: " + orjson.dumps(chunk) + b"\n\n" if _strip(chunk, self._asked) else event
-
-    def add(self, update: Any) -> None:
-        model, prompt_ids, pieces, usage = update
-        self._model, self._usage = model or self._model, usage or self._usage
-        if prompt_ids is not None:
-            self._prompt_ids = prompt_ids
-        for piece in pieces:
-            self._buffer(piece.which).add(piece)
-
-    def reply(self) -> ParsedReply:
-        choices = tuple(
-            b.choice(i, self._kind, self._prompt_ids) for i, b in sorted(self._choices.items())
-        )
-        return ParsedReply(choices, self._model, b"", usage=usage_of(self._usage))
+        return dumps(message)

@@ -15,27 +15,20 @@ from typing import Any
 
 import orjson
 
-from gateway.asgi.error_replies import OPENAI_ERRORS, ErrorFormat, http_error_of
+from gateway.asgi.error_replies import http_error_of
 from gateway.errors import BadRequest, GatewayError
-from gateway.protocols.base import (
-    NOT_THE_PROTOCOL,
-    Choice,
-    EngineKind,
-    ParsedEvent,
-    ParsedReply,
-    Request,
-)
+from gateway.protocols.adapter import ProtocolAdapter, ReplyAccumulator
+from gateway.protocols.base import Choice, EngineKind, ParsedEvent, ParsedReply, Request
 from gateway.protocols.reply_fields import (
     array,
     dumps,
-    error_of,
     loads,
     mapping,
     number,
     text,
     text_or_none,
 )
-from gateway.protocols.request_fields import error_text, model_of, object_of, stream_of
+from gateway.protocols.request_fields import error_text
 from gateway.protocols.usage import usage_of
 
 DONE = b"[DONE]"
@@ -68,15 +61,17 @@ _PARTS = {
 }
 
 
-class OpenAIResponses:
+class OpenAIResponses(ProtocolAdapter):
     """Adapter of `POST /v1/responses`."""
 
     name = "openai.responses"
     path = "/v1/responses"
-    errors: ErrorFormat = OPENAI_ERRORS
+    reply_noun = "a response"
 
-    def parse_request(self, body: bytes) -> Request:
-        payload = object_of(body)
+    def accumulator(self, request: Request, kind: EngineKind) -> OpenAIResponsesAccumulator:
+        return OpenAIResponsesAccumulator()
+
+    def _check(self, payload: dict[str, Any]) -> tuple[int, int]:
         given = payload.get("input")
         # None: a stored prompt or conversation of the provider may replace the input.
         if not (given is None or isinstance(given, str)) and not (
@@ -88,29 +83,16 @@ class OpenAIResponses:
                 "background: background responses cannot be recorded; remove the field",
                 "background",
             )
-        return Request(model_of(payload), stream_of(payload), 1, body, payload)
+        return 1, 1
 
-    def engine_body(self, request: Request, kind: EngineKind) -> bytes:
-        return request.body
+    def _has_output(self, payload: dict[str, Any]) -> bool:
+        return "output" in payload
 
-    def parse_reply(self, request: Request, kind: EngineKind, body: bytes) -> ParsedReply:
-        try:
-            payload = mapping(loads(body))
-            if "output" not in payload and (error := error_of(payload)) is not None:
-                return ParsedReply((), None, body, failure=error_text(error))
-            output = [mapping(item) for item in payload["output"]]
-            choice = Choice(0, dumps({"output": output}), finish_of(payload, output))
-            return ParsedReply(
-                (choice,),
-                text_or_none(payload.get("model")),
-                body,
-                usage=usage_of(payload.get("usage")),
-            )
-        except NOT_THE_PROTOCOL as error:
-            return ParsedReply((), None, body, unread=f"the reply is not a response: {error!r}")
-
-    def accumulator(self, request: Request, kind: EngineKind) -> OpenAIResponsesAccumulator:
-        return OpenAIResponsesAccumulator()
+    def _choices(
+        self, payload: dict[str, Any], request: Request, kind: EngineKind
+    ) -> tuple[Choice, ...]:
+        output = [mapping(item) for item in payload["output"]]
+        return (Choice(0, dumps({"output": output}), finish_of(payload, output)),)
 
 
 def finish_of(response: Mapping[str, Any], output: Sequence[Mapping[str, Any]]) -> str | None:
@@ -164,8 +146,8 @@ class _Item:
         return item
 
 
-class OpenAIResponsesAccumulator:
-    """Accumulator of a streamed response, see `base.ReplyAccumulator`."""
+class OpenAIResponsesAccumulator(ReplyAccumulator):
+    """Accumulator of a streamed response."""
 
     def __init__(self) -> None:
         self._model: str | None = None

@@ -97,9 +97,3 @@ def array(value: object) -> list[Any]:
 def array_or_none(value: object) -> list[Any] | None:
     """Check a JSON array or null."""
     return None if value is None else array(value)
-
-
-def error_of(payload: dict[str, Any]) -> Any:
-    """Return the error of a reply with status 200 that has no output; None otherwise."""
-    error = payload.get("error")
-    return None if not error or payload.get("choices") or payload.get("output") else error

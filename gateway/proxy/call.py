@@ -26,7 +26,8 @@ from gateway.capture.unread import Unread
 from gateway.engines.client import Response, UpstreamCall
 from gateway.engines.registry import EngineSpec
 from gateway.errors import ClientGone, NotRecorded, UpstreamFailed, UpstreamTimeout
-from gateway.protocols.base import ParsedReply, ProtocolAdapter
+from gateway.protocols.adapter import ProtocolAdapter
+from gateway.protocols.base import ParsedReply
 from gateway.proxy.failed_calls import Attempt, Failure, engine_failure, failure_of
 from gateway.proxy.forwarding import (
     content_headers,

@@ -15,9 +15,8 @@ from gateway.attribution.tags import tags_of
 from gateway.auth.authenticator import Principal
 from gateway.capture.steps import Call
 from gateway.errors import BadRequest, BodyTooLarge, ClientGone, GatewayError, Overloaded
-from gateway.protocols.base import ProtocolAdapter
-from gateway.protocols.defaults import with_defaults
-from gateway.protocols.request_fields import with_whole_characters
+from gateway.protocols.adapter import ProtocolAdapter
+from gateway.protocols.request_fields import with_defaults, with_whole_characters
 from gateway.proxy.call import ProxiedCall
 from gateway.proxy.failed_calls import Attempt, failure_of
 from gateway.proxy.forwarding import credentials_of

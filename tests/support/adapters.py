@@ -13,7 +13,8 @@ from support.scripted.script import Json, ProtocolServer, Script, ScriptedChoice
 from gateway.asgi.sse import EventSplitter, data_of
 from gateway.capture.engine_tokens import CapturedTokens
 from gateway.capture.stream import EventStream
-from gateway.protocols.base import NOT_THE_PROTOCOL, EngineKind, ParsedReply, ProtocolAdapter
+from gateway.protocols.adapter import ProtocolAdapter
+from gateway.protocols.base import NOT_THE_PROTOCOL, EngineKind, ParsedReply
 
 LOOK: Json = {
     "id": "call_1",

@@ -18,11 +18,11 @@ from support.gateway import running
 from gateway.app import create_app
 from gateway.durability.log import InMemoryLogProducer
 from gateway.engines.registry import EngineRegistry
-from gateway.protocols.base import ProtocolAdapter
-from gateway.protocols.defaults import with_defaults
+from gateway.protocols.adapter import ProtocolAdapter
 from gateway.protocols.openai_chat import OpenAIChat
 from gateway.protocols.openai_completions import OpenAICompletions
 from gateway.protocols.openai_responses import OpenAIResponses
+from gateway.protocols.request_fields import with_defaults
 from gateway.proxy.token_limits import MAX_COUNTED, may_exceed, prompts_of
 from schemas.codec.single_object import Codec
 from schemas.settings import Settings
