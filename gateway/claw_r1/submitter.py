@@ -125,11 +125,7 @@ class Submitter:
                 authenticator.require(caller, "reward")
                 name, step_id = "submit_steps", step.step_id
             reward = GiveReward(
-                source="env",
-                name=name,
-                function_version="1",
-                step_id=step_id,
-                value=payload.reward,
+                source="env", name=name, function_version="1", step_id=step_id, value=payload.reward
             )
             field = f"steps.{attributed.index}.reward"
             rewards.append(recorder.reward(ref, reward, field, caller.name))

@@ -1,4 +1,4 @@
-"""The producer of records: the protocol, Kafka, and an in-memory fake for tests and trials."""
+"""The producer of records: the protocol, and Kafka."""
 
 from __future__ import annotations
 
@@ -241,48 +241,3 @@ class KafkaLogProducer:
         """Wait for the sends in flight, then close the producer."""
         self._closed.set()
         self._loop_producer.close(timeout_s)
-
-
-class InMemoryLogProducer:
-    """A producer in memory. `messages` has all acknowledged messages, in order.
-
-    reachable: False: known to be unreachable.
-    acknowledges: False: appears reachable but does not acknowledge.
-    gate: While cleared, sends wait.
-    passed: Result of `passed_since` for every position.
-    """
-
-    def __init__(self) -> None:
-        self.messages: list[Message] = []
-        self.reachable = True
-        self.acknowledges = True
-        self.uptime_s = 0.0
-        self.max_bytes = 10 * 1024 * 1024
-        self.position: LogPosition | None = LogPosition("memory", (0,))
-        self.passed = Passed(0, 0.0)
-        self.gate = asyncio.Event()
-        self.gate.set()
-        self._waiting: set[asyncio.Task[None]] = set()
-
-    def send(self, messages: Sequence[Message], sent: Sent) -> None:
-        if self.gate.is_set() or not messages:
-            sent(self._take(messages))
-            return
-        task = asyncio.create_task(self._send_later(messages, sent))
-        self._waiting.add(task)
-        task.add_done_callback(self._waiting.discard)
-
-    async def _send_later(self, messages: Sequence[Message], sent: Sent) -> None:
-        await self.gate.wait()
-        sent(self._take(messages))
-
-    def _take(self, messages: Sequence[Message]) -> KafkaUnavailable | RecordTooLarge | None:
-        if messages and not (self.reachable and self.acknowledges):
-            return KafkaUnavailable("the memory producer was told not to acknowledge")
-        if any(len(m.value) > self.max_bytes for m in messages):
-            return RecordTooLarge(f"a record is larger than {self.max_bytes} bytes")
-        self.messages.extend(messages)
-        return None
-
-    async def passed_since(self, position: LogPosition) -> Passed:
-        return self.passed

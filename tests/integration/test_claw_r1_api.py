@@ -17,12 +17,12 @@ import pytest
 import torch
 from support.engine import engine_settings
 from support.gateway import running
+from support.log_producer import InMemoryLogProducer
 from transformers import AutoModelForCausalLM
 
 from demo import model
 from demo.task import TOOLS
 from gateway.app import create_app
-from gateway.durability.log import InMemoryLogProducer
 from gateway.engines.registry import EngineRegistry
 from rollout.server.process import VllmServer
 from schemas.codec.single_object import Codec

@@ -18,6 +18,7 @@ import aiohttp
 import torch
 from support.engine import engine_settings
 from support.gateway import running
+from support.log_producer import InMemoryLogProducer
 from support.speakers import THINK, THOUGHT, TOOLS, Seen, Speaker
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
@@ -25,7 +26,6 @@ from transformers import PreTrainedTokenizerFast
 from demo import model
 from gateway.app import create_app
 from gateway.auth.api_keys import Scope, create_key
-from gateway.durability.log import InMemoryLogProducer
 from gateway.engines.registry import EngineRegistry
 from rollout.server.process import VllmServer
 from schemas.codec.single_object import Codec

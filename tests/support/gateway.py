@@ -15,13 +15,13 @@ from typing import Any
 import aiohttp
 import uvicorn
 from fastapi import FastAPI
+from support.log_producer import InMemoryLogProducer
 from support.scripted.engine import ScriptedEngine
 from support.scripted.script import Script
 
 from gateway.api.rollout_budget.budget import InMemoryBudgets
 from gateway.app import create_app
 from gateway.asgi.http_server import server_config
-from gateway.durability.log import InMemoryLogProducer
 from gateway.durability.segment import read_segment
 from gateway.engines.registry import EngineRegistry
 from gateway.main import listen

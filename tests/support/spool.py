@@ -6,8 +6,10 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+from support.log_producer import InMemoryLogProducer
+
 from gateway.durability.delivery import DeliveryManager
-from gateway.durability.log import InMemoryLogProducer, Message
+from gateway.durability.log import Message
 from gateway.durability.segment import read_segment
 from gateway.durability.spool import Spool
 from gateway.durability.spool_frames import frame_bytes

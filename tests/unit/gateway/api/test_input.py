@@ -16,10 +16,10 @@ from fastapi.responses import StreamingResponse
 from multidict import CIMultiDict
 from openai import AsyncOpenAI
 from support.gateway import GatewayFixture, run_gateway, running
+from support.log_producer import InMemoryLogProducer
 from support.scripted.script import Script, ScriptedChoice
 
 from gateway.app import create_app
-from gateway.durability.log import InMemoryLogProducer
 from gateway.engines.registry import EngineRegistry
 from schemas.codec.single_object import Codec
 from schemas.records import SessionEvent

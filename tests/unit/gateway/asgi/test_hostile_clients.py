@@ -15,10 +15,10 @@ import aiohttp
 import orjson
 import pytest
 from support.gateway import GatewayFixture, run_gateway, running
+from support.log_producer import InMemoryLogProducer
 from support.scripted.script import Script, ScriptedChoice
 
 from gateway.app import create_app
-from gateway.durability.log import InMemoryLogProducer
 from gateway.engines.registry import EngineRegistry
 from schemas import engine_frames
 from schemas.codec.single_object import Codec

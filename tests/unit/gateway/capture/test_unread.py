@@ -14,10 +14,10 @@ import orjson
 import pytest
 from support.corpus import replaying, reply
 from support.gateway import running
+from support.log_producer import InMemoryLogProducer
 
 from gateway.app import create_app
 from gateway.capture.unread import MAX_UNREAD, Unread
-from gateway.durability.log import InMemoryLogProducer
 from gateway.engines.registry import EngineRegistry
 from schemas.codec.single_object import Codec
 from schemas.records import Step

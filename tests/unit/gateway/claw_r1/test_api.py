@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from support.claw_r1 import BIG, CODEC, HI, RunScenario, post, step
 from support.gateway import GatewayFixture, run_gateway
+from support.log_producer import InMemoryLogProducer
 from support.scripted.script import Script
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -18,7 +19,6 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from gateway.app import create_app
 from gateway.claw_r1.reward import ComputeReward, RewardFunction, trajectory_of
-from gateway.durability.log import InMemoryLogProducer
 from gateway.engines.registry import EngineRegistry
 from gateway.errors import Unprocessable
 from schemas.errors import SettingsError

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
+from support.log_producer import InMemoryLogProducer
 from support.spool import (
     append,
     delivery,
@@ -25,7 +26,7 @@ from support.spool import (
 )
 
 from gateway.durability.delivery import DeliveryManager
-from gateway.durability.log import InMemoryLogProducer, LogPosition, Message, Passed
+from gateway.durability.log import LogPosition, Message, Passed
 from gateway.durability.segment import read_segment, sync_of
 from gateway.durability.spool import Spool
 from gateway.durability.spool_frames import SYNC_BYTES, scan

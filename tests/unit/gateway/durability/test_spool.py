@@ -10,10 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.log_producer import InMemoryLogProducer
 from support.spool import append, delivery, drain, files, note, open_spool, size_of, wait_for
 
 from gateway.durability.delivery import DeliveryManager
-from gateway.durability.log import InMemoryLogProducer, Message
+from gateway.durability.log import Message
 from gateway.durability.segment import sync_of
 from gateway.durability.spool import DISK_RESERVE_BYTES, Spool
 from gateway.durability.spool_frames import frame
@@ -147,7 +148,8 @@ def test_a_segment_that_the_disk_has_emptied_holds_nothing_up(tmp_path: Path) ->
 FULL_DISK = """
 import asyncio, resource, sys
 from pathlib import Path
-from gateway.durability.log import InMemoryLogProducer, Message
+from support.log_producer import InMemoryLogProducer
+from gateway.durability.log import Message
 from gateway.errors import SpoolFailed
 from gateway.durability.delivery import DeliveryManager
 from gateway.metrics import Metrics
@@ -185,6 +187,7 @@ def test_a_full_disk_refuses_and_recovers(tmp_path: Path) -> None:
     with (tmp_path / "log").open("wb") as log:
         done = subprocess.run(
             [sys.executable, "-c", FULL_DISK, str(tmp_path / "spool")],
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},  # finds `support`
             stdout=subprocess.PIPE,
             stderr=log,
             timeout=120,

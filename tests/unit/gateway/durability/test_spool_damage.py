@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from support.log_producer import InMemoryLogProducer
 from support.spool import (
     append,
     delivery,
@@ -25,7 +26,7 @@ from support.spool import (
 )
 
 from gateway.durability.delivery import DeliveryManager
-from gateway.durability.log import InMemoryLogProducer, LogPosition, Message
+from gateway.durability.log import LogPosition, Message
 from gateway.durability.quarantine import DAMAGED, damaged_in
 from gateway.durability.segment import read_segment, sync_of
 from gateway.durability.spool import Spool

@@ -13,6 +13,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 from support.gateway import GatewayFixture, running
+from support.log_producer import InMemoryLogProducer
 from support.scripted.engine import ScriptedEngine
 from support.scripted.script import Script
 from support.wire import (
@@ -32,7 +33,6 @@ from support.wire import (
 )
 
 from gateway.app import create_app
-from gateway.durability.log import InMemoryLogProducer
 from gateway.engines.registry import EngineRegistry
 from gateway.errors import GatewayError, NoEngine, UpstreamFailed, UpstreamTimeout
 from schemas.codec.single_object import Codec

@@ -15,9 +15,9 @@ import orjson
 import pytest
 from support.corpus import CORPUS, PATHS, Case, Clients, Seen, cases, replaying, reply
 from support.gateway import running
+from support.log_producer import InMemoryLogProducer
 
 from gateway.app import create_app
-from gateway.durability.log import InMemoryLogProducer
 from gateway.engines.registry import EngineRegistry
 from schemas.codec.single_object import Codec
 from schemas.records import Step

@@ -15,13 +15,13 @@ import aiohttp
 import orjson
 import pytest
 from support.gateway import GatewayFixture, run_gateway, running
+from support.log_producer import InMemoryLogProducer
 from support.raw_http import ASK, CALL, connected, request
 from support.scripted.script import Script, ScriptedChoice
 from support.wire import Wire, wired
 
 from gateway.app import create_app
 from gateway.auth.api_keys import create_key
-from gateway.durability.log import InMemoryLogProducer
 from gateway.engines.registry import EngineRegistry
 from gateway.protocols.request_fields import with_whole_characters
 from gateway.proxy.forwarding import returned, with_query

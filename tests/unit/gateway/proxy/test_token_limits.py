@@ -14,9 +14,9 @@ import orjson
 import pytest
 from aiohttp import web
 from support.gateway import running
+from support.log_producer import InMemoryLogProducer
 
 from gateway.app import create_app
-from gateway.durability.log import InMemoryLogProducer
 from gateway.engines.registry import EngineRegistry
 from gateway.protocols.adapter import ProtocolAdapter
 from gateway.protocols.openai_chat import OpenAIChat
