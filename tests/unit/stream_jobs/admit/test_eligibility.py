@@ -275,12 +275,7 @@ def test_admission_refuses_for_the_first_thing_that_is_lacking() -> None:
             ),
             AdmissionPolicy(
                 **{f: getattr(p, f) for f in AdmissionPolicy.__dataclass_fields__}
-                | {
-                    "run_id": "r",
-                    "algorithm": "sft",
-                    "min_members": 1,
-                    "drop_zero_variance": False,
-                }
+                | {"run_id": "r", "algorithm": "sft", "min_members": 1, "drop_zero_variance": False}
             ),
         )
         r, out = compute_readiness(c, p, 0), fold(p, c)

@@ -10,15 +10,7 @@ from typing import Any
 import pytest
 from support.admit import SOURCE, cand, entries, fold, groups, policy, refusals, reward, tick
 
-from schemas.records import (
-    CandidateStep,
-    Late,
-    Place,
-    PolicyApplied,
-    ReadyBatch,
-    Refused,
-    RunEnded,
-)
+from schemas.records import CandidateStep, Late, Place, PolicyApplied, ReadyBatch, Refused, RunEnded
 from schemas.settings import Settings
 from stream_jobs.admit.decisions.journal import CandidateLog, InputRecord, Invalid
 from stream_jobs.admit.equal_rewards import EqualRewards

@@ -220,11 +220,7 @@ def test_failed_members_are_trained_unless_the_policy_says_otherwise() -> None:
             cand("b"),
             cand("c", value=0.5),
         )
-    )[0] == (
-        "outcome",
-        ("a",),
-        False,
-    )
+    )[0] == ("outcome", ("a",), False)
 
 
 def test_group_size_of_the_opened_event_stands_above_the_policy() -> None:
