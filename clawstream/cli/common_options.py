@@ -189,13 +189,16 @@ def load(module: str) -> ModuleType:
         fail(f"{module} needs the package {e.name}, which is not installed: see docs/install.md")
 
 
-def run(target: str, config: Path | None, overrides: list[str] | None) -> None:
-    """Call `module:function`, which starts a process, with the settings."""
+def run(
+    target: str, config: Path | None, overrides: list[str] | None, check: str | None = None
+) -> None:
+    """Call `module:function`, which starts a process, with the settings. check: Called before."""
     from runtime.process.remembered_settings import missing_secrets
 
     settings = settings_of(config, overrides)
-    module, _, function = target.partition(":")
-    own = f"{module.partition('.')[0]}."
+    own = f"{target.partition('.')[0]}."
     if own in _OF_A_PROCESS:
         _report_withheld(p for p in missing_secrets(settings) if p.startswith(own))
-    getattr(load(module), function)(settings)
+    for name in (check, target) if check is not None else (target,):
+        module, _, function = name.partition(":")
+        getattr(load(module), function)(settings)

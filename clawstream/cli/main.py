@@ -97,11 +97,16 @@ for _name, (_, _help) in GROUPS.items():
     app.add_typer(group(_help), name=_name, cls=ImportedGroup)
 
 
-def process(app: typer.Typer, name: str, target: str, help_text: str) -> None:
-    """Add the command that runs a process. target: `module:function`, called with the settings."""
+def process(
+    app: typer.Typer, name: str, target: str, help_text: str, check: str | None = None
+) -> None:
+    """Add the command that runs a process.
+
+    target, check: `module:function`, called with the settings. check: Called before the target.
+    """
 
     def call(overrides: Overrides = None, config: Config = None) -> None:
-        run(target, config, overrides)
+        run(target, config, overrides, check)
 
     app.command(name, help=help_text)(call)
 
@@ -109,7 +114,14 @@ def process(app: typer.Typer, name: str, target: str, help_text: str) -> None:
 process(app, "up", "clawstream.ops.up:run", "Run everything until Ctrl-C, then stop in order.")
 process(jobs, "assemble", "stream_jobs.assemble.main:main", "Join steps with rewards.")
 process(jobs, "reward", "stream_jobs.reward.main:main", "Evaluate rules on closed trajectories.")
-process(app, "admit", "stream_jobs.admit.main:main", "Fold candidates into ready batches.")
+process(
+    app,
+    "admit",
+    "stream_jobs.admit.main:main",
+    "Fold candidates into ready batches.",
+    # Admission publishes the policy, but only the trainer knows the algorithms.
+    check="trainer.settings_check:check_algorithm",
+)
 process(app, "lake", "stream_jobs.lake.main:main", "Write every record to Delta Lake once.")
 process(app, "train", "trainer.main:main", "Learn from ready batches and publish weight versions.")
 process(app, "rollout", "rollout.main:main", "Run vLLM and load each weight version into it.")

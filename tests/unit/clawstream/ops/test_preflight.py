@@ -6,7 +6,9 @@ import socket
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from clawstream.cli.main import app
 from clawstream.ops.preflight import ports, problems_of
 from clawstream.ops.up import COMMANDS
 from runtime.process.config import load
@@ -100,3 +102,12 @@ def test_a_taken_port_names_the_process_and_the_setting() -> None:
         ):
             check_free("127.0.0.1", port, "gateway", "gateway.port")
     check_free("127.0.0.1", 0, "gateway", "gateway.port")
+
+
+def test_admission_alone_refuses_an_unknown_algorithm_before_it_asks_for_kafka(
+    tmp_path: Path,
+) -> None:
+    """Only the trainer knows the algorithms, but admission publishes the policy."""
+    words = ["admit", "admit.policy.algorithm=magic", f"data_dir={tmp_path}"]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 2 and "admit.policy.algorithm='magic'" in done.stderr
