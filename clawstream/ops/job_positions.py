@@ -11,7 +11,7 @@ from schemas.records import Late, PolicyApplied
 from schemas.settings import Settings
 from schemas.topics import partition_of
 from stream_jobs.admit.decisions.journal import decode_journal_record
-from stream_jobs.admit.decisions.journal_start import first_offset
+from stream_jobs.admit.decisions.recovery import first_offset
 from stream_jobs.assemble.changelog import ChangelogReader, decode_record
 from stream_jobs.errors import UnreadableChangelog, UnreadableJournal
 

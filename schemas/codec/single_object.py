@@ -51,6 +51,7 @@ TOP_LEVEL: tuple[type, ...] = (
     records.Refused,
     records.Late,
     records.PolicyApplied,
+    records.RolloutBudget,
     records.WeightVersion,
     records.WorkerStatus,
     records.SchemaPublished,

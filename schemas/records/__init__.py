@@ -30,6 +30,7 @@ from schemas.records.parts import (
     VersionSpan,
 )
 from schemas.records.rewards import Assessment, Curation, Finding, Reward
+from schemas.records.runs import BudgetRefusal, RolloutBudget
 from schemas.records.steps import (
     FailedCall,
     FailureSource,
@@ -67,6 +68,7 @@ __all__ = [
     "BatchGroup",
     "BatchMember",
     "Blob",
+    "BudgetRefusal",
     "Candidate",
     "CandidateStep",
     "Channel",
@@ -86,6 +88,7 @@ __all__ = [
     "Reward",
     "RewardSource",
     "RewardValue",
+    "RolloutBudget",
     "RunEnded",
     "Sampling",
     "SamplingSource",

@@ -475,17 +475,3 @@ class AdmissionFold:
         if self.policy is None:
             raise RuntimeError(f"run {self.run_id}: nothing can be decided before its first policy")
         return self.policy
-
-
-def replay(
-    records: Iterable[InputRecord],
-    policy: AdmissionPolicy,
-    channel: Channel = "train",
-    tickers: int = 12,
-) -> list[str]:
-    """Return the content hashes of the batches under one policy, ignoring policies in the log."""
-    fold = AdmissionFold(
-        policy.run_id, channel, CandidateLog("replay", 0, tickers), ResumePoint(policy=policy)
-    )
-    kept = (e for e in records if not isinstance(e.event, AdmissionPolicy))
-    return [d.content_hash for e in kept for d in fold.fold(e) if isinstance(d, ReadyBatch)]

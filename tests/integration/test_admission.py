@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.admit import replay
 
 from runtime.exit_codes import EXIT_FAILED, EXIT_FENCED, EXIT_SETTINGS, EXIT_SOURCE
 from runtime.kafka import Cluster, Record
@@ -33,9 +34,7 @@ from schemas.records import (
 )
 from schemas.settings import Settings
 from schemas.topics import CANDIDATE_PARTITIONS, partition_of
-from stream_jobs.admit.decisions.journal import InputRecord
-from stream_jobs.admit.fold import replay
-from stream_jobs.admit.main import payload_place
+from stream_jobs.admit.decisions.journal import InputRecord, payload_place
 
 ROOT = Path(__file__).parents[2]
 START = (

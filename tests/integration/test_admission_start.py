@@ -19,9 +19,10 @@ from schemas.codec.single_object import Codec
 from schemas.records import DeadLetter, Late, ReadyBatch, Refused, RunEnded, Tick, WeightVersion
 from schemas.settings import Settings
 from schemas.topics import CANDIDATE_PARTITIONS, partition_of
+from stream_jobs.admit.admitter import MAX_SEND_RECORDS, POLL_RECORDS, ChannelAdmitter
 from stream_jobs.admit.decisions.checkpoint import SAVE_AT_CLOSE, JournalPosition, serialize
 from stream_jobs.admit.decisions.state import DecisionState
-from stream_jobs.admit.main import MAX_SEND_RECORDS, POLL_RECORDS, ChannelAdmitter, publish_policy
+from stream_jobs.admit.main import publish_policy
 from stream_jobs.admit.policy_log import MAX_UNATTRIBUTED_RECORDS, PolicyLog
 from stream_jobs.errors import UnreadableJournal
 

@@ -36,6 +36,7 @@ from trainer.versions.directory import VersionState, new_directory
 CODEC = Codec()
 TOPICS = (
     "assembly",
+    "budgets",
     "candidates",
     "dead-letters",
     "rewards",

@@ -26,7 +26,8 @@ from schemas.codec.single_object import Codec
 from schemas.records import AdmissionPolicy, PolicyApplied, RunEnded, Tick
 from schemas.settings import Settings
 from schemas.topics import CANDIDATE_PARTITIONS, partition_of
-from stream_jobs.admit.main import ChannelAdmitter, publish_policy
+from stream_jobs.admit.admitter import ChannelAdmitter
+from stream_jobs.admit.main import publish_policy
 from stream_jobs.admit.policy import Published, policy_of
 from stream_jobs.errors import UnreadableJournal
 

@@ -32,9 +32,10 @@ from schemas.ids import Version
 from schemas.records import Candidate, PolicyApplied, RunEnded, Tick, WeightVersion
 from schemas.settings import AdmitSettings, Settings
 from schemas.topics import partition_of
-from stream_jobs.admit.decisions.journal import CandidateLog, InputRecord
+from stream_jobs.admit.admitter import ChannelAdmitter
+from stream_jobs.admit.decisions.journal import CandidateLog, InputRecord, payload_place
 from stream_jobs.admit.fold import AdmissionFold
-from stream_jobs.admit.main import ChannelAdmitter, payload_place, publish_policy
+from stream_jobs.admit.main import publish_policy
 from stream_jobs.admit.policy_log import PolicyLog
 from stream_jobs.errors import UnreadableJournal
 from stream_jobs.lake import positions

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from schemas.records import (
     AdmissionPolicy,
     Candidate,
     CandidateStep,
+    Channel,
     Place,
     PolicyApplied,
     ReadyBatch,
@@ -16,6 +18,7 @@ from schemas.records import (
     Tick,
 )
 from stream_jobs.admit.decisions.journal import CandidateLog, Decision, InputRecord
+from stream_jobs.admit.decisions.state import ResumePoint
 from stream_jobs.admit.fold import AdmissionFold
 
 SOURCE = CandidateLog("topic-1", 2, 1)
@@ -59,6 +62,16 @@ def tick(event_time: int, partition: int = 0) -> Tick:
     return Tick(partition=partition, event_time=event_time)
 
 
+def refused(group: str, n: int = 2, reason: str = "zero_variance", **changes: Any) -> Refused:
+    plain: dict[str, Any] = {
+        "run_id": "r", "channel": "train", "group_id": group, "round": 0, "trajectory_ids": (),
+        "revisions": (),
+        "whole_group": n > 0, "reason": reason, "n": n, "input_topic_id": "topic-1",
+        "input_from": 0, "input_to": 0,
+    }  # fmt: skip
+    return Refused(**{**plain, **changes})
+
+
 def entries(*events: Any) -> list[InputRecord]:
     return [
         InputRecord(i, e, Place(topic_id="t", partition=0, first_offset=i, last_offset=i))
@@ -86,3 +99,17 @@ def refusals(decisions: list[Decision]) -> list[tuple[str, tuple[str, ...], bool
     return [
         (d.reason, d.trajectory_ids, d.whole_group) for d in decisions if isinstance(d, Refused)
     ]
+
+
+def replay(
+    records: Iterable[InputRecord],
+    policy: AdmissionPolicy,
+    channel: Channel = "train",
+    tickers: int = 12,
+) -> list[str]:
+    """Return the content hashes of the batches under one policy, ignoring policies in the log."""
+    fold = AdmissionFold(
+        policy.run_id, channel, CandidateLog("replay", 0, tickers), ResumePoint(policy=policy)
+    )
+    kept = (e for e in records if not isinstance(e.event, AdmissionPolicy))
+    return [d.content_hash for e in kept for d in fold.fold(e) if isinstance(d, ReadyBatch)]

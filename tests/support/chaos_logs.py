@@ -42,9 +42,8 @@ from schemas.records import (
 from schemas.settings import Settings
 from schemas.topics import partition_of
 from schemas.trajectory_parts import joined
-from stream_jobs.admit.decisions.journal import CandidateLog, Decision, InputRecord
+from stream_jobs.admit.decisions.journal import CandidateLog, Decision, InputRecord, payload_place
 from stream_jobs.admit.fold import AdmissionFold
-from stream_jobs.admit.main import payload_place
 from stream_jobs.assemble.changelog import accepts, decode_record, unpack_changes
 from stream_jobs.assemble.job import limits_of
 from stream_jobs.assemble.model import REWARDS, STEPS, ChangeKind, SourceTopic

@@ -38,7 +38,7 @@ from schemas.records import (
 )
 from schemas.settings import Settings
 from schemas.topics import REPLAYS, Topics
-from stream_jobs.admit.main import payload_place
+from stream_jobs.admit.decisions.journal import payload_place
 from stream_jobs.admit.policy import policy_rejection
 from stream_jobs.assemble.fold import AssemblyFold
 from stream_jobs.assemble.job import limits_of

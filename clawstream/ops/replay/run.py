@@ -39,7 +39,7 @@ from schemas.ids import check_run_id
 from schemas.records import AdmissionPolicy, RunEnded, Tick, Trajectory
 from schemas.rule_spec import of_run
 from schemas.settings import PolicySettings, Settings
-from stream_jobs.admit.main import ChannelAdmitter
+from stream_jobs.admit.admitter import ChannelAdmitter
 from stream_jobs.admit.policy import policy_of
 from stream_jobs.admit.policy_log import PolicyLog
 from stream_jobs.assemble.job import limits_of

@@ -16,23 +16,18 @@ from clawstream.ops.replay.report import Outcome, described, journal
 from runtime.kafka import Cluster, SourceTruncated
 from runtime.topics.records import Decoder, cluster_of, now_micros
 from schemas.errors import Undecodable, UnknownSchema
-from schemas.records import (
-    AdmissionPolicy,
-    Candidate,
-    Channel,
-    Late,
-    PolicyApplied,
-    ReadyBatch,
-    RunEnded,
-    Tick,
-)
+from schemas.records import AdmissionPolicy, Channel, Late, PolicyApplied, ReadyBatch
 from schemas.settings import Settings
 from schemas.topics import partition_of
-from stream_jobs.admit.decisions.journal import CandidateLog, InputRecord, JournalRecord
-from stream_jobs.admit.decisions.journal_start import check_complete
+from stream_jobs.admit.decisions.journal import (
+    CandidateLog,
+    InputRecord,
+    JournalRecord,
+    decode_input,
+)
+from stream_jobs.admit.decisions.recovery import check_complete
 from stream_jobs.admit.decisions.state import ResumePoint, resume_from_journal
 from stream_jobs.admit.fold import AdmissionFold
-from stream_jobs.admit.main import payload_place
 from stream_jobs.admit.policy import policy_of
 from stream_jobs.errors import StreamJobError
 
@@ -153,11 +148,6 @@ def _candidates(
     """Yield the log as admission reads it: ticks and records of the run; skips unreadable ones."""
     for record in cluster.read_all(topic, partition):
         with suppress(Undecodable, UnknownSchema, ValueError):
-            event = decoder.decode(record.value)
-            if isinstance(event, Tick):
-                yield InputRecord(record.offset, event)
-            elif isinstance(event, Candidate | AdmissionPolicy | RunEnded) and (
-                record.key == run.encode()
-            ):
-                place = payload_place(record.headers) if isinstance(event, Candidate) else None
-                yield InputRecord(record.offset, event, place)
+            entry = decode_input(decoder, record, run)
+            if entry is not None:
+                yield entry

@@ -8,13 +8,13 @@ from typing import Annotated
 from fastapi import APIRouter, Query, Request
 from pydantic import BaseModel, ConfigDict
 
-from gateway.api.rollout_budget.budget import BudgetReading, BudgetSource, Refusal
+from gateway.api.rollout_budget.budget import BudgetReading, BudgetSource
 from gateway.asgi.messages import header_map
 from gateway.attribution.resolver import TrajectoryResolver
 from gateway.auth.authenticator import Authenticator
 from gateway.errors import Forbidden, NotFound, Unprocessable
 from schemas.ids import RUN_ID
-from schemas.records import Channel
+from schemas.records import BudgetRefusal, Channel
 
 After = Annotated[
     int | None, Query(ge=0, description="offset of the last refusal that was handled")
@@ -37,7 +37,7 @@ class BudgetReply(BaseModel):
     ended: bool
     replacements_total: int
     replacements_by_reason: Mapping[str, int]
-    refusals: tuple[Refusal, ...]
+    refusals: tuple[BudgetRefusal, ...]
     refusals_missing: bool
     groups_admitted: int
     groups_refused: int
@@ -51,46 +51,38 @@ class BudgetReply(BaseModel):
     free_staleness_capacity: int | None
 
 
-def reply_of(
-    run_id: str, channel: Channel, reading: BudgetReading, after: int | None, loaded: int | None
-) -> BudgetReply:
+def reply_of(reading: BudgetReading, after: int | None, loaded: int | None) -> BudgetReply:
     """Return the reply.
 
     Args:
-        run_id: The run.
-        channel: The channel.
-        reading: State of the journal.
+        reading: The budget as last read.
         after: Offset of the last refusal that the client handled; None: from the start.
         loaded: Lowest sync index of the run that a ready engine samples with; None when no engine
             reports one.
     """
-    snapshot, policy = reading.snapshot, reading.snapshot.policy
-    refusals, missing = snapshot.after(after)
+    budget = reading.budget
+    refusals, missing = reading.refusals_after(after)
     return BudgetReply(
-        run_id=run_id,
-        channel=channel,
-        journal_id=reading.journal_id,
-        read_to=snapshot.read_to,
+        run_id=budget.run_id,
+        channel=budget.channel,
+        journal_id=budget.journal_id,
+        read_to=budget.read_to,
         age_s=round(reading.age_s, 3),
-        ended=snapshot.ended,
-        replacements_total=snapshot.replacements_total,
-        replacements_by_reason=snapshot.replacements,
+        ended=budget.ended,
+        replacements_total=budget.replacements_total,
+        replacements_by_reason=budget.replacements,
         refusals=refusals,
         refusals_missing=missing,
-        groups_admitted=snapshot.groups_admitted,
-        groups_refused=snapshot.groups_refused,
-        next_batch_seq=snapshot.next_batch_seq,
-        newest_sync_index=snapshot.newest_sync_index,
+        groups_admitted=budget.groups_admitted,
+        groups_refused=budget.groups_refused,
+        next_batch_seq=budget.next_batch_seq,
+        newest_sync_index=reading.newest_sync_index,
         loaded_sync_index=loaded,
-        admission_policy_version=policy and policy.policy_version,
-        max_staleness=policy and policy.max_staleness,
-        sync_every=policy and policy.sync_every,
-        batch_groups=None
-        if policy is None
-        else policy.batch_groups
-        if channel == "train"
-        else policy.val_groups,
-        free_staleness_capacity=snapshot.free_capacity(channel, loaded),
+        admission_policy_version=budget.policy_version,
+        max_staleness=budget.max_staleness,
+        sync_every=budget.sync_every,
+        batch_groups=budget.batch_groups,
+        free_staleness_capacity=reading.free_capacity(loaded),
     )
 
 
@@ -105,7 +97,7 @@ def rollout_budget_routes(
     Args:
         authenticator: Authenticates the caller.
         trajectories: Checks that its key may read the run.
-        source: Gives the state of a journal.
+        source: Gives the budget of a run and channel.
         loaded: Given a run, returns the lowest sync index that a ready engine samples with.
     """
     router = APIRouter()
@@ -128,10 +120,10 @@ def rollout_budget_routes(
         reading = await source.get(run, channel)
         if reading is None:
             raise NotFound(
-                f"run {run!r} has no channel {channel!r}: no admission has made its journal yet, "
+                f"run {run!r} has no channel {channel!r}: its admission has not started yet, "
                 "see `clawstream admit`",
                 "run",
             )
-        return reply_of(run, channel, reading, after, loaded(run))
+        return reply_of(reading, after, loaded(run))
 
     return router

@@ -23,14 +23,15 @@ from typing import Any, NamedTuple
 from runtime.atomic_file import write_durably
 from schemas.codec.single_object import Codec
 from schemas.errors import Undecodable, UnknownSchema
-from schemas.records import PolicyApplied
+from schemas.records import PolicyApplied, RolloutBudget
+from stream_jobs.admit.decisions.budget import BudgetFold
 from stream_jobs.admit.decisions.compact_map import CompactMap
 from stream_jobs.admit.decisions.rounds import ClosedRounds, MissingMembers, Rounds
 from stream_jobs.admit.decisions.state import DecisionState
 from stream_jobs.admit.group import GroupKey
 from stream_jobs.errors import StreamJobError
 
-FORMAT = b"clawstream decisions 3\n"
+FORMAT = b"clawstream decisions 4\n"
 """Another number for everything that reads these bytes otherwise, or folds a journal to another
 state.
 """
@@ -117,7 +118,7 @@ def deserialize(data: bytes, codec: Codec) -> tuple[DecisionState, JournalPositi
 
 
 def _plain(state: DecisionState, position: JournalPosition, codec: Codec) -> dict[str, Any]:
-    def applied(record: PolicyApplied | None) -> str | None:
+    def text(record: PolicyApplied | RolloutBudget | None) -> str | None:
         return None if record is None else base64.b64encode(codec.encode(record)).decode()
 
     return {
@@ -128,25 +129,21 @@ def _plain(state: DecisionState, position: JournalPosition, codec: Codec) -> dic
         "next_seq": state.next_seq,
         "decided_count": state.decided_count,
         "topic_id": state.topic_id,
-        "newest": applied(state.newest),
-        "of_settings": applied(state.of_settings),
-        "applied": [applied(record) for record in state.applied],
+        "newest": text(state.newest),
+        "of_settings": text(state.of_settings),
+        "applied": [text(record) for record in state.applied],
         "input_from": state.input_from,
         "stepped_to": state.stepped_to,
         "input_to": state.input_to,
+        "budget": text(None if state.budget is None else state.budget.budget()),
     }
 
 
 def _state_of(
     plain: dict[str, Any], decisions: CompactMap, closed: CompactMap, codec: Codec
 ) -> DecisionState:
-    def applied(text: str | None) -> PolicyApplied | None:
-        if text is None:
-            return None
-        event = codec.decode(base64.b64decode(text, validate=True))
-        if not isinstance(event, PolicyApplied):
-            raise ValueError(f"a {type(event).__name__} where a policy should be")
-        return event
+    def record(text: str | None) -> Any:
+        return None if text is None else codec.decode(base64.b64decode(text, validate=True))
 
     def counts(rows: list[Any]) -> Counter[GroupKey]:
         return Counter({(gid, number): count for gid, number, count in rows})
@@ -167,13 +164,14 @@ def _state_of(
         counts(plain["turned_away"]),
         plain["next_seq"],
         plain["decided_count"],
-        applied(plain["newest"]),
-        applied(plain["of_settings"]),
+        record(plain["newest"]),
+        record(plain["of_settings"]),
         plain["topic_id"],
-        [found for text in plain["applied"] if (found := applied(text)) is not None],
+        [record(text) for text in plain["applied"]],
         plain["input_from"],
         plain["stepped_to"],
         plain["input_to"],
+        None if plain["budget"] is None else BudgetFold.of(record(plain["budget"])),
     )
 
 

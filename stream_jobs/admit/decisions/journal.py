@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from runtime.kafka import Record
 from runtime.topics.records import Decoder
 from schemas.errors import Undecodable, UnknownSchema
+from schemas.ids import is_run
 from schemas.records import (
     AdmissionPolicy,
     Candidate,
@@ -22,6 +24,8 @@ from schemas.records import (
     Tick,
 )
 from stream_jobs.errors import UnreadableJournal
+
+_PLACE = ("topic_id", "partition", "first_offset", "last_offset")
 
 JournalRecord = ReadyBatch | Refused | Late | PolicyApplied
 
@@ -53,6 +57,45 @@ class Invalid:
 
 
 Decision = JournalRecord | Invalid
+
+
+def decode_input(decoder: Decoder, record: Record, run_id: str) -> InputRecord | None:
+    """Decode a record of the candidates for the fold of a run; None for one of another run.
+
+    Raises:
+        Undecodable, UnknownSchema: The value cannot be read.
+        ValueError: The record does not belong there.
+    """
+    mine = record.key == run_id.encode()
+    if not mine and record.key is not None and is_run(record.key):
+        return None
+    event = decoder.decode(record.value)
+    if not isinstance(event, Candidate | AdmissionPolicy | RunEnded | Tick):
+        raise ValueError(f"a {type(event).__name__} does not belong on {record.topic}")
+    if mine and not isinstance(event, Tick) and event.run_id != run_id:
+        raise ValueError(f"key is run {run_id}, record is of run {event.run_id}")
+    place = payload_place(record.headers) if isinstance(event, Candidate) else None
+    return InputRecord(record.offset, event, place)
+
+
+def payload_place(headers: Mapping[str, bytes]) -> Place | None:
+    """Return the place of a candidate's payload from its headers; None when it has no payload.
+
+    Raises:
+        ValueError: The headers are not four complete values.
+    """
+    if not any(name in headers for name in _PLACE):
+        return None
+    try:
+        topic_id, partition, first, last = (headers[name].decode("ascii") for name in _PLACE)
+        return Place(
+            topic_id=topic_id,
+            partition=int(partition),
+            first_offset=int(first),
+            last_offset=int(last),
+        )
+    except (KeyError, ValueError) as e:
+        raise ValueError(f"headers {', '.join(_PLACE)}: {e!r} in {dict(headers)}"[:500]) from e
 
 
 def decode_journal_record(decoder: Decoder, record: Record) -> JournalRecord:

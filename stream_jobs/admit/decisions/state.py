@@ -13,7 +13,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from schemas.records import AdmissionPolicy, Late, PolicyApplied, ReadyBatch, Refused
+from schemas.records import (
+    AdmissionPolicy,
+    Late,
+    PolicyApplied,
+    ReadyBatch,
+    Refused,
+)
+from stream_jobs.admit.decisions.budget import BudgetFold
 from stream_jobs.admit.decisions.compact_map import CompactMap
 from stream_jobs.admit.decisions.journal import JournalRecord
 from stream_jobs.admit.decisions.rounds import ClosedRounds
@@ -42,10 +49,10 @@ class DecisionState:
     refused_members: Members refused one by one, of rounds that are still open.
     turned_away: Trajectories refused because their round was full or closed to new members.
     decided_count: Trajectories named by the records.
-    The remaining fields describe the candidates topic of the last records: its id, the applied
-    policies,
-    `input_from` (None before the first decision), the last step (`stepped_to`), and `input_to`, the
-    offset up to which it was read.
+    budget: Of the acknowledged records; needs their offsets, so `apply` does not change it.
+    The other fields describe the candidates topic of the last records: its id, the applied
+    policies, `input_from` (None before the first decision), the last step (`stepped_to`), and
+    `input_to`, the offset up to which it was read.
     """
 
     decisions: CompactMap = field(default_factory=CompactMap)
@@ -61,6 +68,7 @@ class DecisionState:
     input_from: int | None = None
     stepped_to: int = 0
     input_to: int = 0
+    budget: BudgetFold | None = None
 
     def decided(self, trajectory_id: str) -> Decided | None:
         """Return the decision on a trajectory, or None."""
@@ -147,12 +155,9 @@ class ResumePoint:
     """The state in which admission starts. Offsets refer to the candidates topic that exists now.
 
     state: Receives all further decisions. policy: In force at `resume_from`. newest: The last
-    applied
-    policy. of_settings: The last applied policy that settings published. replay_until: Offset of
-    the
-    last journaled step; all decisions below it are in the journal. renewed: The candidates topic
-    was
-    recreated, so no earlier offset applies.
+    applied policy. of_settings: The last applied policy that settings published. replay_until:
+    Offset of the last journaled step; all decisions below it are in the journal. renewed: The
+    candidates topic was recreated, so no earlier offset applies.
     """
 
     state: DecisionState = field(default_factory=DecisionState)

@@ -11,7 +11,7 @@ from runtime.kafka import Cluster, Record
 from runtime.topics.records import Decoder
 from schemas.codec.single_object import Codec
 from stream_jobs.admit import policy_log
-from stream_jobs.admit.main import MAX_SEND_BYTES, MAX_SEND_RECORDS, SendLimit
+from stream_jobs.admit.admitter import MAX_SEND_BYTES, MAX_SEND_RECORDS, SendLimit
 from stream_jobs.admit.policy_log import RunLog
 
 AT = ("candidates", 0)

@@ -8,13 +8,24 @@ import sys
 from typing import Any
 
 import pytest
-from support.admit import SOURCE, cand, entries, fold, groups, policy, refusals, reward, tick
+from support.admit import (
+    SOURCE,
+    cand,
+    entries,
+    fold,
+    groups,
+    policy,
+    refusals,
+    replay,
+    reward,
+    tick,
+)
 
 from schemas.records import CandidateStep, Late, Place, PolicyApplied, ReadyBatch, Refused, RunEnded
 from schemas.settings import Settings
 from stream_jobs.admit.decisions.journal import CandidateLog, InputRecord, Invalid
 from stream_jobs.admit.equal_rewards import EqualRewards
-from stream_jobs.admit.fold import AdmissionFold, replay
+from stream_jobs.admit.fold import AdmissionFold
 from stream_jobs.admit.policy import policy_of
 
 

@@ -6,10 +6,10 @@ import dataclasses
 
 from support.admit import SOURCE, cand, entries, fold, groups, policy, reward
 
-from gateway.api.rollout_budget.budget import RolloutBudget
 from schemas.codec.single_object import Codec
 from schemas.records import Candidate, CandidateStep, Place, ReadyBatch, Refused, RewardValue
 from schemas.topics import MAX_RECORD_BYTES
+from stream_jobs.admit.decisions.budget import BudgetFold
 from stream_jobs.admit.decisions.journal import InputRecord, JournalRecord
 from stream_jobs.admit.decisions.rounds import Rounds
 from stream_jobs.admit.decisions.state import resume_from_journal
@@ -158,9 +158,9 @@ def test_refused_group_of_50_000_is_several_records_that_a_restart_reads_as_one(
         resume_point.state.rounds.of("big") == Rounds(((0, 1),)) == state.state.rounds.of("big")
     ), "nobody is owed"
     assert resume_point.state.refused_members == {} and len(resume_point.state.decisions) == n + 2
-    budget = RolloutBudget("r")
+    fold = BudgetFold("r", "train", "journal-1")
     for offset, record in enumerate(decisions):
-        budget.apply(offset, record)
-    snapshot = budget.snapshot()
-    assert (snapshot.groups_refused, snapshot.replacements) == (1, {"zero_variance": n})
-    assert [(r.offset, r.n) for r in snapshot.refusals] == [(2, n)]
+        fold.apply(offset, record)
+    budget = fold.budget()
+    assert (budget.groups_refused, budget.replacements) == (1, {"zero_variance": n})
+    assert [(r.offset, r.n) for r in budget.refusals] == [(2, n)]

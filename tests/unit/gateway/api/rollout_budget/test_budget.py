@@ -1,4 +1,4 @@
-"""Test the rollout budget of a run: the fold over its journal, and the route."""
+"""Test the rollout budget of a run as the gateway serves it."""
 
 from __future__ import annotations
 
@@ -10,31 +10,22 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.admit import SOURCE, cand, entries, policy
+from support.admit import SOURCE, cand, entries, policy, refused
 from support.gateway import GatewayFixture, run_gateway
 from support.scripted.script import Script, ScriptedChoice
 
-from gateway.api.rollout_budget.budget import KEPT, BudgetSnapshot, Journaled, RolloutBudget
+from gateway.api.rollout_budget.budget import BudgetReading
 from gateway.auth.api_keys import Scope, create_key
 from gateway.engines.registry import EngineRegistry
 from schemas.codec.single_object import Codec
-from schemas.records import PolicyApplied, ReadyBatch, Refused, WeightVersion, WorkerStatus
-from stream_jobs.admit.decisions.journal import Invalid
+from schemas.records import Channel, PolicyApplied, ReadyBatch, Refused, WeightVersion, WorkerStatus
+from stream_jobs.admit.decisions.budget import LISTED, BudgetFold
+from stream_jobs.admit.decisions.journal import Invalid, JournalRecord
 from stream_jobs.admit.fold import AdmissionFold
 
 CODEC = Codec()
 SCRIPT = Script([ScriptedChoice([7], ["x"], [-0.5])])
 RunScenario = Callable[..., None]
-
-
-def refused(group: str, n: int = 2, reason: str = "zero_variance", **changes: Any) -> Refused:
-    plain: dict[str, Any] = {
-        "run_id": "r", "channel": "train", "group_id": group, "round": 0, "trajectory_ids": (),
-        "revisions": (),
-        "whole_group": n > 0, "reason": reason, "n": n, "input_topic_id": "topic-1",
-        "input_from": 0, "input_to": 0,
-    }  # fmt: skip
-    return Refused(**{**plain, **changes})
 
 
 def version(sync_index: int, run: str = "r", attempt: int = 0) -> WeightVersion:
@@ -54,82 +45,53 @@ def applied(**changes: Any) -> PolicyApplied:
     )
 
 
-def journal_of(*events: Any) -> list[Journaled]:
+def journal_of(*events: Any) -> list[JournalRecord]:
     """Return the journal that the real admission writes for a log of candidates."""
     state = AdmissionFold("r", "train", SOURCE)
     return [d for e in entries(*events) for d in state.fold(e) if not isinstance(d, Invalid)]
 
 
-def snapshot(*records: Journaled | WeightVersion) -> BudgetSnapshot:
-    budget, offset = RolloutBudget("r"), 0
+def reading(*records: JournalRecord | WeightVersion, channel: Channel = "train") -> BudgetReading:
+    """Return what the gateway reads after these records of the journal and the weights log."""
+    fold, newest, offset = BudgetFold("r", channel, "memory"), None, 0
     for record in records:
         if isinstance(record, WeightVersion):
-            budget.apply_version(record)
+            newest = record.sync_index if record.run_id == "r" else newest
         else:
-            budget.apply(offset, record)
+            fold.apply(offset, record)
             offset += 1
-    return budget.snapshot()
+    return BudgetReading(fold.budget(), newest, 0.0)
 
 
-# ---------------------------------------------------------------- the fold
+# ---------------------------------------------------------------- refusals after an offset
 
 
-def test_what_the_real_admission_writes_is_counted() -> None:
-    now = snapshot(
-        *journal_of(
-            policy(batch_groups=1),
-            cand("a", "g1", 1.0), cand("b", "g1", 0.0),
-            cand("c", "g2", 1.0), cand("d", "g2", 1.0),
-            cand("e", "g3", 1.0), cand("f", "g3", 0.0), cand("late", "g3"),
-        )
-    )  # fmt: skip
-    assert (now.next_batch_seq, now.groups_admitted, now.groups_refused) == (2, 2, 1)
-    assert (now.replacements_total, now.replacements) == (2, {"zero_variance": 2})
-    (only,) = now.refusals
-    assert (only.group_id, only.round, only.n, only.reason, only.total) == (
-        "g2",
-        0,
-        2,
-        "zero_variance",
-        2,
-    )
-    assert now.policy == policy(batch_groups=1) and not now.ended
-
-
-def test_members_refused_one_by_one_and_the_end_of_a_run_ask_for_nothing() -> None:
-    now = snapshot(applied(), version(0), refused("g", 0, "outcome"), refused("h", 2, "run_ended"))
-    assert (now.replacements_total, now.refusals, now.groups_refused, now.ended) == (0, (), 1, True)
-    assert now.free_capacity("train") == 0
-
-
-def test_memory_is_bounded_and_what_is_no_longer_listed_is_still_counted() -> None:
-    now = snapshot(*(refused(f"g{i}", 1, detail="x" * 9000) for i in range(KEPT + 10)))
-    assert (now.replacements_total, len(now.refusals), now.dropped) == (KEPT + 10, KEPT, 9)
-    assert now.refusals[0].total == 11 and len(now.refusals[0].detail or "") < 1000
-    assert [gap for _, gap in map(now.after, (None, 8, 9, KEPT))] == [True, True, False, False]
-    assert [r.offset for r in now.after(KEPT + 7)[0]] == [KEPT + 8, KEPT + 9]
+def test_refusals_after_an_offset_and_those_that_are_not_listed() -> None:
+    now = reading(*(refused(f"g{i}", 1) for i in range(LISTED + 10)))
+    missing = [gap for _, gap in map(now.refusals_after, (None, 8, 9, LISTED))]
+    assert missing == [True, True, False, False]
+    assert [r.offset for r in now.refusals_after(LISTED + 7)[0]] == [LISTED + 8, LISTED + 9]
 
 
 @given(st.lists(st.one_of(st.integers(0, 3), st.none()), max_size=40))
 def test_a_poller_that_goes_on_from_the_last_offset_sees_each_refusal_once(
-    said: list[int | None],
+    events: list[int | None],
 ) -> None:
     """Mix polls and records: None is a poll, a number is a refusal that requests that many."""
-    budget, offset, after, reading, owed = RolloutBudget("r"), 0, None, list[str](), 0
-    for n in (*said, None):
+    records, after, seen, asked = list[JournalRecord](), None, list[str](), 0
+    for n in (*events, None):
         if n is not None:
-            budget.apply(offset, refused(f"g{offset}", n))
-            offset += 1
+            records.append(refused(f"g{len(records)}", n))
             continue
-        now = budget.snapshot()
-        new, gap = now.after(after)
-        assert not gap
-        reading += [r.group_id for r in new]
-        owed += sum(r.n for r in new)
+        now = reading(*records)
+        new, missing = now.refusals_after(after)
+        assert not missing
+        seen += [r.group_id for r in new]
+        asked += sum(r.n for r in new)
         after = new[-1].offset if new else after
-        assert owed == now.replacements_total
-    numbers = [n for n in said if n is not None]
-    assert reading == [f"g{i}" for i, n in enumerate(numbers) if n] and owed == sum(numbers)
+        assert asked == now.budget.replacements_total
+    numbers = [n for n in events if n is not None]
+    assert seen == [f"g{i}" for i, n in enumerate(numbers) if n] and asked == sum(numbers)
 
 
 # ---------------------------------------------------------------- staleness capacity
@@ -154,9 +116,9 @@ def test_so_many_groups_and_not_one_more_pass_the_real_gate(
     loaded = max(0, at - behind)
     before = [cand(f"b{i}", f"b{i}", oldest_sync_index=99) for i in range(batches * batch_groups)]
     journal = journal_of(rules, *before)
-    now = snapshot(*journal, version(at))
-    free = now.free_capacity("train", loaded)
-    assert now.next_batch_seq == batches and free is not None
+    now = reading(*journal, version(at))
+    free = now.free_capacity(loaded)
+    assert now.budget.next_batch_seq == batches and free is not None
     more = [cand(f"n{i}", f"n{i}", oldest_sync_index=loaded) for i in range(free + batch_groups)]
     told = journal_of(rules, *before, *more)[len(journal) :]
     assert sum(len(d.groups) for d in told if isinstance(d, ReadyBatch)) == free
@@ -165,17 +127,18 @@ def test_so_many_groups_and_not_one_more_pass_the_real_gate(
 
 def test_capacity_when_there_is_no_bound_and_when_nothing_is_known() -> None:
     bound, first = applied(max_staleness=1, batch_groups=4), version(0)
-    assert snapshot(bound, first).free_capacity("train") == 8
-    assert snapshot(bound, first).free_capacity("val") is None
-    assert snapshot(applied(), first).free_capacity("train") is None
-    assert snapshot(bound).free_capacity("train") == 0, (
+    assert reading(bound, first).free_capacity() == 8
+    assert reading(bound, first, channel="val").free_capacity() is None
+    assert reading(applied(), first).free_capacity() is None
+    assert reading(bound).free_capacity() == 0, (
         "nothing that is begun now is of a version of this run"
     )
-    assert snapshot(bound, version(3, "other")).free_capacity("train") == 0
-    assert snapshot(first).free_capacity("train") == 0
-    went_back = snapshot(bound, first, version(1), version(2), version(1, attempt=1))
+    assert reading(bound, version(3, "other")).free_capacity() == 0
+    assert reading(first).free_capacity() == 0
+    assert reading(bound, first, refused("h", 2, "run_ended")).free_capacity() == 0
+    went_back = reading(bound, first, version(1), version(2), version(1, attempt=1))
     assert went_back.newest_sync_index == 1, "the surviving chain's, not the highest there was"
-    assert went_back.free_capacity("train", loaded=2) == 12, (
+    assert went_back.free_capacity(loaded=2) == 12, (
         "an engine that is ahead of the chain does not lift the bound"
     )
 
@@ -224,16 +187,10 @@ async def ask(w: GatewayFixture, path: str, key: str | None = None) -> tuple[int
 
 def test_demand_over_http(run_scenario: RunScenario) -> None:
     async def body(w: GatewayFixture) -> None:
-        w.budgets.put(
-            "r",
-            "train",
-            applied(max_staleness=2, batch_groups=3, sync_every=2),
-            version(1),
-            refused("g1", 8),
-        )
-        w.budgets.put(
-            "r", "train", refused("m", 0, "outcome"), refused("g2", 4, "stale", detail="too old")
-        )
+        w.budgets.readings["r", "train"] = reading(
+            applied(max_staleness=2, batch_groups=3, sync_every=2), version(1), refused("g1", 8),
+            refused("m", 0, "outcome"), refused("g2", 4, "stale", detail="too old"),
+        )  # fmt: skip
         status, told = await ask(w, "/runs/r/demand")
         assert status == 200
         listed = [
@@ -268,7 +225,7 @@ def test_demand_over_http(run_scenario: RunScenario) -> None:
         }  # fmt: skip
         assert (await ask(w, "/runs/r/demand?after=1"))[1]["refusals"] == listed[1:]
         assert (await ask(w, "/runs/r/demand?after=3"))[1]["refusals"] == []
-        w.budgets.put("r", "val", applied())
+        w.budgets.readings["r", "val"] = reading(applied(), channel="val")
         told = (await ask(w, "/runs/r/demand?channel=val"))[1]
         assert (told["channel"], told["batch_groups"], told["free_staleness_capacity"]) == (
             "val",
@@ -322,7 +279,7 @@ def test_who_may_ask(run_scenario: RunScenario, tmp_path: Path) -> None:
 
     async def body(w: GatewayFixture) -> None:
         for run in ("r", "other"):
-            w.budgets.put(run, "train")
+            w.budgets.readings[run, "train"] = reading()
         assert (await ask(w, "/runs/r/demand"))[0] == 401
         assert (await ask(w, "/runs/r/demand", rewarder))[0] == 403
         assert [(await ask(w, f"/runs/{run}/demand", anyone))[0] for run in ("r", "other")] == [

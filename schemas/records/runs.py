@@ -1,0 +1,43 @@
+"""Records of `claw.budgets` and `claw.runs`: summaries of runs for those who do not follow them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from schemas.records.parts import Channel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BudgetRefusal:
+    """A refusal that asks for replacements."""
+
+    offset: int
+    group_id: str
+    round: int | None = None
+    n: int
+    reason: str
+    detail: str | None = None
+    total: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutBudget:
+    """What admission has decided so far, for rollouts that poll. Key: run.channel."""
+
+    run_id: str
+    channel: Channel
+    journal_id: str
+    read_to: int
+    policy_version: int | None = None
+    max_staleness: int | None = None
+    sync_every: int | None = None
+    batch_groups: int | None = None
+    next_batch_seq: int
+    groups_admitted: int
+    groups_refused: int
+    replacements: Mapping[str, int]
+    replacements_total: int
+    refusals: tuple[BudgetRefusal, ...]
+    dropped: int | None = None
+    ended: bool
