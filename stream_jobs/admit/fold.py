@@ -259,7 +259,8 @@ class AdmissionFold:
         """Return the group of the trajectory, or None after refusing it because its round is
         closed.
         """
-        number, takes = self._groups.assign_round(c, None if self.replaying else c.opened_at)
+        opened_at = None if self.replaying else c.opened_at
+        number, takes = self._groups.rounds.assign(c.group_id, c.round, opened_at)
         if not takes:
             self._refuse_one(c, number, "round_closed", f"round {number} takes no more members")
             return None
