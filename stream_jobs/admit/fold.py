@@ -43,15 +43,14 @@ from stream_jobs.admit.group import (
 )
 from stream_jobs.admit.open_groups import OpenGroups
 from stream_jobs.admit.policy import policy_rejection
-from stream_jobs.admit.timers import Timer, TimerQueue
+from stream_jobs.admit.timers import EventTime, Timer, TimerQueue
 
 
 class AdmissionFold:
     """Hold the state of one run and channel. Performs no I/O and reads no clock.
 
     A candidate costs O(1) amortised, however many groups are open. A policy change visits every
-    open
-    group once.
+    open group once.
     """
 
     def __init__(
@@ -68,16 +67,14 @@ class AdmissionFold:
         """Event time, milliseconds; None until every source partition has ticked."""
         self._resume_point, self.state = resume_point, resume_point.state
         self._input_to, self._step = resume_point.input_to, resume_point.resume_from - 1
-        self._ticks: dict[int, int] = {}
+        self._event_time = EventTime(source.tickers)
         self._groups = OpenGroups(self.state)
-        self._pending: OrderedDict[str, Group] = (
-            OrderedDict()
-        )  # by first offset: its head is where a restart reads on
+        # By first offset: a restart resumes at the first.
+        self._pending: OrderedDict[str, Group] = OrderedDict()
         self._batches = OpenBatches(channel)
         self._timers = TimerQueue()
-        self._before_policy: dict[
-            str, tuple[Candidate, InputRecord]
-        ] = {}  # newest revisions from before the run's first policy
+        # Newest revisions from before the run's first policy.
+        self._before_policy: dict[str, tuple[Candidate, InputRecord]] = {}
         self._ended: int | None = None
         self._out: list[Decision] = []
 
@@ -128,35 +125,23 @@ class AdmissionFold:
         if self._pending:
             tid, group = next(iter(self._pending.items()))
             first = min(first, group.members[tid].first_offset)
-        return (
-            min(first, next(iter(self._before_policy.values()))[1].offset)
-            if self._before_policy
-            else first
-        )
+        if self._before_policy:
+            first = min(first, next(iter(self._before_policy.values()))[1].offset)
+        return first
 
     # -- one record
 
     def _tick(self, tick: Tick) -> None:
-        if not 0 <= tick.partition < self.source.tickers or tick.event_time is None:
-            what = (
-                f"tick of partition {tick.partition} of {self.source.tickers} with event time "
-                f"{tick.event_time}"
-            )
-            self._out.append(
-                Invalid(self._step, f"{what}: must name a source partition and its event time")
-            )
+        try:
+            now = self._event_time.after(tick)
+        except ValueError as e:
+            self._out.append(Invalid(self._step, str(e)))
             return
-        if tick.event_time <= self._ticks.get(tick.partition, -1):
-            return
-        self._ticks[tick.partition] = tick.event_time
-        if len(self._ticks) < self.source.tickers:
-            return
-        now = min(self._ticks.values())
-        if now == self.now:
+        if now is None or now == self.now:
             return
         while (due := self._timers.next(now)) is not None:
-            # Time passes deadline by deadline, however far apart the ticks are: no one is judged
-            # before his own.
+            # Time passes deadline by deadline, however far apart the ticks are: no group is
+            # evaluated before its own deadline.
             self.now = due.at if self.now is None else max(self.now, due.at)
             if due.batch:
                 if self._batches.overdue(due.owner[1], self._in_force, self.now):
@@ -378,22 +363,14 @@ class AdmissionFold:
         for group in groups:
             self._forget(group)
         batch = ReadyBatch(
-            run_id=self.run_id,
-            channel=self.channel,
-            batch_seq=seq,
-            groups=tuple(built),
-            policy_version=policy.policy_version,
-            sync_every=policy.sync_every,
-            algorithm=policy.algorithm,
-            reward_weights=policy.reward_weights,
-            input_topic_id=topic.topic_id,
-            input_partition=topic.partition,
-            input_from=self.input_from,
-            input_to=self._input_to,
-            content_hash="",
-            created_at_event_time=at,
+            run_id=self.run_id, channel=self.channel, batch_seq=seq, groups=tuple(built),
+            policy_version=policy.policy_version, sync_every=policy.sync_every,
+            algorithm=policy.algorithm, reward_weights=policy.reward_weights,
+            input_topic_id=topic.topic_id, input_partition=topic.partition,
+            input_from=self.input_from, input_to=self._input_to,
+            content_hash="", created_at_event_time=at,
             trainable_tokens=sum(m.candidate.trainable_tokens for m in usable),
-        )
+        )  # fmt: skip
         self._journal(dataclasses.replace(batch, content_hash=content_hash(batch)))
 
     def _refuse(self, group: Group, reason: str, detail: str | None) -> None:
@@ -442,21 +419,13 @@ class AdmissionFold:
         n: int | None,
     ) -> Refused:
         return Refused(
-            run_id=self.run_id,
-            channel=self.channel,
-            group_id=key[0],
-            round=key[1],
+            run_id=self.run_id, channel=self.channel, group_id=key[0], round=key[1],
             trajectory_ids=tuple(c.trajectory_id for c in members),
             revisions=tuple(c.revision for c in members),
-            whole_group=n is not None,
-            reason=reason,
-            detail=detail,
-            n=n or 0,
+            whole_group=n is not None, reason=reason, detail=detail, n=n or 0,
             input_topic_id=self.source.topic_id,
-            input_from=self.input_from,
-            input_to=self._input_to,
-            event_time=at,
-        )
+            input_from=self.input_from, input_to=self._input_to, event_time=at,
+        )  # fmt: skip
 
     def _policy_applied(self, policy: AdmissionPolicy, offset: int) -> PolicyApplied:
         return PolicyApplied(
