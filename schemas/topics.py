@@ -76,6 +76,10 @@ class Topics:
         return f"{self.prefix}.budgets"
 
     @property
+    def runs(self) -> str:
+        return f"{self.prefix}.runs"
+
+    @property
     def schemas(self) -> str:
         return f"{self.prefix}.schemas"
 
@@ -147,6 +151,7 @@ class Topics:
             self._spec(self.weights, 1, (events.WeightVersion,), keep | append_time),
             self._spec(self.workers, 1, (events.WorkerStatus,), compact | append_time),
             self._spec(self.budgets, 1, (events.RolloutBudget,), compact | append_time),
+            self._spec(self.runs, 1, (events.RunIndex,), compact | append_time),
             self._spec(self.schemas, 1, (events.SchemaPublished,), compact | append_time),
             self._spec(
                 self.dead_letters,

@@ -52,6 +52,7 @@ TOP_LEVEL: tuple[type, ...] = (
     records.Late,
     records.PolicyApplied,
     records.RolloutBudget,
+    records.RunIndex,
     records.WeightVersion,
     records.WorkerStatus,
     records.SchemaPublished,

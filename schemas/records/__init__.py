@@ -30,7 +30,7 @@ from schemas.records.parts import (
     VersionSpan,
 )
 from schemas.records.rewards import Assessment, Curation, Finding, Reward
-from schemas.records.runs import BudgetRefusal, RolloutBudget
+from schemas.records.runs import BudgetRefusal, IndexedRun, RolloutBudget, RunIndex
 from schemas.records.steps import (
     FailedCall,
     FailureSource,
@@ -79,6 +79,7 @@ __all__ = [
     "FailedCall",
     "FailureSource",
     "Finding",
+    "IndexedRun",
     "Late",
     "Outcome",
     "Place",
@@ -90,6 +91,7 @@ __all__ = [
     "RewardValue",
     "RolloutBudget",
     "RunEnded",
+    "RunIndex",
     "Sampling",
     "SamplingSource",
     "SchemaPublished",

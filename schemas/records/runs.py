@@ -41,3 +41,26 @@ class RolloutBudget:
     refusals: tuple[BudgetRefusal, ...]
     dropped: int | None = None
     ended: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndexedRun:
+    """Offsets of one run."""
+
+    run_id: str
+    first: int
+    last: int
+    policies: tuple[int, ...]
+    ended: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunIndex:
+    """Where the runs of one partition of the candidates are. Key: number of the partition."""
+
+    topic_id: str
+    partition: int
+    read_to: int
+    runs: tuple[IndexedRun, ...]
+    unattributed: tuple[int, ...]
+    unlisted: int | None = None

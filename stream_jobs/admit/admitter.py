@@ -32,7 +32,7 @@ from stream_jobs.admit.decisions.recovery import Journal
 from stream_jobs.admit.equal_rewards import EqualRewards
 from stream_jobs.admit.fold import AdmissionFold
 from stream_jobs.admit.policy import Published, is_of_settings, policy_rejection
-from stream_jobs.admit.policy_log import RunLog
+from stream_jobs.admit.run_index import RunFinder
 from stream_jobs.errors import TopicReplaced
 
 PROCESS = "admit"
@@ -67,8 +67,10 @@ class ChannelAdmitter:
         tickers = cluster.topics(self._topics.steps)[self._topics.steps]
         self._source = CandidateLog(cluster.topic_id(topic), partition, tickers)
         self._at = (topic, partition)
-        self._run_log: RunLog = (
-            other._run_log if other is not None else RunLog(cluster, decoder, self._at, self._run)
+        self._finder: RunFinder = (
+            other._finder
+            if other is not None
+            else RunFinder(cluster, decoder, self._topics, partition)
         )
         path = settings.data_dir / "admit" / f"{self._name}.checkpoint"
         self._checkpoint = CheckpointFile(path, decoder.codec, self._log)
@@ -95,10 +97,8 @@ class ChannelAdmitter:
         """Return the policies on the log after reading to its end."""
         resume = self.resume_point
         newest, of_settings, here = resume.newest, resume.of_settings, not resume.renewed
-        self._run_log.read(min(resume.resume_from, resume.input_to))
-        for record, event in self._run_log.events:
-            if record.offset < resume.input_to:
-                continue
+        self._finder.read()
+        for _, _, event in self._finder.events(self._run, resume.input_to):
             if isinstance(event, AdmissionPolicy) and policy_rejection(event, newest) is None:
                 newest, here = event, True
                 of_settings = event if is_of_settings(event) else of_settings
@@ -106,8 +106,8 @@ class ChannelAdmitter:
 
     def open(self) -> None:
         """Start reading at the first undecided record, or earlier if event time needs it."""
-        self._run_log.read(self.resume_point.resume_from)
-        first = self._run_log.next_run_offset(self.resume_point.resume_from)
+        self._finder.read()
+        first = self._finder.next_offset(self._run, self.resume_point.resume_from)
         topic, partition = self._at
         low = self._cluster.watermarks(topic, [partition])[partition][0]
         tickers = self._source.tickers
@@ -137,9 +137,11 @@ class ChannelAdmitter:
     def _skipped(self, first: int) -> list[DeadLetter]:
         """Return dead letters for unreadable records below `first`, which are not folded."""
         dead_letters: list[DeadLetter] = []
-        for record in self._run_log.unattributed:
-            if self.resume_point.resume_from <= record.offset < first:
-                self._entry(record, dead_letters)
+        resume_from = max(self.resume_point.resume_from, self._dead_lettered_below)
+        for record in self._finder.records(
+            o for o in self._finder.unattributed if resume_from <= o < first
+        ):
+            self._entry(record, dead_letters)
         self._dead_lettered_below = max(self._dead_lettered_below, first)
         return dead_letters
 

@@ -5,27 +5,19 @@ Nothing here calls admission: both read the same log, and a policy holds from it
 
 from __future__ import annotations
 
-from array import array
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from runtime.kafka import Cluster, Record
+from runtime.kafka import Cluster
 from runtime.process.config import value_of, with_values
 from runtime.topics.records import Decoder, now_micros, publish_schemas
-from schemas.codec.single_object import MAGIC
-from schemas.errors import Undecodable, UnknownSchema
-from schemas.ids import is_run
 from schemas.records import AdmissionPolicy, Channel, RunEnded
 from schemas.settings import PolicySettings, Settings
 from schemas.topics import partition_of
 from stream_jobs.admit.policy import policy_of, policy_rejection, settings_of
+from stream_jobs.admit.run_index import RunFinder
 from stream_jobs.errors import PolicyRefused
 
-HEADER_BYTES = 10
-"""Header of a value in Avro single-object encoding; names its schema."""
-MAX_UNATTRIBUTED_RECORDS, MAX_UNATTRIBUTED_BYTES = 1000, 32 * 1024 * 1024
-"""Records and bytes of them that are kept."""
 CHANNELS: tuple[Channel, ...] = ("train", "val")
 
 
@@ -38,114 +30,8 @@ class PolicyEntry(NamedTuple):
     rejection: str | None
 
 
-class RunLog:
-    """One run's records among the candidates: their offsets, its policies and its end.
-
-    A live run spans the log since its start, mostly ticks. Of records of other runs only the key is
-    examined.
-    """
-
-    def __init__(
-        self, cluster: Cluster, decoder: Decoder, at: tuple[str, int], run_id: str
-    ) -> None:
-        self._cluster, self._decoder, self._at = cluster, decoder, at
-        self._run, self._key = run_id, run_id.encode()
-        self._runs, self._ticks = set[bytes](), set[bytes]()
-        self._from: int | None = None
-        self.read_to = 0
-        self.events: list[tuple[Record, AdmissionPolicy | RunEnded]] = []
-        """The policies and ends, in the order of the log."""
-        self.unattributed: list[Record] = []
-        """Records that are neither of a run nor ticks, up to the limits."""
-        self._unattributed_bytes = 0
-        self._offsets = array("q")
-
-    def read(self, first: int) -> None:
-        """Read to the end of the log, so that everything from `first` on is known. 0: all of it."""
-        if self._from is None or first < self._from:
-            self._from = self.read_to = first
-            self.events, self.unattributed, self._unattributed_bytes, self._offsets = (
-                [],
-                [],
-                0,
-                array("q"),
-            )
-        topic, partition = self._at
-        end = self._cluster.watermarks(topic, [partition])[partition][1]
-        ticks = self._ticks
-        for record in self._cluster.read_all(topic, partition, first=self.read_to or None):
-            key, value = record.key, record.value
-            if key is None and value is not None and value[:HEADER_BYTES] in ticks:
-                continue
-            self.read_to = record.offset + 1
-            if key == self._key:
-                self._offsets.append(record.offset)
-                self._apply(record)
-            elif not self._is_ignored(key, value):
-                self._add_unattributed(record)
-        self.read_to = max(self.read_to, end)
-
-    def next_run_offset(self, first: int) -> int:
-        """Return the offset of the run's first record from `first` on, or the end of reading."""
-        at = bisect_left(self._offsets, first)
-        return self._offsets[at] if at < len(self._offsets) else max(first, self.read_to)
-
-    def _apply(self, record: Record) -> None:
-        if record.value is None:
-            return
-        try:
-            name = self._decoder.codec.type_name(record.value)
-        except UnknownSchema:
-            name = "AdmissionPolicy"  # possibly one of a newer release
-        except Undecodable:
-            return  # admission dead-letters it
-        if name in ("AdmissionPolicy", "RunEnded"):
-            try:
-                event = self._decoder.decode(record.value)
-            except (Undecodable, UnknownSchema):
-                return
-            if isinstance(event, AdmissionPolicy | RunEnded) and event.run_id == self._run:
-                self.events.append((record, event))
-
-    def _is_ignored(self, key: bytes | None, value: bytes | None) -> bool:
-        """Return whether the record is a tick or of another run.
-
-        Remembers its key or schema header, so the next such record is not decoded.
-        """
-        if key is not None:
-            if key not in self._runs and is_run(key):
-                self._runs.add(key)
-            return key in self._runs
-        found = self._decoder.codec.is_tick(value)
-        if found and value is not None and value.startswith(MAGIC):
-            self._ticks.add(value[:HEADER_BYTES])
-        return found
-
-    def _add_unattributed(self, record: Record) -> None:
-        """Keep the record for admission, which dead-letters it.
-
-        Beyond the limits, treat it as a record of the run, so that admission reads it from the log.
-        """
-        size = (
-            len(record.key or b"")
-            + len(record.value or b"")
-            + sum(map(len, record.headers.values()))
-        )
-        if (
-            len(self.unattributed) < MAX_UNATTRIBUTED_RECORDS
-            and self._unattributed_bytes + size <= MAX_UNATTRIBUTED_BYTES
-        ):
-            self.unattributed.append(record)
-            self._unattributed_bytes += size
-        else:
-            self._offsets.append(record.offset)
-
-
 class PolicyLog:
-    """The policies of one run.
-
-    Scans its candidates partition and decodes only the run's records.
-    """
+    """The policies of one run."""
 
     def __init__(self, settings: Settings, cluster: Cluster) -> None:
         self._settings, self._cluster, self._topics = settings, cluster, settings.kafka.topics
@@ -158,26 +44,23 @@ class PolicyLog:
             )
         self.partition = partition_of(settings.run_id.encode(), partitions)
         self._decoder = Decoder(cluster, self._topics.schemas)
-        self._log = RunLog(cluster, self._decoder, (self.topic, self.partition), settings.run_id)
+        self._finder = RunFinder(cluster, self._decoder, self._topics, self.partition)
         self.entries: list[PolicyEntry] = []
         self.ended: int | None = None
         """Offset at which the run ended."""
-        self._applied = 0
         self.read()
 
     def read(self) -> None:
         """Read on to the end of the log."""
-        before = self.newest
-        self._log.read(0)
-        for record, event in self._log.events[self._applied :]:
+        self._finder.read()
+        self.entries, before = [], None
+        for offset, timestamp_ms, event in self._finder.events(self._settings.run_id):
             if isinstance(event, RunEnded):
-                self.ended = record.offset if self.ended is None else self.ended
+                self.ended = offset
                 continue
-            rejection = policy_rejection(event, before.policy if before is not None else None)
-            entry = PolicyEntry(record.offset, record.timestamp_ms, event, rejection)
-            self.entries.append(entry)
-            before = entry if rejection is None else before
-        self._applied = len(self._log.events)
+            rejection = policy_rejection(event, before)
+            self.entries.append(PolicyEntry(offset, timestamp_ms, event, rejection))
+            before = event if rejection is None else before
 
     @property
     def newest(self) -> PolicyEntry | None:

@@ -23,7 +23,8 @@ from stream_jobs.admit.admitter import MAX_SEND_RECORDS, POLL_RECORDS, ChannelAd
 from stream_jobs.admit.decisions.checkpoint import SAVE_AT_CLOSE, JournalPosition, serialize
 from stream_jobs.admit.decisions.state import DecisionState
 from stream_jobs.admit.main import publish_policy
-from stream_jobs.admit.policy_log import MAX_UNATTRIBUTED_RECORDS, PolicyLog
+from stream_jobs.admit.policy_log import PolicyLog
+from stream_jobs.admit.run_index import MAX_UNATTRIBUTED, PUBLISH_AFTER
 from stream_jobs.errors import UnreadableJournal
 
 CODEC = Codec()
@@ -244,16 +245,44 @@ def test_what_a_run_had_long_before_its_admission_is_found(
         admitter.close()
 
 
+def test_the_index_of_runs_spares_the_scan(mine: Settings, cluster: Cluster, log: Log) -> None:
+    """A second reader scans only what came after the index."""
+    log.ticks(8)
+    log.put(RUN, policy(published_by="ann"))
+    log.put(None, b"garbage")
+    log.ticks(PUBLISH_AFTER)
+    scanned = list[int | None]()
+
+    class Counting(Cluster):
+        def read_all(self, topic: str, partition: int = 0, first: int | None = None, **more: Any):  # type: ignore[no-untyped-def]
+            if topic == log.topics.candidates:
+                scanned.append(first)
+            return super().read_all(topic, partition, first, **more)
+
+    for _ in range(2):
+        counting = Counting(cluster.bootstrap_servers)
+        (entry,) = PolicyLog(mine, counting).entries
+        assert entry.policy.published_by == "ann"
+    assert scanned[0] is None and (scanned[1] or 0) > PUBLISH_AFTER
+    log.put(RUN, RunEnded(run_id="r", created_at=0))
+    log.producer.flush()
+    assert PolicyLog(mine, cluster).ended is not None
+    admitters = opened(mine, cluster)
+    assert [d.value for d in log.letters()] == [b"garbage"]
+    for admitter in admitters:
+        admitter.close()
+
+
 def test_more_poison_than_is_kept_is_buried_all_the_same(
     mine: Settings, cluster: Cluster, log: Log
 ) -> None:
     log.ticks(8)
-    log.put(None, *(b"garbage %d" % i for i in range(MAX_UNATTRIBUTED_RECORDS + 5)))
+    log.put(None, *(b"garbage %d" % i for i in range(MAX_UNATTRIBUTED + 5)))
     log.ticks(OLD)
     admitter, _ = opened(mine, cluster)
     read_on(admitter)
     assert [d.value for d in log.letters()] == [
-        b"garbage %d" % i for i in range(MAX_UNATTRIBUTED_RECORDS + 5)
+        b"garbage %d" % i for i in range(MAX_UNATTRIBUTED + 5)
     ]
     admitter.close()
 

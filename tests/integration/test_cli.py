@@ -40,6 +40,7 @@ TOPICS = (
     "candidates",
     "dead-letters",
     "rewards",
+    "runs",
     "schemas",
     "steps",
     "trajectories",

@@ -1,7 +1,6 @@
 """Survey each run by its topics: first offset, end, and progress of its batches.
 
-Reads the candidates from their start, `claw.weights`, and the journals (ready batches) of requested
-runs.
+Reads the index of runs, `claw.weights`, and the journals (ready batches) of requested runs.
 """
 
 from __future__ import annotations
@@ -9,19 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from runtime.kafka import Cluster, KafkaError, Record
+from runtime.kafka import Cluster, KafkaError
 from runtime.topics.records import Decoder
 from schemas.errors import Undecodable, UnknownSchema
-from schemas.ids import is_run
-from schemas.records import (
-    AdmissionPolicy,
-    PolicyApplied,
-    ReadyBatch,
-    Refused,
-    RunEnded,
-    WeightVersion,
-)
+from schemas.records import PolicyApplied, ReadyBatch, Refused, WeightVersion
 from schemas.topics import Topics, partition_of
+from stream_jobs.admit.run_index import RunFinder
 
 
 @dataclass(slots=True)
@@ -64,7 +56,7 @@ class RunSurvey:
     """
 
     def __init__(self, cluster: Cluster, topics: Topics, decoder: Decoder) -> None:
-        """Read the candidates of all runs.
+        """Find all runs among the candidates.
 
         A topic that is not listed need not be deleted: Kafka omits topics that the user may not
         describe.
@@ -92,8 +84,10 @@ class RunSurvey:
             self.ends[topic] = cluster.watermarks(topic, range(self.there.get(topic, 0)))
         self.runs: dict[str, RunSummary] = {}
         for partition in self.ends[topics.candidates]:
-            records = cluster.read_all(topics.candidates, partition)
-            self.runs |= summarize_runs(records, partition, decoder)
+            finder = RunFinder(cluster, decoder, topics, partition)
+            finder.read()
+            for run_id, run in finder.runs.items():
+                self.runs[run_id] = RunSummary(partition, run.first, bool(run.policies), run.ended)
         self._versions: dict[str, list[WeightVersion]] | None = None
 
     def partition(self, run_id: str) -> int:
@@ -140,48 +134,6 @@ class RunSurvey:
                 if isinstance(event, WeightVersion):
                     self._versions.setdefault(event.run_id, []).append(event)
         return self._versions
-
-
-def summarize_runs(
-    records: Iterator[Record], partition: int, decoder: Decoder
-) -> dict[str, RunSummary]:
-    """Summarize the runs of one candidates partition; ignores other keys, decodes only run ends."""
-    found: dict[bytes, RunSummary | None] = {}
-    for record in records:
-        if record.key is None:
-            continue
-        if record.key not in found:
-            found[record.key] = RunSummary(partition, record.offset) if is_run(record.key) else None
-        summary = found[record.key]
-        if summary is not None and record.value is not None:
-            _update(summary, record, decoder)
-    return {key.decode(): summary for key, summary in found.items() if summary is not None}
-
-
-def _update(summary: RunSummary, record: Record, decoder: Decoder) -> None:
-    """Apply a record to its run's summary.
-
-    An unreadable one may be a policy: the run counts as live.
-    """
-    value = record.value or b""
-    try:
-        name = decoder.codec.type_name(value)
-    except UnknownSchema:
-        name = "RunEnded"  # it has to be looked up
-    except Undecodable:
-        return  # admission buries it
-    if name == "AdmissionPolicy":
-        summary.has_policy = True
-    elif name == "RunEnded" and summary.ended is None:
-        try:
-            event = decoder.decode(value)
-        except Undecodable:
-            return
-        except UnknownSchema:
-            event = None
-        summary.has_policy |= event is None or isinstance(event, AdmissionPolicy)
-        if isinstance(event, RunEnded) and event.run_id.encode() == record.key:
-            summary.ended = record.offset
 
 
 def journal_of(

@@ -6,20 +6,18 @@ Every bound holds. A live run retains all its records; an ended run retains none
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from confluent_kafka.admin import PartitionMetadata, TopicMetadata
 from hypothesis import given
 from hypothesis import strategies as st
-from support.admit import cand, policy, tick
+from support.admit import policy
 
 from clawstream.ops.topics.run_survey import (
     Journal,
     RunSummary,
     journal_of,
     last_trained,
-    summarize_runs,
 )
 from clawstream.ops.topics.trim import (
     Bound,
@@ -31,11 +29,10 @@ from clawstream.ops.topics.trim import (
     run_bound,
     trim_range,
 )
-from runtime.kafka import Cluster, Record, Unavailable
+from runtime.kafka import Unavailable
 from runtime.kafka.cluster import all_led
-from runtime.topics.records import Decoder
 from schemas.codec.single_object import Codec
-from schemas.records import Late, PolicyApplied, ReadyBatch, Refused, RunEnded, WeightVersion
+from schemas.records import Late, PolicyApplied, ReadyBatch, Refused, WeightVersion
 
 CODEC = Codec()
 JOURNAL = Journal("a", "train", "claw.ready-batches.a.train", low=0, end=20, seen=60, trained=20)
@@ -157,41 +154,6 @@ def test_candidates_go_when_the_journals_have_gone() -> None:
     assert bound is not None and bound.at == 3 and "j stays: the lake has it up to 0" in bound.why
     bound = run_bound("a", summary, "run a lives", [gone])
     assert bound == Bound(3, "run a lives, since offset 3")
-
-
-def test_runs_are_found_by_their_keys() -> None:
-    values: list[tuple[bytes | None, Any]] = [
-        (None, tick(1)),
-        (b"a", cand("x", run_id="a")),
-        (b"b", policy(run_id="b")),
-        (b"no run!", cand("x")),
-        (b"a", policy(run_id="a")),
-        (b"c", b"garbage"),
-        (b"b", RunEnded(run_id="a", created_at=0)),
-        (None, tick(2)),
-        (b"a", RunEnded(run_id="a", created_at=0)),
-        (b"a", RunEnded(run_id="a", created_at=0)),
-        (b"d", None),
-    ]
-    records = [
-        Record(
-            "claw.candidates",
-            2,
-            offset,
-            0,
-            key,
-            v if isinstance(v, bytes | None) else CODEC.encode(v),
-            {},
-        )
-        for offset, (key, v) in enumerate(values)
-    ]
-    decoder = Decoder(Cluster("localhost:1"), "claw.schemas", CODEC)
-    assert summarize_runs(iter(records), 2, decoder) == {
-        "a": RunSummary(2, 1, True, 8),
-        "b": RunSummary(2, 2, True, None),  # the end of another run does not affect this one
-        "c": RunSummary(2, 5),
-        "d": RunSummary(2, 10),
-    }
 
 
 def batch(seq: int, input_to: int, topic_id: str = "C") -> ReadyBatch:
