@@ -19,7 +19,7 @@ from schemas.rule_spec import reason_text
 from schemas.user_function import Find
 
 DIGITS = 4
-"""More would be on every step, in the state of assemble too."""
+"""Each step carries its score, also in the state of assemble: keep it short."""
 FINDINGS_MAX = 200
 
 
@@ -48,26 +48,20 @@ def assessment_of(trajectory: Trajectory, rules: Sequence[Rule], created_at: int
             found = [_finding(rule, score) for score in scores if score.value < 1]
         except MemoryError:
             raise
-        except Exception as e:  # noqa: BLE001 - a user's rule: what it raises is the reason, on the record
+        except Exception as e:  # noqa: BLE001 - a user's rule: its error is the recorded reason
             findings.append(_finding(rule, Score(0.0, reason_text(e)), failed=True))
             continue
         findings += found
         for index, value in own.items():
             steps[index] = min(steps[index], value)
-        said = [s.value for s in scores if s.step is None]
-        if said:
-            whole.append(min(said))
+        direct = [s.value for s in scores if s.step is None]
+        if direct:
+            whole.append(min(direct))
         elif steps:
             whole.append(fmean(own.get(i, 1.0) for i in counted) if own else 1.0)
-    answered = bool(whole)
-    return _assessment(
-        trajectory,
-        rules,
-        created_at,
-        min(whole) if answered else None,
-        steps if answered else (),
-        findings,
-    )
+    quality = min(whole, default=None)
+    scored = () if quality is None else steps
+    return _assessment(trajectory, rules, created_at, quality, scored, findings)
 
 
 def not_assessed(
@@ -80,16 +74,16 @@ def not_assessed(
 
 def _scores(rule: Rule, trajectory: Trajectory) -> list[Score]:
     """Call the rule and validate its scores. Raises the rule's error, TypeError or ValueError."""
-    said = rule.function(trajectory)
-    if said is None:
+    result = rule.function(trajectory)
+    if result is None:
         return []
-    if isinstance(said, Mapping):
-        scores = [Score(value, None, step) for step, value in said.items()]
-    elif isinstance(said, int | float):
-        scores = [Score(said)]
+    if isinstance(result, Mapping):
+        scores = [Score(value, None, step) for step, value in result.items()]
+    elif isinstance(result, int | float):
+        scores = [Score(result)]
     else:
-        # What comes from a child process is a plain list.
-        scores = [score if isinstance(score, Score) else Score(*score) for score in said]
+        # A child process returns plain lists.
+        scores = [score if isinstance(score, Score) else Score(*score) for score in result]
     for score in scores:
         if not isinstance(score.value, int | float):
             raise TypeError(f"a score is a number, not {type(score.value).__name__}")

@@ -4,9 +4,8 @@ Its only state is the position of its consumer group.
 
 A trajectory in several parts is rewarded when its last part arrives. The position stays before its
 first part until then, so a restart reads all parts again. A writer that was killed between two
-parts
-starts again with part 0. If a trajectory stays incomplete, for example because a part cannot be
-decoded, it expires: its first part becomes a dead letter, and its rewards are `no_reward`.
+parts starts again with part 0. If a trajectory stays incomplete, for example because a part cannot
+be decoded, it expires: its first part becomes a dead letter, and its rewards are `no_reward`.
 """
 
 from __future__ import annotations
@@ -31,20 +30,16 @@ from stream_jobs.reward.evaluate import RuleEvaluator
 PROCESS = "reward"
 GROUP = "reward"
 INCOMPLETE = "a part of it never came"
-
-
 EXPIRE_RECORDS = 20_000
 EXPIRE_MS = 6 * 3_600_000
-"""A trajectory whose next part has not come so many records of its partition, or so much time of
-its log, behind the last one is given up.
+"""A trajectory expires when this many records of its partition, or this much log time, follow its
+last part without the next one.
 
-Its parts are written one behind the other. A writer that died between two of them writes them all
-again before anything new; only what it had decided together with them may lie before.
+Parts are written one after the other. A writer that died between two parts writes all of them again
+before anything new, except for outputs of the same decision.
 """
-
-
 CONTROL_MAX = 8
-"""Offsets behind the last record that are looked at: more are records that come."""
+"""Offsets after the last record that may be control records; a longer gap has records."""
 
 
 @dataclass(slots=True)
@@ -153,12 +148,11 @@ class RewardJob:
                 self._due[p] = position
 
     def _was_control_record(self, partition: int, offset: int) -> bool:
-        """Whether the last offset of a log that is empty now can only have been the control record
-        of a transaction (blocking).
+        """Return whether the last offset of a log, now empty, was a control record (blocking).
 
-        It was when a replay of dead letters has sent the record before it: its transaction has
-        ended, for that record was read, so its control record came behind, and there is no other
-        place for it. Anything less sure is no proof: a record may have been lost.
+        It was if a replay of dead letters has sent the record before it: that record was read, so
+        its transaction has ended, and the control record has the next offset. Without this proof a
+        record may have been lost.
         """
         for record in self._cluster.read_all(self._topics.dead_letters, await_open=True):
             with suppress(Undecodable, UnknownSchema):
@@ -224,9 +218,9 @@ class RewardJob:
             dead_letters.append((record, "invalid", f"{INCOMPLETE}: {first.parts} were due"))
             whole.append(replace(first, outcome="lost", reason=INCOMPLETE, segments=(), steps=()))
         try:
-            acks = await self._answer(whole)
+            acks = await self._evaluate_and_send(whole)
         except PoolStopped:
-            return {}  # the job ends: whoever reads on begins here again
+            return {}  # the job ends: the next worker reads this batch again
         encode, send = self.decoder.codec.encode, self._producer.send_soon
         for record, reason, detail in dead_letters:
             letter = dead_letter(record, self._topic_id, PROCESS, reason, detail)
@@ -241,34 +235,38 @@ class RewardJob:
         await asyncio.gather(*acks)
         return {self._topics.trajectories: buffer.done(records[-1].offset)}
 
-    async def _answer(self, trajectories: Sequence[Trajectory]) -> list[asyncio.Future[Ack]]:
-        """Send what the functions say of each; returns the acknowledgements. Raises PoolStopped.
+    async def _evaluate_and_send(
+        self, trajectories: Sequence[Trajectory]
+    ) -> list[asyncio.Future[Ack]]:
+        """Evaluate trajectories and send the results; return the acknowledgements.
 
-        Built-in functions answer on one thread. Of runs with functions of their users, as many
-        trajectories are asked about at once as there are child processes, and what is said of one
-        is sent at once.
+        Built-in functions run on one thread. For runs with users' functions, as many trajectories
+        are evaluated at once as there are child processes, and each is sent when it is done.
+
+        Raises:
+            PoolStopped: The job is closing.
         """
         quick, slow = list[Trajectory](), list[Trajectory]()
         for trajectory in trajectories:
             (slow if self.evaluator.uses_child_processes(trajectory.run_id) else quick).append(
                 trajectory
             )
-        acks = self._send(await asyncio.to_thread(self._answers, quick)) if quick else []
+        acks = self._send(await asyncio.to_thread(self._evaluate, quick)) if quick else []
         loop = asyncio.get_running_loop()
 
-        async def ask(trajectory: Trajectory) -> None:
+        async def evaluate_one(trajectory: Trajectory) -> None:
             acks.extend(
-                self._send(await loop.run_in_executor(self._threads, self._answers, [trajectory]))
+                self._send(await loop.run_in_executor(self._threads, self._evaluate, [trajectory]))
             )
 
-        await asyncio.gather(*map(ask, slow))
+        await asyncio.gather(*map(evaluate_one, slow))
         return acks
 
-    def _send(self, answers: Sequence[Reward | Assessment]) -> list[asyncio.Future[Ack]]:
+    def _send(self, results: Sequence[Reward | Assessment]) -> list[asyncio.Future[Ack]]:
         encode, send = self.decoder.codec.encode, self._producer.send_soon
-        return [send(self._topics.rewards, a.trajectory_key.encode(), encode(a)) for a in answers]
+        return [send(self._topics.rewards, r.trajectory_key.encode(), encode(r)) for r in results]
 
-    def _answers(self, trajectories: Sequence[Trajectory]) -> list[Reward | Assessment]:
+    def _evaluate(self, trajectories: Sequence[Trajectory]) -> list[Reward | Assessment]:
         """Evaluate trajectories on a thread.
 
         Raises:
@@ -277,9 +275,9 @@ class RewardJob:
         """
         now = now_micros()
         return [
-            answer
+            result
             for trajectory in trajectories
-            for answer in self.evaluator.evaluate(trajectory, now)
+            for result in self.evaluator.evaluate(trajectory, now)
         ]
 
     def stop(self) -> None:

@@ -32,20 +32,16 @@ def rewards_of(trajectory: Trajectory, rule: Rule, created_at: int) -> Iterator[
     """Yield the rewards of a rule for a complete trajectory. created_at: microseconds."""
     steps = {s.step_id for s in trajectory.steps}
     if trajectory.outcome == "lost":
-        yield _reward(
-            trajectory,
-            rule,
-            created_at,
-            reason=f"trajectory lost: {trajectory.reason or 'no payload'}",
-        )
+        reason = f"trajectory lost: {trajectory.reason or 'no payload'}"
+        yield _reward(trajectory, rule, created_at, reason=reason)
         return
     try:
-        said = rule.function(trajectory)
-        values = {None: said} if not isinstance(said, Mapping) else dict(said)
+        result = rule.function(trajectory)
+        values = dict(result) if isinstance(result, Mapping) else {None: result}
         checked = {step: _checked(step, value, steps) for step, value in values.items()}
     except MemoryError:
-        raise  # of this process; a child that ran out of it says so otherwise
-    except Exception as e:  # noqa: BLE001 - a user's function: what it raises is the reason, on the record
+        raise  # of this process; a child reports its own as another error
+    except Exception as e:  # noqa: BLE001 - a user's function: its error is the recorded reason
         yield _reward(trajectory, rule, created_at, reason=reason_text(e))
         return
     if not checked:
