@@ -16,7 +16,7 @@ from gateway import errors
 from gateway.api.curations import curation_routes
 from gateway.api.openapi import with_model_calls
 from gateway.api.rewards import reward_routes
-from gateway.api.rollout_budget.budget import BudgetSource, InMemoryBudgets
+from gateway.api.rollout_budget.budget import BudgetSource
 from gateway.api.rollout_budget.routes import rollout_budget_routes
 from gateway.api.sessions import session_routes
 from gateway.asgi.client_disconnect import Receive
@@ -158,7 +158,7 @@ def create_app(
         rollout_budget_routes(
             authenticator,
             trajectories,
-            budgets or InMemoryBudgets(),
+            budgets,
             lambda run: registry.oldest_loaded(run, producer.uptime_s),
         )
     )

@@ -32,8 +32,8 @@ def rewards_of(trajectory: Trajectory, rule: Rule, created_at: int) -> Iterator[
     """Yield the rewards of a rule for a complete trajectory. created_at: microseconds."""
     steps = {s.step_id for s in trajectory.steps}
     if trajectory.outcome == "lost":
-        reason = f"trajectory lost: {trajectory.reason or 'no payload'}"
-        yield _reward(trajectory, rule, created_at, reason=reason)
+        lost = f"trajectory lost: {trajectory.reason or 'no payload'}"
+        yield _reward(trajectory, rule, created_at, reason=lost)
         return
     try:
         result = rule.function(trajectory)

@@ -19,16 +19,30 @@ from support.log_producer import InMemoryLogProducer
 from support.scripted.engine import ScriptedEngine
 from support.scripted.script import Script
 
-from gateway.api.rollout_budget.budget import InMemoryBudgets
+from gateway.api.rollout_budget.budget import BudgetReading
 from gateway.app import create_app
 from gateway.asgi.http_server import server_config
 from gateway.durability.segment import read_segment
 from gateway.engines.registry import EngineRegistry
+from gateway.errors import BudgetUnknown
 from gateway.main import listen
 from gateway.protocols.base import EngineKind
 from schemas.codec.single_object import Codec
-from schemas.records import FailedCall, Step
+from schemas.records import Channel, FailedCall, Step
 from schemas.settings import Settings
+
+
+class InMemoryBudgets:
+    """Hold budgets in memory. reachable=False: every read fails."""
+
+    def __init__(self) -> None:
+        self.readings: dict[tuple[str, Channel], BudgetReading] = {}
+        self.reachable = True
+
+    async def get(self, run_id: str, channel: Channel) -> BudgetReading | None:
+        if not self.reachable:
+            raise BudgetUnknown("the budgets in memory are set to fail")
+        return self.readings.get((run_id, channel))
 
 
 @dataclass

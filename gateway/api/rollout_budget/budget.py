@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from gateway.errors import BudgetUnknown
 from schemas.records import BudgetRefusal, Channel, RolloutBudget
 
 
@@ -80,16 +79,3 @@ class BudgetSource(Protocol):
             BudgetUnknown: The budgets cannot be read now.
         """
         ...
-
-
-class InMemoryBudgets:
-    """Hold budgets in memory, for tests. reachable=False: every read fails."""
-
-    def __init__(self) -> None:
-        self.readings: dict[tuple[str, Channel], BudgetReading] = {}
-        self.reachable = True
-
-    async def get(self, run_id: str, channel: Channel) -> BudgetReading | None:
-        if not self.reachable:
-            raise BudgetUnknown("the budgets in memory are set to fail")
-        return self.readings.get((run_id, channel))

@@ -12,7 +12,7 @@ from gateway.api.rollout_budget.budget import BudgetReading, BudgetSource
 from gateway.asgi.messages import header_map
 from gateway.attribution.resolver import TrajectoryResolver
 from gateway.auth.authenticator import Authenticator
-from gateway.errors import Forbidden, NotFound, Unprocessable
+from gateway.errors import BudgetUnknown, Forbidden, NotFound, Unprocessable
 from schemas.ids import RUN_ID
 from schemas.records import BudgetRefusal, Channel
 
@@ -89,7 +89,7 @@ def reply_of(reading: BudgetReading, after: int | None, loaded: int | None) -> B
 def rollout_budget_routes(
     authenticator: Authenticator,
     trajectories: TrajectoryResolver,
-    source: BudgetSource,
+    source: BudgetSource | None,
     loaded: Callable[[str], int | None],
 ) -> APIRouter:
     """Return the route.
@@ -97,7 +97,7 @@ def rollout_budget_routes(
     Args:
         authenticator: Authenticates the caller.
         trajectories: Checks that its key may read the run.
-        source: Gives the budget of a run and channel.
+        source: Gives the budget of a run and channel; None: every budget is unknown.
         loaded: Given a run, returns the lowest sync index that a ready engine samples with.
     """
     router = APIRouter()
@@ -117,6 +117,8 @@ def rollout_budget_routes(
         if not RUN_ID.fullmatch(run):
             raise Unprocessable(f"run: {run[:80]!r} is no run id: {RUN_ID.pattern}", "run")
         trajectories.run_of(caller, headers, run)
+        if source is None:
+            raise BudgetUnknown("this gateway follows no budgets")
         reading = await source.get(run, channel)
         if reading is None:
             raise NotFound(
