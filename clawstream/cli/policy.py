@@ -25,7 +25,7 @@ from clawstream.cli.common_options import (
 from runtime.user import current_user
 
 app = group("How a run's trajectories become batches, changed while it goes on.")
-run_app = group("What a run is told: that it ends.")
+run_app = group("End a run.")
 
 Run = Annotated[str | None, typer.Option("--run", "-r", help="Of this run instead of run_id.")]
 By = Annotated[str | None, typer.Option("--by", help="Who; default you@this-host.")]
@@ -38,7 +38,7 @@ _HIDDEN = ("run_id", "policy_version", "published_by", "created_at")
 
 @contextmanager
 def _log_of(run: str | None, overrides: list[str] | None, config: Path | None) -> Iterator[Any]:
-    """The policies of a run. A policy that is refused is a wrong argument."""
+    """Open the policies of a run; a refused policy ends the command with exit code 2."""
     settings = settings_of(config, [*(overrides or ()), *([f"run_id={run}"] if run else [])])
     module, errors = load("stream_jobs.admit.policy_log"), load("stream_jobs.errors")
     try:
@@ -51,7 +51,7 @@ def _log_of(run: str | None, overrides: list[str] | None, config: Path | None) -
 def show(
     overrides: Overrides = None, run: Run = None, config: Config = None, form: Form = "table"
 ) -> None:
-    """The policy of a run, and whether admission has come to it."""
+    """Show the policy of a run, and whether admission has applied it."""
     with _log_of(run, overrides, config) as log:
         entry = log.newest
         if entry is None:
@@ -101,7 +101,7 @@ def set_fields(
 def history(
     overrides: Overrides = None, run: Run = None, config: Config = None, form: Form = "table"
 ) -> None:
-    """Every policy of a run, oldest first, with what it changed."""
+    """Show every policy of a run, oldest first, with its changes."""
     with _log_of(run, overrides, config) as log:
         if form == "json":
             typer.echo(json.dumps([_entry_as_dict(e) for e in log.entries]))
@@ -114,8 +114,8 @@ def history(
                 for k in now
                 if k not in _HIDDEN and was and was.get(k) != now[k]
             ]
-            what = f"not obeyed: {entry.rejection}" if entry.rejection else ", ".join(changed)
-            typer.echo(f"{_title(entry)}: {what or 'as it was'}" if was else _title(entry))
+            what = f"ignored: {entry.rejection}" if entry.rejection else ", ".join(changed)
+            typer.echo(f"{_title(entry)}: {what or 'unchanged'}" if was else _title(entry))
             was = was if entry.rejection else now
         if log.ended is not None:
             typer.echo(f"ended at offset {log.ended}")

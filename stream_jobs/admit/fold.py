@@ -196,9 +196,9 @@ class AdmissionFold:
             self._journal(late)
 
     def _set_policy(self, policy: AdmissionPolicy) -> None:
-        flaw = policy_rejection(policy, self.policy)
-        if flaw is not None:
-            self._out.append(Invalid(self._step, flaw))
+        rejection = policy_rejection(policy, self.policy)
+        if rejection is not None:
+            self._out.append(Invalid(self._step, rejection))
             return
         if self.policy is not None and policy.policy_version == self.policy.policy_version:
             return  # sent again

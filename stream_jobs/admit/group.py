@@ -20,12 +20,12 @@ from stream_jobs.admit.eligibility import (
 GroupKey = tuple[str, int]
 """Group id and round."""
 MAX_GROUP_BYTES = MAX_MESSAGE_BYTES - 1024 * 1024
-"""A group that is alone in its batch.
+"""Limit of a group that is alone in its batch.
 
-The rest is for what a batch says besides, above all the reward weights.
+The rest of the message is for the other fields of the batch, above all the reward weights.
 """
 _GROUP_BYTES, _MEMBER_BYTES, _REWARD_BYTES, _STEP_BYTES, _REFUSED_BYTES = 24, 80, 24, 3, 20
-"""The most that Avro takes for one of them, strings and the revision of a reward apart."""
+"""Upper bounds of the bytes in Avro, without strings and without the revision of a reward."""
 
 
 @dataclass(slots=True)
@@ -116,10 +116,8 @@ class Group:
     """One undecided round of a group id.
 
     refused_members: Members refused one by one before. closed_to_new_at: Log time of its deadline;
-    it
-    takes no more members. batch, entered_at: The open batch that holds it when ready, and since
-    when.
-    tokens, size: Its share of that batch.
+    it takes no more members. batch, entered_at: The open batch that holds it when ready, and since
+    when. tokens, size: Its share of that batch.
     """
 
     key: GroupKey

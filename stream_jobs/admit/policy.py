@@ -76,10 +76,8 @@ def next_policy(published: Published, of_settings: AdmissionPolicy) -> Admission
     """Return the policy that an admission process publishes at its start, or None.
 
     Settings are published when they differ from the settings published last, whatever a user has
-    set
-    since. So a user's policy stays in force until the settings change. On a recreated candidates
-    topic
-    the current policy is published again.
+    set since. So a user's policy stays in force until the settings change. On a recreated
+    candidates topic the current policy is published again.
 
     Args:
         of_settings: The policy of the current settings, with the next version.
@@ -96,12 +94,13 @@ def next_policy(published: Published, of_settings: AdmissionPolicy) -> Admission
 
 def same_content(a: AdmissionPolicy, b: AdmissionPolicy) -> bool:
     """Return whether two policies are equal apart from version, publisher and time."""
-    told = {
-        "policy_version": b.policy_version,
-        "created_at": b.created_at,
-        "published_by": b.published_by,
-    }
-    return dataclasses.replace(a, **told) == b  # type: ignore[arg-type]
+    same = dataclasses.replace(
+        a,
+        policy_version=b.policy_version,
+        created_at=b.created_at,
+        published_by=b.published_by,
+    )
+    return same == b
 
 
 def is_of_settings(policy: AdmissionPolicy) -> bool:
@@ -111,9 +110,9 @@ def is_of_settings(policy: AdmissionPolicy) -> bool:
 
 def policy_rejection(policy: AdmissionPolicy, before: AdmissionPolicy | None) -> str | None:
     """Return why a policy is invalid after the one in force; None when valid or a repetition."""
-    name, flaw = f"policy {policy.policy_version}", _flaw_of_fields(policy)
-    if flaw is not None:
-        return f"{name}: {flaw}"
+    name, invalid = f"policy {policy.policy_version}", _invalid_field(policy)
+    if invalid is not None:
+        return f"{name}: {invalid}"
     if before is None or (
         policy.policy_version == before.policy_version and same_content(policy, before)
     ):
@@ -133,13 +132,13 @@ _LEAST: Mapping[str, int] = {
     **dict.fromkeys(("reward_deadline_ms", "group_deadline_ms", "val_deadline_ms"), 0),
     **dict.fromkeys(("max_staleness", "min_trainable_tokens"), 0),
 }
-"""What the settings demand; a deadline of less than half a millisecond is 0 here.
+"""Lower limits, as in the settings; a deadline of less than half a millisecond is 0 here.
 
-Algorithms are the trainer's to know.
+The algorithm is not checked: only the trainer knows the algorithms.
 """
 
 
-def _flaw_of_fields(policy: AdmissionPolicy) -> str | None:
+def _invalid_field(policy: AdmissionPolicy) -> str | None:
     for field, least in _LEAST.items():
         if (value := getattr(policy, field)) is not None and value < least:
             return f"{field} is {value}, must be at least {least}"

@@ -89,7 +89,7 @@ class PolicyLog:
         self._still_open()
         if newest is None:
             raise PolicyRefused(
-                f"run {run} has no policy yet: say it in the settings, admit.policy.*, and start "
+                f"run {run} has no policy yet: put it into the settings, admit.policy.*, and start "
                 "clawstream admit"
             )
         unknown = changes.keys() - PolicySettings.model_fields.keys()
@@ -107,7 +107,7 @@ class PolicyLog:
         mine = next(e for e in reversed(self.entries) if e.policy == made)
         if mine.rejection is not None:
             raise PolicyRefused(
-                f"someone else set a policy at the same time: {mine.rejection}. Look at it, and "
+                f"another user set a policy at the same time: {mine.rejection}. Look at it, and "
                 "set yours again"
             )
         return mine
@@ -151,15 +151,17 @@ def changed_policy(
     by: str,
     checks: Iterable[Callable[[Settings], None]] = (),
 ) -> AdmissionPolicy:
-    """Return the next version of a policy, judged as settings are.
+    """Return the next version of a policy, validated like settings.
 
-    Args: settings: They name the functions, from which follows what groups wait for unless it was
-        set. policy: The policy in force. changes: Name as in `admit.policy` to YAML text. by: Who
-        changes it. checks: Further checks of the settings that would give the new policy. Each
-        raises SettingsError.
+    Args:
+        settings: They name the functions. Unless set, what groups wait for follows from these.
+        policy: The policy in force.
+        changes: Name as in `admit.policy` to YAML text.
+        by: The user who changes it.
+        checks: Further checks of the settings that give the new policy. Each raises SettingsError.
 
     Raises:
-        SettingsError: The new policy cannot be; the message names the setting.
+        SettingsError: The new policy is invalid; the message names the setting.
     """
     fields = dict(settings_of(policy))
     fields |= dict.fromkeys(_following(settings, policy))
@@ -167,7 +169,7 @@ def changed_policy(
     for name, text in changes.items():
         path = f"admit.policy.{name}"
         values[path] = value_of(text, path)
-        if name == "sync_every":  # else it would be refused for the trainer's sake
+        if name == "sync_every":  # the two settings must be equal
             values["trainer.sync_every"] = values[path]
     new = with_values(settings, values)
     for check in checks:
@@ -176,11 +178,10 @@ def changed_policy(
 
 
 def _following(settings: Settings, policy: AdmissionPolicy) -> Iterator[str]:
-    """Yield the fields of a policy that follow from the functions of the settings: they follow in
-    the next policy too.
+    """Yield the fields that follow from the functions of the settings, also in the next policy.
 
-    A policy does not record whether a field was set. A field follows when its value is empty, or is
-    what the functions give under this policy and the settings do not say the same.
+    A policy does not record whether a field was set. A field follows when its value is empty, or
+    when the functions give this value under this policy and the settings do not set it.
     """
     derived = settings_of(policy).model_copy(
         update=dict.fromkeys(("required_rewards", "require_assessment"))

@@ -16,8 +16,7 @@ class RuleEvaluator:
     """The functions of all runs, and the blobs that they need.
 
     Built-in functions run in this process: they are pure and linear in their input. Users'
-    functions run
-    in child processes.
+    functions run in child processes.
     """
 
     def __init__(self, settings: Settings) -> None:

@@ -1,7 +1,7 @@
 """`clawstream jobs reward`: a worker of the reward job.
 
-It keeps no state: its position is what its group has committed, and rewards that are sent again
-have the same ids.
+It keeps no state: its position is the committed offset of its group, and rewards that are sent
+again have the same ids.
 """
 
 from __future__ import annotations
@@ -24,5 +24,5 @@ def main(settings: Settings) -> None:
 
 
 async def _serve(settings: Settings, stop: asyncio.Event) -> None:
-    evaluator = RuleEvaluator(settings)  # a wrong name ends the process before Kafka is asked for
+    evaluator = RuleEvaluator(settings)  # first: an unknown name needs no Kafka to be reported
     await serve(settings, stop, group="reward", make=partial(RewardJob, evaluator=evaluator))

@@ -18,10 +18,7 @@ from stream_jobs.admit.run_index import RunFinder
 
 @dataclass(slots=True)
 class RunSummary:
-    """A run on the candidates topic.
-
-    first: Offset of its first record. ended: Of its end, or None.
-    """
+    """A run on the candidates topic. first, ended: Offsets of its first record and of its end."""
 
     partition: int
     first: int
@@ -34,8 +31,8 @@ class Journal:
     """The ready batches of a run and channel.
 
     end: Of the log. seen: Next candidate that admission has not read. trained: The trainer's
-    position; the end when no trainer reads it. untrained: Batches after that. flaw: Why this is
-    unknown.
+    position; the end when no trainer reads it. untrained: Batches after that. unreadable:
+    Why this is unknown.
     """
 
     run_id: str
@@ -46,14 +43,11 @@ class Journal:
     seen: int = 0
     trained: int = 0
     untrained: int = 0
-    flaw: str | None = None
+    unreadable: str | None = None
 
 
 class RunSurvey:
-    """The runs of one installation.
-
-    Journals are read on demand, everything else at construction.
-    """
+    """The runs of one installation, read at construction; journals are read by `journal`."""
 
     def __init__(self, cluster: Cluster, topics: Topics, decoder: Decoder) -> None:
         """Find all runs among the candidates.
@@ -91,11 +85,11 @@ class RunSurvey:
         self._versions: dict[str, list[WeightVersion]] | None = None
 
     def partition(self, run_id: str) -> int:
-        """Where the candidates of a run are."""
+        """Return the candidates partition of a run."""
         return partition_of(run_id.encode(), self.there[self._topics.candidates])
 
     def journal(self, topic: str, whole: bool) -> Journal:
-        """A journal, with all that its records say when `whole`."""
+        """Return a journal; with `whole` also the fields that follow from its records."""
         run_id, channel = self.journals[topic]
         low, end = self.ends[topic][0]
         bare = Journal(run_id, channel, topic, low, end)
@@ -116,7 +110,7 @@ class RunSurvey:
                 channel == "train",
             )
         except (Undecodable, UnknownSchema) as e:
-            return replace(bare, flaw=f"it can't be read: {e}")
+            return replace(bare, unreadable=f"it cannot be read: {e}")
 
     def _events(self, topic: str) -> Iterator[tuple[int, object]]:
         return ((r.offset, self._decoder.decode(r.value)) for r in self._cluster.read_all(topic))
@@ -130,7 +124,7 @@ class RunSurvey:
                 try:
                     event = self._decoder.decode(record.value)
                 except (Undecodable, UnknownSchema):
-                    continue  # the trainer and the workers complain of it
+                    continue  # the trainer and the rollout workers report it
                 if isinstance(event, WeightVersion):
                     self._versions.setdefault(event.run_id, []).append(event)
         return self._versions

@@ -32,14 +32,14 @@ from runtime.topics.records import Decoder
 from schemas.settings import Settings
 
 CLOCKS_APART_MS = 60_000
-"""How far the clocks of two brokers may be apart: each stamps the partitions that it leads."""
+"""Largest difference between the clocks of two brokers: each stamps the partitions it leads."""
 
 At = tuple[str, int]
 """Topic and partition."""
 
 
 class NotGivenUp(PlumbingError):
-    """A run can't be given up: it lives, or there is none of that name."""
+    """A run cannot be given up: it is live or does not exist."""
 
 
 class TrimOvertaken(PlumbingError):
@@ -47,7 +47,7 @@ class TrimOvertaken(PlumbingError):
 
 
 class Bound(NamedTuple):
-    """Nothing from offset `at` on may go, and why."""
+    """Records from offset `at` on must stay. why: The reason."""
 
     at: int
     why: str
@@ -66,7 +66,7 @@ class TrimRange:
 
     @property
     def removes(self) -> int:
-        """How many offsets go; control records and Ticks count."""
+        """Offsets to delete; control records and Ticks count."""
         return self.to - self.low
 
 
@@ -85,13 +85,13 @@ class TrimInputs:
     given_up: Collection[str] = ()
 
 
-# -- the judgement, pure
+# -- the bounds, pure
 
 
 def trim_range(
     topic: str, partition: int, ends: tuple[int, int], bounds: Iterable[Bound]
 ) -> TrimRange:
-    """The lowest bound counts; all that are as low are told."""
+    """Return the range below the lowest bound; `why` names every bound that is as low."""
     low, end = ends
     known = [Bound(max(low, min(b.at, end)), b.why) for b in bounds]
     to = min((b.at for b in known), default=end)
@@ -102,7 +102,7 @@ def trim_range(
 def needs(
     run: str, summary: RunSummary | None, journals: Sequence[Journal], given_up: Collection[str]
 ) -> str | None:
-    """Why a run still needs all that it has; None: it is over. journals: of its channels."""
+    """Return why a run still needs all its records; None: it is over. journals: Of its channels."""
     if summary is not None and summary.has_policy and summary.ended is None:
         return f"run {run} lives"
     if run in given_up:
@@ -125,7 +125,7 @@ def needs(
 
 
 def _unread_end(journal: Journal, ended: int) -> str | None:
-    if journal.low > 0 or journal.flaw is not None or journal.seen > ended:
+    if journal.low > 0 or journal.unreadable is not None or journal.seen > ended:
         return None
     name = f"{journal.run_id} ({journal.channel})"
     return (
@@ -138,14 +138,14 @@ def _unread_end(journal: Journal, ended: int) -> str | None:
 def journal_bounds(
     journal: Journal, need: str | None, given_up: Collection[str]
 ) -> Iterator[Bound]:
-    """What holds the ready batches of a run. need: why it needs all of them."""
+    """Yield the bounds of the ready batches of a run. need: Why it needs all of them."""
     run = journal.run_id
     if need is not None:
         yield Bound(journal.low, need)
     elif run in given_up:
         return
-    elif journal.flaw is not None:
-        yield Bound(journal.low, f"{journal.flaw} (--give-up {run})")
+    elif journal.unreadable is not None:
+        yield Bound(journal.low, f"{journal.unreadable} (--give-up {run})")
     elif journal.untrained:
         yield Bound(
             journal.trained,
@@ -184,13 +184,10 @@ def run_bound(
 
 
 class TopicTrim:
-    """A trim plan, computed at construction and executed by `do`.
-
-    Reads all candidates, and the journals of runs that are over.
-    """
+    """A trim plan, computed at construction and executed by `do`."""
 
     def __init__(self, cluster: Cluster, settings: Settings, kept: TrimInputs) -> None:
-        """Raises NotGivenUp; KafkaError when it does not see what it must see."""
+        """Make the plan. Raises NotGivenUp; KafkaError when a required topic is not listed."""
         self._cluster, self._topics, self._kept = cluster, settings.kafka.topics, kept
         self._orphan_after_s = settings.jobs.orphan_after_s
         self._decoder = Decoder(cluster, self._topics.schemas)
@@ -202,13 +199,13 @@ class TopicTrim:
         }
         self._journal_ranges: dict[str, list[TrimRange]] = {}
         self._needs: dict[str, str | None] = {}
-        self._judge_runs()
+        self._trim_journals()
         journals = [c for ranges in self._journal_ranges.values() for c in ranges]
         candidates = [
             self._candidates(p) for p in sorted(self._survey.ends[self._topics.candidates])
         ]
         self.ranges: list[TrimRange] = [*journals, *candidates, *self._rewards()]
-        """In the order in which they are to be made."""
+        """In the order in which they must be executed."""
 
     def do(self) -> None:
         """Delete the records. After a KafkaError, the next plan continues. Raises TrimOvertaken."""
@@ -242,7 +239,7 @@ class TopicTrim:
             at = self._before.get(topic, {}).get(partition, 0)
             yield Bound(at, "what came later is not asked for (--before)")
 
-    def _judge_runs(self) -> None:
+    def _trim_journals(self) -> None:
         survey, kept = self._survey, self._kept
         of_run: dict[str, list[str]] = {}
         for topic, (run, _) in survey.journals.items():

@@ -1,7 +1,7 @@
 """Fold the journal of a run and channel into its rollout budget. Pure.
 
-The budget tells rollouts how many replacements the run asks for, and how far its batches are. It
-counts decided groups only: the client that begins groups must count those in progress.
+Rollouts learn from the budget how many replacements the run asks for, and how far its batches are.
+It counts decided groups only: the client that begins groups must count those in progress.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LISTED = 256
 """Refusals that are listed; older ones are only counted."""
 DETAIL_CHARS = 300
 RUN_ENDED = "run_ended"
-"""Reason of a refusal that requests no replacement, because nobody would train it."""
+"""Reason of a refusal that requests no replacement: it would not be trained."""
 
 _FIELDS = ("offset", "group_id", "round", "n", "reason", "detail", "total")
 _VALUES = attrgetter(*_FIELDS)

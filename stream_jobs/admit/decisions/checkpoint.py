@@ -32,15 +32,11 @@ from stream_jobs.admit.group import GroupKey
 from stream_jobs.errors import StreamJobError
 
 FORMAT = b"clawstream decisions 4\n"
-"""Another number for everything that reads these bytes otherwise, or folds a journal to another
-state.
-"""
+"""Take another number when the bytes are read differently, or a journal folds to another state."""
 SAVE_EVERY, SAVE_SHARE = 50_000, 40
-"""Trajectories that are decided until the next one is written: that many, or one in so many of all,
-whichever is more.
-"""
+"""Writes a checkpoint every max(SAVE_EVERY, decided / SAVE_SHARE) decided trajectories."""
 SAVE_AT_CLOSE = 1000
-"""At the orderly end: reading fewer takes no longer than the file."""
+"""Decided trajectories since the last checkpoint that are worth one at an orderly end."""
 _LENGTH = struct.Struct("<Q")
 _SUM_BYTES = 32
 
@@ -95,7 +91,7 @@ def deserialize(data: bytes, codec: Codec) -> tuple[DecisionState, JournalPositi
         raise UnusableCheckpoint(f"begins with {data[: len(FORMAT)]!r}: not of this release")
     body, total = memoryview(data)[:-_SUM_BYTES], data[-_SUM_BYTES:]
     if blake2b(body, digest_size=_SUM_BYTES).digest() != total:
-        raise UnusableCheckpoint("its checksum is another one: it is damaged")
+        raise UnusableCheckpoint("its checksum differs: it is damaged")
     try:
         at = len(FORMAT) + _LENGTH.size
         end = at + _LENGTH.unpack_from(body, len(FORMAT))[0]
@@ -152,10 +148,11 @@ def _state_of(
         (
             gid,
             Rounds(
-                tuple((first, end) for first, end in spans), tuple(MissingMembers(*o) for o in owed)
+                tuple((first, end) for first, end in spans),
+                tuple(MissingMembers(*m) for m in missing),
             ),
         )
-        for gid, spans, owed in plain["others"]
+        for gid, spans, missing in plain["others"]
     )
     return DecisionState(
         decisions,
@@ -193,9 +190,8 @@ class CheckpointFile:
             end: End offset of the journal.
         """
         try:
-            for draft in self._path.parent.glob(
-                f".{self._path.name}.*"
-            ):  # of one who was killed while writing it
+            # A process that was killed while it wrote leaves a draft.
+            for draft in self._path.parent.glob(f".{self._path.name}.*"):
                 draft.unlink(missing_ok=True)
             state, position = deserialize(self._path.read_bytes(), self._codec)
         except FileNotFoundError:

@@ -10,11 +10,9 @@ from collections.abc import Iterator
 from hashlib import blake2b
 
 BUCKETS = 1 << 15
-"""More take more memory below some millions of names, for small objects are rounded up; fewer take
-longer to search above.
-"""
+"""More buckets take more memory below some millions of names; fewer are slower to search above."""
 CHUNK = 256
-"""Buckets that are written at once."""
+"""Buckets in one chunk of bytes."""
 _KEY_BYTES = 14
 _ENTRY = struct.Struct("<14sqqi")
 _VALUES = struct.Struct("<qqi")
@@ -30,10 +28,8 @@ class CompactMap:
     """A map keyed by 127 bits of the BLAKE2b hash of a name. The names cannot be recovered.
 
     15 bits of the hash select a bucket: entries of 34 bytes in a row, searched by `bytes.find`. The
-    map
-    is never rehashed, so no insertion pauses. Buckets are immutable, so a copy of the bucket list
-    is a
-    consistent snapshot.
+    map is never rehashed, so no insertion pauses. Buckets are immutable, so a copy of the bucket
+    list is a consistent snapshot.
     """
 
     def __init__(self, buckets: list[bytes] | None = None) -> None:

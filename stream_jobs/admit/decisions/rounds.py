@@ -89,9 +89,7 @@ class ClosedRounds:
     ) -> None:
         self.compact = CompactMap() if compact is None else compact
         self.others = dict(others)
-        """Of group ids whose closed rounds have a gap, or of which another round than the last is
-        owed members.
-        """
+        """Group ids with a gap in the closed rounds, or where an earlier round misses members."""
 
     def of(self, group_id: str) -> Rounds:
         """Return a copy of the rounds of a group id; `put` stores changes."""
@@ -109,14 +107,11 @@ class ClosedRounds:
         """Store the rounds of a group id."""
         if len(rounds.spans) == 1 and len(rounds.missing_members) < 2:
             ((first, end),) = rounds.spans
-            owed = (
-                rounds.missing_members[0]
-                if rounds.missing_members
-                else MissingMembers(end - 1, 0, 0)
-            )
-            if owed.round == end - 1 and end <= _LARGEST_END and owed.left <= LARGEST_THIRD:
+            missing = next(iter(rounds.missing_members), MissingMembers(end - 1, 0, 0))
+            if missing.round == end - 1 and end <= _LARGEST_END and missing.left <= LARGEST_THIRD:
                 self.others.pop(group_id, None)
-                self.compact.put(group_id, (owed.closed_at, first << _END_BITS | end, owed.left))
+                span = first << _END_BITS | end
+                self.compact.put(group_id, (missing.closed_at, span, missing.left))
                 return
         if group_id not in self.others:
             self.compact.discard(group_id)

@@ -104,7 +104,7 @@ def test_what_holds_ready_batches() -> None:
     untrained = replace(JOURNAL, trained=7, untrained=2)
     assert bounds(untrained) == [7]
     assert bounds(untrained, None, "a") == [] and bounds(untrained, None, "b") == [7]
-    assert bounds(replace(JOURNAL, flaw="it can't be read")) == [0]
+    assert bounds(replace(JOURNAL, unreadable="it cannot be read")) == [0]
 
 
 def test_what_holds_a_run_of_which_nothing_was_trained() -> None:
