@@ -248,8 +248,8 @@ def test_what_a_run_had_long_before_its_admission_is_found(
 def test_the_index_of_runs_spares_the_scan(mine: Settings, cluster: Cluster, log: Log) -> None:
     """A second reader scans only what came after the index."""
     log.ticks(8)
-    log.put(RUN, policy(published_by="ann"))
     log.put(None, b"garbage")
+    log.put(RUN, policy(published_by="ann"))
     log.ticks(PUBLISH_AFTER)
     scanned = list[int | None]()
 
