@@ -229,10 +229,10 @@ def test_a_recreated_journal_and_a_budget_that_cannot_be_read(
             log.budget("one", b"garbage")
             cluster.delete_topic(journal)
 
-            async def gone() -> bool:
-                return journal not in await asyncio.to_thread(cluster.topics)
+            async def gone(topic: str) -> bool:
+                return topic not in await asyncio.to_thread(cluster.topics)
 
-            await until(gone)
+            await until(lambda: gone(journal))
             assert (await when(feed, "one", lambda s: True)).budget == first.budget
             with admission(mine):
                 recreated = await when(
@@ -245,6 +245,7 @@ def test_a_recreated_journal_and_a_budget_that_cannot_be_read(
                 )
             assert recreated.budget.journal_id == cluster.topic_id(journal)
             cluster.delete_topic(topics.budgets)
+            await until(lambda: gone(topics.budgets))
             create_topics(cluster, settings)
             await until(lambda: absent(feed, "one"))
 
