@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 import math
-import os
 import shutil
 import subprocess
 import uuid
@@ -14,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
+from runtime.atomic_file import write_durably
 from runtime.broker import node_config as config
 from runtime.broker.jars import Java
 from runtime.broker.jvm import BrokerError, JvmDied, NotReady
@@ -65,9 +65,7 @@ def claim_directory(data_dir: Path, plans: dict[int, NodePlan]) -> str:
             f"{data_dir} holds a cluster of {known['nodes']} node(s), asked for {len(plans)}: "
             "set broker.nodes to that, or choose another data directory"
         )
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(known | {"port": plans[1].first_port}), encoding="utf-8")
-    os.replace(partial, path)
+    write_durably(path, json.dumps(known | {"port": plans[1].first_port}).encode())
     return str(known["cluster_id"])
 
 

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Protocol, Self
+from typing import Self
 
 from runtime.broker import node_config as config
 from runtime.broker.data_dir import (
@@ -50,6 +50,7 @@ from runtime.broker.start_cache import StartCache, make_in_background, start_cac
 from runtime.logs import logger
 from runtime.process.ports import check_free
 from runtime.process.readiness import ready
+from schemas.settings import BrokerSettings
 
 __all__ = [
     "BrokerError",
@@ -73,23 +74,6 @@ _CRASHED = frozenset(
     128 + number for number in (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL)
 )
 Say = Callable[[str], None]
-
-
-class BrokerSettingsLike(Protocol):
-    """The broker's part of the settings; the data directory is passed separately."""
-
-    @property
-    def port(self) -> int: ...
-    @property
-    def nodes(self) -> int: ...
-    @property
-    def heap_mb(self) -> int: ...
-    @property
-    def java(self) -> str | None: ...
-    @property
-    def jars_dir(self) -> Path | None: ...
-    @property
-    def advertised_host(self) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -357,7 +341,7 @@ class EmbeddedBroker:
 
 
 def start(
-    settings: BrokerSettingsLike,
+    settings: BrokerSettings,
     data_dir: Path,
     *,
     patience_s: float = math.inf,
@@ -394,7 +378,7 @@ class _StopAskedFor(BaseException):
     """SIGTERM or SIGINT."""
 
 
-def run_foreground(settings: BrokerSettingsLike, data_dir: Path) -> int:
+def run_foreground(settings: BrokerSettings, data_dir: Path) -> int:
     """Run the broker as a supervised process: start it, stop it on SIGTERM or SIGINT.
 
     When the only node dies, this process ends with the JVM's exit code and the supervisor restarts
@@ -453,7 +437,7 @@ def _bring_back(broker: EmbeddedBroker, node: int) -> None:
             raise
 
 
-def _of_settings(settings: BrokerSettingsLike, data_dir: Path) -> EmbeddedBroker:
+def _of_settings(settings: BrokerSettings, data_dir: Path) -> EmbeddedBroker:
     return EmbeddedBroker(
         data_dir,
         settings.port,

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 
+from runtime.atomic_file import write_durably
 from runtime.errors import PlumbingError
 from runtime.file_lock import exclusive
 
@@ -121,7 +122,7 @@ def ensure_jars(
             _replace(bad, directory, fetch or fetch_with_jgo)
         stamp = {jar.name: _fingerprint(directory / jar.name, jar) for jar in pins}
         if stamp != seen:
-            _write_stamp(directory / _STAMP, stamp)
+            write_durably(directory / _STAMP, json.dumps(stamp, indent=0).encode())
     return directory
 
 
@@ -269,9 +270,3 @@ def _read_stamp(path: Path) -> dict[str, list[int | str]]:
     except (FileNotFoundError, ValueError):
         return {}
     return stamp
-
-
-def _write_stamp(path: Path, stamp: dict[str, list[int | str]]) -> None:
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(stamp, indent=0), encoding="utf-8")
-    os.replace(partial, path)

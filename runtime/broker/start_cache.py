@@ -9,7 +9,6 @@ so -XX:+AutoCreateSharedArchive cannot replace this module.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import random
@@ -19,8 +18,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,6 +27,7 @@ from runtime.broker import node_config as config
 from runtime.broker.data_dir import format_new, last_lines, new_cluster_id, write_node
 from runtime.broker.jars import Java, jars_stamp
 from runtime.broker.jvm import BrokerError, Jvm, ask_cluster
+from runtime.file_lock import exclusive
 from runtime.logs import logger
 from runtime.process.ports import PortTaken, check_free
 
@@ -45,6 +44,10 @@ _PORT_TRIES = 50
 
 class StartCacheError(BrokerError):
     """No start cache could be made; says why. Brokers start all the same, only slower."""
+
+
+class _BeingMade(Exception):
+    """Another process creates the cache."""
 
 
 @dataclass
@@ -110,10 +113,11 @@ def make_start_cache(cache: StartCache, niceness: int = 0) -> bool:
         StartCacheError: No cache could be created.
     """
     try:
-        with _only_maker(cache.jars_dir) as alone:
-            if alone:
-                _make(cache, niceness)
-            return alone
+        with exclusive(cache.jars_dir / ".start-cache.lock", _BeingMade(), patience_s=0.0):
+            _make(cache, niceness)
+        return True
+    except _BeingMade:
+        return False
     except OSError as error:
         raise StartCacheError(f"no start cache: {error}") from error
 
@@ -257,18 +261,3 @@ def _remove_unused(kept: StartCache) -> None:
             and time.time() - max(path.stat().st_atime, path.stat().st_mtime) > _UNUSED_S
         ):
             path.unlink(missing_ok=True)
-
-
-@contextmanager
-def _only_maker(jars_dir: Path) -> Iterator[bool]:
-    """Yield True while no other process creates a cache.
-
-    The kernel releases the lock of a dead one.
-    """
-    with (jars_dir / ".start-cache.lock").open("a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-            return
-        yield True

@@ -4,11 +4,11 @@ Positions are (topic id, partition, offset): a recreated topic has another id an
 Readers see committed records only. This package does not know what a record means.
 """
 
-from runtime.kafka.cluster import READ_TIMEOUT_S, Cluster
+from runtime.kafka.cluster import Cluster
 from runtime.kafka.errors import Fenced, KafkaError, SourceTruncated, TooLarge, Unavailable
 from runtime.kafka.loop_producer import LoopProducer
 from runtime.kafka.producer import Producer
-from runtime.kafka.reader import BEGINNING, Reader
+from runtime.kafka.reader import BEGINNING, READ_TIMEOUT_S, Reader
 from runtime.kafka.record import Ack, Record
 
 __all__ = [

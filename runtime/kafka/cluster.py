@@ -17,13 +17,18 @@ from confluent_kafka import (
 from confluent_kafka import KafkaError as Code
 from confluent_kafka.admin import AdminClient, ConfigResource, NewTopic, OffsetSpec, TopicMetadata
 
-from runtime.kafka.errors import KafkaError, SourceTruncated, Unavailable, translated
+from runtime.kafka.errors import (
+    KafkaError,
+    SourceTruncated,
+    Unavailable,
+    translated,
+    translating,
+)
 from runtime.kafka.loop_producer import LoopProducer
 from runtime.kafka.producer import Producer
-from runtime.kafka.reader import Reader
+from runtime.kafka.reader import FETCH_BYTES, READ_TIMEOUT_S, Reader, fetch_options
 from runtime.kafka.record import Record
 
-READ_TIMEOUT_S = 30.0
 REFRESH_MS = 3000
 """Metadata refresh of the admin client, in ms.
 
@@ -31,9 +36,6 @@ It sends requests to the broker that it takes for the controller. When that brok
 finds the new one at a refresh, by default after five minutes.
 """
 ASK_S = 5.0
-FETCH_BYTES = (64 * 1024, 10 * 1024 * 1024)
-"""Minimum and maximum fetch size of a range read, at `FETCH_BYTES_EACH` per offset."""
-FETCH_BYTES_EACH = 16 * 1024
 _LEADER_MOVES = (
     *(Code._TIMED_OUT, Code._TRANSPORT, Code._DESTROY_BROKER, Code.OFFSET_NOT_AVAILABLE),
     *(Code.LEADER_NOT_AVAILABLE, Code.NOT_LEADER_FOR_PARTITION, Code._ALL_BROKERS_DOWN),
@@ -58,12 +60,11 @@ class Cluster:
         self.bootstrap_servers = bootstrap_servers
         self._options: dict[str, Any] = {
             "bootstrap.servers": bootstrap_servers,
-            # what matters comes back from the call; a broker that is away makes 20 lines a second
-            # otherwise
+            # Relevant errors come with their call; an absent broker would log 20 lines a second.
             "log_level": 2,
             "reconnect.backoff.max.ms": 1000,
             "topic.metadata.propagation.max.ms": 5000,
-            # a producer's or admin's question would make a topic, as the broker pleases
+            # A metadata request of a producer or admin client must not create a topic.
             "allow.auto.create.topics": "false",
             "error_cb": _ignore_error,
             **(client_options or {}),
@@ -83,11 +84,7 @@ class Cluster:
 
         overrides: librdkafka options, `_` for `.`.
         """
-        return Producer(
-            self._options,
-            transactional_id,
-            **{k.replace("_", "."): v for k, v in overrides.items()},
-        )
+        return Producer(self._options, transactional_id, **_dotted(overrides))
 
     def loop_producer(
         self, timeout_s: float, on_bug: Callable[[Exception], object], **overrides: Any
@@ -99,18 +96,11 @@ class Cluster:
             on_bug: Called with an exception of a delivery callback.
             overrides: librdkafka options, `_` for `.`.
         """
-        return LoopProducer(
-            self._options,
-            timeout_s,
-            on_bug,
-            **{k.replace("_", "."): v for k, v in overrides.items()},
-        )
+        return LoopProducer(self._options, timeout_s, on_bug, **_dotted(overrides))
 
     def reader(self, group: str, start: Mapping[tuple[str, int], int], **overrides: Any) -> Reader:
         """Create a reader of given partitions. overrides: librdkafka options, `_` for `.`."""
-        return Reader(
-            self._options, group, start, **{k.replace("_", "."): v for k, v in overrides.items()}
-        )
+        return Reader(self._options, group, start, **_dotted(overrides))
 
     # -- topics
 
@@ -178,15 +168,8 @@ class Cluster:
         return all_led(self._listed(), prefix)
 
     def _listed(self, name: str | None = None) -> dict[str, TopicMetadata]:
-        try:
-            listed = (
-                self.admin.list_topics(name, timeout=READ_TIMEOUT_S)
-                if name
-                else self.admin.list_topics(timeout=READ_TIMEOUT_S)
-            )
-        except KafkaException as e:
-            raise translated(e) from e
-        return dict(listed.topics)
+        with translating():
+            return dict(self.admin.list_topics(name, timeout=READ_TIMEOUT_S).topics)
 
     def topic_ids(self, names: Sequence[str]) -> dict[str, str]:
         """Return Kafka's UUID of each topic that exists."""
@@ -236,20 +219,14 @@ class Cluster:
 
     def delete_topic(self, name: str) -> None:
         """Delete a topic with all its records."""
-        try:
+        with translating():
             self.admin.delete_topics([name], operation_timeout=READ_TIMEOUT_S)[name].result()
-        except KafkaException as e:
-            raise translated(e) from e
 
     def delete_records(self, topic: str, partition: int, before: int) -> None:
         """Delete all records below an offset."""
-        for future in self.admin.delete_records(
-            [TopicPartition(topic, partition, before)]
-        ).values():
-            try:
-                future.result()
-            except KafkaException as e:
-                raise translated(e) from e
+        at = TopicPartition(topic, partition, before)
+        with translating():
+            self.admin.delete_records([at])[at].result()
 
     # -- offsets
 
@@ -303,9 +280,7 @@ class Cluster:
         )
         try:
             return int(asked[at].result().offset)
-        except (
-            KafkaException
-        ):  # its leader moves, or it is not there: a new client waits for it, and says which
+        except KafkaException:  # its leader moves, or it does not exist: a new client waits for it
             return self.watermarks(topic, [partition])[partition][1]
 
     def ends(self, topic: str, partitions: Iterable[int]) -> dict[int, int]:
@@ -314,10 +289,8 @@ class Cluster:
         found = self.admin.list_offsets(
             asked, isolation_level=IsolationLevel.READ_UNCOMMITTED, request_timeout=ASK_S
         )
-        try:
+        with translating():
             return {tp.partition: int(future.result().offset) for tp, future in found.items()}
-        except KafkaException as e:
-            raise translated(e) from e
 
     def timestamps_at(self, topic: str, offsets: Mapping[int, int]) -> dict[int, int]:
         """Return partition to the log timestamp (ms) of the first record at or after an offset.
@@ -355,10 +328,8 @@ class Cluster:
         }
         ends, found = self.watermarks(topic, isolation=isolation), dict[int, int]()
         for tp, future in self.admin.list_offsets(asked, request_timeout=READ_TIMEOUT_S).items():
-            try:
+            with translating():
                 offset = future.result().offset
-            except KafkaException as e:
-                raise translated(e) from e
             found[tp.partition] = offset if offset >= 0 else ends[tp.partition][1]
         return found
 
@@ -375,14 +346,10 @@ class Cluster:
         if self.topic_ids([topic]).get(topic) != stored_topic_id:
             return False
         low, high = self.watermarks(topic, [partition])[partition]
-        if offset > high:
+        if not low <= offset <= high:
+            edge = f"ends at {high}" if offset > high else f"starts at {low}"
             raise SourceTruncated(
-                f"source truncated: {topic}-{partition} ends at {high}, position {offset}; run "
-                "clawstream doctor"
-            )
-        if offset < low:
-            raise SourceTruncated(
-                f"source truncated: {topic}-{partition} starts at {low}, position {offset}; run "
+                f"source truncated: {topic}-{partition} {edge}, position {offset}; run "
                 "clawstream doctor"
             )
         return True
@@ -402,12 +369,12 @@ class Cluster:
         if not wanted:
             return
         at = (topic, partition)
-        reader = self.reader("clawstream-range", {at: wanted[0][0]}, **_fetches(wanted))
+        reader = self.reader("clawstream-range", {at: wanted[0][0]}, **fetch_options(wanted))
         try:
             for first, last in wanted:
                 if reader.positions[at] != first:
                     reader.seek(at, first)
-                yield from _records_to(reader, at, last)
+                yield from reader.read_until(at, last + 1)
         finally:
             reader.close()
 
@@ -429,16 +396,7 @@ class Cluster:
             return
         reader = self.reader("clawstream-range", {(topic, partition): start})
         try:
-            idle = 0
-            while reader.positions[topic, partition] < high:
-                batch = reader.poll(2000, 0.1)
-                yield from (r for r in batch if r.offset < high)
-                idle = 0 if batch else idle + 1
-                if idle > READ_TIMEOUT_S / 0.1:
-                    raise Unavailable(
-                        f"{topic}-{partition}: its end {high} could not be read within "
-                        f"{READ_TIMEOUT_S:g} s"
-                    )
+            yield from reader.read_until((topic, partition), high)
         finally:
             reader.close()
 
@@ -446,10 +404,8 @@ class Cluster:
 
     def groups(self) -> list[str]:
         """Return the names of all consumer groups."""
-        try:
+        with translating():
             listed = self.admin.list_consumer_groups(request_timeout=READ_TIMEOUT_S).result()
-        except KafkaException as e:
-            raise translated(e) from e
         return sorted(g.group_id for g in listed.valid)
 
     def committed(self, group: str) -> dict[tuple[str, int], int]:
@@ -472,6 +428,11 @@ class Cluster:
         }
 
 
+def _dotted(overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return librdkafka's names of options: `linger_ms` is `linger.ms`."""
+    return {name.replace("_", "."): value for name, value in overrides.items()}
+
+
 def _is_led(topic: TopicMetadata) -> bool:
     parts = topic.partitions
     return topic.error is None and bool(parts) and all(p.leader >= 0 for p in parts.values())
@@ -490,43 +451,6 @@ def all_led(listed: Mapping[str, TopicMetadata], prefix: str) -> dict[str, int]:
             "brokers are up"
         )
     return {t: len(m.partitions) for t, m in mine.items()}
-
-
-def _fetches(ranges: Sequence[tuple[int, int]]) -> dict[str, int]:
-    """Return fetch sizes for a read of some ranges: bytes fetched beyond a range are wasted.
-
-    A larger record or batch is still delivered, alone.
-    """
-    each = sum(last - first + 1 for first, last in ranges) // len(ranges)
-    size = min(max(FETCH_BYTES[0], each * FETCH_BYTES_EACH), FETCH_BYTES[1])
-    return {
-        "fetch_message_max_bytes": size,
-        "queued_max_messages_kbytes": size // 1024,
-        # a small queue is often full; by default the client then waits for a second
-        "fetch_queue_backoff_ms": 1,
-    }
-
-
-def _records_to(reader: Reader, at: tuple[str, int], last: int) -> Iterator[Record]:
-    """Yield the records of a reader's only partition up to an offset.
-
-    Raises:
-        Unavailable: No record arrives for 30 s.
-    """
-    idle = 0
-    while (position := reader.positions[at]) <= last:
-        batch = reader.poll(min(2000, last - position + 1), 0.1)
-        for record in batch:
-            if record.offset > last:
-                return
-            yield record
-        idle = 0 if batch else idle + 1
-        if not batch and reader.at_end and reader.positions[at] > last:
-            return
-        if idle > READ_TIMEOUT_S / 0.1:
-            raise Unavailable(
-                f"{at[0]}-{at[1]}: offset {last} could not be read within {READ_TIMEOUT_S:g} s"
-            )
 
 
 def _ignore_error(_: Code) -> None:

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from confluent_kafka import KafkaError as Code
 from confluent_kafka import KafkaException
 
 from runtime.errors import Fenced, KafkaError, SourceTruncated, TooLarge, Unavailable
 
-__all__ = ["Fenced", "KafkaError", "SourceTruncated", "TooLarge", "Unavailable", "translated"]
+__all__ = [
+    "Fenced",
+    "KafkaError",
+    "SourceTruncated",
+    "TooLarge",
+    "Unavailable",
+    "translated",
+    "translating",
+]
 
 
 def translated(e: BaseException) -> KafkaError:
-    """Our error for one of the client's."""
+    """Return our error for one of the client's."""
     code = e.args[0] if isinstance(e, KafkaException) and e.args else None
     if isinstance(code, Code):
         if code.code() in (Code._FENCED, Code.INVALID_PRODUCER_EPOCH, Code.PRODUCER_FENCED):
@@ -22,3 +33,12 @@ def translated(e: BaseException) -> KafkaError:
             return SourceTruncated(str(code))
         return Unavailable(str(code))
     return KafkaError(str(e))
+
+
+@contextmanager
+def translating() -> Iterator[None]:
+    """Raise our error in place of one of the client's."""
+    try:
+        yield
+    except KafkaException as e:
+        raise translated(e) from e

@@ -13,7 +13,7 @@ from confluent_kafka import KafkaError as Code
 from confluent_kafka import KafkaException, Message, TopicPartition
 from confluent_kafka import Producer as _Producer
 
-from runtime.kafka.errors import Unavailable, translated
+from runtime.kafka.errors import Unavailable, translated, translating
 from runtime.kafka.reader import Reader
 from runtime.kafka.record import Ack
 
@@ -69,10 +69,8 @@ class Producer:
         self._closing = False
         self._failed: BaseException | None = None
         if transactional_id is not None:
-            try:
+            with translating():
                 self._producer.init_transactions(FLUSH_TIMEOUT_S)
-            except KafkaException as e:
-                raise translated(e) from e
 
     # -- with an event loop
 
@@ -198,17 +196,15 @@ class Producer:
 
         Raises Fenced when a newer instance took over.
         """
-        try:
+        with translating():
             self._producer.begin_transaction()
             try:
                 yield
-            except BaseException:  # whatever it was: else the transaction would stay open
+            except BaseException:  # any error: else the transaction would stay open
                 self._producer.abort_transaction(FLUSH_TIMEOUT_S)
                 raise
             self._producer.commit_transaction(FLUSH_TIMEOUT_S)
             self._raise_failed()
-        except KafkaException as e:
-            raise translated(e) from e
 
     def commit_positions(self, reader: Reader, positions: Mapping[tuple[str, int], int]) -> None:
         """Commit a reader group's positions with the transaction.

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaException, TopicPartition
 from confluent_kafka import KafkaError as Code
 
-from runtime.kafka.errors import translated
+from runtime.kafka.errors import Unavailable, translated, translating
 from runtime.kafka.record import Record, record_of
 from runtime.logs import logger
 
@@ -20,8 +20,12 @@ _ENDS_READING = (
     Code._BAD_COMPRESSION,
     Code.INVALID_MSG,  # the client would go on behind what it could not read
 )
+READ_TIMEOUT_S = 30.0
 REPEAT_LOG_S = 30.0
 """How often the same error is logged again, while it lasts."""
+FETCH_BYTES = (64 * 1024, 10 * 1024 * 1024)
+"""Minimum and maximum fetch size of a range read, at `FETCH_BYTES_EACH` per offset."""
+FETCH_BYTES_EACH = 16 * 1024
 BEGINNING = OFFSET_BEGINNING
 """As a first offset: wherever the log starts."""
 
@@ -120,10 +124,8 @@ class Reader:
 
         Records that were fetched of it are dropped.
         """
-        try:
+        with translating():
             self._consumer.seek(TopicPartition(*at, offset))
-        except KafkaException as e:
-            raise translated(e) from e
         self._next[at] = offset
         self._ends.discard(at)
 
@@ -154,6 +156,31 @@ class Reader:
             else:
                 self._errors.log(err, time.monotonic())
         return out
+
+    def read_until(
+        self, at: tuple[str, int], end: int, max_records: int = 2000
+    ) -> Iterator[Record]:
+        """Yield the records of a partition, the reader's only one, up to an offset.
+
+        Args:
+            at: Topic and partition.
+            end: One past the last offset.
+            max_records: Maximum number of records that are fetched before they are yielded.
+
+        Raises:
+            Unavailable: No record arrives for 30 s.
+        """
+        read_at = time.monotonic()
+        while (left := end - self._next[at]) > 0:
+            records = self.poll(min(max_records, left), 0.1)
+            yield from (record for record in records if record.offset < end)
+            now = time.monotonic()
+            if records:
+                read_at = now
+            elif now - read_at > READ_TIMEOUT_S:
+                raise Unavailable(
+                    f"{at[0]}-{at[1]}: offset {end} could not be read within {READ_TIMEOUT_S:g} s"
+                )
 
     @property
     def positions(self) -> Mapping[tuple[str, int], int]:
@@ -193,3 +220,18 @@ class Reader:
     def close(self) -> None:
         """Leave; commits in flight are finished."""
         self._consumer.close()
+
+
+def fetch_options(ranges: Sequence[tuple[int, int]]) -> dict[str, int]:
+    """Return fetch sizes for a read of some ranges: bytes fetched beyond a range are wasted.
+
+    A larger record or batch is still delivered, alone.
+    """
+    each = sum(last - first + 1 for first, last in ranges) // len(ranges)
+    size = min(max(FETCH_BYTES[0], each * FETCH_BYTES_EACH), FETCH_BYTES[1])
+    return {
+        "fetch_message_max_bytes": size,
+        "queued_max_messages_kbytes": size // 1024,
+        # A small queue is often full; by default the client then waits for a second.
+        "fetch_queue_backoff_ms": 1,
+    }

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from runtime.errors import PlumbingError
-from runtime.kafka import READ_TIMEOUT_S, Cluster, Reader, Record, Unavailable
+from runtime.kafka import Cluster, Reader, Record
 
 POLL_RECORDS = 100
 READ_AHEAD_KB = 64 << 10
@@ -124,15 +124,7 @@ def read_ahead(partitions: int) -> dict[str, int]:
 def _partition(
     reader: Reader, topic: str, partition: int, end: int, index: int
 ) -> Iterator[tuple[int, int, int, Timed]]:
-    time = idle = 0
-    while reader.positions[topic, partition] < end:
-        batch = reader.poll(POLL_RECORDS, 0.1)
-        for record in batch:
-            if record.offset < end:
-                time = max(time, record.timestamp_ms)
-                yield time, partition, index, Timed(time, record)
-        idle = 0 if batch else idle + 1
-        if idle > READ_TIMEOUT_S / 0.1:
-            raise Unavailable(
-                f"{topic}-{partition}: its end {end} could not be read within {READ_TIMEOUT_S:g} s"
-            )
+    time = 0
+    for record in reader.read_until((topic, partition), end, POLL_RECORDS):
+        time = max(time, record.timestamp_ms)
+        yield time, partition, index, Timed(time, record)
