@@ -26,15 +26,22 @@ from schemas.ids import key_of_trajectory
 from schemas.settings import Settings
 from stream_jobs.assemble import changelog
 from stream_jobs.assemble.fold import AssemblyFold
-from stream_jobs.assemble.job import limits_of
-from stream_jobs.assemble.model import REWARDS, STEPS, ChangeKind, StateChange
-from stream_jobs.assemble.output_records import assembled, candidate, starts_of
+from stream_jobs.assemble.limits import limits_of
+from stream_jobs.assemble.output_records import (
+    Assembled,
+    assembled,
+    candidate,
+    payload_headers,
+    starts_of,
+)
 from stream_jobs.assemble.payload.cache import CachedPayload
-from stream_jobs.assemble.state import PartitionState
+from stream_jobs.assemble.state.changes import Change, OutputsAcknowledged, PayloadWritten
+from stream_jobs.assemble.state.partition_state import PartitionState
+from stream_jobs.assemble.state.trajectories import REWARDS, STEPS, RunTrajectory
 
 Places = list[tuple[int, int]]
 """(partition, offset) of each part of a trajectory."""
-PLACE = ("topic_id", "partition", "first_offset", "last_offset")
+Sent = tuple[RunTrajectory, Assembled, Places]
 WAIT_S = 0.05
 """Longest wait for a full batch."""
 
@@ -46,7 +53,7 @@ class Partition:
         self.number, self.state, self.seq = number, PartitionState(), 0
         self.fold = AssemblyFold(self.state, limits_of(settings))
         self.payload: dict[int, CachedPayload] = {}
-        self.unflushed: list[StateChange] = []
+        self.unflushed: list[Change] = []
 
 
 class Loop:
@@ -82,8 +89,9 @@ class Loop:
             self._send_candidates(partition)
         self._flush()
         for partition in closing:
-            partition.state.apply([ChangeKind.OUTPUTS_ACKNOWLEDGED])
-            partition.unflushed.insert(0, [ChangeKind.OUTPUTS_ACKNOWLEDGED])
+            acknowledged = OutputsAcknowledged()
+            acknowledged.apply(partition.state)
+            partition.unflushed.insert(0, acknowledged)
 
     def _fold(self, messages: Iterable[Message]) -> list[Partition]:
         touched: dict[int, Partition] = {}
@@ -105,27 +113,26 @@ class Loop:
             value = self._codec.encode(changelog.delta(0, partition.seq, partition.state, entries))
             self._produce(self._topics.assembly, value, None, partition=partition.number)
 
-    def _send_trajectories(self, partition: Partition) -> list[Places]:
-        state, sent = partition.state, list[Places]()
+    def _send_trajectories(self, partition: Partition) -> list[Sent]:
+        state, sent = partition.state, list[Sent]()
         for key, trajectory in state.pending.closings.items():
             done = assembled(key, trajectory, state.closed[key], partition.payload)
             places: Places = []
             for part in done.parts:
                 name = key_of_trajectory(key[1]).encode()
                 self._produce(self._topics.trajectories, self._codec.encode(part), name, places)
-            partition.unflushed.append(
-                [ChangeKind.PAYLOAD_WRITTEN, *key, done.prompt_tokens, done.order]
-            )
             for offset in starts_of(trajectory):
                 del partition.payload[offset]
-            sent.append(places)
+            sent.append((key, done, places))
         return sent
 
-    def _note_places(self, partition: Partition, sent: Sequence[Places]) -> None:
+    def _note_places(self, partition: Partition, sent: Sequence[Sent]) -> None:
         """Apply the positions of sent trajectories; they are written with the next delta."""
-        for entry, places in zip(partition.unflushed, sent, strict=True):
-            entry.append([self._trajectories_id, places[0][0], places[0][1], places[-1][1]])
-            partition.state.apply(entry)
+        for key, done, places in sent:
+            place = (self._trajectories_id, *places[0], places[-1][1])
+            written = PayloadWritten(key, done.prompt_tokens, done.order, place)
+            written.apply(partition.state)
+            partition.unflushed.append(written)
 
     def _send_candidates(self, partition: Partition) -> None:
         state = partition.state
@@ -133,8 +140,7 @@ class Loop:
             raise RuntimeError(f"nothing of the load is late or invalid, but: {state.pending}")
         for key in state.pending.revised:
             closed = state.closed[key]
-            assert closed.place is not None
-            headers = {n: str(v).encode() for n, v in zip(PLACE, closed.place, strict=True)}
+            headers = payload_headers(key, closed)
             value = self._codec.encode(candidate(key, closed, self._codec))
             self._produce(self._topics.candidates, value, key[0].encode(), headers=headers)
 

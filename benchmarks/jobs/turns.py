@@ -16,12 +16,13 @@ from runtime.kafka import Record
 from schemas.codec.single_object import Codec
 from schemas.records import AssemblyDelta, SessionEvent, Step
 from schemas.settings import Settings
-from stream_jobs.assemble.changelog import ChangelogReader, snapshot, unpack_changes
+from stream_jobs.assemble.changelog import ChangelogReader, changes_of, snapshot
+from stream_jobs.assemble.changelog_writer import SNAPSHOT_LOG_RATIO
 from stream_jobs.assemble.fold import AssemblyFold
-from stream_jobs.assemble.job import limits_of
-from stream_jobs.assemble.model import STEPS, ChangeKind
-from stream_jobs.assemble.partition import SNAPSHOT_LOG_RATIO
-from stream_jobs.assemble.state import PartitionState
+from stream_jobs.assemble.limits import limits_of
+from stream_jobs.assemble.state.changes import StepAdded
+from stream_jobs.assemble.state.partition_state import PartitionState
+from stream_jobs.assemble.state.trajectories import STEPS
 
 BATCH = 20
 """Steps of one partition in a batch under load."""
@@ -66,8 +67,9 @@ def _steps(written: Written) -> list[Delta]:
     """Return each delta with steps, its bytes divided among them, those of other changes too."""
     turns, deltas = Counter[tuple[int, int]](), list[Delta]()
     for record, delta in written:
-        added = [e for e in unpack_changes(delta) if e[0] == ChangeKind.STEP_ADDED]
-        noted = [(record.partition, e[1]) for e in added]
+        noted = [
+            (record.partition, c.open_seq) for c in changes_of(delta) if isinstance(c, StepAdded)
+        ]
         numbers = []
         for key in noted:
             turns[key] += 1

@@ -10,39 +10,29 @@ recreated, and is ignored too.
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import cramjam
-import orjson
 
 from runtime.kafka import Record
 from runtime.topics.records import Decoder
 from schemas.errors import Undecodable, UnknownSchema
 from schemas.records import AssemblyDelta, AssemblyMarker, AssemblySnapshot
-from stream_jobs.assemble.model import ChangeKind, OpenStep, StateChange
-from stream_jobs.assemble.state import PartitionState
+from stream_jobs.assemble.state.changes import (
+    Change,
+    ClocksAdvanced,
+    decode_changes,
+    encode_changes,
+)
+from stream_jobs.assemble.state.partition_state import PartitionState
 from stream_jobs.errors import UnreadableChangelog
 
 CHUNK_BYTES = 900_000
 LEVEL = 1
-FORMAT = 3
+FORMAT = 4
 """Format of changes and snapshots, which have no schema. Increment it when older releases cannot
 read the new one.
 """
-HASH_FIELDS = tuple(
-    OpenStep._fields.index(name)
-    for name in (
-        "end_hash",
-        "prompt_hash",
-        "idempotency_hash",
-        "reply_hash",
-        "last_turn_hash",
-        "messages_hash",
-        "call_id_hash",
-    )
-)
-"""Indexes of the hashes in an `OpenStep`."""
 
 
 class ChangelogReader:
@@ -100,11 +90,11 @@ class ChangelogReader:
         self.known = True
         self.seq = delta.seq
         try:
-            for entry in unpack_changes(delta):
-                self.state.apply(entry)
-        except (LookupError, TypeError, ValueError, struct.error) as e:
+            for change in changes_of(delta):
+                change.apply(self.state)
+        except (LookupError, ValueError) as e:
             raise UnreadableChangelog(
-                f"changelog, offset {offset}: an entry that this release can't apply "
+                f"changelog, offset {offset}: a change that this release can't apply "
                 f"({type(e).__name__}: {e}); "
                 "if a newer release wrote it, upgrade all assemble workers"
             ) from e
@@ -122,7 +112,7 @@ class ChangelogReader:
         self._chunks.append(chunk)
         if len(self._chunks) == chunk.count:
             packed = b"".join(p.data for p in self._chunks)
-            self.state = PartitionState.load(bytes(cramjam.zstd.decompress(packed)))
+            self.state = PartitionState.load(_decompressed(packed))
             self.seq = chunk.seq
             self.known = True
             self.bytes_since_snapshot, self.snapshot_bytes, self._chunks = 0, len(packed), []
@@ -158,29 +148,32 @@ def decode_record(decoder: Decoder, record: Record) -> ChangelogRecord:
     )
 
 
-def delta(
-    epoch: int, seq: int, state: PartitionState, entries: Iterable[StateChange]
-) -> AssemblyDelta:
+def delta(epoch: int, seq: int, state: PartitionState, changes: Sequence[Change]) -> AssemblyDelta:
     """Create the delta that leads to `state`. It includes the clocks, because applied records are
     not read again.
     """
     steps, rewards = state.applied
-    changes, hashes = _packed([[ChangeKind.CLOCKS_ADVANCED, *state.time], *entries])
+    data, hashes = encode_changes([ClocksAdvanced(*state.time), *changes])
     return AssemblyDelta(
         epoch=epoch,
         seq=seq,
         applied_steps=steps,
         applied_rewards=rewards,
-        entries=changes,
+        entries=_compressed(data),
         format=FORMAT,
         hashes=hashes,
     )
 
 
+def changes_of(delta: AssemblyDelta) -> list[Change]:
+    """Return the changes of a delta. Raises ValueError for malformed content."""
+    return decode_changes(_decompressed(delta.entries), delta.hashes)
+
+
 def snapshot(epoch: int, seq: int, state: PartitionState) -> list[AssemblySnapshot]:
     """Create the chunks of a snapshot. Requires that no output is pending."""
     assert not state.pending, "a snapshot is taken when nothing is pending"
-    data = bytes(cramjam.zstd.compress(state.dump(), LEVEL))
+    data = _compressed(state.dump())
     chunks = [data[i : i + CHUNK_BYTES] for i in range(0, len(data), CHUNK_BYTES)]
     return [
         AssemblySnapshot(
@@ -196,41 +189,9 @@ def snapshot(epoch: int, seq: int, state: PartitionState) -> list[AssemblySnapsh
     ]
 
 
-def unpack_changes(delta: AssemblyDelta) -> list[StateChange]:
-    """Return the changes of a delta. Raises LookupError, ValueError or struct.error for malformed
-    content.
-    """
-    entries: list[StateChange] = orjson.loads(bytes(cramjam.zstd.decompress(delta.entries)))
-    hashes, at = struct.unpack(f"<{len(delta.hashes) // 8}q", delta.hashes), 0
-    for entry in entries:
-        if entry[0] == ChangeKind.STEP_ADDED:
-            step = entry[2]
-            for i in HASH_FIELDS:
-                if i < len(step) and step[i] is not None:
-                    step[i] = hashes[at]
-                    at += 1
-    if at != len(hashes):
-        raise ValueError(f"{len(hashes)} hashes where the steps have {at}")
-    return entries
+def _compressed(data: bytes) -> bytes:
+    return bytes(cramjam.zstd.compress(data, LEVEL))
 
 
-def _packed(entries: Iterable[StateChange]) -> tuple[bytes, bytes]:
-    """Return the changes as zstd of JSON, and their hashes separately, 8 bytes each: as decimal
-    digits they compress badly.
-    """
-    plain, hashes = list[StateChange](), list[int]()
-    for entry in entries:
-        if entry[0] != ChangeKind.STEP_ADDED:
-            plain.append(entry)
-            continue
-        step = entry[2].copy()
-        for i in HASH_FIELDS:
-            if step[i] is not None:
-                hashes.append(step[i])
-                step[i] = 0
-        while step[-1] is None:  # up to `reply` at most, the first that may be left out
-            step.pop()
-        plain.append([ChangeKind.STEP_ADDED, entry[1], step])
-    return bytes(cramjam.zstd.compress(orjson.dumps(plain), LEVEL)), struct.pack(
-        f"<{len(hashes)}q", *hashes
-    )
+def _decompressed(data: bytes) -> bytes:
+    return bytes(cramjam.zstd.decompress(data))

@@ -32,23 +32,34 @@ Rules (docs/contract.md):
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from schemas.errors import InvalidId
 from schemas.ids import key_of_trajectory
 from schemas.records import FailedCall, Outcome, Tick
-from stream_jobs.assemble.handlers import EventHandler, Limits, RejectedRecord
-from stream_jobs.assemble.model import (
+from stream_jobs.assemble.handlers.records import handle
+from stream_jobs.assemble.handlers.rejected import RejectedRecord
+from stream_jobs.assemble.handlers.targets import (
+    annotate,
+    appeared_at,
+    dead_letter,
+    end_wait,
+    target_of,
+)
+from stream_jobs.assemble.limits import Limits
+from stream_jobs.assemble.payload.cache import CachedPayload
+from stream_jobs.assemble.state import changes
+from stream_jobs.assemble.state.changes import Change
+from stream_jobs.assemble.state.partition_state import PartitionState
+from stream_jobs.assemble.state.trajectories import (
     REWARDS,
     STEPS,
-    ChangeKind,
+    Completion,
+    PendingTarget,
     RunTrajectory,
     SourceTopic,
-    StateChange,
 )
-from stream_jobs.assemble.payload.cache import CachedPayload
-from stream_jobs.assemble.state import PartitionState
 
 TRACE_CHARS = 4000
 
@@ -61,9 +72,8 @@ class AssemblyFold:
     def __init__(self, state: PartitionState, limits: Limits) -> None:
         self.state = state
         self.limits = limits
-        self._handler = EventHandler(state, limits)
-        self._entries: list[StateChange] = []
-        self._changed: dict[RunTrajectory, None] = {}
+        self._changes: list[Change] = []
+        self._revised: dict[RunTrajectory, None] = {}
         self._oldest_closed: tuple[RunTrajectory, int] | None = None
 
     def record(
@@ -73,7 +83,7 @@ class AssemblyFold:
 
         Args:
             timestamp: Log timestamp, ms.
-            event: A record of `schemas.records`, or UndecodableRecord.
+            event: A record of `schemas.records`, or RejectedRecord.
 
         Returns:
             The payload to cache for its trajectory, if any.
@@ -86,33 +96,21 @@ class AssemblyFold:
         if isinstance(event, Tick) or (isinstance(event, FailedCall) and source == STEPS):
             # A failed call is recorded only in the lake: nothing was sampled.
             return None
+        made: list[Change]
+        payload: CachedPayload | None = None
         try:
-            entries, payload = self._handler.handle(source, offset, key, event)
+            made, payload = handle(state, self.limits, source, offset, key, event)
         except (RejectedRecord, InvalidId, ValueError) as e:
             reason = e.reason if isinstance(e, RejectedRecord) else "invalid"
-            entries, payload = (
-                [[ChangeKind.DEAD_LETTERED, source, offset, reason, str(e)[:TRACE_CHARS]]],
-                None,
-            )
+            made = [dead_letter(source, offset, reason, str(e)[:TRACE_CHARS])]
         except MemoryError:
             raise  # the machine's fault, not the record's: the next process may have more
         except Exception:  # noqa: BLE001 - a record must not stop its partition
-            # The record becomes a dead letter with the traceback.
-            entries, payload = (
-                [
-                    [
-                        ChangeKind.DEAD_LETTERED,
-                        source,
-                        offset,
-                        "invalid",
-                        traceback.format_exc()[-TRACE_CHARS:],
-                    ]
-                ],
-                None,
-            )
-        self._apply(entries)
-        if source == STEPS and self.state.waiting_for:
-            self._resolve_waiting(entries)
+            trace = traceback.format_exc()[-TRACE_CHARS:]
+            made = [dead_letter(source, offset, "invalid", trace)]
+        self._apply(made)
+        if source == STEPS and state.waiting_for:
+            self._resolve_waiting(made)
         return payload
 
     def tick(self, source: SourceTopic, timestamp: int) -> None:
@@ -124,14 +122,14 @@ class AssemblyFold:
             self._expire()
         self._evict_closed()
 
-    def finish_batch(self) -> list[StateChange]:
+    def finish_batch(self) -> list[Change]:
         """Finish the batch: give each changed closed trajectory one new candidate revision. Returns
         all changes of the batch.
         """
-        self._apply([[ChangeKind.REVISED, *key] for key in self._changed])
-        self._changed.clear()
-        entries, self._entries = self._entries, []
-        return entries
+        self._apply([changes.Revised(key) for key in self._revised])
+        self._revised.clear()
+        made, self._changes = self._changes, []
+        return made
 
     def replace_source(self, source: SourceTopic, topic_id: str, first: int) -> None:
         """Restart an input on a new topic, from offset `first`.
@@ -139,16 +137,13 @@ class AssemblyFold:
         With `claw.steps` the payload of all open or unsent trajectories is gone: they close as
         lost.
         """
+        state = self.state
         if source == STEPS:
             why = "claw.steps was replaced by a new topic"
-            now = self.state.time[STEPS]
-            self._apply(
-                [[ChangeKind.PAYLOAD_LOST, *key, why] for key in self.state.pending.closings]
-            )
-            self._apply(
-                [[ChangeKind.CLOSED, *key, "lost", why, now] for key in list(self.state.opened)]
-            )
-        self._apply([[ChangeKind.SOURCE_REPLACED, source, topic_id, first - 1]])
+            now = state.time[STEPS]
+            self._apply([changes.PayloadLost(key, why) for key in state.pending.closings])
+            self._apply([changes.Closed(key, "lost", why, now) for key in list(state.opened)])
+        self._apply([changes.SourceReplaced(source, topic_id, first - 1)])
         self._oldest_closed = None
 
     # -- time
@@ -158,33 +153,24 @@ class AssemblyFold:
         before, limit = self.state.time[STEPS], self.limits.silent_after
         if limit is not None and before >= 0 and timestamp - before > limit:
             forget = self.state.silences.expired(before, self.limits.longest)
-            self._apply([[ChangeKind.SILENCE_NOTED, before + limit, timestamp, forget]])
+            self._apply([changes.SilenceNoted(before + limit, timestamp, forget)])
 
     def _expire(self) -> None:
         """Apply all time-outs of the `claw.steps` clock, before the record that advanced it is
         folded.
         """
-        state, now, elapsed = self.state, self.state.time[STEPS], self.state.silences.elapsed
-        for source in (STEPS, REWARDS):
-            side = state.waiting[source]
-            while (
-                side
-                and elapsed((waiting := next(iter(side.values()))).at, now)
-                > self.limits.orphan_after
+        state, limits = self.state, self.limits
+        now, elapsed = state.time[STEPS], state.silences.elapsed
+        for side in state.waiting:
+            while side and elapsed((oldest := next(iter(side.values()))).at, now) > (
+                limits.orphan_after
             ):
-                self._apply(
-                    self._handler.expire(source, waiting.offset, "its target did not come in time")
-                )
-        timeout = self.limits.trajectory_timeout
-        self._close_inactive(
-            state.anonymous_open,
-            min(self.limits.anonymous_inactivity, timeout),
-            "completed",
-            "inactive",
-        )
-        self._close_inactive(
-            state.agent_open, min(self.limits.agent_inactivity, timeout), "completed", "inactive"
-        )
+                self._apply(end_wait(state, oldest, "its target did not come in time"))
+        timeout = limits.trajectory_timeout
+        anonymous = min(limits.anonymous_inactivity, timeout)
+        agent = min(limits.agent_inactivity, timeout)
+        self._close_inactive(state.anonymous_open, anonymous, "completed", "inactive")
+        self._close_inactive(state.agent_open, agent, "completed", "inactive")
         self._close_inactive(state.opened, timeout, "timed_out", None)
 
     def _close_inactive(
@@ -195,7 +181,7 @@ class AssemblyFold:
         """
         now, elapsed = self.state.time[STEPS], self.state.silences.elapsed
         while by_last and elapsed(self.state.opened[key := next(iter(by_last))].last, now) > limit:
-            self._apply([[ChangeKind.CLOSED, *key, outcome, reason, now]])
+            self._apply([changes.Closed(key, outcome, reason, now)])
 
     def _evict_closed(self) -> None:
         """Evict closed trajectories that are beyond the horizon or above the limit."""
@@ -204,73 +190,62 @@ class AssemblyFold:
             key = next(iter(state.closed))
             if self._oldest_closed is None or self._oldest_closed[0] != key:
                 self._oldest_closed = (key, state.closed[key].closed_at)
-            expired = (
-                state.silences.elapsed(self._oldest_closed[1], state.event_time)
-                > self.limits.closed_horizon
-            )
-            if not expired and state.closed.counted <= self.limits.closed_max:
+            age = state.silences.elapsed(self._oldest_closed[1], state.event_time)
+            if age <= self.limits.closed_horizon and state.closed.counted <= self.limits.closed_max:
                 return
             if (
-                key in self._changed
+                key in self._revised
                 or key in state.pending.closings
                 or key in state.pending.revised
             ):
                 return
-            self._apply([[ChangeKind.EVICTED, *key]])
+            self._apply([changes.Evicted(key)])
             self._oldest_closed = None  # the same key may open and close once more
 
-    def _resolve_waiting(self, entries: list[StateChange]) -> None:
-        """Apply rewards and marks that waited for a new trajectory or step, in log order."""
-        came = next(
-            (
-                e
-                for e in entries
-                if e[0] in (ChangeKind.OPENED, ChangeKind.ATTRIBUTED, ChangeKind.STEP_ADDED)
-            ),
-            None,
-        )
-        if came is None:
+    # -- pending targets
+
+    def _resolve_waiting(self, made: Sequence[Change]) -> None:
+        """Apply annotations that waited for a new trajectory or step, in log order."""
+        key: RunTrajectory | None = None
+        by_suffix: list[str | None] = [None]
+        for change in made:
+            match change:
+                case changes.Opened() | changes.Attributed():
+                    key = change.key
+                case changes.StepAdded():
+                    by_suffix.append(change.step.step_suffix)
+                    # A step that fills its trajectory closes it: a change after this one.
+                    key = key or self.state.by_open_seq.get(change.open_seq)
+                case changes.Closed() if len(by_suffix) > 1:
+                    key = change.key
+        if key is None:
             return
-        # A step that fills its trajectory closes it.
-        named = next(
-            (
-                e
-                for e in entries
-                if e[0] in (ChangeKind.OPENED, ChangeKind.ATTRIBUTED, ChangeKind.CLOSED)
-            ),
-            None,
-        )
-        key: RunTrajectory = (
-            (named[1], named[2]) if named is not None else self.state.by_open_seq[came[1]]
-        )
-        by_suffix = [None, *(e[2][2] for e in entries if e[0] == ChangeKind.STEP_ADDED)]
-        names = dict.fromkeys((key, (key[0], key_of_trajectory(key[1]))))
-        found = [
-            self.state.waiting_for.get((REWARDS, name, step_suffix), ())
-            for name in names
+        waiting, waiting_for = self.state.waiting[REWARDS], self.state.waiting_for
+        for offset in sorted(
+            offset
+            for name in dict.fromkeys((key, (key[0], key_of_trajectory(key[1]))))
             for step_suffix in by_suffix
-        ]
-        for offset in sorted(offset for offsets in found for offset in offsets):
-            waiting = self.state.waiting[REWARDS][offset]
-            if self._handler.target(waiting.key, waiting.step_suffix) == key:
-                self._resolve(REWARDS, offset)
+            for offset in waiting_for.get((REWARDS, name, step_suffix), ())
+        ):
+            pending = waiting[offset]
+            if target_of(self.state, pending.key, pending.step_suffix) == key:
+                self._resolve(pending)
 
-    def _resolve(self, source: SourceTopic, offset: int) -> None:
-        """Apply a waiting reward or mark, if its step has arrived too."""
-        waiting = self.state.waiting[source][offset]
-        if self._handler.appeared_at(waiting.key, waiting.step_suffix, waiting.at) is None:
+    def _resolve(self, pending: PendingTarget) -> None:
+        """Apply a waiting annotation, if its step has arrived too."""
+        state = self.state
+        if appeared_at(state, self.limits, pending.key, pending.step_suffix, pending.at) is None:
             return
-        self._apply([[ChangeKind.WAIT_ENDED, source, offset]])
-        found = self._handler.target(waiting.key, waiting.step_suffix)
-        entry = [waiting.entry[0], *(found or waiting.key), *waiting.entry[3:]]
-        self._apply(self._handler.annotate(offset, entry))
+        self._apply([changes.WaitEnded(pending.source, pending.offset)])
+        found = target_of(state, pending.key, pending.step_suffix) or pending.key
+        assert not isinstance(pending.what, Completion)
+        self._apply(annotate(state, pending.offset, found, pending.what))
 
-    def _apply(self, entries: Iterable[StateChange]) -> None:
-        for entry in entries:
-            self.state.apply(entry)
-            self._entries.append(entry)
-            if entry[0] == ChangeKind.CLOSED or (
-                entry[0] in (ChangeKind.REWARDED, ChangeKind.CURATED, ChangeKind.ASSESSED)
-                and (entry[1], entry[2]) in self.state.closed
+    def _apply(self, made: Iterable[Change]) -> None:
+        for change in made:
+            change.apply(self.state)
+            self._changes.append(change)
+            if isinstance(change, changes.Closed) or (
+                isinstance(change, changes.Annotated) and change.key in self.state.closed
             ):
-                self._changed[entry[1], entry[2]] = None
+                self._revised[change.key] = None

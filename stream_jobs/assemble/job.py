@@ -12,31 +12,16 @@ from runtime.logs import logger
 from runtime.topics.records import Decoder, now_micros
 from schemas.records import Tick
 from schemas.settings import Settings
-from stream_jobs.assemble.handlers import Limits
-from stream_jobs.assemble.model import REWARDS, STEPS
-from stream_jobs.assemble.partition import PartitionContext, PartitionProcessor, TopicSnapshot
+from stream_jobs.assemble.context import PartitionContext, TopicSnapshot
+from stream_jobs.assemble.limits import limits_of
+from stream_jobs.assemble.partition import PartitionProcessor
+from stream_jobs.assemble.recovery import take_over
+from stream_jobs.assemble.state.trajectories import REWARDS, STEPS
 from stream_jobs.errors import FencedOut
 from stream_jobs.worker.member_name import worker_name
 
-SILENT_TICKS, SILENT_AT_LEAST_S = 10, 10.0
-"""A partition that misses this many ticks was silent: no Kafka, or no worker."""
 CLOCK_AHEAD_MS = 600_000
 """Far more than synchronised clocks differ."""
-
-
-def limits_of(settings: Settings) -> Limits:
-    """Return the limits of the fold."""
-    jobs = settings.jobs
-    return Limits(
-        trajectory_timeout=round(jobs.trajectory_timeout_s * 1000),
-        closed_horizon=round(jobs.closed_horizon_s * 1000),
-        orphan_after=round(jobs.orphan_after_s * 1000),
-        closed_max=jobs.closed_max,
-        anonymous_inactivity=round(jobs.anonymous_inactivity_s * 1000),
-        agent_inactivity=round(jobs.agent_inactivity_s * 1000),
-        silent_after=round(max(SILENT_TICKS * jobs.tick_interval_s, SILENT_AT_LEAST_S) * 1000),
-        train_truncated=jobs.train_truncated,
-    )
 
 
 class Assembler:
@@ -48,7 +33,7 @@ class Assembler:
         self.tick_interval_s = jobs.tick_interval_s
         self._write_ticks = jobs.write_ticks
         self.decoder = Decoder(cluster, topics.schemas)
-        self._shared = PartitionContext(
+        self._context = PartitionContext(
             cluster=cluster,
             producer=cluster.producer(),
             decoder=self.decoder,
@@ -59,31 +44,27 @@ class Assembler:
             snapshot_min_bytes=jobs.snapshot_min_bytes,
         )
         self._processors: dict[int, PartitionProcessor] = {}
-        self._ticking = self._clock_told = False
+        self._ticking = self._clock_warned = False
 
     async def assigned(self, partitions: Sequence[int]) -> Mapping[tuple[str, int], int]:
         """Take over the partitions; return where to read. Raises FencedOut only when no other error
         occurred.
         """
-        situations = await asyncio.to_thread(self._topic_snapshots, partitions)
-        owners = {p: PartitionProcessor(p, self._shared, s) for p, s in situations.items()}
+        topics = await asyncio.to_thread(self._topic_snapshots, partitions)
         taken = await asyncio.gather(
-            *(owner.take_over() for owner in owners.values()), return_exceptions=True
+            *(take_over(p, self._context, topics[p]) for p in partitions), return_exceptions=True
         )
-        for failed in taken:  # all have ended: none writes on while it is decided what that means
-            if isinstance(failed, BaseException) and not isinstance(failed, FencedOut):
-                raise failed
-        for failed in taken:
-            if isinstance(failed, FencedOut):
-                raise failed
-        self._processors = owners
-        return {
-            place: offset for owner in owners.values() for place, offset in owner.positions.items()
-        }
+        # All have ended: none writes on while it is decided what that means.
+        failed = [one for one in taken if isinstance(one, BaseException)]
+        if failed:
+            raise next((e for e in failed if not isinstance(e, FencedOut)), failed[0])
+        processors = [one for one in taken if isinstance(one, PartitionProcessor)]
+        self._processors = {one.partition: one for one in processors}
+        return {place: at for one in processors for place, at in one.positions.items()}
 
     def _topic_snapshots(self, partitions: Sequence[int]) -> dict[int, TopicSnapshot]:
         """Read topic ids and end offsets once for all partitions (blocking)."""
-        topics, cluster = self._shared.topics, self._shared.cluster
+        topics, cluster = self._context.topics, self._context.cluster
         ids = cluster.topic_ids(
             [topics.steps, topics.rewards, topics.assembly, topics.trajectories]
         )
@@ -92,35 +73,35 @@ class Assembler:
 
     async def revoked(self) -> None:
         """Release all partitions, each after its current batch."""
-        owners, self._processors = self._processors, {}
-        await asyncio.gather(*(owner.release() for owner in owners.values()))
+        processors, self._processors = self._processors, {}
+        await asyncio.gather(*(processor.release() for processor in processors.values()))
 
     async def process(self, partition: int, records: Sequence[Record]) -> Mapping[str, int]:
         """Process a batch; return the last finished offset by topic."""
-        owner = self._processors.get(partition)
-        if owner is None:
+        processor = self._processors.get(partition)
+        if processor is None:
             return {}
-        async with owner.lock:
-            if owner.released:
+        async with processor.lock:
+            if processor.released:
                 return {}
-            await owner.process(
+            await processor.process(
                 (STEPS if r.topic == self.inputs[0] else REWARDS, r) for r in records
             )
-            self._watch_clock(owner)
+            self._watch_clock(processor)
         return {r.topic: r.offset for r in records}
 
-    def _watch_clock(self, owner: PartitionProcessor) -> None:
+    def _watch_clock(self, processor: PartitionProcessor) -> None:
         """Warn once when log time is far ahead of the local clock: nothing times out until real
         time catches up.
         """
-        ahead = owner.time - now_micros() // 1000
-        if ahead > CLOCK_AHEAD_MS and not self._clock_told:
-            self._clock_told = True
+        ahead = processor.time - now_micros() // 1000
+        if ahead > CLOCK_AHEAD_MS and not self._clock_warned:
+            self._clock_warned = True
             logger().warning(
                 "clock_ahead",
-                partition=owner.partition,
+                partition=processor.partition,
                 ahead_s=ahead // 1000,
-                log_time_ms=owner.time,
+                log_time_ms=processor.time,
                 action="a broker's clock, or this machine's, is wrong: "
                 "see Clocks in docs/operating.md",
             )
@@ -131,7 +112,7 @@ class Assembler:
         """
         if self._ticking or not self._write_ticks:
             return  # when Kafka is away: no pile of ticks
-        codec, send = self._shared.decoder.codec, self._shared.producer.send_soon
+        codec, send = self._context.decoder.codec, self._context.producer.send_soon
         places = [(topic, p) for p in self._processors for topic in self.inputs]
         self._ticking = True
         results = await asyncio.gather(
@@ -151,4 +132,4 @@ class Assembler:
 
     def close(self) -> None:
         """Wait for pending writes."""
-        self._shared.producer.close()
+        self._context.producer.close()

@@ -23,17 +23,16 @@ from schemas.records import (
 )
 from schemas.topics import MAX_RECORD_BYTES
 from stream_jobs.assemble.matching.conversation import reply_of, turn_hash
-from stream_jobs.assemble.model import (
-    STEP_BYTES,
+from stream_jobs.assemble.payload.cache import CachedPayload, StepPayload
+from stream_jobs.assemble.payload.segment_tree import SampledTokens, build
+from stream_jobs.assemble.state.annotations import CurationState
+from stream_jobs.assemble.state.steps import STEP_BYTES, OpenStep
+from stream_jobs.assemble.state.trajectories import (
     ClosedTrajectory,
-    CurationState,
-    OpenStep,
     OpenTrajectory,
     RunTrajectory,
     StepMarkDecision,
 )
-from stream_jobs.assemble.payload.cache import CachedPayload, StepPayload
-from stream_jobs.assemble.payload.segment_tree import SampledTokens, build
 
 T = TypeVar("T")
 _UNMARKED = CurationState()
@@ -56,11 +55,6 @@ def starts_of(trajectory: OpenTrajectory) -> dict[int, int]:
     """
     starts = {s.offset: trajectory.steps.start_of(s) for s in trajectory.steps}
     return starts if trajectory.meta is None else {**starts, trajectory.meta: 0}
-
-
-def payload_bytes(trajectory: OpenTrajectory) -> int:
-    """Return the approximate payload size without metadata, bytes."""
-    return trajectory.steps.size
 
 
 def slices(sizes: Mapping[RunTrajectory, int], limit: int) -> Iterator[list[RunTrajectory]]:
@@ -242,6 +236,13 @@ def candidate(key: RunTrajectory, closed: ClosedTrajectory, codec: Codec) -> Can
     return _small(record, codec)
 
 
+def payload_headers(key: RunTrajectory, closed: ClosedTrajectory) -> dict[str, bytes]:
+    """Create the headers of a candidate's record: the location of the payload."""
+    assert closed.place is not None, f"{key}: a candidate before its trajectory"
+    names = ("topic_id", "partition", "first_offset", "last_offset")
+    return {name: str(part).encode() for name, part in zip(names, closed.place, strict=True)}
+
+
 def step_mark(mark: StepMarkDecision) -> StepMark:
     """Create the record of a mark on a late step."""
     run, key = mark.key
@@ -339,7 +340,7 @@ def _rewards(key: RunTrajectory, closed: ClosedTrajectory) -> tuple[RewardValue,
             if r.step_suffix is not None
             else None,
         )
-        for r in closed.annotations.rewards.values()
+        for r in closed.annotations.rewards
     )
     return tuple(sorted(values, key=lambda r: (r.source, r.name, r.step_id or "")))
 

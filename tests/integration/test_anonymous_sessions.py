@@ -22,8 +22,10 @@ from schemas.ids import anonymous_session_key
 from schemas.records import Candidate, DeadLetter, SessionEvent, Step, StepMark, Trajectory
 from schemas.settings import Settings
 from schemas.topics import partition_of
-from stream_jobs.assemble.model import STEPS
-from stream_jobs.assemble.partition import PartitionContext, PartitionProcessor, TopicSnapshot
+from stream_jobs.assemble.context import PartitionContext, TopicSnapshot
+from stream_jobs.assemble.partition import PartitionProcessor
+from stream_jobs.assemble.recovery import take_over
+from stream_jobs.assemble.state.trajectories import STEPS
 
 TASK = [
     {"role": "system", "content": "You are an agent."},
@@ -143,7 +145,7 @@ def hurried(settings: Settings) -> Hurried:
     return Hurried(settings.bootstrap_servers)
 
 
-def owner_of(settings: Settings, cluster: Cluster, partition: int) -> PartitionProcessor:
+async def owner_of(settings: Settings, cluster: Cluster, partition: int) -> PartitionProcessor:
     """Return an owner in this process that keeps no payload and sends one trajectory at a time."""
     topics = settings.kafka.topics
     shared = PartitionContext(
@@ -155,7 +157,7 @@ def owner_of(settings: Settings, cluster: Cluster, partition: int) -> PartitionP
     ends = {
         t: cluster.watermarks(t, [partition])[partition] for t in (topics.steps, topics.rewards)
     }
-    return PartitionProcessor(partition, shared, TopicSnapshot(ids, ends))
+    return await take_over(partition, shared, TopicSnapshot(ids, ends))
 
 
 def test_a_wave_of_closings_is_read_slice_by_slice_and_what_retention_took_meanwhile_is_lost(
@@ -173,13 +175,11 @@ def test_a_wave_of_closings_is_read_slice_by_slice_and_what_retention_took_meanw
     records = list(hurried.read_all(topics.steps, partition))
 
     async def own() -> None:
-        owner = owner_of(settings, hurried, partition)
-        await owner.take_over()
+        owner = await owner_of(settings, hurried, partition)
         hurried.strikes_at = (topics.steps, partition, 3)  # while the first slice is read
         await owner.process((STEPS, r) for r in records)
         await owner.release()
-        again = owner_of(settings, hurried, partition)
-        await again.take_over()
+        again = await owner_of(settings, hurried, partition)
         await again.release()
 
     asyncio.run(own())

@@ -26,8 +26,9 @@ from schemas.records import AssemblyMarker, Refused, Tick
 from schemas.settings import Settings
 from schemas.topics import partition_of
 from stream_jobs.assemble.changelog import delta
-from stream_jobs.assemble.model import ChangeKind
-from stream_jobs.assemble.state import PartitionState
+from stream_jobs.assemble.state.changes import SourceReplaced
+from stream_jobs.assemble.state.partition_state import PartitionState
+from stream_jobs.assemble.state.trajectories import REWARDS, STEPS
 from stream_jobs.lake.main import Lake
 from stream_jobs.lake.tables.catalog import catalog
 from trainer.position import Position
@@ -251,7 +252,8 @@ def test_doctor_finds_every_position_and_judges_it(settings: Settings, cluster: 
     # assemble: partition 1 has applied nothing yet, another writer has written to partition 2
     inputs = [cluster.topic_id(topics.steps), cluster.topic_id(topics.rewards)]
     entries = [
-        [ChangeKind.SOURCE_REPLACED, source, topic_id, -1] for source, topic_id in enumerate(inputs)
+        SourceReplaced(STEPS, inputs[0], -1),
+        SourceReplaced(REWARDS, inputs[1], -1),
     ]
     marker = AssemblyMarker(worker="0", steps_topic_id="s", rewards_topic_id="r", created_at=0)
     producer.put(topics.assembly, None, CODEC.encode(marker), partition=1)

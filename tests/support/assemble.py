@@ -28,11 +28,16 @@ from schemas.trajectory_parts import joined
 from stream_jobs.assemble import changelog
 from stream_jobs.assemble.changelog import ChangelogReader
 from stream_jobs.assemble.fold import AssemblyFold
-from stream_jobs.assemble.handlers import Limits
-from stream_jobs.assemble.model import ChangeKind, DeadLetterDecision, SourceTopic, StepMarkDecision
+from stream_jobs.assemble.limits import Limits
 from stream_jobs.assemble.output_records import assembled, candidate
 from stream_jobs.assemble.payload.cache import CachedPayload
-from stream_jobs.assemble.state import PartitionState
+from stream_jobs.assemble.state.changes import OutputsAcknowledged, PayloadWritten
+from stream_jobs.assemble.state.partition_state import PartitionState
+from stream_jobs.assemble.state.trajectories import (
+    DeadLetterDecision,
+    SourceTopic,
+    StepMarkDecision,
+)
 
 CODEC = Codec()
 LIMITS = Limits(
@@ -250,10 +255,8 @@ class InMemoryPartition:
             assert self.trajectories.setdefault(key[1], whole) == whole, (
                 "sent again with other content"
             )
-            facts.append(
-                [ChangeKind.PAYLOAD_WRITTEN, *key, done.prompt_tokens, done.order, ["id", 0, 0, 0]]
-            )
-            self.state.apply(facts[-1])
+            facts.append(PayloadWritten(key, done.prompt_tokens, done.order, ("id", 0, 0, 0)))
+            facts[-1].apply(self.state)
         for key in self.state.pending.revised:
             made = candidate(key, self.state.closed[key], CODEC)
             assert self.candidates.setdefault((key[1], made.revision), made) == made, (
@@ -262,8 +265,9 @@ class InMemoryPartition:
         self.marks += self.state.pending.marks
         self.dead_letters += self.state.pending.dead_letters
         if self.state.pending:
-            self.state.apply([ChangeKind.OUTPUTS_ACKNOWLEDGED])
-            self.unflushed = [[ChangeKind.OUTPUTS_ACKNOWLEDGED], *facts]
+            acknowledged = OutputsAcknowledged()
+            acknowledged.apply(self.state)
+            self.unflushed = [acknowledged, *facts]
 
     def snapshot(self) -> None:
         """Append a snapshot to the changelog."""

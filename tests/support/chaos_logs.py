@@ -44,9 +44,10 @@ from schemas.topics import partition_of
 from schemas.trajectory_parts import joined
 from stream_jobs.admit.decisions.journal import CandidateLog, Decision, InputRecord, payload_place
 from stream_jobs.admit.fold import AdmissionFold
-from stream_jobs.assemble.changelog import accepts, decode_record, unpack_changes
-from stream_jobs.assemble.job import limits_of
-from stream_jobs.assemble.model import REWARDS, STEPS, ChangeKind, SourceTopic
+from stream_jobs.assemble.changelog import accepts, changes_of, decode_record
+from stream_jobs.assemble.limits import limits_of
+from stream_jobs.assemble.state.changes import Closed, Revised
+from stream_jobs.assemble.state.trajectories import REWARDS, STEPS, SourceTopic
 from stream_jobs.lake.main import dataset, open_table
 
 FOLD_RECORDS = 500
@@ -353,9 +354,11 @@ class Logs:
                 if isinstance(event, AssemblyDelta) and event.seq > seq:
                     assert event.seq == seq + 1, f"{topic}-{p} is not whole"
                     seq = event.seq
-                    for entry in unpack_changes(event):
-                        if entry[0] in (ChangeKind.CLOSED, ChangeKind.REVISED):
-                            (closed if entry[0] == ChangeKind.CLOSED else revised)[entry[2]] += 1
+                    for change in changes_of(event):
+                        if isinstance(change, Closed):
+                            closed[change.key[1]] += 1
+                        elif isinstance(change, Revised):
+                            revised[change.key[1]] += 1
         assert closed == Counter({t for t, _ in self.payload}), (
             "others are closed, or oftener, than was decided"
         )

@@ -38,11 +38,12 @@ from schemas.trajectory_parts import joined
 from stream_jobs.assemble import changelog
 from stream_jobs.assemble.changelog import ChangelogReader
 from stream_jobs.assemble.fold import AssemblyFold
-from stream_jobs.assemble.handlers import Limits
-from stream_jobs.assemble.model import REWARDS, STEPS, ChangeKind, RunTrajectory, SourceTopic
+from stream_jobs.assemble.limits import Limits
 from stream_jobs.assemble.output_records import assembled, candidate
 from stream_jobs.assemble.payload.cache import CachedPayload, payload_of
 from stream_jobs.assemble.payload.trainability import trainability
+from stream_jobs.assemble.state.changes import OutputsAcknowledged, PayloadWritten
+from stream_jobs.assemble.state.trajectories import REWARDS, STEPS, RunTrajectory, SourceTopic
 
 AGENT = agent_key("codex", b"", "s")
 LIMITS = Limits(
@@ -137,10 +138,8 @@ class Rig:
                 )
             done = assembled(key, trajectory, self.state.closed[key], self.payload)
             outputs.append((self.trajectories, key, joined(done.parts)))
-            facts.append(
-                [ChangeKind.PAYLOAD_WRITTEN, *key, done.prompt_tokens, done.order, ["id", 0, 0, 0]]
-            )
-            self.state.apply(facts[-1])
+            facts.append(PayloadWritten(key, done.prompt_tokens, done.order, ("id", 0, 0, 0)))
+            facts[-1].apply(self.state)
         for key in self.state.pending.revised:
             made = candidate(key, self.state.closed[key], CODEC)
             outputs.append((self.revisions.setdefault(key, {}), made.revision, made))
@@ -155,8 +154,9 @@ class Rig:
             (b.source, b.offset, b.reason) for b in self.state.pending.dead_letters
         }
         if self.state.pending:
-            self.state.apply([ChangeKind.OUTPUTS_ACKNOWLEDGED])
-            self.unflushed = [[ChangeKind.OUTPUTS_ACKNOWLEDGED], *facts]
+            acknowledged = OutputsAcknowledged()
+            acknowledged.apply(self.state)
+            self.unflushed = [acknowledged, *facts]
 
     def _again(self, offset: int) -> CachedPayload:
         """Read the whole payload from `claw.steps` again, as a new owner does."""

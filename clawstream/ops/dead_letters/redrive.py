@@ -41,9 +41,9 @@ from schemas.topics import REPLAYS, Topics
 from stream_jobs.admit.decisions.journal import payload_place
 from stream_jobs.admit.policy import policy_rejection
 from stream_jobs.assemble.fold import AssemblyFold
-from stream_jobs.assemble.job import limits_of
-from stream_jobs.assemble.model import REWARDS, STEPS, ChangeKind, SourceTopic
-from stream_jobs.assemble.state import PartitionState
+from stream_jobs.assemble.limits import limits_of
+from stream_jobs.assemble.state.partition_state import PartitionState
+from stream_jobs.assemble.state.trajectories import REWARDS, STEPS, SourceTopic
 
 TRANSACTION_MS = 10_000
 """Transaction time-out: an open transaction of a killed command blocks readers at most this long.
@@ -135,9 +135,8 @@ def _check_fold(settings: Settings, source: SourceTopic, key: bytes | None, even
     """Raise NotSendable if assemble's fold rejects the record on an empty partition."""
     fold = AssemblyFold(PartitionState(), limits_of(settings))
     fold.record(source, 0, 0, key, event)
-    for entry in fold.finish_batch():
-        if entry[0] == ChangeKind.DEAD_LETTERED:
-            raise NotSendable(str(entry[4]))
+    if letters := fold.state.pending.dead_letters:
+        raise NotSendable(letters[0].detail)
 
 
 # -- sending

@@ -22,26 +22,29 @@ from schemas.records import Assessment, Reward, Step, StepMark, Tick, Trajectory
 from schemas.topics import CANDIDATE_PARTITIONS, partition_of
 from schemas.trajectory_parts import joined
 from stream_jobs.assemble.fold import AssemblyFold
-from stream_jobs.assemble.handlers import Limits
-from stream_jobs.assemble.model import (
+from stream_jobs.assemble.limits import Limits
+from stream_jobs.assemble.output_records import (
+    assembled,
+    candidate,
+    payload_headers,
+    starts_of,
+    step_mark,
+)
+from stream_jobs.assemble.payload.cache import CachedPayload, PayloadCache
+from stream_jobs.assemble.state.changes import OutputsAcknowledged, PayloadLost, PayloadWritten
+from stream_jobs.assemble.state.partition_state import PartitionState
+from stream_jobs.assemble.state.trajectories import (
     REWARDS,
     STEPS,
-    ChangeKind,
     OpenTrajectory,
     RunTrajectory,
     SourceTopic,
-    StateChange,
 )
-from stream_jobs.assemble.output_records import assembled, candidate, starts_of, step_mark
-from stream_jobs.assemble.payload.cache import CachedPayload, PayloadCache
-from stream_jobs.assemble.state import PartitionState
 
 Rules = Callable[[Trajectory], Iterable[Reward | Assessment]]
 """Evaluates the reward functions and quality rules of a whole trajectory."""
 ReadPayload = Callable[[int, Mapping[int, int]], Iterable[tuple[int, CachedPayload]]]
 """Reads payload by (partition, starts), as `InputLog.payload`."""
-PLACE_HEADERS = ("topic_id", "partition", "first_offset", "last_offset")
-"""Headers of a candidate: where its payload is."""
 
 
 class ReplayEvent(NamedTuple):
@@ -227,7 +230,7 @@ class _Partition:
             self._replay.stats.marks += 1
         self._replay.stats.dead_letters.update(d.reason for d in pending.dead_letters)
         out += [self._candidate(key, time) for key in pending.revised]
-        self.state.apply([ChangeKind.OUTPUTS_ACKNOWLEDGED])
+        OutputsAcknowledged().apply(self.state)
         return out
 
     def _closing(
@@ -240,8 +243,8 @@ class _Partition:
         name, first = key_of_trajectory(key[1]).encode(), self._trajectories
         for part in done.parts:
             yield self._trajectory_record(name, part, time)
-        place = [replay.trajectories_id, self._partition, first, self._trajectories - 1]
-        state.apply([ChangeKind.PAYLOAD_WRITTEN, *key, done.prompt_tokens, done.order, place])
+        place = (replay.trajectories_id, self._partition, first, self._trajectories - 1)
+        PayloadWritten(key, done.prompt_tokens, done.order, place).apply(state)
         for offset in starts_of(trajectory):
             self._cache.drop(offset)
         replay.stats.trajectories[closed.outcome] += 1
@@ -256,13 +259,11 @@ class _Partition:
         if self.state.closed[key].outcome == "lost":
             return {}
         starts = starts_of(trajectory)
-        found = {o: kept for o in starts if (kept := self._cache.get(o)) is not None}
-        missing = {o: start for o, start in starts.items() if o not in found}
+        found, missing = self._cache.split(starts)
         if missing:
             found.update(self._replay.read_payload(self._partition, missing))
         if any(o not in found for o in starts):
-            lost: StateChange = [ChangeKind.PAYLOAD_LOST, *key, "payload lost to retention"]
-            self.state.apply(lost)
+            PayloadLost(key, "payload lost to retention").apply(self.state)
         return found
 
     def _trajectory_record(
@@ -273,8 +274,7 @@ class _Partition:
 
     def _candidate(self, key: RunTrajectory, time: int) -> OutputRecord:
         replay, closed = self._replay, self.state.closed[key]
-        assert closed.place is not None, f"{key}: a candidate before its trajectory"
-        headers = {n: str(v).encode() for n, v in zip(PLACE_HEADERS, closed.place, strict=True)}
+        headers = payload_headers(key, closed)
         replay.stats.candidates += 1
         event, run = candidate(key, closed, replay.codec), key[0].encode()
         return OutputRecord("candidates", replay.candidates_at, run, event, headers, time)

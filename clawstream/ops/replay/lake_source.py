@@ -23,9 +23,9 @@ from clawstream.ops.replay.fold import ReplayEvent
 from clawstream.ops.topics.copy import RecordFilter
 from schemas.records import Assessment, Curation, Reward, SessionEvent, Step, Tick
 from schemas.settings import Settings
-from stream_jobs.assemble.model import REWARDS, STEPS, SourceTopic
-from stream_jobs.assemble.payload.cache import CachedPayload, metadata_of, payload_of
+from stream_jobs.assemble.payload.cache import CachedPayload, payload_of
 from stream_jobs.assemble.payload.trainability import trainability
+from stream_jobs.assemble.state.trajectories import REWARDS, STEPS, SourceTopic
 from stream_jobs.lake.delta.table import LakeError, LakeMissing, dataset, open_table
 from stream_jobs.lake.tables.row_events import events_of
 
@@ -249,7 +249,7 @@ class LakeReplaySource:
                     if isinstance(chosen, Step):
                         yield offset, payload_of(chosen, trainability(chosen), starts[offset])
                     elif isinstance(chosen, SessionEvent):
-                        yield offset, metadata_of(chosen)
+                        yield offset, chosen.metadata_json or b""
 
 
 def _tick(time: int, partition: int) -> ReplayEvent:

@@ -42,8 +42,8 @@ from schemas.settings import PolicySettings, Settings
 from stream_jobs.admit.admitter import ChannelAdmitter
 from stream_jobs.admit.policy import policy_of
 from stream_jobs.admit.policy_log import PolicyLog
-from stream_jobs.assemble.job import limits_of
-from stream_jobs.assemble.model import STEPS
+from stream_jobs.assemble.limits import limits_of
+from stream_jobs.assemble.state.trajectories import STEPS
 from stream_jobs.errors import PolicyRefused
 from stream_jobs.reward.evaluate import RuleEvaluator
 

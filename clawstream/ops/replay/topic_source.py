@@ -12,9 +12,9 @@ from runtime.kafka.window import Window, in_order
 from runtime.topics.records import Decoder
 from schemas.errors import Undecodable, UnknownSchema
 from schemas.records import FailedCall, Tick
-from stream_jobs.assemble.model import REWARDS, STEPS
 from stream_jobs.assemble.payload.cache import CachedPayload
 from stream_jobs.assemble.payload.input_log import InputLog
+from stream_jobs.assemble.state.trajectories import REWARDS, STEPS
 
 
 class TopicReplaySource:

@@ -56,8 +56,8 @@ from stream_jobs.assemble.matching.retries import (
     request_hash,
 )
 from stream_jobs.assemble.matching.token_prefix import hash_of, hashes_at
-from stream_jobs.assemble.model import OpenStep, OpenSteps, call_suffix
 from stream_jobs.assemble.payload.segment_tree import TOKEN_BYTES
+from stream_jobs.assemble.state.steps import OpenStep, OpenSteps, call_suffix
 
 StepPosition = tuple[str, int]
 """Trajectory id, and position of a step in it."""

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from schemas.records import Step
 from stream_jobs.assemble.matching.token_prefix import hash_of
-from stream_jobs.assemble.model import OpenStep, OpenSteps, call_suffix
+from stream_jobs.assemble.state.steps import OpenStep, OpenSteps, call_suffix
 
 
 class Retry(NamedTuple):

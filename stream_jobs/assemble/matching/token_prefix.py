@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from schemas.records import Step
-from stream_jobs.assemble.model import OpenStep, OpenSteps
 from stream_jobs.assemble.payload.segment_tree import TOKEN_BYTES
+from stream_jobs.assemble.state.steps import OpenStep, OpenSteps
 
 RECENT = 16
 """Latest steps that a diverging prompt is compared with first: it usually continues one of them."""

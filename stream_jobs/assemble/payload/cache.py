@@ -5,9 +5,10 @@ closes.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Mapping
 from typing import NamedTuple
 
-from schemas.records import SessionEvent, Step, Tag, VersionSpan
+from schemas.records import Step, Tag, VersionSpan
 from stream_jobs.assemble.payload.segment_tree import TOKEN_BYTES
 from stream_jobs.assemble.payload.trainability import Trainability
 
@@ -65,11 +66,6 @@ def payload_of(step: Step, origin: Trainability, start: int = 0) -> StepPayload:
     )
 
 
-def metadata_of(event: SessionEvent) -> bytes:
-    """Return the metadata of an opened event."""
-    return event.metadata_json or b""
-
-
 class PayloadCache:
     """Payload by offset, bounded in bytes. Evicts the oldest entry first; it is read again from the
     log at closing.
@@ -89,9 +85,12 @@ class PayloadCache:
             _, old = self._kept.popitem(last=False)
             self.bytes -= _size(old)
 
-    def get(self, offset: int) -> CachedPayload | None:
-        """Return an entry; None if it is absent or evicted."""
-        return self._kept.get(offset)
+    def split(self, starts: Mapping[int, int]) -> tuple[dict[int, CachedPayload], dict[int, int]]:
+        """Return the cached payload of `starts` by offset, and the part of `starts` that is not
+        cached.
+        """
+        found = {o: kept for o in starts if (kept := self._kept.get(o)) is not None}
+        return found, {o: start for o, start in starts.items() if o not in found}
 
     def drop(self, offset: int) -> None:
         """Remove an entry whose trajectory has closed."""

@@ -11,19 +11,19 @@ from runtime.topics.records import Decoder, reason_of
 from schemas.codec.single_object import Codec
 from schemas.errors import Undecodable, UnknownSchema
 from schemas.records import SessionEvent, Step
-from stream_jobs.assemble.handlers import UndecodableRecord
-from stream_jobs.assemble.payload.cache import CachedPayload, metadata_of, payload_of
+from stream_jobs.assemble.handlers.rejected import RejectedRecord
+from stream_jobs.assemble.payload.cache import CachedPayload, payload_of
 from stream_jobs.assemble.payload.trainability import trainability
 
 
 def decode_event(decoder: Decoder | Codec, record: Record) -> Any:
-    """Decode a record, or return UndecodableRecord. With a Codec no schema is looked up, so it
+    """Decode a record, or return RejectedRecord. With a Codec no schema is looked up, so it
     never blocks.
     """
     try:
         return decoder.decode(record.value)
     except (Undecodable, UnknownSchema) as e:
-        return UndecodableRecord(reason_of(e), str(e))
+        return RejectedRecord(reason_of(e), str(e))
 
 
 GAP = 64
@@ -50,7 +50,7 @@ class InputLog:
             if isinstance(event, Step):
                 yield record.offset, payload_of(event, trainability(event), starts[record.offset])
             elif isinstance(event, SessionEvent):
-                yield record.offset, metadata_of(event)
+                yield record.offset, event.metadata_json or b""
 
     def records(self, wanted: Sequence[int]) -> Iterator[Record]:
         """Yield the records at sorted offsets; skips records that retention has removed or removes

@@ -52,8 +52,8 @@ from schemas.records import (
 from stream_jobs.admit.decisions.journal import CandidateLog, InputRecord, Invalid, JournalRecord
 from stream_jobs.admit.decisions.state import resume_from_journal
 from stream_jobs.admit.fold import AdmissionFold
-from stream_jobs.assemble.handlers import Limits
-from stream_jobs.assemble.model import REWARDS, STEPS
+from stream_jobs.assemble.limits import Limits
+from stream_jobs.assemble.state.trajectories import REWARDS, STEPS
 
 SEED = st.integers(0, 2**32)
 SOURCE = CandidateLog("t", 0, 2)

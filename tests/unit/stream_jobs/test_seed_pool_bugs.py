@@ -29,10 +29,10 @@ from schemas.records import (
 from schemas.reward_matching import training_reward
 from stream_jobs.admit.decisions.journal import CandidateLog, Decision, InputRecord
 from stream_jobs.admit.fold import AdmissionFold
-from stream_jobs.assemble.handlers import PAYLOAD_BYTES
-from stream_jobs.assemble.model import REWARDS, STEPS
+from stream_jobs.assemble.limits import PAYLOAD_BYTES
 from stream_jobs.assemble.payload.cache import PayloadCache, payload_of
 from stream_jobs.assemble.payload.trainability import trainability
+from stream_jobs.assemble.state.trajectories import REWARDS, STEPS
 
 PLACE = Place(topic_id="t", partition=0, first_offset=0, last_offset=0)
 POLICY: dict[str, Any] = {

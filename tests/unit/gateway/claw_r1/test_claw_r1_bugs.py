@@ -31,7 +31,7 @@ from schemas.codec.single_object import Codec
 from schemas.records import Candidate, Reward, Step, Tick
 from schemas.settings import Settings
 from schemas.tokens import unpack_ids, unpack_logprobs
-from stream_jobs.assemble.model import REWARDS, STEPS
+from stream_jobs.assemble.state.trajectories import REWARDS, STEPS
 
 HI = ScriptedChoice([7, 8, 9], ["Hel", "lo", ""], [-0.5, -0.25, -0.125])
 SPANS = [[{"version": "default/3.0", "start": 0, "end": 3}]]

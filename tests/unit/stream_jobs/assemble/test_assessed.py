@@ -18,7 +18,7 @@ from support.assemble import (
     step,
 )
 
-from stream_jobs.assemble.model import REWARDS, STEPS
+from stream_jobs.assemble.state.trajectories import REWARDS, STEPS
 
 
 def closed(*rewards: Any) -> InMemoryPartition:

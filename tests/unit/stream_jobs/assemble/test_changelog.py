@@ -6,13 +6,15 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace as replace_step
 from support.assemble import CODEC
 
 from schemas.records import AssemblyDelta, AssemblyMarker, AssemblySnapshot
 from stream_jobs.assemble import changelog
 from stream_jobs.assemble.changelog import ChangelogReader
-from stream_jobs.assemble.model import ChangeKind, OpenStep
-from stream_jobs.assemble.state import PartitionState
+from stream_jobs.assemble.state.changes import Opened, StepAdded
+from stream_jobs.assemble.state.partition_state import PartitionState
+from stream_jobs.assemble.state.steps import OpenStep
 from stream_jobs.errors import UnreadableChangelog
 
 
@@ -21,7 +23,7 @@ def test_state_log_drops_fenced_writers_and_repeated_deltas() -> None:
     log = ChangelogReader()
 
     def delta(epoch: int, seq: int, key: str) -> Any:
-        return changelog.delta(epoch, seq, state, [[ChangeKind.OPENED, "r", key, 0, "train", 0]])
+        return changelog.delta(epoch, seq, state, [Opened(("r", key), 0, "train", 0)])
 
     # The marker of this epoch was trimmed.
     log.read(6, CODEC.decode(CODEC.encode(delta(5, 1, "a"))), 1)
@@ -44,79 +46,58 @@ def test_state_log_drops_what_a_worker_wrote_that_knew_another_topic_of_that_nam
     If its epoch counted as the highest, the reader would ignore all later owners.
     """
     log, state = ChangelogReader(), PartitionState()
-    log.read(
-        0, changelog.delta(700, 31, state, [[ChangeKind.OPENED, "r", "old", 0, "train", 0]]), 1
-    )
+    log.read(0, changelog.delta(700, 31, state, [Opened(("r", "old"), 0, "train", 0)]), 1)
     log.read(
         1, AssemblyMarker(worker="w", steps_topic_id="s", rewards_topic_id="r", created_at=0), 1
     )
-    log.read(
-        2, changelog.delta(700, 32, state, [[ChangeKind.OPENED, "r", "older", 0, "train", 0]]), 1
-    )
-    log.read(3, changelog.delta(1, 1, state, [[ChangeKind.OPENED, "r", "new", 0, "train", 0]]), 1)
+    log.read(2, changelog.delta(700, 32, state, [Opened(("r", "older"), 0, "train", 0)]), 1)
+    log.read(3, changelog.delta(1, 1, state, [Opened(("r", "new"), 0, "train", 0)]), 1)
     assert [k[1] for k in log.state.opened] == ["new"] and log.seq == 1
 
 
-@pytest.mark.parametrize(
-    "entry",
-    [["an op of tomorrow", "r", "k"], [ChangeKind.OPENED, "r", "k", 0, "train", 0, "one more"]],
-)
-def test_what_a_newer_release_wrote_is_refused_in_plain_words(entry: Any) -> None:
-    """Entries have no schema: a worker of an older release must not restart on them forever."""
-    with pytest.raises(UnreadableChangelog, match="upgrade all assemble workers"):
-        ChangelogReader().read(1, changelog.delta(0, 1, PartitionState(), [entry]), 1)
-
-
-def steps_of(log: ChangelogReader) -> list[OpenStep]:
-    return [s for t in log.state.opened.values() for s in t.steps]
-
-
 STEP: list[Any] = [
-    1,
-    5,
-    "01CALL.0",
-    10,
-    2,
-    None,
-    2**62 + 1,
-    "failed",
-    "no logprobs",
-    None,
-    None,
-    3,
-    -7,
-    None,
-    0,
-]
-"""A step entry with hashes of all sizes; some are null."""
+    1, 5, "01CALL.0", 10, 2, None, 2**62 + 1, "error", "no logprobs", None, None, 3, -7, None, 0
+]  # fmt: skip
+"""A step with hashes of all sizes; some are null."""
 
 
-def test_hashes_of_steps_are_beside_the_entries_and_come_back() -> None:
-    full = list(OpenStep(*STEP))
-    entries = [
-        [ChangeKind.OPENED, "r", "k", 5, "train", 1],
-        [ChangeKind.STEP_ADDED, 1, full],
-        [ChangeKind.STEP_ADDED, 1, [*full[:2], "01NEXT.0", *full[3:18], 9, -(2**62), 11]],
-    ]
-    written = changelog.delta(0, 1, PartitionState(), entries)
-    assert full == list(OpenStep(*STEP)) and len(written.hashes) == 8 * (3 + 6)
-    log = ChangelogReader()
-    log.read(1, CODEC.decode(CODEC.encode(written)), 1)
-    first, second = steps_of(log)
-    assert first == OpenStep(*STEP) and second == first._replace(
-        step_suffix="01NEXT.0", last_turn_hash=9, messages_hash=-(2**62), call_id_hash=11
-    )
+@pytest.mark.parametrize(
+    "change",
+    [
+        ["a change of tomorrow", ["r", "k"]],
+        ["o", ["r", "k"], 0, "train", 0, "one more"],
+        ["o", ["r", "k"], 0, "train"],
+        ["o", ["r", "k"], "soon", "train", 0],
+        ["s", 7, [*STEP, *[None] * 6]],
+        "no change",
+    ],
+)
+def test_what_a_newer_release_wrote_is_refused_in_plain_words(change: Any) -> None:
+    """Changes have no schema: a worker of an older release must not restart on them for ever."""
+    delta = changelog.delta(0, 1, PartitionState(), [change])
+    with pytest.raises(UnreadableChangelog, match="upgrade all assemble workers"):
+        ChangelogReader().read(1, delta, 1)
 
 
 @pytest.mark.parametrize("hashes", [b"", bytes(8), bytes(30), bytes(32)])
 def test_a_delta_whose_hashes_are_not_its_steps_is_refused(hashes: bytes) -> None:
-    entries = [
-        [ChangeKind.OPENED, "r", "k", 5, "train", 1],
-        [ChangeKind.STEP_ADDED, 1, list(OpenStep(*STEP))],
-    ]
-    written = replace(changelog.delta(0, 1, PartitionState(), entries), hashes=hashes)
+    changes = [Opened(("r", "k"), 5, "train", 1), StepAdded(1, OpenStep(*STEP))]
+    written = replace(changelog.delta(0, 1, PartitionState(), changes), hashes=hashes)
     with pytest.raises(UnreadableChangelog, match="can't apply"):
         ChangelogReader().read(1, written, 1)
+
+
+def test_steps_come_back_with_hashes_of_all_sizes() -> None:
+    first = OpenStep(*STEP)
+    second = replace_step(
+        first, step_suffix="01NEXT.0", last_turn_hash=9, messages_hash=-(2**62), call_id_hash=11
+    )
+    changes = [Opened(("r", "k"), 5, "train", 1), StepAdded(1, first), StepAdded(1, second)]
+    written = changelog.delta(0, 1, PartitionState(), changes)
+    assert len(written.hashes) == 8 * (3 + 6)
+    log = ChangelogReader()
+    log.read(1, CODEC.decode(CODEC.encode(written)), 1)
+    assert list(log.state.opened["r", "k"].steps) == [first, second]
 
 
 @pytest.mark.parametrize(("format", "release"), [(changelog.FORMAT + 1, "newer"), (0, "older")])

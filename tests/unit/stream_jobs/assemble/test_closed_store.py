@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import orjson
 import pytest
 from support.assemble import InMemoryPartition, curation, reward, session, step
 
-from stream_jobs.assemble import closed_store
-from stream_jobs.assemble.closed_store import ClosedStore
-from stream_jobs.assemble.model import REWARDS, STEPS, Annotations, ClosedStep, ClosedTrajectory
-from stream_jobs.assemble.state import PartitionState
+from stream_jobs.assemble.state import closed_store
+from stream_jobs.assemble.state.annotations import Annotations
+from stream_jobs.assemble.state.closed_store import ClosedStore
+from stream_jobs.assemble.state.encoding import decoder, encode
+from stream_jobs.assemble.state.partition_state import PartitionState
+from stream_jobs.assemble.state.trajectories import REWARDS, STEPS, ClosedStep, ClosedTrajectory
 
 
 def closed(steps: int = 1) -> ClosedTrajectory:
@@ -27,8 +28,7 @@ def test_what_is_changed_in_hand_is_what_is_packed() -> None:
     assert list(kept) == [("r", "b"), ("r", "a")] and kept["r", "b"].revision == 2
     kept.pack()
     kept.change(("r", "a")).outcome = "lost"
-    packed = [row[:2] for row in kept.dump()]
-    assert packed == [["r", "b"], ["r", "a"]]
+    assert [key for key, _ in kept.encoded()] == [("r", "b"), ("r", "a")]
     assert (kept["r", "b"].revision, kept["r", "a"].outcome) == (2, "lost")
     assert kept.pop(("r", "b")).revision == 2 and ("r", "b") not in kept and len(kept) == 1
     with pytest.raises(KeyError):
@@ -55,7 +55,7 @@ def test_a_long_one_counts_as_several() -> None:
     long = kept.counted - 1
     assert (
         10 <= long <= 20
-        and ClosedStore(((r, k), orjson.dumps(p)) for r, k, p in kept.dump()).counted == long + 1
+        and ClosedStore((key, bytes(one)) for key, one in kept.encoded()).counted == long + 1
     )
     kept.change(("r", "short")).late += range(10**6, 10**6 + 1000)
     kept.pack()
@@ -72,10 +72,13 @@ def test_rewards_of_one_closed_trajectory_unpack_it_once_a_batch(
         (STEPS, 1, session("k", "completed")),
     )
     loads: list[bytes] = []
-    load = ClosedTrajectory.load
-    monkeypatch.setattr(
-        ClosedTrajectory, "load", lambda packed: (loads.append(packed), load(packed))[1]
-    )  # type: ignore[func-returns-value]
+
+    class Counted:
+        def decode(self, packed: bytes) -> ClosedTrajectory:
+            loads.append(packed)
+            return decoder(ClosedTrajectory).decode(packed)
+
+    monkeypatch.setattr(closed_store, "_DECODER", Counted())
     w.feed(
         *((REWARDS, 2, reward("k", 1.0, n)) for n in range(20)),
         *((REWARDS, 2, curation("k", f"e{n}", n, quality=0.5)) for n in range(20))
@@ -87,7 +90,7 @@ def test_rewards_of_one_closed_trajectory_unpack_it_once_a_batch(
 def test_a_crash_with_rewards_in_hand_comes_back_to_the_same_bytes() -> None:
     w = InMemoryPartition().feed((STEPS, 0, step("k", 0)), (STEPS, 1, session("k", "completed")))
     w.decide([(REWARDS, 0, 2, reward("k", 0.5)), (REWARDS, 1, 2, curation("k", "e", tags=("x",)))])
-    was = orjson.dumps(w.state.closed.dump())
+    was = encode(w.state.closed.encoded())
     w.crash()
-    assert orjson.dumps(w.state.closed.dump()) == was
+    assert encode(w.state.closed.encoded()) == was
     assert PartitionState.load(w.state.dump()).closed == w.state.closed

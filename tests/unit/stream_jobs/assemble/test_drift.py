@@ -11,8 +11,8 @@ from support.assemble import InMemoryPartition, chat_step, session
 
 from schemas.records import Step
 from schemas.tokens import pack_ids, pack_logprobs
-from stream_jobs.assemble.model import STEPS
 from stream_jobs.assemble.payload.segment_tree import prompt_of
+from stream_jobs.assemble.state.trajectories import STEPS
 
 TASK = [{"role": "user", "content": "2+2?"}]
 SAMPLED: Mapping[str, Any] = {

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from support.assemble import LIMITS, InMemoryPartition, curation, reward, session, step
 
 from schemas.records import Tick
-from stream_jobs.assemble import model
+from stream_jobs.assemble import fold as fold_module
 from stream_jobs.assemble.fold import AssemblyFold
-from stream_jobs.assemble.handlers import UndecodableRecord
-from stream_jobs.assemble.model import REWARDS, STEPS, ChangeKind
-from stream_jobs.assemble.state import PartitionState
+from stream_jobs.assemble.handlers.rejected import RejectedRecord
+from stream_jobs.assemble.state import annotations
+from stream_jobs.assemble.state.changes import PayloadLost
+from stream_jobs.assemble.state.partition_state import PartitionState
+from stream_jobs.assemble.state.trajectories import REWARDS, STEPS
 
 
 def test_steps_and_rewards_become_a_trajectory_and_a_candidate() -> None:
@@ -184,9 +187,9 @@ def test_reward_waits_for_its_target_then_is_buried() -> None:
     assert not w.state.waiting_for
 
 
-def test_a_step_meets_those_that_wait_for_it_in_the_order_of_their_log_and_looks_at_no_others() -> (
-    None
-):
+def test_a_step_meets_those_that_wait_for_it_in_the_order_of_their_log_and_looks_at_no_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     w = InMemoryPartition()
     w.feed(*((REWARDS, 0, reward("k", 0.1, n=1000 + i)) for i in range(50)))
     w.feed(*((STEPS, 0, session("k", "completed", f"e{i}")) for i in range(50)))
@@ -194,21 +197,25 @@ def test_a_step_meets_those_that_wait_for_it_in_the_order_of_their_log_and_looks
     w.feed(*((REWARDS, 0, reward("k", 0.5, n=n, name=name)) for n, name in late))
     w.crash()
     tried: list[int] = []
-    judge = w.fold._handler
-    target = judge.target
-    judge.target = lambda key, tail: (tried.append(0), target(key, tail))[1]  # type: ignore[method-assign, func-returns-value]
+    find = fold_module.target_of
+
+    def counted(*args: Any) -> Any:
+        tried.append(0)
+        return find(*args)
+
+    monkeypatch.setattr(fold_module, "target_of", counted)
     w.feed((STEPS, 1, step("k", 0)), (STEPS, 1, step("k", 1)))
     assert len(tried) < 50, "as many looks as rewards that wait for other steps"
     folded = w.state.opened["r", "k"].annotations
-    assert [(r.step_suffix, r.name) for r in folded.rewards.values()] == [
+    assert [(r.step_suffix, r.name) for r in folded.rewards] == [
         ("C0.0", "b"), (None, "b"), ("C0.0", "a"), (None, "a"), ("C1.0", "b"), ("C1.0", "a"),
     ]  # fmt: skip
     assert len(w.state.waiting[REWARDS]) == 50 and len(w.state.waiting[STEPS]) == 50
 
 
 def test_rewards_and_marks_of_a_trajectory_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model, "REWARDS_MAX", 3)
-    monkeypatch.setattr(model, "MARKS_MAX", 2)
+    monkeypatch.setattr(annotations, "REWARDS_MAX", 3)
+    monkeypatch.setattr(annotations, "MARKS_MAX", 2)
     w = InMemoryPartition().feed(
         (STEPS, 0, step("k", 0)), *((REWARDS, 0, reward("k", 0.1, name=f"n{i}")) for i in range(2))
     )
@@ -256,7 +263,7 @@ def test_early_completion_leaves_time_for_spooled_steps() -> None:
 
 def test_what_cannot_be_folded_is_buried_and_changes_nothing() -> None:
     w = InMemoryPartition().feed(
-        (STEPS, 0, UndecodableRecord("undecodable", "no header")),
+        (STEPS, 0, RejectedRecord("undecodable", "no header")),
         (STEPS, 0, reward("k")),
         (STEPS, 0, step("k", 0, prompt_token_ids=b"123")),
         (STEPS, 0, step("k", 0, step_id="other~C0.0")),
@@ -304,7 +311,7 @@ def test_too_many_waiting_bury_the_oldest() -> None:
 def test_lost_payload_still_gives_a_candidate() -> None:
     w = InMemoryPartition()
     w.decide([(STEPS, 0, 0, step("k", 0)), (STEPS, 1, 1, session("k", "completed"))])
-    w.state.apply([ChangeKind.PAYLOAD_LOST, "r", "k", "payload lost to retention"])
+    PayloadLost(("r", "k"), "payload lost to retention").apply(w.state)
     w.payload.clear()
     w.emit()
     assert (w.last("k").outcome, w.last("k").trainable, w.last("k").reason) == (
@@ -336,8 +343,8 @@ def test_what_was_to_be_buried_of_a_topic_that_is_no_more_buries_nothing_of_the_
     w = InMemoryPartition()
     w.decide(
         [
-            (STEPS, 0, 5, UndecodableRecord("undecodable", "of steps")),
-            (REWARDS, 0, 5, UndecodableRecord("undecodable", "of rewards")),
+            (STEPS, 0, 5, RejectedRecord("undecodable", "of steps")),
+            (REWARDS, 0, 5, RejectedRecord("undecodable", "of rewards")),
         ]
     )
     w.fold.replace_source(STEPS, "new", 0)

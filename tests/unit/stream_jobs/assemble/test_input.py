@@ -18,7 +18,7 @@ from support.assemble import (
 
 from schemas.records import Sampling, Tag, VersionSpan
 from schemas.tokens import pack_logprobs
-from stream_jobs.assemble.model import REWARDS, STEPS, SourceTopic
+from stream_jobs.assemble.state.trajectories import REWARDS, STEPS, SourceTopic
 
 LARGE = bytes(9 << 20)
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace as replace_step
 from support.admit import SOURCE, cand, policy
 from support.assemble import (
     ANONYMOUS_KEY,
@@ -29,9 +30,10 @@ from stream_jobs.admit.decisions.journal import InputRecord
 from stream_jobs.admit.fold import AdmissionFold
 from stream_jobs.assemble.matching import token_prefix
 from stream_jobs.assemble.matching.token_prefix import match_prefix
-from stream_jobs.assemble.model import REWARDS, STEPS, OpenStep, OpenSteps, OpenTrajectory
-from stream_jobs.assemble.output_records import payload_bytes
 from stream_jobs.assemble.payload.segment_tree import _Branch, prompt_of
+from stream_jobs.assemble.state.encoding import decoder, encode
+from stream_jobs.assemble.state.steps import OpenStep, OpenSteps
+from stream_jobs.assemble.state.trajectories import REWARDS, STEPS, OpenTrajectory
 from trainer.data.sequences import sequences_of
 
 AGENT = agent_key("codex", b"", "s")
@@ -46,7 +48,7 @@ def test_a_closing_takes_the_memory_of_the_tokens_and_not_of_the_prompts() -> No
         w.decide([(STEPS, n, n, step("k", n, history, [n] * 50))])
         asked += 4 * len(history)
         history += [n] * 50
-    unique = payload_bytes(w.state.opened["r", "k"])
+    unique = w.state.opened["r", "k"].steps.size
     w.decide([(STEPS, 300, 300, session("k", "completed"))])
     tracemalloc.start()
     w.emit()
@@ -136,7 +138,7 @@ def test_long_ones_that_have_closed_take_no_more_memory_than_short_ones() -> Non
         )
     w.feed((STEPS, 10, Tick(partition=0)))
     assert [key for _, key in w.state.closed] == [f"k{i}" for i in range(5, 10)]
-    assert 10 * 4096 < sum(len(w.state.closed[key].dump()) for key in w.state.closed) < 15 * 4096
+    assert 10 * 4096 < sum(len(encode(w.state.closed[key])) for key in w.state.closed) < 15 * 4096
 
 
 def test_one_of_thousands_of_steps_is_trained() -> None:
@@ -255,7 +257,7 @@ def test_where_a_step_goes_on_from_is_what_a_look_at_all_steps_finds(
             )
             whole.append((prompt, response))
             if status != "ok" and n:
-                steps[n - 1] = steps[n - 1]._replace(retried=n)
+                steps[n - 1] = replace_step(steps[n - 1], retried=n)
 
 
 @given(conversations())
@@ -266,7 +268,7 @@ def test_what_is_looked_up_is_the_same_when_rebuilt(made: Any) -> None:
             (STEPS, n, step("k", n, prompt, response, status=status, idempotency_key=f"i{n % 3}"))
         )
     trajectory = w.state.opened["r", "k"]
-    again = OpenTrajectory.load(trajectory.dump())
+    again = decoder(OpenTrajectory).decode(encode(trajectory))
     assert again == trajectory
     assert all(
         getattr(again.steps, name) == getattr(trajectory.steps, name)

@@ -15,19 +15,17 @@ from schemas.codec.single_object import Codec
 from schemas.records import CandidateStep, RewardValue, Segment, Tag, Trajectory, TrajectoryStep
 from schemas.topics import MAX_RECORD_BYTES
 from schemas.trajectory_parts import joined
-from stream_jobs.assemble.model import (
+from stream_jobs.assemble.limits import STEPS_MAX
+from stream_jobs.assemble.output_records import at_most, candidate, in_parts, slices
+from stream_jobs.assemble.payload.cache import PayloadCache, StepPayload
+from stream_jobs.assemble.state.annotations import (
     REWARDS_MAX,
-    STEPS,
-    STEPS_MAX,
     Annotations,
     AssessmentState,
-    ClosedStep,
-    ClosedTrajectory,
     CurationState,
     CurrentReward,
 )
-from stream_jobs.assemble.output_records import at_most, candidate, in_parts, payload_bytes, slices
-from stream_jobs.assemble.payload.cache import PayloadCache, StepPayload
+from stream_jobs.assemble.state.trajectories import STEPS, ClosedStep, ClosedTrajectory
 from stream_jobs.reward.job import PartBuffer
 
 CODEC = Codec()
@@ -154,7 +152,7 @@ def test_candidate_says_what_admission_needs() -> None:
     }
     for slot in (("rule", "b"), ("env", "z"), ("env", "a")):
         r = CurrentReward(slot[0], slot[1], "1", None, 1.0, None, 0)  # type: ignore[arg-type]
-        state.annotations.rewards[r.slot] = r
+        state.annotations.rewards.put(r)
     c = candidate(("r", "k"), state, CODEC)
     assert (c.revision, c.group_id, c.group_size, c.round, c.prompt_tokens, c.trainable_tokens) == (
         3,
@@ -181,7 +179,7 @@ def test_candidate_of_any_trajectory_names_its_steps() -> None:
         r = CurrentReward(
             "judge", f"helpful-{i % 2}", "2026-11", state.steps[i // 2].step_suffix, 0.5, None, 1
         )
-        state.annotations.rewards[r.slot] = r
+        state.annotations.rewards.put(r)
     c = candidate(("r", LONGEST_KEY), state, CODEC)
     assert c.trainable and (len(c.steps), len(c.rewards)) == (STEPS_MAX, REWARDS_MAX)
     assert 0.9 * MAX_RECORD_BYTES < len(CODEC.encode(c)) <= MAX_RECORD_BYTES
@@ -236,7 +234,7 @@ def test_cache_stays_within_its_bytes_and_loses_the_oldest(puts: list[tuple[int,
         cache.put(offset, bytes(size))
         order = [o for o in order if o != offset] + [offset]
         assert cache.bytes <= 1000
-        kept = [o for o in order if cache.get(o) is not None]
+        kept = list(cache.split(dict.fromkeys(order, 0))[0])
         assert kept == order[len(order) - len(kept) :] and len(cache) == len(kept)
     for offset, _ in puts:
         cache.drop(offset)
@@ -279,4 +277,4 @@ def test_what_a_slice_counts_is_what_the_payload_takes() -> None:
     )
     (trajectory,) = w.state.opened.values()
     kept = sum(p.size for p in w.payload.values() if isinstance(p, StepPayload))
-    assert abs(payload_bytes(trajectory) - kept) < 2048
+    assert abs(trajectory.steps.size - kept) < 2048

@@ -23,8 +23,8 @@ from support.examples import examples
 
 from schemas.records import Tick
 from stream_jobs.assemble.changelog import ChangelogReader
-from stream_jobs.assemble.model import REWARDS, STEPS, SourceTopic
-from stream_jobs.assemble.state import PartitionState
+from stream_jobs.assemble.state.partition_state import PartitionState
+from stream_jobs.assemble.state.trajectories import REWARDS, STEPS, SourceTopic
 
 KEYS = ("a", "b", ANONYMOUS_KEY)
 MOMENT = st.integers(0, 400)

@@ -56,9 +56,9 @@ from schemas.errors import InvalidId, SettingsError
 from schemas.records import Candidate, Reward, Step, Tick, Trajectory, VersionSpan
 from schemas.settings import KafkaSettings, Settings
 from schemas.topics import partition_of
-from stream_jobs.assemble.model import REWARDS, STEPS
 from stream_jobs.assemble.payload.cache import CachedPayload, payload_of
 from stream_jobs.assemble.payload.trainability import trainability
+from stream_jobs.assemble.state.trajectories import REWARDS, STEPS
 from stream_jobs.lake.delta.snapshots import resolve_versions
 from stream_jobs.lake.tables.catalog import catalog
 from stream_jobs.lake.tables.row_events import events_of

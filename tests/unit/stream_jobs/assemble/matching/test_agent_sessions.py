@@ -19,7 +19,7 @@ from support.assemble import (
 from schemas.ids import agent_key, is_anonymous_session, is_gateway_assigned
 from schemas.records import Step, Tick
 from schemas.settings import Settings
-from stream_jobs.assemble.model import REWARDS, STEPS
+from stream_jobs.assemble.state.trajectories import REWARDS, STEPS
 
 SESSION = agent_key("claude-code", b"api key", "0b9f")
 PATIENT = replace(LIMITS, anonymous_inactivity=100, agent_inactivity=300)

@@ -32,7 +32,8 @@ from stream_jobs.assemble.matching.anonymous_sessions import (
     StepMatches,
     place_step,
 )
-from stream_jobs.assemble.model import REWARDS, STEPS, OpenSteps
+from stream_jobs.assemble.state.steps import OpenSteps
+from stream_jobs.assemble.state.trajectories import REWARDS, STEPS
 
 TASK = [
     {"role": "system", "content": "You are an agent."},

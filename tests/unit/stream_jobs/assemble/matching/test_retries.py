@@ -21,7 +21,7 @@ from support.examples import examples
 
 from schemas.records import Step, Tick
 from schemas.tokens import pack_ids
-from stream_jobs.assemble.model import STEPS
+from stream_jobs.assemble.state.trajectories import STEPS
 
 TASK = [{"role": "user", "content": "Fix the bug."}]
 

@@ -10,11 +10,11 @@ that jumps ahead.
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 
-@dataclass(slots=True)
-class Silences:
+class Silences(Struct, array_like=True):
     """The silences of one partition in order. totals: ms of silence up to the end of each,
     forgotten ones included.
     """
@@ -50,12 +50,3 @@ class Silences:
         self.ends.append(end)
         self.totals.append(total)
         del self.starts[:forget], self.ends[:forget], self.totals[:forget]
-
-    def dump(self) -> list[list[int]]:
-        """Return JSON values for a snapshot."""
-        return [self.starts, self.ends, self.totals]
-
-    @classmethod
-    def load(cls, plain: list[list[int]]) -> Silences:
-        """Read the result of `dump`."""
-        return cls(*plain)

@@ -1,9 +1,8 @@
 """The closed trajectories of a partition: encoded, except those in use. Pure.
 
-A partition may have tens of thousands of them, so each is stored as the JSON of
-`ClosedTrajectory.dump`. A trajectory that a batch reads or changes is decoded once, and encoded
-again when the outputs are done. A hundred rewards of one trajectory cost one decode and one
-encode.
+A partition may have tens of thousands of them, so each is stored encoded. A trajectory that a
+batch reads or changes is decoded once, and encoded again when the outputs are done. A hundred
+rewards of one trajectory cost one decode and one encode.
 """
 
 from __future__ import annotations
@@ -11,9 +10,10 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 
-import orjson
+from msgspec import Raw
 
-from stream_jobs.assemble.model import ClosedTrajectory, RunTrajectory
+from stream_jobs.assemble.state.encoding import decoder, encode
+from stream_jobs.assemble.state.trajectories import ClosedTrajectory, RunTrajectory
 
 DECODED_MAX = 100_000
 """Steps, rewards and marks that may be decoded at once (about 40 MB). Beyond it all are encoded;
@@ -23,6 +23,8 @@ ONE_BYTES = 4096
 """Encoded size that counts as one trajectory: about 40 steps, or 20 with a reward each. A longer
 trajectory counts as several.
 """
+
+_DECODER = decoder(ClosedTrajectory)
 
 
 class ClosedStore:
@@ -56,11 +58,7 @@ class ClosedStore:
 
     def __getitem__(self, key: RunTrajectory) -> ClosedTrajectory:
         closed = self._decoded.get(key)
-        return (
-            closed
-            if closed is not None
-            else self._hold(key, ClosedTrajectory.load(self._packed[key]))
-        )
+        return closed if closed is not None else self._hold(key, _DECODER.decode(self._packed[key]))
 
     def add(self, key: RunTrajectory, closed: ClosedTrajectory) -> None:
         """Add a trajectory. The store owns the object afterwards."""
@@ -86,15 +84,15 @@ class ClosedStore:
     def pack(self) -> None:
         """Encode all decoded trajectories."""
         for key in self._changed:
-            self._put(key, self._decoded[key].dump())
+            self._put(key, encode(self._decoded[key]))
         self._decoded.clear()
         self._changed.clear()
         self._weight = 0
 
-    def dump(self) -> list[list[str | orjson.Fragment]]:
-        """Return run, trajectory id and content of each trajectory, for a snapshot."""
+    def encoded(self) -> list[tuple[RunTrajectory, Raw]]:
+        """Return key and encoded content of each trajectory, for a snapshot."""
         self.pack()
-        return [[*key, orjson.Fragment(packed)] for key, packed in self._packed.items()]
+        return [(key, Raw(packed)) for key, packed in self._packed.items()]
 
     def _put(self, key: RunTrajectory, packed: bytes) -> None:
         old = self._packed.get(key)

@@ -1,0 +1,1 @@
+"""The state of one partition: values, changes and lookup tables. Pure."""

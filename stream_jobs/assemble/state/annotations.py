@@ -1,0 +1,161 @@
+"""Rewards, curation marks and assessments of a trajectory. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from msgspec import Struct, field
+from msgspec.structs import replace
+
+from schemas.records import RewardSource
+
+REWARDS_MAX = 10_000
+MARKS_MAX = 10_000
+"""Maximum number of rewards and of curation marks per trajectory. Bounds the state against writers
+whose names or event ids keep changing.
+"""
+NO_OFFSET = -1
+"""Offset of an annotation whose topic was replaced: every record of the new topic is later."""
+
+
+class CurrentReward(Struct, frozen=True, array_like=True, tag="r"):
+    """The reward that counts for its slot. step_suffix: None for the whole trajectory. offset: on
+    `claw.rewards`, or NO_OFFSET.
+    """
+
+    source: RewardSource
+    name: str
+    version: str
+    step_suffix: str | None
+    value: float | None
+    reason: str | None
+    revision: int
+    offset: int = NO_OFFSET
+
+    @property
+    def slot(self) -> tuple[str, str, str | None]:
+        return self.source, self.name, self.step_suffix
+
+
+class CurationMark(Struct, frozen=True, array_like=True, tag="q"):
+    """A curation of one target. event: hash of its event id. step_suffix: "" for the whole
+    trajectory. A field that is None says nothing. offset: on `claw.rewards`.
+    """
+
+    event: int
+    step_suffix: str
+    quality: float | None
+    trainable: bool | None
+    tags: list[str] | None
+    offset: int
+
+
+class AssessmentState(Struct, frozen=True, array_like=True, tag="e"):
+    """Result of the quality rules: quality of the trajectory, and of each step by its index in the
+    closed trajectory.
+    """
+
+    revision: int
+    quality: float | None
+    steps: list[float]
+
+
+Annotation = CurrentReward | CurationMark | AssessmentState
+
+
+class CurrentRewards(list[CurrentReward]):
+    """The rewards that count, with a lookup table by slot, which is not stored."""
+
+    __slots__ = ("_positions",)
+
+    def __init__(self, rewards: Iterable[CurrentReward] = ()) -> None:
+        super().__init__(rewards)
+        self._positions = {reward.slot: at for at, reward in enumerate(self)}
+
+    def of(self, reward: CurrentReward) -> CurrentReward | None:
+        """Return the reward that counts for the slot of `reward`."""
+        at = self._positions.get(reward.slot)
+        return self[at] if at is not None else None
+
+    def put(self, reward: CurrentReward) -> None:
+        """Make a reward the one that counts for its slot."""
+        at = self._positions.setdefault(reward.slot, len(self))
+        self[at : at + 1] = [reward]
+
+
+class CurationState(Struct, array_like=True):
+    """Curation of one target. For each field the last value on the log counts. offsets: log offset
+    of each field's value.
+    """
+
+    quality: float | None = None
+    trainable: bool | None = None
+    tags: list[str] | None = None
+    offsets: dict[str, int] = field(default_factory=dict)
+
+    def apply(self, mark: CurationMark) -> None:
+        """Apply a mark. Marks may be applied out of log order."""
+        for name in ("quality", "trainable", "tags"):
+            value = getattr(mark, name)
+            if value is not None and mark.offset >= self.offsets.get(name, NO_OFFSET):
+                setattr(self, name, value)
+                self.offsets[name] = mark.offset
+
+
+class Annotations(Struct, array_like=True):
+    """Rewards, curation by step suffix ("" for the trajectory) and assessment of a trajectory.
+    seen: hashes of curation event ids, to ignore duplicates.
+    """
+
+    rewards: CurrentRewards = field(default_factory=CurrentRewards)
+    marks: dict[str, CurationState] = field(default_factory=dict)
+    seen: set[int] = field(default_factory=set)
+    assessed: AssessmentState | None = None
+
+    def accepts(self, annotation: Annotation) -> bool:
+        """Return whether an annotation changes the state.
+
+        Of rewards in a slot, and of assessments, the highest revision counts; then the reward with
+        the lowest offset, because rewards may wait for different steps of one trajectory, and the
+        first assessment.
+        """
+        match annotation:
+            case CurrentReward():
+                old = self.rewards.of(annotation)
+                order = (annotation.revision, -annotation.offset)
+                return old is None or order > (old.revision, -old.offset)
+            case CurationMark():
+                return annotation.event not in self.seen
+            case AssessmentState():
+                return self.assessed is None or annotation.revision > self.assessed.revision
+
+    def add(self, annotation: Annotation) -> None:
+        """Add an annotation, if it changes the state."""
+        if not self.accepts(annotation):
+            return
+        match annotation:
+            case CurrentReward():
+                self.rewards.put(annotation)
+            case CurationMark():
+                self.seen.add(annotation.event)
+                self.marks.setdefault(annotation.step_suffix, CurationState()).apply(annotation)
+            case AssessmentState():
+                self.assessed = annotation
+
+    def limit_reached(self, annotation: Annotation) -> str | None:
+        """Describe the limit that prevents an annotation; None if there is room. Replacements
+        always fit.
+        """
+        match annotation:
+            case CurrentReward() if len(self.rewards) >= REWARDS_MAX:
+                full = self.rewards.of(annotation) is None
+                return f"{REWARDS_MAX} rewards by source, name and step" if full else None
+            case CurationMark() if len(self.seen) >= MARKS_MAX:
+                return f"{MARKS_MAX} curation marks"
+        return None
+
+    def forget_offsets(self) -> None:
+        """Drop all offsets: the topic was replaced."""
+        self.rewards = CurrentRewards(replace(r, offset=NO_OFFSET) for r in self.rewards)
+        for state in self.marks.values():
+            state.offsets.clear()
