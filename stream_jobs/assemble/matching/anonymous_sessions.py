@@ -38,7 +38,7 @@ from bisect import insort
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from schemas.records import Step
 from stream_jobs.assemble.matching.conversation import (
@@ -114,31 +114,28 @@ def _rank(place: StepPosition, steps_of: StepsOf) -> tuple[bool, bool, int]:
 @dataclass(slots=True)
 class PrefixIndex:
     """Index of step ends by length of prompt and response, then by hash: one lookup per length
-    instead of per step.
+    instead of per step. Covers only steps with sampled tokens.
     """
 
     by_length: dict[int, dict[int, StepMatches]] = field(default_factory=dict)
     lengths: list[int] = field(default_factory=list)
 
-    def add(self, place: StepPosition, step: OpenStep) -> None:
-        """Add a step, if it has sampled tokens."""
-        if step.response and step.end_hash is not None:
-            if step.end not in self.by_length:
-                insort(self.lengths, step.end)
-            self.by_length.setdefault(step.end, {}).setdefault(step.end_hash, StepMatches()).add(
-                place, step.offset
-            )
+    def add(self, place: StepPosition, step: OpenStep, end_hash: int) -> None:
+        """Add a step."""
+        if step.end not in self.by_length:
+            insort(self.lengths, step.end)
+        by_hash = self.by_length.setdefault(step.end, {})
+        by_hash.setdefault(end_hash, StepMatches()).add(place, step.offset)
 
-    def remove(self, place: StepPosition, step: OpenStep) -> None:
+    def remove(self, place: StepPosition, step: OpenStep, end_hash: int) -> None:
         """Remove a step."""
-        if step.response and step.end_hash is not None:
-            by_hash = self.by_length[step.end]
-            by_hash[step.end_hash].remove(place)
-            if not by_hash[step.end_hash].offsets:
-                del by_hash[step.end_hash]
-            if not by_hash:
-                del self.by_length[step.end]
-                self.lengths.remove(step.end)
+        by_hash = self.by_length[step.end]
+        by_hash[end_hash].remove(place)
+        if not by_hash[end_hash].offsets:
+            del by_hash[end_hash]
+        if not by_hash:
+            del self.by_length[step.end]
+            self.lengths.remove(step.end)
 
     def longest(self, prompt: bytes) -> StepMatches | None:
         """Return the steps whose prompt and response are the longest prefix of a prompt; None if
@@ -150,12 +147,21 @@ class PrefixIndex:
         return None
 
 
-@dataclass(slots=True)
-class ReplyMatches:
-    """The steps with one reply hash: all of them, and by their ends."""
+Lookup = tuple[Literal["reply", "messages", "call id", "idempotency", "failed prompt"], int]
+"""What finds a step, and its hash."""
 
-    matches: StepMatches = field(default_factory=StepMatches)
-    prefixes: PrefixIndex = field(default_factory=PrefixIndex)
+
+def _lookups(step: OpenStep) -> Iterator[Lookup]:
+    if step.reply_hash is not None:
+        yield "reply", step.reply_hash
+    if step.messages_hash is not None:
+        yield "messages", step.messages_hash
+    if step.call_id_hash is not None:
+        yield "call id", step.call_id_hash
+    if step.idempotency_hash is not None:
+        yield "idempotency", step.idempotency_hash
+    if step.prompt_hash is not None and ended_badly(step):
+        yield "failed prompt", step.prompt_hash
 
 
 @dataclass(slots=True)
@@ -165,62 +171,44 @@ class SessionIndex:
     Attributes:
         calls: Trajectory id by call, of closed trajectories too.
         opened: Ids of open trajectories.
-        reply_index: Steps by `reply_hash`.
-        evidence: Steps by the hashes that identify a retry.
-        prefixes: Steps by their ends.
-        by_messages, by_call_id: Steps by `messages_hash` and `call_id_hash`.
+        matches: Steps by what finds them.
+        prefixes: Ends of the steps with a reply hash, by that hash; at None, of all steps.
         failed: Number of incomplete steps.
     """
 
     calls: dict[str, str] = field(default_factory=dict)
     opened: dict[str, None] = field(default_factory=dict)
-    reply_index: dict[int, ReplyMatches] = field(default_factory=dict)
-    evidence: dict[int, dict[StepPosition, None]] = field(default_factory=dict)
-    prefixes: PrefixIndex = field(default_factory=PrefixIndex)
-    by_messages: dict[int, StepMatches] = field(default_factory=dict)
-    by_call_id: dict[int, StepMatches] = field(default_factory=dict)
+    matches: dict[Lookup, StepMatches] = field(default_factory=dict)
+    prefixes: dict[int | None, PrefixIndex] = field(default_factory=dict)
     failed: int = 0
 
     def add(self, trajectory: str, at: int, step: OpenStep) -> None:
         """Add a step of an open trajectory."""
+        place = (trajectory, at)
         self.calls[call_suffix(step.step_suffix)] = trajectory
         self.opened[trajectory] = None
         self.failed += ended_badly(step)
-        for number in _evidence(step):
-            self.evidence.setdefault(number, {})[trajectory, at] = None
-        if step.reply_hash is not None:
-            linked = self.reply_index.setdefault(step.reply_hash, ReplyMatches())
-            linked.matches.add((trajectory, at), step.offset)
-            linked.prefixes.add((trajectory, at), step)
-        self.prefixes.add((trajectory, at), step)
-        for places, key in self._forms(step):
-            places.setdefault(key, StepMatches()).add((trajectory, at), step.offset)
-
-    def _forms(self, step: OpenStep) -> Iterator[tuple[dict[int, StepMatches], int]]:
-        """Yield the tables that find a step by a rewritten reply."""
-        if step.messages_hash is not None:
-            yield self.by_messages, step.messages_hash
-        if step.call_id_hash is not None:
-            yield self.by_call_id, step.call_id_hash
+        for lookup in _lookups(step):
+            self.matches.setdefault(lookup, StepMatches()).add(place, step.offset)
+        if step.response and step.end_hash is not None:
+            for reply in {None, step.reply_hash}:
+                self.prefixes.setdefault(reply, PrefixIndex()).add(place, step, step.end_hash)
 
     def close(self, trajectory: str, steps: Sequence[OpenStep]) -> None:
         """Remove a closed trajectory."""
         self.opened.pop(trajectory, None)
         for at, step in enumerate(steps):
+            place = (trajectory, at)
             self.failed -= ended_badly(step)
-            for number in _evidence(step):
-                _remove_evidence(self.evidence, number, (trajectory, at))
-            if step.reply_hash is not None:
-                linked = self.reply_index[step.reply_hash]
-                linked.matches.remove((trajectory, at))
-                linked.prefixes.remove((trajectory, at), step)
-                if not linked.matches.offsets:
-                    del self.reply_index[step.reply_hash]
-            self.prefixes.remove((trajectory, at), step)
-            for places, key in self._forms(step):
-                places[key].remove((trajectory, at))
-                if not places[key].offsets:
-                    del places[key]
+            for lookup in _lookups(step):
+                self.matches[lookup].remove(place)
+                if not self.matches[lookup].offsets:
+                    del self.matches[lookup]
+            if step.response and step.end_hash is not None:
+                for reply in {None, step.reply_hash}:
+                    self.prefixes[reply].remove(place, step, step.end_hash)
+                    if not self.prefixes[reply].lengths:
+                        del self.prefixes[reply]
 
     def forget(self, by_suffix: Iterable[str]) -> None:
         """Remove the calls of an evicted trajectory."""
@@ -265,11 +253,10 @@ def place_step(index: SessionIndex, steps_of: StepsOf, step_suffix: str, step: S
     if asked.turns == []:
         return begins
     prompt = step.prompt_token_ids
-    linked = index.reply_index.get(shown) if shown is not None else None
-    ends = linked.prefixes if linked is not None else index.prefixes
-    places = ends.longest(prompt) if prompt is not None else None
-    if places is None and linked is not None:
-        places = linked.matches
+    linked = index.matches.get(("reply", shown)) if shown is not None else None
+    ends = index.prefixes.get(shown if linked is not None else None)
+    places = ends.longest(prompt) if prompt is not None and ends is not None else None
+    places = linked if places is None else places
     place = (
         places.best(steps_of) if places is not None else _by_rewritten_reply(index, steps_of, asked)
     )
@@ -283,12 +270,12 @@ def _by_rewritten_reply(
     if not asked.turns:
         return None
     for call_id in call_ids_in(asked.turns[-1]):
-        if (places := index.by_call_id.get(call_id)) is not None:
+        if (places := index.matches.get(("call id", call_id))) is not None:
             if len(places.offsets) == 1:
                 return places.best(steps_of)
             break  # ids that are counted in each conversation: the messages must tell
     for prefix in reversed(asked.prefixes):
-        if (places := index.by_messages.get(prefix)) is not None:
+        if (places := index.matches.get(("messages", prefix))) is not None:
             return _only(places, steps_of)
     return None
 
@@ -314,21 +301,6 @@ def place_in_agent_session(session: SessionIndex, step_suffix: str) -> Placement
     )
 
 
-def _remove_evidence(
-    places: dict[int, dict[StepPosition, None]], number: int, place: StepPosition
-) -> None:
-    """Remove a step from the retry evidence. It may occur twice: two equal hashes of one step."""
-    left = places.get(number, {})
-    left.pop(place, None)
-    if not left:
-        places.pop(number, None)
-
-
-def _evidence(step: OpenStep) -> list[int]:
-    numbers = [step.idempotency_hash, step.prompt_hash if ended_badly(step) else None]
-    return [n for n in numbers if n is not None]
-
-
 def _retried_trajectory(index: SessionIndex, steps_of: StepsOf, step: Step) -> str | None:
     """Return the trajectory of the step that this step retries, by hash lookups only.
 
@@ -337,25 +309,22 @@ def _retried_trajectory(index: SessionIndex, steps_of: StepsOf, step: Step) -> s
     """
     by_key = idempotency_hash(step)
     length = len(step.prompt_token_ids or b"") // TOKEN_BYTES
-    same = [
-        (t, i)
-        for t, i in (index.evidence.get(by_key, ()) if by_key is not None else ())
-        if may_be_equal(steps_of(t)[i].prompt, length)
-    ]
-    if same:
-        return _first(same, steps_of)
+    if by_key is not None and (found := index.matches.get(("idempotency", by_key))) is not None:
+        same = [(t, i) for t, i in found.offsets if may_be_equal(steps_of(t)[i].prompt, length)]
+        if same:
+            return _first(same, steps_of)
     if not index.failed:
         return None
     asked = [request_hash(step)]
     if step.prompt_token_ids is not None and step.response_token_ids is not None:
         asked.insert(0, hash_of(step.prompt_token_ids))
+    failed = (index.matches.get(("failed prompt", prompt_hash)) for prompt_hash in asked)
     places = [
         (t, i)
-        for number in asked
-        for t, i in index.evidence.get(number, ())
-        if ended_badly(steps_of(t)[i])
-        and steps_of(t)[i].retried is None
-        and steps_of(t)[i].prompt_hash == number
+        for found in failed
+        if found is not None
+        for t, i in found.offsets
+        if steps_of(t)[i].retried is None
     ]
     return _first(places, steps_of) if places else None
 

@@ -227,7 +227,7 @@ def test_a_step_of_an_unreadable_history_is_looked_up_and_not_searched() -> None
     anew = [*TASK, said("try 0150"), user("u")]
     found = chat_step(901, anew, said("x"), request_json=b'{"prompt": "..."}')
     assert place_step(index, steps_of, "C901.0", found).trajectory == f"{ANONYMOUS_KEY}~C150"
-    assert looked == [] and len(index.prefixes.lengths) == 1
+    assert looked == [] and len(index.prefixes[None].lengths) == 1
 
 
 def test_without_a_readable_request_tokens_tell() -> None:
@@ -361,14 +361,7 @@ def test_what_is_forgotten_leaves_nothing_behind() -> None:
     w.feed((REWARDS, 0, Tick(partition=0)), (STEPS, 400, Tick(partition=0)))
     assert w.trajectories and w.state.session_indexes and w.state.closed
     (index,) = w.state.session_indexes.values()
-    assert not (
-        index.reply_index
-        or index.evidence
-        or index.prefixes.by_length
-        or index.prefixes.lengths
-        or index.opened
-        or index.failed
-    )
+    assert not (index.matches or index.prefixes or index.opened or index.failed)
     w.feed((REWARDS, 9000, Tick(partition=0)), (STEPS, 9000, Tick(partition=0)))
     assert not (w.state.session_indexes or w.state.anonymous_open or w.state.closed)
 
@@ -395,15 +388,7 @@ def test_the_index_is_the_same_when_rebuilt(stored: bool) -> None:
             index.failed,
             index.opened.keys(),
         )
-        assert {k: sorted(v) for k, v in again.evidence.items()} == {
-            k: sorted(v) for k, v in index.evidence.items()
-        }
-        assert again.reply_index == index.reply_index
-        assert (again.by_messages, again.by_call_id) == (index.by_messages, index.by_call_id)
-        assert (again.prefixes.by_length, again.prefixes.lengths) == (
-            index.prefixes.by_length,
-            index.prefixes.lengths,
-        )
+        assert (again.matches, again.prefixes) == (index.matches, index.prefixes)
 
 
 def test_a_prompt_that_is_asked_for_ever_leaves_nothing_behind() -> None:
@@ -422,11 +407,9 @@ def test_a_prompt_that_is_asked_for_ever_leaves_nothing_behind() -> None:
             w.crash()
         (index,) = w.state.session_indexes.values()
         heaps = [
-            h
-            for linked in index.reply_index.values()
-            for h in (linked.matches, *_places(linked.prefixes))
+            *(found for lookup, found in index.matches.items() if lookup[0] == "reply"),
+            *(h for prefixes in index.prefixes.values() for h in _places(prefixes)),
         ]
-        heaps += _places(index.prefixes)
         assert len(heaps) == 6 and max(len(h.offsets) for h in heaps) == 30
         assert all(len(h.unclaimed) <= 2 * len(h.offsets) + STALE_MAX for h in heaps)
         w.feed(
