@@ -10,8 +10,12 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Iterable, Sequence
+from functools import reduce
+from operator import or_
+from typing import Any
 
 from msgspec import Struct
+from msgspec.json import Decoder
 from msgspec.structs import replace
 
 from schemas.records import Channel, Outcome
@@ -38,11 +42,15 @@ LATE_MAX = 1000
 """Late steps remembered per trajectory. Beyond it, duplicates are marked again."""
 
 
-class _Change(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class Change(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A change. In the changelog: an array of its tag and its fields."""
 
+    def apply(self, state: PartitionState) -> None:
+        """Apply the change to the state."""
+        raise NotImplementedError
 
-class Opened(_Change, frozen=True, tag="o"):
+
+class Opened(Change, frozen=True, tag="o"):
     """A trajectory opened. open_seq: offset of its first record."""
 
     key: RunTrajectory
@@ -55,7 +63,7 @@ class Opened(_Change, frozen=True, tag="o"):
         state.by_open_seq[self.open_seq] = self.key
 
 
-class Attributed(_Change, frozen=True, tag="a"):
+class Attributed(Change, frozen=True, tag="a"):
     """An open trajectory got attributes; the first value of each counts."""
 
     key: RunTrajectory
@@ -72,7 +80,7 @@ class Attributed(_Change, frozen=True, tag="a"):
                 setattr(trajectory, name, getattr(self, name))
 
 
-class StepAdded(_Change, frozen=True, tag="s"):
+class StepAdded(Change, frozen=True, tag="s"):
     """An open trajectory got a step."""
 
     open_seq: int
@@ -86,7 +94,7 @@ class StepAdded(_Change, frozen=True, tag="s"):
             index.add(key[1], len(steps) - 1, self.step)
 
 
-class Retried(_Change, frozen=True, tag="y"):
+class Retried(Change, frozen=True, tag="y"):
     """A step replaces another one. replaced, counted: their positions."""
 
     key: RunTrajectory
@@ -99,7 +107,7 @@ class Retried(_Change, frozen=True, tag="y"):
         steps[self.counted] = replace(steps[self.counted], retried=None)
 
 
-class Closed(_Change, frozen=True, tag="c"):
+class Closed(Change, frozen=True, tag="c"):
     """A trajectory closed."""
 
     key: RunTrajectory
@@ -136,7 +144,7 @@ class Closed(_Change, frozen=True, tag="c"):
         state.closed.add(self.key, closed)
 
 
-class PayloadLost(_Change, frozen=True, tag="l"):
+class PayloadLost(Change, frozen=True, tag="l"):
     """The payload of a closed trajectory was removed before it was written."""
 
     key: RunTrajectory
@@ -147,7 +155,7 @@ class PayloadLost(_Change, frozen=True, tag="l"):
         closed.outcome, closed.reason = "lost", self.reason
 
 
-class PayloadWritten(_Change, frozen=True, tag="f"):
+class PayloadWritten(Change, frozen=True, tag="f"):
     """The payload of a closed trajectory was written. order: position of the step at each index;
     empty if unchanged.
     """
@@ -164,7 +172,7 @@ class PayloadWritten(_Change, frozen=True, tag="f"):
         closed.prompt_tokens, closed.place = self.prompt_tokens, self.place
 
 
-class Revised(_Change, frozen=True, tag="v"):
+class Revised(Change, frozen=True, tag="v"):
     """A closed trajectory gets its next candidate revision."""
 
     key: RunTrajectory
@@ -174,7 +182,7 @@ class Revised(_Change, frozen=True, tag="v"):
         state.pending.revised[self.key] = None
 
 
-class Evicted(_Change, frozen=True, tag="z"):
+class Evicted(Change, frozen=True, tag="z"):
     """A closed trajectory was forgotten."""
 
     key: RunTrajectory
@@ -183,7 +191,7 @@ class Evicted(_Change, frozen=True, tag="z"):
         state.evict(self.key)
 
 
-class Annotated(_Change, frozen=True, tag="r"):
+class Annotated(Change, frozen=True, tag="r"):
     """A trajectory got a reward, a curation mark or an assessment."""
 
     key: RunTrajectory
@@ -193,7 +201,7 @@ class Annotated(_Change, frozen=True, tag="r"):
         state.annotations_to_change(self.key).add(self.annotation)
 
 
-class TargetAwaited(_Change, frozen=True, tag="w"):
+class TargetAwaited(Change, frozen=True, tag="w"):
     """An annotation or completion waits for its target."""
 
     pending: PendingTarget
@@ -202,7 +210,7 @@ class TargetAwaited(_Change, frozen=True, tag="w"):
         state.begin_wait(self.pending)
 
 
-class WaitEnded(_Change, frozen=True, tag="x"):
+class WaitEnded(Change, frozen=True, tag="x"):
     """The wait of the record at an offset ended."""
 
     source: SourceTopic
@@ -212,7 +220,7 @@ class WaitEnded(_Change, frozen=True, tag="x"):
         state.end_wait(self.source, self.offset)
 
 
-class StepMarked(_Change, frozen=True, tag="m"):
+class StepMarked(Change, frozen=True, tag="m"):
     """A late step is marked. hashed: hash of its step suffix."""
 
     mark: StepMarkDecision
@@ -225,7 +233,7 @@ class StepMarked(_Change, frozen=True, tag="m"):
             closed.late.append(self.hashed)
 
 
-class DeadLettered(_Change, frozen=True, tag="d"):
+class DeadLettered(Change, frozen=True, tag="d"):
     """A record becomes a dead letter."""
 
     letter: DeadLetterDecision
@@ -234,7 +242,7 @@ class DeadLettered(_Change, frozen=True, tag="d"):
         state.pending.dead_letters.append(self.letter)
 
 
-class OutputsAcknowledged(_Change, frozen=True, tag="D"):
+class OutputsAcknowledged(Change, frozen=True, tag="D"):
     """All outputs decided so far are acknowledged."""
 
     def apply(self, state: PartitionState) -> None:
@@ -242,7 +250,7 @@ class OutputsAcknowledged(_Change, frozen=True, tag="D"):
         state.closed.pack()
 
 
-class ClocksAdvanced(_Change, frozen=True, tag="t"):
+class ClocksAdvanced(Change, frozen=True, tag="t"):
     """The clocks of the inputs advanced."""
 
     steps: int
@@ -252,7 +260,7 @@ class ClocksAdvanced(_Change, frozen=True, tag="t"):
         state.time = [self.steps, self.rewards]
 
 
-class SilenceNoted(_Change, frozen=True, tag="h"):
+class SilenceNoted(Change, frozen=True, tag="h"):
     """`claw.steps` was silent. forget: how many of the oldest silences are dropped."""
 
     start: int
@@ -263,7 +271,7 @@ class SilenceNoted(_Change, frozen=True, tag="h"):
         state.silences.add(self.start, self.end, self.forget)
 
 
-class SourceReplaced(_Change, frozen=True, tag="n"):
+class SourceReplaced(Change, frozen=True, tag="n"):
     """An input restarts on a replaced topic. applied: the offset before its first one."""
 
     source: SourceTopic
@@ -289,27 +297,8 @@ class SourceReplaced(_Change, frozen=True, tag="n"):
                 state.annotations_to_change(key).forget_offsets()
 
 
-Change = (
-    Opened
-    | Attributed
-    | StepAdded
-    | Retried
-    | Closed
-    | PayloadLost
-    | PayloadWritten
-    | Revised
-    | Evicted
-    | Annotated
-    | TargetAwaited
-    | WaitEnded
-    | StepMarked
-    | DeadLettered
-    | OutputsAcknowledged
-    | ClocksAdvanced
-    | SilenceNoted
-    | SourceReplaced
-)
-_DECODER = decoder(list[Change])
+_ANY_CHANGE: Any = reduce(or_, Change.__subclasses__())
+_DECODER: Decoder[list[Change]] = decoder(list[_ANY_CHANGE])
 HASHES = (
     "end_hash",
     "prompt_hash",
