@@ -141,7 +141,7 @@ class Loop:
         for key in state.pending.revised:
             closed = state.closed[key]
             headers = payload_headers(key, closed)
-            value = self._codec.encode(candidate(key, closed, self._codec))
+            _, value = candidate(key, closed, self._codec)
             self._produce(self._topics.candidates, value, key[0].encode(), headers=headers)
 
     def _produce(

@@ -6,7 +6,7 @@ payload; never on a clock, on the order of arrival across topics, or on a locati
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -57,17 +57,21 @@ def starts_of(trajectory: OpenTrajectory) -> dict[int, int]:
     return starts if trajectory.meta is None else {**starts, trajectory.meta: 0}
 
 
-def slices(sizes: Mapping[RunTrajectory, int], limit: int) -> Iterator[list[RunTrajectory]]:
-    """Split the keys, in order, into runs of at most `limit` bytes; a larger one is alone."""
-    run, used = list[RunTrajectory](), 0
-    for key, size in sizes.items():
-        if run and used + size > limit:
-            yield run
-            run, used = [], 0
-        run.append(key)
+def slices(
+    items: Iterable[T], size_of: Callable[[T], int], limit: int, used: int = 0
+) -> list[list[T]]:
+    """Split items, in order, into runs of at most `limit` bytes; a larger item is alone. used:
+    bytes of the first run that are taken.
+    """
+    runs: list[list[T]] = [[]]
+    for item in items:
+        size = size_of(item)
+        if used + size > limit and (runs[-1] or used):
+            runs.append([])
+            used = 0
+        runs[-1].append(item)
         used += size
-    if run:
-        yield run
+    return runs
 
 
 def assembled(
@@ -144,24 +148,10 @@ def in_parts(whole: Trajectory, limit: int = MAX_RECORD_BYTES) -> Iterator[Traje
     """Split a trajectory into records of about `limit` bytes: segments, then steps. The first part
     has the metadata.
     """
-    size = (
-        sum(map(_segment_size, whole.segments))
-        + sum(map(_step_size, whole.steps))
-        + len(whole.metadata_json or b"")
-    )
-    if size <= limit:
-        yield whole
-        return
-    segments = _batches(
-        whole.segments,
-        limit,
-        [_segment_size(s) for s in whole.segments],
-        len(whole.metadata_json or b""),
-    )
-    left = sum(map(_segment_size, segments[-1])) + (
-        len(whole.metadata_json or b"") if len(segments) == 1 else 0
-    )
-    steps = _batches(whole.steps, limit, [_step_size(s) for s in whole.steps], left)
+    metadata = len(whole.metadata_json or b"")
+    segments = slices(whole.segments, _segment_size, limit, metadata)
+    used = sum(map(_segment_size, segments[-1])) + (metadata if len(segments) == 1 else 0)
+    steps = slices(whole.steps, _step_size, limit, used)
     count = len(segments) + len(steps) - 1
     for part in range(count):
         at = part - len(segments) + 1
@@ -175,8 +165,19 @@ def in_parts(whole: Trajectory, limit: int = MAX_RECORD_BYTES) -> Iterator[Traje
         )
 
 
-def candidate(key: RunTrajectory, closed: ClosedTrajectory, codec: Codec) -> Candidate:
-    """Create the candidate of the current revision. At most MAX_RECORD_BYTES when encoded."""
+def candidate(
+    key: RunTrajectory, closed: ClosedTrajectory, codec: Codec
+) -> tuple[Candidate, bytes]:
+    """Create the candidate of the current revision, and encode it in at most MAX_RECORD_BYTES."""
+    record = _whole_candidate(key, closed)
+    value = codec.encode(record)
+    if len(value) > MAX_RECORD_BYTES:
+        record = _without_steps(record, len(value))
+        value = codec.encode(record)
+    return record, value
+
+
+def _whole_candidate(key: RunTrajectory, closed: ClosedTrajectory) -> Candidate:
     annotations = closed.annotations
     whole, assessed = annotations.marks.get("", _UNMARKED), annotations.assessed
     name = key_of_trajectory(key[1])
@@ -208,7 +209,7 @@ def candidate(key: RunTrajectory, closed: ClosedTrajectory, codec: Codec) -> Can
     trained = [s for s, c in zip(closed.steps, steps, strict=True) if c.trainable]
     judged = assessed.quality if assessed is not None else None
     reason = _why_not(closed, whole, bool(trained))
-    record = Candidate(
+    return Candidate(
         run_id=key[0],
         channel=closed.channel,
         trajectory_key=name,
@@ -233,7 +234,6 @@ def candidate(key: RunTrajectory, closed: ClosedTrajectory, codec: Codec) -> Can
         assessed_quality=judged,
         assessment_revision=assessed.revision if assessed is not None else None,
     )
-    return _small(record, codec)
 
 
 def payload_headers(key: RunTrajectory, closed: ClosedTrajectory) -> dict[str, bytes]:
@@ -267,55 +267,22 @@ def _sync_indexes(*versions: str | None) -> list[int]:
     ]
 
 
-def _small(record: Candidate, codec: Codec) -> Candidate:
-    """Reduce a candidate above the size limit to trajectory-level fields, and make it untrainable:
-    its steps cannot be listed.
+def _without_steps(record: Candidate, size: int) -> Candidate:
+    """Reduce a candidate of `size` bytes to trajectory-level fields, and make it untrainable: its
+    steps cannot be listed.
     """
-    if (
-        at_most(record) <= MAX_RECORD_BYTES
-        or (size := len(codec.encode(record))) <= MAX_RECORD_BYTES
-    ):
-        return record
     reason = (
         f"candidate of {size} bytes exceeds {MAX_RECORD_BYTES}: "
         f"{len(record.steps)} steps, {len(record.rewards)} rewards"
     )
-    rewards = tuple(r for r in record.rewards if r.step_id is None)[:50]
     return replace(
         record,
         steps=(),
-        rewards=rewards,
+        rewards=tuple(r for r in record.rewards if r.step_id is None)[:50],
         tags=record.tags[:50],
         trainable=False,
         reason=reason,
         trainable_tokens=0,
-    )
-
-
-def at_most(record: Candidate) -> int:
-    """Return an upper bound of a candidate's encoded size, bytes. Encoding one of 5,000 steps only
-    to measure it would add a third to its cost.
-    """
-    texts = [
-        record.run_id,
-        record.trajectory_key,
-        record.trajectory_id,
-        record.group_id,
-        record.reason or "",
-        *record.tags,
-    ]
-    for s in record.steps:
-        texts += (s.step_id, s.reason or "", *s.tags)
-    for r in record.rewards:
-        texts += (r.name, r.function_version, r.step_id or "", r.reason or "")
-    text = "".join(texts)
-    # UTF-8 has at most 4 bytes per character. The rest are lengths, numbers of at most 10 bytes,
-    # and nulls.
-    return (
-        (1 if text.isascii() else 4) * len(text)
-        + 10 * len(texts)
-        + 40 * (len(record.steps) + len(record.rewards))
-        + 200
     )
 
 
@@ -386,17 +353,3 @@ def _step_size(s: TrajectoryStep) -> int:
     return (
         len(s.response_json) + 4 * names + 2 * STEP_BYTES
     )  # UTF-8 has at most 4 bytes a character
-
-
-def _batches(items: Sequence[T], limit: int, sizes: Sequence[int], used: int) -> list[list[T]]:
-    """Split items, in order, into runs of at most `limit` bytes; `used` bytes of the first run are
-    taken.
-    """
-    runs: list[list[T]] = [[]]
-    for item, size in zip(items, sizes, strict=True):
-        if used + size > limit and (runs[-1] or used):
-            runs.append([])
-            used = 0
-        runs[-1].append(item)
-        used += size
-    return runs

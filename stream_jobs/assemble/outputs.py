@@ -73,10 +73,11 @@ class Outputs:
         pending, topics = self._state.pending, self._context.topics
         if not pending:
             return
-        sizes = {key: t.steps.size for key, t in pending.closings.items()}
         written: list[PayloadWritten] = []
-        for keys in slices(sizes, self._context.slice_bytes):
-            written += await self._send_closings({key: pending.closings[key] for key in keys})
+        for closings in slices(
+            pending.closings.items(), lambda one: one[1].steps.size, self._context.slice_bytes
+        ):
+            written += await self._send_closings(dict(closings))
         await asyncio.gather(
             *[
                 self._send(
@@ -168,7 +169,7 @@ class Outputs:
         sent, size = list[asyncio.Future[Ack]](), 0
         for key in keys:
             closed = self._state.closed[key]
-            value = codec.encode(candidate(key, closed, codec))
+            _, value = candidate(key, closed, codec)
             sent.append(self._send(topic, key[0].encode(), value, payload_headers(key, closed)))
             size += len(value)
             if size >= self._context.slice_bytes:

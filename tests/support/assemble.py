@@ -258,7 +258,7 @@ class InMemoryPartition:
             facts.append(PayloadWritten(key, done.prompt_tokens, done.order, ("id", 0, 0, 0)))
             facts[-1].apply(self.state)
         for key in self.state.pending.revised:
-            made = candidate(key, self.state.closed[key], CODEC)
+            made, _ = candidate(key, self.state.closed[key], CODEC)
             assert self.candidates.setdefault((key[1], made.revision), made) == made, (
                 "sent again with other content"
             )

@@ -141,7 +141,7 @@ class Rig:
             facts.append(PayloadWritten(key, done.prompt_tokens, done.order, ("id", 0, 0, 0)))
             facts[-1].apply(self.state)
         for key in self.state.pending.revised:
-            made = candidate(key, self.state.closed[key], CODEC)
+            made, _ = candidate(key, self.state.closed[key], CODEC)
             outputs.append((self.revisions.setdefault(key, {}), made.revision, made))
         for at, (where, name, value) in enumerate(outputs):
             if most is not None and at >= most:

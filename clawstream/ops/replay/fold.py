@@ -276,5 +276,5 @@ class _Partition:
         replay, closed = self._replay, self.state.closed[key]
         headers = payload_headers(key, closed)
         replay.stats.candidates += 1
-        event, run = candidate(key, closed, replay.codec), key[0].encode()
+        (event, _), run = candidate(key, closed, replay.codec), key[0].encode()
         return OutputRecord("candidates", replay.candidates_at, run, event, headers, time)
