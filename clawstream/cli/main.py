@@ -236,7 +236,7 @@ def sql(
 ) -> None:
     """Query the lake."""
     # The query process starts up while this process reads its settings.
-    with load("clawstream.query.sandbox_launch").QueryProcess() as worker:
+    with load("clawstream.query.sandbox_launch").query_process() as worker:
         settings = settings_of(config, overrides)
         module = load("clawstream.query.sandbox")
         if output == "parquet" and sys.stdout.isatty():

@@ -1,58 +1,27 @@
 """Run a query in a process of its own, `clawstream.query.sandbox_process`, and stream its result.
 
-The process ends when it exceeds `lake.sql_timeout_s`, when the caller stops reading, and with the
-caller. Time in which the caller does something else, such as waiting for its own output, does not
-count.
+The process ends when it exceeds its memory or time, when the caller stops reading, and with the
+caller.
 """
 
 from __future__ import annotations
 
 import io
 import json
-import os
-import selectors
 import signal
-import subprocess
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import IO, Any, BinaryIO
+from contextlib import contextmanager, nullcontext
+from typing import BinaryIO
 
 import pyarrow as pa
 
 from clawstream.query.result_format import Format, write
-from clawstream.query.sandbox_launch import QueryProcess
+from clawstream.query.sandbox_launch import QueryProcess, query_process
 from schemas.settings import LakeSettings, Settings
 from stream_jobs.errors import SqlError
 
 _END_S = 5.0
 """Seconds that a process may take to end after it closed its result."""
-
-
-class _Pipe(io.RawIOBase):
-    """The reading end of a pipe with a total wait limit. Raises SqlError beyond it."""
-
-    def __init__(self, fd: int, timeout_s: float) -> None:
-        self._fd, self._timeout_s, self._left_s = fd, timeout_s, timeout_s
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(fd, selectors.EVENT_READ)
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, into: Any) -> int:
-        since = time.monotonic()
-        ready = self._selector.select(max(0.0, self._left_s))
-        self._left_s -= time.monotonic() - since
-        if not ready:
-            raise SqlError(_too_slow(self._timeout_s))
-        data = os.read(self._fd, len(into))
-        into[: len(data)] = data
-        return len(data)
-
-    def close(self) -> None:
-        self._selector.close()
-        super().close()
 
 
 class QueryResult:
@@ -61,14 +30,10 @@ class QueryResult:
     schema: of the batches; without fields if the statement has no result.
     """
 
-    def __init__(
-        self, process: subprocess.Popen[bytes], errors: IO[bytes], settings: Settings
-    ) -> None:
-        assert process.stdout is not None
-        self._process, self._errors, self._lake = process, errors, settings.lake
-        pipe = io.BufferedReader(_Pipe(process.stdout.fileno(), settings.lake.sql_timeout_s))
+    def __init__(self, worker: QueryProcess, lake: LakeSettings) -> None:
+        self._worker, self._lake = worker, lake
         try:
-            self._reader = pa.ipc.open_stream(pa.PythonFile(pipe, mode="r"))
+            self._reader = pa.ipc.open_stream(worker.process.stdout)
         except (pa.ArrowException, OSError) as e:
             raise self._failure() or e from e
         self.schema: pa.Schema = self._reader.schema
@@ -84,12 +49,13 @@ class QueryResult:
 
     def _failure(self) -> SqlError | None:
         """Return why the result ended early; None if it is complete."""
-        message = self._errors.read()
+        message = self._worker.errors.read()
         if message:
             return SqlError(json.loads(message)["message"])
-        code = self._process.wait(_END_S)
-        if code == -signal.SIGXCPU:
-            return SqlError(_too_slow(self._lake.sql_timeout_s))
+        code = self._worker.process.wait(_END_S)
+        if code == -signal.SIGALRM:
+            limit = f"lake.sql_timeout_s={self._lake.sql_timeout_s:g}"
+            return SqlError(f"the query took longer than {limit}: narrow it, or raise it")
         if code:
             how = signal.Signals(-code).name if code < 0 else f"code {code}"
             return SqlError(f"the process of the query ended with {how}: {too_large(self._lake)}")
@@ -102,10 +68,6 @@ def too_large(lake: LakeSettings) -> str:
         f"the query needs more than lake.sql_memory_mb={lake.sql_memory_mb}: "
         "narrow it, or raise the limit"
     )
-
-
-def _too_slow(timeout_s: float) -> str:
-    return f"the query took longer than lake.sql_timeout_s={timeout_s:g}: narrow it, or raise it"
 
 
 def run_sql(settings: Settings, query: str, fmt: Format = "table", at: str | None = None) -> str:
@@ -146,8 +108,8 @@ def answer(
     Raises:
         SqlError: as in `write_sql`; also while the result is read.
     """
-    with worker or QueryProcess() as process:
-        process.send_request(
-            {"settings": settings.model_dump(mode="json"), "query": query, "at": at}
+    with nullcontext(worker) if worker is not None else query_process() as process:
+        process.send(
+            json.dumps({"settings": settings.model_dump(mode="json"), "query": query, "at": at})
         )
-        yield QueryResult(process.process, process.errors, settings)
+        yield QueryResult(process, settings.lake)

@@ -3,8 +3,9 @@
 Started by `clawstream.query.sandbox_launch`. DuckDB's own settings deny all files and the network
 (`clawstream.query.connection.connect`). They do not bound memory and time: one function call may
 allocate beyond `memory_limit` and ignore interrupts. So the operating system limits the address
-space and CPU time of this process and forbids file writes; it ends with the process that started it
-(`runtime.process.child`).
+space of this process, forbids file writes, and ends it by SIGALRM when its time is over; it ends
+with the process that started it (`runtime.process.child`). Time in which the result waits for its
+reader does not count.
 
 1. The request is JSON on standard input, not arguments: those are visible to every user, and it may
    hold credentials. It may come long after the start, because the caller starts this process first
@@ -18,9 +19,9 @@ space and CPU time of this process and forbids file writes; it ends with the pro
 from __future__ import annotations
 
 import json
-import math
 import os
 import resource
+import signal
 import sys
 from collections.abc import Mapping
 from typing import BinaryIO
@@ -28,7 +29,7 @@ from typing import BinaryIO
 import pyarrow as pa
 
 from clawstream.query.column_comments import READS_COMMENTS
-from clawstream.query.connection import THREADS, batches_of, connect, table_at_fault
+from clawstream.query.connection import batches_of, connect, table_at_fault
 from clawstream.query.sandbox import too_large
 from schemas.settings import LakeSettings, Settings
 from stream_jobs.errors import LakeDamaged, LakeError, SqlError
@@ -59,6 +60,8 @@ def main() -> None:
 
 
 def _answer(settings: Settings, query: str, at: str | None, out: BinaryIO) -> None:
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_REAL, settings.lake.sql_timeout_s)
     versions = None if at is None else resolve_versions(settings, at)
     connection = connect(settings, versions, with_comments=READS_COMMENTS.search(query) is not None)
     limit(settings.lake)
@@ -67,7 +70,11 @@ def _answer(settings: Settings, query: str, at: str | None, out: BinaryIO) -> No
         schema, batches = batches_of(connection, query, BATCH_ROWS)
         with pa.ipc.new_stream(out, schema) as stream:
             for batch in batches:
+                left_s, _ = signal.setitimer(signal.ITIMER_REAL, 0)
                 stream.write_batch(batch)
+                out.flush()
+                signal.setitimer(signal.ITIMER_REAL, left_s)
+            signal.setitimer(signal.ITIMER_REAL, 0)
         out.flush()
     except MemoryError as e:
         raise SqlError(too_large(settings.lake)) from e
@@ -86,12 +93,11 @@ def _raise_damaged(uri: str, table: str, storage_options: Mapping[str, str]) -> 
 
 
 def limit(lake: LakeSettings) -> None:
-    """Limit address space beyond today's, CPU time, file writes and core dumps for good."""
+    """Limit address space beyond today's, file writes and core dumps for good."""
     with open("/proc/self/statm") as file:
         now = int(file.read().split()[0]) * resource.getpagesize()
-    memory, seconds = now + lake.sql_memory_mb * 2**20, math.ceil(lake.sql_timeout_s * THREADS) + 1
+    memory = now + lake.sql_memory_mb * 2**20
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
     for never in (resource.RLIMIT_FSIZE, resource.RLIMIT_CORE):
         resource.setrlimit(never, (0, 0))
 

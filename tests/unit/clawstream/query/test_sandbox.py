@@ -23,7 +23,7 @@ from support.small_lake import SmallLake
 
 from clawstream.query.connection import connect
 from clawstream.query.sandbox import answer, run_sql
-from clawstream.query.sandbox_launch import QueryProcess
+from clawstream.query.sandbox_launch import query_process
 from schemas.settings import LakeSettings, Settings
 from stream_jobs.errors import SqlError
 
@@ -169,14 +169,14 @@ def test_with_who_asked_the_process_ends(settings: Settings, number: signal.Sign
 
 
 def test_a_process_can_be_started_before_it_is_asked(settings: Settings) -> None:
-    with QueryProcess() as worker, answer(settings, "SELECT 1 AS a", worker=worker) as reader:
+    with query_process() as worker, answer(settings, "SELECT 1 AS a", worker=worker) as reader:
         assert [batch.to_pydict() for batch in reader] == [{"a": [1]}]
     assert worker.process.returncode is not None
 
 
 def test_a_process_that_is_never_asked_ends_without_a_word() -> None:
     """The parent process was killed before it had a query."""
-    with QueryProcess() as worker:
+    with query_process() as worker:
         said, _ = worker.process.communicate(timeout=60)  # closes its standard input
         assert (worker.process.returncode, said, worker.errors.read()) == (0, b"", b"")
 
