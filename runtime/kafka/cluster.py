@@ -17,13 +17,7 @@ from confluent_kafka import (
 from confluent_kafka import KafkaError as Code
 from confluent_kafka.admin import AdminClient, ConfigResource, NewTopic, OffsetSpec, TopicMetadata
 
-from runtime.kafka.errors import (
-    KafkaError,
-    SourceTruncated,
-    Unavailable,
-    translated,
-    translating,
-)
+from runtime.kafka.errors import KafkaError, SourceTruncated, Unavailable, translated, translating
 from runtime.kafka.loop_producer import LoopProducer
 from runtime.kafka.producer import Producer
 from runtime.kafka.reader import FETCH_BYTES, READ_TIMEOUT_S, Reader, fetch_options

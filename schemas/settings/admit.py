@@ -57,8 +57,7 @@ class PolicySettings(Section):
         description="groups wait for the quality rules; default: if a quality threshold is set",
     )
     untrained_tags: tuple[str, ...] = Field(
-        ("title", "summary"),
-        description="tags of calls that are not trained, e.g. add sub_agent",
+        ("title", "summary"), description="tags of calls that are not trained, e.g. add sub_agent"
     )
 
     @model_validator(mode="after")

@@ -100,12 +100,10 @@ class GatewaySettings(Section):
     port: Port = Field(8100, description="the port is taken")
     public_url: str | None = Field(None, description="URL for agents, e.g. of a load balancer")
     base_path: Annotated[str, Field(pattern=r"^(/[^/?#\s]+)*$")] = Field(
-        "",
-        description="path prefix that a proxy in front does not remove, e.g. /api/openai",
+        "", description="path prefix that a proxy in front does not remove, e.g. /api/openai"
     )
     cors_origins: tuple[str, ...] = Field(
-        (),
-        description="allowed origins of browser clients, e.g. https://app.example, or * for all",
+        (), description="allowed origins of browser clients, e.g. https://app.example, or * for all"
     )
     upstreams: tuple[UpstreamSettings, ...] = Field(
         (), description="engines that do not report on the workers topic"
@@ -126,8 +124,7 @@ class GatewaySettings(Section):
         "jobs.closed_horizon_s / 2",
     )
     blob_uri: str | None = Field(
-        None,
-        description="fsspec URL of the store of large fields; default <data_dir>/blobs",
+        None, description="fsspec URL of the store of large fields; default <data_dir>/blobs"
     )
     blob_options: Mapping[str, str] = Field(
         {}, description="fsspec options of blob_uri, e.g. credentials"
@@ -147,16 +144,14 @@ class GatewaySettings(Section):
         description="memory: replies in flight; above it 503 for new calls, and replies wait",
     )
     client_timeout_s: Positive = Field(
-        60.0,
-        description="slow clients: longest time without reading a reply, or to send a request",
+        60.0, description="slow clients: longest time without reading a reply, or to send a request"
     )
     upstream_timeout_s: Positive = Field(
         600.0,
         description="longest silence of an engine, e.g. during a long reply that is not streamed",
     )
     upstream_total_timeout_s: Positive | None = Field(
-        None,
-        description="limit of a whole reply, e.g. for endless streams; default: none",
+        None, description="limit of a whole reply, e.g. for endless streams; default: none"
     )
     worker_wait_s: Annotated[float, Field(ge=0)] = Field(
         30.0, description="wait for a ready engine before 503"
@@ -174,8 +169,7 @@ class GatewaySettings(Section):
         None, description="shared by several gateways; default <data_dir>/api-keys.json"
     )
     session_rewards: bool = Field(
-        False,
-        description="whether a session key suffices to send a reward with the completion",
+        False, description="whether a session key suffices to send a reward with the completion"
     )
     reward_min: float = Field(-1e6, allow_inf_nan=False, description="smallest accepted reward")
     reward_max: float = Field(1e6, allow_inf_nan=False, description="largest accepted reward")

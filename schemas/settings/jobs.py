@@ -55,12 +55,10 @@ class JobsSettings(Section):
     orphan_after_s: Positive = Field(600.0, description="how long a reward waits for its step")
     cache_mb: Count = Field(1024, description="memory for payload of open trajectories")
     anonymous_inactivity_s: Positive = Field(
-        300.0,
-        description="longest pause in a conversation of an agent that names no trajectory",
+        300.0, description="longest pause in a conversation of an agent that names no trajectory"
     )
     agent_inactivity_s: Positive = Field(
-        1800.0,
-        description="longest pause in a session of a known agent",
+        1800.0, description="longest pause in a session of a known agent"
     )
     train_truncated: bool = Field(
         False,

@@ -34,16 +34,14 @@ class LakeSettings(Section):
         "as long",
     )
     retention_days: Mapping[str, Annotated[float, Field(ge=1)]] = Field(
-        {},
-        description="table to the age at which its rows are deleted; default: never",
+        {}, description="table to the age at which its rows are deleted; default: never"
     )
     sql_memory_mb: Annotated[int, Field(ge=64)] = Field(
         4096, description="memory limit of one SQL query"
     )
     sql_timeout_s: Positive = Field(300.0, description="time limit of one SQL query")
     writers: Annotated[int, Field(ge=1, le=999)] = Field(
-        1,
-        description="number of writer processes; each takes the partitions p % writers == writer",
+        1, description="number of writer processes; each takes the partitions p % writers == writer"
     )
     writer: Annotated[int, Field(ge=0)] = Field(0, description="number of this writer, from 0")
 
