@@ -97,8 +97,8 @@ class ChangelogWriter:
                 and not await asyncio.to_thread(self._all_fenced, due, ack.offset - 1)
             ):
                 raise FencedOut(
-                    f"{topic}-{self._partition}: our record came to offset {ack.offset}, "
-                    f"not to {due}: another worker owns the partition, or the topic was made anew"
+                    f"{topic}-{self._partition}: our record got offset {ack.offset}, "
+                    f"not to {due}: another worker owns the partition, or the topic was recreated"
                 )
             self._last = ack.offset
         return acks[0].offset

@@ -83,37 +83,37 @@ def assembled(
     """Create the records of a trajectory. payload: by offset, all of `starts_of`; ignored when the
     outcome is `lost`.
     """
-    kept = (
+    payloads = (
         [None] * len(trajectory.steps)
         if closed.outcome == "lost"
         else _payloads(trajectory, payload)
     )
     name = key_of_trajectory(key[1])
     tree = build(
-        [_sampled(entry, what) for entry, what in zip(trajectory.steps, kept, strict=True)],
-        lambda step, earlier: _repeats(trajectory.steps[step], kept[earlier]),
+        [_sampled(entry, stored) for entry, stored in zip(trajectory.steps, payloads, strict=True)],
+        lambda step, earlier: _repeats(trajectory.steps[step], payloads[earlier]),
     )
     steps: list[TrajectoryStep | None] = [None] * len(trajectory.steps)
-    for entry, node, what in zip(trajectory.steps, tree.nodes, kept, strict=True):
+    for entry, node, stored in zip(trajectory.steps, tree.nodes, payloads, strict=True):
         steps[node.index] = TrajectoryStep(
             step_id=f"{name}~{entry.step_suffix}",
             index=node.index,
             parent=node.parent,
             segment=node.segment,
             status=entry.status,
-            finish_reason=what.finish_reason if what else None,
+            finish_reason=stored.finish_reason if stored else None,
             drift=node.drift,
             prompt_tokens=entry.prompt,
             response_tokens=entry.response,
-            response_json=what.response_json if what else b"",
+            response_json=stored.response_json if stored else b"",
             oldest_version=entry.oldest,
             newest_version=entry.newest,
-            trainable=entry.reason is None and what is not None,
-            untrainable_reason=entry.reason if what else "payload lost to retention",
-            tags=what.tags if what else (),
+            trainable=entry.reason is None and stored is not None,
+            untrainable_reason=entry.reason if stored else "payload lost to retention",
+            tags=stored.tags if stored else (),
             marks=("retried",) if entry.retried is not None else (),
             offset=entry.offset,
-            logprobs_temperature=what.logprobs_temperature if what else None,
+            logprobs_temperature=stored.logprobs_temperature if stored else None,
         )
     done = tuple(s for s in steps if s is not None)
     metadata = (
@@ -207,7 +207,7 @@ def _whole_candidate(key: RunTrajectory, closed: ClosedTrajectory) -> Candidate:
             )
         )
     trained = [s for s, c in zip(closed.steps, steps, strict=True) if c.trainable]
-    judged = assessed.quality if assessed is not None else None
+    quality = assessed.quality if assessed is not None else None
     reason = _why_not(closed, whole, bool(trained))
     return Candidate(
         run_id=key[0],
@@ -229,9 +229,9 @@ def _whole_candidate(key: RunTrajectory, closed: ClosedTrajectory) -> Candidate:
         newest_sync_index=max(synced, default=None),
         trainable=reason is None,
         reason=reason,
-        quality=judged if whole.quality is None else whole.quality,
+        quality=quality if whole.quality is None else whole.quality,
         tags=tuple(whole.tags or ()),
-        assessed_quality=judged,
+        assessed_quality=quality,
         assessment_revision=assessed.revision if assessed is not None else None,
     )
 
@@ -315,22 +315,27 @@ def _rewards(key: RunTrajectory, closed: ClosedTrajectory) -> tuple[RewardValue,
 def _payloads(
     trajectory: OpenTrajectory, payload: Mapping[int, CachedPayload]
 ) -> list[StepPayload | None]:
-    kept: list[StepPayload | None] = []
+    payloads: list[StepPayload | None] = []
     for entry in trajectory.steps:
-        what = payload[entry.offset]
-        assert isinstance(what, StepPayload), f"offset {entry.offset} is no step"
-        kept.append(what)
-    return kept
+        stored = payload[entry.offset]
+        assert isinstance(stored, StepPayload), f"offset {entry.offset} is no step"
+        payloads.append(stored)
+    return payloads
 
 
-def _sampled(entry: OpenStep, what: StepPayload | None) -> SampledTokens | None:
+def _sampled(entry: OpenStep, stored: StepPayload | None) -> SampledTokens | None:
     """Return the tokens of a step. Prompt tokens that its payload omits are those of its base."""
-    if what is None or not what.tokens:
+    if stored is None or not stored.tokens:
         return None
-    base = entry.base if what.start else None
+    base = entry.base if stored.start else None
     # A replaced step is in the lake, but is no branch of the tree.
     return SampledTokens(
-        what.prompt, what.response, what.logprobs, what.versions, base, counts=entry.retried is None
+        stored.prompt,
+        stored.response,
+        stored.logprobs,
+        stored.versions,
+        base,
+        counts=entry.retried is None,
     )
 
 

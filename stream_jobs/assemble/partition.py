@@ -67,11 +67,11 @@ class PartitionProcessor:
                 await self._refuse_disorder(source, record)
             self._last_delivered[source] = record.offset
             batch[source, record.offset] = record
-            kept = self._fold.record(
+            payload = self._fold.record(
                 source, record.offset, record.timestamp_ms, record.key, decode_event(codec, record)
             )
-            if kept is not None:
-                self._cache.put(record.offset, kept)
+            if payload is not None:
+                self._cache.put(record.offset, payload)
         changes = self._fold.finish_batch()
         if changes or self._changelog.delta_due:
             await self._changelog.append_delta(changes)

@@ -138,6 +138,6 @@ def _filled_cache(max_bytes: int, state: PartitionState, steps: InputLog) -> Pay
             cold.add(trajectory.meta)
         starts.update((o, start) for o, start in starts_of(trajectory).items() if o not in cold)
     cache = PayloadCache(max_bytes)
-    for offset, kept in steps.payload(starts):
-        cache.put(offset, kept)
+    for offset, payload in steps.payload(starts):
+        cache.put(offset, payload)
     return cache

@@ -393,7 +393,7 @@ def test_state_log_made_anew_under_a_running_worker(jobs: Jobs, eventually: Even
         jobs.put(*jobs.conversation(key))
     jobs.producer.flush()
     assert worker.wait(180) == 1
-    assert "the topic was made anew" in jobs.processes.log("assemble-0")
+    assert "the topic was recreated" in jobs.processes.log("assemble-0")
 
     worker = jobs.start()
     eventually(lambda: {"b0", "b1", "b2", "b3"} <= jobs.candidates().keys(), 180)

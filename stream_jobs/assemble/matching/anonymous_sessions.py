@@ -243,38 +243,40 @@ def place_step(index: SessionIndex, steps_of: StepsOf, step_suffix: str, step: S
     """Assign a step to a trajectory of its anonymous session. steps_of: returns the steps of an
     open trajectory.
     """
-    asked, reply = conversation_of(step.request_json), reply_of(step.response_json)
-    shown, reply_hash = reply_hashes(asked.turns, reply)
-    begins = Placement(None, None, reply_hash, asked.messages, call_id_of(reply))
+    request, reply = conversation_of(step.request_json), reply_of(step.response_json)
+    previous, reply_hash = reply_hashes(request.turns, reply)
+    begins = Placement(None, None, reply_hash, request.messages, call_id_of(reply))
     if (known := index.calls.get(call_suffix(step_suffix))) is not None:
         return begins._replace(trajectory=known)
     if (retried := _retried_trajectory(index, steps_of, step)) is not None:
         return begins._replace(trajectory=retried)
-    if asked.turns == []:
+    if request.turns == []:
         return begins
     prompt = step.prompt_token_ids
-    linked = index.matches.get(("reply", shown)) if shown is not None else None
-    ends = index.prefixes.get(shown if linked is not None else None)
+    linked = index.matches.get(("reply", previous)) if previous is not None else None
+    ends = index.prefixes.get(previous if linked is not None else None)
     places = ends.longest(prompt) if prompt is not None and ends is not None else None
     places = linked if places is None else places
     place = (
-        places.best(steps_of) if places is not None else _by_rewritten_reply(index, steps_of, asked)
+        places.best(steps_of)
+        if places is not None
+        else _by_rewritten_reply(index, steps_of, request)
     )
     return begins if place is None else begins._replace(trajectory=place[0], after=place[1])
 
 
 def _by_rewritten_reply(
-    index: SessionIndex, steps_of: StepsOf, asked: Conversation
+    index: SessionIndex, steps_of: StepsOf, request: Conversation
 ) -> StepPosition | None:
     """Return the step that a request continues if its history rewrites the reply."""
-    if not asked.turns:
+    if not request.turns:
         return None
-    for call_id in call_ids_in(asked.turns[-1]):
+    for call_id in call_ids_in(request.turns[-1]):
         if (places := index.matches.get(("call id", call_id))) is not None:
             if len(places.offsets) == 1:
                 return places.best(steps_of)
             break  # ids that are counted in each conversation: the messages must tell
-    for prefix in reversed(asked.prefixes):
+    for prefix in reversed(request.prefixes):
         if (places := index.matches.get(("messages", prefix))) is not None:
             return _only(places, steps_of)
     return None
@@ -315,10 +317,10 @@ def _retried_trajectory(index: SessionIndex, steps_of: StepsOf, step: Step) -> s
             return _first(same, steps_of)
     if not index.failed:
         return None
-    asked = [request_hash(step)]
+    hashes = [request_hash(step)]
     if step.prompt_token_ids is not None and step.response_token_ids is not None:
-        asked.insert(0, hash_of(step.prompt_token_ids))
-    failed = (index.matches.get(("failed prompt", prompt_hash)) for prompt_hash in asked)
+        hashes.insert(0, hash_of(step.prompt_token_ids))
+    failed = (index.matches.get(("failed prompt", prompt_hash)) for prompt_hash in hashes)
     places = [
         (t, i)
         for found in failed

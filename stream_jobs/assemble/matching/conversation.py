@@ -70,8 +70,7 @@ def conversation_of(request_json: bytes) -> Conversation:
         if is_model and not before:
             prefixes.append(digest_hash(hashed.digest()))
         before = is_model
-        said = _message(item)
-        hashed.update(len(said).to_bytes(8, "little") + said)
+        _add_sized(hashed, _message(item))
     return Conversation(list(_turns(items)), digest_hash(hashed.digest()), prefixes)
 
 
@@ -97,9 +96,9 @@ def call_ids_in(turn: Turn) -> list[int]:
 
 def reply_of(response_json: bytes) -> Turn | None:
     """Return the turn of a recorded reply; None if it is empty."""
-    said = _loaded(response_json)
-    is_list = isinstance(said, dict) and isinstance(said.get("output"), list)
-    items = items_of(said)
+    parsed = _loaded(response_json)
+    is_list = isinstance(parsed, dict) and isinstance(parsed.get("output"), list)
+    items = items_of(parsed)
     turns = list(_turns(items if is_list else [{**item, "role": "assistant"} for item in items]))
     return turns[-1] if turns else None
 
@@ -117,37 +116,37 @@ def turn_hash(turn: Turn) -> int:
     """Return the hash of text and last call: equal for a reply and for the same turn in a later
     request.
     """
-    said = (_text(turn).encode("utf-8", "surrogatepass"), last_call_in(turn) or b"")
-    return hash_of(b"turn", len(said[0]).to_bytes(8, "little"), *said)
+    text, call = _text(turn).encode("utf-8", "surrogatepass"), last_call_in(turn) or b""
+    return hash_of(b"turn", len(text).to_bytes(8, "little"), text, call)
 
 
 class ReplyHashes(NamedTuple):
-    """Hash of the previous reply that a request shows, and hash of its own reply. None: empty or
-    unreadable.
+    """Hash of the last reply in a request's history, and hash of the reply to the request. None:
+    empty or unreadable.
     """
 
-    shown: int | None
+    previous: int | None
     reply_hash: int | None
 
 
 def reply_hashes(turns: Sequence[Turn] | None, reply: Turn | None) -> ReplyHashes:
     """Return the hashes for a request with these model turns, and for the reply to it."""
     last = turns[-1] if turns else None
-    shown = _of_call(last_call_in(last)) if last is not None else None
+    previous = _of_call(last_call_in(last)) if last is not None else None
     reply_hash = _of_call(last_call_in(reply)) if reply is not None else None
     if turns is None or (
-        (last is None or shown is not None) and (reply is None or reply_hash is not None)
+        (last is None or previous is not None) and (reply is None or reply_hash is not None)
     ):
-        return ReplyHashes(shown, reply_hash)
+        return ReplyHashes(previous, reply_hash)
     hashed = hashlib.sha256(b"said")
     for turn in turns:
         _add(hashed, turn)
-    if last is not None and shown is None:
-        shown = digest_hash(hashed.digest())
+    if last is not None and previous is None:
+        previous = digest_hash(hashed.digest())
     if reply is not None and reply_hash is None:
         _add(hashed, reply)
         reply_hash = digest_hash(hashed.digest())
-    return ReplyHashes(shown, reply_hash)
+    return ReplyHashes(previous, reply_hash)
 
 
 def _of_call(call: bytes | None) -> int | None:
@@ -155,13 +154,16 @@ def _of_call(call: bytes | None) -> int | None:
 
 
 def _add(hashed: hashlib._Hash, turn: Turn) -> None:
-    said = last_call_in(turn) or _text(turn).encode("utf-8", "surrogatepass")
-    hashed.update(len(said).to_bytes(8, "little") + said)
+    _add_sized(hashed, last_call_in(turn) or _text(turn).encode("utf-8", "surrogatepass"))
+
+
+def _add_sized(hashed: hashlib._Hash, data: bytes) -> None:
+    hashed.update(len(data).to_bytes(8, "little") + data)
 
 
 def _items(request_json: bytes) -> list[Any] | None:
-    said = _loaded(request_json)
-    items = said.get("messages", said.get("input")) if isinstance(said, dict) else None
+    parsed = _loaded(request_json)
+    items = parsed.get("messages", parsed.get("input")) if isinstance(parsed, dict) else None
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
     return items if isinstance(items, list) else None
@@ -208,14 +210,14 @@ def _turns(items: Sequence[Any]) -> Iterator[Turn]:
         if isinstance(item, dict) and (item.get("role") == "assistant" or kind in CALL_ITEMS):
             turn.append(item)
         elif kind != "reasoning" and not str(kind).endswith("_call"):
-            if any(map(_says, turn)):
+            if any(map(_has_content, turn)):
                 yield turn
             turn = []
-    if any(map(_says, turn)):
+    if any(map(_has_content, turn)):
         yield turn
 
 
-def _says(item: Mapping[str, Any]) -> bool:
+def _has_content(item: Mapping[str, Any]) -> bool:
     """Return whether an item has text or a call. Hot path: allocates nothing."""
     content = item.get("content")
     if isinstance(content, str) and content and not content.isspace():
@@ -242,9 +244,9 @@ def _packed(call: Call) -> bytes:
     return _dumped([letters, call.name, given])
 
 
-def _dumped(said: Any) -> bytes:
+def _dumped(value: Any) -> bytes:
     try:
-        return orjson.dumps(said, option=orjson.OPT_SORT_KEYS)
+        return orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
     except orjson.JSONEncodeError:
         # orjson writes at most 254 levels, marshal 2,000; marshal does not sort the keys.
-        return marshal.dumps(said, MARSHAL_VERSION)
+        return marshal.dumps(value, MARSHAL_VERSION)

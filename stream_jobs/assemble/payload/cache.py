@@ -73,34 +73,34 @@ class PayloadCache:
 
     def __init__(self, max_bytes: int) -> None:
         self._max = max_bytes
-        self._kept: OrderedDict[int, CachedPayload] = OrderedDict()
+        self._entries: OrderedDict[int, CachedPayload] = OrderedDict()
         self.bytes = 0
 
-    def put(self, offset: int, kept: CachedPayload) -> None:
+    def put(self, offset: int, payload: CachedPayload) -> None:
         """Add an entry; may evict the oldest."""
         self.drop(offset)
-        self._kept[offset] = kept
-        self.bytes += _size(kept)
-        while self.bytes > self._max and self._kept:
-            _, old = self._kept.popitem(last=False)
+        self._entries[offset] = payload
+        self.bytes += _size(payload)
+        while self.bytes > self._max and self._entries:
+            _, old = self._entries.popitem(last=False)
             self.bytes -= _size(old)
 
     def split(self, starts: Mapping[int, int]) -> tuple[dict[int, CachedPayload], dict[int, int]]:
         """Return the cached payload of `starts` by offset, and the part of `starts` that is not
         cached.
         """
-        found = {o: kept for o in starts if (kept := self._kept.get(o)) is not None}
+        found = {o: payload for o in starts if (payload := self._entries.get(o)) is not None}
         return found, {o: start for o, start in starts.items() if o not in found}
 
     def drop(self, offset: int) -> None:
         """Remove an entry whose trajectory has closed."""
-        old = self._kept.pop(offset, None)
+        old = self._entries.pop(offset, None)
         if old is not None:
             self.bytes -= _size(old)
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._entries)
 
 
-def _size(kept: CachedPayload) -> int:
-    return kept.size if isinstance(kept, StepPayload) else len(kept) + 100
+def _size(payload: CachedPayload) -> int:
+    return payload.size if isinstance(payload, StepPayload) else len(payload) + 100

@@ -59,10 +59,10 @@ def _shaped_by(sampling: Sampling) -> list[str]:
     }
     if sampling.temperature != 0.0:  # the most probable token is never cut off
         neutral = {"top_p": 1.0, "top_k": 0, "min_p": 0.0} | neutral
-    said = {name: getattr(sampling, name) for name in neutral}
+    given = {name: getattr(sampling, name) for name in neutral}
     shaped = [
         f"{name}={value:g}"
-        for name, value in said.items()
+        for name, value in given.items()
         if value is not None and value != neutral[name] and not (name == "top_k" and value < 0)
     ]
     return [*shaped, *sampling.constraints]

@@ -119,28 +119,28 @@ def build(
 
 def prompt_of(tree_segments: Sequence[Segment], segment: int) -> bytes:
     """Return the packed prompt of the step whose response is in `segment`."""
-    pieces: list[bytes] = []
+    chunks: list[bytes] = []
     at = tree_segments[segment].parent
     while at is not None:
-        pieces.append(tree_segments[at].token_ids)
+        chunks.append(tree_segments[at].token_ids)
         at = tree_segments[at].parent
-    return b"".join(reversed(pieces))
+    return b"".join(reversed(chunks))
 
 
 class _Path(NamedTuple):
     """Ends of a step's prompt and response in the radix tree of all tokens."""
 
-    asked: _Branch
-    whole: _Branch
+    prompt_end: _Branch
+    response_end: _Branch
 
     def behind(self, parent: _Path | None) -> bytes:
         """Return the prompt after the parent's prompt and response."""
-        pieces: list[bytes] = []
-        at: _Branch | None = self.asked
-        while at is not None and (parent is None or at is not parent.whole):
-            pieces.append(at.tokens)
+        chunks: list[bytes] = []
+        at: _Branch | None = self.prompt_end
+        while at is not None and (parent is None or at is not parent.response_end):
+            chunks.append(at.tokens)
             at = at.above
-        return b"".join(reversed(pieces))
+        return b"".join(reversed(chunks))
 
 
 def _paths(steps: Sequence[SampledTokens | None]) -> list[_Path | None]:
@@ -152,8 +152,8 @@ def _paths(steps: Sequence[SampledTokens | None]) -> list[_Path | None]:
             paths.append(None)
             continue
         base = _path(paths, step.base)
-        asked = _descend(root if base is None else base.whole, step.prompt)
-        paths.append(_Path(asked, _descend(asked, step.response)))
+        prompt_end = _descend(root if base is None else base.response_end, step.prompt)
+        paths.append(_Path(prompt_end, _descend(prompt_end, step.response)))
     grown = [root]
     while grown:
         branch = grown.pop()
@@ -183,7 +183,7 @@ def _parents(
         for i, (s, path) in enumerate(zip(steps, paths, strict=True))
         if s and path and s.response and s.counts
     ]
-    latest = {path.whole: i for i, path in counting}  # of equal ones the latest
+    latest = {path.response_end: i for i, path in counting}  # of equal ones the latest
     sampling = {i for i, _ in counting}
     prompt_lengths: dict[
         _Branch, list[int]
@@ -195,10 +195,10 @@ def _parents(
         parent = source = None
         drift: Drift = "root"
         if step is not None and path is not None and step.counts:
-            at: _Branch | None = path.asked
+            at: _Branch | None = path.prompt_end
             while at is not None and (parent := latest.get(at)) is None:
                 at = at.above
-            left = _left(path.asked, at.end if at is not None else 0, prompt_lengths)
+            left = _diverged_from(path.prompt_end, at.end if at is not None else 0, prompt_lengths)
             source = next((other for other in left if repeats(i, other)), None)
             drift = (
                 "realigned"
@@ -210,18 +210,20 @@ def _parents(
                 else "clean"
             )
             if i in sampling:
-                prompt_lengths.setdefault(path.asked, []).append(i)
+                prompt_lengths.setdefault(path.prompt_end, []).append(i)
         parents.append(parent)
         sources.append(parent if source is None else source)
         drifts.append(drift)
     return parents, sources, drifts
 
 
-def _left(asked: _Branch, begin: int, earlier: Mapping[_Branch, Sequence[int]]) -> Sequence[int]:
+def _diverged_from(
+    prompt_end: _Branch, begin: int, earlier: Mapping[_Branch, Sequence[int]]
+) -> Sequence[int]:
     """Return the steps with the longest prompt from which this prompt diverges, latest first.
     begin: bytes of its longest sampled prefix.
     """
-    at = asked.above
+    at = prompt_end.above
     while at is not None and at.end >= max(begin, 1):
         if at in earlier:
             return earlier[at][::-1]

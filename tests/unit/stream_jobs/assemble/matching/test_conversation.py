@@ -28,7 +28,7 @@ CODEX_CALL = {
 def linked(request: Any) -> int | None:
     turns = turns_of(orjson.dumps(request))
     assert turns is not None
-    return reply_hashes(turns, None).shown
+    return reply_hashes(turns, None).previous
 
 
 def leads(request: Any, reply: Any) -> int | None:
@@ -101,11 +101,14 @@ def test_text_is_linked_with_all_that_was_said_before_and_a_call_by_itself() -> 
         [{"role": "assistant", "content": "b"}],
         [CODEX_CALL],
     )
-    shown = [reply_hashes(turns, None).shown for turns in ([a, b], [b, b], [b], [call, a], [a])]
+    shown = [reply_hashes(turns, None).previous for turns in ([a, b], [b, b], [b], [call, a], [a])]
     assert len(set(shown)) == len(shown)
-    assert reply_hashes([a], b) == (reply_hashes([a], None).shown, reply_hashes([a, b], None).shown)
+    assert reply_hashes([a], b) == (
+        reply_hashes([a], None).previous,
+        reply_hashes([a, b], None).previous,
+    )
     by_call = [
-        reply_hashes(turns, None).shown for turns in ([a, call], [b, call], [[*a, CODEX_CALL]])
+        reply_hashes(turns, None).previous for turns in ([a, call], [b, call], [[*a, CODEX_CALL]])
     ]
     assert len(set(by_call)) == 1 and reply_hashes(None, call).reply_hash == by_call[0]
     assert (
@@ -179,5 +182,6 @@ def test_arguments_of_any_depth_are_linked(message: str, depth: int) -> None:
     message = message.replace("DEEP", "[" * depth + "]" * depth)
     turns, reply = turns_of(f'{{"messages":[{message}]}}'.encode()), reply_of(message.encode())
     assert (
-        turns and reply_hashes(turns, None).shown == reply_hashes([], reply).reply_hash is not None
+        turns
+        and reply_hashes(turns, None).previous == reply_hashes([], reply).reply_hash is not None
     )
