@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import struct
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any, cast
 
 import fastavro
@@ -34,7 +35,12 @@ _PARSED = frozenset(("__fastavro_parsed", "__named_schemas"))
 
 def fingerprint_of(schema: Any) -> str:
     """Return the CRC-64-AVRO of the parsing canonical form: 16 hex digits, in header byte order."""
-    return fingerprint(to_parsing_canonical_form(schema), "CRC-64-AVRO")  # type: ignore[no-any-return]
+    return _fingerprint(to_parsing_canonical_form(schema))
+
+
+@lru_cache(maxsize=256)  # a CRC in Python takes about 1 ms, and every codec asks for the same ones
+def _fingerprint(canonical: str) -> str:
+    return fingerprint(canonical, "CRC-64-AVRO")  # type: ignore[no-any-return]
 
 
 def parse(schema: Schema) -> Schema:
