@@ -7,6 +7,8 @@ export VLLM_NO_USAGE_STATS = 1
 export DO_NOT_TRACK = 1
 # A caller's wheel folder would change what the hashed lock resolves to.
 unexport PIP_FIND_LINKS UV_FIND_LINKS
+# Each of the many processes would compile all modules again.
+unexport PYTHONDONTWRITEBYTECODE
 SEED ?= 0
 DATA_DIR ?= data
 DTYPE ?= float32
@@ -34,8 +36,8 @@ test: install ## unit, integration on a real Kafka, end to end on a real vLLM
 	-@$(PY) -m clawstream broker prepare
 	$(PY) -m pytest -m "not long and not gpu and not compose" -n 2 --dist loadfile --no-loadscope-reorder -q --durations=40
 
-test-unit: install ## no network, a few minutes
-	$(PY) -m pytest tests/unit -q
+test-unit: install ## the fast unit tests, about a minute; `make test` runs the slow ones too
+	$(PY) -m pytest tests/unit -m "not slow" -n 2 --dist worksteal -q
 
 test-long: install ## faults, soak, and a search for new counterexamples, many minutes
 	-@$(PY) -m clawstream broker prepare

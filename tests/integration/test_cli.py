@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -109,7 +110,8 @@ def test_every_command_has_help(capsys: pytest.CaptureFixture[str]) -> None:
             app([*words, "--help"])
         said = capsys.readouterr().out
         assert end.value.code == 0 and "Usage: " in said, words
-        assert len(said.splitlines()[2].strip()) > 10, f"{words}: says nothing of itself"
+        usage, summary, *_ = re.split(r"\n\s*\n", said.strip())
+        assert len(summary.strip()) > 10, f"{words}: no summary after {usage}"
 
 
 @pytest.mark.parametrize(

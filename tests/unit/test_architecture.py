@@ -105,6 +105,7 @@ def arrows() -> dict[str, set[str]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_imports_follow_the_layout(path: Path) -> None:
     name = str(path.relative_to(ROOT))
@@ -146,6 +147,7 @@ def test_file_is_named_by_a_noun(path: Path) -> None:
     assert path.stem not in {"utils", "helpers", "manager", "common", "misc"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "heavy"),
     [

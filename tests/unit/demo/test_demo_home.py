@@ -35,6 +35,7 @@ def test_a_run_that_is_not_over_keeps_its_directory(tmp_path: Path) -> None:
     fresh_home(home)
 
 
+@pytest.mark.slow
 def test_the_engine_serves_the_dtype_that_the_model_is_saved_in(tmp_path: Path) -> None:
     given = Settings.model_validate({"data_dir": tmp_path, "demo": {"dtype": "bfloat16"}})
     settings = demo_settings(given)

@@ -113,6 +113,7 @@ def test_the_tool_answers_error_to_what_is_no_key(arguments: str) -> None:
     assert agent.lookup(arguments) == "error"
 
 
+@pytest.mark.slow
 def test_a_model_directory_is_complete_and_repeatable(tmp_path: Path) -> None:
     losses: list[float] = []
     first = model.make_model(

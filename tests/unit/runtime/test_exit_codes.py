@@ -50,6 +50,7 @@ def test_the_documentation_has_the_same_table() -> None:
     assert frozenset({0, 2, 78, 79}) == NO_RESTART
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("error", "code", "has_traceback"),
     [
@@ -89,6 +90,7 @@ def test_the_root_of_every_package_is_of_the_foreseen() -> None:
     assert [root.__bases__ for root in roots] == [(ForeseenError,)] * len(roots)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("error", "code", "traces"),
     [
@@ -113,6 +115,7 @@ def test_a_command_ends_as_a_process_does(error: str, code: int, traces: int) ->
     ) and "why" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_second_gateway_on_a_spool_says_so_without_a_traceback(tmp_path: Path) -> None:
     held = lock(tmp_path / "spool" / "gateway-0")
     try:

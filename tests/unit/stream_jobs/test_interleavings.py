@@ -82,6 +82,7 @@ def both(logs: Logs, rng: Random, limits: Limits = LIMITS) -> tuple[Rig, Rig]:
     return plain, disturbed(duplicated(gapped, gaps, buried, rng), rng, limits)
 
 
+@pytest.mark.slow
 @how(max_examples=examples(100))
 @given(seed=SEED, length=st.integers(1, 60))
 def test_any_interleaving_duplicates_batches_and_kills_give_the_same(
@@ -176,6 +177,7 @@ def check_revisions(log: list[InputRecord], journal: list[JournalRecord], run: s
             assert {d.missed_batch_seq for d in told} <= {batch.batch_seq}
 
 
+@pytest.mark.slow
 @how(max_examples=examples(40))
 @given(seed=SEED)
 def test_full_rounds_give_the_same_groups_however_they_come(seed: int) -> None:

@@ -106,6 +106,7 @@ class Pool:
         return [(d.reason, d.trajectory_ids) for d in self.decided if isinstance(d, Refused)]
 
 
+@pytest.mark.slow
 def test_1_groups_behind_one_that_never_completes_are_served_at_once() -> None:
     """One member became silent, another never made a call.
 
@@ -160,6 +161,7 @@ def test_2_a_late_step_of_a_group_that_was_consumed_opens_no_group() -> None:
     assert len(pool.served) == 51 and pool.admission.input_from == pool._offset
 
 
+@pytest.mark.slow
 def test_3_what_is_held_is_bounded_when_the_trainer_stands_still() -> None:
     """No trainer reads a batch here.
 
@@ -188,6 +190,7 @@ def test_3_what_is_held_is_bounded_when_the_trainer_stands_still() -> None:
     assert cache.bytes <= 10_000 and len(cache) == 6
 
 
+@pytest.mark.slow
 def test_4_nothing_is_left_of_groups_that_were_consumed() -> None:
     """Only about 50 bytes per decided trajectory remain, so that none is trained twice."""
     pool = Pool(InMemoryPartition(replace(LIMITS, closed_max=20))).policy(group_size=1)
@@ -325,6 +328,7 @@ def test_9_a_missing_reward_next_to_one_that_is_there_is_not_zero() -> None:
     assert rewards == {"a": 1.0, "b": None}
 
 
+@pytest.mark.slow
 def test_10_a_step_costs_the_same_after_many_others() -> None:
     """Count function calls per step in both folds: unlike time, they do not vary by machine."""
     pool = Pool(InMemoryPartition(replace(LIMITS, closed_max=500))).policy(group_size=1)

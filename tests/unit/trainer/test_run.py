@@ -218,6 +218,7 @@ def batches(versions: list[WeightVersion]) -> list[tuple[int | None, int | None]
     return [(v.first_batch_seq, v.last_batch_seq) for v in versions]
 
 
+@pytest.mark.slow
 def test_version_ids_after_two_resumes_are_never_reused(tmp_path: Path, model_dir: Path) -> None:
     s, weight_log = settings(tmp_path, model_dir), MemoryWeightLog()
     go(begin(s, weight_log), 0, 1)
@@ -261,6 +262,7 @@ def test_tokens_of_versions_that_would_get_an_id_of_ours_are_refused(
         run.train(batch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_same_seed_and_batches_give_identical_weights_resumed_or_not(
     tmp_path: Path, dtype: str
@@ -288,6 +290,7 @@ def test_same_seed_and_batches_give_identical_weights_resumed_or_not(
     assert torch.equal(states[0]["rng_cpu"], states[1]["rng_cpu"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("own", "engine"), [("bfloat16", "auto"), ("float32", "bfloat16")])
 def test_an_engine_that_booted_in_bfloat16_takes_every_version(
     tmp_path: Path, model_dir: Path, own: str, engine: str
@@ -351,6 +354,7 @@ def test_published_files_are_what_the_manifest_says_and_a_loadable_model(
     assert version.metrics["logp_max_abs_diff_same_version"] == version.metrics["logp_max_abs_diff"]
 
 
+@pytest.mark.slow
 def test_what_a_killed_trainer_left_is_cleared_away_and_trained_again(
     tmp_path: Path, model_dir: Path
 ) -> None:
@@ -410,6 +414,7 @@ def test_a_fenced_trainer_says_so_even_when_its_files_were_cleared_away(
     assert ids(weight_log) == ["0.0"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", ["model", "training.pt", INFO, "everything"])
 def test_a_damaged_checkpoint_falls_back_to_its_parent(
     tmp_path: Path, model_dir: Path, damage: str
@@ -441,6 +446,7 @@ def test_versions_without_any_checkpoint_are_an_error(tmp_path: Path, model_dir:
         begin(s, weight_log)
 
 
+@pytest.mark.slow
 def test_a_wiped_weights_log_starts_anew_under_new_ids_and_deletes_nothing(
     tmp_path: Path, model_dir: Path
 ) -> None:
@@ -459,6 +465,7 @@ def test_a_wiped_weights_log_starts_anew_under_new_ids_and_deletes_nothing(
     assert ids(wiped) == ["0.1", "1.1", "2.2"]
 
 
+@pytest.mark.slow
 def test_a_batches_topic_made_anew_is_an_error_once_something_was_trained(
     tmp_path: Path, model_dir: Path
 ) -> None:
@@ -487,6 +494,7 @@ def no_memory(*_: object) -> NoReturn:
     )
 
 
+@pytest.mark.slow
 def test_out_of_memory_names_the_batch_and_is_not_tried_for_ever(
     tmp_path: Path, model_dir: Path
 ) -> None:
@@ -565,6 +573,7 @@ def test_a_batch_that_is_not_finite_is_passed_over_and_said(
     assert weight_log.published[-1].metrics["optimizer_steps"] == 1.0
 
 
+@pytest.mark.slow
 def test_a_stop_between_two_versions_publishes_under_the_index_that_staleness_expects(
     tmp_path: Path, model_dir: Path
 ) -> None:
@@ -581,6 +590,7 @@ def test_a_stop_between_two_versions_publishes_under_the_index_that_staleness_ex
         assert version.sync_index == version.last_batch_seq // 2 + 1
 
 
+@pytest.mark.slow
 def test_files_of_old_versions_are_deleted_the_newest_two_never(
     tmp_path: Path, model_dir: Path
 ) -> None:

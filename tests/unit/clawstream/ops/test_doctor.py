@@ -59,6 +59,7 @@ def test_partitions_that_agree_share_a_line_but_no_trouble_is_hidden() -> None:
     assert format_diagnoses([]) == "no process has stored a position yet"
 
 
+@pytest.mark.slow
 def test_marks_are_found_behind_checkpoints_of_the_delta_log(tmp_path: Path) -> None:
     assert read_committed_offsets(str(tmp_path), "rewards", {}) == {}
     lake = Lake(str(tmp_path), {}, 10)

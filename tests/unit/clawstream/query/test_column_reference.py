@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from clawstream.query import column_reference
 from stream_jobs.lake.tables.catalog import catalog
 
 PAGE = Path(__file__).parents[4] / "docs" / "lake-columns.md"
 
 
+@pytest.mark.slow
 def test_the_page_is_up_to_date() -> None:
     expected = column_reference.reference() + "\n"
     assert PAGE.read_text() == expected, (
@@ -17,6 +20,7 @@ def test_the_page_is_up_to_date() -> None:
     )
 
 
+@pytest.mark.slow
 def test_each_column_has_a_description() -> None:
     tables, views = column_reference.of_tables(), column_reference.of_views()
     assert tables.keys() == catalog().keys()

@@ -79,6 +79,7 @@ def trajectory(key: str, version: str, part: int = 0, parts: int = 1) -> records
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_rewards_by_sync_index(settings: Settings, lake: SmallLake) -> None:
     lake.put("trajectories", "TT", trajectory("a", "r/1.2"), trajectory("b", "r/1.2"),
              trajectory("c", "r/2.2"),
@@ -128,6 +129,7 @@ def test_rewards_by_sync_index(settings: Settings, lake: SmallLake) -> None:
     assert run_sql(settings, f"{query} limit 1", "csv") == "oldest_sync_index,avg(reward)\n1,0.75"
 
 
+@pytest.mark.slow
 def test_duckdb_shows_what_each_column_means(settings: Settings, lake: SmallLake) -> None:
     query = "select table_name, column_name, comment from duckdb_columns() where not internal"
     said = json.loads(run_sql(settings, query, "json"))
@@ -143,6 +145,7 @@ def test_duckdb_shows_what_each_column_means(settings: Settings, lake: SmallLake
     assert [column for column, comment in comments.items() if not comment] == []
 
 
+@pytest.mark.slow
 def test_a_damaged_table_leaves_the_comments(settings: Settings, lake: SmallLake) -> None:
     (settings.data_dir / "lake" / "rewards" / "_delta_log" / f"{0:020}.json").write_text("{")
     query = (
@@ -152,6 +155,7 @@ def test_a_damaged_table_leaves_the_comments(settings: Settings, lake: SmallLake
     assert json.loads(run_sql(settings, query, "json")) == [{"comment": "Number of steps."}]
 
 
+@pytest.mark.slow
 def test_steps_carry_their_marks_once(settings: Settings, lake: SmallLake) -> None:
     steps = [
         records.Step(
@@ -187,6 +191,7 @@ def test_steps_carry_their_marks_once(settings: Settings, lake: SmallLake) -> No
     ]
 
 
+@pytest.mark.slow
 def test_the_reward_that_counts(settings: Settings, lake: SmallLake) -> None:
     def of(event_id: str, value: float, revision: int, **more: Any) -> records.Reward:
         return records.Reward(
@@ -211,6 +216,7 @@ def test_the_reward_that_counts(settings: Settings, lake: SmallLake) -> None:
     assert connect(settings).execute("select count(*) from rewards_raw").fetchall() == [(5,)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", ["anonymous-" + "0" * 32, "agent-codex-" + "0" * 32])
 def test_what_names_a_step_where_the_gateway_made_the_key_has_the_trajectory_of_the_step(
     settings: Settings, lake: SmallLake, key: str
@@ -274,6 +280,7 @@ def test_what_names_a_step_where_the_gateway_made_the_key_has_the_trajectory_of_
     assert connect(settings).execute(of_marks).fetchall() == [("1", 1.0)]
 
 
+@pytest.mark.slow
 def test_time_travel(settings: Settings, lake: SmallLake) -> None:
     lake.put("candidates", "CC", candidate("a", 0, 1, reward(0.0)))
     lake.put("candidates", "CC", candidate("a", 1, 1, reward(1.0)))
@@ -290,17 +297,20 @@ def test_time_travel(settings: Settings, lake: SmallLake) -> None:
         connect(settings, {"nope": 1})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("table", list(catalog()))
 def test_every_table_answers(settings: Settings, lake: SmallLake, table: str) -> None:
     assert connect(settings).execute(f"select count(*) from {table}").fetchall() == [(0,)]
     assert connect(settings).execute(f"select * from {table}_raw").fetchall() == []
 
 
+@pytest.mark.slow
 def test_a_wrong_query_is_told_in_the_words_of_duckdb(settings: Settings, lake: SmallLake) -> None:
     with pytest.raises(SqlError, match="Table with name nope does not exist"):
         run_sql(settings, "select * from nope")
 
 
+@pytest.mark.slow
 def test_nested_values_are_json_in_every_text_format(settings: Settings, lake: SmallLake) -> None:
     query = (
         "select {'a': 1, 'b': [1.5::double, null]} s, map {'x': [1]} m, [date '2020-01-02'] d, "
@@ -321,6 +331,7 @@ def test_nested_values_are_json_in_every_text_format(settings: Settings, lake: S
     ]
 
 
+@pytest.mark.slow
 def test_parquet_has_the_types(settings: Settings, lake: SmallLake) -> None:
     out = io.BytesIO()
     write_sql(
@@ -338,11 +349,13 @@ def test_parquet_has_the_types(settings: Settings, lake: SmallLake) -> None:
     assert (found.num_rows, found.column("b")[4999].as_py()) == (5000, [4999.0])
 
 
+@pytest.mark.slow
 def test_an_older_lake_lacks_a_table(settings: Settings, lake: SmallLake) -> None:
     (settings.data_dir / "lake" / "weights").rename(settings.data_dir / "aside")
     assert connect(settings).execute("select count(*) from weights").fetchall() == [(0,)]
 
 
+@pytest.mark.slow
 def test_an_older_lake_lacks_a_field_inside_a_struct(settings: Settings, lake: SmallLake) -> None:
     now = catalog()["trajectories"].schema
     items = now.field("steps").type.value_type
@@ -360,6 +373,7 @@ def test_an_older_lake_lacks_a_field_inside_a_struct(settings: Settings, lake: S
     assert connect(settings).execute(query).fetchall() == [("a~1.0", None)]
 
 
+@pytest.mark.slow
 def test_rows_come_once_and_the_newer_writer_goes_on(settings: Settings, lake: SmallLake) -> None:
     assert (
         lake.put(

@@ -84,6 +84,7 @@ def sql(tmp_path: Path) -> Any:
     connection.close()
 
 
+@pytest.mark.slow
 def test_trajectories_and_steps_that_a_condition_finds(sql: Any) -> None:
     assert targets(sql, "trajectories", "quality < 0.3") == [Target("r", "b", None, True)]
     assert targets(sql, "trajectories", "quality > 0.3 -- the rest") == [

@@ -238,6 +238,7 @@ def ids(answer: dict[str, Any]) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 def test_a_version_names_every_step_that_made_it(lineage: Lineage) -> None:
     said = lineage.weights("r/3.1")
     assert [v["version_id"] for v in said["chain"]] == ["r/3.1", "r/2.1", "r/1.0", "r/0.0"]
@@ -261,6 +262,7 @@ def test_a_version_names_every_step_that_made_it(lineage: Lineage) -> None:
     )
 
 
+@pytest.mark.slow
 def test_an_attempt_that_was_lost_is_not_on_the_chain(lineage: Lineage) -> None:
     lost, kept = lineage.weights("r/2.0"), lineage.weights("r/2.1")
     assert ids(lost) == ids(kept) and len(ids(kept)) == 8
@@ -274,6 +276,7 @@ def test_an_attempt_that_was_lost_is_not_on_the_chain(lineage: Lineage) -> None:
     assert said["verdict"] == "in batch 2 of channel train at revision 0, trained by r/2.1"
 
 
+@pytest.mark.slow
 def test_what_was_not_trained_says_why(lineage: Lineage) -> None:
     said = lineage.weights("r/4.1")
     members = {
@@ -304,6 +307,7 @@ def test_what_was_not_trained_says_why(lineage: Lineage) -> None:
     )
 
 
+@pytest.mark.slow
 def test_what_lies_before_its_place(tmp_path: Path) -> None:
     """The lake has the first copy of a trajectory; the batch names the offset of the second copy.
 
@@ -320,6 +324,7 @@ def test_what_lies_before_its_place(tmp_path: Path) -> None:
     assert len(ids(said)) == len(set(ids(said))) == 6 and said["totals"]["not_in_lake"] == []
 
 
+@pytest.mark.slow
 def test_what_became_of_a_step(lineage: Lineage) -> None:
     def verdict(step_id: str) -> str:
         (said,) = lineage.step(step_id)
@@ -369,6 +374,7 @@ def test_what_is_not_there(lineage: Lineage) -> None:
         assert str(raised.value).startswith(why)
 
 
+@pytest.mark.slow
 def test_a_run_in_numbers(lineage: Lineage) -> None:
     said = lineage.run(RUN)
     assert (said["head"], said["versions"], said["surviving_versions"], said["abandoned"]) == (
@@ -389,6 +395,7 @@ def test_a_run_in_numbers(lineage: Lineage) -> None:
     assert said["late_revisions"] == 1
 
 
+@pytest.mark.slow
 def test_the_views(settings: Settings) -> None:
     sql = connect(settings)
     rows = sql.execute(
@@ -421,6 +428,7 @@ def test_the_views(settings: Settings) -> None:
     assert sql.execute("select count(*) from lineage_versions where surviving").fetchone() == (5,)
 
 
+@pytest.mark.slow
 def test_the_command(settings: Settings) -> None:
     def call(*words: str, code: int = 0) -> str:
         done = CliRunner().invoke(app, ["lineage", *words, f"data_dir={settings.data_dir}"])

@@ -84,6 +84,7 @@ def connection(
         os.chdir(former)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("query", ESCAPES)
 def test_a_query_can_not_leave(connection: Any, query: str) -> None:
     a_python_variable = pa.table({"a": [1]})
@@ -97,6 +98,7 @@ def query_processes(before: frozenset[psutil.Process] = frozenset()) -> set[psut
     return set(psutil.Process().children()) - before
 
 
+@pytest.mark.slow
 def test_memory_is_bounded_by_the_operating_system(settings: Settings) -> None:
     """DuckDB does not count the memory of this function and ignores interrupts during it."""
     small = settings.model_copy(update={"lake": LakeSettings(sql_memory_mb=512)})
@@ -120,6 +122,7 @@ def test_time_is_bounded_and_the_process_is_gone(settings: Settings) -> None:
     assert not query_processes(before)
 
 
+@pytest.mark.slow
 def test_an_answer_without_end_is_read_as_far_as_one_likes(settings: Settings) -> None:
     before = frozenset(query_processes())
     with answer(settings, "SELECT range AS a FROM range(1000000000000)") as reader:
@@ -130,6 +133,7 @@ def test_an_answer_without_end_is_read_as_far_as_one_likes(settings: Settings) -
     assert not process.is_running()
 
 
+@pytest.mark.slow
 def test_an_error_in_the_middle_of_an_answer_is_told(settings: Settings) -> None:
     out: list[pa.RecordBatch] = []
     with pytest.raises(SqlError, match="in the middle"):
@@ -142,6 +146,7 @@ def test_an_error_in_the_middle_of_an_answer_is_told(settings: Settings) -> None
     assert sum(b.num_rows for b in out) < 100_000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_with_who_asked_the_process_ends(settings: Settings, number: signal.Signals) -> None:
     query = "SELECT range AS a FROM range(1000000000000)"
@@ -168,12 +173,14 @@ def test_with_who_asked_the_process_ends(settings: Settings, number: signal.Sign
     assert not child.is_running()
 
 
+@pytest.mark.slow
 def test_a_process_can_be_started_before_it_is_asked(settings: Settings) -> None:
     with query_process() as worker, answer(settings, "SELECT 1 AS a", worker=worker) as reader:
         assert [batch.to_pydict() for batch in reader] == [{"a": [1]}]
     assert worker.process.returncode is not None
 
 
+@pytest.mark.slow
 def test_a_process_that_is_never_asked_ends_without_a_word() -> None:
     """The parent process was killed before it had a query."""
     with query_process() as worker:
@@ -181,6 +188,7 @@ def test_a_process_that_is_never_asked_ends_without_a_word() -> None:
         assert (worker.process.returncode, said, worker.errors.read()) == (0, b"", b"")
 
 
+@pytest.mark.slow
 def test_a_wrong_setting_ends_the_process(settings: Settings) -> None:
     command = [sys.executable, "-m", "clawstream", "sql", "SELECT 1", "lake.sql_memory_mb=lots"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
@@ -189,6 +197,7 @@ def test_a_wrong_setting_ends_the_process(settings: Settings) -> None:
     assert "lake.sql_memory_mb" in line
 
 
+@pytest.mark.slow
 def test_a_statement_without_a_result_and_a_missing_lake(
     settings: Settings, tmp_path: Path
 ) -> None:

@@ -166,6 +166,7 @@ def test_an_event_that_never_ends_passes_and_is_kept_as_far_as_there_is_room(
     assert b'"$blob"' in step.response_json  # 4 MiB of it, which the log does not take
 
 
+@pytest.mark.slow
 def test_choices_of_one_number_are_different_steps(tmp_path: Path) -> None:
     choices = [
         {"index": 0, "message": {"role": "assistant", "content": t}, "finish_reason": "stop"}

@@ -161,6 +161,7 @@ def clawstream(directory: Path, *words: str) -> subprocess.CompletedProcess[str]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
+@pytest.mark.slow
 def test_the_command_line_tells_a_key_once(tmp_path: Path) -> None:
     made = clawstream(
         tmp_path,

@@ -160,6 +160,7 @@ def test_what_cannot_be_unpacked_passes_packed(
     assert got.unread == [data] and untrainable(got.steps[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("data", "stream"),
     [

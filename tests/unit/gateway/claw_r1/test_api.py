@@ -231,6 +231,7 @@ def test_a_reward_is_computed_by_the_function_of_the_settings(
     run_scenario(scenario, Script([HI]), compute_reward="last_number@2", tokenizer_path=tokenizer)
 
 
+@pytest.mark.slow
 def test_a_function_of_ones_own(run_scenario: RunScenario, tokenizer: Path) -> None:
     async def scenario(w: GatewayFixture) -> None:
         status, said = await post(
@@ -254,6 +255,7 @@ def test_a_function_of_ones_own(run_scenario: RunScenario, tokenizer: Path) -> N
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "why"), [("loops", "timeout"), ("crashes", "crashed"), ("fails", "ValueError: no")]
 )
@@ -277,6 +279,7 @@ def test_a_function_that_never_answers_costs_its_own_call_only(
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_without_a_function_or_a_tokenizer_it_says_what_to_set(run_scenario: RunScenario) -> None:
     async def scenario(w: GatewayFixture) -> None:
         status, said = await post(w, "/compute_reward", ANSWER)

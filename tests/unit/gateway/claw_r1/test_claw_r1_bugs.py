@@ -125,6 +125,7 @@ def test_1_tokens_are_not_made_from_text_again(run_scenario: RunScenario) -> Non
     run_scenario(scenario, Script([say]))
 
 
+@pytest.mark.slow
 def test_2_more_than_100_calls_are_asked_at_once(run_scenario: RunScenario) -> None:
     gate = asyncio.Semaphore(0)
 
@@ -387,6 +388,7 @@ def test_15_agents_on_other_machines_are_given_a_url_that_they_can_reach(
 # ---------------------------------------------------------------- documented, but not there, 2.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", ["", "/", "/v1", "/v1/"])
 def test_2_1_1_the_documented_base_url_works(run_scenario: RunScenario, suffix: str) -> None:
     async def scenario(w: GatewayFixture) -> None:

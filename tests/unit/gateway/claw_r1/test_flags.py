@@ -63,6 +63,7 @@ def test_wrong_flags_end_with_the_usage(
     assert arguments[0] in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_command_takes_them() -> None:
     flags = ["--prompt-length", "0", "--ray-address", "auto"]
     done = subprocess.run(

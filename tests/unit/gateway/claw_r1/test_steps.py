@@ -168,6 +168,7 @@ def test_what_is_submitted_twice_has_the_same_ids(run_scenario: RunScenario) -> 
     run_scenario(scenario, Script([HI]))
 
 
+@pytest.mark.slow
 def test_a_large_submission_is_taken(run_scenario: RunScenario) -> None:
     ids = list(range(2304))
     many = [

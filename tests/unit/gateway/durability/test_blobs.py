@@ -245,6 +245,7 @@ class Messages(list[Message]):
     """A list that supports weak references."""
 
 
+@pytest.mark.slow
 def test_a_store_that_hangs_holds_no_more_than_its_threads(tmp_path: Path) -> None:
     go_on, began, lock = threading.Event(), list[int](), threading.Lock()
 

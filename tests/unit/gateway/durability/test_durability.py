@@ -175,6 +175,7 @@ def test_kafka_away_and_spool_full_refuses_before_sampling(run_scenario: RunScen
     run_scenario(scenario, Script([HI]), spool_max_bytes=10)
 
 
+@pytest.mark.slow
 def test_records_too_large_for_kafka_are_not_spooled(run_scenario: RunScenario) -> None:
     async def scenario(w: GatewayFixture) -> None:
         w.producer.max_bytes = 20

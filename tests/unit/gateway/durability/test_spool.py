@@ -183,6 +183,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.slow
 def test_a_full_disk_refuses_and_recovers(tmp_path: Path) -> None:
     with (tmp_path / "log").open("wb") as log:
         done = subprocess.run(

@@ -267,6 +267,7 @@ def test_nothing_was_said_before_the_first_block() -> None:
     assert streamed(ADAPTER, BODY, "captured", first).reply.choices == ()
 
 
+@pytest.mark.slow
 @given(broken(VOICE, ASK))
 def test_no_event_can_break_the_accumulator(said: list[Any]) -> None:
     takes_or_refuses(ADAPTER, BODY, "captured", said)
@@ -371,6 +372,7 @@ def test_a_message_is_one_step(
     run_scenario(scenario, Script([say]))
 
 
+@pytest.mark.slow
 def test_errors_reach_the_client_as_anthropics(run_scenario: RunScenario) -> None:
     async def scenario(w: GatewayFixture) -> None:
         async with sdk(w) as client:

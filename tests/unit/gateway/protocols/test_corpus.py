@@ -75,6 +75,7 @@ def test_the_manifest_names_every_file() -> None:
     assert files == {case.name for case in CASES}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_client_sees_the_same_through_the_gateway(case: Case, played: dict[str, Outcome]) -> None:
     outcome = played[case.name]

@@ -106,6 +106,7 @@ def http() -> Iterator[httpx.Client]:
         yield client
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", list(GenerationMode))
 def test_no_operation_of_the_page_fails(gateway: str, mode: GenerationMode) -> None:
     httpx.get(
@@ -215,6 +216,7 @@ OF_CALLS: tuple[dict[str, Any], ...] = (
 """What is added to a body, so that it is read or changed in another way."""
 
 
+@pytest.mark.slow
 @MANY
 @given(data=st.data())
 def test_no_odd_value_fails(

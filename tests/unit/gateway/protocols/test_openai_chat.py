@@ -123,6 +123,7 @@ def in_pieces(data: st.DataObject, stream: EventStream, incoming: bytes) -> byte
     return out
 
 
+@pytest.mark.slow
 @given(says, st.booleans(), st.booleans(), st.data())
 def test_a_vllm_stream_tells_the_client_what_it_asked_for_and_us_everything(
     script: list[ScriptedChoice], logprobs: bool, ids: bool, data: st.DataObject
@@ -143,6 +144,7 @@ def test_a_vllm_stream_tells_the_client_what_it_asked_for_and_us_everything(
         assert json.loads(choice.message_json) == {"role": "assistant", "content": say.text}
 
 
+@pytest.mark.slow
 @given(says, st.booleans(), st.data())
 def test_a_captured_stream_goes_through_and_tells_us_everything(
     script: list[ScriptedChoice], logprobs: bool, data: st.DataObject
@@ -205,6 +207,7 @@ def test_a_broken_account_of_tokens_costs_the_tokens_not_the_reply() -> None:
     )
 
 
+@pytest.mark.slow
 @given(broken(ChatServer(), ASK | {"stream": True}), st.sampled_from(["captured", "vllm", "text"]))
 def test_no_event_breaks_the_accumulator(events: list[Any], kind: EngineKind) -> None:
     takes_or_refuses(CHAT, orjson.dumps(ASK | {"stream": True}), kind, events)

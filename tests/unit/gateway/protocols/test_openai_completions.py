@@ -284,6 +284,7 @@ def test_an_engines_error_event_is_a_failure() -> None:
     assert [c.finish_reason for c in got.reply.choices] == [None]
 
 
+@pytest.mark.slow
 @given(
     broken(VOICE, ASK | {"return_token_ids": True, "logprobs": 0}),
     st.sampled_from(["captured", "vllm", "text"]),

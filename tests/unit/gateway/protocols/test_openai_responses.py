@@ -329,6 +329,7 @@ def test_logprobs_that_were_asked_for_stay() -> None:
         assert [e["logprob"] for e in told] == [-0.5, -0.25]
 
 
+@pytest.mark.slow
 @given(broken(VOICE, ASK))
 def test_no_event_can_break_the_accumulator(said: list[Any]) -> None:
     takes_or_refuses(ADAPTER, BODY, "captured", said)

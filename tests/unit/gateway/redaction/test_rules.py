@@ -176,6 +176,7 @@ def test_what_is_no_secret_stays(text: str) -> None:
     assert SCAN.text(text.encode()) == text.encode()
 
 
+@pytest.mark.slow
 @given(st.text(alphabet=st.characters(codec="utf-8"), max_size=200))
 def test_anything_that_is_redacted_once_is_redacted(text: str) -> None:
     once = HASHED.text(text.encode())
@@ -279,6 +280,7 @@ ADVERSARIAL = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unit", ADVERSARIAL)
 def test_work_is_linear_in_the_text(unit: str) -> None:
     """A text eight times as long takes about eight times the work, not 64 times (quadratic)."""

@@ -74,6 +74,7 @@ EVENTS = st.sampled_from(
 )
 
 
+@pytest.mark.slow
 @given(FRAMES)
 def test_what_is_encoded_is_decoded(frames: list[Frame]) -> None:
     assert engine_frames.decode(b"".join(map(engine_frames.encode, frames))) == frames
@@ -85,6 +86,7 @@ def test_a_plain_reply_is_split_again(frames: list[Frame], body: bytes) -> None:
     assert engine_frames.split(whole, str(len(body))) == (body, frames)
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(FRAMES, EVENTS), max_size=5))
 def test_comments_are_events_of_their_own(sent: list[tuple[list[Frame], bytes]]) -> None:
     stream = b"".join(

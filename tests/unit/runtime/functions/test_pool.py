@@ -206,6 +206,7 @@ pool.find("own_functions.py:waits")(trajectory(begun=sys.argv[1]))
 """
 
 
+@pytest.mark.slow
 def test_a_child_dies_with_its_parent(tmp_path: Path) -> None:
     begun = tmp_path / "pid"
     code = PARENT.format(unit=str(Path(__file__).parent))

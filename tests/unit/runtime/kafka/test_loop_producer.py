@@ -82,6 +82,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.slow
 def test_whom_nobody_could_tell_is_worth_a_crash() -> None:
     done = subprocess.run([sys.executable, "-c", BUG], capture_output=True, timeout=300)
     assert done.returncode == 70 and b"a bug of the caller" in done.stderr + done.stdout

@@ -11,6 +11,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[4]
 FULL = """
 import asyncio, json, os, signal, subprocess, sys
@@ -59,6 +61,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_said_once_and_waited_out(tmp_path: Path) -> None:
     """Use a separate file system of 256 KiB, in a separate mount namespace."""
     done = subprocess.run(

@@ -55,6 +55,7 @@ REWARD = Reward(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cls", TOP_LEVEL)
 def test_there_and_back(cls: type) -> None:
     for _ in range(4):

@@ -84,6 +84,7 @@ def test_class_has_the_fields_of_its_schema(cls: type) -> None:
     assert cls.__name__ in seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cls", TOP_LEVEL)
 def test_record_survives_the_wire(cls: type) -> None:
     for _ in range(20):
@@ -94,6 +95,7 @@ def test_record_survives_the_wire(cls: type) -> None:
         assert CODEC.encode(CODEC.decode(value)) == value
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cls", TOP_LEVEL)
 def test_the_compiled_writer_writes_what_fastavro_writes(cls: type) -> None:
     for _ in range(50):
@@ -116,6 +118,7 @@ def with_fastavro(cls: type, body: bytes) -> typing.Any:
     return record_from(cls.__name__, typing.cast("dict[str, typing.Any]", plain))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cls", TOP_LEVEL)
 def test_the_compiled_reader_reads_what_fastavro_reads(cls: type) -> None:
     for _ in range(50):
@@ -206,6 +209,7 @@ def test_truncated_or_extended_values_are_undecodable(cls: type) -> None:
         CODEC.decode(value + b"\0")
 
 
+@pytest.mark.slow
 def test_more_records_in_an_array_than_anyone_writes_are_undecodable() -> None:
     """The bound holds for one block or many: a record of two bytes would expand to sixty bytes."""
     tags = tuple(records.Tag(name="QQ", evidence="ZZ") for _ in range(2))
@@ -288,6 +292,7 @@ def test_every_current_schema_is_archived() -> None:
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("old", archived(), ids=lambda s: f"{s['name']}-{fingerprint_of(s)[:8]}")
 def test_archived_schema_and_current_one_read_each_other(old: dict[str, typing.Any]) -> None:
     """Check both directions on bytes.

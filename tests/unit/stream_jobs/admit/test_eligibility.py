@@ -186,6 +186,7 @@ def lake(tmp_path: Path) -> tuple[Settings, Any]:
     return settings, put
 
 
+@pytest.mark.slow
 def test_sql_says_the_same(lake: tuple[Settings, Any]) -> None:
     settings, put = lake
     rng = random.Random(5)

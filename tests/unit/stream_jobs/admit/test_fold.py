@@ -368,6 +368,7 @@ def test_replay_gives_the_same_batches_in_the_same_order() -> None:
     )
 
 
+@pytest.mark.slow
 def test_straggler_blocks_nobody_and_costs_nothing() -> None:
     """10,000 groups are decided while one group never completes.
 

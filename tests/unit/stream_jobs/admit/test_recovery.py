@@ -253,6 +253,7 @@ def check(journal: list[JournalRecord]) -> None:
             assert len({min(m.oldest_sync_index or 0 for m in g.members) for g in d.groups}) == 1
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(100), deadline=None)
 @given(seed=SEED, length=LENGTH, channel=st.sampled_from(["train", "val"]), ended=st.booleans())
 def test_crash_after_any_step_changes_nothing(

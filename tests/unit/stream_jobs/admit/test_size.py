@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import pytest
 from support.admit import SOURCE, cand, entries, fold, groups, policy, reward
 
 from schemas.codec.single_object import Codec
@@ -40,6 +41,7 @@ def hashes(decisions: list[JournalRecord]) -> list[str]:
     return [d.content_hash for d in decisions if isinstance(d, ReadyBatch)]
 
 
+@pytest.mark.slow
 def test_batch_closes_before_it_is_larger_than_a_record() -> None:
     """A restart after any batch gives the same batches.
 
@@ -112,6 +114,7 @@ def test_group_that_no_record_takes_is_refused_and_stops_nobody() -> None:
     assert groups([batch]) == [[["a", "b"]]]
 
 
+@pytest.mark.slow
 def test_group_that_is_larger_than_a_batch_goes_alone() -> None:
     plain = [cand("a", "h", 1.0), cand("b", "h", 0.0)]
     alone = [with_steps(f"s{i}", "g", float(i), 128) for i in range(128)]
@@ -135,6 +138,7 @@ def test_what_an_open_batch_counts_follows_a_policy_that_trains_other_steps() ->
     assert isinstance(batch, ReadyBatch) and batch.trainable_tokens == 80
 
 
+@pytest.mark.slow
 def test_refused_group_of_50_000_is_several_records_that_a_restart_reads_as_one() -> None:
     """Ids have the maximum length: one record of all ids would be 11 MB."""
     n = 50_000

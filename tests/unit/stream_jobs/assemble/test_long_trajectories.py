@@ -59,6 +59,7 @@ def test_a_closing_takes_the_memory_of_the_tokens_and_not_of_the_prompts() -> No
     assert prompt_of(t.segments, t.steps[-1].segment or 0) == pack_ids(history[:-50])
 
 
+@pytest.mark.slow
 def test_a_closing_leaves_nothing_behind_that_only_a_search_for_cycles_finds() -> None:
     w, history = InMemoryPartition(), [1, 2, 3]
     for n in range(20):
@@ -129,6 +130,7 @@ def test_a_trajectory_has_a_bounded_payload() -> None:
     )
 
 
+@pytest.mark.slow
 def test_long_ones_that_have_closed_take_no_more_memory_than_short_ones() -> None:
     w = InMemoryPartition(replace(LIMITS, closed_max=15))
     for i in range(10):
@@ -141,6 +143,7 @@ def test_long_ones_that_have_closed_take_no_more_memory_than_short_ones() -> Non
     assert 10 * 4096 < sum(len(encode(w.state.closed[key])) for key in w.state.closed) < 15 * 4096
 
 
+@pytest.mark.slow
 def test_one_of_thousands_of_steps_is_trained() -> None:
     """Follow thousands of steps with the longest key from assemble to the trainer's rows.
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.assemble import (
@@ -116,6 +117,7 @@ def merged(
     return out
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(100), deadline=None)
 @given(st.data())
 def test_any_interleaving_with_duplicates_and_crashes_gives_the_same(data: st.DataObject) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from support.small_lake import SmallLake
 
 from schemas.records import Reward
@@ -19,6 +20,7 @@ def reward(n: int) -> Reward:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_what_comes_again_is_looked_up_in_all_of_the_table(tmp_path: Path) -> None:
     settings = Settings(data_dir=tmp_path)
     lake = SmallLake(settings, window=5)

@@ -188,6 +188,7 @@ def ids(path: Path) -> list[str]:
     return sorted(found.column("event_id").to_pylist())
 
 
+@pytest.mark.slow
 def test_two_writers_do_not_meet_and_a_change_of_their_number_fences_all_of_before(
     tmp_path: Path,
 ) -> None:
@@ -215,6 +216,7 @@ def test_two_writers_do_not_meet_and_a_change_of_their_number_fences_all_of_befo
     assert ids(tmp_path) == sorted([*(f"a{i}" for i in range(7)), *(f"b{i}" for i in range(6))])
 
 
+@pytest.mark.slow
 def test_a_commit_in_flight_at_a_change_of_layout_is_refused(tmp_path: Path) -> None:
     """The older writer reads the table before the new lease and commits after it."""
     alone = claimed(tmp_path)
@@ -234,6 +236,7 @@ def test_a_commit_in_flight_at_a_change_of_layout_is_refused(tmp_path: Path) -> 
     assert ids(tmp_path) == ["a0", "a1"]
 
 
+@pytest.mark.slow
 def test_a_claim_wins_against_a_writer_that_commits_all_the_while(tmp_path: Path) -> None:
     alone = claimed(tmp_path)
     begun, fenced, last = threading.Event(), threading.Event(), 0
@@ -258,6 +261,7 @@ def test_a_claim_wins_against_a_writer_that_commits_all_the_while(tmp_path: Path
     assert last > 0
 
 
+@pytest.mark.slow
 def test_a_window_holds_the_newest_of_its_own_share_however_many_others_lie_between(
     tmp_path: Path,
 ) -> None:
@@ -273,6 +277,7 @@ def test_a_window_holds_the_newest_of_its_own_share_however_many_others_lie_betw
     assert put(idle, 2, 0, "own8") == 1
 
 
+@pytest.mark.slow
 def test_marks_of_quiet_tables_of_all_writers_together_stay_within_a_quarter_of_the_window(
     tmp_path: Path,
 ) -> None:
@@ -282,6 +287,7 @@ def test_marks_of_quiet_tables_of_all_writers_together_stay_within_a_quarter_of_
     assert lake.commit_due(TABLE, {("T", 1): 20})
 
 
+@pytest.mark.slow
 def test_columns_that_two_writers_add_are_there_once(tmp_path: Path) -> None:
     even, odd = claimed(tmp_path, 0, 2), claimed(tmp_path, 1, 2)
     put(odd, 1, 0, "b0")
@@ -302,6 +308,7 @@ def test_columns_that_two_writers_add_are_there_once(tmp_path: Path) -> None:
     assert ids(tmp_path) == ["b0", "b1"]
 
 
+@pytest.mark.slow
 def test_writers_that_start_at_once_make_the_lake_together(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     processes = [context.Process(target=first_rows, args=(tmp_path, writer)) for writer in range(3)]

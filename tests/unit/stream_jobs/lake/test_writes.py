@@ -63,6 +63,7 @@ def never(row: Row, why: str) -> None:
     raise AssertionError((row, why))
 
 
+@pytest.mark.slow
 def test_a_restart_reads_the_window_of_a_table_with_nested_columns(tmp_path: Path) -> None:
     """The Delta client returns no file statistics for columns after a struct column."""
     lake, table = claimed(tmp_path), catalog()["steps"]
@@ -81,6 +82,7 @@ def test_a_restart_reads_the_window_of_a_table_with_nested_columns(tmp_path: Pat
     assert again.append("steps", sent_again, {SOURCE: 2}, never) == 0, "its id is in the window"
 
 
+@pytest.mark.slow
 def test_rows_below_the_mark_are_removed_whatever_the_batch(tmp_path: Path) -> None:
     lake = claimed(tmp_path)
     assert lake.committed_offsets("rewards", [SOURCE, ("T", 1)]) == {}
@@ -92,6 +94,7 @@ def test_rows_below_the_mark_are_removed_whatever_the_batch(tmp_path: Path) -> N
     assert ids(tmp_path) == ["a", "b", "c", "d", "e"]
 
 
+@pytest.mark.slow
 def test_a_writer_starts_again_behind_rows_of_every_table(tmp_path: Path) -> None:
     """A writer finds the newest rows by file statistics.
 
@@ -130,6 +133,7 @@ def in_other_words(schema: pa.Schema) -> pa.Schema:
     return pa.schema([field(f) for f in schema])
 
 
+@pytest.mark.slow
 def test_a_lake_of_a_release_with_other_comments_is_written(tmp_path: Path) -> None:
     """The lake keeps its comments; a missing column is added with the current comment."""
     for name, table in catalog().items():
@@ -184,6 +188,7 @@ def of_source(table: str, topic: str, first: int, count: int) -> list[Row]:
     return [row for p in placed for row in catalog()[table].rows_of(p)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("table", ["rewards", "late_revisions"])
 def test_marks_only_rise_when_reading_begins_below_them(tmp_path: Path, table: str) -> None:
     """Another table of the topic may need an earlier start.
@@ -209,6 +214,7 @@ def test_marks_only_rise_when_reading_begins_below_them(tmp_path: Path, table: s
     assert dataset(open_table(str(tmp_path), table, {}), {}).count_rows() == 105
 
 
+@pytest.mark.slow
 def test_the_window_comes_back_with_the_newest_rows_only(tmp_path: Path) -> None:
     lake = claimed(tmp_path)
     for i in range(10):
@@ -248,6 +254,7 @@ def test_marks_of_tables_without_rows_follow_by_empty_commits(tmp_path: Path) ->
     assert open_table(str(tmp_path), "rewards", {}).version() == version
 
 
+@pytest.mark.slow
 def test_a_newer_claim_fences_the_older_writer(tmp_path: Path) -> None:
     older = claimed(tmp_path)
     newer = claimed(tmp_path)
@@ -266,6 +273,7 @@ def test_a_newer_claim_fences_the_older_writer(tmp_path: Path) -> None:
     assert newest.append("rewards", rows(1, "b"), {SOURCE: 2}, never) == 1
 
 
+@pytest.mark.slow
 def test_a_value_that_no_column_can_hold_is_buried_alone(tmp_path: Path) -> None:
     lake = claimed(tmp_path)
     buried: list[tuple[int, str]] = []
@@ -283,6 +291,7 @@ def test_a_value_that_no_column_can_hold_is_buried_alone(tmp_path: Path) -> None
     assert lake.append("rewards", bad, {SOURCE: 3}, never) == 0
 
 
+@pytest.mark.slow
 def test_care_keeps_rows_marks_and_columns_of_both_ages(tmp_path: Path) -> None:
     settings = Settings(data_dir=tmp_path, lake=LakeSettings(uri=str(tmp_path)))
     old = pa.table({"event_id": ["old"], "run_id": ["r"], "kafka_topic_id": ["T"]})
@@ -305,6 +314,7 @@ def test_care_keeps_rows_marks_and_columns_of_both_ages(tmp_path: Path) -> None:
     assert again.append("rewards", rows(12, "e03", "new", "old"), {SOURCE: 15}, never) == 1
 
 
+@pytest.mark.slow
 def test_what_is_not_there_says_where_it_was_looked_for(tmp_path: Path) -> None:
     with pytest.raises(LakeMissing, match="no table steps at /"):
         open_table(str(tmp_path), "steps", {})
@@ -313,6 +323,7 @@ def test_what_is_not_there_says_where_it_was_looked_for(tmp_path: Path) -> None:
         open_table(str(tmp_path), "steps", {}, 7)
 
 
+@pytest.mark.slow
 def test_a_commit_that_landed_with_an_error_behind_it_is_known_when_its_rows_are_sent_again(
     tmp_path: Path,
 ) -> None:
@@ -341,6 +352,7 @@ def test_a_commit_that_landed_with_an_error_behind_it_is_known_when_its_rows_are
     assert len(ids(tmp_path)) == len(set(ids(tmp_path))) == landed + 2
 
 
+@pytest.mark.slow
 def test_a_table_that_was_deleted_is_made_anew_and_its_writer_goes_on(tmp_path: Path) -> None:
     """The leases of the other tables count, whose epochs are higher than that of a new table."""
     former = [claimed(tmp_path) for _ in range(2)][-1]

@@ -18,6 +18,7 @@ NAME = (
 )
 
 
+@pytest.mark.slow
 def test_two_processes_with_default_settings_have_two_names() -> None:
     other = subprocess.run(
         [sys.executable, "-c", NAME], capture_output=True, text=True, timeout=120, check=True

@@ -130,6 +130,7 @@ def shell_of(job: Job, tmp_path: Path) -> Any:
     return shell
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [None, FencedOut("by the other worker")])
 def test_a_take_over_that_a_rebalance_overtakes_is_given_up(
     tmp_path: Path, died: list[BaseException], error: Exception | None

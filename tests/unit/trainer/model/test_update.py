@@ -210,6 +210,7 @@ def test_the_update_raises_the_probability_of_what_was_good(model_dir: Path) -> 
     assert bool((change[:2] > 0).all()) and bool((change[2:] < 0).all())
 
 
+@pytest.mark.slow
 def test_a_seeded_run_learns_to_say_the_rewarded_token_from_samples_that_are_one_version_old(
     model_dir: Path,
 ) -> None:

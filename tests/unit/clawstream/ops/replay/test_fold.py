@@ -283,6 +283,7 @@ def test_a_row_is_the_record_again(event: Any) -> None:
     assert next(events_of(type(event), older)).trajectory_key == filler.trajectory_key
 
 
+@pytest.mark.slow
 def test_a_lake_with_more_partitions_than_the_settings(tmp_path: Path) -> None:
     few = Settings(data_dir=tmp_path, run_id="r", kafka=KafkaSettings(partitions=2))
     lake = Lake(few.lake_uri, {}, 100)
@@ -307,6 +308,7 @@ def test_a_lake_with_more_partitions_than_the_settings(tmp_path: Path) -> None:
     assert list(last(outs)) == ["a"]
 
 
+@pytest.mark.slow
 def test_a_pin_that_names_only_steps(tmp_path: Path) -> None:
     """Tables that the pin does not name are empty.
 

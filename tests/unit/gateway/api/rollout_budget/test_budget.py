@@ -185,6 +185,7 @@ async def ask(w: GatewayFixture, path: str, key: str | None = None) -> tuple[int
         return reply.status, await reply.json()
 
 
+@pytest.mark.slow
 def test_demand_over_http(run_scenario: RunScenario) -> None:
     async def body(w: GatewayFixture) -> None:
         w.budgets.readings["r", "train"] = reading(

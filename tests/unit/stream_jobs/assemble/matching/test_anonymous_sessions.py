@@ -391,6 +391,7 @@ def test_the_index_is_the_same_when_rebuilt(stored: bool) -> None:
         assert (again.matches, again.prefixes) == (index.matches, index.prefixes)
 
 
+@pytest.mark.slow
 def test_a_prompt_that_is_asked_for_ever_leaves_nothing_behind() -> None:
     """Bound the heaps of a prompt that is sent forever and whose replies have no successor.
 
@@ -427,6 +428,7 @@ def _places(ends: PrefixIndex) -> list[StepMatches]:
     return [places for by_hash in ends.by_length.values() for places in by_hash.values()]
 
 
+@pytest.mark.slow
 def test_among_equal_replies_each_is_gone_on_from_once_at_no_cost() -> None:
     """Compare the function calls per step of the second turns of 100 and 800 equal rollouts."""
     calls = {}
@@ -501,6 +503,7 @@ def woven(draw: Any, rows: Sequence[Sequence[Step]]) -> list[Step]:
     return out
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(100))
 @given(st.data())
 def test_any_interleaving_with_duplicates_and_crashes_gives_the_same_split(

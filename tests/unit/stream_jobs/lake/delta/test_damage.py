@@ -165,6 +165,7 @@ DAMAGES: tuple[tuple[Damage, int], ...] = (
 """Damage to the number of the 100 rewards that the repaired table still has."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("damage", "left"), DAMAGES, ids=lambda v: getattr(v, "__name__", str(v)))
 def test_the_others_go_on_and_the_repaired_table_has_each_row_once(
     settings: Settings, damage: Damage, left: int
@@ -213,6 +214,7 @@ def test_the_others_go_on_and_the_repaired_table_has_each_row_once(
     assert feed(claimed(settings)) == 0
 
 
+@pytest.mark.slow
 def test_a_query_names_the_table_and_the_file(settings: Settings) -> None:
     file = flipped_data(settings.data_dir / "lake" / "rewards").name
     with pytest.raises(
@@ -227,6 +229,7 @@ def test_a_query_names_the_table_and_the_file(settings: Settings) -> None:
         run_sql(settings, "SELECT count(*) FROM rewards_raw")
 
 
+@pytest.mark.slow
 def test_a_repair_while_the_writer_runs_is_noticed_at_its_next_commit(settings: Settings) -> None:
     lake = claimed(settings)
     assert lake.append("rewards", rewards(100, 104), {SOURCE: 104}, lambda *_: None) == 4
@@ -244,6 +247,7 @@ def test_a_repair_while_the_writer_runs_is_noticed_at_its_next_commit(settings: 
     ).fetchall() == [(108, 108)]
 
 
+@pytest.mark.slow
 def test_a_writer_without_new_rows_notices_a_repair_too(settings: Settings) -> None:
     lake = claimed(settings)
     lake.check_repairs()
@@ -263,6 +267,7 @@ def test_a_table_that_breaks_while_the_writer_runs_is_set_aside(settings: Settin
     assert lake.damaged.keys() == {"rewards"}
 
 
+@pytest.mark.slow
 def test_what_kafka_has_no_more_is_given_up_only_when_that_is_said(settings: Settings) -> None:
     missing_data(settings.data_dir / "lake" / "rewards")
     late = cast(Cluster, OneTopic(low=60))
@@ -278,6 +283,7 @@ def test_what_kafka_has_no_more_is_given_up_only_when_that_is_said(settings: Set
     assert lake.committed_offsets("rewards", [SOURCE]) == {SOURCE: 60} and feed(lake) == 40
 
 
+@pytest.mark.slow
 def test_a_lost_commit_and_snapshots(settings: Settings) -> None:
     take_snapshot(settings, name="now")
     path = garbled_commit(settings.data_dir / "lake" / "rewards")
@@ -287,6 +293,7 @@ def test_a_lost_commit_and_snapshots(settings: Settings) -> None:
     assert repair(settings, "rewards", KAFKA).restored is None, "there is nothing to do any more"
 
 
+@pytest.mark.slow
 def test_a_topic_keeps_what_a_damaged_table_may_have_to_read_again(settings: Settings) -> None:
     lake = claimed(settings)
     for name in ("curation", "assessments"):

@@ -103,6 +103,7 @@ def days(number: float) -> int:
     return int((NOW - timedelta(days=number)).timestamp() * 1000)
 
 
+@pytest.mark.slow
 def test_rows_that_are_too_old_go_and_neither_marks_nor_ids_suffer(
     settings: Settings, lake: Lake
 ) -> None:
@@ -126,6 +127,7 @@ def test_rows_that_are_too_old_go_and_neither_marks_nor_ids_suffer(
     assert not any(d.deleted_rows for d in maintain(keeping, now=NOW))
 
 
+@pytest.mark.slow
 def test_a_commit_that_a_deletion_overtakes_is_repeated(
     settings: Settings, lake: Lake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -148,6 +150,7 @@ def test_a_commit_that_a_deletion_overtakes_is_repeated(
     assert ids(settings) == ["b", "c"]
 
 
+@pytest.mark.slow
 def test_a_new_column_reaches_the_table_while_its_writer_runs(
     settings: Settings, lake: Lake
 ) -> None:
@@ -234,6 +237,7 @@ def test_what_is_no_fault_of_the_columns_is_no_refusal(settings: Settings, lake:
     assert lake.add_columns(lake.tables["rewards"].evolved(schema))
 
 
+@pytest.mark.slow
 def test_versions_snapshots_and_what_vacuum_leaves(
     settings: Settings, lake: Lake, tmp_path: Path
 ) -> None:
@@ -307,6 +311,7 @@ def test_snapshots_that_are_none(settings: Settings, lake: Lake, tmp_path: Path)
         at(Settings(data_dir=tmp_path / "other"), NOW)
 
 
+@pytest.mark.slow
 def test_a_broken_pin_stops_only_what_deletes(settings: Settings, lake: Lake) -> None:
     for i in range(9):
         put(lake, i, f"e{i}")
@@ -336,6 +341,7 @@ def test_a_broken_pin_stops_only_what_deletes(settings: Settings, lake: Lake) ->
     assert vacuum(gone, "rewards") == 9
 
 
+@pytest.mark.slow
 def test_a_kept_pin_is_never_replaced(settings: Settings, lake: Lake) -> None:
     first = take_snapshot(settings, name="paper")
     put(lake, 0, "a")
@@ -352,6 +358,7 @@ def test_a_kept_pin_is_never_replaced(settings: Settings, lake: Lake) -> None:
     assert take_snapshot(settings, name="paper")["versions"] != first["versions"]
 
 
+@pytest.mark.slow
 def test_of_pins_kept_at_once_under_one_name_one_stays(settings: Settings, lake: Lake) -> None:
     """All of them find the name unused. The draft of a killed process is not a snapshot."""
     together = threading.Barrier(4)
@@ -375,6 +382,7 @@ def test_of_pins_kept_at_once_under_one_name_one_stays(settings: Settings, lake:
     assert named_snapshots(settings) == {"paper": winner}
 
 
+@pytest.mark.slow
 def test_a_table_that_a_pin_lacks_is_empty(settings: Settings, lake: Lake, tmp_path: Path) -> None:
     """An older release took the snapshot before the table existed."""
     put(lake, 0, "a")
@@ -394,6 +402,7 @@ def test_a_table_that_a_pin_lacks_is_empty(settings: Settings, lake: Lake, tmp_p
         snapshot_versions(settings, {"steps": None})
 
 
+@pytest.mark.slow
 def test_a_pin_of_another_lake_is_refused(settings: Settings, lake: Lake, tmp_path: Path) -> None:
     other = Settings(data_dir=tmp_path / "other")
     Lake(other.lake_uri, {}, 100).acquire()
@@ -418,6 +427,7 @@ def test_retention_must_outlast_the_spool() -> None:
     assert issubclass(SettingsError, Exception)
 
 
+@pytest.mark.slow
 def test_the_process_cares_and_is_started_when_it_is_time(settings: Settings, lake: Lake) -> None:
     for i in range(9):
         put(lake, i, f"e{i}")
@@ -504,6 +514,7 @@ assert put(lake, 160, "z") == 1
 """
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_a_full_disk_is_said_and_costs_nothing(tmp_path: Path) -> None:
     """The disk is full before the tables exist, while rows are written, and at the end.

@@ -49,6 +49,7 @@ def with_fields(names: list[str], inside: bool = False) -> Any:
     return {**schema, "fields": [*schema["fields"], *more]}
 
 
+@pytest.mark.slow
 def test_a_table_gets_so_many_fields_of_others_and_no_more_whoever_writes(
     settings: Settings, lake: Lake
 ) -> None:
@@ -67,6 +68,7 @@ def test_a_table_gets_so_many_fields_of_others_and_no_more_whoever_writes(
     assert later.add_columns(later.tables["rewards"].evolved(with_fields(many[1:3], inside=True)))
 
 
+@pytest.mark.slow
 def test_a_record_with_too_many_new_fields_becomes_a_dead_letter_with_its_bytes(
     settings: Settings, lake: Lake
 ) -> None:
