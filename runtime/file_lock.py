@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from io import TextIOWrapper
 from pathlib import Path
 
-SAY_EVERY_S = 10.0
+REPORT_EVERY_S = 10.0
 _POLL_S = 0.05
 
 
@@ -20,7 +20,7 @@ def exclusive(
     late: Exception,
     patience_s: float = math.inf,
     waiting: Callable[[float], None] | None = None,
-    say_every_s: float = SAY_EVERY_S,
+    report_every_s: float = REPORT_EVERY_S,
 ) -> Iterator[None]:
     """Hold an exclusive lock on `path`; the kernel releases it when the process dies.
 
@@ -28,15 +28,15 @@ def exclusive(
         path: The lock file; created if absent.
         late: The error to raise after `patience_s`.
         patience_s: Longest wait in seconds; 0: one attempt.
-        waiting: Called with the seconds waited, every `say_every_s`.
-        say_every_s: Seconds between two calls of `waiting`.
+        waiting: Called with the seconds waited, every `report_every_s`.
+        report_every_s: Seconds between two calls of `waiting`.
     """
     with path.open("a") as file:
-        started = said = time.monotonic()
+        started = reported = time.monotonic()
         while not _taken(file):
             now = time.monotonic()
-            if waiting is not None and now - said >= say_every_s:
-                said = now
+            if waiting is not None and now - reported >= report_every_s:
+                reported = now
                 waiting(now - started)
             if now - started >= patience_s:
                 raise late

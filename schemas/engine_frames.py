@@ -94,7 +94,7 @@ def encode(frame: Frame) -> bytes:
         head["s"] = _plain_sampling(frame.sampling)
     if frame.cached is not None:
         head["h"] = frame.cached
-    told = []
+    entries = []
     for which, ids, logprobs, finish, spans in frame.choices:
         choice: dict[str, Any] = {"i": which, "n": len(ids) // 4}
         arrays.append(ids)
@@ -109,8 +109,8 @@ def encode(frame: Frame) -> bytes:
             choice["f"] = finish
         if spans is not None:
             choice["v"] = spans
-        told.append(choice)
-    head["c"] = told
+        entries.append(choice)
+    head["c"] = entries
     return b"".join((orjson.dumps(head), b"\n", *arrays))
 
 
@@ -127,23 +127,23 @@ def decode(data: bytes) -> list[Frame]:
             if (count := head.get("p")) is not None:
                 prompt, at = data[at : at + 4 * count], at + 4 * count
             choices = []
-            for told in head["c"]:
-                which, size = told["i"], 4 * told["n"]
+            for entry in head["c"]:
+                which, size = entry["i"], 4 * entry["n"]
                 if type(which) is not int or type(size) is not int or which < 0 or size < 0:
                     raise ValueError(
                         f"capture frame: choice {which!r:.20} with {size!r:.20} bytes of ids"
                     )
                 ids, at = data[at : at + size], at + size
                 logprobs = None
-                if "l" in told:
+                if "l" in entry:
                     logprobs, at = data[at : at + size], at + size
-                spans = told.get("v")
+                spans = entry.get("v")
                 choices.append(
                     Choice(
                         which,
                         ids,
                         logprobs,
-                        told.get("f"),
+                        entry.get("f"),
                         spans if spans is None else _spans(spans),
                     )
                 )
@@ -159,8 +159,8 @@ def decode(data: bytes) -> list[Frame]:
     return frames
 
 
-def _spans(told: Sequence[Any]) -> tuple[Span, ...]:
-    return tuple((version, start, end) for version, start, end in told)
+def _spans(spans: Sequence[Any]) -> tuple[Span, ...]:
+    return tuple((version, start, end) for version, start, end in spans)
 
 
 _NUMBERS = (
@@ -183,17 +183,17 @@ def _plain_sampling(how: Sampling) -> dict[str, Any]:
     return {**plain, "constraints": how.constraints} if how.constraints else plain
 
 
-def _sampling(told: Mapping[str, Any]) -> Sampling:
+def _sampling(fields: Mapping[str, Any]) -> Sampling:
     """Parse sampling parameters; ignores unknown fields of newer engines.
 
     Raises:
         ValueError: A value has a wrong type.
     """
-    numbers = {name: told[name] for name in _NUMBERS if told.get(name) is not None}
+    numbers = {name: fields[name] for name in _NUMBERS if fields.get(name) is not None}
     top_k, mode, constraints = (
-        told.get("top_k"),
-        told.get("logprobs_mode"),
-        told.get("constraints", []),
+        fields.get("top_k"),
+        fields.get("logprobs_mode"),
+        fields.get("constraints", []),
     )
     words = [w for w in (mode, *constraints) if w is not None]
     if (
@@ -202,7 +202,7 @@ def _sampling(told: Mapping[str, Any]) -> Sampling:
         or any(type(word) is not str or len(word) > MAX_WORD for word in words)
         or len(constraints) > MAX_CONSTRAINTS
     ):
-        raise ValueError(f"capture frame: sampling parameters {told!r:.200}")
+        raise ValueError(f"capture frame: sampling parameters {fields!r:.200}")
     return Sampling(
         source="engine", **{name: float(value) for name, value in numbers.items()},
         top_k=top_k, logprobs_mode=mode, constraints=tuple(constraints),

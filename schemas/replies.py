@@ -79,15 +79,15 @@ def texts_of(item: Mapping[str, Any]) -> Iterator[str]:
             yield content
     elif isinstance(content, list):
         for block in content:
-            said = block
+            text = block
             if isinstance(block, dict):
-                said = (
+                text = (
                     block.get("text", block.get("refusal"))
                     if block.get("type") in TEXT_BLOCKS
                     else None
                 )
-            if isinstance(said, str) and said:
-                yield said
+            if isinstance(text, str) and text:
+                yield text
     refusal = item.get("refusal")
     if isinstance(refusal, str) and refusal:
         yield refusal
@@ -149,6 +149,6 @@ def answer_in(reply: Any) -> str | None:
     The blocks of one message are joined without a separator, as the providers' SDKs do.
     """
     for item in reversed(items_of(reply)):
-        if said := "".join(texts_of(item)):
-            return said
+        if text := "".join(texts_of(item)):
+            return text
     return None

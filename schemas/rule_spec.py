@@ -93,15 +93,15 @@ def function_of(
         raise SettingsError(f"{where}: {e}; see docs/reward-functions.md") from e
 
 
-def reason_text(said: Exception | str) -> str:
+def reason_text(reason: Exception | str) -> str:
     """Return a user function's error or message as text for a record. Never raises."""
-    if isinstance(said, NoAnswer):
-        said = str(said)
-    if isinstance(said, Exception):
-        kind = type(said).__name__
+    if isinstance(reason, NoAnswer):
+        reason = str(reason)
+    if isinstance(reason, Exception):
+        kind = type(reason).__name__
         try:
-            said = f"{kind}: {said}"
+            reason = f"{kind}: {reason}"
         except Exception as e:  # noqa: BLE001 - a __str__ that fails: the kind is all there is to say
-            said = f"{kind}: its text can't be had, {type(e).__name__}"
+            reason = f"{kind}: its text can't be had, {type(e).__name__}"
     # A lone surrogate, as json.loads gives it for a broken escape, is no UTF-8.
-    return said[:REASON_CHARS].encode("utf-8", "backslashreplace").decode()[:REASON_CHARS]
+    return reason[:REASON_CHARS].encode("utf-8", "backslashreplace").decode()[:REASON_CHARS]

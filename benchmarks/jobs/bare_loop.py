@@ -39,9 +39,9 @@ from stream_jobs.assemble.state.changes import Change, OutputsAcknowledged, Payl
 from stream_jobs.assemble.state.partition_state import PartitionState
 from stream_jobs.assemble.state.trajectories import REWARDS, STEPS, RunTrajectory
 
-Places = list[tuple[int, int]]
+Positions = list[tuple[int, int]]
 """(partition, offset) of each part of a trajectory."""
-Sent = tuple[RunTrajectory, Assembled, Places]
+Sent = tuple[RunTrajectory, Assembled, Positions]
 WAIT_S = 0.05
 """Longest wait for a full batch."""
 
@@ -84,8 +84,8 @@ class Loop:
         closing = [p for p in touched if p.state.pending]
         sent = [self._send_trajectories(p) for p in closing]
         self._flush()
-        for partition, places in zip(closing, sent, strict=True):
-            self._note_places(partition, places)
+        for partition, positions in zip(closing, sent, strict=True):
+            self._note_places(partition, positions)
             self._send_candidates(partition)
         self._flush()
         for partition in closing:
@@ -117,19 +117,19 @@ class Loop:
         state, sent = partition.state, list[Sent]()
         for key, trajectory in state.pending.closings.items():
             done = assembled(key, trajectory, state.closed[key], partition.payload)
-            places: Places = []
+            positions: Positions = []
             for part in done.parts:
                 name = key_of_trajectory(key[1]).encode()
-                self._produce(self._topics.trajectories, self._codec.encode(part), name, places)
+                self._produce(self._topics.trajectories, self._codec.encode(part), name, positions)
             for offset in starts_of(trajectory):
                 del partition.payload[offset]
-            sent.append((key, done, places))
+            sent.append((key, done, positions))
         return sent
 
     def _note_places(self, partition: Partition, sent: Sequence[Sent]) -> None:
         """Apply the positions of sent trajectories; they are written with the next delta."""
-        for key, done, places in sent:
-            place = (self._trajectories_id, *places[0], places[-1][1])
+        for key, done, positions in sent:
+            place = (self._trajectories_id, *positions[0], positions[-1][1])
             written = PayloadWritten(key, done.prompt_tokens, done.order, place)
             written.apply(partition.state)
             partition.unflushed.append(written)
@@ -145,13 +145,18 @@ class Loop:
             self._produce(self._topics.candidates, value, key[0].encode(), headers=headers)
 
     def _produce(
-        self, topic: str, value: bytes, key: bytes | None, places: Places | None = None, **more: Any
+        self,
+        topic: str,
+        value: bytes,
+        key: bytes | None,
+        positions: Positions | None = None,
+        **more: Any,
     ) -> None:
         def delivered(error: Any, message: Message) -> None:
             if error is not None:
                 raise KafkaException(error)
-            if places is not None:
-                places.append((message.partition(), message.offset()))
+            if positions is not None:
+                positions.append((message.partition(), message.offset()))
 
         self._producer.produce(topic, value, key, on_delivery=delivered, **more)
 

@@ -69,7 +69,7 @@ def broker_start(
         settings.broker,
         settings.broker_dir,
         patience_s=patience_s,
-        say=lambda text: typer.echo(text, err=True),
+        report=lambda text: typer.echo(text, err=True),
     ):
         typer.echo(f"node {node.node}: 127.0.0.1:{node.port}, pid {node.pid}")
 

@@ -117,7 +117,7 @@ class Installation:
             command = python(*COMMANDS[name], "--config", "-")
             self.supervisor.start(ProcessSpec(name, command, settings))
 
-    async def wait_for_kafka(self, timeout_s: float = 60.0, say_every_s: float = 10.0) -> None:
+    async def wait_for_kafka(self, timeout_s: float = 60.0, report_every_s: float = 10.0) -> None:
         """Wait until the cluster answers; report while an embedded broker recovers.
 
         An embedded broker that runs may take any time: after an unclean shutdown it recovers its
@@ -128,7 +128,7 @@ class Installation:
             BrokerError: The embedded broker does not run after that time.
         """
         if "broker" in self.supervisor.table:
-            await self._wait_for_own_broker(timeout_s, say_every_s)
+            await self._wait_for_own_broker(timeout_s, report_every_s)
         deadline = time.monotonic() + timeout_s
         while True:
             try:
@@ -139,8 +139,8 @@ class Installation:
                     raise
                 logger().debug("waiting_for_kafka", error=str(e))
 
-    async def _wait_for_own_broker(self, timeout_s: float, say_every_s: float) -> None:
-        started = said = time.monotonic()
+    async def _wait_for_own_broker(self, timeout_s: float, report_every_s: float) -> None:
+        started = reported = time.monotonic()
         log = self.settings.data_dir / "logs" / "broker.log"
         directory = self.settings.broker_dir
         while not any(node.ready for node in await asyncio.to_thread(status, directory)):
@@ -155,8 +155,8 @@ class Installation:
                     f"exit code {broker['exit_code']}, {broker['restarts']} restarts: "
                     f"{broker['error'] or 'no error was logged'}. Its log: {log}"
                 )
-            if now - said >= say_every_s:
-                said, seconds = now, round(now - started)
+            if now - reported >= report_every_s:
+                reported, seconds = now, round(now - started)
                 logger().info(
                     "waiting_for_broker", seconds=seconds, state=broker["state"],
                     hint="after an unclean shutdown it reads its logs first", log=str(log),

@@ -239,8 +239,8 @@ class Connection(asyncio.Protocol):
 
         A connection that is lost without this call was cut.
         """
-        told = b"content-length" in self.headers or b"transfer-encoding" in self.headers
-        if self.busy and not self._in_head and not told and self._error is None:
+        framed = b"content-length" in self.headers or b"transfer-encoding" in self.headers
+        if self.busy and not self._in_head and not framed and self._error is None:
             self.complete, self._keep = True, False
             self._wake()
 

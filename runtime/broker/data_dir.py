@@ -26,14 +26,14 @@ _LOG_LINES = 20
 
 @contextmanager
 def one_starter(
-    data_dir: Path, patience_s: float = math.inf, say: Callable[[str], None] | None = None
+    data_dir: Path, patience_s: float = math.inf, report: Callable[[str], None] | None = None
 ) -> Iterator[None]:
     """Serialize the starts of a broker on one directory; the second finds the broker running.
 
     Args:
         data_dir: The broker's data directory.
         patience_s: Longest wait for another start, in seconds.
-        say: Called with a progress message every 10 s of waiting.
+        report: Called with a progress message every 10 s of waiting.
 
     Raises:
         NotReady: Another start is still under way after `patience_s`.
@@ -43,7 +43,9 @@ def one_starter(
         f"{busy}, not done after {patience_s:.0f} s. Wait for it, or stop it (clawstream broker "
         "stop)"
     )
-    waiting = None if say is None else lambda seconds: say(f"{busy}, waiting for {seconds:.0f} s")
+    waiting = (
+        None if report is None else lambda seconds: report(f"{busy}, waiting for {seconds:.0f} s")
+    )
     with exclusive(data_dir / ".lock", late, patience_s, waiting):
         yield
 

@@ -65,7 +65,7 @@ __all__ = [
 READY_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 10.0
 _POLL_S = 0.05
-_SAY_EVERY_S = 10.0
+_PROGRESS_EVERY_S = 10.0
 _STARTS_AGAIN = 5
 """Restarts of all nodes within one start: a node that runs out of memory each time must not loop.
 """
@@ -73,7 +73,7 @@ _KILLED = 128 + signal.SIGKILL
 _CRASHED = frozenset(
     128 + number for number in (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL)
 )
-Say = Callable[[str], None]
+Report = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,11 @@ class EmbeddedBroker:
         }
 
     def start(
-        self, *, detach: bool = False, patience_s: float = READY_TIMEOUT_S, say: Say | None = None
+        self,
+        *,
+        detach: bool = False,
+        patience_s: float = READY_TIMEOUT_S,
+        report: Report | None = None,
     ) -> None:
         """Format a new data directory, start every node, and return when all serve clients.
 
@@ -157,7 +161,7 @@ class EmbeddedBroker:
                 cluster.
             patience_s: Longest wait for another start to end and for the nodes to serve, in
                 seconds. Fetching jars and formatting come on top.
-            say: Called with a progress message every 10 s.
+            report: Called with a progress message every 10 s.
 
         Raises:
             PortTaken: Another process has a port.
@@ -167,10 +171,10 @@ class EmbeddedBroker:
         self._detach = detach
         self.data_dir.mkdir(parents=True, exist_ok=True)
         asked = time.monotonic()
-        with one_starter(self.data_dir, patience_s, say):
+        with one_starter(self.data_dir, patience_s, report):
             patience_s = max(0.0, patience_s - (time.monotonic() - asked))
             down = self._nodes_down(some_may_run=detach)
-            cache = self._prepared(patience_s, say)
+            cache = self._prepared(patience_s, report)
             for plan in down:
                 check_free(config.LOOPBACK, plan.port, f"broker node {plan.node}", "broker.port")
                 check_free(
@@ -185,7 +189,7 @@ class EmbeddedBroker:
                 for plan in down:
                     self._launch(plan, cache)
                 for plan in down:
-                    self._await_ready(plan, frozenset(self.plans), patience_s, say)
+                    self._await_ready(plan, frozenset(self.plans), patience_s, report)
             except BaseException:  # interrupted too: no node is left behind without its others
                 self.stop()
                 raise
@@ -249,10 +253,10 @@ class EmbeddedBroker:
             plan.pid_file.unlink(missing_ok=True)
         return down
 
-    def _prepared(self, patience_s: float, say: Say | None = None) -> StartCache:
+    def _prepared(self, patience_s: float, report: Report | None = None) -> StartCache:
         """Java and jars are there; a new count of starts again begins."""
         self._starts_again = 0
-        jars = ensure_jars(self._jars_setting, patience_s=patience_s, say=say)
+        jars = ensure_jars(self._jars_setting, patience_s=patience_s, report=report)
         self.cache = start_cache(find_java(self._java_setting), jars)
         return self.cache
 
@@ -276,10 +280,14 @@ class EmbeddedBroker:
         plan.pid_file.write_text(f"{jvm.pid}\n", encoding="ascii")
 
     def _await_ready(
-        self, plan: NodePlan, everyone: frozenset[int], patience_s: float, say: Say | None = None
+        self,
+        plan: NodePlan,
+        everyone: frozenset[int],
+        patience_s: float,
+        report: Report | None = None,
     ) -> None:
         """Wait until the node reports its cluster id and all brokers of `everyone` as serving."""
-        started = said = time.monotonic()
+        started = reported = time.monotonic()
         while True:
             view = ask_cluster(config.LOOPBACK, plan.port)
             if (
@@ -290,7 +298,9 @@ class EmbeddedBroker:
                 return
             self._check_alive(everyone)
             now = time.monotonic()
-            if now - started > patience_s or (say is not None and now - said >= _SAY_EVERY_S):
+            if now - started > patience_s or (
+                report is not None and now - reported >= _PROGRESS_EVERY_S
+            ):
                 late = (everyone - view.brokers if view is not None else ()) or {plan.node}
                 doing = "; ".join(under_way(self.plans[node]) for node in sorted(late))
                 if now - started > patience_s:
@@ -299,9 +309,9 @@ class EmbeddedBroker:
                         f"{doing}. "
                         f"With more patience it would have gone on:\n{last_lines(plan)}"
                     )
-                if say is not None:
-                    said = now
-                    say(
+                if report is not None:
+                    reported = now
+                    report(
                         f"the broker on port {plan.port} is not ready after {now - started:.0f} "
                         f"s: {doing}"
                     )
@@ -345,14 +355,14 @@ def start(
     data_dir: Path,
     *,
     patience_s: float = math.inf,
-    say: Say | None = None,
+    report: Report | None = None,
 ) -> tuple[NodeStatus, ...]:
     """Start the broker, or its dead nodes, so that it outlives this process.
 
     By default the wait is unbounded: a broker that is stopped while it recovers its logs starts
     over.
     """
-    _of_settings(settings, data_dir).start(detach=True, patience_s=patience_s, say=say)
+    _of_settings(settings, data_dir).start(detach=True, patience_s=patience_s, report=report)
     return status(data_dir)
 
 
@@ -402,7 +412,7 @@ def run_foreground(settings: BrokerSettings, data_dir: Path) -> int:
         wait_gone(list(broker.plans.values()), STOP_TIMEOUT_S)
         # No deadline: stopped in the middle of reading its logs, a node begins anew, and would
         # never get to their end.
-        broker.start(patience_s=math.inf, say=lambda text: logger().info("starting", what=text))
+        broker.start(patience_s=math.inf, report=lambda text: logger().info("starting", what=text))
         ready(broker.bootstrap_servers)
         if broker.cache is not None:
             make_in_background(broker.cache)

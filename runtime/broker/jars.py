@@ -97,7 +97,7 @@ def ensure_jars(
     fetch: Fetch | None = None,
     *,
     patience_s: float = math.inf,
-    say: Callable[[str], None] | None = None,
+    report: Callable[[str], None] | None = None,
 ) -> Path:
     """Make `directory` contain every pinned jar with its pinned bytes and return the directory.
 
@@ -107,14 +107,16 @@ def ensure_jars(
 
     Raises:
         JarsError: Names each jar that could not be fetched or verified; or another process still
-            fetches after `patience_s` (`say` gets a progress message every 10 s).
+            fetches after `patience_s` (`report` gets a progress message every 10 s).
     """
     directory = directory or default_jars_dir()
     pins = tuple(pins if pins is not None else pinned_jars())
     directory.mkdir(parents=True, exist_ok=True)
     busy = f"another process fetches Kafka's jars into {directory}"
     late = JarsError(f"{busy}, not done after {patience_s:.0f} s. Wait for it, or stop it")
-    waiting = None if say is None else lambda seconds: say(f"{busy}, waiting for {seconds:.0f} s")
+    waiting = (
+        None if report is None else lambda seconds: report(f"{busy}, waiting for {seconds:.0f} s")
+    )
     with exclusive(directory / ".lock", late, patience_s, waiting):
         seen = _read_stamp(directory / _STAMP)
         bad = [jar for jar in pins if not _is_good(directory / jar.name, jar, seen)]
@@ -156,14 +158,14 @@ def find_java(executable: str | None = None) -> Java:
         raise JavaError(
             f"broker.java names {executable!r}, which does not run as a Java: {error}"
         ) from error
-    told = done.stderr + done.stdout
-    version = java_feature_version(told)
+    output = done.stderr + done.stdout
+    version = java_feature_version(output)
     if version is None or version < OLDEST_JAVA:
         raise JavaError(
             f"broker.java names {executable!r}, Java {version}; Kafka needs Java {OLDEST_JAVA} "
             "or newer"
         )
-    return Java(executable, version, java_build(told))
+    return Java(executable, version, java_build(output))
 
 
 def java_feature_version(settings: str) -> int | None:
@@ -176,9 +178,9 @@ def java_feature_version(settings: str) -> int | None:
 
 def java_build(settings: str) -> str:
     """Home, maker and exact version in the output of `java -XshowSettings:properties -version`."""
-    told = _properties(settings)
+    properties = _properties(settings)
     return " ".join(
-        told.get(name, "")
+        properties.get(name, "")
         for name in ("java.home", "java.vm.vendor", "java.vm.name", "java.vm.version")
     )
 

@@ -108,7 +108,7 @@ class FunctionPool:
         try:
             with self._child() as child:
                 child.load(target)
-                kind, said = child.ask(("call", target, argument), self._timeout_s)
+                kind, answer = child.ask(("call", target, argument), self._timeout_s)
         except _Lost as e:
             logger().warning(
                 "function_gave_no_answer", function=target, reason=e.reason, detail=e.detail
@@ -116,9 +116,9 @@ class FunctionPool:
             raise NoAnswer(e.reason) from e
         except FunctionNotFound as e:  # it was there at the start
             raise NoAnswer(str(e)) from e
-        if kind != "said":
-            raise NoAnswer(said)
-        return said
+        if kind != "answer":
+            raise NoAnswer(answer)
+        return answer
 
     @contextmanager
     def _child(self) -> Iterator[_Child]:
@@ -216,9 +216,9 @@ class _Child:
         """Load a function, once. Raises FunctionNotFound or _Lost."""
         if target in self._loaded:
             return
-        kind, said = self.ask(("load", target), LOAD_TIMEOUT_S)
-        if kind != "said":
-            raise FunctionNotFound(said)
+        kind, answer = self.ask(("load", target), LOAD_TIMEOUT_S)
+        if kind != "answer":
+            raise FunctionNotFound(answer)
         self._loaded.add(target)
 
     def ask(self, request: tuple[Any, ...], timeout_s: float) -> tuple[str, Any]:
@@ -228,13 +228,13 @@ class _Child:
             self._connection.send(request)
             if not self._connection.poll(timeout_s):
                 raise _Lost(TIMEOUT, f"no answer in {timeout_s:g} s")
-            kind, said = self._connection.recv()
+            kind, answer = self._connection.recv()
         except BlockingIOError as e:
             raise _Lost(TIMEOUT, f"the request was not read in {timeout_s:g} s") from e
         except (EOFError, OSError) as e:
             self.kill()
             raise _Lost(CRASHED, f"the process ended with exit code {self._process.wait()}") from e
-        return kind, said
+        return kind, answer
 
     def kill(self) -> None:
         """Kill it and all that it has started.

@@ -21,26 +21,26 @@ DEPTH_MAX = 4
 """Lists in an answer: a list of scores has 2 levels."""
 
 
-def to_builtins(said: Any, depth: int = 0) -> Any:
+def to_builtins(answer: Any, depth: int = 0) -> Any:
     """Convert a function's answer to numbers, texts, lists and mappings for the parent process.
 
     Raises:
         TypeError: The answer has another type.
     """
-    if said is None or isinstance(said, bool):
-        return said
-    if isinstance(said, str | bytes):
-        return said[:REASON_CHARS]
-    if isinstance(said, int | float):
-        return int(said) if isinstance(said, int) else float(said)
-    if depth < DEPTH_MAX and isinstance(said, Mapping):
+    if answer is None or isinstance(answer, bool):
+        return answer
+    if isinstance(answer, str | bytes):
+        return answer[:REASON_CHARS]
+    if isinstance(answer, int | float):
+        return int(answer) if isinstance(answer, int) else float(answer)
+    if depth < DEPTH_MAX and isinstance(answer, Mapping):
         return {
             to_builtins(key, DEPTH_MAX): to_builtins(value, depth + 1)
-            for key, value in said.items()
+            for key, value in answer.items()
         }
-    if depth < DEPTH_MAX and isinstance(said, Iterable):
-        return [to_builtins(value, depth + 1) for value in said]
-    raise TypeError(f"a function answers with numbers, not {type(said).__name__}")
+    if depth < DEPTH_MAX and isinstance(answer, Iterable):
+        return [to_builtins(value, depth + 1) for value in answer]
+    raise TypeError(f"a function answers with numbers, not {type(answer).__name__}")
 
 
 def answer_to(
@@ -50,14 +50,14 @@ def answer_to(
 
     A MemoryError is not caught: it ends the process.
 
-    Returns: `("said", value)`; `("missing", why)` for a function that does not exist; `("raised",
+    Returns: `("answer", value)`; `("missing", why)` for a function that does not exist; `("raised",
     reason)` for a function that fails.
     """
     target = request[1]
     try:
         if target not in loaded:
             loaded[target] = load_function(target, folders)
-        return "said", to_builtins(loaded[target](request[2])) if request[0] == "call" else None
+        return "answer", to_builtins(loaded[target](request[2])) if request[0] == "call" else None
     except FunctionNotFound as e:
         return "missing", str(e)
     except MemoryError:

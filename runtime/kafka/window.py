@@ -83,7 +83,7 @@ class Timed(NamedTuple):
     record: Record
 
 
-def in_order(cluster: Cluster, windows: Sequence[Window]) -> Iterator[Timed]:
+def merge_by_time(cluster: Cluster, windows: Sequence[Window]) -> Iterator[Timed]:
     """Yield all records of the windows by time, then partition, window and offset.
 
     The order depends only on the logs, and each partition keeps its own order.

@@ -86,17 +86,17 @@ def load_remembered(
         SettingsError: One line for each wrong path, and for a setting that the data does not allow
             to change.
     """
-    said = merge_sources(file, overrides, environ)
+    stated = merge_sources(file, overrides, environ)
     if file == STANDARD_INPUT:  # `up` gives its processes all there is to know
-        return validated(said)
-    directory = Path(str(said.get("data_dir", Settings.model_fields["data_dir"].default)))
+        return validated(stated)
+    directory = Path(str(stated.get("data_dir", Settings.model_fields["data_dir"].default)))
     kept, _ = _read(directory)
-    settings = validated(_merged(Settings, kept, said))
+    settings = validated(_merged(Settings, kept, stated))
     if not kept:
         return with_folders(settings, file)
     before = validated(kept)
     _check_fixed(before, settings, directory)
-    if "dirs" in said.get("functions", {}) or _functions(settings) == _functions(before):
+    if "dirs" in stated.get("functions", {}) or _functions(settings) == _functions(before):
         return with_folders(settings, file)
     # Functions that are named now are looked for here first, then where those of before were found.
     here = with_folders(with_values(settings, {"functions.dirs": ()}), file).functions.dirs

@@ -39,7 +39,7 @@ def to_json(event: Event) -> dict[str, Any]:
     return {f["name"]: schema.shown(f, v) for f, v in schema.fields(schema.root, as_dict(event))}
 
 
-def from_json(codec: Codec, name: str, said: Mapping[str, Any], was: Event | None = None) -> Event:
+def from_json(codec: Codec, name: str, given: Mapping[str, Any], was: Event | None = None) -> Event:
     """Build the record `name` from JSON fields; fields that equal those of `was` keep its bytes.
 
     Raises:
@@ -50,10 +50,10 @@ def from_json(codec: Codec, name: str, said: Mapping[str, Any], was: Event | Non
     schema = _Schema.of(name)
     if was is not None and type(was).__name__ == name:
         before, plain = to_json(was), as_dict(was)
-        kept = {n: plain[n] for n in plain if n in said and _same(said[n], before[n])}
+        kept = {n: plain[n] for n in plain if n in given and _same(given[n], before[n])}
     else:
         kept = {}
-    made = schema.read_record(schema.root, said, "", kept)
+    made = schema.read_record(schema.root, given, "", kept)
     try:
         record = record_from(name, made)
         codec.encode(record)
@@ -62,7 +62,7 @@ def from_json(codec: Codec, name: str, said: Mapping[str, Any], was: Event | Non
     return record
 
 
-def changed(said: Mapping[str, Any], changes: Iterable[str]) -> dict[str, Any]:
+def changed(given: Mapping[str, Any], changes: Iterable[str]) -> dict[str, Any]:
     """Apply changes `path=value` to the fields.
 
     path: Names and list indexes, separated by dots. value: JSON, or else text.
@@ -70,7 +70,7 @@ def changed(said: Mapping[str, Any], changes: Iterable[str]) -> dict[str, Any]:
     Raises:
         NotARecord: A path does not exist.
     """
-    out: dict[str, Any] = copy.deepcopy(dict(said))
+    out: dict[str, Any] = copy.deepcopy(dict(given))
     for change in changes:
         path, sep, text = change.partition("=")
         if not sep or not path:
@@ -172,14 +172,14 @@ class _Schema(NamedTuple):
     # -- reading
 
     def read_record(
-        self, record: Mapping[str, Any], said: Any, path: str, kept: Mapping[str, Any]
+        self, record: Mapping[str, Any], given: Any, path: str, kept: Mapping[str, Any]
     ) -> dict[str, Any]:
-        if not isinstance(said, Mapping):
+        if not isinstance(given, Mapping):
             raise NotARecord(
-                f"{path.rstrip('.') or record['name']}: an object was expected, not {said!r:.60}"
+                f"{path.rstrip('.') or record['name']}: an object was expected, not {given!r:.60}"
             )
         fields = {f["name"]: f for f in record["fields"]}
-        if unknown := sorted(said.keys() - fields.keys()):
+        if unknown := sorted(given.keys() - fields.keys()):
             raise NotARecord(
                 f"{path}{unknown[0]}: no field of {record['name']}; there are {', '.join(fields)}"
             )
@@ -187,24 +187,24 @@ class _Schema(NamedTuple):
         for name, field in fields.items():
             if name in kept:
                 out[name] = kept[name]
-            elif name in said:
-                out[name] = self._read(field["type"], said[name], path + name, field)
+            elif name in given:
+                out[name] = self._read(field["type"], given[name], path + name, field)
             elif "default" not in field:
                 raise NotARecord(f"{path}{name}: is missing, and has no default")
         return out
 
-    def _read(self, node: Any, said: Any, path: str, field: Mapping[str, Any]) -> Any:
-        if said is None:
+    def _read(self, node: Any, given: Any, path: str, field: Mapping[str, Any]) -> Any:
+        if given is None:
             if isinstance(node, list) and "null" in node:
                 return None
             raise NotARecord(f"{path}: must not be null")
         kind = self.kind(node)
         if kind == "bytes":
-            return _bytes_read(said, path, field)
+            return _bytes_read(given, path, field)
         if kind in ("float", "double"):
-            number = _ABSENT_NUMBERS.get(said, said) if isinstance(said, str) else said
+            number = _ABSENT_NUMBERS.get(given, given) if isinstance(given, str) else given
             if isinstance(number, bool) or not isinstance(number, int | float):
-                raise NotARecord(f"{path}: a number was expected, not {said!r:.60}")
+                raise NotARecord(f"{path}: a number was expected, not {given!r:.60}")
             try:
                 return float(number)
             except OverflowError as e:
@@ -213,35 +213,35 @@ class _Schema(NamedTuple):
             case {"type": "array", "items": items}:
                 return [
                     self._read(items, v, f"{path}.{i}", {})
-                    for i, v in enumerate(_a(list, said, path))
+                    for i, v in enumerate(_a(list, given, path))
                 ]
             case {"type": "map", "values": values}:
                 return {
                     n: self._read(values, v, f"{path}.{n}", {})
-                    for n, v in _a(dict, said, path).items()
+                    for n, v in _a(dict, given, path).items()
                 }
             case {"type": "record"}:
-                return self.read_record(kind, said, f"{path}.", {})
+                return self.read_record(kind, given, f"{path}.", {})
             case {"type": "enum", "symbols": symbols}:
-                if said not in symbols:
+                if given not in symbols:
                     raise NotARecord(
-                        f"{path}: must be one of {', '.join(symbols)}, not {said!r:.60}"
+                        f"{path}: must be one of {', '.join(symbols)}, not {given!r:.60}"
                     )
-                return said
+                return given
         name = kind["type"] if isinstance(kind, dict) else kind
-        if isinstance(said, bool) != (name == "boolean") or not isinstance(
-            said, _CODEC_TYPES[name]
+        if isinstance(given, bool) != (name == "boolean") or not isinstance(
+            given, _CODEC_TYPES[name]
         ):
-            raise NotARecord(f"{path}: {name} was expected, not {said!r:.60}")
-        return said
+            raise NotARecord(f"{path}: {name} was expected, not {given!r:.60}")
+        return given
 
 
-def _a(kind: type, said: Any, path: str) -> Any:
-    if not isinstance(said, kind):
+def _a(kind: type, given: Any, path: str) -> Any:
+    if not isinstance(given, kind):
         raise NotARecord(
-            f"{path}: a {'list' if kind is list else 'object'} was expected, not {said!r:.60}"
+            f"{path}: a {'list' if kind is list else 'object'} was expected, not {given!r:.60}"
         )
-    return said
+    return given
 
 
 def _bytes_shown(value: bytes, field: Mapping[str, Any]) -> Any:
@@ -252,37 +252,39 @@ def _bytes_shown(value: bytes, field: Mapping[str, Any]) -> Any:
             return list(numbers)
     if field.get("name", "").endswith("_json"):
         try:
-            said = orjson.loads(value)
+            given = orjson.loads(value)
         except ValueError:
             pass
         else:
-            if not (isinstance(said, dict) and said.keys() == {"base64"}):
-                return said
+            if not (isinstance(given, dict) and given.keys() == {"base64"}):
+                return given
     return {"base64": base64.b64encode(value).decode()}
 
 
-def _bytes_read(said: Any, path: str, field: Mapping[str, Any]) -> bytes:
-    if isinstance(said, dict) and said.keys() == {"base64"}:
+def _bytes_read(given: Any, path: str, field: Mapping[str, Any]) -> bytes:
+    if isinstance(given, dict) and given.keys() == {"base64"}:
         try:
-            return base64.b64decode(said["base64"], validate=True)
+            return base64.b64decode(given["base64"], validate=True)
         except (binascii.Error, TypeError, ValueError) as e:
             raise NotARecord(f"{path}: no base64: {e}") from e
     packing = _PACKED.get(field.get("packing", ""))
     if packing is not None:
         try:
-            return struct.pack(f"<{len(said)}{packing}", *said)
+            return struct.pack(f"<{len(given)}{packing}", *given)
         except (struct.error, TypeError, OverflowError) as e:
             raise NotARecord(
                 f"{path}: no list of {'whole ' if packing == 'i' else ''}numbers: {e}"
             ) from e
     if field.get("name", "").endswith("_json"):
-        return _json_read(said, path)
-    raise NotARecord(f'{path}: bytes are {{"base64": "..."}}, not {said!r:.60}')
+        return _json_read(given, path)
+    raise NotARecord(f'{path}: bytes are {{"base64": "..."}}, not {given!r:.60}')
 
 
-def _json_read(said: Any, path: str) -> bytes:
+def _json_read(given: Any, path: str) -> bytes:
     """Parse JSON with numbers of any size; reject constants outside JSON and invalid UTF-8."""
     try:
-        return json.dumps(said, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+        return json.dumps(
+            given, ensure_ascii=False, allow_nan=False, separators=(",", ":")
+        ).encode()
     except (ValueError, RecursionError) as e:
         raise NotARecord(f"{path}: no JSON: {e}"[:300]) from e

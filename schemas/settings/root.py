@@ -143,8 +143,8 @@ class Settings(Section):
     @property
     def required_rewards(self) -> tuple[str, ...]:
         """The rewards that each group member needs; default: those of all functions that count."""
-        said = self.admit.policy.required_rewards
-        return self._counted_rewards() if said is None else said
+        explicit = self.admit.policy.required_rewards
+        return self._counted_rewards() if explicit is None else explicit
 
     @property
     def require_assessment(self) -> bool:
@@ -152,8 +152,8 @@ class Settings(Section):
 
         default: if a threshold and rules are configured.
         """
-        said = self.admit.policy.require_assessment
-        return self._assessment_decides() if said is None else said
+        explicit = self.admit.policy.require_assessment
+        return self._assessment_decides() if explicit is None else explicit
 
     @property
     def bootstrap_servers(self) -> str:

@@ -196,7 +196,7 @@ data_dir, java = Path(sys.argv[2]), sys.argv[5] or None
 settings = BrokerSettings(port=int(sys.argv[3]), nodes=int(sys.argv[4]), heap_mb=256, java=java)
 if sys.argv[1] == "run":
     sys.exit(embedded.run_foreground(settings, data_dir))
-embedded.start(settings, data_dir, say=print)
+embedded.start(settings, data_dir, report=print)
 """
 
 

@@ -112,7 +112,7 @@ def test_who_waits_for_a_lock_is_told_so(tmp_path: Path) -> None:
     with exclusive(tmp_path / "lock", RuntimeError()):
         with pytest.raises(RuntimeError, match="late"):
             with exclusive(
-                tmp_path / "lock", RuntimeError("late"), 0.5, told.append, say_every_s=0.1
+                tmp_path / "lock", RuntimeError("late"), 0.5, told.append, report_every_s=0.1
             ):
                 pass
     assert told and told == sorted(told)

@@ -58,7 +58,7 @@ def test_a_broker_that_lives_but_does_not_serve_is_waited_for_past_the_time_out(
             await until(lambda: supervisor.state("broker") == "running")
             with capture_logs() as lines:
                 waiting = asyncio.create_task(
-                    installation.wait_for_kafka(timeout_s=0.0, say_every_s=0.0)
+                    installation.wait_for_kafka(timeout_s=0.0, report_every_s=0.0)
                 )
                 await until(lambda: len(lines) >= 3 or waiting.done())
             assert not waiting.done()

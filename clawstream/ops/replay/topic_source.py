@@ -8,7 +8,7 @@ from typing import Any
 from clawstream.ops.replay.fold import ReplayEvent
 from clawstream.ops.topics.copy import RecordFilter
 from runtime.kafka import Cluster, Record
-from runtime.kafka.window import Window, in_order
+from runtime.kafka.window import Window, merge_by_time
 from runtime.topics.records import Decoder
 from schemas.errors import Undecodable, UnknownSchema
 from schemas.records import FailedCall, Tick
@@ -39,7 +39,7 @@ class TopicReplaySource:
         Every record of the steps that is not replayed (of another run, a failed call) counts as a
         tick. Ticks of the rewards are omitted: the order of the events replaces them.
         """
-        for time, record in in_order(self._cluster, [self._steps, self._rewards]):
+        for time, record in merge_by_time(self._cluster, [self._steps, self._rewards]):
             self.end, p = time, record.partition
             source = STEPS if record.topic == self._steps.topic else REWARDS
             event = self._chosen(record)

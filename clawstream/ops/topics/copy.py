@@ -18,7 +18,7 @@ from typing import Any
 from clawstream.ops.topics.target_prefix import TargetPrefix
 from runtime.errors import PlumbingError
 from runtime.kafka import Cluster, Producer, Record
-from runtime.kafka.window import Window, in_order, window_of
+from runtime.kafka.window import Window, merge_by_time, window_of
 from runtime.topics.records import Decoder
 from schemas.errors import SettingsError, Undecodable, UnknownSchema
 from schemas.ids import check_run_id, parse_version
@@ -212,7 +212,7 @@ def _copy(
     }
     for window, topic in zip(windows, copies, strict=True):
         copier = Copier(decoder, record_filter, target.kafka.partitions, len(window.ranges))
-        for time, record in in_order(cluster, [window]):
+        for time, record in merge_by_time(cluster, [window]):
             for partition, key, value in copier.places(time, record):
                 at = record.timestamp_ms if copier.same else time
                 # The headers mark records that were sent again on purpose.
