@@ -79,6 +79,8 @@ class EnginePool:
     ) -> Engine | None:
         """Choose the engine for a call; None: no engine accepts calls now.
 
+        The rules are `eligible`, `ranked` and `choose` in `gateway.engines.registry`.
+
         Args:
             key: Trajectory key. Calls of a key prefer the same engine.
             who: Run id and model of the call.

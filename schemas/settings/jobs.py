@@ -46,7 +46,8 @@ class JobsSettings(Section):
         True, description="false for copied topics, which contain the ticks of their source"
     )
     trajectory_timeout_s: Positive = Field(
-        3600.0, description="longest pause between two calls of a trajectory"
+        3600.0,
+        description="longest pause between two calls of a trajectory; then it closes as timed_out",
     )
     closed_horizon_s: Positive = Field(
         86400.0, description="how long after closing a reward still finds its trajectory"

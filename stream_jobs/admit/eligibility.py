@@ -3,7 +3,7 @@
 `trained_part` selects the trained steps, `ineligibilities` lists permanent obstacles and
 `missing_input` an input that may still arrive. Admission refuses with the first ineligibility. The
 SQL view `readiness` (`clawstream/query/views/quality.sql`) lists all of them for every trajectory;
-a test compares both.
+a test compares both. Staleness depends on the batch: `stream_jobs.admit.fold` checks it.
 """
 
 from __future__ import annotations

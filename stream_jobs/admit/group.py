@@ -182,7 +182,8 @@ def evaluate_group(
 ) -> Verdict | None:
     """Return the verdict, or None while the group waits for members or rewards.
 
-    Costs O(1) while it waits for a member. Does not check staleness, which depends on the batch.
+    Costs O(1) while it waits for a member. Does not check staleness, which depends on the batch:
+    `AdmissionFold` does.
 
     Args:
         now: Event time, ms; None before the first.

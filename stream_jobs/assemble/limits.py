@@ -1,4 +1,4 @@
-"""The limits of the fold."""
+"""The limits of the fold. `stream_jobs.assemble.fold` says what happens at each."""
 
 from __future__ import annotations
 
