@@ -3,7 +3,7 @@
 `trained_part` selects the trained steps, `ineligibilities` lists permanent obstacles and
 `missing_input` an input that may still arrive. Admission refuses with the first ineligibility. The
 SQL view `readiness` (`clawstream/query/views/quality.sql`) lists all of them for every trajectory;
-a test compares both. Staleness depends on the batch: `stream_jobs.admit.fold` checks it.
+a test compares both. `staleness_refusal` depends on the batch: the fold checks it last.
 """
 
 from __future__ import annotations
@@ -24,9 +24,23 @@ class Ineligibility(NamedTuple):
     detail: str | None = None
 
 
-def age(oldest_sync_index: int | None, trains: int | None) -> int | None:
-    """Versions between the oldest token and the trained version; None when one is unknown."""
-    return None if oldest_sync_index is None or trains is None else trains - oldest_sync_index
+def staleness_refusal(
+    oldest_sync_index: int | None, batch_seq: int, policy: AdmissionPolicy
+) -> str | None:
+    """Return why a group is too stale for a batch, or None.
+
+    Args:
+        oldest_sync_index: of all trained tokens of the group.
+        batch_seq: number of the batch, which is trained on version `batch_seq // sync_every`.
+    """
+    trains = batch_seq // policy.sync_every
+    limit = policy.max_staleness
+    if limit is None or oldest_sync_index is None or trains - oldest_sync_index <= limit:
+        return None
+    return (
+        f"batch {batch_seq} trains version {trains}, oldest token is of {oldest_sync_index}, "
+        f"limit {limit}"
+    )
 
 
 def step_ineligibilities(step: CandidateStep, policy: AdmissionPolicy) -> Iterator[Ineligibility]:

@@ -34,6 +34,7 @@ from stream_jobs.admit.decisions.journal import (
     content_hash,
 )
 from stream_jobs.admit.decisions.state import Decided, ResumePoint
+from stream_jobs.admit.eligibility import staleness_refusal
 from stream_jobs.admit.group import (
     Group,
     Member,
@@ -301,16 +302,11 @@ class AdmissionFold:
                 self._close(group.batch)
 
     def _stale(self, group: Group) -> str | None:
-        """Return why the group is too stale for the version that the next batch trains, or None."""
-        limit, verdict = self._in_force.max_staleness, group.verdict
-        oldest = verdict.oldest_sync_index if verdict is not None else None
-        if self.channel == "val" or limit is None or oldest is None:
+        """Return why the group is too stale for the next batch, or None."""
+        if self.channel == "val" or group.verdict is None:
             return None
-        seq = self.state.next_seq
-        trains = seq // self._in_force.sync_every
-        if trains - oldest <= limit:
-            return None
-        return f"batch {seq} trains version {trains}, oldest token is of {oldest}, limit {limit}"
+        oldest = group.verdict.oldest_sync_index
+        return staleness_refusal(oldest, self.state.next_seq, self._in_force)
 
     # -- deadlines
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from schemas.records import AdmissionPolicy, Candidate
 from stream_jobs.admit.eligibility import (
     Ineligibility,
-    age,
     ineligibilities,
     missing_input,
     step_ineligibilities,
@@ -51,6 +50,11 @@ class Readiness:
     unmet_conditions: tuple[Ineligibility, ...]
     staleness: int | None
     steps: tuple[StepReadiness, ...]
+
+
+def age(oldest_sync_index: int | None, trains: int | None) -> int | None:
+    """Return the versions between the oldest token and the trained version, if both are known."""
+    return None if oldest_sync_index is None or trains is None else trains - oldest_sync_index
 
 
 def compute_readiness(
