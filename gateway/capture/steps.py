@@ -144,7 +144,7 @@ def _step(
 
 def has_text(step: Step) -> bool:
     """Tell whether a step without tokens has any message content."""
-    message = orjson.loads(step.response_json)
+    message = orjson.loads(step.response_json) or {}  # null: the reply has no such choice
     return step.response_token_ids is None and any(
         value for name, value in message.items() if name != "role"
     )

@@ -271,6 +271,14 @@ def test_a_stream_of_nothing_but_the_unread_is_a_step(tmp_path: Path) -> None:
     assert b"".join(got.unread) + DONE == said and untrainable(got.steps[0])
 
 
+def test_an_error_behind_the_unread_ends_a_call_with_several_choices(tmp_path: Path) -> None:
+    wrong, error = b'data: {"choices": 3}\n\n', b'data: {"error": {"message": "broken"}}\n\n'
+    got = get(tmp_path, reply(wrong + error, EVENTS), stream=True, n=2)
+    assert got.body == wrong + error
+    (step,) = got.steps
+    assert step.status == "error" and got.unread == [wrong] and untrainable(step)
+
+
 def test_the_bytes_behind_the_last_event_pass_too(tmp_path: Path) -> None:
     said = STREAM + b": a comment without its blank line"
     got = get(tmp_path, reply(said, EVENTS), stream=True)
