@@ -84,5 +84,6 @@ def bytes_in(directory: Path) -> int:
     with suppress(OSError), os.scandir(directory) as entries:
         for entry in entries:
             if entry.name.endswith(".spool"):
-                total += entry.stat().st_size
+                with suppress(FileNotFoundError):
+                    total += entry.stat().st_size
     return total

@@ -354,6 +354,17 @@ def test_what_was_quarantined_counts_within_the_bound_until_it_is_taken_away(
     spool.close()
 
 
+def test_a_segment_that_vanishes_while_sizes_are_summed_hides_no_other(tmp_path: Path) -> None:
+    spool = Spool(tmp_path, 10_000)
+    spool.open()
+    append(spool, note(1))
+    path = spool.quarantine(spool.segments[0])
+    for n in range(8):  # like a removed file, a link without a target is listed and has no size
+        (path.parent / f"{n}.spool").symlink_to(tmp_path / "nothing")
+    assert spool.quarantined_bytes == path.stat().st_size
+    spool.close()
+
+
 def test_numbers_are_never_used_again_while_a_segment_has_them(tmp_path: Path) -> None:
     for n in range(3):
         spool = Spool(tmp_path, 10_000)
