@@ -72,9 +72,9 @@ class Metrics:
         self._in_flight = gauge("in_flight", "Model calls in flight")
         self.engines = gauge(
             "engines",
-            "1 for the current state of each engine: ready, out (its calls or probes failed), "
-            "trying (one call tests it), resting (it replied 429), unknown (not probed yet); or "
-            "the state that it reports: starting, loading, draining, failed, absent",
+            "1 for the current state of each engine: ready, open (its calls or probes failed), "
+            "half_open (one call tests it), cooldown (it replied 429), unknown (not probed yet); "
+            "or the state that it reports: starting, loading, draining, failed, absent",
             "engine",
             "state",
         )
