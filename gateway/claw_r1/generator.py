@@ -25,7 +25,7 @@ from gateway.protocols.base import Tokens
 from gateway.protocols.openai_completions import OpenAICompletions
 from gateway.protocols.request_fields import dumps
 from gateway.proxy.failed_calls import Attempt, engine_failure, failure_of
-from gateway.proxy.forwarding import FORWARDED, returned
+from gateway.proxy.forwarding import forwarded, returned
 from gateway.proxy.services import Services, held_body
 from gateway.proxy.token_limits import refuse_longer
 from schemas import engine_frames
@@ -101,7 +101,6 @@ class Generator:
         def on_engine(spec: EngineSpec | None) -> None:
             attempt.engine = spec.name if spec is not None else None
 
-        forwarded = {k: v for k, v in headers.items() if k in FORWARDED}
         services.in_flight.begin()
         held = services.in_flight.replies.reserve()
         try:
@@ -109,7 +108,7 @@ class Generator:
             async with services.upstream.call(
                 "POST", COMPLETIONS.path,
                 lambda spec: COMPLETIONS.engine_body(request, spec.kind),
-                forwarded | {"content-type": "application/json"},
+                forwarded(headers, has_body=True),
                 key=_prefix_key(payload.prompt_ids), run_id=run, model=request.model,
                 on_engine=on_engine,
             ) as response:  # fmt: skip
