@@ -1,4 +1,4 @@
-"""What several routers take from a request: the caller, and the gateway's own URL."""
+"""Values that several routers need from a request: the caller, and the gateway's own URL."""
 
 from __future__ import annotations
 

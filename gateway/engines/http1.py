@@ -239,8 +239,8 @@ class Connection(asyncio.Protocol):
 
         A connection that is lost without this call was cut.
         """
-        framed = b"content-length" in self.headers or b"transfer-encoding" in self.headers
-        if self.busy and not self._in_head and not framed and self._error is None:
+        has_length = b"content-length" in self.headers or b"transfer-encoding" in self.headers
+        if self.busy and not self._in_head and not has_length and self._error is None:
             self.complete, self._keep = True, False
             self._wake()
 

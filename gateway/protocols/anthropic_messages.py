@@ -154,7 +154,7 @@ class _Block:
                 block["input"] = loads(arguments.encode("utf-8", "surrogatepass"))
                 del block[ARGUMENTS]
             except ValueError:
-                pass  # the call was cut off: keep the partial JSON
+                pass  # the call is truncated: keep the partial JSON
         return block
 
 

@@ -1,4 +1,4 @@
-"""Run a whole gateway in this process for tests and demos.
+"""Run a whole gateway in this process.
 
 A real web server runs between a scripted engine and a log in memory.
 """

@@ -36,7 +36,7 @@ QUEUE_KB = 4096
 
 @dataclass(slots=True)
 class _State:
-    """What the topics say. The thread writes it, the event loop reads it.
+    """The state that the topics give. The thread writes it, the event loop reads it.
 
     read_at: When Kafka had no more records, in seconds; None: not read to the end yet.
     """

@@ -1,4 +1,4 @@
-"""Serve scripted replies as an engine, for tests and demos, in the protocols of its servers.
+"""Serve scripted replies as an engine, in the protocols of its servers.
 
     engine = ScriptedEngine(
         lambda request: Script([ScriptedChoice([7, 8], ["Hel", "lo"], [-0.1, -0.2])])
