@@ -1,4 +1,4 @@
-"""Read and write spools and journals in a directory, for their tests."""
+"""Read and write spools in a directory."""
 
 from __future__ import annotations
 

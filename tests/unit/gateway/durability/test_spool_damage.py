@@ -198,7 +198,7 @@ def test_two_processes_have_two_markers(tmp_path: Path) -> None:
     assert len({sync_of(path) for path in tmp_path.glob("*.spool")}) == 2
 
 
-def test_damage_is_counted_and_does_not_stop_the_journal(tmp_path: Path) -> None:
+def test_damage_is_counted_and_does_not_stop_the_delivery(tmp_path: Path) -> None:
     async def body(it: DeliveryManager, producer: InMemoryLogProducer, spool: Spool) -> None:
         producer.reachable = False
         await it.record([note(1), note(2), note(3)])
@@ -216,7 +216,9 @@ def test_damage_is_counted_and_does_not_stop_the_journal(tmp_path: Path) -> None
     assert delivery(tmp_path, body, metrics=metrics).messages == [note(1), note(3)]
 
 
-def test_a_segment_of_which_nothing_can_be_read_is_put_aside_at_the_start(tmp_path: Path) -> None:
+def test_a_segment_of_which_nothing_can_be_read_is_moved_to_damaged_at_the_start(
+    tmp_path: Path,
+) -> None:
     spool = open_spool(tmp_path)
     append(spool, note(1))
     spool.close()
