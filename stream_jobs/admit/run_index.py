@@ -133,7 +133,7 @@ class RunFinder:
         if header in self._candidates:
             return
         try:
-            name = self._decoder.codec.type_name(value)
+            name = self._type_name(value)
             if name == "Candidate":
                 self._candidates.add(header)
             elif name == "AdmissionPolicy":
@@ -148,10 +148,26 @@ class RunFinder:
             pass  # admission dead-letters it
 
     def _is_tick(self, value: bytes) -> bool:
-        found = self._decoder.codec.is_tick(value)
+        try:
+            found = self._type_name(value) == "Tick"
+        except (Undecodable, UnknownSchema):
+            return False
         if found and value.startswith(MAGIC):
             self._ticks.add(value[:HEADER_BYTES])
         return found
+
+    def _type_name(self, value: bytes) -> str:
+        """Return the record name of a value. Another release may have published its schema.
+
+        Raises:
+            Undecodable, UnknownSchema: As `Decoder.decode`.
+        """
+        try:
+            return self._decoder.codec.type_name(value)
+        except UnknownSchema:
+            if not self._decoder.look_up():
+                raise
+            return self._decoder.codec.type_name(value)
 
     def _add_unattributed(self, offset: int) -> None:
         if len(self.unattributed) < MAX_UNATTRIBUTED:

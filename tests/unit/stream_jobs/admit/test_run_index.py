@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator
 from typing import Any, cast
 
@@ -10,7 +11,8 @@ from support.admit import cand, policy, tick
 
 from runtime.kafka import Cluster, Record
 from runtime.topics.records import Decoder
-from schemas.codec.single_object import Codec
+from schemas.codec.foreign import fingerprint_of
+from schemas.codec.single_object import MAGIC, Codec, shipped
 from schemas.records import RunEnded
 from schemas.topics import Topics
 from stream_jobs.admit import run_index
@@ -24,7 +26,8 @@ class Logs:
     """Partition 2 of the candidates, and the topic of the indexes, in memory."""
 
     def __init__(self) -> None:
-        self.codec, self.id = CODEC, "topic-1"
+        self.codec, self.id = Codec(), "topic-1"
+        self.announced: list[str] = []
         self.logs: dict[str, list[Record]] = {TOPICS.candidates: [], TOPICS.runs: []}
         self.low = 0
         self.scanned = 0
@@ -38,7 +41,13 @@ class Logs:
             self.put(TOPICS.candidates, key, value)
 
     def decode(self, value: bytes | None) -> Any:
-        return CODEC.decode(value)
+        return self.codec.decode(value)
+
+    def look_up(self) -> bool:
+        news, self.announced = self.announced, []
+        for schema in news:
+            self.codec.announce(schema)
+        return bool(news)
 
     def topic_id(self, topic: str) -> str:
         return self.id
@@ -183,3 +192,31 @@ def test_beyond_the_limit_unattributed_records_are_read_from_the_log(
         finder = found(logs)
         assert finder.unattributed == [3]
         assert [finder.next_offset("none", first) for first in (0, 11, 12)] == [11, 11, 12]
+
+
+def of_another_release(logs: Logs, event: Any) -> bytes:
+    """Return a record with one more field, whose schema is announced but not looked up yet."""
+    plain = shipped(type(event).__name__)
+    more = {"name": "more", "type": ["null", "string"], "default": None, "doc": "More."}
+    schema = {**plain, "fields": [*plain["fields"], more]}
+    logs.announced.append(json.dumps(schema))
+    return MAGIC + bytes.fromhex(fingerprint_of(schema)) + CODEC.encode(event)[10:] + b"\0"
+
+
+def test_records_of_another_release_are_what_they_are() -> None:
+    """A candidate is no policy, an end is an end, and a tick is not unattributed."""
+    logs = Logs()
+    logs.add(
+        (b"a", of_another_release(logs, cand("x", run_id="a"))),
+        (b"a", of_another_release(logs, RunEnded(run_id="a", created_at=0))),
+        (None, of_another_release(logs, tick(1))),
+    )
+    finder = found(logs)
+    assert finder.runs == {"a": RunOffsets(0, 1, [], 1)} and finder.unattributed == []
+
+
+def test_a_record_of_an_unknown_schema_may_be_a_policy() -> None:
+    logs = Logs()
+    logs.add((b"a", of_another_release(logs, policy(run_id="a"))))
+    logs.announced.clear()
+    assert found(logs).runs == {"a": RunOffsets(0, 0, [0])}
