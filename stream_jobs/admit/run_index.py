@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from runtime.kafka import Cluster, KafkaError, Record
-from runtime.topics.records import Decoder
+from runtime.topics.records import Decoder, publish_schemas
 from schemas.codec.single_object import MAGIC
 from schemas.errors import Undecodable, UnknownSchema
 from schemas.ids import is_run
@@ -55,7 +55,7 @@ class RunFinder:
     """The runs of one partition of the candidates, up to `read_to`."""
 
     def __init__(self, cluster: Cluster, decoder: Decoder, topics: Topics, partition: int) -> None:
-        self._cluster, self._decoder, self._index_topic = cluster, decoder, topics.runs
+        self._cluster, self._decoder, self._topics = cluster, decoder, topics
         self.topic, self.partition = topics.candidates, partition
         self._topic_id = cluster.topic_id(self.topic)
         self.runs: dict[str, RunOffsets] = {}
@@ -179,11 +179,11 @@ class RunFinder:
 
     def _load(self) -> None:
         """Take the newest published index of the partition, without what the log has lost."""
-        if self._index_topic not in self._cluster.topics():
+        if self._topics.runs not in self._cluster.topics():
             return
         low, end = self._watermarks()
         key, index = str(self.partition).encode(), None
-        for record in self._cluster.read_all(self._index_topic):
+        for record in self._cluster.read_all(self._topics.runs):
             if record.key == key:
                 with suppress(Undecodable, UnknownSchema):
                     index = self._decoder.decode(record.value)
@@ -216,10 +216,11 @@ class RunFinder:
             topic_id=self._topic_id, partition=self.partition, read_to=self.read_to,
             runs=tuple(runs), unattributed=tuple(self.unattributed), unlisted=self._unlisted,
         )  # fmt: skip
+        publish_schemas(self._cluster, self._topics.schemas)
         producer = self._cluster.producer()
         try:
             key = str(self.partition).encode()
-            producer.put(self._index_topic, key, self._decoder.codec.encode(index))
+            producer.put(self._topics.runs, key, self._decoder.codec.encode(index))
             producer.flush()
         finally:
             producer.close()

@@ -23,12 +23,14 @@ TOPICS = Topics("claw")
 
 
 class Logs:
-    """Partition 2 of the candidates, and the topic of the indexes, in memory."""
+    """Partition 2 of the candidates, and the topics of the indexes and schemas, in memory."""
 
     def __init__(self) -> None:
         self.codec, self.id = Codec(), "topic-1"
         self.announced: list[str] = []
-        self.logs: dict[str, list[Record]] = {TOPICS.candidates: [], TOPICS.runs: []}
+        self.logs: dict[str, list[Record]] = {
+            topic: [] for topic in (TOPICS.candidates, TOPICS.runs, TOPICS.schemas)
+        }
         self.low = 0
         self.scanned = 0
 
@@ -141,6 +143,8 @@ def test_a_published_index_gives_what_a_scan_gives(
     monkeypatch.setattr(run_index, "PUBLISH_AFTER", 10)
     found(logs)
     assert len(logs.logs[TOPICS.runs]) == 1
+    schemas = {CODEC.decode(record.value).name for record in logs.logs[TOPICS.schemas]}
+    assert "clawstream.RunIndex" in schemas, "other releases can read it"
     logs.scanned = 0
     again = found(logs)
     assert (again.runs, again.unattributed, again.read_to) == (
