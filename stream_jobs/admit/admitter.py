@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from runtime.kafka import Ack, Cluster, Record, SourceTruncated, Unavailable
+from runtime.kafka import Ack, Cluster, KafkaError, Record, SourceTruncated, Unavailable
 from runtime.logs import logger
 from runtime.topics.event_time import first_tick_needed
 from runtime.topics.records import Decoder, dead_letter, reason_of
@@ -91,7 +91,7 @@ class ChannelAdmitter:
         self._admission = AdmissionFold(self._run, channel, self._source, self.resume_point)
         self._budget = recovered.budget
         self._budget_to, self._budget_at = -1, 0.0
-        """Journal offset of the budget that was published last, and when."""
+        """Journal offset of the budget that was published last, and when it was last tried."""
 
     def published(self) -> Published:
         """Return the policies on the log after reading to its end."""
@@ -273,16 +273,27 @@ class ChannelAdmitter:
         """Publish the rollout budget if it changed, at most every BUDGET_INTERVAL_S unless `now`.
 
         In a transaction of its own: a fenced admission cannot replace the budget of its successor.
+        While Kafka is away the budget waits: a transaction without an answer ends the process.
         """
         budget, due = self._budget, self._budget_at + BUDGET_INTERVAL_S
         if budget.read_to == self._budget_to or (not now and time.monotonic() < due):
+            return
+        self._budget_at = time.monotonic()
+        if not now and not self._kafka_answers():
             return
         key = f"{self._run}.{self._channel}".encode()
         with self._producer.transaction():
             self._producer.put(
                 self._topics.budgets, key, self._decoder.codec.encode(budget.budget())
             )
-        self._budget_to, self._budget_at = budget.read_to, time.monotonic()
+        self._budget_to = budget.read_to
+
+    def _kafka_answers(self) -> bool:
+        try:
+            self._cluster.ask(BUDGET_INTERVAL_S)
+        except Unavailable:
+            return False
+        return True
 
     def _save_checkpoint(self) -> None:
         if self._position is not None:
@@ -302,7 +313,8 @@ class ChannelAdmitter:
         written.
         """
         self._commit(now=True)
-        self._publish_budget(now=True)
+        with suppress(KafkaError):  # the next start publishes it
+            self._publish_budget(now=True)
         self._reader.close()
         self._producer.close()
         self._checkpoint.close(self.resume_point.state, self._position)

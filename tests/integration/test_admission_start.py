@@ -13,13 +13,18 @@ import pytest
 from support.admit import cand, policy
 
 from runtime.exit_codes import EXIT_SOURCE, exit_code
-from runtime.kafka import Cluster
+from runtime.kafka import Cluster, Unavailable
 from runtime.topics.records import Decoder, create_topics
 from schemas.codec.single_object import Codec
 from schemas.records import DeadLetter, Late, ReadyBatch, Refused, RunEnded, Tick, WeightVersion
 from schemas.settings import Settings
 from schemas.topics import CANDIDATE_PARTITIONS, partition_of
-from stream_jobs.admit.admitter import MAX_SEND_RECORDS, POLL_RECORDS, ChannelAdmitter
+from stream_jobs.admit.admitter import (
+    BUDGET_INTERVAL_S,
+    MAX_SEND_RECORDS,
+    POLL_RECORDS,
+    ChannelAdmitter,
+)
 from stream_jobs.admit.decisions.checkpoint import SAVE_AT_CLOSE, JournalPosition, serialize
 from stream_jobs.admit.decisions.state import DecisionState
 from stream_jobs.admit.main import publish_policy
@@ -68,6 +73,11 @@ class Log:
             for d in self._committed(self.topics.ready_batches("r", "train"))
             if isinstance(d, kind)
         ]
+
+    def groups_admitted(self) -> int:
+        """Return what the last budget of channel train counts."""
+        budgets = self._committed(self.topics.budgets)
+        return [int(b.groups_admitted) for b in budgets if b.channel == "train"][-1]
 
     def letters(self) -> list[DeadLetter]:
         return self._committed(self.topics.dead_letters)
@@ -270,6 +280,40 @@ def test_the_index_of_runs_spares_the_scan(mine: Settings, cluster: Cluster, log
     admitters = opened(mine, cluster)
     assert [d.value for d in log.letters()] == [b"garbage"]
     for admitter in admitters:
+        admitter.close()
+
+
+class Away(Cluster):
+    """A cluster that answers no question while it is `away`."""
+
+    away = False
+
+    def ask(self, timeout_s: float) -> None:
+        if self.away:
+            raise Unavailable("away")
+        super().ask(timeout_s)
+
+
+def test_while_kafka_is_away_the_budget_waits(mine: Settings, cluster: Cluster, log: Log) -> None:
+    """An idle admission survives an outage; its last budget is published afterwards."""
+    log.ticks(4)
+    kafka = Away(cluster.bootstrap_servers)
+    train, val = opened(mine, kafka)
+    kafka.away = True
+    log.put(RUN, cand("a", value=1.0), cand("b", value=0.0))
+    assert log.end
+    read_on(train)
+    assert len(log.decisions(ReadyBatch)) == 1
+    until = time.monotonic() + 2 * BUDGET_INTERVAL_S
+    while time.monotonic() < until:
+        train.step(0.05)
+    assert log.groups_admitted() == 0
+    kafka.away = False
+    until = time.monotonic() + 90
+    while log.groups_admitted() == 0:
+        assert time.monotonic() < until
+        train.step(0.05)
+    for admitter in (train, val):
         admitter.close()
 
 
