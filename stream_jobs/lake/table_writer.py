@@ -106,7 +106,7 @@ class TableWriter:
         create(self._uri, t.name, t.schema, stats, history, self._options)
 
     def acquire(self, lease: Lease | None, least: Callable[[str], int | None]) -> Lease:
-        """Lease the table, which fences other writers of the share, and fill the dedupe window.
+        """Lease the table, which fences other writers of the share. Then call `fill_window`.
 
         A lease collides with the commits of the writers that it fences. Those read and write files
         between their commits; this loop does not, so it finds a gap between two of them.
@@ -141,9 +141,12 @@ class TableWriter:
         if collided:
             logger().info("lake_lease_collided", table=self.table.name, collided=collided)
         self._epoch, self._repairs = acquired.epoch, table.transaction_version(REPAIR)
+        return acquired
+
+    def fill_window(self) -> None:
+        """Read the keys of the newest rows into the dedupe window."""
         self._window, self._window_read = self._read_window(self.latest()), True
         self._committed_at = time.monotonic()
-        return acquired
 
     def latest(self) -> Delta:
         """Return the table at its newest version; refreshing is cheaper than opening."""

@@ -68,9 +68,14 @@ class Lake:
             return max(versions, default=None)
 
         for name in self.tables:
-            self._lease = self._try(name, lambda w: w.acquire(self._lease, highest), self._lease)
+            self._try(name, lambda w: self._acquire_table(w, highest), None)
         if len(self.damaged) == len(self.tables):
             raise next(iter(self.damaged.values()))
+
+    def _acquire_table(self, writer: TableWriter, least: Callable[[str], int | None]) -> None:
+        """Lease a table and fill its window; unreadable rows do not change who holds the lease."""
+        self._lease = writer.acquire(self._lease, least)
+        writer.fill_window()
 
     def _try(self, name: str, action: Callable[[TableWriter], _T], otherwise: _T) -> _T:
         """Return `action` of the writer of a table, or `otherwise` if the table is damaged."""
@@ -102,7 +107,7 @@ class Lake:
         for name in before:
             writer = self._writers[name]
             try:
-                self._lease = writer.acquire(self._lease, lambda app: None)
+                self._acquire_table(writer, lambda app: None)
                 version = writer.latest().version()
             except LakeDamaged as e:
                 self._set_damaged(name, e)

@@ -19,6 +19,7 @@ from clawstream.query.column_comments import comment_of
 from runtime.kafka import Fenced
 from schemas import records
 from schemas.settings import LakeSettings, Settings
+from stream_jobs.errors import LakeDamaged
 from stream_jobs.lake.delta.maintenance import maintain
 from stream_jobs.lake.delta.table import create
 from stream_jobs.lake.fencing import SINGLE_WRITER
@@ -92,6 +93,29 @@ def test_rows_below_the_mark_are_removed_whatever_the_batch(tmp_path: Path) -> N
     assert again.append("rewards", rows(1, "x", "y", "d", "e"), {SOURCE: 5}, never) == 2
     assert again.append("rewards", rows(0, "z"), {SOURCE: 5}, never) == 0
     assert ids(tmp_path) == ["a", "b", "c", "d", "e"]
+
+
+@pytest.mark.slow
+def test_the_newer_writer_wins_although_rows_of_the_first_table_are_unreadable(
+    tmp_path: Path,
+) -> None:
+    """The lease of the first table holds for the others, whether or not its window can be read."""
+    table = catalog()["steps"]
+    row: list[Any] = [None] * len(table.columns)
+    row[-4:] = ("T", 0, 7, 5_000)
+    assert claimed(tmp_path).append("steps", [tuple(row)], {SOURCE: 8}, never) == 1
+    for file in (tmp_path / "steps").rglob("*.parquet"):
+        file.unlink()
+    newer = Lake(str(tmp_path), {}, 100)
+
+    class Older(Lake):
+        def _set_damaged(self, name: str, error: LakeDamaged) -> None:
+            super()._set_damaged(name, error)
+            newer.acquire()
+
+    with pytest.raises(LakeFenced):
+        Older(str(tmp_path), {}, 100).acquire()
+    assert newer.append("rewards", rows(0, "a"), {SOURCE: 1}, never) == 1
 
 
 @pytest.mark.slow
