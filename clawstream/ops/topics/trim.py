@@ -7,8 +7,7 @@ to the lowest of these bounds are deleted:
     ready batches     of a run that is over (ended, decided and read by its admission): what its
                       trainer has trained and published
     candidates        the first record of each run that is not over, and the last Tick of each
-                      source
-                      partition before it: a new reader there must know event time
+                      source partition before it: a new reader there must know event time
     rewards           what assemble has applied; the first record that the steps still have, less
                       the time that a reward waits for its step, because a replay joins them again
 
@@ -270,7 +269,7 @@ class TopicTrim:
         if first == found.to:
             return found
         reason = (
-            f"{found.why or 'whoever comes next'}; the Ticks before {found.to} tell the time there"
+            f"{found.why or 'the next reader'}; the Ticks before {found.to} tell the time there"
         )
         return trim_range(topic, partition, ends, [Bound(first, reason)])
 

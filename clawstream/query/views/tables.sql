@@ -92,15 +92,15 @@ CREATE TEMP MACRO with_targets(relation) AS TABLE
             UNION ALL SELECT run_id, step_id, trajectory_id, kafka_timestamp FROM step_marks_raw
         ) GROUP BY ALL
     ), keyed AS (
-        SELECT *, is_gateway_assigned(trajectory_key) AS unnamed,
+        SELECT *, is_gateway_assigned(trajectory_key) AS assigned,
             coalesce(trajectory_id, trajectory_key) = trajectory_key AS by_key
         FROM query_table(relation)
     )
-    SELECT s.* EXCLUDE (unnamed, by_key)
+    SELECT s.* EXCLUDE (assigned, by_key)
             REPLACE (as_utc(created_at) AS created_at, as_utc(kafka_timestamp) AS kafka_timestamp),
-        CASE WHEN s.unnamed AND s.by_key THEN p.trajectory_id
+        CASE WHEN s.assigned AND s.by_key THEN p.trajectory_id
             ELSE coalesce(s.trajectory_id, s.trajectory_key) END AS of_trajectory,
-        CASE WHEN s.unnamed AND s.trajectory_id = s.trajectory_key AND p.trajectory_id IS NOT NULL
+        CASE WHEN s.assigned AND s.trajectory_id = s.trajectory_key AND p.trajectory_id IS NOT NULL
             THEN NULL ELSE s.step_id END AS of_step,
         coalesce(of_trajectory, s.trajectory_id) AS may_be
     FROM keyed s LEFT JOIN step_locations p ON p.run_id = s.run_id AND p.step_id = s.step_id;

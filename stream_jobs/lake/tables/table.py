@@ -128,9 +128,6 @@ class Table:
 
         Args:
             writer: `expanded` schema of the bytes.
-
-        Raises:
-            ValueError: it cannot be compiled.
         """
         return reader_of(writer, self._record)
 
