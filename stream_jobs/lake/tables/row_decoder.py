@@ -14,7 +14,6 @@ from runtime.topics.records import Decoder
 from schemas.codec.avro_schema import Schema, expanded
 from schemas.codec.compiled_reader import MALFORMED, Read
 from schemas.codec.single_object import MAGIC, Codec
-from schemas.errors import Undecodable
 from stream_jobs.errors import TooManyFields
 from stream_jobs.lake.tables.table import ConsumedRecord, Row, Table
 
@@ -102,16 +101,19 @@ class RowDecoder:
             route = self._routes[value[:body]] = self._new_route(record.value, value[:body])
         place = (topic_id, record.partition, record.offset, record.timestamp_ms)
         out: list[tuple[str, list[Row]]] = []
+        by_record = [name for name in route.by_record if name in names]
         for name, read in route.plain:
             if name in names:
                 try:
                     fields = read(value, body)
-                except MALFORMED as e:
-                    raise Undecodable(f"not a {route.name}: {type(e).__name__}: {e}") from e
-                out.append((name, [self._tables[name].row(fields, record.headers, place)]))
-        if wanted := [name for name in route.by_record if name in names]:
+                except MALFORMED:
+                    # A column that another release added has another type: the rest is stored.
+                    by_record.append(name)
+                else:
+                    out.append((name, [self._tables[name].row(fields, record.headers, place)]))
+        if by_record:
             placed = ConsumedRecord(*place, record.headers, self._decoder.decode(value))
-            out += [(name, self._tables[name].rows_of(placed)) for name in wanted]
+            out += [(name, self._tables[name].rows_of(placed)) for name in by_record]
         return route.name, out
 
     def _new_route(self, value: bytes | None, header: bytes) -> _Route:

@@ -320,6 +320,30 @@ def test_a_record_with_too_many_new_fields_is_refused_whole_and_its_table_is_ask
     assert rows_of(own, "T", ["rewards"])[0] == "Reward"
 
 
+def test_a_column_of_another_type_leaves_the_rest_of_the_record() -> None:
+    """Two releases add a field of one name: the first one gives the column."""
+    schemas, tables, plain = WriterSchemas(), dict(catalog()), shipped("Reward")
+
+    def add_columns(wider: Table) -> bool:
+        tables[wider.name] = wider
+        return True
+
+    rows_of = RowDecoder(schemas, typing.cast(Decoder, _Alone(schemas)), tables, add_columns)
+    reward = Reward(
+        event_id="e", run_id="r", trajectory_key="k", source="rule", name="f", function_version="1",
+        reward_revision=0, created_at=1
+    )  # fmt: skip
+    found = []
+    for kind, more in (("string", b"\6red"), ({"type": "array", "items": "int"}, b"\2\2\0")):
+        field = {"name": "team", "type": kind, "doc": "Who."}
+        fingerprint = schemas.announce(json.dumps({**plain, "fields": [*plain["fields"], field]}))
+        value = MAGIC + bytes.fromhex(fingerprint) + CODEC.encode(reward)[10:] + more
+        _, [(_, rows)] = rows_of(Record("rewards", 0, 7, 1_000, None, value, {}), "T", ["rewards"])
+        index = tables["rewards"].index
+        found += [(row[index["event_id"]], row[index["team"]]) for row in rows]
+    assert found == [("e", "red"), ("e", None)]
+
+
 def test_a_schema_nested_beyond_all_reading_is_no_schema() -> None:
     inner = '{"type": "array", "items": ' * 20_000 + '"string"' + "}" * 20_000
     with pytest.raises(Undecodable, match="not an Avro record schema"):
