@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 
 from runtime.kafka import Ack, Cluster, KafkaError, Record, SourceTruncated, Unavailable
@@ -128,22 +128,30 @@ class ChannelAdmitter:
             decided=len(self.resume_point.state.decisions),
         )
         opening = self._admission.initial_records()
-        dead_letters = self._skipped(first)
-        if opening or dead_letters:
-            self._write(opening, dead_letters, first)
+        for dead_letters, position in self._skipped(first):
+            if opening or dead_letters:
+                self._write(opening, dead_letters, position)
+                opening = []
+        self._dead_lettered_below = max(self._dead_lettered_below, first)
         self._save_checkpoint()
         self._publish_budget(now=True)
 
-    def _skipped(self, first: int) -> list[DeadLetter]:
-        """Return dead letters for unreadable records below `first`, which are not folded."""
-        dead_letters: list[DeadLetter] = []
+    def _skipped(self, first: int) -> Iterator[tuple[list[DeadLetter], int]]:
+        """Yield dead letters for unreadable records below `first`, which are not folded.
+
+        In runs of about MAX_SEND_BYTES, which bounds memory; each with the next offset.
+        """
+        dead_letters, size = list[DeadLetter](), 0
         resume_from = max(self.resume_point.resume_from, self._dead_lettered_below)
         for record in self._finder.records(
             o for o in self._finder.unattributed if resume_from <= o < first
         ):
             self._entry(record, dead_letters)
-        self._dead_lettered_below = max(self._dead_lettered_below, first)
-        return dead_letters
+            size += len(record.key or b"") + len(record.value or b"")
+            if size >= MAX_SEND_BYTES:
+                yield dead_letters, record.offset + 1
+                dead_letters, size = [], 0
+        yield dead_letters, first
 
     @property
     def position(self) -> int:

@@ -19,6 +19,7 @@ from schemas.codec.single_object import Codec
 from schemas.records import DeadLetter, Late, ReadyBatch, Refused, RunEnded, Tick, WeightVersion
 from schemas.settings import Settings
 from schemas.topics import CANDIDATE_PARTITIONS, partition_of
+from stream_jobs.admit import admitter as admitter_module
 from stream_jobs.admit.admitter import (
     BUDGET_INTERVAL_S,
     MAX_SEND_RECORDS,
@@ -329,6 +330,22 @@ def test_more_poison_than_is_kept_is_buried_all_the_same(
         b"garbage %d" % i for i in range(MAX_UNATTRIBUTED + 5)
     ]
     admitter.close()
+
+
+def test_poison_before_a_run_is_dead_lettered_in_parts(
+    mine: Settings, cluster: Cluster, log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several transactions bound the memory; a restart repeats none of them."""
+    monkeypatch.setattr(admitter_module, "MAX_SEND_BYTES", 20)
+    garbage = [b"garbage %d" % i for i in range(7)]
+    log.ticks(8)
+    log.put(None, *garbage)
+    log.ticks(OLD)
+    for _ in range(2):
+        admitters = opened(mine, cluster)
+        assert [d.value for d in log.letters()] == garbage
+        for admitter in admitters:
+            admitter.close()
 
 
 def test_a_checkpoint_spares_the_journal_and_is_never_needed(
