@@ -11,7 +11,7 @@ from clawstream.cli.common_options import Config, Overrides, command, fail, grou
 if TYPE_CHECKING:
     from schemas.settings import Settings
 
-app = group("The embedded Apache Kafka.")
+app = group()
 Nodes = Annotated[
     int | None, typer.Option("--nodes", help="1, 3 or 5: the same as broker.nodes=N.")
 ]

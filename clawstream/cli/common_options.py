@@ -47,8 +47,10 @@ At = Annotated[
 ]
 
 
-def group(help_text: str) -> typer.Typer:
-    """Create a group of commands."""
+def group(help_text: str | None = None) -> typer.Typer:
+    """Create a group of commands. help_text: None for the groups of `clawstream.cli.main.GROUPS`,
+    which has theirs.
+    """
     return typer.Typer(help=help_text, no_args_is_help=True, rich_markup_mode=None)
 
 

@@ -32,7 +32,7 @@ from schemas.codec.record_json import changed, to_json
 from schemas.errors import Undecodable, UnknownSchema
 from schemas.settings import Settings
 
-app = group("Dead letters: records that a process could not handle.")
+app = group()
 
 HEX_BYTES = 256
 CONFIRM_ABOVE = 1

@@ -14,7 +14,7 @@ from gateway.auth.api_keys import create_key, read_keys, revoke_key, scope_of
 from gateway.errors import Unprocessable
 from schemas.settings import Settings
 
-app = group("API keys of the gateway.")
+app = group()
 DAY_S = 86400.0
 HEAD = ("NAME", "ID", "SCOPES", "RUN", "CREATED", "EXPIRES", "CALLS/MIN", "AT ONCE", "TOKENS/DAY")
 

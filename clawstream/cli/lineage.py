@@ -12,7 +12,7 @@ from clawstream.query.connection import connect
 from clawstream.query.lineage import Lineage
 from schemas.settings import Settings
 
-app = group("What a weight version was trained on, and which versions were trained on a step.")
+app = group()
 Id = Annotated[str, typer.Argument(metavar="ID")]
 
 

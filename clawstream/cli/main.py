@@ -48,11 +48,11 @@ GROUPS = {
     ),
     "replay": (
         "clawstream.cli.replay:app",
-        "Process recorded data again: with other rewards, another policy, other code.",
+        "Process recorded data again, with other rewards, policy or code. Only reads live topics.",
     ),
     "policy": (
         "clawstream.cli.policy:app",
-        "How a run's trajectories become batches; may change while the run goes on.",
+        "How a run's trajectories become batches; it may change during the run.",
     ),
     "run": ("clawstream.cli.policy:run_app", "The end of a run."),
 }

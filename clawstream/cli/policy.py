@@ -24,8 +24,8 @@ from clawstream.cli.common_options import (
 )
 from runtime.user import current_user
 
-app = group("How a run's trajectories become batches, changed while it goes on.")
-run_app = group("End a run.")
+app = group()
+run_app = group()
 
 Run = Annotated[str | None, typer.Option("--run", "-r", help="Of this run instead of run_id.")]
 By = Annotated[str | None, typer.Option("--by", help="Who; default you@this-host.")]

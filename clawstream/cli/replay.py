@@ -25,7 +25,7 @@ from clawstream.ops.replay import verify
 from runtime.logs import configure
 from schemas.settings import Settings
 
-app = group("Process recorded data again. Live topics are only read.")
+app = group()
 
 REASONS = 3
 """Most frequent reasons of missing rewards that a report shows."""

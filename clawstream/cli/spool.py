@@ -10,7 +10,7 @@ from clawstream.cli.common_options import cluster_of, command, group
 from clawstream.ops.spool_drain import drain
 from schemas.settings import Settings
 
-app = group("Records that gateways could not send.")
+app = group()
 
 
 @command(app, "drain")

@@ -24,7 +24,7 @@ from stream_jobs.lake.delta import maintenance, snapshots
 from stream_jobs.lake.delta import repair as repairs
 from stream_jobs.lake.tables.catalog import catalog
 
-app = group("The tables of the lake.")
+app = group()
 Table = Annotated[str, typer.Argument(help="Table.")]
 
 

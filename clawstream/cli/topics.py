@@ -25,7 +25,7 @@ from clawstream.ops.topics.trim import NotGivenUp, TopicTrim, TrimInputs, format
 from runtime.topics.records import create_topics
 from schemas.settings import Settings
 
-app = group("Kafka topics.")
+app = group()
 
 
 @command(app, "create")
