@@ -18,7 +18,7 @@ from benchmarks.jobs.load import GROUP_SIZE, RUN, STANDARD, Load, Shape, events,
 from benchmarks.processes import Process
 from schemas.records import AssemblyMarker, Candidate, ReadyBatch, Refused, Trajectory
 from schemas.topics import partition_of
-from stream_jobs.lake.main import dataset, open_table
+from stream_jobs.lake.delta.table import dataset, open_table
 
 JOBS = ("assemble", "reward", "admit", "lake")
 SETTLED_S = 2.0

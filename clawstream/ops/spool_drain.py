@@ -4,8 +4,8 @@
 2. From the oldest segment on, ask the lake for its records and send the missing ones in order.
 3. Remove the segment once all are acknowledged. After a crash it is sent again with the same ids.
 
-The readable part of a damaged segment (`gateway.durability.spool`) is sent; the file stays for
-manual repair.
+The readable part of a damaged segment (`gateway.durability.quarantine`) is sent; the file stays
+for manual repair.
 """
 
 from __future__ import annotations

@@ -160,7 +160,7 @@ class Reader:
     def read_until(
         self, at: tuple[str, int], end: int, max_records: int = 2000
     ) -> Iterator[Record]:
-        """Yield the records of a partition, the reader's only one, up to an offset.
+        """Yield the records of a partition, the reader's only one, below an offset.
 
         Args:
             at: Topic and partition.
@@ -179,7 +179,8 @@ class Reader:
                 read_at = now
             elif now - read_at > READ_TIMEOUT_S:
                 raise Unavailable(
-                    f"{at[0]}-{at[1]}: offset {end} could not be read within {READ_TIMEOUT_S:g} s"
+                    f"{at[0]}-{at[1]}: could not be read up to its offset {end - 1} within "
+                    f"{READ_TIMEOUT_S:g} s"
                 )
 
     @property

@@ -129,9 +129,8 @@ class Decoder:
                 if isinstance(announced, SchemaPublished):
                     self.codec.announce(announced.schema_json, announced.confluent_id)
             except (Undecodable, UnknownSchema) as e:
-                logger().warning(
-                    "schema_unreadable", offset=record.offset, error=str(e)
-                )  # the lake buries it
+                # the lake writes the dead letter
+                logger().warning("schema_unreadable", offset=record.offset, error=str(e))
         self._read_to = end
         return True
 
