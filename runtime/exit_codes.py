@@ -22,9 +22,9 @@ EXIT_SOURCE = 79
 
 @dataclass(frozen=True, slots=True)
 class Meaning:
-    """What an exit code says.
+    """An exit code and its explanation.
 
-    restarted: Whether the supervisor starts a process again that ends with it.
+    restarted: Whether the supervisor restarts a process that ends with it.
     """
 
     code: int
@@ -39,14 +39,14 @@ MEANINGS = (
     Meaning(
         EXIT_FAILED,
         "failed",
-        "a command or a process could not do what it was asked for",
+        "a command or a process could not do its work",
         "the message says what to do",
         True,
     ),
     Meaning(
         EXIT_SETTINGS,
         "wrong settings",
-        "wrong settings or arguments, or [topics](#topics) that were made otherwise",
+        "wrong settings or arguments, or [topics](#topics) with another configuration",
         "the message names the setting, or topic, setting and command",
         False,
     ),
@@ -54,14 +54,14 @@ MEANINGS = (
         EXIT_KAFKA,
         "Kafka does not answer",
         "Kafka does not answer or does not acknowledge in time",
-        "start Kafka, or mend `kafka.bootstrap_servers`",
+        "start Kafka, or correct `kafka.bootstrap_servers`",
         True,
     ),
     Meaning(
         EXIT_CRASH,
         "crashed",
-        "anything unforeseen, with a traceback",
-        "report it; nothing is lost by it",
+        "an unforeseen error, with a traceback",
+        "report it; no data is lost",
         True,
     ),
     Meaning(
@@ -91,7 +91,7 @@ NAMES = {m.code: m.name for m in MEANINGS}
 
 
 def exit_code(error: BaseException) -> int:
-    """Return the exit code that says what happened."""
+    """Return the exit code of an error."""
     match error:
         case SettingsError() | InvalidId():
             return EXIT_SETTINGS
