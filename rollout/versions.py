@@ -18,7 +18,7 @@ from schemas.topics import Topics
 RETRY_S = 0.5
 DEFER_S = 10.0
 KEPT_VERSIONS = 8
-"""Versions kept in memory. When all of them are refused, the log is read again for older ones."""
+"""Versions kept in memory. If all of them are rejected, the log is read again for older ones."""
 
 
 class Versions:
