@@ -25,7 +25,18 @@ from schemas.codec import foreign
 from schemas.codec.foreign import fingerprint_of
 from schemas.codec.single_object import MAGIC, TOP_LEVEL, Codec, archived, record_from, shipped
 from schemas.errors import Undecodable
-from schemas.records import Reward, Tag, Tick, Trajectory, TrajectoryStep
+from schemas.records import (
+    BatchGroup,
+    BatchMember,
+    Place,
+    ReadyBatch,
+    Reward,
+    RewardValue,
+    Tag,
+    Tick,
+    Trajectory,
+    TrajectoryStep,
+)
 from stream_jobs.lake.tables.catalog import catalog
 from stream_jobs.lake.tables.row_decoder import RowDecoder, WriterSchemas
 
@@ -192,6 +203,35 @@ def test_the_longest_trajectory_of_another_release_is_within_the_bounds() -> Non
     schema["fields"].append({"name": "later", "type": ["null", "string"], "default": None})
     codec, header = announced(schema)
     assert codec.decode(header + CODEC.encode(whole)[10:] + b"\0") == whole
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("members", "rewards"), [(55_000, 1), (514, 300)])
+def test_the_largest_batch_of_another_release_is_within_the_bounds(
+    members: int, rewards: int
+) -> None:
+    """A batch has at most 4 MiB, with a single group 9 MiB."""
+    reward = RewardValue(
+        source="rule", name="right", function_version="1", value=1.0, reward_revision=1,
+        step_id="task-00001~01HZX3K4M5N6P7Q8R9S0T1V2W3.0" if rewards > 1 else None,
+    )  # fmt: skip
+    member = BatchMember(
+        trajectory_id="task-00001", trajectory_key="task-00001", revision=1,
+        place=Place(topic_id="AbCdEfGhIjKlMnOpQrStUv", partition=3, first_offset=1, last_offset=2),
+        rewards=(reward,) * rewards, untrainable_steps=(), trainable_tokens=256,
+    )  # fmt: skip
+    batch = ReadyBatch(
+        run_id="r", channel="train", batch_seq=0, policy_version=1, sync_every=1, algorithm="grpo",
+        groups=(BatchGroup(group_id="g", round=0, n=members, members=(member,) * members),),
+        reward_weights={"rule/right": 1.0}, input_topic_id="t", input_partition=0, input_from=0,
+        input_to=1, content_hash="0" * 64, trainable_tokens=1, created_at_event_time=1,
+    )  # fmt: skip
+    encoded = CODEC.encode(batch)
+    assert len(encoded) > (4 << 20 if rewards == 1 else 9 << 20) * 0.95
+    schema = copy.deepcopy(dict(shipped("ReadyBatch")))
+    schema["fields"].append({"name": "later", "type": ["null", "string"], "default": None})
+    codec, header = announced(schema)
+    assert codec.decode(header + encoded[10:] + b"\0") == batch
 
 
 def changed(schema: dict[str, Any], data: st.DataObject) -> dict[str, Any]:
