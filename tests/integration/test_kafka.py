@@ -24,15 +24,15 @@ from schemas.topics import partition_of
 
 def test_topics_are_made_once_and_have_ids(cluster: Cluster, settings: Settings) -> None:
     made = create_topics(cluster, settings)
-    assert len(made) == 9
+    assert len(made) == 11
     assert create_topics(cluster, settings) == []
     ids = cluster.topic_ids(made)
-    assert len(set(ids.values())) == 9
+    assert len(set(ids.values())) == 11
     steps = settings.kafka.topics.steps
     assert cluster.topics(steps) == {steps: 4}
     decoder = Decoder(cluster, settings.kafka.topics.schemas)
     names = {decoder.decode(r.value).name for r in cluster.read_all(settings.kafka.topics.schemas)}
-    assert "clawstream.Step" in names and len(names) == 24
+    assert "clawstream.Step" in names and len(names) == 26
 
 
 def test_schemas_that_are_missing_are_announced(cluster: Cluster, settings: Settings) -> None:
@@ -42,9 +42,9 @@ def test_schemas_that_are_missing_are_announced(cluster: Cluster, settings: Sett
     cluster.create_topic(topic, 1, spec.config)
     create_topics(cluster, settings)
     first, codec = list(cluster.read_all(topic)), Codec()
-    assert len({r.key for r in first}) == len(first) == 24
+    assert len({r.key for r in first}) == len(first) == 26
     create_topics(cluster, settings)
-    assert len(list(cluster.read_all(topic))) == 24, "nothing is said twice"
+    assert len(list(cluster.read_all(topic))) == 26, "nothing is said twice"
     producer = cluster.producer()
     producer.put(topic, first[0].key, None)
     producer.put(topic, first[1].key, b"garbage")
