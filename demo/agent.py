@@ -1,6 +1,6 @@
 """The demo's agent: a black box written with the OpenAI SDK.
 
-It has a tool and a base URL, and knows nothing of training.
+It has a tool and a base URL, and no part in training.
 
 `python -m demo.agent` is a process of many such agents. It reads JSON lines {"id", "question",
 "base_url", "temperature"?, "stream"?} from standard input and writes one line {"id", "answer",

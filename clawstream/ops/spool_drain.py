@@ -84,7 +84,7 @@ def _send(settings: Settings, directory: Path, paths: Sequence[Path]) -> tuple[i
     """Send the records of segments that the lake lacks.
 
     Returns:
-        The number of records sent, and of those that the lake had.
+        The number of records sent, and the number of records that were already in the lake.
     """
     from stream_jobs.lake.lookup import check_not_behind
 

@@ -178,7 +178,7 @@ class Authenticator:
                 )
         elif self._required:
             raise WrongKey(
-                "this session was opened without an API key: open it anew", "authorization"
+                "this session was opened without an API key: open a new session", "authorization"
             )
         return Principal(digest, key, session, not self._required)
 
