@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 from confluent_kafka import (
     Consumer,
@@ -23,6 +23,7 @@ from runtime.kafka.producer import Producer
 from runtime.kafka.reader import FETCH_BYTES, READ_TIMEOUT_S, Reader, fetch_options
 from runtime.kafka.record import Record
 
+_T = TypeVar("_T")
 REFRESH_MS = 3000
 """Metadata refresh of the admin client, in ms.
 
@@ -233,14 +234,7 @@ class Cluster:
         with read_uncommitted it is the end of the log.
         """
         wanted = list(range(self.topics(topic).get(topic, 0)) if partitions is None else partitions)
-        deadline = time.monotonic() + READ_TIMEOUT_S
-        while True:
-            try:
-                return self._watermarks(topic, wanted, isolation)
-            except KafkaException as e:
-                if e.args[0].code() not in _LEADER_MOVES or time.monotonic() > deadline:
-                    raise translated(e) from e
-            time.sleep(0.1)
+        return _retried(lambda: self._watermarks(topic, wanted, isolation), _LEADER_MOVES)
 
     def _watermarks(
         self, topic: str, partitions: Iterable[int], isolation: str
@@ -404,22 +398,27 @@ class Cluster:
 
     def committed(self, group: str) -> dict[tuple[str, int], int]:
         """Return what the group has committed: (topic, partition) to next offset."""
-        request, deadline = [ConsumerGroupTopicPartitions(group)], time.monotonic() + READ_TIMEOUT_S
-        while True:
-            try:
-                found = self.admin.list_consumer_group_offsets(
-                    request, request_timeout=READ_TIMEOUT_S
-                )[group].result()
-                break
-            except KafkaException as e:
-                # A broker that has just started is still reading its groups; the client does not
-                # wait for that.
-                if e.args[0].code() not in _COORDINATOR_STARTS or time.monotonic() > deadline:
-                    raise translated(e) from e
-            time.sleep(0.1)
-        return {
-            (tp.topic, tp.partition): tp.offset for tp in found.topic_partitions if tp.offset >= 0
-        }
+        request = [ConsumerGroupTopicPartitions(group)]
+
+        def partitions() -> Any:
+            asked = self.admin.list_consumer_group_offsets(request, request_timeout=READ_TIMEOUT_S)
+            return asked[group].result().topic_partitions
+
+        # A broker that has just started is still reading its groups; the client does not wait.
+        found = _retried(partitions, _COORDINATOR_STARTS)
+        return {(tp.topic, tp.partition): tp.offset for tp in found if tp.offset >= 0}
+
+
+def _retried(call: Callable[[], _T], transient: Collection[int]) -> _T:
+    """Return what the call returns; repeat it for up to 30 s while its error is transient."""
+    deadline = time.monotonic() + READ_TIMEOUT_S
+    while True:
+        try:
+            return call()
+        except KafkaException as e:
+            if e.args[0].code() not in transient or time.monotonic() > deadline:
+                raise translated(e) from e
+        time.sleep(0.1)
 
 
 def _dotted(overrides: Mapping[str, Any]) -> dict[str, Any]:
