@@ -9,9 +9,22 @@ from collections.abc import Iterable, Mapping
 
 from schemas.records import RewardValue
 
-SMALLEST_GROUP: Mapping[str, int] = {"grpo": 2}
-"""Smallest useful group per algorithm (default 1): with one member, every advantage of grpo is 0.
-"""
+SMALLEST_GROUP: Mapping[str, int] = dict.fromkeys(
+    (
+        "cispo",
+        "dapo",
+        "dppo",
+        "dr_grpo",
+        "grpo",
+        "grpo_process",
+        "gspo",
+        "maxrl",
+        "reinforce_pp_baseline",
+        "rloo",
+    ),
+    2,
+)
+"""Smallest useful group per algorithm (default 1): these compare the members of a group."""
 
 
 def matches(requirement: str, source: str, name: str) -> bool:
@@ -54,3 +67,17 @@ def training_reward(weights: Mapping[str, float], rewards: Iterable[RewardValue]
         and (not weights or f"{v.source}/{v.name}" in weights)
     ]
     return sum(terms) if terms else None
+
+
+def step_rewards(weights: Mapping[str, float], rewards: Iterable[RewardValue]) -> dict[str, float]:
+    """Return step id to the weighted sum of the step's values; steps without a value are absent.
+
+    Args:
+        weights, rewards: See `training_reward`.
+    """
+    found: dict[str, float] = {}
+    for v in rewards:
+        weight = weights.get(f"{v.source}/{v.name}") if weights else 1.0
+        if v.step_id is not None and v.value is not None and weight is not None:
+            found[v.step_id] = found.get(v.step_id, 0.0) + v.value * weight
+    return found

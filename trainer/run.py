@@ -10,8 +10,7 @@ from schemas.errors import SettingsError
 from schemas.ids import Version, parse_version
 from schemas.records import WeightVersion
 from schemas.settings import Settings, TrainerSettings
-from trainer.algorithms.advantages import ADVANTAGES
-from trainer.algorithms.losses import LOSSES
+from trainer.algorithms.registry import load as load_algorithm
 from trainer.data.batches import FetchedBatch
 from trainer.data.sequences import (
     BatchSequences,
@@ -20,6 +19,7 @@ from trainer.data.sequences import (
     tokens_by_version,
     within_vocabulary,
 )
+from trainer.data.view import batch_view, with_advantages
 from trainer.memory import explain_out_of_memory
 from trainer.metrics import BatchStats, staleness, version_metrics
 from trainer.model.policy import Policy
@@ -93,21 +93,25 @@ class Run:
         self.position = fetched.position
 
     def _train(self, fetched: FetchedBatch) -> None:
-        batch, s = fetched.batch, self._settings.trainer
-        estimate = ADVANTAGES[batch.algorithm]
+        batch, s = fetched.batch, self._settings
+        algorithm = load_algorithm(
+            batch.algorithm, s.trainer.algorithm.overrides, s.functions.folders
+        )
         data = sequences_of_batch(
-            batch, fetched.trajectories, lambda rewards: estimate(rewards, s.advantage_std_offset)
+            batch, fetched.trajectories, algorithm.smallest_group, algorithm.rewards
         )
         sequences, outside = within_vocabulary(data.sequences, self._policy.vocabulary)
         self._log_left_out(batch.batch_seq, data, len(data.sequences) - len(sequences), outside)
         versions = tokens_by_version(sequences)
         self._check_ids(versions.keys(), batch.batch_seq)
+        view = batch_view(sequences, data.members, s.run_id, self.sync_index)
+        sequences = with_advantages(sequences, algorithm.advantage(view, algorithm.settings))
         changed = any(stats.update.changed_weights for stats in self.unpublished)
         stats = update(
             self._policy,
             sequences,
             batch.batch_seq,
-            LOSSES[batch.algorithm],
+            algorithm,
             self._lr,
             str(self.current_version.version) if self.current_version and not changed else None,
         )

@@ -6,17 +6,33 @@ from collections.abc import Callable
 
 from schemas.errors import SettingsError
 from schemas.settings import Settings, TrainerSettings
-from trainer.algorithms.advantages import ADVANTAGES
+from trainer.algorithms.registry import WITHOUT_REWARDS, Algorithm, needs, specification
 
 
 def check_algorithm(settings: Settings) -> None:
-    """Raise SettingsError when the run's policy names an algorithm unknown to this trainer."""
-    algorithm = settings.admit.policy.algorithm
-    if algorithm not in ADVANTAGES:
+    """Raise SettingsError when this trainer cannot train the algorithm of the run's policy."""
+    policy = settings.admit.policy
+    algorithm = check_named_algorithm(policy.algorithm, settings.trainer)
+    if algorithm.advantage in WITHOUT_REWARDS and policy.drop_zero_variance:
         raise SettingsError(
-            f"setting admit.policy.algorithm={algorithm!r}: this trainer has "
-            f"{', '.join(sorted(ADVANTAGES))}"
+            f"setting admit.policy.drop_zero_variance: {policy.algorithm} reads no rewards, but "
+            "admission would refuse groups whose rewards are equal or missing; set it to false"
         )
+
+
+def check_named_algorithm(name: str, settings: TrainerSettings) -> Algorithm:
+    """Return the algorithm of that name. No function of it is loaded.
+
+    Raises:
+        SettingsError: it is unknown, or it needs a model that this trainer does not have.
+    """
+    algorithm = specification(name, settings.algorithm.overrides)
+    if lacking := needs(algorithm):
+        raise SettingsError(
+            f"setting admit.policy.algorithm={name!r}: it needs {', '.join(sorted(lacking))}, and "
+            "this trainer has no critic, reference or teacher model"
+        )
+    return algorithm
 
 
 def check_model(settings: Settings) -> None:

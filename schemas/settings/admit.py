@@ -45,7 +45,7 @@ class PolicySettings(Section):
     sync_every: Count = Field(1, description="batches a weight version; fixed for the run")
     val_groups: Count = Field(64, description="groups a validation batch")
     val_deadline_s: Positive = Field(60.0, description="close a validation batch that stays short")
-    algorithm: str = Field("grpo", description="what the trainer does")
+    algorithm: str = Field("cispo", description="what the trainer does; algorithms.md lists them")
     min_quality: Annotated[float, Field(ge=0, le=1)] | None = Field(
         None, description="drop low-quality trajectories"
     )

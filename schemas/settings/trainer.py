@@ -3,11 +3,81 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from schemas.settings.base import Count, Positive, Section
+
+NotNegative = Annotated[float, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class AlgorithmOverrides(Section):
+    """Parts and numbers of the algorithm; each default is the algorithm's own (algorithms.md)."""
+
+    advantage: str | None = Field(
+        None, description="another estimator: its name, or path.to:function of your own"
+    )
+    loss: str | None = Field(
+        None, description="another loss: its name, or path.to:function of your own"
+    )
+    std_offset: NotNegative | None = Field(
+        None,
+        description="added to a standard deviation; limits advantages of nearly solved groups",
+    )
+    gamma: Share | None = Field(None, description="discount of later rewards")
+    gae_lambda: Share | None = Field(
+        None, description="lower: less variance, more trust in the critic"
+    )
+    aggregation: Literal["token_mean", "sequence_mean", "fixed_length"] | None = Field(
+        None, description="how long and short sequences weigh against each other"
+    )
+    fixed_length: Count | None = Field(
+        None, description="tokens; divisor of aggregation=fixed_length"
+    )
+    clip_low: Share | None = Field(None, description="ratios are clipped to 1 - clip_low")
+    clip_high: Positive | None = Field(
+        None, description="ratios are clipped to 1 + clip_high; raise it to keep exploring"
+    )
+    dual_clip: Annotated[float, Field(gt=1)] | None = Field(
+        None, description="bound of the ratio of tokens with a negative advantage"
+    )
+    ratio_max: Positive | None = Field(
+        None, description="upper bound of the detached ratio of CISPO"
+    )
+    mask_low: Share | None = Field(None, description="DPPO: largest fall of a probability")
+    mask_high: Share | None = Field(None, description="DPPO: largest rise of a probability")
+    log_ratio_penalty: NotNegative | None = Field(
+        None, description="DPPO: pull towards the sampling version"
+    )
+    kl_coef: NotNegative | None = Field(
+        None, description="pull towards a reference model; needs one"
+    )
+    kl_estimator: Literal["k1", "k2", "k3"] | None = Field(
+        None, description="estimate of the divergence"
+    )
+    kl_in: Literal["loss", "reward"] | None = Field(
+        None, description="divergence as a loss term, or subtracted from rewards"
+    )
+    entropy_coef: NotNegative | None = Field(
+        None, description="entropy bonus, against early collapse"
+    )
+    correction: Literal["none", "truncate", "mask"] | None = Field(
+        None, description="importance weights out of bounds: for stale data or a lossy engine"
+    )
+    correction_level: Literal["token", "sequence", "geometric"] | None = Field(
+        None, description="weights of tokens, or the product or geometric mean of a sequence"
+    )
+    correction_min: NotNegative | None = Field(
+        None, description="correction=mask: lower bound of a weight"
+    )
+    correction_max: Positive | None = Field(None, description="upper bound of a weight")
+
+    @property
+    def overrides(self) -> dict[str, Any]:
+        """The fields that are set."""
+        return {name: value for name, value in self if value is not None}
 
 
 class TrainerSettings(Section):
@@ -41,13 +111,11 @@ class TrainerSettings(Section):
     minibatches: Count = Field(2, description="optimiser steps a batch and epoch")
     epochs: Count = Field(1, description="passes over a batch")
     micro_batch_tokens: Count = Field(16384, description="memory: padded tokens a forward pass")
-    is_truncation: Positive = Field(
-        2.0, description="upper bound of the token-level importance ratio"
-    )
-    advantage_std_offset: Annotated[float, Field(ge=0)] = Field(
-        0.3,
-        description="added to a group's standard deviation; limits advantages of nearly solved "
-        "groups",
+    algorithm: AlgorithmOverrides = AlgorithmOverrides()
+    recompute_old_logprobs: bool = Field(
+        False,
+        description="old log-probabilities from the trainer, by one more forward pass a batch; "
+        "needed for trainer.algorithm.correction of losses with a clipped ratio",
     )
     temperature: Positive = Field(1.0, description="assumed temperature of steps that record none")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="cpu to ignore a GPU")

@@ -106,10 +106,10 @@ def test_a_person_sets_the_policy_of_a_run_that_goes_on(
     assert (
         unknown.exit_code == 2 and "no colour in a policy; there are group_size," in unknown.stderr
     )
-    lacking = cli("policy", "set", "algorithm=rloo", "--run", "demo")
+    lacking = cli("policy", "set", "algorithm=magic", "--run", "demo")
     assert (
         lacking.exit_code == 2
-        and "admit.policy.algorithm='rloo': this trainer has grpo" in lacking.stderr
+        and "admit.policy.algorithm='magic': this trainer has cispo" in lacking.stderr
     )
     fixed = cli("policy", "set", "sync_every=4", "--run", "demo")
     assert fixed.exit_code == 2 and "sync_every is 1 for the whole run, not 4" in fixed.stderr

@@ -104,7 +104,7 @@ class Feed:
             groups=tuple(groups),
             policy_version=0,
             sync_every=sync_every,
-            algorithm="grpo",
+            algorithm="cispo",
             reward_weights={},
             input_topic_id="c",
             input_partition=0,

@@ -1,1 +1,1 @@
-"""Advantages and losses: one small pure file each."""
+"""Algorithms: an advantage estimator, a loss and their settings. One small pure file a part."""

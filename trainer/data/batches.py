@@ -12,11 +12,10 @@ from runtime.topics.records import Decoder, decode_all
 from schemas.errors import SettingsError
 from schemas.records import Late, PolicyApplied, ReadyBatch, Refused, Trajectory
 from schemas.settings import Settings
-from trainer.algorithms.advantages import ADVANTAGES
-from trainer.algorithms.losses import LOSSES
 from trainer.data.trajectories import read_payload
 from trainer.errors import BatchGap, TopicReplaced
 from trainer.position import Position
+from trainer.settings_check import check_named_algorithm
 
 COMMIT_INTERVAL_S = 5.0
 CHECK_INTERVAL_S = 5.0
@@ -52,11 +51,7 @@ def check(
             f"{batch.batch_seq} of {topic} was admitted with sync_every={batch.sync_every}: its "
             f"staleness was judged by that; set trainer.sync_every={batch.sync_every}"
         )
-    if batch.algorithm not in ADVANTAGES or batch.algorithm not in LOSSES:
-        raise SettingsError(
-            f"setting admit.policy.algorithm={batch.algorithm!r} of batch {batch.batch_seq}: this "
-            f"trainer has {sorted(ADVANTAGES)}"
-        )
+    check_named_algorithm(batch.algorithm, settings.trainer)
 
 
 class BatchReader:

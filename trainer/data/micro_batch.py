@@ -26,6 +26,11 @@ class MicroBatch:
         mask: whether the token is trained.
         logprobs: float32, at sampling time.
         temperatures: float32, of the distributions to compare.
+        old_logprobs: float32, of the policy before the batch; the sampled ones if not recomputed.
+        advantages: float32.
+        sequence: int64, index of the token's sequence in the pass.
+        step: int64, index of the token's step in its trajectory.
+        lengths: int64, shape (sequences,), trained tokens of each.
         versions: id of the weight version that sampled the token, or None.
     """
 
@@ -33,7 +38,11 @@ class MicroBatch:
     mask: Tensor
     logprobs: Tensor
     temperatures: Tensor
+    old_logprobs: Tensor
     advantages: Tensor
+    sequence: Tensor
+    step: Tensor
+    lengths: Tensor
     versions: NDArray[np.object_]
 
 
@@ -55,15 +64,27 @@ def collate(
     parts = [sequence.tokens.trained() for sequence in sequences]
     trained = concatenated(parts)
     trained.temperatures[np.isnan(trained.temperatures)] = temperature
-    advantages = np.repeat(
-        np.array([sequence.advantage for sequence in sequences], np.float32),
-        [len(tokens.ids) for tokens in parts],
-    )
-    return MicroBatch(
-        token_ids=torch.from_numpy(token_ids).to(device),
-        mask=torch.from_numpy(mask).to(device),
-        logprobs=torch.from_numpy(trained.logprobs).to(device),
-        temperatures=torch.from_numpy(trained.temperatures).to(device),
-        advantages=torch.from_numpy(advantages).to(device),
-        versions=trained.versions,
-    )
+    lengths = np.array([len(tokens.ids) for tokens in parts], np.int64)
+    columns = {
+        "token_ids": token_ids,
+        "mask": mask,
+        "logprobs": trained.logprobs,
+        "temperatures": trained.temperatures,
+        "old_logprobs": np.concatenate(
+            [
+                tokens.logprobs if sequence.old_logprobs is None else sequence.old_logprobs
+                for sequence, tokens in zip(sequences, parts, strict=True)
+            ]
+        ),
+        "advantages": np.concatenate(
+            [
+                np.zeros(n, np.float32) if sequence.advantages is None else sequence.advantages
+                for sequence, n in zip(sequences, lengths, strict=True)
+            ]
+        ),
+        "sequence": np.repeat(np.arange(len(parts)), lengths),
+        "step": trained.steps.astype(np.int64),
+        "lengths": lengths,
+    }
+    tensors = {name: torch.from_numpy(column).to(device) for name, column in columns.items()}
+    return MicroBatch(**tensors, versions=trained.versions)

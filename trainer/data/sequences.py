@@ -9,19 +9,18 @@ linear conversation is one sequence.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from schemas.records import BatchGroup, ReadyBatch, Segment, Trajectory, TrajectoryStep
-from schemas.reward_matching import training_reward
+from schemas.records import ReadyBatch, Segment, Trajectory, TrajectoryStep
+from schemas.reward_matching import step_rewards, training_reward
 from schemas.tokens import count
-from trainer.errors import PayloadUnreadable
-
-Advantages = Callable[[Sequence[float]], list[float]]
+from trainer.algorithms.registry import RewardUse
+from trainer.errors import PayloadUnreadable, TooFewMembers
 
 
 class Tokens(NamedTuple):
@@ -33,6 +32,7 @@ class Tokens(NamedTuple):
         logprobs: float32, at sampling time.
         temperatures: float32, of the distribution of `logprobs`; NaN where the step states none.
         versions: id of the weight version that sampled the token; None where unknown.
+        steps: int32, index of the step in its trajectory; -1 for a token of no step.
     """
 
     ids: NDArray[np.int32]
@@ -40,6 +40,7 @@ class Tokens(NamedTuple):
     logprobs: NDArray[np.float32]
     temperatures: NDArray[np.float32]
     versions: NDArray[np.object_]
+    steps: NDArray[np.int32]
 
     def trained(self) -> Tokens:
         """Return the tokens to train, alone."""
@@ -53,11 +54,18 @@ def concatenated(parts: Iterable[Tokens]) -> Tokens:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrainingSequence:
-    """One sequence to train on. `advantage` is the same for all its tokens."""
+    """One sequence to train on.
+
+    Attributes:
+        advantages: float32, (trained tokens,); None until they are estimated.
+        old_logprobs: float32, (trained tokens,), of the policy before the first optimiser step on
+            the batch; None: the sampled ones stand for them.
+    """
 
     trajectory_id: str
     tokens: Tokens
-    advantage: float
+    advantages: NDArray[np.float32] | None = None
+    old_logprobs: NDArray[np.float32] | None = None
 
     @property
     def trained_tokens(self) -> int:
@@ -65,62 +73,122 @@ class TrainingSequence:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BatchSequences:
-    """A batch that is ready for the model.
+class TrainedMember:
+    """One trajectory of the batch that is trained.
 
     Attributes:
-        rewards: training reward of each trained member.
-        unrewarded: members without a training reward.
+        group: index of its group in the batch.
+        reward: training reward; None if it has none.
+        steps: indexes of all its steps, ascending.
+        step_rewards: index of a step to its reward.
+    """
+
+    trajectory_id: str
+    group: int
+    reward: float | None
+    steps: tuple[int, ...]
+    step_rewards: Mapping[int, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchSequences:
+    """A batch that is ready for the advantage estimator.
+
+    Attributes:
+        unrewarded: members left out because they, or too many of their group, have no training
+            reward.
         sampled_at_zero: number of tokens that are not trained because their recorded
             log-probability is infinite, by trajectory. A token of probability zero is never
             sampled, so the recorded value is invalid.
     """
 
     sequences: tuple[TrainingSequence, ...]
-    rewards: tuple[float, ...]
+    members: tuple[TrainedMember, ...]
     groups: int
     unrewarded: tuple[str, ...]
     sampled_at_zero: Mapping[str, int]
 
+    @property
+    def rewards(self) -> tuple[float, ...]:
+        """Training rewards of the members that have one."""
+        return tuple(m.reward for m in self.members if m.reward is not None)
+
 
 def sequences_of_batch(
-    batch: ReadyBatch, trajectories: Mapping[str, Trajectory], advantages: Advantages
+    batch: ReadyBatch,
+    trajectories: Mapping[str, Trajectory],
+    smallest_group: int,
+    rewards_used: RewardUse,
 ) -> BatchSequences:
     """Return all sequences of a batch.
 
-    A member without a training reward is left out of its group; its reward is never taken as 0.0. A
-    group with fewer than two rewards has nothing to compare and is left out too. Both are named in
+    A member without a reward that the algorithm uses is left out of its group; its reward is never
+    taken as 0.0. A group with too few members left is left out, too. Both are named in
     `unrewarded`.
 
     Args:
         batch: the batch.
         trajectories: trajectory id to trajectory, for every member.
-        advantages: computes the advantages of a group from its rewards.
+        smallest_group: members that the algorithm needs to compare.
+        rewards_used: rewards that the algorithm uses.
+
+    Raises:
+        TooFewMembers: a group is smaller than the algorithm needs.
     """
     sequences: list[TrainingSequence] = []
-    rewards: list[float] = []
+    members: list[TrainedMember] = []
     unrewarded: list[str] = []
     sampled_at_zero: dict[str, int] = {}
     groups = 0
     for group in batch.groups:
-        rewarded = _rewarded(group, batch.reward_weights)
-        unrewarded += [m.trajectory_id for m in group.members if m.trajectory_id not in rewarded]
-        if len(rewarded) < 2 <= group.n:
-            unrewarded += rewarded
-            continue
-        by_member = dict(zip(rewarded, advantages(list(rewarded.values())), strict=True))
+        rewards = {
+            m.trajectory_id: training_reward(batch.reward_weights, m.rewards) for m in group.members
+        }
+        of_steps = {
+            m.trajectory_id: step_rewards(batch.reward_weights, m.rewards) for m in group.members
+        }
+        usable = [
+            name
+            for name, reward in rewards.items()
+            if rewards_used == "none"
+            or reward is not None
+            or (rewards_used == "step" and of_steps[name])
+        ]
+        if group.n < smallest_group and len(usable) < smallest_group:
+            raise TooFewMembers(
+                f"{batch.algorithm} over {len(usable)} reward(s) of group {group.group_id}: alone "
+                f"a member has no advantage; use groups of {smallest_group} or more"
+            )
+        if len(usable) < smallest_group:
+            usable = []
+        unrewarded += [name for name in rewards if name not in usable]
         for member in group.members:
             name = member.trajectory_id
-            if name in by_member:
-                tree = _segment_tokens(trajectories[name], member.untrainable_steps)
-                if infinite := sum(int(np.isinf(tokens.logprobs).sum()) for tokens in tree):
-                    sampled_at_zero[name] = infinite
-                sequences += _paths(trajectories[name], tree, by_member[name])
-        rewards += rewarded.values()
-        groups += 1
+            if name not in usable:
+                continue
+            trajectory = trajectories[name]
+            tree = _segment_tokens(trajectory, member.untrainable_steps)
+            if infinite := sum(int(np.isinf(tokens.logprobs).sum()) for tokens in tree):
+                sampled_at_zero[name] = infinite
+            sequences += _paths(trajectory, tree)
+            steps = sorted(trajectory.steps, key=lambda step: step.index)
+            members.append(
+                TrainedMember(
+                    trajectory_id=name,
+                    group=groups,
+                    reward=rewards[name],
+                    steps=tuple(step.index for step in steps),
+                    step_rewards={
+                        step.index: of_steps[name][step.step_id]
+                        for step in steps
+                        if step.step_id in of_steps[name]
+                    },
+                )
+            )
+        groups += bool(usable)
     return BatchSequences(
         sequences=tuple(sequences),
-        rewards=tuple(rewards),
+        members=tuple(members),
         groups=groups,
         unrewarded=tuple(unrewarded),
         sampled_at_zero=sampled_at_zero,
@@ -163,7 +231,7 @@ def tokens_by_version(sequences: Sequence[TrainingSequence]) -> Counter[str]:
 
 
 def sequences_of(
-    trajectory: Trajectory, untrainable_steps: Collection[str], advantage: float
+    trajectory: Trajectory, untrainable_steps: Collection[str]
 ) -> list[TrainingSequence]:
     """Return the sequences of one trajectory, leaves in order.
 
@@ -173,17 +241,11 @@ def sequences_of(
         trajectory: the trajectory.
         untrainable_steps: step ids from the batch, in addition to the steps that the trajectory
             itself marks as untrainable.
-        advantage: of all tokens.
 
     Raises:
         PayloadUnreadable: the tree or a trainable segment is broken.
     """
-    return list(_paths(trajectory, _segment_tokens(trajectory, untrainable_steps), advantage))
-
-
-def _rewarded(group: BatchGroup, weights: Mapping[str, float]) -> dict[str, float]:
-    values = {m.trajectory_id: training_reward(weights, m.rewards) for m in group.members}
-    return {trajectory_id: value for trajectory_id, value in values.items() if value is not None}
+    return list(_paths(trajectory, _segment_tokens(trajectory, untrainable_steps)))
 
 
 def _segment_tokens(trajectory: Trajectory, untrainable_steps: Collection[str]) -> list[Tokens]:
@@ -226,7 +288,12 @@ def _context(ids: NDArray[np.int32]) -> Tokens:
     n = len(ids)
     unknown: NDArray[np.object_] = np.full(n, None, object)
     return Tokens(
-        ids, np.zeros(n, bool), np.zeros(n, np.float32), np.full(n, np.nan, np.float32), unknown
+        ids,
+        np.zeros(n, bool),
+        np.zeros(n, np.float32),
+        np.full(n, np.nan, np.float32),
+        unknown,
+        np.full(n, -1, np.int32),
     )
 
 
@@ -242,6 +309,7 @@ def _sampled(ids: NDArray[np.int32], segment: Segment, step: TrajectoryStep, sta
     # NaN marks a redacted token, which was not sampled. An infinite log-probability would
     # get the largest weight that the bound allows.
     tokens = tokens._replace(mask=np.isfinite(logprobs), logprobs=logprobs)
+    tokens.steps[:] = step.index
     if step.logprobs_temperature is not None:
         tokens.temperatures[:] = step.logprobs_temperature
     for span in segment.versions:
@@ -251,9 +319,7 @@ def _sampled(ids: NDArray[np.int32], segment: Segment, step: TrajectoryStep, sta
     return tokens
 
 
-def _paths(
-    trajectory: Trajectory, tree: list[Tokens], advantage: float
-) -> Iterator[TrainingSequence]:
+def _paths(trajectory: Trajectory, tree: list[Tokens]) -> Iterator[TrainingSequence]:
     """Yield the sequence of each leaf; a segment that was trained is context from then on."""
     parents = [segment.parent for segment in trajectory.segments]
     for leaf in sorted(set(range(len(parents))).difference(parents)):
@@ -269,6 +335,6 @@ def _paths(
         tokens = concatenated(tree[index] for index in reversed(path))
         tokens.mask[0] = False  # the first token has no log-probability under the model
         if tokens.mask.any():
-            yield TrainingSequence(trajectory.trajectory_id, tokens, advantage)
+            yield TrainingSequence(trajectory.trajectory_id, tokens)
         for index in path:
             tree[index] = tree[index]._replace(mask=np.zeros_like(tree[index].mask))

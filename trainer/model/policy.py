@@ -117,16 +117,30 @@ class Policy:
         Returns:
             Shape (tokens,), float32, with gradient.
         """
+        scores = self._scores(batch)
+        return _chosen(scores, batch) - scores.logsumexp(-1)
+
+    def logprobs_and_entropy(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Return the log-probability of every trained token and the entropy it was drawn at.
+
+        Returns:
+            Both of shape (tokens,), float32, with gradient; the entropy in nats.
+        """
+        scores = self._scores(batch)
+        normalizer = scores.logsumexp(-1)
+        entropy = normalizer - (scores.softmax(-1) * scores).sum(-1)
+        return _chosen(scores, batch) - normalizer, entropy
+
+    def _scores(self, batch: MicroBatch) -> Tensor:
+        """Return logits / temperature before every trained token, (tokens, vocabulary), float32."""
         # No attention mask: padding is on the right, where a causal model never looks, and flash
         # kernels accept no mask.
         with torch.autocast(
             self.device.type, torch.bfloat16, enabled=self.settings.dtype == "bfloat16"
         ):
             logits = self.model(input_ids=batch.token_ids, use_cache=False).logits[:, :-1]
-        trained = batch.mask[:, 1:]
-        scores: Tensor = logits[trained].float() / batch.temperatures.unsqueeze(-1)
-        chosen = scores.gather(-1, batch.token_ids[:, 1:][trained].unsqueeze(-1)).squeeze(-1)
-        return chosen - scores.logsumexp(-1)
+        scores: Tensor = logits[batch.mask[:, 1:]].float() / batch.temperatures.unsqueeze(-1)
+        return scores
 
     def clear_gradients(self, *, zeros: bool) -> None:
         """Clear the gradients.
@@ -137,3 +151,8 @@ class Policy:
         if zeros:
             for parameter in self.model.parameters():
                 parameter.grad = torch.zeros_like(parameter)
+
+
+def _chosen(scores: Tensor, batch: MicroBatch) -> Tensor:
+    trained = batch.token_ids[:, 1:][batch.mask[:, 1:]]
+    return scores.gather(-1, trained.unsqueeze(-1)).squeeze(-1)

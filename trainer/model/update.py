@@ -4,26 +4,28 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 
+import numpy as np
 import torch
-from torch import Tensor
+from numpy.typing import NDArray
 
+from trainer.algorithms.batch import LossBatch
+from trainer.algorithms.objective import MinibatchSize, objective
+from trainer.algorithms.registry import LoadedAlgorithm
 from trainer.data.micro_batch import collate
 from trainer.data.minibatches import micro_batches, minibatches
 from trainer.data.sequences import TrainingSequence
 from trainer.metrics import StepStats, UpdateStats
 from trainer.model.policy import Policy
 
-Loss = Callable[[Tensor, Tensor, Tensor, float], Tensor]
-"""See `trainer.algorithms.losses`."""
-
 
 def update(
     policy: Policy,
     sequences: Sequence[TrainingSequence],
     batch_seq: int,
-    loss: Loss,
+    algorithm: LoadedAlgorithm,
     lr: float,
     parent_version: str | None,
 ) -> UpdateStats:
@@ -33,9 +35,9 @@ def update(
 
     Args:
         policy: it is changed.
-        sequences: of the batch.
+        sequences: of the batch, with advantages.
         batch_seq: number of the batch; the shuffle depends on it.
-        loss: the policy loss of the algorithm.
+        algorithm: its loss and settings.
         lr: learning rate.
         parent_version: the version with exactly these weights; None after an update since it.
     """
@@ -43,53 +45,95 @@ def update(
     for group in policy.optimizer.param_groups:
         group["lr"] = lr
     s = policy.settings
+    if s.recompute_old_logprobs:
+        sequences = with_old_logprobs(policy, sequences)
     steps: list[StepStats] = []
     for part in minibatches(sequences, s.minibatches, s.epochs, s.seed, batch_seq):
         unchanged = all(step.skipped is not None for step in steps)
-        steps.append(_step(policy, part, loss, parent_version if unchanged else None))
+        steps.append(_step(policy, part, algorithm, parent_version if unchanged else None))
     return UpdateStats(steps=tuple(steps), seconds=time.perf_counter() - began)
 
 
-def _step(
-    policy: Policy, sequences: Sequence[TrainingSequence], loss: Loss, parent_version: str | None
-) -> StepStats:
-    """Take one optimiser step; the loss is the mean over the trained tokens of `sequences`.
+@torch.no_grad()
+def with_old_logprobs(
+    policy: Policy, sequences: Sequence[TrainingSequence]
+) -> list[TrainingSequence]:
+    """Return the sequences with the log-probabilities of the policy as it is.
 
-    Sequences with advantage 0 count in that mean but add nothing to loss or gradient, so they need
-    no forward or backward pass.
+    A token to which the policy gives probability zero keeps the sampled one.
     """
     s = policy.settings
-    tokens = sum(sequence.trained_tokens for sequence in sequences)
-    learned = [sequence for sequence in sequences if sequence.advantage != 0.0]
+    shares: dict[int, NDArray[np.float32]] = {}
+    for part in micro_batches(sequences, s.micro_batch_tokens):
+        batch = collate(part, s.temperature, policy.device)
+        logprobs = policy.logprobs(batch)
+        old = torch.where(torch.isneginf(logprobs), batch.logprobs, logprobs).cpu().numpy()
+        ends = np.cumsum([sequence.trained_tokens for sequence in part])
+        shares |= zip(map(id, part), np.split(old, ends[:-1]), strict=True)
+    return [replace(sequence, old_logprobs=shares[id(sequence)]) for sequence in sequences]
+
+
+def _step(
+    policy: Policy,
+    sequences: Sequence[TrainingSequence],
+    algorithm: LoadedAlgorithm,
+    parent_version: str | None,
+) -> StepStats:
+    """Take one optimiser step; the loss is a mean over all `sequences`.
+
+    If the loss of a sequence without advantage is zero, the sequence counts in that mean, but it
+    needs no forward or backward pass.
+    """
+    s = policy.settings
+    size = MinibatchSize(sum(sequence.trained_tokens for sequence in sequences), len(sequences))
+    learned = [
+        sequence
+        for sequence in sequences
+        if not algorithm.skips_zero_advantages or np.any(sequence.advantages)
+    ]
+    bound = math.log(algorithm.settings.ratio_max)
     total, truncated, now_at_zero = 0.0, 0, 0
     differences: list[float] = []
     same_version: list[float] = []
     policy.clear_gradients(zeros=not learned)
     for part in micro_batches(learned, s.micro_batch_tokens):
         batch = collate(part, s.temperature, policy.device)
-        logprobs = policy.logprobs(batch)
+        if algorithm.settings.entropy_coef:
+            logprobs, entropy = policy.logprobs_and_entropy(batch)
+        else:
+            logprobs, entropy = policy.logprobs(batch), None
         # Minus infinity times a ratio of zero is NaN. Such a token has no usable gradient.
         at_zero = torch.isneginf(logprobs.detach())
         possible = logprobs.masked_fill(at_zero, 0.0)
-        losses = loss(possible, batch.logprobs, batch.advantages, s.is_truncation)
-        mean = losses.masked_fill(at_zero, 0.0).sum() / tokens
+        view = LossBatch(
+            logprobs=possible,
+            sampled_logprobs=batch.logprobs,
+            old_logprobs=batch.old_logprobs,
+            advantages=batch.advantages,
+            mask=~at_zero,
+            sequence=batch.sequence,
+            step=batch.step,
+            lengths=batch.lengths,
+            entropy=entropy,
+        )
+        mean = objective(view, algorithm.loss, algorithm.settings, size)
         mean.backward()  # type: ignore[no-untyped-call]
         total += mean.item()
         difference = (logprobs.detach() - batch.logprobs).masked_fill(at_zero, 0.0)
-        truncated += int((difference > math.log(s.is_truncation)).sum())
+        truncated += int((difference > bound).sum())
         now_at_zero += int(at_zero.sum())
         if parent_version is not None:
-            size = difference.abs()
-            differences.append(size.max().item())
-            same = torch.from_numpy(batch.versions == parent_version).to(size.device)
+            distance = difference.abs()
+            differences.append(distance.max().item())
+            same = torch.from_numpy(batch.versions == parent_version).to(distance.device)
             if bool(same.any()):
-                same_version.append(size[same].max().item())
+                same_version.append(distance[same].max().item())
     norm = torch.nn.utils.clip_grad_norm_(policy.model.parameters(), s.max_grad_norm).item()
     finite = math.isfinite(total) and math.isfinite(norm)
     if finite:
         policy.optimizer.step()
     return StepStats(
-        tokens=tokens,
+        tokens=size.tokens,
         passed_tokens=sum(sequence.trained_tokens for sequence in learned),
         loss=total if finite else None,
         grad_norm=norm if finite else None,

@@ -13,6 +13,7 @@ from clawstream.ops.preflight import ports, problems_of
 from clawstream.ops.up import COMMANDS
 from runtime.process.config import load
 from runtime.process.ports import PortTaken, check_free
+from trainer.algorithms.registry import ALGORITHMS
 
 EVERY = list(COMMANDS)
 DATA_PART = [n for n in EVERY if n not in ("trainer", "rollout")]
@@ -44,7 +45,8 @@ def test_a_wrong_setting_of_the_data_part_is_named(word: str, said: str) -> None
     [
         (
             ["admit.policy.algorithm=magic"],
-            "setting admit.policy.algorithm='magic': this trainer has grpo",
+            "setting admit.policy.algorithm='magic': this trainer has "
+            + ", ".join(sorted(ALGORITHMS)),
         ),
         (
             ["trainer.model_path=/no/such/model"],

@@ -179,9 +179,9 @@ def test_what_follows_from_the_functions_follows_in_a_changed_policy_too(
 def test_a_policy_may_not_name_an_algorithm_that_the_trainer_lacks() -> None:
     before = policy_of(SETTINGS, 1, 0)
     with pytest.raises(
-        SettingsError, match=r"admit\.policy\.algorithm='rloo': this trainer has grpo"
+        SettingsError, match=r"admit\.policy\.algorithm='magic': this trainer has cispo"
     ):
-        changed_policy(SETTINGS, before, {"algorithm": "rloo"}, "ann", (check_algorithm,))
+        changed_policy(SETTINGS, before, {"algorithm": "magic"}, "ann", (check_algorithm,))
     assert (
         changed_policy(
             SETTINGS, before, {"batch_groups": "4"}, "ann", (check_algorithm,)

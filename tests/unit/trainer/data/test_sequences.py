@@ -26,9 +26,11 @@ from schemas.records import (
 from schemas.tokens import pack_ids, pack_logprobs
 from schemas.trajectory_parts import joined
 from trainer.algorithms.advantages.grpo import grpo
+from trainer.algorithms.settings import AlgorithmSettings
 from trainer.data.minibatches import micro_batches, minibatches
 from trainer.data.sequences import Tokens, TrainingSequence, sequences_of, sequences_of_batch
 from trainer.data.trajectories import scans
+from trainer.data.view import batch_view, with_advantages
 from trainer.errors import PayloadUnreadable, TooFewMembers
 
 
@@ -110,7 +112,7 @@ def test_redacted_tokens_have_no_log_probability_and_are_not_trained() -> None:
         token_ids=pack_ids([3, 4, 5]),
         logprobs=pack_logprobs([-0.5, float("nan"), -1.0]),
     )
-    (sequence,) = sequences_of(trajectory([env([1]), sampled], [step(0)]), (), 0.5)
+    (sequence,) = sequences_of(trajectory([env([1]), sampled], [step(0)]), ())
     assert mask(sequence) == "0101"
     assert logprobs(sequence) == (0.0, -0.5, 0.0, -1.0)
 
@@ -119,11 +121,11 @@ def test_a_linear_conversation_is_one_row() -> None:
     tree = trajectory(
         [env([1, 2]), said([3, 4], 0, 0), env([5], 1), said([6], 1, 2)], [step(0), step(1)]
     )
-    (sequence,) = sequences_of(tree, (), 0.5)
+    (sequence,) = sequences_of(tree, ())
     assert ids(sequence) == (1, 2, 3, 4, 5, 6)
     assert mask(sequence) == "001101"
     assert logprobs(sequence) == (0.0, 0.0, -3 / 8, -4 / 8, 0.0, -6 / 8)
-    assert sequence.advantage == 0.5
+    assert sequence.tokens.steps.tolist() == [-1, -1, 0, 0, -1, 1]
     assert sequence.tokens.versions.tolist() == [None, None, "r/0.0", "r/0.0", None, "r/0.0"]
 
 
@@ -138,10 +140,10 @@ def test_each_trained_token_has_the_temperature_of_its_step() -> None:
         said([8, 9], 2, 4),
     ]
     steps = [step(0, temperature=0.7), step(1), step(2, temperature=0.3)]
-    (sequence,) = sequences_of(trajectory(segments, steps), (), 0.5)
+    (sequence,) = sequences_of(trajectory(segments, steps), ())
     first, last = [pytest.approx(0.7)] * 2, [pytest.approx(0.3)] * 2
     assert temperatures(sequence) == [None, None, *first, None, None, None, *last]
-    (sequence,) = sequences_of(trajectory(segments, steps), ("t~0.0",), 0.5)
+    (sequence,) = sequences_of(trajectory(segments, steps), ("t~0.0",))
     assert temperatures(sequence) == [*[None] * 7, *last]
 
 
@@ -150,7 +152,7 @@ def test_a_fork_trains_the_shared_tokens_in_its_first_row_only() -> None:
         [env([1]), said([2], 0, 0), env([3], 1), said([4], 1, 2), env([5], 1), said([6], 2, 4)],
         [step(0), step(1), step(2)],
     )
-    first, second = sequences_of(tree, (), 1.0)
+    first, second = sequences_of(tree, ())
     assert (ids(first), mask(first)) == ((1, 2, 3, 4), "0101")
     assert (ids(second), mask(second)) == ((1, 2, 5, 6), "0001")
     assert logprobs(second) == (0.0, 0.0, 0.0, -6 / 8)
@@ -166,17 +168,15 @@ def test_untrainable_steps_are_context_and_rows_end_at_the_last_trained_token() 
         said([6], 2, 4),
     ]
     (sequence,) = sequences_of(
-        trajectory(segments, [step(0), step(1, trainable=False), step(2)]), (), 1.0
+        trajectory(segments, [step(0), step(1, trainable=False), step(2)]), ()
     )
     assert mask(sequence) == "010001"
     (sequence,) = sequences_of(
-        trajectory(segments, [step(0), step(1), step(2)]), ("t~1.0", "t~2.0"), 1.0
+        trajectory(segments, [step(0), step(1), step(2)]), ("t~1.0", "t~2.0")
     )
     assert ids(sequence) == (1, 2)
     assert (
-        sequences_of(
-            trajectory(segments, [step(0), step(1), step(2)]), ("t~0.0", "t~1.0", "t~2.0"), 1.0
-        )
+        sequences_of(trajectory(segments, [step(0), step(1), step(2)]), ("t~0.0", "t~1.0", "t~2.0"))
         == []
     )
 
@@ -189,7 +189,7 @@ def test_versions_follow_the_spans_of_a_step_also_across_its_segments() -> None:
     tree = trajectory(
         [env([1]), said([2, 3], 0, 0, spans), said([4, 5], 0, 1, spans)], [step(0, version=None)]
     )
-    (sequence,) = sequences_of(tree, (), 1.0)
+    (sequence,) = sequences_of(tree, ())
     assert sequence.tokens.versions.tolist() == [None, "r/1.0", "r/1.0", "r/1.0", "r/2.0"]
 
 
@@ -214,7 +214,7 @@ def test_versions_follow_the_spans_of_a_step_also_across_its_segments() -> None:
 )
 def test_a_broken_tree_is_an_error(segments: list[Segment], steps: list[TrajectoryStep]) -> None:
     with pytest.raises(PayloadUnreadable):
-        sequences_of(trajectory(segments, steps), (), 1.0)
+        sequences_of(trajectory(segments, steps), ())
 
 
 @st.composite
@@ -251,7 +251,7 @@ def test_each_sampled_token_of_a_trainable_step_is_trained_once_under_its_path(
             of = tree.steps[segment.step_index]
             if of.trainable and of.step_id not in untrainable:
                 expected += own
-    sequences = sequences_of(tree, untrainable, 1.0)
+    sequences = sequences_of(tree, untrainable)
     trained = Counter(t for s in sequences for t in s.tokens.trained().ids.tolist())
     assert trained == Counter(expected)
     for sequence in sequences:
@@ -268,9 +268,7 @@ def test_any_linear_conversation_is_one_row(turns: list[list[int]]) -> None:
     for i, (heard, told) in enumerate(turns):
         segments.append(env([1] * heard, len(segments) - 1 if segments else None))
         segments.append(said([2] * told, i, len(segments) - 1))
-    assert (
-        len(sequences_of(trajectory(segments, [step(i) for i in range(len(turns))]), (), 1.0)) == 1
-    )
+    assert len(sequences_of(trajectory(segments, [step(i) for i in range(len(turns))]), ())) == 1
 
 
 # -- batches
@@ -320,13 +318,13 @@ def test_the_advantage_of_a_batch_is_per_group_and_weighted() -> None:
         BatchGroup(group_id="1", round=0, n=2, members=(member("a", 1.0), member("b", 0.0))),
         BatchGroup(group_id="2", round=0, n=2, members=(member("c", 5.0), member("d", 5.0))),
     )
-    data = sequences_of_batch(
-        batch(*groups, weights={"rule/r": 2.0}), payload, lambda r: grpo(r, 0.3)
-    )
+    data = sequences_of_batch(batch(*groups, weights={"rule/r": 2.0}), payload, 2, "trajectory")
+    view = batch_view(data.sequences, data.members, "r", 3)
+    sequences = with_advantages(data.sequences, grpo(view, AlgorithmSettings(std_offset=0.3)))
     std = 2.0**0.5
-    assert [r.advantage for r in data.sequences] == pytest.approx(
-        [1 / (std + 0.3), -1 / (std + 0.3), 0.0, 0.0]
-    )
+    assert [r.advantages.tolist() for r in sequences if r.advantages is not None] == [
+        pytest.approx([a]) for a in (1 / (std + 0.3), -1 / (std + 0.3), 0.0, 0.0)
+    ]
     assert (data.rewards, data.groups, data.unrewarded) == ((2.0, 0.0, 10.0, 10.0), 2, ())
 
 
@@ -345,7 +343,7 @@ def test_a_token_with_an_infinite_log_probability_is_not_trained_but_counted(
         name: trajectory([env([1]), s], [step(0)], name) for name, s in (("a", some), ("b", alone))
     }
     group = BatchGroup(group_id="1", round=0, n=2, members=(member("a", 1.0), member("b", 0.0)))
-    found = sequences_of_batch(batch(group), payload, lambda r: grpo(r, 0.3))
+    found = sequences_of_batch(batch(group), payload, 2, "trajectory")
     (sequence,) = found.sequences
     assert (sequence.trajectory_id, mask(sequence), logprobs(sequence)) == (
         "a",
@@ -363,7 +361,7 @@ def test_a_missing_reward_is_never_zero() -> None:
         ),
         BatchGroup(group_id="2", round=0, n=2, members=(member("d", 5.0), member("e", None))),
     )
-    data = sequences_of_batch(batch(*groups), payload, lambda r: grpo(r, 0.3))
+    data = sequences_of_batch(batch(*groups), payload, 2, "trajectory")
     assert [r.trajectory_id for r in data.sequences] == ["a", "c"]
     assert (data.rewards, data.groups) == ((1.0, 0.0), 1)
     assert sorted(data.unrewarded) == ["b", "d", "e"]
@@ -372,14 +370,21 @@ def test_a_missing_reward_is_never_zero() -> None:
 def test_grpo_refuses_groups_of_one() -> None:
     lonely = BatchGroup(group_id="1", round=0, n=1, members=(member("a", 1.0),))
     with pytest.raises(TooFewMembers, match="groups of 2"):
-        sequences_of_batch(batch(lonely), {}, lambda r: grpo(r, 0.3))
+        sequences_of_batch(batch(lonely), {}, 2, "trajectory")
 
 
 def sequence(length: int) -> TrainingSequence:
     n = length
     zeros = np.zeros(n, np.float32)
-    tokens = Tokens(np.ones(n, np.int32), np.arange(n) > 0, zeros, zeros, np.full(n, None, object))
-    return TrainingSequence("t", tokens, 0.0)
+    tokens = Tokens(
+        np.ones(n, np.int32),
+        np.arange(n) > 0,
+        zeros,
+        zeros,
+        np.full(n, None, object),
+        np.zeros(n, np.int32),
+    )
+    return TrainingSequence("t", tokens)
 
 
 @given(

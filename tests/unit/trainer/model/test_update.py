@@ -19,11 +19,10 @@ from safetensors.torch import load_file, save_file
 from demo.model import make_random_model
 from schemas.errors import SettingsError
 from schemas.settings import TrainerSettings
-from trainer.algorithms.advantages.grpo import grpo
-from trainer.algorithms.losses.truncated_is import truncated_is
+from trainer.algorithms.advantages.grpo import standardized
+from trainer.algorithms.registry import load
 from trainer.data.micro_batch import collate
 from trainer.data.sequences import Tokens, TrainingSequence, tokens_by_version
-from trainer.errors import TooFewMembers
 from trainer.metrics import BatchStats, StepStats, UpdateStats, staleness, version_metrics
 from trainer.model.files import TensorDtypes, load_masters, save_rounded
 from trainer.model.policy import Policy
@@ -31,6 +30,7 @@ from trainer.model.update import update
 from trainer.run import learning_rate
 
 BOUND = 2.0
+CISPO = load("cispo", {"ratio_max": BOUND}, ())
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -47,9 +47,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def settings(**more: object) -> TrainerSettings:
-    return TrainerSettings.model_validate(
-        {"device": "cpu", "lr": 1e-3, "minibatches": 1, "is_truncation": BOUND, **more}
-    )
+    return TrainerSettings.model_validate({"device": "cpu", "lr": 1e-3, "minibatches": 1, **more})
 
 
 def sequence(
@@ -62,8 +60,18 @@ def sequence(
         np.where(on, logprob, 0.0).astype(np.float32),
         np.full(len(ids), math.nan, np.float32),
         np.full(len(ids), version, object),
+        np.zeros(len(ids), np.int32),
     )
-    return TrainingSequence("t", tokens, advantage)
+    return TrainingSequence("t", tokens, np.full(int(on.sum()), advantage, np.float32))
+
+
+def with_advantage(r: TrainingSequence, advantage: float) -> TrainingSequence:
+    return replace(r, advantages=np.full(r.trained_tokens, advantage, np.float32))
+
+
+def advantage_of(r: TrainingSequence) -> float:
+    assert r.advantages is not None
+    return float(r.advantages[0])
 
 
 def logprobs(policy: Policy, sequences: Sequence[TrainingSequence]) -> torch.Tensor:
@@ -85,7 +93,7 @@ def test_grpo_against_a_plain_loop(rewards: list[float], offset: float) -> None:
     for r in rewards:
         variance += (r - mean) * (r - mean)
     std = math.sqrt(variance / (len(rewards) - 1))
-    got = grpo(rewards, offset)
+    got = standardized(rewards, offset)
     if max(rewards) == min(rewards):
         assert got == [0.0] * len(rewards)
     elif std > 1e-6:
@@ -93,37 +101,6 @@ def test_grpo_against_a_plain_loop(rewards: list[float], offset: float) -> None:
             [(r - mean) / (std + offset) for r in rewards], rel=1e-6, abs=1e-6
         )
         assert sum(got) == pytest.approx(0.0, abs=1e-5)
-
-
-@pytest.mark.parametrize("rewards", [[], [1.0]])
-def test_grpo_refuses_fewer_than_two(rewards: list[float]) -> None:
-    with pytest.raises(TooFewMembers):
-        grpo(rewards, 0.3)
-
-
-@given(
-    st.lists(
-        st.tuples(st.floats(-8, 0), st.floats(-8, 0), st.floats(-3, 3)), min_size=1, max_size=20
-    ),
-    st.floats(0.5, 4),
-)
-def test_truncated_importance_sampling_against_a_plain_loop(
-    tokens: list[tuple[float, float, float]], bound: float
-) -> None:
-    now = torch.tensor([t[0] for t in tokens], dtype=torch.float64, requires_grad=True)
-    sampled, advantages = (
-        torch.tensor([t[i] for t in tokens], dtype=torch.float64) for i in (1, 2)
-    )
-    losses = truncated_is(now, sampled, advantages, bound)
-    weights = [min(math.exp(lp - old), bound) * a for lp, old, a in tokens]
-    assert losses.tolist() == pytest.approx(
-        [-w * t[0] for w, t in zip(weights, tokens, strict=True)], rel=1e-9, abs=1e-12
-    )
-    losses.sum().backward()  # type: ignore[no-untyped-call]
-    assert now.grad is not None
-    assert now.grad.tolist() == pytest.approx([-w for w in weights], rel=1e-9, abs=1e-12), (
-        "no gradient through the ratio"
-    )
 
 
 def reference_logprobs(policy: Policy, r: TrainingSequence, temperature: float) -> dict[int, float]:
@@ -173,14 +150,14 @@ def test_an_update_reports_what_plain_loops_compute(
     for r in ROWS:
         for i, lp in reference_logprobs(policy, r, 1.0).items():
             ratio = math.exp(lp - r.tokens.logprobs[i])
-            total += -min(ratio, BOUND) * r.advantage * lp
+            total += -min(ratio, BOUND) * advantage_of(r) * lp
             tokens += 1
             truncated += ratio > BOUND
             diffs.append(abs(lp - r.tokens.logprobs[i]))
             same += diffs[-1:] if r.tokens.versions[0] == "r/3.0" else []
     assert 0 < truncated < tokens
     before = {name: p.detach().clone() for name, p in policy.model.named_parameters()}
-    (step,) = update(policy, ROWS, 0, truncated_is, 1e-3, "r/3.0").steps
+    (step,) = update(policy, ROWS, 0, CISPO, 1e-3, "r/3.0").steps
     assert step.loss == pytest.approx(total / tokens, rel=1e-4)
     assert (step.tokens, step.truncated_tokens) == (tokens, truncated)
     assert step.logp_diff == pytest.approx(max(diffs), abs=1e-4)
@@ -190,7 +167,7 @@ def test_an_update_reports_what_plain_loops_compute(
 
 def test_micro_batches_do_not_change_the_gradient(model_dir: Path) -> None:
     norms = [
-        update(Policy(model_dir, settings(micro_batch_tokens=n)), ROWS, 0, truncated_is, 1e-3, None)
+        update(Policy(model_dir, settings(micro_batch_tokens=n)), ROWS, 0, CISPO, 1e-3, None)
         .steps[0]
         .grad_norm
         for n in (1, 16384)
@@ -205,7 +182,7 @@ def test_the_update_raises_the_probability_of_what_was_good(model_dir: Path) -> 
         sequence((2, 9, 20, 21), "0011", -3.5, -1.0),
     )
     before = logprobs(policy, [good, bad]).detach()
-    update(policy, [good, bad], 0, truncated_is, 1e-3, None)
+    update(policy, [good, bad], 0, CISPO, 1e-3, None)
     change = logprobs(policy, [good, bad]).detach() - before
     assert bool((change[:2] > 0).all()) and bool((change[2:] < 0).all())
 
@@ -226,25 +203,25 @@ def test_a_seeded_run_learns_to_say_the_rewarded_token_from_samples_that_are_one
         sequences = []
         for _ in range(4):
             tokens = torch.multinomial(sampler, 16, replacement=True, generator=generator).tolist()
-            advantages = grpo([float(t == good) for t in tokens], 0.3)
+            advantages = standardized([float(t == good) for t in tokens], 0.3)
             sequences += [
                 sequence((*prompt, t), "0001", math.log(sampler[t].item()), a)
                 for t, a in zip(tokens, advantages, strict=True)
             ]
         sampler = probabilities()
-        update(policy, sequences, version, truncated_is, 2e-3, None)
+        update(policy, sequences, version, CISPO, 2e-3, None)
     assert before < 0.2
     assert probabilities()[good].item() > 0.9
 
 
 def test_differences_are_measured_before_the_first_update_only(model_dir: Path) -> None:
     policy = Policy(model_dir, settings(minibatches=2, epochs=2))
-    stats = update(policy, ROWS, 0, truncated_is, 1e-3, "r/3.0")
+    stats = update(policy, ROWS, 0, CISPO, 1e-3, "r/3.0")
     assert len(stats.steps) == 4
     assert stats.steps[0].logp_diff is not None
     assert all(s.logp_diff is None and s.logp_diff_same_version is None for s in stats.steps[1:])
     policy = Policy(model_dir, settings())
-    alone = update(policy, ROWS, 0, truncated_is, 1e-3, "r/99.0").steps[0]
+    alone = update(policy, ROWS, 0, CISPO, 1e-3, "r/99.0").steps[0]
     assert alone.logp_diff is not None and alone.logp_diff_same_version is None, (
         "no token of the version: absent"
     )
@@ -259,14 +236,14 @@ def test_a_step_that_is_not_finite_is_skipped_and_the_next_one_is_taken(model_di
         sequence((2, 9, 10, 11), "0011", -3.0, 1.0),
         sequence((2, 9, 10), "001", math.nan, 1.0),
     )
-    stats = update(policy, [good, broken], 7, truncated_is, 1e-3, "r/3.0")
+    stats = update(policy, [good, broken], 7, CISPO, 1e-3, "r/3.0")
     skipped, taken = sorted(stats.steps, key=lambda step: step.skipped is None)
     assert skipped.skipped == "loss nan, gradient norm nan"
     assert (skipped.loss, skipped.grad_norm) == (None, None)
     assert taken.skipped is None and stats.changed_weights
-    update(expected, [good], 7, truncated_is, 1e-3, None)
+    update(expected, [good], 7, CISPO, 1e-3, None)
     assert same_state(policy, expected)
-    assert not update(policy, [broken], 8, truncated_is, 1e-3, None).changed_weights
+    assert not update(policy, [broken], 8, CISPO, 1e-3, None).changed_weights
     assert same_state(policy, expected)
 
 
@@ -291,11 +268,11 @@ def test_a_token_that_the_policy_gives_probability_zero_is_not_trained_but_count
     for p in (policy, expected):
         p.model.lm_head.register_forward_hook(without_token_12)
     (step,) = update(
-        policy, [sequence((2, 9, 10, 11, 12), "00111", -3.0, 1.0)], 0, truncated_is, 1e-3, "r/3.0"
+        policy, [sequence((2, 9, 10, 11, 12), "00111", -3.0, 1.0)], 0, CISPO, 1e-3, "r/3.0"
     ).steps
     assert (step.now_at_zero, step.tokens, step.skipped) == (1, 3, None)
     (other,) = update(
-        expected, [sequence((2, 9, 10, 11), "0011", -3.0, 1.0)], 0, truncated_is, 1e-3, "r/3.0"
+        expected, [sequence((2, 9, 10, 11), "0011", -3.0, 1.0)], 0, CISPO, 1e-3, "r/3.0"
     ).steps
     assert step.loss == pytest.approx((other.loss or math.nan) * 2 / 3, rel=1e-5)
     assert step.logp_diff == pytest.approx(other.logp_diff, abs=1e-5)
@@ -319,10 +296,10 @@ def test_rows_without_advantage_spare_their_passes_and_change_neither_loss_nor_g
     skipping.model.register_forward_pre_hook(
         lambda _, __, given: passed.append(len(given["input_ids"])), with_kwargs=True
     )
-    (a,) = update(skipping, [*ROWS, *idle], 0, truncated_is, 1e-3, None).steps
+    (a,) = update(skipping, [*ROWS, *idle], 0, CISPO, 1e-3, None).steps
     assert (sum(passed), a.passed_tokens) == (len(ROWS), a.tokens - 6)
     (b,) = update(
-        passing, [*ROWS, *(replace(r, advantage=1e-30) for r in idle)], 0, truncated_is, 1e-3, None
+        passing, [*ROWS, *(with_advantage(r, 1e-30) for r in idle)], 0, CISPO, 1e-3, None
     ).steps
     assert b.passed_tokens == b.tokens == a.tokens
     assert (a.loss, a.grad_norm) == (
@@ -332,18 +309,16 @@ def test_rows_without_advantage_spare_their_passes_and_change_neither_loss_nor_g
     for p, q in zip(skipping.model.parameters(), passing.model.parameters(), strict=True):
         assert torch.allclose(p.grad, q.grad, rtol=1e-4, atol=1e-5 * q.grad.abs().max().item())
     # A step without any advantage goes on with AdamW's momentum, as zeros for gradients do.
-    (a,) = update(skipping, idle, 1, truncated_is, 1e-3, None).steps
+    (a,) = update(skipping, idle, 1, CISPO, 1e-3, None).steps
     assert (a.loss, a.grad_norm, a.passed_tokens) == (0.0, 0.0, 0)
-    (b,) = update(
-        passing, [replace(r, advantage=1e-38) for r in idle], 1, truncated_is, 1e-3, None
-    ).steps
+    (b,) = update(passing, [with_advantage(r, 1e-38) for r in idle], 1, CISPO, 1e-3, None).steps
     assert b.passed_tokens == b.tokens
     for p, q in zip(skipping.model.parameters(), passing.model.parameters(), strict=True):
         assert torch.allclose(p, q, rtol=1e-4, atol=1e-5)
 
 
 def test_a_batch_without_rows_changes_nothing(model_dir: Path) -> None:
-    assert update(Policy(model_dir, settings()), (), 0, truncated_is, 1e-3, None).steps == ()
+    assert update(Policy(model_dir, settings()), (), 0, CISPO, 1e-3, None).steps == ()
 
 
 def change(policy: Policy, lr: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -351,7 +326,7 @@ def change(policy: Policy, lr: float) -> tuple[torch.Tensor, torch.Tensor]:
     were.
     """
     before = [p.detach().clone() for p in policy.model.parameters()]
-    update(policy, ROWS, 0, truncated_is, lr, None)
+    update(policy, ROWS, 0, CISPO, lr, None)
     moved = [
         (p.detach() - old)[p.grad != 0]
         for p, old in zip(policy.model.parameters(), before, strict=True)
@@ -383,7 +358,7 @@ def test_passes_in_bfloat16_give_nearly_the_gradient_of_float32(model_dir: Path)
     difference = (logprobs(narrow, ROWS) - logprobs(exact, ROWS)).abs().max().item()
     assert 1e-5 < difference < 0.05, "the passes are in bfloat16, and no worse than that"
     for policy in (exact, narrow):
-        update(policy, ROWS, 0, truncated_is, 1e-3, None)
+        update(policy, ROWS, 0, CISPO, 1e-3, None)
     a, b = (
         torch.cat([p.grad.flatten() for p in policy.model.parameters()])
         for policy in (exact, narrow)
@@ -397,7 +372,7 @@ def test_a_model_is_published_in_its_own_dtype_or_the_engines_and_learns_in_floa
     own = make_random_model(tmp_path / "own", dtype="bfloat16")
     policy = Policy(own, settings())
     assert policy.model.lm_head.weight.dtype == torch.float32
-    update(policy, ROWS, 0, truncated_is, 1e-3, None)
+    update(policy, ROWS, 0, CISPO, 1e-3, None)
     for engine, dtype in (("auto", torch.bfloat16), ("float16", torch.float16)):
         policy.save(tmp_path / engine, policy.served_dtypes(engine))
         tensors = load_file(tmp_path / engine / "model.safetensors")
@@ -440,7 +415,7 @@ def test_tied_embeddings_are_published_once_and_rounded_alike(
     }
     save_file(tensors, tied / "model.safetensors", metadata={"format": "pt"})
     policy = Policy(tied, settings())
-    update(policy, ROWS, 0, truncated_is, 1e-3, None)
+    update(policy, ROWS, 0, CISPO, 1e-3, None)
     policy.save(tmp_path / "out", policy.served_dtypes("auto"))
     assert set(load_file(tmp_path / "out" / "model.safetensors")) == set(tensors)
 

@@ -1,0 +1,63 @@
+"""Generalized advantage estimation with a critic, over tokens or over steps."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from trainer.algorithms.batch import BatchView, Floats, Indexes
+from trainer.algorithms.returns import token_rewards, whitened
+from trainer.algorithms.settings import AlgorithmSettings
+
+
+def gae(batch: BatchView, settings: AlgorithmSettings) -> Floats:
+    """Return GAE(gamma, lambda) of each token, normalized over the batch, shape (T,).
+
+    A[t] = sum over l of (gamma lambda)^l delta[t + l], delta[t] = r[t] + gamma V[t + 1] - V[t],
+    along the trained tokens of a sequence; the value after its last token is 0. The tokens of the
+    environment are passed over: they are no actions.
+    Source: Schulman et al., arXiv 1506.02438, eq. 16.
+
+    Raises:
+        ValueError: the batch has no values.
+    """
+    return whitened(_estimates(token_rewards(batch, settings), batch, settings), 1e-8)
+
+
+def gae_steps(batch: BatchView, settings: AlgorithmSettings) -> Floats:
+    """Return GAE(gamma, lambda) of each token's step, normalized over the batch, shape (T,).
+
+    One action is all trained tokens of a step in a sequence. Its value is that before its first
+    token, its reward the sum over its tokens; gamma discounts a step, so long replies are not
+    discounted more.
+    Source: as `gae`, with turns as actions: Zhou et al., "ArCHer", arXiv 2402.19446.
+
+    Raises:
+        ValueError: the batch has no values.
+    """
+    first = np.ones(len(batch.step), bool)
+    first[1:] = (np.diff(batch.step) != 0) | (np.diff(batch.sequence) != 0)
+    starts, action = np.flatnonzero(first), np.cumsum(first) - 1
+    rewards: Floats = np.bincount(action, token_rewards(batch, settings), len(starts)).astype(float)
+    return whitened(_estimates(rewards, batch, settings, starts)[action], 1e-8)
+
+
+def _estimates(
+    rewards: Floats,
+    batch: BatchView,
+    settings: AlgorithmSettings,
+    starts: Indexes | None = None,
+) -> Floats:
+    """Return the estimates of actions that begin at `starts`; None: each token is an action."""
+    if batch.values is None:
+        raise ValueError("gae needs the values of a critic, and the batch has none")
+    values = batch.values if starts is None else batch.values[starts]
+    sequence = batch.sequence if starts is None else batch.sequence[starts]
+    found = np.zeros(len(rewards))
+    estimate = 0.0
+    for i in reversed(range(len(rewards))):
+        last = i + 1 == len(rewards) or sequence[i + 1] != sequence[i]
+        after = 0.0 if last else values[i + 1]
+        delta = rewards[i] + settings.gamma * after - values[i]
+        estimate = delta + (0.0 if last else settings.gamma * settings.gae_lambda * estimate)
+        found[i] = estimate
+    return found

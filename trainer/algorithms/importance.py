@@ -1,0 +1,53 @@
+"""Importance weights between the version that sampled a token and the policy that trains it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from trainer.algorithms.batch import LossBatch
+from trainer.algorithms.settings import AlgorithmSettings
+
+
+def correction_weights(
+    logprobs: Tensor, batch: LossBatch, settings: AlgorithmSettings
+) -> Tensor | None:
+    """Return the detached weight of each token's loss, or None for no correction.
+
+    The weight is exp(logprobs - sampled_logprobs): of the token, or the product or the geometric
+    mean over its sequence. `truncate` limits it to correction_max. `mask` replaces it by 0 outside
+    [correction_min, correction_max].
+    Source: truncation: Ionides, "Truncated Importance Sampling", 2008; between engine and trainer,
+    also masked and over sequences: Yao et al., "Your Efficient RL Framework Secretly Brings You
+    Off-Policy RL Training", 2025; Liu et al., "When Speed Kills Stability", 2025.
+
+    Args:
+        logprobs: (tokens,), of the policy that the tokens are to be weighted for.
+        batch: the sequences.
+        settings: `correction`, its level and bounds.
+
+    Returns:
+        Shape (tokens,).
+    """
+    if settings.correction == "none":
+        return None
+    log_ratio = (logprobs - batch.sampled_logprobs).detach()
+    if settings.correction_level == "sequence":
+        log_ratio = batch.sequence_sum(log_ratio)[batch.sequence]
+    elif settings.correction_level == "geometric":
+        log_ratio = batch.sequence_mean(log_ratio)[batch.sequence]
+    weights = log_ratio.exp()
+    if settings.correction == "truncate":
+        return weights.clamp(max=settings.correction_max)
+    inside = (weights >= settings.correction_min) & (weights <= settings.correction_max)
+    return torch.where(inside, weights, 0.0)
+
+
+def corrected(losses: Tensor, batch: LossBatch, settings: AlgorithmSettings) -> Tensor:
+    """Return the token losses, weighted from the sampling version to `old_logprobs`.
+
+    For losses whose own ratio is that of the policy to `old_logprobs`. Without recomputed
+    `old_logprobs` every weight is 1.
+    """
+    weights = correction_weights(batch.old_logprobs, batch, settings)
+    return losses if weights is None else losses * weights

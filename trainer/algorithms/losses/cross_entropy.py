@@ -1,0 +1,16 @@
+"""Weighted cross-entropy, for supervised training."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from trainer.algorithms.batch import LossBatch
+from trainer.algorithms.settings import AlgorithmSettings
+
+
+def cross_entropy(batch: LossBatch, settings: AlgorithmSettings) -> Tensor:
+    """Return -weight * logprobs of each token; the weight is its advantage.
+
+    Sampling-time log-probabilities are not used: the data may come from another policy.
+    """
+    return -(batch.advantages * batch.logprobs)

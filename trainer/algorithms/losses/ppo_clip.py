@@ -1,0 +1,43 @@
+"""PPO's clipped surrogate, with separate bounds and dual clipping."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from trainer.algorithms.batch import LossBatch
+from trainer.algorithms.importance import corrected
+from trainer.algorithms.settings import AlgorithmSettings
+
+
+def ppo_clip(batch: LossBatch, settings: AlgorithmSettings) -> Tensor:
+    """Return the clipped surrogate of each token.
+
+    r = exp(logprobs - old). See `clipped_surrogate`.
+    Source: Schulman et al., arXiv 1707.06347, eq. 7.
+    """
+    ratio = (batch.logprobs - batch.old_logprobs).exp()
+    return corrected(clipped_surrogate(ratio, batch.advantages, settings), batch, settings)
+
+
+def clipped_surrogate(ratio: Tensor, advantages: Tensor, settings: AlgorithmSettings) -> Tensor:
+    """Return -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), and with dual_clip c at most -c A
+    where A < 0.
+
+    clip_high above clip_low lets improbable tokens rise further ("clip-higher", DAPO, arXiv
+    2503.14476). dual_clip bounds the loss of stale tokens with a negative advantage (Ye et al.,
+    arXiv 1912.09729).
+
+    Args:
+        ratio, advantages: shape (tokens,).
+        settings: `clip_low`, `clip_high`, `dual_clip`.
+
+    Returns:
+        Shape (tokens,).
+    """
+    clipped = ratio.clamp(1.0 - settings.clip_low, 1.0 + settings.clip_high)
+    losses = torch.maximum(-ratio * advantages, -clipped * advantages)
+    if settings.dual_clip is not None:
+        bound = -settings.dual_clip * advantages
+        losses = torch.where(advantages < 0, torch.minimum(losses, bound), losses)
+    return losses

@@ -1,0 +1,65 @@
+"""The loss of a minibatch: policy loss, divergence, entropy, and their mean."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from torch import Tensor
+
+from trainer.algorithms.batch import LossBatch
+from trainer.algorithms.kl import kl
+from trainer.algorithms.settings import AlgorithmSettings
+
+Loss = Callable[[LossBatch, AlgorithmSettings], Tensor]
+"""(whole sequences, settings) -> loss of each token, shape (tokens,)."""
+
+
+class MinibatchSize(NamedTuple):
+    """Trained tokens and sequences of a minibatch: its passes divide by the same numbers."""
+
+    tokens: int
+    sequences: int
+
+
+def objective(
+    batch: LossBatch, loss: Loss, settings: AlgorithmSettings, size: MinibatchSize
+) -> Tensor:
+    """Return the share of one forward pass in the loss of its minibatch, a scalar.
+
+    The shares of all passes add up to
+    aggregate(policy loss + kl_coef * divergence - entropy_coef * entropy).
+
+    Raises:
+        ValueError: a coefficient is set for a column that the batch does not have.
+    """
+    losses = loss(batch, settings)
+    if settings.kl_coef and settings.kl_in == "loss":
+        if batch.ref_logprobs is None:
+            raise ValueError("kl_coef is set, but the batch has no ref_logprobs")
+        divergence = kl(batch.logprobs, batch.ref_logprobs, settings.kl_estimator)
+        losses = losses + settings.kl_coef * divergence
+    if settings.entropy_coef:
+        if batch.entropy is None:
+            raise ValueError("entropy_coef is set, but the batch has no entropy")
+        losses = losses - settings.entropy_coef * batch.entropy
+    return aggregate(losses, batch, settings, size)
+
+
+def aggregate(
+    losses: Tensor, batch: LossBatch, settings: AlgorithmSettings, size: MinibatchSize
+) -> Tensor:
+    """Return the mean of token losses in the way of `settings.aggregation`, a scalar.
+
+    token_mean: over all tokens (DAPO, arXiv 2503.14476, eq. 8). sequence_mean: over the sequences
+    of the mean over their tokens (GRPO, arXiv 2402.03300, eq. 3). fixed_length: the sum of a
+    sequence divided by a constant, as a mean over the sequences (Dr. GRPO, arXiv 2503.20783).
+    """
+    losses = losses.masked_fill(~batch.mask, 0.0)
+    match settings.aggregation:
+        case "token_mean":
+            return losses.sum() / size.tokens
+        case "sequence_mean":
+            return (losses / batch.lengths[batch.sequence]).sum() / size.sequences
+        case "fixed_length":
+            return losses.sum() / (settings.fixed_length * size.sequences)

@@ -1,0 +1,228 @@
+"""Algorithms, estimators and losses by name, and users' own by `path.to:function`.
+
+Importing the registry imports no torch: admission checks the name of an algorithm, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from schemas.errors import SettingsError
+from schemas.rule_spec import is_own
+from schemas.user_function import FunctionNotFound, load_function
+from trainer.algorithms.settings import AlgorithmSettings
+
+if TYPE_CHECKING:
+    from trainer.algorithms.batch import BatchView, Floats
+    from trainer.algorithms.objective import Loss
+
+Column = Literal["ref_logprobs", "teacher_logprobs", "values"]
+RewardUse = Literal["none", "trajectory", "step"]
+"""What an estimator reads. A trajectory without it is left out: its own reward, or any at all."""
+
+_A, _L = "trainer.algorithms.advantages", "trainer.algorithms.losses"
+ADVANTAGES: Mapping[str, str] = {
+    "distillation": f"{_A}.distillation:distillation",
+    "dr_grpo": f"{_A}.dr_grpo:dr_grpo",
+    "gae": f"{_A}.gae:gae",
+    "gae_steps": f"{_A}.gae:gae_steps",
+    "grpo": f"{_A}.grpo:grpo",
+    "grpo_process": f"{_A}.grpo_process:grpo_process",
+    "maxrl": f"{_A}.maxrl:maxrl",
+    "ones": f"{_A}.supervised:ones",
+    "reinforce_pp": f"{_A}.reinforce_pp:reinforce_pp",
+    "reinforce_pp_baseline": f"{_A}.reinforce_pp_baseline:reinforce_pp_baseline",
+    "reward_weights": f"{_A}.supervised:reward_weights",
+    "rloo": f"{_A}.rloo:rloo",
+}
+"""Estimators: (BatchView, AlgorithmSettings) -> advantage of each token."""
+
+LOSSES: Mapping[str, str] = {
+    "cispo": f"{_L}.cispo:cispo",
+    "cross_entropy": f"{_L}.cross_entropy:cross_entropy",
+    "dppo": f"{_L}.dppo:dppo",
+    "gspo": f"{_L}.gspo:gspo",
+    "policy_gradient": f"{_L}.policy_gradient:policy_gradient",
+    "ppo_clip": f"{_L}.ppo_clip:ppo_clip",
+}
+"""Losses: (LossBatch, AlgorithmSettings) -> loss of each token."""
+
+NEEDS: Mapping[str, Column] = {
+    "distillation": "teacher_logprobs",
+    "gae": "values",
+    "gae_steps": "values",
+}
+"""The optional column of the batch view that an estimator reads."""
+
+WITHOUT_REWARDS = frozenset({"distillation", "ones"})
+CREDITS_STEPS = frozenset({"gae", "gae_steps", "grpo_process", "reinforce_pp"})
+"""Estimators that read no reward, and those that read rewards of steps beside the trajectory's."""
+
+COMPARES = frozenset({"dr_grpo", "grpo", "grpo_process", "maxrl", "reinforce_pp_baseline", "rloo"})
+"""Estimators that compare the members of a group: one alone has no advantage."""
+
+NOT_ZERO_WITHOUT_ADVANTAGE = frozenset({"dppo"})
+"""Losses that are not zero where the advantage is: those tokens need a forward pass, too."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Algorithm:
+    """An algorithm as data.
+
+    Attributes:
+        advantage, loss: names in `ADVANTAGES` and `LOSSES`, or `path.to:function`.
+        settings: its defaults.
+    """
+
+    advantage: str
+    loss: str
+    settings: AlgorithmSettings = field(default_factory=AlgorithmSettings)
+
+
+_S = AlgorithmSettings
+_TRUNCATED = _S(correction="truncate")
+ALGORITHMS: Mapping[str, Algorithm] = {
+    "cispo": Algorithm(advantage="grpo", loss="cispo", settings=_S(std_offset=0.3)),
+    "dapo": Algorithm(advantage="grpo", loss="ppo_clip", settings=_S(clip_high=0.28)),
+    "distillation": Algorithm(
+        advantage="distillation", loss="policy_gradient", settings=_TRUNCATED
+    ),
+    "dppo": Algorithm(advantage="dr_grpo", loss="dppo"),
+    "dr_grpo": Algorithm(
+        advantage="dr_grpo", loss="ppo_clip", settings=_S(aggregation="fixed_length")
+    ),
+    "grpo": Algorithm(advantage="grpo", loss="ppo_clip", settings=_S(aggregation="sequence_mean")),
+    "grpo_process": Algorithm(
+        advantage="grpo_process", loss="ppo_clip", settings=_S(aggregation="sequence_mean")
+    ),
+    "gspo": Algorithm(
+        advantage="grpo",
+        loss="gspo",
+        settings=_S(aggregation="sequence_mean", clip_low=3e-4, clip_high=4e-4),
+    ),
+    "maxrl": Algorithm(advantage="maxrl", loss="policy_gradient", settings=_TRUNCATED),
+    "ppo": Algorithm(advantage="gae", loss="ppo_clip", settings=_S(gae_lambda=0.95)),
+    "ppo_steps": Algorithm(advantage="gae_steps", loss="ppo_clip", settings=_S(gae_lambda=0.95)),
+    "reinforce_pp": Algorithm(
+        advantage="reinforce_pp",
+        loss="ppo_clip",
+        settings=_S(kl_estimator="k1", kl_in="reward"),
+    ),
+    "reinforce_pp_baseline": Algorithm(
+        advantage="reinforce_pp_baseline", loss="ppo_clip", settings=_S(kl_estimator="k2")
+    ),
+    "reward_weighted": Algorithm(advantage="reward_weights", loss="cross_entropy"),
+    "rloo": Algorithm(advantage="rloo", loss="policy_gradient", settings=_TRUNCATED),
+    "sft": Algorithm(advantage="ones", loss="cross_entropy"),
+}
+"""Algorithms by their name in the admission policy."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedAlgorithm:
+    """An algorithm with its functions.
+
+    Attributes:
+        needs: optional columns of the batch that must be there.
+        rewards: the rewards that it reads; of a user's own estimator: those of trajectories.
+        smallest_group: members that the estimator needs.
+        skips_zero_advantages: whether loss and gradient of a sequence without advantage are zero.
+    """
+
+    name: str
+    advantage: Callable[[BatchView, AlgorithmSettings], Floats]
+    loss: Loss
+    settings: AlgorithmSettings
+    needs: frozenset[Column]
+    rewards: RewardUse
+    smallest_group: int
+    skips_zero_advantages: bool
+
+
+def specification(name: str, overrides: Mapping[str, Any]) -> Algorithm:
+    """Return the algorithm of that name with the run's overrides, without loading a function.
+
+    Args:
+        name: in `ALGORITHMS`.
+        overrides: fields of `trainer.algorithm` that are set: advantage, loss, and settings.
+
+    Raises:
+        SettingsError: the name, an estimator or a loss is unknown.
+    """
+    if name not in ALGORITHMS:
+        raise SettingsError(
+            f"setting admit.policy.algorithm={name!r}: this trainer has "
+            f"{', '.join(sorted(ALGORITHMS))}"
+        )
+    algorithm, numbers = ALGORITHMS[name], dict(overrides)
+    algorithm = replace(
+        algorithm,
+        advantage=numbers.pop("advantage", algorithm.advantage),
+        loss=numbers.pop("loss", algorithm.loss),
+        settings=replace(algorithm.settings, **numbers),
+    )
+    for part, known in (("advantage", ADVANTAGES), ("loss", LOSSES)):
+        spec = getattr(algorithm, part)
+        if spec not in known and not is_own(spec):
+            raise SettingsError(
+                f"setting trainer.algorithm.{part}={spec!r}: this trainer has "
+                f"{', '.join(sorted(known))}; a function of your own is path.to:function"
+            )
+    return algorithm
+
+
+def needs(algorithm: Algorithm) -> frozenset[Column]:
+    """Return the optional columns of the batch that an algorithm reads."""
+    found = {NEEDS[algorithm.advantage]} if algorithm.advantage in NEEDS else set()
+    if algorithm.settings.kl_coef:
+        found.add("ref_logprobs")
+    return frozenset(found)
+
+
+def load(name: str, overrides: Mapping[str, Any], folders: Sequence[Path]) -> LoadedAlgorithm:
+    """Return an algorithm with its functions loaded.
+
+    Args:
+        name, overrides: see `specification`.
+        folders: where users' files and modules are looked up.
+
+    Raises:
+        SettingsError: the algorithm or one of its functions does not exist.
+    """
+    algorithm = specification(name, overrides)
+    s = algorithm.settings
+    # A user's own loss may not be zero where the advantage is.
+    zero = algorithm.loss in LOSSES and algorithm.loss not in NOT_ZERO_WITHOUT_ADVANTAGE
+    return LoadedAlgorithm(
+        name=name,
+        advantage=_function("advantage", algorithm.advantage, ADVANTAGES, folders),
+        loss=_function("loss", algorithm.loss, LOSSES, folders),
+        settings=s,
+        needs=needs(algorithm),
+        rewards=_rewards(algorithm.advantage),
+        smallest_group=2 if algorithm.advantage in COMPARES else 1,
+        skips_zero_advantages=zero and not s.entropy_coef and not (s.kl_coef and s.kl_in == "loss"),
+    )
+
+
+def _rewards(advantage: str) -> RewardUse:
+    if advantage in WITHOUT_REWARDS:
+        return "none"
+    return "step" if advantage in CREDITS_STEPS else "trajectory"
+
+
+def _function(
+    part: str, spec: str, built_in: Mapping[str, str], folders: Sequence[Path]
+) -> Callable[..., Any]:
+    if spec in built_in:
+        module, _, name = built_in[spec].partition(":")
+        function: Callable[..., Any] = getattr(import_module(module), name)
+        return function
+    try:
+        return load_function(spec, folders)
+    except FunctionNotFound as e:
+        raise SettingsError(f"setting trainer.algorithm.{part}={spec!r}: {e}") from e

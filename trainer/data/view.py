@@ -1,0 +1,95 @@
+"""The batch as an advantage estimator sees it, and its answer as a column of the sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from schemas.ids import parse_version
+from trainer.algorithms.batch import BatchView, Floats
+from trainer.data.sequences import TrainedMember, TrainingSequence
+
+
+def batch_view(
+    sequences: Sequence[TrainingSequence],
+    members: Sequence[TrainedMember],
+    run_id: str,
+    sync_index: int,
+) -> BatchView:
+    """Return the trained tokens of a batch with their indexes and rewards.
+
+    Args:
+        sequences: of the members; those of a member are adjacent.
+        members: also those without a sequence: they count in their group.
+        run_id: of the trainer; the staleness of tokens of another run is unknown.
+        sync_index: of the version that training starts from.
+    """
+    trajectory = {member.trajectory_id: i for i, member in enumerate(members)}
+    step_row = {
+        (i, index): row
+        for row, (i, index) in enumerate(
+            (i, index) for i, member in enumerate(members) for index in member.steps
+        )
+    }
+    parts = [sequence.tokens.trained() for sequence in sequences]
+    names = {name for part in parts for name in part.versions.tolist()}
+    stale = {name: _staleness(name, run_id, sync_index) for name in names}
+    of_sequence = np.array([trajectory[s.trajectory_id] for s in sequences], np.int64)
+    return BatchView(
+        sampled_logprobs=_joined([part.logprobs for part in parts]).astype(np.float64),
+        sequence=np.repeat(np.arange(len(parts)), [len(part.ids) for part in parts]),
+        step=np.array(
+            [
+                step_row[int(owner), index]
+                for owner, part in zip(of_sequence, parts, strict=True)
+                for index in part.steps.tolist()
+            ],
+            np.int64,
+        ),
+        position=_joined([np.flatnonzero(s.tokens.mask) for s in sequences]).astype(np.int64),
+        staleness=np.array(
+            [stale[name] for part in parts for name in part.versions.tolist()], np.float64
+        ),
+        sequence_trajectory=of_sequence,
+        step_trajectory=np.array([i for i, _ in step_row], np.int64),
+        turn=np.array([turn for member in members for turn in range(len(member.steps))], np.int64),
+        step_rewards=np.array(
+            [members[i].step_rewards.get(index, np.nan) for i, index in step_row], np.float64
+        ),
+        group=np.array([member.group for member in members], np.int64),
+        rewards=np.array(
+            [np.nan if member.reward is None else member.reward for member in members], np.float64
+        ),
+    )
+
+
+def with_advantages(
+    sequences: Sequence[TrainingSequence], advantages: Floats
+) -> tuple[TrainingSequence, ...]:
+    """Return the sequences with their share of the advantages of a batch.
+
+    Args:
+        sequences: those of the view, in its order.
+        advantages: shape (trained tokens of all sequences,).
+    """
+    ends = np.cumsum([sequence.trained_tokens for sequence in sequences], dtype=np.int64)
+    shares = np.split(np.asarray(advantages, np.float32), ends[:-1]) if len(ends) else []
+    return tuple(
+        replace(sequence, advantages=share)
+        for sequence, share in zip(sequences, shares, strict=True)
+    )
+
+
+def _staleness(version_id: str | None, run_id: str, sync_index: int) -> float:
+    version = None if version_id is None else parse_version(version_id)
+    if version is None or version.run_id != run_id:
+        return np.nan
+    return sync_index - version.sync_index
+
+
+def _joined(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    return np.concatenate(parts) if parts else np.zeros(0)
