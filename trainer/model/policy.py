@@ -128,7 +128,9 @@ class Policy:
         """
         scores = self._scores(batch)
         normalizer = scores.logsumexp(-1)
-        entropy = normalizer - (scores.softmax(-1) * scores).sum(-1)
+        # A logit of minus infinity adds nothing, but 0 * -inf is NaN.
+        finite = scores.masked_fill(torch.isneginf(scores), 0.0)
+        entropy = normalizer - (scores.softmax(-1) * finite).sum(-1)
         return _chosen(scores, batch) - normalizer, entropy
 
     def _scores(self, batch: MicroBatch) -> Tensor:

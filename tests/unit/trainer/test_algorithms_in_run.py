@@ -1,0 +1,330 @@
+"""Every algorithm from records to weights: the batch view, one update, and a run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from demo.model import make_random_model
+from schemas.errors import SettingsError
+from schemas.records import (
+    BatchGroup,
+    BatchMember,
+    Place,
+    ReadyBatch,
+    RewardValue,
+    Segment,
+    Trajectory,
+    TrajectoryStep,
+    WeightVersion,
+)
+from schemas.settings import Settings
+from schemas.tokens import pack_ids, pack_logprobs
+from trainer.algorithms.registry import ALGORITHMS, LoadedAlgorithm, load, needs
+from trainer.data.batches import FetchedBatch
+from trainer.data.micro_batch import collate
+from trainer.data.sequences import TrainingSequence, sequences_of_batch
+from trainer.data.view import batch_view, with_advantages
+from trainer.model.policy import Policy
+from trainer.model.update import update, with_old_logprobs
+from trainer.position import Position
+from trainer.run import Run, open_run
+from trainer.settings_check import check_algorithm, check_named_algorithm
+
+TRAINABLE = [name for name, algorithm in ALGORITHMS.items() if not needs(algorithm)]
+NAN = math.nan
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_random_model(tmp_path_factory.mktemp("model") / "m")
+
+
+@dataclass
+class MemoryWeightLog:
+    """A weights log in memory."""
+
+    topic_id: str = "memory"
+    published: list[WeightVersion] = field(default_factory=list)
+
+    def publish(self, version: WeightVersion) -> None:
+        self.published.append(version)
+
+    def raise_if_fenced(self) -> None:
+        pass
+
+
+def trajectory(name: str, forked: bool) -> Trajectory:
+    """Two steps, of two and three tokens; if forked, the second one does not see the first."""
+
+    def said(ids: list[int], index: int, parent: int) -> Segment:
+        logprobs = pack_logprobs([-3.0 + 0.125 * (i % 4) for i in ids])
+        return Segment(parent=parent, step_index=index, token_ids=pack_ids(ids), logprobs=logprobs)
+
+    first = sum(map(ord, name)) % 11
+    segments = (
+        Segment(token_ids=pack_ids([2, 5, 9])),
+        said([8 + first, 9 + first], 0, 0),
+        Segment(parent=0 if forked else 1, token_ids=pack_ids([6])),
+        said([7 + first, 10 + first, 12], 1, 2),
+    )
+    steps = tuple(
+        TrajectoryStep(
+            step_id=f"{name}~{index}.0",
+            index=index,
+            status="ok",
+            drift="root",
+            prompt_tokens=3,
+            response_tokens=2,
+            response_json=b"{}",
+            oldest_version=f"r/{index}.0",
+            newest_version=f"r/{index}.0",
+            trainable=True,
+            offset=index,
+        )
+        for index in range(2)
+    )
+    return Trajectory(
+        run_id="r",
+        trajectory_key=name,
+        trajectory_id=name,
+        group_id="g",
+        channel="train",
+        outcome="completed",
+        opened_at=0,
+        closed_at=1,
+        part=0,
+        parts=1,
+        segments=segments,
+        steps=steps,
+    )
+
+
+def reward(value: float, step_id: str | None = None) -> RewardValue:
+    return RewardValue(
+        source="env",
+        name="r",
+        function_version="1",
+        value=value,
+        step_id=step_id,
+        reward_revision=0,
+    )
+
+
+def member(name: str, value: float | None, of_step: float | None = None) -> BatchMember:
+    rewards = [] if value is None else [reward(value)]
+    rewards += [] if of_step is None else [reward(of_step, f"{name}~0.0")]
+    return BatchMember(
+        trajectory_id=name,
+        trajectory_key=name,
+        revision=0,
+        rewards=tuple(rewards),
+        untrainable_steps=(),
+        trainable_tokens=5,
+        place=Place(topic_id="p", partition=0, first_offset=0, last_offset=0),
+    )
+
+
+GROUPS = (
+    (member("a", 1.0, 0.5), member("b", 0.0), member("c", 0.0, 0.25)),
+    (member("d", 1.0), member("e", 1.0), member("f", -1.0, 2.0)),
+)
+
+
+def fetched(algorithm: str, seq: int = 0) -> FetchedBatch:
+    batch = ReadyBatch(
+        run_id="r",
+        channel="train",
+        batch_seq=seq,
+        groups=tuple(
+            BatchGroup(group_id=str(i), round=seq, n=len(members), members=members)
+            for i, members in enumerate(GROUPS)
+        ),
+        policy_version=0,
+        sync_every=1,
+        algorithm=algorithm,
+        reward_weights={},
+        input_topic_id="c",
+        input_partition=0,
+        input_from=0,
+        input_to=0,
+        content_hash="",
+        trainable_tokens=30,
+        created_at_event_time=0,
+    )
+    return FetchedBatch(
+        batch=batch,
+        trajectories={
+            m.trajectory_id: trajectory(m.trajectory_id, m.trajectory_id == "b")
+            for group in GROUPS
+            for m in group
+        },
+        position=Position(topic_id="t", next_offset=2 * seq + 2, next_batch_seq=seq + 1),
+        read_seconds=0.0,
+    )
+
+
+def settings(model_dir: Path, **trainer: object) -> Settings:
+    section = {"model_path": model_dir, "device": "cpu", "lr": 1e-3, "minibatches": 1, **trainer}
+    return Settings.model_validate({"run_id": "r", "trainer": section})
+
+
+def sequences_for(algorithm: LoadedAlgorithm) -> tuple[TrainingSequence, ...]:
+    given = fetched(algorithm.name)
+    data = sequences_of_batch(
+        given.batch, given.trajectories, algorithm.smallest_group, algorithm.rewards
+    )
+    view = batch_view(data.sequences, data.members, "r", 3)
+    return with_advantages(data.sequences, algorithm.advantage(view, algorithm.settings))
+
+
+def test_the_view_has_the_indexes_and_rewards_of_the_records() -> None:
+    given = fetched("grpo")
+    data = sequences_of_batch(given.batch, given.trajectories, 2, "step")
+    view = batch_view(data.sequences[:4], data.members, "r", 3)
+    # a is linear, b is forked into two sequences, c is linear.
+    assert view.sequence.tolist() == [0] * 5 + [1] * 2 + [2] * 3 + [3] * 5
+    assert view.sequence_trajectory.tolist() == [0, 1, 1, 2]
+    assert view.step.tolist() == [0, 0, 1, 1, 1, 2, 2, 3, 3, 3, 4, 4, 5, 5, 5]
+    assert view.position[:10].tolist() == [3, 4, 6, 7, 8, 3, 4, 4, 5, 6]
+    assert view.staleness[:5].tolist() == [3, 3, 2, 2, 2]
+    assert view.step_trajectory.tolist() == [i for i in range(6) for _ in range(2)]
+    assert view.turn.tolist() == [0, 1] * 6
+    np.testing.assert_array_equal(view.step_rewards[:6], [0.5, NAN, NAN, NAN, 0.25, NAN])
+    assert view.rewards.tolist() == [1, 0, 0, 1, 1, -1]
+    assert view.group.tolist() == [0, 0, 0, 1, 1, 1]
+    assert view.trajectory.tolist() == [0] * 5 + [1] * 5 + [2] * 5
+
+
+def test_a_member_is_left_out_without_a_reward_that_the_algorithm_reads() -> None:
+    given = fetched("sft")
+    group = BatchGroup(
+        group_id="g", round=0, n=3, members=(member("a", None), member("b", None, 1.0))
+    )
+    batch = replace(given.batch, groups=(group,))
+    names = {
+        use: [
+            m.trajectory_id for m in sequences_of_batch(batch, given.trajectories, 1, use).members
+        ]
+        for use in ("none", "step", "trajectory")
+    }
+    assert names == {"none": ["a", "b"], "step": ["b"], "trajectory": []}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TRAINABLE)
+def test_passes_of_any_size_give_the_same_loss_and_gradient(model_dir: Path, name: str) -> None:
+    algorithm = load(name, {}, ())
+    sequences = sequences_for(algorithm)
+    one, many = (
+        update(
+            Policy(model_dir, settings(model_dir, micro_batch_tokens=n).trainer),
+            sequences,
+            0,
+            algorithm,
+            1e-3,
+            None,
+        ).steps[0]
+        for n in (16384, 1)
+    )
+    assert one.skipped is None and one.grad_norm
+    assert many.loss == pytest.approx(one.loss, rel=1e-4, abs=1e-6)
+    assert many.grad_norm == pytest.approx(one.grad_norm, rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TRAINABLE)
+def test_every_algorithm_trains_in_a_run(tmp_path: Path, model_dir: Path, name: str) -> None:
+    s = settings(model_dir, first_attempt=1).model_copy(update={"data_dir": tmp_path})
+    weight_log = MemoryWeightLog()
+    run: Run = open_run(
+        s, weight_log, [], set(), lambda _: Position(topic_id="t", next_offset=0, next_batch_seq=0)
+    )
+    for seq in range(2):
+        run.train(fetched(name, seq))
+        run.publish()
+    assert len({tuple(f.sha256 for f in v.files) for v in weight_log.published}) == 3
+    for version in weight_log.published[1:]:
+        assert version.metrics["optimizer_steps"] == 1 and version.metrics["members"] == 6
+        assert math.isfinite(version.metrics["loss"])
+
+
+def test_an_update_with_recomputed_old_log_probabilities_starts_at_ratio_one(
+    model_dir: Path,
+) -> None:
+    """The first step of PPO then has loss -mean(w A), w the weight of the sampling version."""
+    algorithm = load("dapo", {"correction": "truncate", "correction_max": 1.5}, ())
+    sequences = sequences_for(algorithm)
+    s = settings(model_dir, recompute_old_logprobs=True).trainer
+    policy = Policy(model_dir, s)
+    batch = collate(sequences, s.temperature, policy.device)
+    now = policy.logprobs(batch).detach()
+    old = collate(with_old_logprobs(policy, sequences), s.temperature, policy.device).old_logprobs
+    assert torch.allclose(old, now, atol=1e-5)
+    weights = (now - batch.logprobs).exp().clamp(max=1.5)
+    (step,) = update(policy, sequences, 0, algorithm, 1e-3, None).steps
+    assert step.loss == pytest.approx(-(weights * batch.advantages).mean().item(), rel=1e-4)
+
+
+def test_the_entropy_is_that_of_the_distribution_of_the_engine(model_dir: Path) -> None:
+    algorithm = load("dapo", {"entropy_coef": 0.5}, ())
+    sequences = sequences_for(algorithm)[:1]
+    policy = Policy(model_dir, settings(model_dir, temperature=2.0).trainer)
+    batch = collate(sequences, 2.0, policy.device)
+    logprobs, entropy = policy.logprobs_and_entropy(batch)
+    assert torch.equal(logprobs, policy.logprobs(batch))
+    logits = policy.model(input_ids=batch.token_ids).logits[0]
+    places = np.flatnonzero(sequences[0].tokens.mask) - 1
+    p = torch.softmax(logits[places] / 2.0, -1)
+    assert torch.allclose(entropy, -(p * p.log()).sum(-1), atol=1e-5)
+    plain = load("dapo", {}, ())
+    losses = [
+        update(Policy(model_dir, policy.settings), sequences, 0, a, 1e-3, None).steps[0].loss
+        for a in (plain, algorithm)
+    ]
+    assert losses[0] is not None and losses[1] is not None
+    assert losses[0] - losses[1] == pytest.approx(0.5 * entropy.mean().item(), rel=1e-4)
+
+
+def test_a_function_of_the_users_own_trains(tmp_path: Path, model_dir: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "def loss(batch, settings):\n    return -batch.logprobs * batch.advantages ** 2\n\n\n"
+        "def advantage(batch, settings):\n    return batch.turn[batch.step] + 1.0\n"
+    )
+    algorithm = load(
+        "cispo", {"advantage": "mine.py:advantage", "loss": "mine.py:loss"}, (tmp_path,)
+    )
+    sequences = sequences_for(algorithm)
+    policy = Policy(model_dir, settings(model_dir).trainer)
+    batch = collate(sequences, 1.0, policy.device)
+    expected = -(policy.logprobs(batch).detach() * batch.advantages**2).mean().item()
+    assert set(batch.advantages.tolist()) == {1.0, 2.0}
+    (step,) = update(policy, sequences, 0, algorithm, 1e-3, None).steps
+    assert step.loss == pytest.approx(expected, rel=1e-4)
+
+
+def test_an_algorithm_that_cannot_be_trained_is_refused_before_a_batch(model_dir: Path) -> None:
+    s = settings(model_dir)
+    for name, lacking in (("ppo", "values"), ("distillation", "teacher_logprobs")):
+        with pytest.raises(SettingsError, match=f"{name}'.* needs {lacking}"):
+            check_named_algorithm(name, s.trainer)
+    with pytest.raises(SettingsError, match="needs ref_logprobs"):
+        check_named_algorithm("grpo", settings(model_dir, algorithm={"kl_coef": 0.1}).trainer)
+    sft = Settings.model_validate({"admit": {"policy": {"algorithm": "sft"}}})
+    with pytest.raises(SettingsError, match="drop_zero_variance: sft reads no rewards"):
+        check_algorithm(sft)
+    check_algorithm(s)
