@@ -10,6 +10,7 @@ from schemas.errors import SettingsError
 from schemas.ids import Version, parse_version
 from schemas.records import WeightVersion
 from schemas.settings import Settings, TrainerSettings
+from trainer.algorithms.registry import Column
 from trainer.algorithms.registry import load as load_algorithm
 from trainer.data.batches import FetchedBatch
 from trainer.data.sequences import (
@@ -22,6 +23,7 @@ from trainer.data.sequences import (
 from trainer.data.view import batch_view, with_advantages
 from trainer.memory import explain_out_of_memory
 from trainer.metrics import BatchStats, staleness, version_metrics
+from trainer.model.frozen import FrozenModel
 from trainer.model.policy import Policy
 from trainer.model.update import update
 from trainer.position import Position
@@ -58,6 +60,7 @@ class Run:
         self.unpublished: list[BatchStats] = []
         self._settings, self._weight_log, self._policy = settings, weight_log, policy
         self._versions, self._attempt = versions, attempt
+        self._frozen_models: dict[Column, FrozenModel] = {}
         self._unfinished = UnfinishedBatches(
             settings.checkpoint_dir / settings.run_id, position.topic_id
         )
@@ -104,6 +107,8 @@ class Run:
         self._log_left_out(batch.batch_seq, data, len(data.sequences) - len(sequences), outside)
         versions = tokens_by_version(sequences)
         self._check_ids(versions.keys(), batch.batch_seq)
+        for column in sorted(algorithm.needs):
+            sequences = self._frozen(column).score(sequences)
         view = batch_view(sequences, data.members, s.run_id, self.sync_index)
         sequences = with_advantages(sequences, algorithm.advantage(view, algorithm.settings))
         changed = any(stats.update.changed_weights for stats in self.unpublished)
@@ -140,6 +145,18 @@ class Run:
                 read_seconds=fetched.read_seconds,
             )
         )
+
+    def _frozen(self, column: Column) -> FrozenModel:
+        """Return the model that gives an optional column, loaded when first needed.
+
+        Raises:
+            SettingsError: there is none.
+        """
+        if column not in self._frozen_models:
+            self._frozen_models[column] = FrozenModel(
+                column, self._settings.trainer, self._policy.device
+            )
+        return self._frozen_models[column]
 
     def _log_left_out(
         self, batch_seq: int, data: BatchSequences, sequences: int, outside: Sequence[str]

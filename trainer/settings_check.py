@@ -27,11 +27,15 @@ def check_named_algorithm(name: str, settings: TrainerSettings) -> Algorithm:
         SettingsError: it is unknown, or it needs a model that this trainer does not have.
     """
     algorithm = specification(name, settings.algorithm.overrides)
-    if lacking := needs(algorithm):
-        raise SettingsError(
-            f"setting admit.policy.algorithm={name!r}: it needs {', '.join(sorted(lacking))}, and "
-            "this trainer has no critic, reference or teacher model"
-        )
+    models = {
+        "ref_logprobs": ("trainer.reference_path", settings.reference_path),
+        "teacher_logprobs": ("trainer.teacher_path", settings.teacher_path),
+        "values": ("values of a critic, which this trainer does not have", None),
+    }
+    for column in sorted(needs(algorithm)):
+        setting, path = models[column]
+        if path is None:
+            raise SettingsError(f"setting admit.policy.algorithm={name!r}: it needs {setting}")
     return algorithm
 
 

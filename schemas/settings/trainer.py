@@ -112,6 +112,14 @@ class TrainerSettings(Section):
     epochs: Count = Field(1, description="passes over a batch")
     micro_batch_tokens: Count = Field(16384, description="memory: padded tokens a forward pass")
     algorithm: AlgorithmOverrides = AlgorithmOverrides()
+    reference_path: Path | None = Field(
+        None,
+        description="Hugging Face directory of a frozen reference model, for "
+        "trainer.algorithm.kl_coef",
+    )
+    teacher_path: Path | None = Field(
+        None, description="Hugging Face directory of a teacher, for algorithm distillation"
+    )
     recompute_old_logprobs: bool = Field(
         False,
         description="old log-probabilities from the trainer, by one more forward pass a batch; "

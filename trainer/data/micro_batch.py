@@ -31,6 +31,7 @@ class MicroBatch:
         sequence: int64, index of the token's sequence in the pass.
         step: int64, index of the token's step in its trajectory.
         lengths: int64, shape (sequences,), trained tokens of each.
+        ref_logprobs, teacher_logprobs: float32, of those models; None without them.
         versions: id of the weight version that sampled the token, or None.
     """
 
@@ -43,6 +44,8 @@ class MicroBatch:
     sequence: Tensor
     step: Tensor
     lengths: Tensor
+    ref_logprobs: Tensor | None
+    teacher_logprobs: Tensor | None
     versions: NDArray[np.object_]
 
 
@@ -87,4 +90,14 @@ def collate(
         "lengths": lengths,
     }
     tensors = {name: torch.from_numpy(column).to(device) for name, column in columns.items()}
-    return MicroBatch(**tensors, versions=trained.versions)
+    return MicroBatch(
+        **tensors,
+        ref_logprobs=_optional([sequence.ref_logprobs for sequence in sequences], device),
+        teacher_logprobs=_optional([sequence.teacher_logprobs for sequence in sequences], device),
+        versions=trained.versions,
+    )
+
+
+def _optional(parts: Sequence[NDArray[np.float32] | None], device: torch.device) -> Tensor | None:
+    known = [part for part in parts if part is not None]
+    return torch.from_numpy(np.concatenate(known)).to(device) if len(known) == len(parts) else None

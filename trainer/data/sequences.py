@@ -60,12 +60,15 @@ class TrainingSequence:
         advantages: float32, (trained tokens,); None until they are estimated.
         old_logprobs: float32, (trained tokens,), of the policy before the first optimiser step on
             the batch; None: the sampled ones stand for them.
+        ref_logprobs, teacher_logprobs: float32, (trained tokens,); None without that model.
     """
 
     trajectory_id: str
     tokens: Tokens
     advantages: NDArray[np.float32] | None = None
     old_logprobs: NDArray[np.float32] | None = None
+    ref_logprobs: NDArray[np.float32] | None = None
+    teacher_logprobs: NDArray[np.float32] | None = None
 
     @property
     def trained_tokens(self) -> int:

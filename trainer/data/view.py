@@ -64,6 +64,8 @@ def batch_view(
         rewards=np.array(
             [np.nan if member.reward is None else member.reward for member in members], np.float64
         ),
+        ref_logprobs=_optional([s.ref_logprobs for s in sequences]),
+        teacher_logprobs=_optional([s.teacher_logprobs for s in sequences]),
     )
 
 
@@ -89,6 +91,11 @@ def _staleness(version_id: str | None, run_id: str, sync_index: int) -> float:
     if version is None or version.run_id != run_id:
         return np.nan
     return sync_index - version.sync_index
+
+
+def _optional(parts: Sequence[NDArray[np.float32] | None]) -> Floats | None:
+    known = [part for part in parts if part is not None]
+    return _joined(known).astype(np.float64) if len(known) == len(parts) else None
 
 
 def _joined(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:

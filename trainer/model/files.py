@@ -37,8 +37,12 @@ class TensorDtypes:
         return {self.main, *self.others.values()} == {torch.float32}
 
 
-def load_masters(directory: Path) -> tuple[Any, TensorDtypes]:
+def load_masters(directory: Path, setting: str = "trainer.model_path") -> tuple[Any, TensorDtypes]:
     """Load a model as float32 for any dtype of its files: a narrower dtype loses small updates.
+
+    Args:
+        directory: a Hugging Face directory.
+        setting: that names it, for errors.
 
     Returns:
         The model, and the dtypes of its own configuration.
@@ -48,7 +52,7 @@ def load_masters(directory: Path) -> tuple[Any, TensorDtypes]:
     """
     if not (directory / "config.json").is_file():
         raise SettingsError(
-            f"setting trainer.model_path: {directory} is no Hugging Face model directory "
+            f"setting {setting}: {directory} is no Hugging Face model directory "
             "(no readable config.json in it)"
         )
     transformers_logging.disable_progress_bar()
@@ -60,7 +64,7 @@ def load_masters(directory: Path) -> tuple[Any, TensorDtypes]:
         return model.float(), TensorDtypes(main, others)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as e:
         raise SettingsError(
-            f"setting trainer.model_path: the model in {directory} can't be loaded: {e}"
+            f"setting {setting}: the model in {directory} can't be loaded: {e}"
         ) from e
 
 

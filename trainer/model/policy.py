@@ -17,6 +17,7 @@ from trainer.model.files import (
     save_masters,
     save_rounded,
 )
+from trainer.model.scores import chosen, token_logprobs, token_scores
 
 
 class Policy:
@@ -117,8 +118,7 @@ class Policy:
         Returns:
             Shape (tokens,), float32, with gradient.
         """
-        scores = self._scores(batch)
-        return _chosen(scores, batch) - scores.logsumexp(-1)
+        return token_logprobs(self.model, batch, self.settings)
 
     def logprobs_and_entropy(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Return the log-probability of every trained token and the entropy it was drawn at.
@@ -126,23 +126,12 @@ class Policy:
         Returns:
             Both of shape (tokens,), float32, with gradient; the entropy in nats.
         """
-        scores = self._scores(batch)
+        scores = token_scores(self.model, batch, self.settings)
         normalizer = scores.logsumexp(-1)
         # A logit of minus infinity adds nothing, but 0 * -inf is NaN.
         finite = scores.masked_fill(torch.isneginf(scores), 0.0)
         entropy = normalizer - (scores.softmax(-1) * finite).sum(-1)
-        return _chosen(scores, batch) - normalizer, entropy
-
-    def _scores(self, batch: MicroBatch) -> Tensor:
-        """Return logits / temperature before every trained token, (tokens, vocabulary), float32."""
-        # No attention mask: padding is on the right, where a causal model never looks, and flash
-        # kernels accept no mask.
-        with torch.autocast(
-            self.device.type, torch.bfloat16, enabled=self.settings.dtype == "bfloat16"
-        ):
-            logits = self.model(input_ids=batch.token_ids, use_cache=False).logits[:, :-1]
-        scores: Tensor = logits[batch.mask[:, 1:]].float() / batch.temperatures.unsqueeze(-1)
-        return scores
+        return chosen(scores, batch) - normalizer, entropy
 
     def clear_gradients(self, *, zeros: bool) -> None:
         """Clear the gradients.
@@ -153,8 +142,3 @@ class Policy:
         if zeros:
             for parameter in self.model.parameters():
                 parameter.grad = torch.zeros_like(parameter)
-
-
-def _chosen(scores: Tensor, batch: MicroBatch) -> Tensor:
-    trained = batch.token_ids[:, 1:][batch.mask[:, 1:]]
-    return scores.gather(-1, trained.unsqueeze(-1)).squeeze(-1)

@@ -9,7 +9,6 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from trainer.algorithms.batch import LossBatch
 from trainer.algorithms.objective import MinibatchSize, objective
@@ -19,6 +18,7 @@ from trainer.data.minibatches import micro_batches, minibatches
 from trainer.data.sequences import TrainingSequence
 from trainer.metrics import StepStats, UpdateStats
 from trainer.model.policy import Policy
+from trainer.model.scores import logprobs_of
 
 
 def update(
@@ -54,23 +54,15 @@ def update(
     return UpdateStats(steps=tuple(steps), seconds=time.perf_counter() - began)
 
 
-@torch.no_grad()
 def with_old_logprobs(
     policy: Policy, sequences: Sequence[TrainingSequence]
 ) -> list[TrainingSequence]:
-    """Return the sequences with the log-probabilities of the policy as it is.
-
-    A token to which the policy gives probability zero keeps the sampled one.
-    """
-    s = policy.settings
-    shares: dict[int, NDArray[np.float32]] = {}
-    for part in micro_batches(sequences, s.micro_batch_tokens):
-        batch = collate(part, s.temperature, policy.device)
-        logprobs = policy.logprobs(batch)
-        old = torch.where(torch.isneginf(logprobs), batch.logprobs, logprobs).cpu().numpy()
-        ends = np.cumsum([sequence.trained_tokens for sequence in part])
-        shares |= zip(map(id, part), np.split(old, ends[:-1]), strict=True)
-    return [replace(sequence, old_logprobs=shares[id(sequence)]) for sequence in sequences]
+    """Return the sequences with the log-probabilities of the policy as it is."""
+    columns = logprobs_of(sequences, policy.logprobs, policy.settings, policy.device)
+    return [
+        replace(sequence, old_logprobs=old)
+        for sequence, old in zip(sequences, columns, strict=True)
+    ]
 
 
 def _step(
@@ -114,6 +106,8 @@ def _step(
             sequence=batch.sequence,
             step=batch.step,
             lengths=batch.lengths,
+            ref_logprobs=batch.ref_logprobs,
+            teacher_logprobs=batch.teacher_logprobs,
             entropy=entropy,
         )
         mean = objective(view, algorithm.loss, algorithm.settings, size)

@@ -317,12 +317,83 @@ def test_a_function_of_the_users_own_trains(tmp_path: Path, model_dir: Path) -> 
     assert step.loss == pytest.approx(expected, rel=1e-4)
 
 
+@pytest.fixture(scope="module")
+def teacher_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_random_model(tmp_path_factory.mktemp("teacher") / "m", seed=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "trainer"),
+    [
+        ("distillation", {}),
+        ("grpo", {"algorithm": {"kl_coef": 0.1}}),
+        ("reinforce_pp", {"algorithm": {"kl_coef": 0.1}}),
+        ("reinforce_pp_baseline", {"algorithm": {"kl_coef": 0.1}}),
+    ],
+)
+def test_a_reference_or_teacher_model_gives_its_column(
+    tmp_path: Path,
+    model_dir: Path,
+    teacher_dir: Path,
+    name: str,
+    trainer: dict[str, object],
+) -> None:
+    """The loss of the first step against one computed from log-probabilities of both models."""
+    s = settings(
+        model_dir,
+        first_attempt=1,
+        reference_path=teacher_dir,
+        teacher_path=teacher_dir,
+        micro_batch_tokens=20,
+        **trainer,
+    )
+    check_named_algorithm(name, s.trainer)
+    algorithm = load(name, s.trainer.algorithm.overrides, ())
+    given = fetched(name)
+    data = sequences_of_batch(
+        given.batch, given.trajectories, algorithm.smallest_group, algorithm.rewards
+    )
+    policy, other = (Policy(path, s.trainer) for path in (model_dir, teacher_dir))
+    batch = collate(data.sequences, 1.0, policy.device)
+    with torch.no_grad():
+        now, frozen = policy.logprobs(batch), other.logprobs(batch)
+    columns = np.split(frozen.numpy(), np.cumsum(batch.lengths.tolist())[:-1])
+    scored = [
+        replace(q, ref_logprobs=column, teacher_logprobs=column)
+        for q, column in zip(data.sequences, columns, strict=True)
+    ]
+    view = batch_view(scored, data.members, "r", 0)
+    assert view.ref_logprobs is not None and view.teacher_logprobs is not None
+    a = torch.tensor(algorithm.advantage(view, algorithm.settings))
+    ratio, d = (now - batch.logprobs).exp(), now - frozen
+    surrogate = -torch.minimum(ratio * a, ratio.clamp(0.8, 1.2) * a)
+    weight = 1 / batch.lengths[batch.sequence] / len(batch.lengths)
+    expected = {
+        "distillation": (-ratio.clamp(max=2.0) * (frozen - batch.logprobs) * now).mean(),
+        "grpo": ((surrogate + 0.1 * ((-d).exp() - 1 + d)) * weight).sum(),
+        "reinforce_pp": surrogate.mean(),
+        "reinforce_pp_baseline": (surrogate + 0.1 * d * d / 2).mean(),
+    }[name]
+    weight_log = MemoryWeightLog()
+    run = open_run(
+        s.model_copy(update={"data_dir": tmp_path}),
+        weight_log,
+        [],
+        set(),
+        lambda _: Position(topic_id="t", next_offset=0, next_batch_seq=0),
+    )
+    run.train(given)
+    run.publish()
+    assert weight_log.published[1].metrics["loss"] == pytest.approx(expected.item(), rel=1e-4)
+
+
 def test_an_algorithm_that_cannot_be_trained_is_refused_before_a_batch(model_dir: Path) -> None:
     s = settings(model_dir)
-    for name, lacking in (("ppo", "values"), ("distillation", "teacher_logprobs")):
+    for name, lacking in (("ppo", "values"), ("distillation", r"trainer\.teacher_path")):
         with pytest.raises(SettingsError, match=f"{name}'.* needs {lacking}"):
             check_named_algorithm(name, s.trainer)
-    with pytest.raises(SettingsError, match="needs ref_logprobs"):
+    with pytest.raises(SettingsError, match=r"needs trainer\.reference_path"):
         check_named_algorithm("grpo", settings(model_dir, algorithm={"kl_coef": 0.1}).trainer)
     sft = Settings.model_validate({"admit": {"policy": {"algorithm": "sft"}}})
     with pytest.raises(SettingsError, match="drop_zero_variance: sft reads no rewards"):

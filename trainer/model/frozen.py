@@ -1,0 +1,65 @@
+"""A model that is not trained: reference policy or teacher."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from schemas.errors import SettingsError
+from schemas.settings import TrainerSettings
+from trainer.algorithms.registry import Column
+from trainer.data.micro_batch import MicroBatch
+from trainer.data.sequences import TrainingSequence
+from trainer.model.files import load_masters
+from trainer.model.scores import logprobs_of, token_logprobs
+
+SETTINGS: Mapping[Column, str] = {
+    "ref_logprobs": "reference_path",
+    "teacher_logprobs": "teacher_path",
+}
+"""The setting with the directory of the model that gives an optional column of a batch."""
+
+
+class FrozenModel:
+    """Float32 weights of a Hugging Face directory on a device, without optimiser."""
+
+    def __init__(self, column: Column, settings: TrainerSettings, device: torch.device) -> None:
+        """Load the model that gives a column.
+
+        Raises:
+            SettingsError: none is set, or its weights cannot be read.
+        """
+        self._column, self._settings, self._device = column, settings, device
+        self._setting = f"trainer.{SETTINGS[column]}" if column in SETTINGS else column
+        directory = getattr(settings, SETTINGS[column]) if column in SETTINGS else None
+        if directory is None:
+            raise SettingsError(f"setting {self._setting}: the algorithm needs it")
+        model, _ = load_masters(directory, self._setting)
+        self.model = model.to(device).eval().requires_grad_(False)
+
+    def logprobs(self, batch: MicroBatch) -> Tensor:
+        """Return the log-probability of every trained token, shape (tokens,)."""
+        return token_logprobs(self.model, batch, self._settings)
+
+    def score(self, sequences: Sequence[TrainingSequence]) -> tuple[TrainingSequence, ...]:
+        """Return the sequences with this model's log-probabilities as a column.
+
+        Raises:
+            SettingsError: a token is not in the model's vocabulary.
+        """
+        vocabulary = int(self.model.get_input_embeddings().num_embeddings)
+        largest = max((int(s.tokens.ids.max()) for s in sequences), default=0)
+        if largest >= vocabulary:
+            raise SettingsError(
+                f"setting {self._setting}: the model has {vocabulary} token ids, and the batch has "
+                f"id {largest}: a reference or teacher model needs the tokenizer of the policy"
+            )
+        found = logprobs_of(sequences, self.logprobs, self._settings, self._device)
+        columns: list[dict[str, Any]] = [{self._column: values} for values in found]
+        return tuple(
+            replace(sequence, **values) for sequence, values in zip(sequences, columns, strict=True)
+        )
