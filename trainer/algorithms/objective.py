@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from schemas.errors import SettingsError
 from trainer.algorithms.batch import LossBatch
 from trainer.algorithms.kl import kl
 from trainer.algorithms.settings import AlgorithmSettings
@@ -31,9 +32,15 @@ def objective(
     aggregate(policy loss + kl_coef * divergence - entropy_coef * entropy).
 
     Raises:
+        SettingsError: the loss does not return one value for each token.
         ValueError: a coefficient is set for a column that the batch does not have.
     """
     losses = loss(batch, settings)
+    if losses.shape != batch.logprobs.shape:
+        raise SettingsError(
+            f"setting trainer.algorithm.loss: it returned shape {tuple(losses.shape)} for "
+            f"{len(batch.logprobs)} tokens; one loss for each token is needed"
+        )
     if settings.kl_coef and settings.kl_in == "loss":
         if batch.ref_logprobs is None:
             raise ValueError("kl_coef is set, but the batch has no ref_logprobs")

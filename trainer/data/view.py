@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from schemas.errors import SettingsError
 from schemas.ids import parse_version
 from trainer.algorithms.batch import BatchView, Floats
 from trainer.data.sequences import TrainedMember, TrainingSequence
@@ -77,7 +78,16 @@ def with_advantages(
     Args:
         sequences: those of the view, in its order.
         advantages: shape (trained tokens of all sequences,).
+
+    Raises:
+        SettingsError: the estimator returned another shape.
     """
+    tokens = sum(sequence.trained_tokens for sequence in sequences)
+    if np.shape(advantages) != (tokens,):
+        raise SettingsError(
+            f"setting trainer.algorithm.advantage: it returned shape {np.shape(advantages)} for "
+            f"{tokens} tokens; one advantage for each trained token is needed"
+        )
     ends = np.cumsum([sequence.trained_tokens for sequence in sequences], dtype=np.int64)
     shares = np.split(np.asarray(advantages, np.float32), ends[:-1]) if len(ends) else []
     return tuple(

@@ -388,6 +388,21 @@ def test_a_reference_or_teacher_model_gives_its_column(
     assert weight_log.published[1].metrics["loss"] == pytest.approx(expected.item(), rel=1e-4)
 
 
+def test_a_part_that_does_not_give_one_number_a_token_is_refused(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    (tmp_path / "wrong.py").write_text(
+        "def loss(batch, settings):\n    return batch.logprobs.mean()\n\n\n"
+        "def advantage(batch, settings):\n    return batch.rewards\n"
+    )
+    with pytest.raises(SettingsError, match=r"algorithm\.advantage: it returned shape \(6,\)"):
+        sequences_for(load("cispo", {"advantage": "wrong.py:advantage"}, (tmp_path,)))
+    algorithm = load("cispo", {"loss": "wrong.py:loss"}, (tmp_path,))
+    policy = Policy(model_dir, settings(model_dir).trainer)
+    with pytest.raises(SettingsError, match=r"algorithm\.loss: it returned shape \(\)"):
+        update(policy, sequences_for(algorithm), 0, algorithm, 1e-3, None)
+
+
 def test_an_algorithm_that_cannot_be_trained_is_refused_before_a_batch(model_dir: Path) -> None:
     s = settings(model_dir)
     for name, lacking in (("ppo", "values"), ("distillation", r"trainer\.teacher_path")):
