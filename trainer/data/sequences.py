@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from schemas.records import ReadyBatch, Segment, Trajectory, TrajectoryStep
+from schemas.records import BatchMember, ReadyBatch, Segment, Trajectory, TrajectoryStep
 from schemas.reward_matching import step_rewards, training_reward
 from schemas.tokens import count
 from trainer.algorithms.registry import RewardUse
@@ -92,6 +92,12 @@ class TrainedMember:
     steps: tuple[int, ...]
     step_rewards: Mapping[int, float]
 
+    def has(self, use: RewardUse) -> bool:
+        """Return whether it has a reward that an algorithm of this use reads."""
+        return (
+            use == "none" or self.reward is not None or (use == "step" and bool(self.step_rewards))
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSequences:
@@ -144,19 +150,11 @@ def sequences_of_batch(
     sampled_at_zero: dict[str, int] = {}
     groups = 0
     for group in batch.groups:
-        rewards = {
-            m.trajectory_id: training_reward(batch.reward_weights, m.rewards) for m in group.members
-        }
-        of_steps = {
-            m.trajectory_id: step_rewards(batch.reward_weights, m.rewards) for m in group.members
-        }
-        usable = [
-            name
-            for name, reward in rewards.items()
-            if rewards_used == "none"
-            or reward is not None
-            or (rewards_used == "step" and of_steps[name])
+        candidates = [
+            _member(m, groups, batch.reward_weights, trajectories[m.trajectory_id])
+            for m in group.members
         ]
+        usable = [m for m in candidates if m.has(rewards_used)]
         if group.n < smallest_group and len(usable) < smallest_group:
             raise TooFewMembers(
                 f"{batch.algorithm} over {len(usable)} reward(s) of group {group.group_id}: alone "
@@ -164,30 +162,17 @@ def sequences_of_batch(
             )
         if len(usable) < smallest_group:
             usable = []
-        unrewarded += [name for name in rewards if name not in usable]
+        members += usable
+        names = {m.trajectory_id for m in usable}
         for member in group.members:
             name = member.trajectory_id
-            if name not in usable:
+            if name not in names:
+                unrewarded.append(name)
                 continue
-            trajectory = trajectories[name]
-            tree = _segment_tokens(trajectory, member.untrainable_steps)
+            tree = _segment_tokens(trajectories[name], member.untrainable_steps)
             if infinite := sum(int(np.isinf(tokens.logprobs).sum()) for tokens in tree):
                 sampled_at_zero[name] = infinite
-            sequences += _paths(trajectory, tree)
-            steps = sorted(trajectory.steps, key=lambda step: step.index)
-            members.append(
-                TrainedMember(
-                    trajectory_id=name,
-                    group=groups,
-                    reward=rewards[name],
-                    steps=tuple(step.index for step in steps),
-                    step_rewards={
-                        step.index: of_steps[name][step.step_id]
-                        for step in steps
-                        if step.step_id in of_steps[name]
-                    },
-                )
-            )
+            sequences += _paths(trajectories[name], tree)
         groups += bool(usable)
     return BatchSequences(
         sequences=tuple(sequences),
@@ -195,6 +180,20 @@ def sequences_of_batch(
         groups=groups,
         unrewarded=tuple(unrewarded),
         sampled_at_zero=sampled_at_zero,
+    )
+
+
+def _member(
+    member: BatchMember, group: int, weights: Mapping[str, float], trajectory: Trajectory
+) -> TrainedMember:
+    rewards = step_rewards(weights, member.rewards)
+    steps = sorted(trajectory.steps, key=lambda step: step.index)
+    return TrainedMember(
+        trajectory_id=member.trajectory_id,
+        group=group,
+        reward=training_reward(weights, member.rewards),
+        steps=tuple(step.index for step in steps),
+        step_rewards={s.index: rewards[s.step_id] for s in steps if s.step_id in rewards},
     )
 
 

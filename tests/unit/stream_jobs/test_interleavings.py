@@ -67,7 +67,7 @@ POLICY: dict[str, Any] = {
     "reward_weights": {}, "reward_deadline_ms": 10**9, "group_deadline_ms": 10**9,
     "max_staleness": None, "drop_zero_variance": False, "min_trainable_tokens": 1,
     "train_outcomes": ("completed", "failed"), "sync_every": 1, "val_groups": 1,
-    "val_deadline_ms": 1, "algorithm": "rloo", "created_at": 0,
+    "val_deadline_ms": 1, "algorithm": "other", "created_at": 0,
 }  # fmt: skip
 
 

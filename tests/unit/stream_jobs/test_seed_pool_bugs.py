@@ -40,7 +40,7 @@ POLICY: dict[str, Any] = {
     "required_rewards": ("env",), "reward_weights": {}, "reward_deadline_ms": 2000,
     "group_deadline_ms": 4000, "max_staleness": None, "drop_zero_variance": False,
     "min_trainable_tokens": 1, "train_outcomes": ("completed",), "batch_groups": 1,
-    "sync_every": 1, "val_groups": 1, "val_deadline_ms": 1, "algorithm": "rloo", "created_at": 0,
+    "sync_every": 1, "val_groups": 1, "val_deadline_ms": 1, "algorithm": "other", "created_at": 0,
 }  # fmt: skip
 
 

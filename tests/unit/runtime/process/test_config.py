@@ -101,8 +101,8 @@ def test_missing_or_broken_file_is_named(tmp_path: Path) -> None:
         load(tmp_path / "list.yaml", [], {})
 
 
-def test_grpo_refuses_groups_of_one() -> None:
-    with pytest.raises(SettingsError, match="grpo needs groups of at least 2"):
+def test_an_algorithm_that_compares_members_refuses_groups_of_one() -> None:
+    with pytest.raises(SettingsError, match="cispo needs groups of at least 2"):
         load(None, ["admit.policy.group_size=1", "admit.policy.min_members=1"], {})
 
 

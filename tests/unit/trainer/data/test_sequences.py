@@ -370,7 +370,7 @@ def test_a_missing_reward_is_never_zero() -> None:
 def test_grpo_refuses_groups_of_one() -> None:
     lonely = BatchGroup(group_id="1", round=0, n=1, members=(member("a", 1.0),))
     with pytest.raises(TooFewMembers, match="groups of 2"):
-        sequences_of_batch(batch(lonely), {}, 2, "trajectory")
+        sequences_of_batch(batch(lonely), {"a": trajectory([], [], "a")}, 2, "trajectory")
 
 
 def sequence(length: int) -> TrainingSequence:
