@@ -55,7 +55,8 @@ class BatchStats:
     """One trained batch.
 
     Attributes:
-        rewards: of the trained members.
+        rewards: of the trained members that have one.
+        members: trained members.
         tokens: trained tokens.
         unrewarded: members without a training reward.
         sequences_outside_vocabulary: excluded for token ids that the model does not have.
@@ -67,6 +68,7 @@ class BatchStats:
     update: UpdateStats
     rewards: tuple[float, ...]
     groups: int
+    members: int
     sequences: int
     tokens: int
     unrewarded: int
@@ -122,7 +124,7 @@ def version_metrics(
             "lr": lr,
             "batches": len(batches),
             "groups": sum(batch.groups for batch in batches),
-            "members": len(rewards),
+            "members": sum(batch.members for batch in batches),
             "members_unrewarded": sum(batch.unrewarded for batch in batches),
             "sequences_outside_vocabulary": sum(
                 batch.sequences_outside_vocabulary for batch in batches

@@ -136,6 +136,7 @@ class Run:
                 update=stats,
                 rewards=data.rewards,
                 groups=data.groups,
+                members=len(data.members),
                 sequences=len(sequences),
                 tokens=sum(sequence.trained_tokens for sequence in sequences),
                 unrewarded=len(data.unrewarded),

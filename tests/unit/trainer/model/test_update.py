@@ -478,6 +478,7 @@ def test_metrics_fold_the_batches_of_a_version_and_leave_out_what_was_not_measur
         update=UpdateStats(steps=(first, then, lost), seconds=1.0),
         rewards=(0.0, 1.0),
         groups=1,
+        members=3,
         sequences=2,
         tokens=8,
         unrewarded=0,
@@ -491,6 +492,7 @@ def test_metrics_fold_the_batches_of_a_version_and_leave_out_what_was_not_measur
         metrics["loss"] == 2.0
         and metrics["grad_norm"] == 3.0
         and metrics["ratio_truncated_share"] == 1 / 8
+        and metrics["members"] == 6
     )
     assert (metrics["optimizer_steps"], metrics["optimizer_steps_skipped"]) == (4.0, 2.0)
     assert (
