@@ -25,7 +25,7 @@ from clawstream.cli.common_options import (
     run,
     settings_of,
 )
-from clawstream.cli.curate import curate
+from clawstream.cli.lake.curate import curate
 
 if TYPE_CHECKING:
     from schemas.settings import Settings
@@ -37,13 +37,13 @@ GROUPS = {
     "topics": ("clawstream.cli.topics:app", "Kafka topics."),
     "keys": ("clawstream.cli.keys:app", "API keys of the gateway."),
     "spool": ("clawstream.cli.spool:app", "Records that gateways could not send."),
-    "tables": ("clawstream.cli.tables:app", "The tables of the lake."),
+    "tables": ("clawstream.cli.lake.tables:app", "The tables of the lake."),
     "dlq": (
         "clawstream.cli.dlq:app",
         "Dead letters: records that a process could not handle.",
     ),
     "lineage": (
-        "clawstream.cli.lineage:app",
+        "clawstream.cli.lake.lineage:app",
         "What a weight version was trained on, and which versions were trained on a step.",
     ),
     "replay": (

@@ -18,7 +18,7 @@ import pytest
 import typer
 from deltalake import DeltaTable
 
-from clawstream.cli.tables import app
+from clawstream.cli.lake.tables import app
 from clawstream.ops.replay.lake_source import snapshot_versions
 from clawstream.query.connection import connect
 from clawstream.query.sandbox import run_sql

@@ -1,0 +1,1 @@
+"""Commands over the lake: tables, curation, lineage."""
