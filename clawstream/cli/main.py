@@ -26,6 +26,7 @@ from clawstream.cli.common_options import (
     settings_of,
 )
 from clawstream.cli.lake.curate import curate
+from clawstream.cli.lake.export import export
 
 if TYPE_CHECKING:
     from schemas.settings import Settings
@@ -246,6 +247,7 @@ def sql(
 
 
 command(app)(curate)
+command(app)(export)
 
 
 def main() -> None:

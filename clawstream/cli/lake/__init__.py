@@ -1,1 +1,1 @@
-"""Commands over the lake: tables, curation, lineage."""
+"""Commands over the lake: tables, curation, lineage, export."""

@@ -1,0 +1,1 @@
+"""Export trajectories of the lake to the formats of other trainers and tools."""

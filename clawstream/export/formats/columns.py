@@ -1,0 +1,153 @@
+"""The Arrow columns of an export row, shared by Parquet and Hugging Face datasets."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from clawstream.export.row import ExportRow
+from trainer.data.sequences import Tokens
+
+BATCH_ROWS = 64
+"""Rows of a record batch. A batch is in memory; sequences are long."""
+PROVENANCE = "clawstream.provenance"
+"""Name of the metadata that has the provenance as JSON."""
+Values = dict[str, Any]
+
+_SPAN = pa.struct(
+    [
+        pa.field("version", pa.string(), nullable=False),
+        pa.field("start", pa.int32(), nullable=False),
+        pa.field("end", pa.int32(), nullable=False),
+    ]
+)
+ORIGIN = (
+    pa.field("run_id", pa.string()),
+    pa.field("trajectory_id", pa.string()),
+    pa.field("step_id", pa.string()),
+    pa.field("group_id", pa.string()),
+    pa.field("round", pa.int32()),
+    pa.field("channel", pa.string()),
+    pa.field("outcome", pa.string()),
+    pa.field("model", pa.string()),
+    pa.field("reward", pa.float64()),
+    pa.field("group_reward_mean", pa.float64()),
+    pa.field("group_reward_std", pa.float64()),
+    pa.field("group_rewards", pa.int32()),
+    pa.field("quality", pa.float64()),
+    pa.field("tags", pa.list_(pa.string())),
+    pa.field("step_tags", pa.list_(pa.string())),
+    pa.field("metadata_json", pa.string()),
+)
+"""Columns of the trajectory."""
+SEQUENCE = pa.schema(
+    [
+        *ORIGIN,
+        pa.field("messages_json", pa.string()),
+        pa.field("tools_json", pa.string()),
+        pa.field("token_ids", pa.list_(pa.int32())),
+        pa.field("loss_mask", pa.list_(pa.bool_())),
+        pa.field("logprobs", pa.list_(pa.float32())),
+        pa.field("temperatures", pa.list_(pa.float32())),
+        pa.field("weight_versions", pa.list_(_SPAN)),
+    ]
+)
+"""Columns of a training sequence. logprobs and temperatures are null where the mask is off."""
+
+
+def origin_values(row: ExportRow) -> Values:
+    """Return the values of ORIGIN."""
+    origin = row.origin
+    return {
+        "run_id": origin.run_id,
+        "trajectory_id": origin.trajectory_id,
+        "step_id": row.step_id,
+        "group_id": origin.group_id,
+        "round": origin.round,
+        "channel": origin.channel,
+        "outcome": origin.outcome,
+        "model": row.model,
+        "reward": origin.reward,
+        "group_reward_mean": origin.group_reward_mean,
+        "group_reward_std": origin.group_reward_std,
+        "group_rewards": origin.group_rewards,
+        "quality": origin.quality,
+        "tags": list(origin.tags),
+        "step_tags": list(row.step_tags),
+        "metadata_json": origin.metadata_json,
+    }
+
+
+def sequence_values(row: ExportRow) -> Values:
+    """Return the values of SEQUENCE."""
+    tokens = row.tokens
+    assert tokens is not None, "a row of a token format has tokens"
+    chat = row.chat
+    unknown_temperature = ~tokens.mask | np.isnan(tokens.temperatures)
+    return {
+        **origin_values(row),
+        "messages_json": None if chat is None else _dumped(chat.messages),
+        "tools_json": None if chat is None or not chat.tools else _dumped(chat.tools),
+        "token_ids": tokens.ids,
+        "loss_mask": tokens.mask,
+        "logprobs": pa.array(tokens.logprobs, mask=~tokens.mask),
+        "temperatures": pa.array(tokens.temperatures, mask=unknown_temperature),
+        "weight_versions": list(version_spans(tokens)),
+    }
+
+
+def version_spans(tokens: Tokens) -> Iterator[dict[str, Any]]:
+    """Yield the runs [start, end) of trained tokens that one known weight version sampled."""
+    versions = tokens.versions.copy()
+    versions[~tokens.mask] = None
+    starts = [0, *(np.flatnonzero(versions[1:] != versions[:-1]) + 1).tolist()]
+    for start, end in zip(starts, [*starts[1:], len(versions)], strict=True):
+        if versions[start] is not None:
+            yield {"version": versions[start], "start": start, "end": end}
+
+
+class BatchBuffer:
+    """Collects rows and passes each full record batch on.
+
+    Args:
+        schema: of the batches.
+        write: called with each batch.
+    """
+
+    def __init__(self, schema: pa.Schema, write: Callable[[pa.RecordBatch], object]) -> None:
+        self._schema, self._write = schema, write
+        self._rows: list[Values] = []
+
+    def add(self, values: Values) -> None:
+        """Add a row."""
+        self._rows.append(values)
+        if len(self._rows) >= BATCH_ROWS:
+            self.flush()
+
+    def flush(self) -> None:
+        """Pass on the rows that are left."""
+        if self._rows:
+            self._write(_batch(self._schema, self._rows))
+            self._rows = []
+
+
+def _batch(schema: pa.Schema, rows: Sequence[Values]) -> pa.RecordBatch:
+    columns = [_column([row[field.name] for row in rows], field.type) for field in schema]
+    return pa.RecordBatch.from_arrays(columns, schema=schema)
+
+
+def _column(values: list[Any], kind: pa.DataType) -> pa.Array:
+    """Return a column; lists of numbers may be numpy or Arrow arrays."""
+    if not any(isinstance(value, np.ndarray | pa.Array) for value in values):
+        return pa.array(values, kind)
+    items = [pa.array(value, kind.value_type) for value in values]
+    offsets = np.cumsum([0, *map(len, items)], dtype=np.int32)
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.concat_arrays(items), type=kind)
+
+
+def _dumped(value: Any) -> str:
+    return json.dumps(value)  # ASCII: a lone surrogate stays an escape
