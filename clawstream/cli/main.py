@@ -27,6 +27,7 @@ from clawstream.cli.common_options import (
 )
 from clawstream.cli.lake.curate import curate
 from clawstream.cli.lake.export import export
+from clawstream.cli.train import train
 
 if TYPE_CHECKING:
     from schemas.settings import Settings
@@ -124,7 +125,7 @@ process(
     check="trainer.settings_check:check_algorithm",
 )
 process(app, "lake", "stream_jobs.lake.main:main", "Write every record to Delta Lake once.")
-process(app, "train", "trainer.main:main", "Learn from ready batches and publish weight versions.")
+app.command("train")(train)
 process(app, "rollout", "rollout.main:main", "Run vLLM and load each weight version into it.")
 
 

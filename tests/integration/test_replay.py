@@ -423,6 +423,43 @@ def test_pinned_lake_trains_a_model(
     assert recorded.untouched()
 
 
+def test_one_command_trains_from_a_pinned_lake(
+    recorded: Recorded, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    settings = recorded.settings
+    pinned = take_snapshot(settings)["versions"]["trajectories"]
+    model = make_random_model(tmp_path_factory.mktemp("model") / "m")
+    trained = []
+    for name in ("from-lake-1", "from-lake-2"):
+        done = subprocess.run(
+            die_with_parent([
+                sys.executable, "-m", "clawstream", "train", "--from-lake",
+                "where=group_id <> 'g3'", f"version={pinned}", f"name={name}",
+                *overrides_of(settings), f"trainer.model_path={model}", "trainer.device=cpu",
+                "trainer.lr=1e-3", "trainer.threads=1", "trainer.max_versions=2",
+            ]),
+            cwd=ROOT, capture_output=True, text=True, timeout=300,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        assert f"trajectories {pinned}" in done.stdout
+        target = replay_settings(settings, name, name, 4)
+        batches = _batches(recorded.cluster, target)
+        assert {g.group_id for b in batches for g in b.groups} == {
+            f"g{number}" for number in range(GROUPS) if number != 3
+        }
+        decoder = Decoder(recorded.cluster, target.kafka.topics.schemas)
+        topic = target.kafka.topics.weights
+        versions = [decoder.decode(r.value) for r in recorded.cluster.read_all(topic)]
+        assert [v.version_id for v in versions] == [f"{name}/{i}.1" for i in range(3)]
+        trained.append(
+            [{f.sha256 for f in v.files if f.url.endswith(".safetensors")} for v in versions]
+        )
+    # The same data and settings give the same weights, and training changes them.
+    assert trained[0] == trained[1]
+    assert trained[0][0] != trained[0][1] != trained[0][2]
+    assert recorded.untouched()
+
+
 @pytest.mark.long
 def test_killed_replay_begins_again(recorded: Recorded, eventually: Eventually) -> None:
     settings, cluster = recorded.settings, recorded.cluster

@@ -64,7 +64,8 @@ class ReplayRequest:
     table_versions: Versions of the lake's tables, which are then the source. since_ms, until_ms:
     Log time. as_run: Another run id for the output. keep_rules: Use recorded answers of rules
     instead of asking them. with_steps: Copy the steps. stay_open: Do not end the run; undecided
-    groups stay.
+    groups stay. where: SQL condition over the view `trajectories` (`clawstream.export.selection`);
+    empty: all trajectories. It needs table_versions of all tables.
     """
 
     name: str
@@ -75,6 +76,7 @@ class ReplayRequest:
     keep_rules: bool = False
     with_steps: bool = False
     stay_open: bool = False
+    where: str = ""
 
 
 def home_of(settings: Settings, name: str) -> Path:
@@ -133,7 +135,7 @@ def run_replay(settings: Settings, request: ReplayRequest) -> dict[str, Any]:
     prefix = _target_prefix(settings, cluster, request.name)
     with closing(RuleEvaluator(settings)) as rules, prefix.held():
         begun = prefix.begin(
-            _identity(settings, request), lambda: _plan(settings, cluster, request, rules)
+            identity(settings, request), lambda: _plan(settings, cluster, request, rules)
         )
         if begun.result is not None:
             return {**begun.result, "was_done": True}
@@ -168,7 +170,7 @@ def keep_settings(target: Settings) -> None:
     remember(target)
 
 
-def _identity(settings: Settings, request: ReplayRequest) -> dict[str, Any]:
+def identity(settings: Settings, request: ReplayRequest) -> dict[str, Any]:
     """Return everything that the result depends on: it must be the same under the same name."""
     return {
         **asdict(request),
@@ -256,6 +258,7 @@ def _source(
         request.as_run,
         request.keep_rules or not rules.has_reward_functions(run),
         request.keep_rules or not rules.has_quality_rules(run),
+        _selected_keys(settings, request),
     )
     if plan["from"] == "lake":
         from clawstream.ops.replay.lake_source import LakeReplaySource, Span
@@ -265,6 +268,16 @@ def _source(
     steps, rewards = map(Window.from_dict, plan["windows"])
     decoder = Decoder(cluster, settings.kafka.topics.schemas)
     return TopicReplaySource(cluster, decoder, steps, rewards, record_filter)
+
+
+def _selected_keys(settings: Settings, request: ReplayRequest) -> frozenset[str] | None:
+    """Return the keys of the trajectories that the condition selects; None: all."""
+    if not request.where or request.table_versions is None:
+        return None
+    from clawstream.export.selection import trajectory_keys
+
+    condition = f"run_id = '{settings.run_id}' AND ({request.where}\n)"
+    return frozenset(trajectory_keys(settings, request.table_versions, condition))
 
 
 def _assemble(

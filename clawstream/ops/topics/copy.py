@@ -43,13 +43,15 @@ class RecordFilter:
     """Which records are copied.
 
     run: Of this run only; None: of all. as_run: Another run id for the copies. rewards,
-    assessments: Whether those of the reward job are included.
+    assessments: Whether those of the reward job are included. trajectory_keys: Of these
+    trajectories only; None: of all.
     """
 
     run: str | None = None
     as_run: str | None = None
     rewards: bool = True
     assessments: bool = True
+    trajectory_keys: frozenset[str] | None = None
 
     @property
     def passes_all(self) -> bool:
@@ -59,6 +61,8 @@ class RecordFilter:
     def apply(self, event: Any) -> Any | None:
         """Return the record of the copy, or None when the record is omitted."""
         if self.run is not None and event.run_id != self.run:
+            return None
+        if self.trajectory_keys is not None and event.trajectory_key not in self.trajectory_keys:
             return None
         if isinstance(event, Reward) and not self.rewards:
             if event.source == "rule" and event.by == REWARDER:

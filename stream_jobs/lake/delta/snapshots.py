@@ -268,6 +268,20 @@ def version_at(uri: str, name: str, storage_options: Mapping[str, str], moment: 
     return version
 
 
+def versions_with(settings: Settings, name: str, version: int) -> Versions:
+    """Return the versions of all tables at the commit of one version of one table.
+
+    Raises:
+        LakeMissing: the table has no such version, or the log of a table does not go back so far.
+    """
+    options = settings.lake.storage_options
+    open_table(settings.lake_uri, name, options, version)
+    moment = committed_at(settings.lake_uri, name, version, options)
+    if moment is None:
+        raise LakeMissing(f"version {version} of table {name} has no commit in the log any more")
+    return {**dict.fromkeys(catalog()), **at(settings, moment), name: version}
+
+
 def resolve_versions(settings: Settings, word: str) -> Versions:
     """Resolve a named snapshot, a file of `tables snapshot`, or a time of `runtime.times`.
 

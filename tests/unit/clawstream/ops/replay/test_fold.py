@@ -38,8 +38,8 @@ from clawstream.ops.replay.lake_source import (
 )
 from clawstream.ops.replay.run import (
     ReplayRequest,
-    _identity,
     home_of,
+    identity,
     keep_settings,
     replay_settings,
 )
@@ -484,7 +484,7 @@ def test_times_and_differences() -> None:
 def test_another_outcome_is_not_taken_for_the_one_that_was_done(changed: dict[str, Any]) -> None:
     settings = Settings()
     other = settings.model_copy(update={"jobs": settings.jobs.model_copy(update=changed)})
-    assert _identity(settings, ReplayRequest("x")) != _identity(other, ReplayRequest("x"))
+    assert identity(settings, ReplayRequest("x")) != identity(other, ReplayRequest("x"))
 
 
 def test_the_settings_of_a_replay_have_no_secrets_and_say_which_are_missing(tmp_path: Path) -> None:

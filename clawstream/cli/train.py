@@ -1,0 +1,73 @@
+"""`clawstream train`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from clawstream.cli.common_options import (
+    Config,
+    Overrides,
+    cluster_of,
+    load,
+    run,
+    settings_of,
+)
+
+LAKE_WORDS = ("where", "version", "name")
+"""Words `a=b` of --from-lake, which are no settings."""
+
+
+def train(
+    overrides: Overrides = None,
+    config: Config = None,
+    from_lake: Annotated[
+        bool,
+        typer.Option(
+            "--from-lake",
+            help="Train on recorded trajectories: where=SQL, version=DELTA VERSION, name=NAME.",
+        ),
+    ] = False,
+) -> None:
+    """Learn from ready batches and publish weight versions."""
+    if not from_lake:
+        run("trainer.main:main", config, overrides)
+        return
+    given, rest = lake_words(overrides or ())
+    settings = settings_of(config, rest)
+    offline, checks = load("clawstream.ops.replay.offline"), load("trainer.settings_check")
+    # Wrong settings end the command here, not after the replay.
+    checks.check_algorithm(settings)
+    checks.check_model(settings)
+    load("runtime.logs").configure("replay", settings.log_level)
+    cluster_of(settings)
+    prepared = offline.prepare(settings, **given)
+    batches, report = prepared.settings.trainer.max_versions, prepared.report
+    pins = ", ".join(f"{t} {v}" for t, v in prepared.versions.items() if v is not None)
+    typer.echo(f"Delta versions: {pins}")
+    typer.echo(
+        f"run {report['run']}: {report['steps']} steps of run {settings.run_id}, up to {batches} "
+        f"versions; {prepared.left_out} batches are left over"
+    )
+    for reason, number in sorted(report["channels"]["train"]["refused"].items()):
+        typer.echo(f"  refused {number}: {reason}")
+    typer.echo(f"weights: {prepared.settings.weights_dir}")
+    load("trainer.main").main(prepared.settings)
+
+
+def lake_words(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """Split words into those of --from-lake and settings.
+
+    A condition may contain equals signs: the first one ends the name.
+    """
+    given: dict[str, str] = {}
+    rest: list[str] = []
+    for word in words:
+        name, sep, value = word.partition("=")
+        if sep and name in LAKE_WORDS:
+            given[name] = value
+        else:
+            rest.append(word)
+    return given, rest
