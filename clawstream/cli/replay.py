@@ -57,17 +57,22 @@ def replay_run(
     stay_open: Annotated[
         bool, typer.Option("--stay-open", help="Do not end the run: groups may stay undecided.")
     ] = False,
+    where: Annotated[
+        str,
+        typer.Option("--where", "-w", help="With --from lake: only these trajectories, SQL."),
+    ] = "",
     output: Format = "text",
 ) -> None:
     """Process a recorded run again by assemble, reward and admit, with other settings if given."""
-    if at is not None and source != "lake":
-        fail("--at needs --from lake", 2)
+    for option, given in (("--at", at), ("--where", where)):
+        if given and source != "lake":
+            fail(f"{option} needs --from lake", 2)
     span = instant(since, "--since"), instant(until, "--until")
     configure("replay", settings.log_level)
     cluster_of(settings)
-    versions = _table_versions(settings, at) if source == "lake" else None
+    versions = _table_versions(settings, at, where) if source == "lake" else None
     request = replays.ReplayRequest(
-        name, versions, *span, as_run, keep_rules, with_steps, stay_open
+        name, versions, *span, as_run, keep_rules, with_steps, stay_open, where
     )
     report = replays.run_replay(settings, request)
     if output == "json":
@@ -76,12 +81,18 @@ def replay_run(
         typer.echo(_report(settings, report))
 
 
-def _table_versions(settings: Settings, at: str | None) -> Mapping[str, int | None]:
-    """Return the versions of the lake's tables at a time; {}: the current ones."""
-    if at is None:
+def _table_versions(settings: Settings, at: str | None, where: str) -> Mapping[str, int | None]:
+    """Return the versions of the lake's tables at a time; {}: the current ones.
+
+    A condition needs the versions of all tables.
+    """
+    if at is None and not where:
         return {}
-    versions: Mapping[str, int | None] = load("stream_jobs.lake.delta.snapshots").resolve_versions(
-        settings, at
+    snapshots = load("stream_jobs.lake.delta.snapshots")
+    versions: Mapping[str, int | None] = (
+        snapshots.take_snapshot(settings)["versions"]
+        if at is None
+        else snapshots.resolve_versions(settings, at)
     )
     return versions
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from clawstream.export.chat import chat_of
 from clawstream.export.row import Chat, ExportRow
@@ -59,6 +59,7 @@ def token_rows(
     Raises:
         PayloadUnreadable: the steps of the lake contradict the trajectory.
     """
+    selected = _with_metadata(selected, get_blob, counts)
     missing = [s for s in selected.steps if s.trainable and s.step_id not in selected.recorded]
     if missing:
         counts.skipped["steps not in the lake"] += 1
@@ -86,6 +87,7 @@ def chat_rows(
 
     A step that is no chat, failed or was retried has none and is counted in `counts.skipped`.
     """
+    selected = _with_metadata(selected, get_blob, counts)
     continued = {step.parent for step in selected.steps}
     for at in selected.steps:
         if at.index in continued or _RETRIED in at.marks:
@@ -139,6 +141,22 @@ def _row(
         chat=_chat(step, get_blob, counts),
         tokens=sequence.tokens if sequence is not None else None,
     )
+
+
+def _with_metadata(
+    selected: SelectedTrajectory, get_blob: GetBlob, counts: Counts
+) -> SelectedTrajectory:
+    """Return the trajectory with its metadata instead of a reference to a blob."""
+    metadata = selected.origin.metadata_json
+    blob = referenced("metadata_json", metadata.encode()) if metadata is not None else None
+    if blob is None:
+        return selected
+    try:
+        whole = get_blob(blob.sha256).decode("utf-8", "replace")
+    except BlobMissing:
+        counts.skipped["blob of the metadata is missing"] += 1
+        whole = None
+    return replace(selected, origin=replace(selected.origin, metadata_json=whole))
 
 
 def _chat(step: Step, get_blob: GetBlob, counts: Counts) -> Chat | None:

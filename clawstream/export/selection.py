@@ -139,9 +139,15 @@ class Selection:
             ),
         )
         found: dict[tuple[str, str], Step] = {}
-        for step in events_of(Step, steps.to_table(filter=where)):
+        for step in events_of(Step, _read(steps, where)):
             found.setdefault((step.run_id, step.step_id), step)
         return found
+
+
+def _read(rows: Any, where: Any) -> pa.Table:
+    """Read rows with little read-ahead: a file may have many more rows than a chunk needs."""
+    scanner = rows.scanner(filter=where, batch_size=256, batch_readahead=2, fragment_readahead=1)
+    return scanner.to_table()
 
 
 def chunks(

@@ -169,6 +169,7 @@ def test_file_is_named_by_a_noun(path: Path) -> None:
         ),
         ("clawstream.query.sandbox", {"duckdb", "deltalake", "faust", "torch", "confluent_kafka"}),
         ("clawstream.query.sandbox_process", {"confluent_kafka", "structlog", "faust", "torch"}),
+        ("clawstream.export.export", {"torch", "transformers", "faust", "vllm"}),
         ("rollout.main", {"torch", "vllm", "transformers", "faust", "fastapi"}),
     ],
 )
