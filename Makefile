@@ -13,7 +13,7 @@ SEED ?= 0
 DATA_DIR ?= data
 DTYPE ?= float32
 
-.PHONY: help install demo up down test test-unit test-long test-compose lint format lock bench-gateway bench-jobs bench-check clean
+.PHONY: help install demo up down test test-unit test-long test-compose test-exports lint format lock bench-gateway bench-jobs bench-check clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -46,6 +46,10 @@ test-long: install ## faults, soak, and a search for new counterexamples, many m
 
 test-compose: install ## the containers on a Docker engine; BASE_IMAGE=... where python:3.11-slim-bookworm can't be pulled
 	$(PY) -m pytest tests/compose -m compose -q -s --timeout=3600
+
+test-exports: install ## exports load in datasets, TRL and verl, which are installed outside of .venv
+	.venv/bin/uv pip install -q --python $(PY) --target .cache/exports --no-deps --require-hashes -r requirements/exports.lock
+	PYTHONPATH=$(CURDIR):.cache/exports $(PY) -m pytest tests/unit/clawstream/export/test_target_libraries.py -q -W default
 
 bench-gateway: install ## CPU a call of the gateway, beside LiteLLM and vllm-router
 	@bash infra/install-peers.sh

@@ -10,3 +10,5 @@ $compile $extras pyproject.toml -o requirements/all.lock
 printf 'hatchling>=1.27\neditables>=0.5\n' | $compile --extra broker --extra gateway --extra jobs --extra lake \
   --constraint requirements/all.lock pyproject.toml - -o requirements/core.lock
 grep -E '^uv==' requirements/all.lock | tr -d ' \\' | $compile - -o requirements/uv.lock.txt
+# Alone: .venv has the other packages that these need.
+$compile --no-deps requirements/exports.in -o requirements/exports.lock

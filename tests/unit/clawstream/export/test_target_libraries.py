@@ -1,6 +1,7 @@
 """Exports load in the library that they are for, where it is installed.
 
-datasets, trl and verl are no dependencies; each test is skipped without its library.
+datasets, trl and verl are no dependencies; each test is skipped without its library. `make
+test-exports` installs them outside of the environment and runs this file.
 """
 
 from __future__ import annotations
