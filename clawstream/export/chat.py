@@ -67,14 +67,14 @@ def _messages(request: Mapping[str, Any]) -> Iterator[Message]:
         return
     model_turn: list[Message] = []
     for item in _dicts(given):
-        made = item.get("role") == "assistant" or bool(list(calls_of(item)))
-        if made and "tool_call_id" not in item:
+        if item.get("role") == "assistant" or any(calls_of(item)):
             model_turn.append(item)
             continue
-        if model_turn:
+        messages = list(_environment(item))
+        if model_turn and messages:
             yield _assistant(model_turn)
             model_turn = []
-        yield from _environment(item)
+        yield from messages
     if model_turn:
         yield _assistant(model_turn)
 

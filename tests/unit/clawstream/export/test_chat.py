@@ -72,6 +72,7 @@ def test_responses_of_openai() -> None:
                 "role": "assistant",
                 "content": [{"type": "output_text", "text": "wait"}],
             },
+            {"type": "reasoning", "summary": []},
             {"type": "function_call", "call_id": "c", "name": "f", "arguments": '{"a": 1}'},
             {"type": "function_call_output", "call_id": "c", "output": "7"},
         ],
