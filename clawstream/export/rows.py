@@ -123,7 +123,7 @@ def _sequences(selected: SelectedTrajectory) -> list[TrainingSequence]:
         segments=segments_of(selected.steps, selected.recorded),
         steps=selected.steps,
     )
-    return sequences_of(trajectory, selected.untrainable_steps, 0.0)
+    return sequences_of(trajectory, selected.untrainable_steps)
 
 
 def _row(

@@ -75,7 +75,7 @@ def test_parquet_rows_are_the_training_sequences_of_the_trainer(
     assert (rows[0]["group_reward_mean"], rows[0]["group_reward_std"]) == (0.5, 0.5)
     assert json.loads(rows[0]["messages_json"])[-1]["content"] == "[6]"
     for key, untrainable in (("g-0", ()), ("g-1", ("g-1~2.0",))):
-        expected = sequences_of(lake.trajectories[key], untrainable, 0.0)
+        expected = sequences_of(lake.trajectories[key], untrainable)
         for sequence, row in zip(
             expected, [r for r in rows if r["trajectory_id"] == key], strict=True
         ):
