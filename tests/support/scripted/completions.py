@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import orjson
-from support.scripted.script import Event, Json, Script, ScriptedChoice
+from support.scripted.script import Event, Json, Script, ScriptedChoice, openai_error
 
 from gateway.protocols.openai_completions import prompt_count
 
@@ -79,14 +79,7 @@ class CompletionsServer:
         yield Event(b"data: [DONE]\n\n")
 
     def error(self, status: int) -> Json:
-        return {
-            "error": {
-                "message": "scripted",
-                "type": "BadRequestError",
-                "param": None,
-                "code": status,
-            }
-        }
+        return openai_error(status)
 
     def failure(self) -> bytes:
         error = {"message": "scripted", "type": "InternalServerError", "param": None, "code": 500}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import orjson
-from support.scripted.script import Event, Json, Script, ScriptedChoice
+from support.scripted.script import Event, Json, Script, ScriptedChoice, openai_error
 
 _LAST_KEYS = ("type", "name")
 
@@ -49,14 +49,7 @@ class ResponsesServer:
             shown = max(shown, sampled)
 
     def error(self, status: int) -> Json:
-        return {
-            "error": {
-                "message": "scripted",
-                "type": "BadRequestError",
-                "param": None,
-                "code": status,
-            }
-        }
+        return openai_error(status)
 
     def failure(self) -> bytes:
         """Return an error event in OpenAI's format; vLLM breaks the connection instead."""

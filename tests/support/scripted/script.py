@@ -81,6 +81,12 @@ class Event(NamedTuple):
     shows: Sequence[tuple[int, int, int]] = ()
 
 
+def openai_error(status: int) -> Json:
+    """Return the body of an error as vLLM writes it for each of OpenAI's protocols."""
+    error = {"message": "scripted", "type": "BadRequestError", "param": None, "code": status}
+    return {"error": error}
+
+
 class ProtocolServer(Protocol):
     """Implement a wire protocol as an engine.
 
