@@ -24,7 +24,7 @@ def _with_nodes(overrides: list[str] | None, nodes: int | None) -> list[str]:
 @app.command("run")
 def broker_run(overrides: Overrides = None, config: Config = None, nodes: Nodes = None) -> None:
     """Run the broker in the foreground, for a supervisor or a container."""
-    from runtime.broker.embedded import run_foreground
+    from runtime.broker.foreground import run_foreground
     from runtime.logs import configure
 
     settings = settings_of(config, _with_nodes(overrides, nodes))

@@ -8,19 +8,18 @@
     node-1/broker.{log,out,pid}
 
 Clients connect to `port` (node n: port + 10 * (n - 1)). Each node's controller listens on the next
-port. Under a supervisor, `run_foreground` owns the broker's life cycle.
+port. `foreground.py` runs a broker under a supervisor.
 """
 
 from __future__ import annotations
 
 import math
 import signal
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Self
 
 from runtime.broker import node_config as config
@@ -43,20 +42,17 @@ from runtime.broker.jvm import (
     read_pid,
     recorded_pid,
     stop_pids,
-    wait_gone,
 )
 from runtime.broker.node_config import NodePlan
-from runtime.broker.start_cache import StartCache, make_in_background, start_cache
-from runtime.logs import logger
+from runtime.broker.start_cache import StartCache, start_cache
 from runtime.process.ports import check_free
-from runtime.process.readiness import ready
 from schemas.settings import BrokerSettings
 
 __all__ = [
     "BrokerError",
     "EmbeddedBroker",
     "NodeStatus",
-    "run_foreground",
+    "broker_of",
     "start",
     "status",
     "stop",
@@ -362,7 +358,7 @@ def start(
     By default the wait is unbounded: a broker that is stopped while it recovers its logs starts
     over.
     """
-    _of_settings(settings, data_dir).start(detach=True, patience_s=patience_s, report=report)
+    broker_of(settings, data_dir).start(detach=True, patience_s=patience_s, report=report)
     return status(data_dir)
 
 
@@ -384,70 +380,8 @@ def _node_status(plan: NodePlan) -> NodeStatus:
     )
 
 
-class _StopAskedFor(BaseException):
-    """SIGTERM or SIGINT."""
-
-
-def run_foreground(settings: BrokerSettings, data_dir: Path) -> int:
-    """Run the broker as a supervised process: start it, stop it on SIGTERM or SIGINT.
-
-    When the only node dies, this process ends with the JVM's exit code and the supervisor restarts
-    it. Of several nodes, a dead one is restarted here while the others serve. Replaces the handlers
-    of SIGTERM and SIGINT. Raises the errors of `EmbeddedBroker.start`.
-
-    Returns:
-        The exit code: 0 after a signal, else that of the JVM.
-    """
-
-    def on_signal(number: int, frame: FrameType | None) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        raise _StopAskedFor
-
-    broker = _of_settings(settings, data_dir)
-    signal.signal(signal.SIGTERM, on_signal)
-    signal.signal(signal.SIGINT, on_signal)
-    try:
-        # JVMs of a supervised parent that was killed have been told to stop and need a moment.
-        wait_gone(list(broker.plans.values()), STOP_TIMEOUT_S)
-        # No deadline: stopped in the middle of reading its logs, a node begins anew, and would
-        # never get to their end.
-        broker.start(patience_s=math.inf, report=lambda text: logger().info("starting", what=text))
-        ready(broker.bootstrap_servers)
-        if broker.cache is not None:
-            make_in_background(broker.cache)
-        while True:
-            for node, code in broker.exit_codes.items():
-                if len(broker.plans) == 1:
-                    return code
-                _bring_back(broker, node)
-            time.sleep(4 * _POLL_S)
-    except _StopAskedFor:
-        return 0
-    except JvmDied as died:
-        if died.exit_code <= 128:
-            raise
-        sys.stderr.write(f"{died}\n")  # killed within its start is killed all the same
-        return died.exit_code
-    finally:
-        broker.stop()
-
-
-def _bring_back(broker: EmbeddedBroker, node: int) -> None:
-    """Restart a dead node; a node that is killed again during its start is retried later.
-
-    A node that is not ready yet is left alone, because it may wait for other dead nodes.
-    """
-    try:
-        broker.restart(node)
-    except NotReady:
-        return
-    except JvmDied as died:
-        if died.exit_code <= 128:
-            raise
-
-
-def _of_settings(settings: BrokerSettings, data_dir: Path) -> EmbeddedBroker:
+def broker_of(settings: BrokerSettings, data_dir: Path) -> EmbeddedBroker:
+    """Return the broker that the settings describe; it is not started."""
     return EmbeddedBroker(
         data_dir,
         settings.port,

@@ -190,12 +190,12 @@ def test_a_start_that_fails_shows_the_log_and_leaves_nothing(tmp_path: Path) -> 
 PROGRAM = """
 import sys
 from pathlib import Path
-from runtime.broker import embedded
+from runtime.broker import embedded, foreground
 from schemas.settings import BrokerSettings
 data_dir, java = Path(sys.argv[2]), sys.argv[5] or None
 settings = BrokerSettings(port=int(sys.argv[3]), nodes=int(sys.argv[4]), heap_mb=256, java=java)
 if sys.argv[1] == "run":
-    sys.exit(embedded.run_foreground(settings, data_dir))
+    sys.exit(foreground.run_foreground(settings, data_dir))
 embedded.start(settings, data_dir, report=print)
 """
 

@@ -1,0 +1,82 @@
+"""Run the embedded broker as a process of a supervisor, which restarts the process when it ends."""
+
+from __future__ import annotations
+
+import math
+import signal
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+
+from runtime.broker.embedded import STOP_TIMEOUT_S, EmbeddedBroker, broker_of
+from runtime.broker.jvm import JvmDied, NotReady, wait_gone
+from runtime.broker.start_cache import make_in_background
+from runtime.logs import logger
+from runtime.process.readiness import ready
+from schemas.settings import BrokerSettings
+
+_POLL_S = 0.2
+
+
+class _StopRequested(BaseException):
+    """SIGTERM or SIGINT."""
+
+
+def run_foreground(settings: BrokerSettings, data_dir: Path) -> int:
+    """Run the broker as a supervised process: start it, stop it on SIGTERM or SIGINT.
+
+    When the only node dies, this process ends with the JVM's exit code and the supervisor restarts
+    it. Of several nodes, a dead one is restarted here while the others serve. Replaces the handlers
+    of SIGTERM and SIGINT. Raises the errors of `EmbeddedBroker.start`.
+
+    Returns:
+        The exit code: 0 after a signal, else that of the JVM.
+    """
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        raise _StopRequested
+
+    broker = broker_of(settings, data_dir)
+    signal.signal(signal.SIGTERM, on_signal)
+    signal.signal(signal.SIGINT, on_signal)
+    try:
+        # JVMs of a supervised parent that was killed have been told to stop and need a moment.
+        wait_gone(list(broker.plans.values()), STOP_TIMEOUT_S)
+        # No deadline: stopped in the middle of reading its logs, a node begins anew, and would
+        # never get to their end.
+        broker.start(patience_s=math.inf, report=lambda text: logger().info("starting", what=text))
+        ready(broker.bootstrap_servers)
+        if broker.cache is not None:
+            make_in_background(broker.cache)
+        while True:
+            for node, code in broker.exit_codes.items():
+                if len(broker.plans) == 1:
+                    return code
+                _bring_back(broker, node)
+            time.sleep(_POLL_S)
+    except _StopRequested:
+        return 0
+    except JvmDied as died:
+        if died.exit_code <= 128:
+            raise
+        sys.stderr.write(f"{died}\n")  # killed within its start is killed all the same
+        return died.exit_code
+    finally:
+        broker.stop()
+
+
+def _bring_back(broker: EmbeddedBroker, node: int) -> None:
+    """Restart a dead node; a node that is killed again during its start is retried later.
+
+    A node that is not ready yet is left alone, because it may wait for other dead nodes.
+    """
+    try:
+        broker.restart(node)
+    except NotReady:
+        return
+    except JvmDied as died:
+        if died.exit_code <= 128:
+            raise
