@@ -9,7 +9,7 @@ whoever wrote it; without one the whole log is scanned.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -51,10 +51,39 @@ class RunOffsets:
     ended: int | None = None
 
 
+def published_indexes(cluster: Cluster, decoder: Decoder, topics: Topics) -> dict[int, RunIndex]:
+    """Return the newest published index of each partition of the candidates."""
+    found: dict[int, RunIndex] = {}
+    if topics.runs in cluster.topics():
+        for record in cluster.read_all(topics.runs):
+            with suppress(Undecodable, UnknownSchema):
+                index = decoder.decode(record.value)
+                if isinstance(index, RunIndex):
+                    found[index.partition] = index
+    return found
+
+
 class RunFinder:
     """The runs of one partition of the candidates, up to `read_to`."""
 
-    def __init__(self, cluster: Cluster, decoder: Decoder, topics: Topics, partition: int) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        decoder: Decoder,
+        topics: Topics,
+        partition: int,
+        indexes: Mapping[int, RunIndex] | None = None,
+    ) -> None:
+        """Take the published index of the partition.
+
+        Args:
+            cluster: The installation's Kafka.
+            decoder: Of the installation's records.
+            topics: The installation's topics.
+            partition: A partition of the candidates.
+            indexes: The published indexes, when they were read for several partitions; None: they
+                are read here.
+        """
         self._cluster, self._decoder, self._topics = cluster, decoder, topics
         self.topic, self.partition = topics.candidates, partition
         self._topic_id = cluster.topic_id(self.topic)
@@ -66,7 +95,10 @@ class RunFinder:
         self._ticks, self._candidates = set[bytes](), set[bytes]()
         """Headers of values that need no decoding."""
         self.read_to = self._published_to = 0
-        self._load()
+        if indexes is None:
+            indexes = published_indexes(cluster, decoder, topics)
+        if partition in indexes:
+            self._load(indexes[partition])
 
     def read(self) -> None:
         """Scan to the end of the log, and publish the index if that was long."""
@@ -177,29 +209,20 @@ class RunFinder:
 
     # -- the published index
 
-    def _load(self) -> None:
-        """Take the newest published index of the partition, without what the log has lost."""
-        if self._topics.runs not in self._cluster.topics():
-            return
+    def _load(self, index: RunIndex) -> None:
+        """Take a published index, without the records that the log has lost."""
+        # After the index: a newer index would reach beyond an older end, as if records were lost.
         low, end = self._watermarks()
-        key, index = str(self.partition).encode(), None
-        for record in self._cluster.read_all(self._topics.runs):
-            if record.key == key:
-                with suppress(Undecodable, UnknownSchema):
-                    index = self._decoder.decode(record.value)
-        if isinstance(index, RunIndex) and index.topic_id == self._topic_id:
-            if index.read_to > end:
-                return  # the log has lost its end
-            self.read_to = self._published_to = max(low, index.read_to)
-            self.unattributed = [o for o in index.unattributed if o >= low]
-            self._unlisted = None if index.unlisted is None else max(low, index.unlisted)
-            for run in index.runs:
-                if run.last >= low:
-                    policies = [o for o in run.policies if o >= low]
-                    ended = run.ended if run.ended is not None and run.ended >= low else None
-                    self.runs[run.run_id] = RunOffsets(
-                        max(low, run.first), run.last, policies, ended
-                    )
+        if index.topic_id != self._topic_id or index.read_to > end:
+            return
+        self.read_to = self._published_to = max(low, index.read_to)
+        self.unattributed = [o for o in index.unattributed if o >= low]
+        self._unlisted = None if index.unlisted is None else max(low, index.unlisted)
+        for run in index.runs:
+            if run.last >= low:
+                policies = [o for o in run.policies if o >= low]
+                ended = run.ended if run.ended is not None and run.ended >= low else None
+                self.runs[run.run_id] = RunOffsets(max(low, run.first), run.last, policies, ended)
 
     def _publish(self) -> None:
         runs = [

@@ -13,7 +13,7 @@ from runtime.topics.records import Decoder
 from schemas.errors import Undecodable, UnknownSchema
 from schemas.records import PolicyApplied, ReadyBatch, Refused, WeightVersion
 from schemas.topics import Topics, partition_of
-from stream_jobs.admit.run_index import RunFinder
+from stream_jobs.admit.run_index import RunFinder, published_indexes
 
 
 @dataclass(slots=True)
@@ -77,8 +77,9 @@ class RunSurvey:
         for topic in (topics.candidates, *self.journals):
             self.ends[topic] = cluster.watermarks(topic, range(self.there.get(topic, 0)))
         self.runs: dict[str, RunSummary] = {}
+        indexes = published_indexes(cluster, decoder, topics)
         for partition in self.ends[topics.candidates]:
-            finder = RunFinder(cluster, decoder, topics, partition)
+            finder = RunFinder(cluster, decoder, topics, partition, indexes)
             finder.read()
             for run_id, run in finder.runs.items():
                 self.runs[run_id] = RunSummary(partition, run.first, bool(run.policies), run.ended)

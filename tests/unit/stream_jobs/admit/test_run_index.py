@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, cast
 
 import pytest
@@ -33,6 +33,8 @@ class Logs:
         }
         self.low = 0
         self.scanned = 0
+        self.meanwhile: Callable[[], None] = lambda: None
+        """Called once, before the indexes are read."""
 
     def put(self, topic: str, key: bytes | None, value: Any) -> None:
         log, encoded = self.logs[topic], value if isinstance(value, bytes) else CODEC.encode(value)
@@ -63,6 +65,9 @@ class Logs:
     def read_all(
         self, topic: str, partition: int = 0, first: int | None = None
     ) -> Iterator[Record]:
+        if topic == TOPICS.runs:
+            meanwhile, self.meanwhile = self.meanwhile, lambda: None
+            meanwhile()
         records = self.logs[topic][first or (self.low if topic == TOPICS.candidates else 0) :]
         self.scanned += len(records) if topic == TOPICS.candidates else 0
         return iter(records)
@@ -171,6 +176,21 @@ def test_an_index_of_another_log_is_not_used(logs: Logs, monkeypatch: pytest.Mon
     logs.logs[TOPICS.runs] = []
     logs.put(TOPICS.runs, b"2", b"garbage")
     assert found(logs).runs == {"a": RunOffsets(0, 0)}
+
+
+def test_an_index_that_another_process_publishes_meanwhile_is_used(
+    logs: Logs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_index, "PUBLISH_AFTER", 1)
+
+    def meanwhile() -> None:
+        logs.add((b"e", cand("x", run_id="e")))
+        found(logs)
+        logs.scanned = 0
+
+    logs.meanwhile = meanwhile
+    assert found(logs).runs["e"] == RunOffsets(12, 12)
+    assert logs.scanned == 0
 
 
 def test_what_was_trimmed_is_not_in_the_index(logs: Logs, monkeypatch: pytest.MonkeyPatch) -> None:
