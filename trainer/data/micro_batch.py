@@ -19,11 +19,13 @@ PADDING = 0  # any id: it is on the right, so no token attends to it, and it is 
 class MicroBatch:
     """Several sequences, padded on the right.
 
-    `token_ids` and `mask` have shape (sequences, longest); the others (tokens,), with one value for
-    each trained token in sequence order.
+    `token_ids` has shape (sequences, longest); the others (tokens,), with one value for each
+    trained token in sequence order.
 
     Attributes:
-        mask: whether the token is trained.
+        before: int64, place of the token before the trained one in the flattened `token_ids`: its
+            hidden state gives the distribution.
+        targets: int64, id of the trained token.
         logprobs: float32, at sampling time.
         temperatures: float32, of the distributions to compare.
         old_logprobs: float32, of the policy before the batch; the sampled ones if not recomputed.
@@ -36,7 +38,8 @@ class MicroBatch:
     """
 
     token_ids: Tensor
-    mask: Tensor
+    before: Tensor
+    targets: Tensor
     logprobs: Tensor
     temperatures: Tensor
     old_logprobs: Tensor
@@ -60,17 +63,21 @@ def collate(
         device: of the tensors.
     """
     shape = (len(sequences), max(len(sequence.tokens.ids) for sequence in sequences))
-    token_ids, mask = np.full(shape, PADDING, np.int64), np.zeros(shape, bool)
+    token_ids = np.full(shape, PADDING, np.int64)
     for i, sequence in enumerate(sequences):
         token_ids[i, : len(sequence.tokens.ids)] = sequence.tokens.ids
-        mask[i, : len(sequence.tokens.ids)] = sequence.tokens.mask
+    before = [
+        np.flatnonzero(sequence.tokens.mask) + (shape[1] * i - 1)
+        for i, sequence in enumerate(sequences)
+    ]
     parts = [sequence.tokens.trained() for sequence in sequences]
     trained = concatenated(parts)
     trained.temperatures[np.isnan(trained.temperatures)] = temperature
     lengths = np.array([len(tokens.ids) for tokens in parts], np.int64)
     columns = {
         "token_ids": token_ids,
-        "mask": mask,
+        "before": np.concatenate(before),
+        "targets": trained.ids.astype(np.int64),
         "logprobs": trained.logprobs,
         "temperatures": trained.temperatures,
         "old_logprobs": np.concatenate(

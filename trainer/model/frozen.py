@@ -15,7 +15,7 @@ from trainer.algorithms.registry import Column
 from trainer.data.micro_batch import MicroBatch
 from trainer.data.sequences import TrainingSequence
 from trainer.model.files import load_masters
-from trainer.model.scores import logprobs_of, token_logprobs
+from trainer.model.scores import Scores, logprobs_of
 
 SETTINGS: Mapping[Column, str] = {
     "ref_logprobs": "reference_path",
@@ -40,10 +40,11 @@ class FrozenModel:
             raise SettingsError(f"setting {self._setting}: the algorithm needs it")
         model, _ = load_masters(directory, self._setting)
         self.model = model.to(device).eval().requires_grad_(False)
+        self._scores = Scores(self.model, settings)
 
     def logprobs(self, batch: MicroBatch) -> Tensor:
         """Return the log-probability of every trained token, shape (tokens,)."""
-        return token_logprobs(self.model, batch, self._settings)
+        return self._scores.logprobs(batch)
 
     def score(self, sequences: Sequence[TrainingSequence]) -> tuple[TrainingSequence, ...]:
         """Return the sequences with this model's log-probabilities as a column.

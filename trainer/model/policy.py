@@ -17,7 +17,7 @@ from trainer.model.files import (
     save_masters,
     save_rounded,
 )
-from trainer.model.scores import chosen, token_logprobs, token_scores
+from trainer.model.scores import Scores
 
 
 class Policy:
@@ -46,6 +46,7 @@ class Policy:
         self._auxiliary = auxiliary_files(directory)
         # Gradients flow, but dropout is off: the trained model must equal the sampled model.
         self.model.eval()
+        self.scores = Scores(self.model, settings)
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(),
             lr=settings.lr,
@@ -118,7 +119,7 @@ class Policy:
         Returns:
             Shape (tokens,), float32, with gradient.
         """
-        return token_logprobs(self.model, batch, self.settings)
+        return self.scores.logprobs(batch)
 
     def logprobs_and_entropy(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Return the log-probability of every trained token and the entropy it was drawn at.
@@ -126,12 +127,7 @@ class Policy:
         Returns:
             Both of shape (tokens,), float32, with gradient; the entropy in nats.
         """
-        scores = token_scores(self.model, batch, self.settings)
-        normalizer = scores.logsumexp(-1)
-        # A logit of minus infinity adds nothing, but 0 * -inf is NaN.
-        finite = scores.masked_fill(torch.isneginf(scores), 0.0)
-        entropy = normalizer - (scores.softmax(-1) * finite).sum(-1)
-        return chosen(scores, batch) - normalizer, entropy
+        return self.scores.logprobs_and_entropy(batch)
 
     def clear_gradients(self, *, zeros: bool) -> None:
         """Clear the gradients.

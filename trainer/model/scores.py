@@ -1,4 +1,4 @@
-"""What a model computes for trained tokens."""
+"""Forward passes of a model: what it computes for trained tokens."""
 
 from __future__ import annotations
 
@@ -14,34 +14,90 @@ from schemas.settings import TrainerSettings
 from trainer.data.micro_batch import MicroBatch, collate
 from trainer.data.minibatches import micro_batches
 from trainer.data.sequences import TrainingSequence
+from trainer.model.chunked_scores import chunked_scores
 
 
-def token_scores(model: PreTrainedModel, batch: MicroBatch, settings: TrainerSettings) -> Tensor:
-    """Return logits / temperature before every trained token.
+def hidden_states(decoder: PreTrainedModel, batch: MicroBatch, settings: TrainerSettings) -> Tensor:
+    """Return the last hidden state before every trained token.
+
+    Args:
+        decoder: a transformer without its head.
+        batch: the tokens.
+        settings: the dtype of the pass.
 
     Returns:
-        Shape (tokens, vocabulary), float32, with gradient.
+        Shape (tokens, width), with gradient.
     """
     # No attention mask: padding is on the right, where a causal model never looks, and flash
     # kernels accept no mask.
-    with torch.autocast(
+    with _autocast(batch, settings):
+        output = decoder(input_ids=batch.token_ids, use_cache=False)
+    states: Tensor = output.last_hidden_state.flatten(0, 1)[batch.before]
+    return states
+
+
+class Scores:
+    """Log-probability and entropy of trained tokens under one causal language model.
+
+    Where the head is a plain matrix, its logits are computed for the trained tokens only, and in
+    chunks. For other heads (a bias, a scale, a soft cap, an adapter, a hook) all logits of a pass
+    exist at once.
+    """
+
+    def __init__(self, model: PreTrainedModel, settings: TrainerSettings) -> None:
+        self._model, self._settings = model, settings
+        self._plain_head = head_is_plain(model)
+
+    def logprobs(self, batch: MicroBatch) -> Tensor:
+        """Return the log-probability of every trained token, shape (tokens,), with gradient."""
+        return self._compute(batch, with_entropy=False)[0]
+
+    def logprobs_and_entropy(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Return the log-probability of every trained token and the entropy of its distribution.
+
+        Returns:
+            Both of shape (tokens,), float32, with gradient; the entropy in nats.
+        """
+        return self._compute(batch, with_entropy=True)
+
+    def _compute(self, batch: MicroBatch, *, with_entropy: bool) -> tuple[Tensor, Tensor]:
+        if self._plain_head:
+            return chunked_scores(
+                hidden_states(self._model.base_model, batch, self._settings),
+                self._model.get_output_embeddings().weight,
+                batch.targets,
+                batch.temperatures,
+                getattr(torch, self._settings.dtype),
+                with_entropy=with_entropy,
+            )
+        with _autocast(batch, self._settings):
+            logits = self._model(input_ids=batch.token_ids, use_cache=False).logits
+        scores = logits.flatten(0, 1)[batch.before].float() / batch.temperatures.unsqueeze(-1)
+        normalizers = scores.logsumexp(-1)
+        logprobs = scores.gather(-1, batch.targets.unsqueeze(-1)).squeeze(-1) - normalizers
+        # A logit of minus infinity adds nothing, but 0 * -inf is NaN.
+        finite = scores.masked_fill(torch.isneginf(scores), 0.0)
+        return logprobs, normalizers - (scores.softmax(-1) * finite).sum(-1)
+
+
+@torch.no_grad()
+def head_is_plain(model: PreTrainedModel) -> bool:
+    """Return whether the logits are the last hidden state times the matrix of the head."""
+    head = model.get_output_embeddings()
+    # A bias or an adapter may be zero before it is trained.
+    if type(head) is not torch.nn.Linear or getattr(head, "bias", None) is not None:
+        return False
+    ids = torch.arange(1, 4, device=head.weight.device).unsqueeze(0)
+    states = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+    product: Tensor = states @ head.weight.T
+    error: Tensor = model(input_ids=ids, use_cache=False).logits - product
+    return bool(error.norm() < 1e-5 * product.norm())
+
+
+def _autocast(batch: MicroBatch, settings: TrainerSettings) -> torch.autocast:
+    return torch.autocast(
         batch.token_ids.device.type, torch.bfloat16, enabled=settings.dtype == "bfloat16"
-    ):
-        logits = model(input_ids=batch.token_ids, use_cache=False).logits[:, :-1]
-    scores: Tensor = logits[batch.mask[:, 1:]].float() / batch.temperatures.unsqueeze(-1)
-    return scores
-
-
-def chosen(scores: Tensor, batch: MicroBatch) -> Tensor:
-    """Return the score of each trained token itself: (tokens, vocabulary) to (tokens,)."""
-    trained = batch.token_ids[:, 1:][batch.mask[:, 1:]]
-    return scores.gather(-1, trained.unsqueeze(-1)).squeeze(-1)
-
-
-def token_logprobs(model: PreTrainedModel, batch: MicroBatch, settings: TrainerSettings) -> Tensor:
-    """Return the log-probability of every trained token, shape (tokens,), with gradient."""
-    scores = token_scores(model, batch, settings)
-    return chosen(scores, batch) - scores.logsumexp(-1)
+    )
 
 
 @torch.no_grad()

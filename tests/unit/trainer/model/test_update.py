@@ -26,6 +26,7 @@ from trainer.data.sequences import Tokens, TrainingSequence, tokens_by_version
 from trainer.metrics import BatchStats, StepStats, UpdateStats, staleness, version_metrics
 from trainer.model.files import TensorDtypes, load_masters, save_rounded
 from trainer.model.policy import Policy
+from trainer.model.scores import Scores
 from trainer.model.update import update
 from trainer.run import learning_rate
 
@@ -267,6 +268,7 @@ def test_a_token_that_the_policy_gives_probability_zero_is_not_trained_but_count
     policy, expected = (Policy(model_dir, settings()) for _ in range(2))
     for p in (policy, expected):
         p.model.lm_head.register_forward_hook(without_token_12)
+        p.scores = Scores(p.model, p.settings)
     (step,) = update(
         policy, [sequence((2, 9, 10, 11, 12), "00111", -3.0, 1.0)], 0, CISPO, 1e-3, "r/3.0"
     ).steps
@@ -293,7 +295,7 @@ def test_rows_without_advantage_spare_their_passes_and_change_neither_loss_nor_g
         sequence((2, 17, 18, 19, 20, 21), "001111", -1.0, -0.0),
     )
     passed: list[int] = []
-    skipping.model.register_forward_pre_hook(
+    skipping.model.base_model.register_forward_pre_hook(
         lambda _, __, given: passed.append(len(given["input_ids"])), with_kwargs=True
     )
     (a,) = update(skipping, [*ROWS, *idle], 0, CISPO, 1e-3, None).steps
