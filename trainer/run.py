@@ -22,7 +22,7 @@ from trainer.data.sequences import (
 )
 from trainer.data.view import batch_view, with_advantages
 from trainer.memory import explain_out_of_memory
-from trainer.metrics import BatchStats, staleness, version_metrics
+from trainer.metrics.statistics import BatchStats, staleness, version_metrics
 from trainer.model.frozen import FrozenModel
 from trainer.model.policy import Policy
 from trainer.model.update import update

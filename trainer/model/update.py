@@ -16,7 +16,7 @@ from trainer.algorithms.registry import LoadedAlgorithm
 from trainer.data.micro_batch import collate
 from trainer.data.minibatches import micro_batches, minibatches
 from trainer.data.sequences import TrainingSequence
-from trainer.metrics import StepStats, UpdateStats
+from trainer.metrics.statistics import StepStats, UpdateStats
 from trainer.model.policy import Policy
 from trainer.model.scores import logprobs_of
 

@@ -23,7 +23,7 @@ from trainer.algorithms.advantages.grpo import standardized
 from trainer.algorithms.registry import load
 from trainer.data.micro_batch import collate
 from trainer.data.sequences import Tokens, TrainingSequence, tokens_by_version
-from trainer.metrics import BatchStats, StepStats, UpdateStats, staleness, version_metrics
+from trainer.metrics.statistics import BatchStats, StepStats, UpdateStats, staleness, version_metrics
 from trainer.model.files import TensorDtypes, load_masters, save_rounded
 from trainer.model.policy import Policy
 from trainer.model.scores import Scores
