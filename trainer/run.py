@@ -18,10 +18,12 @@ from trainer.data.sequences import (
     TrainingSequence,
     sequences_of_batch,
     tokens_by_version,
+    trained_lengths,
     within_vocabulary,
 )
 from trainer.data.view import batch_view, with_advantages
 from trainer.memory import explain_out_of_memory
+from trainer.metrics.definitions import headline
 from trainer.metrics.statistics import BatchStats, staleness, version_metrics
 from trainer.model.frozen import FrozenModel
 from trainer.model.policy import Policy
@@ -139,6 +141,8 @@ class Run:
                 members=len(data.members),
                 sequences=len(sequences),
                 tokens=sum(sequence.trained_tokens for sequence in sequences),
+                lengths=trained_lengths(sequences),
+                turns=sum(len(member.steps) for member in data.members),
                 unrewarded=len(data.unrewarded),
                 sequences_outside_vocabulary=len(data.sequences) - len(sequences),
                 sampled_at_zero=sum(data.sampled_at_zero.values()),
@@ -222,7 +226,7 @@ class Run:
             parent=version.parent_version,
             first_batch_seq=version.first_batch_seq,
             last_batch_seq=version.last_batch_seq,
-            **{name: round(value, 6) for name, value in metrics.items()},
+            **headline(metrics),
         )
         for root, keep in (
             (s.checkpoint_dir, s.trainer.keep_checkpoints),

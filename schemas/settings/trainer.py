@@ -131,5 +131,9 @@ class TrainerSettings(Section):
         "float32",
         description="bfloat16: faster passes with less memory; trained weights are always float32",
     )
+    peak_tflops: Positive | None = Field(
+        None,
+        description="peak of the device in TFLOP/s, for the metric mfu; default: of known GPUs",
+    )
     threads: Count = Field(1, description="CPU cores for torch")
     seed: int = Field(0, description="repeat runs")

@@ -31,16 +31,32 @@ def correction_weights(
     """
     if settings.correction == "none":
         return None
+    weights = _ratios(logprobs, batch, settings)
+    if settings.correction == "truncate":
+        return weights.clamp(max=settings.correction_max)
+    return torch.where(out_of_bounds(logprobs, batch, settings), 0.0, weights)
+
+
+def out_of_bounds(logprobs: Tensor, batch: LossBatch, settings: AlgorithmSettings) -> Tensor:
+    """Return whether `correction` truncates or masks the weight of each token.
+
+    Args: as those of `correction_weights`.
+    """
+    weights = _ratios(logprobs, batch, settings)
+    above = weights > settings.correction_max
+    return (
+        above if settings.correction == "truncate" else above | (weights < settings.correction_min)
+    )
+
+
+def _ratios(logprobs: Tensor, batch: LossBatch, settings: AlgorithmSettings) -> Tensor:
+    """Return the detached ratio to the sampling version, at the level of `correction_level`."""
     log_ratio = (logprobs - batch.sampled_logprobs).detach()
     if settings.correction_level == "sequence":
         log_ratio = batch.sequence_sum(log_ratio)[batch.sequence]
     elif settings.correction_level == "geometric":
         log_ratio = batch.sequence_mean(log_ratio)[batch.sequence]
-    weights = log_ratio.exp()
-    if settings.correction == "truncate":
-        return weights.clamp(max=settings.correction_max)
-    inside = (weights >= settings.correction_min) & (weights <= settings.correction_max)
-    return torch.where(inside, weights, 0.0)
+    return log_ratio.exp()
 
 
 def corrected(losses: Tensor, batch: LossBatch, settings: AlgorithmSettings) -> Tensor:

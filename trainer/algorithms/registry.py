@@ -17,12 +17,16 @@ from schemas.user_function import FunctionNotFound, load_function
 from trainer.algorithms.settings import AlgorithmSettings
 
 if TYPE_CHECKING:
-    from trainer.algorithms.batch import BatchView, Floats
+    from torch import Tensor
+
+    from trainer.algorithms.batch import BatchView, Floats, LossBatch
     from trainer.algorithms.objective import Loss
 
 Column = Literal["ref_logprobs", "teacher_logprobs", "values"]
 RewardUse = Literal["none", "trajectory", "step"]
 """What an estimator reads. A trajectory without it is left out: its own reward, or any at all."""
+
+CorrectedColumn = Literal["logprobs", "old_logprobs"]
 
 _A, _L = "trainer.algorithms.advantages", "trainer.algorithms.losses"
 ADVANTAGES: Mapping[str, str] = {
@@ -50,6 +54,22 @@ LOSSES: Mapping[str, str] = {
     "ppo_clip": f"{_L}.ppo_clip:ppo_clip",
 }
 """Losses: (LossBatch, AlgorithmSettings) -> loss of each token."""
+
+CLIPPED: Mapping[str, str] = {
+    "cispo": f"{_L}.cispo:clipped",
+    "dppo": f"{_L}.dppo:clipped",
+    "gspo": f"{_L}.gspo:clipped",
+    "ppo_clip": f"{_L}.ppo_clip:clipped",
+}
+"""Which tokens a loss clips, for the metrics: (LossBatch, AlgorithmSettings) -> bool of each."""
+
+CORRECTED: Mapping[str, CorrectedColumn] = {
+    "cispo": "old_logprobs",
+    "gspo": "old_logprobs",
+    "policy_gradient": "logprobs",
+    "ppo_clip": "old_logprobs",
+}
+"""The column for which the importance weights of a loss correct, if `correction` is set."""
 
 NEEDS: Mapping[str, Column] = {
     "distillation": "teacher_logprobs",
@@ -127,6 +147,8 @@ class LoadedAlgorithm:
     """An algorithm with its functions.
 
     Attributes:
+        clipped: which tokens the loss clips; None for a loss without bounds, or a user's own.
+        corrected: the column that the importance weights of the loss are for; None without them.
         needs: optional columns of the batch that must be there.
         rewards: the rewards that it reads; of a user's own estimator: those of trajectories.
         smallest_group: members that the estimator needs.
@@ -136,6 +158,8 @@ class LoadedAlgorithm:
     name: str
     advantage: Callable[[BatchView, AlgorithmSettings], Floats]
     loss: Loss
+    clipped: Callable[[LossBatch, AlgorithmSettings], Tensor] | None
+    corrected: CorrectedColumn | None
     settings: AlgorithmSettings
     needs: frozenset[Column]
     rewards: RewardUse
@@ -201,6 +225,10 @@ def load(name: str, overrides: Mapping[str, Any], folders: Sequence[Path]) -> Lo
         name=name,
         advantage=_function("advantage", algorithm.advantage, ADVANTAGES, folders),
         loss=_function("loss", algorithm.loss, LOSSES, folders),
+        clipped=_function("loss", algorithm.loss, CLIPPED, folders)
+        if algorithm.loss in CLIPPED
+        else None,
+        corrected=None if s.correction == "none" else CORRECTED.get(algorithm.loss),
         settings=s,
         needs=needs(algorithm),
         rewards=_rewards(algorithm.advantage),

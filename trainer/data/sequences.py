@@ -232,6 +232,14 @@ def tokens_by_version(sequences: Sequence[TrainingSequence]) -> Counter[str]:
     return found
 
 
+def trained_lengths(sequences: Sequence[TrainingSequence]) -> tuple[int, ...]:
+    """Return the number of trained tokens of each trajectory."""
+    found: Counter[str] = Counter()
+    for sequence in sequences:
+        found[sequence.trajectory_id] += sequence.trained_tokens
+    return tuple(found.values())
+
+
 def sequences_of(
     trajectory: Trajectory, untrainable_steps: Collection[str]
 ) -> list[TrainingSequence]:

@@ -2,11 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, pstdev
+from typing import NamedTuple
 
 from schemas.ids import parse_version
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenStats:
+    """Sums and maxima over tokens of one optimiser step. r: importance ratio to the sampling
+    version; tokens that the policy gives probability zero are left out.
+
+    Attributes:
+        tokens: number of tokens.
+        logprobs: sum of the log-probabilities.
+        ratios, squared_ratios, largest_ratio: sums of r and r^2, and the largest r.
+        kl_sampled: sum of r - 1 - log r.
+        kl_reference, entropy: sums, in nats; None without a reference model, and if the loss needs
+            no entropy.
+        clipped, corrected: tokens that the loss clips, and whose weight a correction changes; None
+            if the algorithm does not.
+        logp_diff: largest |trainer - sampled|; None if not measured.
+        same_version: of the tokens that the trainer's current weights sampled: their number, sum
+            and largest |trainer - sampled|; None if not measured or without such a token.
+    """
+
+    tokens: int
+    logprobs: float
+    ratios: float
+    squared_ratios: float
+    largest_ratio: float
+    kl_sampled: float
+    kl_reference: float | None
+    entropy: float | None
+    clipped: int | None
+    corrected: int | None
+    logp_diff: float | None
+    same_version: tuple[int, float, float] | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,11 +54,10 @@ class StepStats:
         loss: mean over the tokens; None if the step was skipped.
         grad_norm: before clipping; None if the step was skipped.
         skipped: the loss or gradient that is not finite; None if the step was taken.
-        truncated_tokens: passed tokens whose ratio is above the bound.
         now_at_zero: passed tokens to which the policy gives probability zero; they are not trained.
-        logp_diff: largest |trainer - sampled| over the passed tokens; None if not measured.
-        logp_diff_same_version: the same over the tokens sampled by the trainer's current weights;
-            None if not measured or without such a token.
+        computed_tokens: positions of the passes, context included.
+        flops: of the model in forward and backward passes.
+        measured: over the passed tokens; None if the step was skipped.
     """
 
     tokens: int
@@ -32,22 +65,40 @@ class StepStats:
     loss: float | None
     grad_norm: float | None
     skipped: str | None
-    truncated_tokens: int
     now_at_zero: int
-    logp_diff: float | None
-    logp_diff_same_version: float | None
+    computed_tokens: int
+    flops: float
+    measured: TokenStats | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateStats:
-    """The optimiser steps of one batch, and the seconds they took."""
+    """The optimiser steps of one batch, and the seconds they took.
+
+    peak_flops: of the device, a second; None if unknown.
+    """
 
     steps: tuple[StepStats, ...]
     seconds: float
+    peak_flops: float | None
 
     @property
     def changed_weights(self) -> bool:
         return any(step.skipped is None for step in self.steps)
+
+
+class Staleness(NamedTuple):
+    """Staleness of the trained tokens of this run, in versions.
+
+    Attributes:
+        total: sum over the tokens.
+        tokens: their number.
+        largest: of one token; None without one.
+    """
+
+    total: int
+    tokens: int
+    largest: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +109,8 @@ class BatchStats:
         rewards: of the trained members that have one.
         members: trained members.
         tokens: trained tokens.
+        lengths: trained tokens of each trajectory that has some.
+        turns: steps of all trained members.
         unrewarded: members without a training reward.
         sequences_outside_vocabulary: excluded for token ids that the model does not have.
         sampled_at_zero: tokens excluded for an infinite recorded log-probability.
@@ -71,75 +124,133 @@ class BatchStats:
     members: int
     sequences: int
     tokens: int
+    lengths: tuple[int, ...]
+    turns: int
     unrewarded: int
     sequences_outside_vocabulary: int
     sampled_at_zero: int
-    staleness: tuple[int, int]
+    staleness: Staleness
     read_seconds: float
 
 
-def staleness(tokens: Mapping[str, int], run_id: str, sync_index: int) -> tuple[int, int]:
-    """Return the sum of the staleness over trained tokens, and the number of these tokens.
+def staleness(tokens: Mapping[str, int], run_id: str, sync_index: int) -> Staleness:
+    """Return the staleness of trained tokens of this run.
 
-    Counts the versions of this run; the staleness of a token is sync_index minus the sync index of
-    its version.
+    The staleness of a token is sync_index minus the sync index of its version.
 
     Args:
         tokens: number of trained tokens of each version.
         run_id: of the trainer.
         sync_index: of the version that training starts from.
     """
-    total = known = 0
-    for name, number in tokens.items():
-        version = parse_version(name)
-        if version is not None and version.run_id == run_id:
-            total += (sync_index - version.sync_index) * number
-            known += number
-    return total, known
+    known = [
+        (sync_index - version.sync_index, number)
+        for name, number in tokens.items()
+        if (version := parse_version(name)) is not None and version.run_id == run_id
+    ]
+    return Staleness(
+        total=sum(age * number for age, number in known),
+        tokens=sum(number for _, number in known),
+        largest=max((age for age, _ in known), default=None),
+    )
 
 
 def version_metrics(
     batches: Sequence[BatchStats], lr: float, save_seconds: float
 ) -> dict[str, float]:
-    """Return the metrics of a version trained from these batches; unmeasured ones are absent."""
-    steps = [step for batch in batches for step in batch.update.steps]
+    """Return the metrics of a version trained from these batches; unmeasured ones are absent.
+
+    `trainer.metrics.definitions` describes each.
+    """
+    found: dict[str, float | None] = {"save_seconds": save_seconds}
+    if batches:
+        found |= {"lr": lr, **_data(batches), **_updates(batches)}
+        found |= _tokens([s.measured for b in batches for s in b.update.steps if s.measured])
+    return {name: float(value) for name, value in found.items() if value is not None}
+
+
+def _data(batches: Sequence[BatchStats]) -> dict[str, float | None]:
+    """Return what the batches contained."""
     rewards = [r for batch in batches for r in batch.rewards]
-    known = sum(batch.staleness[1] for batch in batches)
-    passed = sum(step.passed_tokens for step in steps)
-    found: dict[str, float | None] = {
-        "loss": _mean(step.loss for step in steps),
-        "grad_norm": _mean(step.grad_norm for step in steps),
-        "ratio_truncated_share": sum(step.truncated_tokens for step in steps) / passed
-        if passed
-        else None,
+    lengths = [length for batch in batches for length in batch.lengths]
+    members = sum(batch.members for batch in batches)
+    return {
         "reward_mean": fmean(rewards) if rewards else None,
         "reward_std": pstdev(rewards) if rewards else None,
-        "staleness_mean": sum(batch.staleness[0] for batch in batches) / known if known else None,
-        "logp_max_abs_diff": _largest(step.logp_diff for step in steps),
-        "logp_max_abs_diff_same_version": _largest(step.logp_diff_same_version for step in steps),
-        "save_seconds": save_seconds,
+        "batches": len(batches),
+        "groups": sum(batch.groups for batch in batches),
+        "members": members,
+        "members_unrewarded": sum(batch.unrewarded for batch in batches),
+        "sequences": sum(batch.sequences for batch in batches),
+        "sequences_outside_vocabulary": sum(
+            batch.sequences_outside_vocabulary for batch in batches
+        ),
+        "tokens": sum(batch.tokens for batch in batches),
+        "tokens_sampled_at_zero": sum(batch.sampled_at_zero for batch in batches),
+        "length_mean": _mean(lengths),
+        "length_max": _largest(lengths),
+        "turns_mean": _share(sum(batch.turns for batch in batches), members),
+        "staleness_mean": _share(
+            sum(batch.staleness.total for batch in batches),
+            sum(batch.staleness.tokens for batch in batches),
+        ),
+        "staleness_max": _largest(batch.staleness.largest for batch in batches),
+        "read_seconds": sum(batch.read_seconds for batch in batches),
     }
-    if batches:
-        found |= {
-            "lr": lr,
-            "batches": len(batches),
-            "groups": sum(batch.groups for batch in batches),
-            "members": sum(batch.members for batch in batches),
-            "members_unrewarded": sum(batch.unrewarded for batch in batches),
-            "sequences_outside_vocabulary": sum(
-                batch.sequences_outside_vocabulary for batch in batches
-            ),
-            "sequences": sum(batch.sequences for batch in batches),
-            "tokens": sum(batch.tokens for batch in batches),
-            "tokens_passed": passed,
-            "tokens_sampled_at_zero": sum(batch.sampled_at_zero for batch in batches),
-            "tokens_now_at_zero": sum(step.now_at_zero for step in steps),
-            "optimizer_steps": sum(step.skipped is None for step in steps),
-            "optimizer_steps_skipped": sum(step.skipped is not None for step in steps),
-            "read_seconds": sum(batch.read_seconds for batch in batches),
-            "train_seconds": sum(batch.update.seconds for batch in batches),
-        }
-    return {name: float(value) for name, value in found.items() if value is not None}
+
+
+def _updates(batches: Sequence[BatchStats]) -> dict[str, float | None]:
+    """Return what the optimiser did, and how fast."""
+    steps = [step for batch in batches for step in batch.update.steps]
+    seconds = sum(batch.update.seconds for batch in batches)
+    computed = sum(step.computed_tokens for step in steps)
+    speed = _share(sum(step.flops for step in steps), seconds)
+    peak = batches[-1].update.peak_flops
+    return {
+        "loss": _mean(step.loss for step in steps),
+        "grad_norm": _mean(step.grad_norm for step in steps),
+        "grad_norm_max": _largest(step.grad_norm for step in steps),
+        "optimizer_steps": sum(step.skipped is None for step in steps),
+        "optimizer_steps_skipped": sum(step.skipped is not None for step in steps),
+        "tokens_passed": sum(step.passed_tokens for step in steps),
+        "tokens_now_at_zero": sum(step.now_at_zero for step in steps),
+        "tokens_computed": computed,
+        "train_seconds": seconds,
+        "tokens_per_second": _share(computed, seconds),
+        "model_tflops": None if speed is None else speed / 1e12,
+        "mfu": None if speed is None or peak is None else speed / peak,
+    }
+
+
+def _tokens(steps: Sequence[TokenStats]) -> dict[str, float | None]:
+    """Return means and maxima over the passed tokens of the steps taken."""
+    tokens = sum(s.tokens for s in steps)
+    ratios, squares = sum(s.ratios for s in steps), sum(s.squared_ratios for s in steps)
+    same = [s.same_version for s in steps if s.same_version is not None]
+
+    def mean(of: Callable[[TokenStats], float | None]) -> float | None:
+        known = [(value, s.tokens) for s in steps if (value := of(s)) is not None]
+        return _share(sum(value for value, _ in known), sum(number for _, number in known))
+
+    surprise = mean(lambda s: s.logprobs)
+    return {
+        "entropy": None if surprise is None else -surprise,
+        "entropy_exact": mean(lambda s: s.entropy),
+        "kl_sampled": mean(lambda s: s.kl_sampled),
+        "kl_reference": mean(lambda s: s.kl_reference),
+        "ratio_mean": _share(ratios, tokens),
+        "ratio_max": max((s.largest_ratio for s in steps if s.tokens), default=None),
+        "ratio_ess": _share(ratios * ratios, tokens * squares),
+        "clip_fraction": mean(lambda s: s.clipped),
+        "correction_fraction": mean(lambda s: s.corrected),
+        "logp_max_abs_diff": _largest(s.logp_diff for s in steps),
+        "logp_mean_abs_diff_same_version": _share(sum(s[1] for s in same), sum(s[0] for s in same)),
+        "logp_max_abs_diff_same_version": _largest(s[2] for s in same),
+    }
+
+
+def _share(part: float, whole: float) -> float | None:
+    return part / whole if whole else None
 
 
 def _mean(values: Iterable[float | None]) -> float | None:

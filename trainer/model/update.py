@@ -17,6 +17,8 @@ from trainer.data.micro_batch import collate
 from trainer.data.minibatches import micro_batches, minibatches
 from trainer.data.sequences import TrainingSequence
 from trainer.metrics.statistics import StepStats, UpdateStats
+from trainer.model.flops import TrainingFlops, peak_flops
+from trainer.model.measurement import Measurement
 from trainer.model.policy import Policy
 from trainer.model.scores import logprobs_of
 
@@ -47,11 +49,16 @@ def update(
     s = policy.settings
     if s.recompute_old_logprobs:
         sequences = with_old_logprobs(policy, sequences)
-    steps: list[StepStats] = []
+    steps, flops = list[StepStats](), TrainingFlops(policy.model)
     for part in minibatches(sequences, s.minibatches, s.epochs, s.seed, batch_seq):
         unchanged = all(step.skipped is not None for step in steps)
-        steps.append(_step(policy, part, algorithm, parent_version if unchanged else None))
-    return UpdateStats(steps=tuple(steps), seconds=time.perf_counter() - began)
+        parent = parent_version if unchanged else None
+        steps.append(_step(policy, part, algorithm, parent, flops))
+    return UpdateStats(
+        steps=tuple(steps),
+        seconds=time.perf_counter() - began,
+        peak_flops=peak_flops(policy.device, s.peak_tflops),
+    )
 
 
 def with_old_logprobs(
@@ -70,6 +77,7 @@ def _step(
     sequences: Sequence[TrainingSequence],
     algorithm: LoadedAlgorithm,
     parent_version: str | None,
+    flops: TrainingFlops,
 ) -> StepStats:
     """Take one optimiser step; the loss is a mean over all `sequences`.
 
@@ -83,10 +91,8 @@ def _step(
         for sequence in sequences
         if not algorithm.skips_zero_advantages or np.any(sequence.advantages)
     ]
-    bound = math.log(algorithm.settings.ratio_max)
-    total, truncated, now_at_zero = 0.0, 0, 0
-    differences: list[float] = []
-    same_version: list[float] = []
+    total, lengths = 0.0, list[int]()
+    measurement = Measurement(algorithm, parent_version)
     policy.clear_gradients(zeros=not learned)
     for part in micro_batches(learned, s.micro_batch_tokens):
         batch = collate(part, s.temperature, policy.device)
@@ -113,15 +119,8 @@ def _step(
         mean = objective(view, algorithm.loss, algorithm.settings, size)
         mean.backward()  # type: ignore[no-untyped-call]
         total += mean.item()
-        difference = (logprobs.detach() - batch.logprobs).masked_fill(at_zero, 0.0)
-        truncated += int((difference > bound).sum())
-        now_at_zero += int(at_zero.sum())
-        if parent_version is not None:
-            distance = difference.abs()
-            differences.append(distance.max().item())
-            same = torch.from_numpy(batch.versions == parent_version).to(distance.device)
-            if bool(same.any()):
-                same_version.append(distance[same].max().item())
+        measurement.add(view, batch)
+        lengths += [len(sequence.tokens.ids) for sequence in part]
     norm = torch.nn.utils.clip_grad_norm_(policy.model.parameters(), s.max_grad_norm).item()
     finite = math.isfinite(total) and math.isfinite(norm)
     if finite:
@@ -132,8 +131,8 @@ def _step(
         loss=total if finite else None,
         grad_norm=norm if finite else None,
         skipped=None if finite else f"loss {total}, gradient norm {norm}",
-        truncated_tokens=truncated,
-        now_at_zero=now_at_zero,
-        logp_diff=max(differences, default=None) if finite else None,
-        logp_diff_same_version=max(same_version, default=None) if finite else None,
+        now_at_zero=measurement.now_at_zero,
+        computed_tokens=sum(lengths),
+        flops=flops.of(lengths),
+        measured=measurement.stats() if finite else None,
     )

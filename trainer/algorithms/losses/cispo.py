@@ -19,3 +19,8 @@ def cispo(batch: LossBatch, settings: AlgorithmSettings) -> Tensor:
     """
     ratio = (batch.logprobs.detach() - batch.old_logprobs).exp().clamp(max=settings.ratio_max)
     return corrected(-(ratio * batch.advantages * batch.logprobs), batch, settings)
+
+
+def clipped(batch: LossBatch, settings: AlgorithmSettings) -> Tensor:
+    """Return whether the ratio of each token is above ratio_max."""
+    return (batch.logprobs.detach() - batch.old_logprobs).exp() > settings.ratio_max

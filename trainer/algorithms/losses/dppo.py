@@ -20,9 +20,11 @@ def dppo(batch: LossBatch, settings: AlgorithmSettings) -> Tensor:
     2602.04879, binary total variation; the penalty as in prime-rl.
     """
     log_ratio = batch.logprobs - batch.sampled_logprobs
-    rise = (batch.logprobs.exp() - batch.sampled_logprobs.exp()).detach()
-    outside = torch.where(
-        batch.advantages > 0, rise > settings.mask_high, rise < -settings.mask_low
-    )
-    surrogate = torch.where(outside, 0.0, log_ratio.exp() * batch.advantages)
+    surrogate = torch.where(clipped(batch, settings), 0.0, log_ratio.exp() * batch.advantages)
     return settings.log_ratio_penalty * log_ratio**2 - surrogate
+
+
+def clipped(batch: LossBatch, settings: AlgorithmSettings) -> Tensor:
+    """Return whether each token is masked."""
+    rise = (batch.logprobs.exp() - batch.sampled_logprobs.exp()).detach()
+    return torch.where(batch.advantages > 0, rise > settings.mask_high, rise < -settings.mask_low)

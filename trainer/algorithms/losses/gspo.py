@@ -6,7 +6,7 @@ from torch import Tensor
 
 from trainer.algorithms.batch import LossBatch
 from trainer.algorithms.importance import corrected
-from trainer.algorithms.losses.ppo_clip import clipped_surrogate
+from trainer.algorithms.losses.ppo_clip import clipped_surrogate, out_of_bounds
 from trainer.algorithms.settings import AlgorithmSettings
 
 
@@ -21,3 +21,11 @@ def gspo(batch: LossBatch, settings: AlgorithmSettings) -> Tensor:
     mean = batch.sequence_mean(batch.logprobs.detach() - batch.old_logprobs)[batch.sequence]
     ratio = (mean + batch.logprobs - batch.logprobs.detach()).exp()
     return corrected(clipped_surrogate(ratio, batch.advantages, settings), batch, settings)
+
+
+def clipped(batch: LossBatch, settings: AlgorithmSettings) -> Tensor:
+    """Return whether each token has no gradient, because the ratio of its sequence is out of
+    bounds.
+    """
+    mean = batch.sequence_mean(batch.logprobs.detach() - batch.old_logprobs)[batch.sequence]
+    return out_of_bounds(mean.exp(), batch.advantages, settings)

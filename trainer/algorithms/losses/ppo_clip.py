@@ -20,6 +20,12 @@ def ppo_clip(batch: LossBatch, settings: AlgorithmSettings) -> Tensor:
     return corrected(clipped_surrogate(ratio, batch.advantages, settings), batch, settings)
 
 
+def clipped(batch: LossBatch, settings: AlgorithmSettings) -> Tensor:
+    """Return whether each token has no gradient, because its ratio is out of bounds."""
+    ratio = (batch.logprobs.detach() - batch.old_logprobs).exp()
+    return out_of_bounds(ratio, batch.advantages, settings)
+
+
 def clipped_surrogate(ratio: Tensor, advantages: Tensor, settings: AlgorithmSettings) -> Tensor:
     """Return -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), and with dual_clip c at most -c A
     where A < 0.
@@ -41,3 +47,13 @@ def clipped_surrogate(ratio: Tensor, advantages: Tensor, settings: AlgorithmSett
         bound = -settings.dual_clip * advantages
         losses = torch.where(advantages < 0, torch.minimum(losses, bound), losses)
     return losses
+
+
+def out_of_bounds(ratio: Tensor, advantages: Tensor, settings: AlgorithmSettings) -> Tensor:
+    """Return where the clipped surrogate is constant in the ratio. Arguments as above."""
+    outside = torch.where(
+        advantages > 0, ratio > 1.0 + settings.clip_high, ratio < 1.0 - settings.clip_low
+    )
+    if settings.dual_clip is not None:
+        outside = outside | ((advantages < 0) & (ratio > settings.dual_clip))
+    return outside & (advantages != 0)

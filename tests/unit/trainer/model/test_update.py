@@ -23,7 +23,7 @@ from trainer.algorithms.advantages.grpo import standardized
 from trainer.algorithms.registry import load
 from trainer.data.micro_batch import collate
 from trainer.data.sequences import Tokens, TrainingSequence, tokens_by_version
-from trainer.metrics.statistics import BatchStats, StepStats, UpdateStats, staleness, version_metrics
+from trainer.metrics.statistics import StepStats, TokenStats, staleness
 from trainer.model.files import TensorDtypes, load_masters, save_rounded
 from trainer.model.policy import Policy
 from trainer.model.scores import Scores
@@ -85,6 +85,11 @@ ROWS = (
     sequence((2, 9, 20), "001", -9.0, -0.5, "r/2.0"),
     sequence((2, 14, 15, 16), "0101", -2.5, 0.25, "other/2.0"),
 )
+
+
+def measured(step: StepStats) -> TokenStats:
+    assert step.measured is not None
+    return step.measured
 
 
 @given(st.lists(st.floats(-10, 10), min_size=2, max_size=12), st.floats(0, 1))
@@ -160,9 +165,11 @@ def test_an_update_reports_what_plain_loops_compute(
     before = {name: p.detach().clone() for name, p in policy.model.named_parameters()}
     (step,) = update(policy, ROWS, 0, CISPO, 1e-3, "r/3.0").steps
     assert step.loss == pytest.approx(total / tokens, rel=1e-4)
-    assert (step.tokens, step.truncated_tokens) == (tokens, truncated)
-    assert step.logp_diff == pytest.approx(max(diffs), abs=1e-4)
-    assert step.logp_diff_same_version == pytest.approx(max(same), abs=1e-4)
+    got = measured(step)
+    assert (step.tokens, got.tokens, got.clipped) == (tokens, tokens, truncated)
+    assert step.computed_tokens == sum(len(r.tokens.ids) for r in ROWS)
+    assert got.logp_diff == pytest.approx(max(diffs), abs=1e-4)
+    assert got.same_version == pytest.approx((len(same), sum(same), max(same)), abs=1e-4)
     assert any(not torch.equal(before[name], p) for name, p in policy.model.named_parameters())
 
 
@@ -219,11 +226,12 @@ def test_differences_are_measured_before_the_first_update_only(model_dir: Path) 
     policy = Policy(model_dir, settings(minibatches=2, epochs=2))
     stats = update(policy, ROWS, 0, CISPO, 1e-3, "r/3.0")
     assert len(stats.steps) == 4
-    assert stats.steps[0].logp_diff is not None
-    assert all(s.logp_diff is None and s.logp_diff_same_version is None for s in stats.steps[1:])
+    first, *others = [measured(step) for step in stats.steps]
+    assert first.logp_diff is not None and first.same_version is not None
+    assert all(s.logp_diff is None and s.same_version is None for s in others)
     policy = Policy(model_dir, settings())
-    alone = update(policy, ROWS, 0, CISPO, 1e-3, "r/99.0").steps[0]
-    assert alone.logp_diff is not None and alone.logp_diff_same_version is None, (
+    alone = measured(update(policy, ROWS, 0, CISPO, 1e-3, "r/99.0").steps[0])
+    assert alone.logp_diff is not None and alone.same_version is None, (
         "no token of the version: absent"
     )
 
@@ -277,7 +285,7 @@ def test_a_token_that_the_policy_gives_probability_zero_is_not_trained_but_count
         expected, [sequence((2, 9, 10, 11), "0011", -3.0, 1.0)], 0, CISPO, 1e-3, "r/3.0"
     ).steps
     assert step.loss == pytest.approx((other.loss or math.nan) * 2 / 3, rel=1e-5)
-    assert step.logp_diff == pytest.approx(other.logp_diff, abs=1e-5)
+    assert measured(step).logp_diff == pytest.approx(measured(other).logp_diff, abs=1e-5)
 
 
 @pytest.mark.parametrize("micro_batch_tokens", [8, 16384])
@@ -444,8 +452,7 @@ def test_a_saved_policy_is_a_model_directory_with_everything_beside_the_weights(
 
 
 def test_staleness_counts_trained_tokens_of_this_run() -> None:
-    total, known = staleness(tokens_by_version(ROWS), "r", 3)
-    assert (total, known) == (0 * 3 + 1 * 1, 4), (
+    assert staleness(tokens_by_version(ROWS), "r", 3) == (0 * 3 + 1 * 1, 4, 1), (
         "three fresh tokens, one of version 2, two of another run"
     )
 
@@ -456,61 +463,3 @@ def test_the_learning_rate_falls_linearly_to_the_last_version() -> None:
         [5e-4, 4e-4, 3e-4, 2e-4, 1e-4, 1e-4]
     )
     assert learning_rate(settings(lr=5e-4), 7) == 5e-4
-
-
-def test_metrics_fold_the_batches_of_a_version_and_leave_out_what_was_not_measured() -> None:
-    first = StepStats(
-        tokens=4,
-        passed_tokens=3,
-        loss=1.0,
-        grad_norm=2.0,
-        skipped=None,
-        truncated_tokens=1,
-        now_at_zero=1,
-        logp_diff=0.5,
-        logp_diff_same_version=None,
-    )
-    then = replace(
-        first, loss=3.0, grad_norm=4.0, truncated_tokens=0, now_at_zero=0, logp_diff=None
-    )
-    lost = replace(
-        then, passed_tokens=2, loss=None, grad_norm=None, skipped="loss nan, gradient norm nan"
-    )
-    batch = BatchStats(
-        update=UpdateStats(steps=(first, then, lost), seconds=1.0),
-        rewards=(0.0, 1.0),
-        groups=1,
-        members=3,
-        sequences=2,
-        tokens=8,
-        unrewarded=0,
-        sequences_outside_vocabulary=0,
-        sampled_at_zero=5,
-        staleness=(4, 8),
-        read_seconds=0.5,
-    )
-    metrics = version_metrics([batch, batch], 1e-3, 0.25)
-    assert (
-        metrics["loss"] == 2.0
-        and metrics["grad_norm"] == 3.0
-        and metrics["ratio_truncated_share"] == 1 / 8
-        and metrics["members"] == 6
-    )
-    assert (metrics["optimizer_steps"], metrics["optimizer_steps_skipped"]) == (4.0, 2.0)
-    assert (
-        metrics["tokens_passed"],
-        metrics["tokens_sampled_at_zero"],
-        metrics["tokens_now_at_zero"],
-    ) == (16, 10, 2)
-    nothing_learned = version_metrics(
-        [replace(batch, update=UpdateStats(steps=(lost,), seconds=1.0))], 1e-3, 0.25
-    )
-    assert "loss" not in nothing_learned and nothing_learned["optimizer_steps"] == 0.0
-    assert (metrics["reward_mean"], metrics["reward_std"], metrics["staleness_mean"]) == (
-        0.5,
-        0.5,
-        0.5,
-    )
-    assert (metrics["tokens"], metrics["groups"], metrics["train_seconds"]) == (16.0, 2.0, 2.0)
-    assert metrics["logp_max_abs_diff"] == 0.5 and "logp_max_abs_diff_same_version" not in metrics
-    assert version_metrics([], 1e-3, 0.25) == {"save_seconds": 0.25}

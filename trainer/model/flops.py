@@ -1,0 +1,67 @@
+"""Model FLOPs of training, and the peak of the device. Approximations for dense models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from transformers import PreTrainedModel
+
+PEAK_TFLOPS: Mapping[str, float] = {
+    "B200": 2250,
+    "H200": 989,
+    "H100 PCIe": 756,
+    "H100": 989,
+    "A100": 312,
+    "L40S": 362,
+    "A10": 125,
+    "L4": 121,
+    "V100": 125,
+}
+"""Dense tensor-core peak in bfloat16 (V100: float16) by a part of the device's name, from NVIDIA's
+data sheets. The first match counts."""
+
+
+class TrainingFlops:
+    """FLOPs of the forward and backward passes of one model."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        """Read the sizes of the model."""
+        embedding = model.get_input_embeddings()
+        tied = model.get_output_embeddings() is None or (
+            model.get_output_embeddings().weight is embedding.weight
+        )
+        weights = sum(p.numel() for p in model.parameters() if p.dim() > 1)
+        # The lookup of an embedding multiplies nothing, but a tied one is the output matrix, too.
+        used = weights if tied else weights - embedding.weight.numel()
+        self._weights_flops: float = 6.0 * used
+        config = model.config.get_text_config()
+        heads = getattr(config, "num_attention_heads", 0)
+        size = getattr(config, "head_dim", None) or getattr(config, "hidden_size", 0) // max(
+            heads, 1
+        )
+        layers = getattr(config, "num_hidden_layers", 0)
+        self._attention_flops: float = 6.0 * layers * heads * size
+
+    def of(self, lengths: Iterable[int]) -> float:
+        """Return the FLOPs for sequences of these lengths in tokens.
+
+        6 for each weight of a matrix and each token (2 forward, 4 backward). Causal attention: two
+        products of length^2 / 2 pairs over heads x head size in each layer, times 2 forward and 4
+        backward. Source: Chowdhery et al., "PaLM", arXiv 2204.02311, appendix B, with half the
+        attention, because it is causal.
+        """
+        return sum((self._weights_flops + self._attention_flops * n) * n for n in lengths)
+
+
+def peak_flops(device: torch.device, tflops: float | None) -> float | None:
+    """Return the peak of a device, FLOPs a second; None if it is unknown.
+
+    Args:
+        device: that trains.
+        tflops: the user's own value, which takes precedence.
+    """
+    if tflops is None and device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        tflops = next((peak for part, peak in PEAK_TFLOPS.items() if part in name), None)
+    return None if tflops is None else tflops * 1e12

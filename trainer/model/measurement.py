@@ -1,0 +1,108 @@
+"""Measure the tokens of one optimiser step while it is computed, without another pass."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from trainer.algorithms.batch import LossBatch
+from trainer.algorithms.importance import out_of_bounds
+from trainer.algorithms.kl import kl
+from trainer.algorithms.registry import LoadedAlgorithm
+from trainer.data.micro_batch import MicroBatch
+from trainer.metrics.statistics import TokenStats
+
+LARGEST_LOG_RATIO = 20.0
+"""Log-ratios are limited to this size: one token of ratio 1e30 would hide all others."""
+
+
+class Measurement:
+    """Sums and maxima over the passes of one optimiser step.
+
+    They stay on the device until `stats`: each reading waits for the device.
+    """
+
+    def __init__(self, algorithm: LoadedAlgorithm, parent_version: str | None) -> None:
+        """Begin.
+
+        Args:
+            algorithm: that is trained.
+            parent_version: the version with exactly the weights of the passes; None: unknown, then
+                engine and trainer are not compared.
+        """
+        self._algorithm, self._parent_version = algorithm, parent_version
+        self._sums: dict[str, Tensor] = {}
+        self._maxima: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def add(self, view: LossBatch, batch: MicroBatch) -> None:
+        """Add one pass. view: of `batch`, at the weights of the step."""
+        on = view.mask
+        exact = view.logprobs.detach() - view.sampled_logprobs
+        log_ratio = exact.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
+        ratio = log_ratio.exp()
+        self._sum("tokens", on)
+        self._sum("now_at_zero", ~on)
+        self._sum("logprobs", view.logprobs.masked_fill(~on, 0.0))
+        self._sum("ratios", ratio.masked_fill(~on, 0.0))
+        self._sum("squared_ratios", ratio.square().masked_fill(~on, 0.0))
+        self._maximum("largest_ratio", ratio.masked_fill(~on, 0.0))
+        self._sum("kl_sampled", (torch.expm1(log_ratio) - log_ratio).masked_fill(~on, 0.0))
+        if view.ref_logprobs is not None:
+            divergence = kl(view.logprobs, view.ref_logprobs, "k3")
+            self._sum("kl_reference", divergence.masked_fill(~on, 0.0))
+        if view.entropy is not None:
+            self._sum("entropy", view.entropy.masked_fill(~on, 0.0))
+        algorithm = self._algorithm
+        if algorithm.clipped is not None:
+            self._sum("clipped", algorithm.clipped(view, algorithm.settings) & on)
+        if algorithm.corrected is not None:
+            target = getattr(view, algorithm.corrected)
+            self._sum("corrected", out_of_bounds(target, view, algorithm.settings) & on)
+        if self._parent_version is not None:
+            self._compare(exact.abs().masked_fill(~on, 0.0), batch)
+
+    def _compare(self, distance: Tensor, batch: MicroBatch) -> None:
+        """Add |log p_trainer - log p_engine|, shape (tokens,)."""
+        self._maximum("logp_diff", distance)
+        same = torch.from_numpy(batch.versions == self._parent_version).to(distance.device)
+        self._sum("same_tokens", same)
+        self._sum("same_diffs", distance * same)
+        self._maximum("same_largest", distance * same)
+
+    def _sum(self, name: str, values: Tensor) -> None:
+        total = values.sum(dtype=torch.float64)
+        self._sums[name] = self._sums[name] + total if name in self._sums else total
+
+    def _maximum(self, name: str, values: Tensor) -> None:
+        largest = values.max()
+        before = self._maxima.get(name, largest)
+        self._maxima[name] = torch.maximum(before, largest)
+
+    @property
+    def now_at_zero(self) -> int:
+        """Tokens to which the policy gives probability zero."""
+        return int(self._sums.get("now_at_zero", 0))
+
+    def stats(self) -> TokenStats | None:
+        """Return sums and maxima; None without a pass."""
+        if not self._sums:
+            return None
+        values = torch.stack([*self._sums.values(), *(m.double() for m in self._maxima.values())])
+        found = dict(zip([*self._sums, *self._maxima], values.tolist(), strict=True))
+        same = int(found.pop("same_tokens", 0))
+        difference, largest = found.pop("same_diffs", 0.0), found.pop("same_largest", 0.0)
+        return TokenStats(
+            tokens=int(found["tokens"]),
+            logprobs=found["logprobs"],
+            ratios=found["ratios"],
+            squared_ratios=found["squared_ratios"],
+            largest_ratio=found["largest_ratio"],
+            kl_sampled=found["kl_sampled"],
+            kl_reference=found.get("kl_reference"),
+            entropy=found.get("entropy"),
+            clipped=int(found["clipped"]) if "clipped" in found else None,
+            corrected=int(found["corrected"]) if "corrected" in found else None,
+            logp_diff=found.get("logp_diff"),
+            same_version=(same, difference, largest) if same else None,
+        )
