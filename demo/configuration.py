@@ -49,6 +49,7 @@ def demo_settings(given: Settings) -> Settings:
         "trainer": {
             "model_path": home / "model",
             "lr": 5e-4,
+            "lr_decay": "linear",
             "lr_final": 1e-4,
             "max_versions": demo.versions,
             "seed": demo.seed,

@@ -86,9 +86,12 @@ def count_topics(
 
 
 def surviving_batches(versions: Sequence[WeightVersion]) -> list[int]:
-    """Return the batch_seq of each batch along the chain of parents of the newest version."""
+    """Return the batch_seq of each batch along the chain of parents of the newest version.
+
+    versions: In log order; the last one is the newest, for any sync index.
+    """
     by_id = {v.version_id: v for v in versions}
-    at = max(versions, key=lambda v: (v.sync_index, v.attempt), default=None)
+    at = versions[-1] if versions else None
     out: list[int] = []
     while at is not None:
         if at.first_batch_seq is not None and at.last_batch_seq is not None:

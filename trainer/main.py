@@ -8,23 +8,25 @@ Start
  2. The weights log is read to its end. `attempt` is one above every attempt of this run on the log
     or on disk.
  3. Directories whose version is not on this log are deleted: their trainer was killed between
-    writing and publishing.
- 4. The newest version with a complete checkpoint is resumed: model, optimiser, random states,
-    position. A run without a version starts with the weights of trainer.model_path and the start of
-    today's ready-batches topic; the trainer publishes `<run>/0.<attempt>`.
+    writing and publishing. So are unfinished ones.
+ 4. The newest version on the log with a complete checkpoint is resumed: model, optimiser, random
+    states, position. Later versions are abandoned. A run without a version starts with the weights
+    of trainer.model_path and the start of today's ready-batches topic; the trainer publishes
+    `<run>/0.<attempt>`.
  5. The position is checked against the topic. With another topic id, reading begins at that topic's
     start. With the same id and an end before the position, the process stops (exit 79).
 Loop
  6. The next batch must have the next batch_seq. Its payload is read by offset and trained.
- 7. At each multiple of sync_every: checkpoint (atomic), files of the version (atomic), manifest on
-    the weights log in one transaction. The manifest makes version and checkpoint valid. After an
-    earlier kill, the batches are trained again from the parent version, so each batch is trained
-    exactly once along the surviving chain.
- 8. The position is committed to Kafka for lag displays, idle or not; files beyond keep_* are
+ 7. At each multiple of sync_every: files of the version (atomic), then the manifest on the weights
+    log in one transaction, which makes the version valid.
+ 8. Every save_every versions, after the manifest: the state is copied to CPU memory, and a thread
+    writes the copy (atomic). After a kill, the batches since the checkpoint are trained again, so
+    each batch is trained exactly once along the surviving chain.
+ 9. The position is committed to Kafka for lag displays, idle or not; files beyond keep_* are
     deleted.
 Stop
- 9. SIGTERM ends the loop after the current batch; training since the last version is published. The
-    loop also ends at max_versions (exit 0).
+10. SIGTERM ends the loop after the current batch; training since the last version is published, and
+    its checkpoint completed. The loop also ends at max_versions (exit 0).
 """
 
 from __future__ import annotations
@@ -85,8 +87,7 @@ def train(settings: Settings, stop: threading.Event) -> None:
             if run.version_due:
                 run.publish()
         reader.commit()
-    if run.unpublished:
-        run.publish()
+    run.end()
     reader.commit()
     reader.close()
     weight_log.close()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import contextmanager
 
 from runtime.logs import logger
 from schemas.errors import SettingsError
@@ -30,9 +32,19 @@ from trainer.model.policy import Policy
 from trainer.model.update import update
 from trainer.position import Position
 from trainer.unfinished_batches import UnfinishedBatches
-from trainer.versions.checkpoint import load, newest, save
-from trainer.versions.directory import VersionState, delete_unpublished, prune
-from trainer.versions.history import deletable, next_attempt, next_sync_index
+from trainer.versions.checkpoint import MODEL, CheckpointWriter, load, newest
+from trainer.versions.directory import (
+    VersionState,
+    delete_unpublished,
+    prune,
+    versions_in,
+)
+from trainer.versions.history import (
+    deletable,
+    deletable_checkpoints,
+    next_attempt,
+    next_sync_index,
+)
 from trainer.versions.publish import export, manifest
 from trainer.versions.weight_log import WeightLog
 
@@ -62,6 +74,7 @@ class Run:
         self.unpublished: list[BatchStats] = []
         self._settings, self._weight_log, self._policy = settings, weight_log, policy
         self._versions, self._attempt = versions, attempt
+        self._checkpoints = CheckpointWriter(settings.checkpoint_dir, current_version)
         self._frozen_models: dict[Column, FrozenModel] = {}
         self._unfinished = UnfinishedBatches(
             settings.checkpoint_dir / settings.run_id, position.topic_id
@@ -191,8 +204,8 @@ class Run:
             )
 
     def publish(self) -> None:
-        """Write the checkpoint and weights, then publish the manifest, which makes the version
-        count.
+        """Write the weights, publish the manifest, which makes the version count, and begin its
+        checkpoint if one is due.
 
         Raises:
             Fenced: A newer trainer took over.
@@ -205,18 +218,13 @@ class Run:
             weights_topic_id=self._weight_log.topic_id,
             position=self.position,
         )
-        try:
-            checkpoint = save(s.checkpoint_dir, state, self._policy)
+        with self._fenced_first():
+            self._checkpoints.raise_if_failed()
             served = self._policy.served_dtypes(s.rollout.dtype)
-            files = export(s.weights_dir, state, checkpoint, self._policy, served)
-        except OSError:
-            # A newer trainer deletes unpublished directories. Then the reason is that it took over,
-            # not this error.
-            self._weight_log.raise_if_fenced()
-            raise
+            files = export(s.weights_dir, state, self._policy, served)
         metrics = version_metrics(self.unpublished, lr, time.perf_counter() - began)
         first_batch_seq = parent.position.next_batch_seq if parent else 0
-        version = manifest(state, first_batch_seq, files, checkpoint, metrics)
+        version = manifest(state, first_batch_seq, files, self._checkpoints.newest, metrics)
         self._weight_log.publish(version)
         self._versions.append(version)
         self.current_version, self.unpublished = state, []
@@ -228,11 +236,49 @@ class Run:
             last_batch_seq=version.last_batch_seq,
             **headline(metrics),
         )
-        for root, keep in (
-            (s.checkpoint_dir, s.trainer.keep_checkpoints),
-            (s.weights_dir, s.trainer.keep_versions),
-        ):
-            prune(root, s.run_id, deletable(self._versions, version.version_id, keep))
+        if state.version.sync_index % s.trainer.save_every == 0:
+            self._checkpoint(state)
+        self._prune(version.version_id)
+
+    def end(self) -> None:
+        """Publish what is unpublished, and wait for a complete checkpoint of the last version.
+
+        Raises:
+            Fenced: A newer trainer took over.
+        """
+        if self.unpublished:
+            self.publish()
+        with self._fenced_first():
+            self._checkpoints.wait()
+        if self.current_version is not None and self._checkpoints.newest != self.current_version:
+            self._checkpoint(self.current_version)
+            with self._fenced_first():
+                self._checkpoints.wait()
+            self._prune(str(self.current_version.version))
+
+    def _checkpoint(self, state: VersionState) -> None:
+        """Begin the checkpoint of the current version; wait for the one before."""
+        with self._fenced_first():
+            self._checkpoints.start(state, self._policy.state, self._policy.save_configuration)
+
+    @contextmanager
+    def _fenced_first(self) -> Iterator[None]:
+        """Raise Fenced instead of OSError if a newer trainer, which deletes files, took over."""
+        try:
+            yield
+        except OSError:
+            self._weight_log.raise_if_fenced()
+            raise
+
+    def _prune(self, current_version: str) -> None:
+        """Delete the files of old versions and checkpoints."""
+        s, t, log = self._settings, self._settings.trainer, self._versions
+        old = deletable(log, current_version, t.keep_versions, t.keep_best_by)
+        prune(s.weights_dir, s.run_id, old)
+        complete = versions_in(s.checkpoint_dir, s.run_id).keys()
+        keep = t.keep_checkpoints
+        old = deletable_checkpoints(log, complete, current_version, keep, t.keep_best_by)
+        prune(s.checkpoint_dir, s.run_id, old)
 
     def _check_ids(self, versions: Set[str], batch_seq: int) -> None:
         """Refuse tokens of versions with ids that this trainer gives to its own versions.
@@ -280,15 +326,20 @@ def _trajectories(sequences: Sequence[TrainingSequence]) -> list[str]:
 
 
 def learning_rate(settings: TrainerSettings, sync_index: int) -> float:
-    """Return the learning rate after the version with sync_index.
+    """Return the learning rate of the version after sync_index.
 
-    Linear from lr at 0 to lr_final at max_versions.
+    It rises linearly over lr_warmup_versions, then follows lr_decay to lr_final at max_versions.
     """
-    if settings.lr_final is None or not settings.max_versions:
-        return settings.lr
-    return settings.lr + (settings.lr_final - settings.lr) * min(
-        1.0, max(sync_index, 0) / settings.max_versions
-    )
+    s, at = settings, max(sync_index, 0)
+    if at < s.lr_warmup_versions:
+        return s.lr * (at + 1) / s.lr_warmup_versions
+    if s.lr_decay == "constant" or not s.max_versions:
+        return s.lr
+    progress = (at - s.lr_warmup_versions) / (s.max_versions - s.lr_warmup_versions)
+    done = min(1.0, progress)
+    if s.lr_decay == "cosine":
+        done = (1 - math.cos(math.pi * done)) / 2
+    return s.lr + (s.lr_final - s.lr) * done
 
 
 def open_run(
@@ -298,7 +349,7 @@ def open_run(
     taken: Set[Version],
     locate: Callable[[Position | None], Position],
 ) -> Run:
-    """Resume the run from its newest version, or create it and publish its initial version.
+    """Resume the run from its newest checkpoint, or create it and publish its initial version.
 
     Deletes what a killed trainer left unpublished.
 
@@ -332,12 +383,16 @@ def open_run(
     if found is not None:
         current_version, directory = found
         position = locate(current_version.position)
-        policy = load(directory, settings.trainer)
+        policy = Policy(directory / MODEL, settings.trainer, weights=False)
+        load(directory, policy.state)
         logger().info(
             "resumed",
             version=str(current_version.version),
             attempt=attempt,
             next_batch_seq=position.next_batch_seq,
+            abandoned_version=None
+            if versions[-1].version_id == str(current_version.version)
+            else versions[-1].version_id,
         )
         return Run(settings, weight_log, policy, list(versions), attempt, current_version, position)
     if settings.trainer.model_path is None:

@@ -51,10 +51,17 @@ def check_model(settings: Settings) -> None:
 
 
 def check_learning_rate(settings: TrainerSettings) -> None:
-    """Raise SettingsError when the final learning rate can never be reached."""
-    if settings.lr_final is not None and settings.max_versions is None:
+    """Raise SettingsError when the schedule of the learning rate contradicts itself."""
+    s = settings
+    if s.lr_decay == "constant" and s.lr_final:
         raise SettingsError(
-            "setting trainer.lr_final: it is reached at trainer.max_versions, which is not set"
+            "setting trainer.lr_final: a constant learning rate never reaches it; set "
+            "trainer.lr_decay=linear or cosine"
+        )
+    if s.lr_decay != "constant" and (s.max_versions or 0) <= s.lr_warmup_versions:
+        raise SettingsError(
+            f"setting trainer.lr_decay={s.lr_decay}: it ends at trainer.max_versions, which must "
+            f"be set to more than trainer.lr_warmup_versions={s.lr_warmup_versions}"
         )
 
 

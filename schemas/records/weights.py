@@ -33,7 +33,7 @@ class WeightVersion:
     format: WeightFormat
     base_version: str | None = None
     files: tuple[WeightFile, ...]
-    checkpoint_url: str | None = None
+    checkpoint_version: str | None = None
     channel: Channel
     batches_topic_id: str | None = None
     first_batch_seq: int | None = None

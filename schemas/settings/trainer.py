@@ -90,8 +90,16 @@ class TrainerSettings(Section):
         None, description="where versions are published; default <data_dir>/weights"
     )
     checkpoint_dir: Path | None = Field(None, description="default <data_dir>/checkpoints")
+    save_every: Count = Field(
+        1,
+        description="versions for each checkpoint; raise it for large models: a crash trains up to "
+        "so many versions again",
+    )
     keep_checkpoints: Count = Field(2, description="disk")
     keep_versions: Count = Field(5, description="disk; workers load only the newest")
+    keep_best_by: str | None = Field(
+        None, description="a metric, e.g. val/reward_mean: the version with its highest value stays"
+    )
     sync_every: Count = Field(1, description="must equal admit.policy.sync_every")
     max_versions: Annotated[int, Field(ge=0)] | None = Field(
         None, description="stop after this many versions"
@@ -100,10 +108,14 @@ class TrainerSettings(Section):
         0,
         description="lowest attempt of version ids; a replay sets it above those in recorded data",
     )
-    lr: Positive = Field(1e-6, description="learning rate at the first version")
-    lr_final: Positive | None = Field(
-        None, description="falls linearly to it at max_versions; default: constant"
+    lr: Positive = Field(1e-6, description="learning rate")
+    lr_warmup_versions: Annotated[int, Field(ge=0)] = Field(
+        0, description="rises linearly to lr over so many versions"
     )
+    lr_decay: Literal["constant", "linear", "cosine"] = Field(
+        "constant", description="how lr falls to lr_final, from the warm-up to max_versions"
+    )
+    lr_final: NotNegative = Field(0.0, description="learning rate at max_versions")
     beta1: float = Field(0.9, ge=0, lt=1, description="AdamW")
     beta2: float = Field(0.99, ge=0, lt=1, description="AdamW")
     weight_decay: float = Field(0.0, ge=0, description="AdamW")

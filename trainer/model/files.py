@@ -6,6 +6,7 @@ It is loaded as float32 master weights and saved in the requested dtypes.
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,11 +14,14 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers.initialization import no_init_weights
 from transformers.utils import logging as transformers_logging
 
 from schemas.errors import SettingsError
 
+DTYPES = "dtypes.json"
+"""File of a checkpoint's model directory: the dtypes of the model that the run began with."""
 TEXT_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".py")
 """Suffixes of a model's files besides its weights: configuration, tokenizer, chat template."""
 
@@ -68,9 +72,38 @@ def load_masters(directory: Path, setting: str = "trainer.model_path") -> tuple[
         ) from e
 
 
-def save_masters(model: Any, directory: Path) -> None:
-    """Write the float32 weights and the configuration."""
-    model.save_pretrained(directory)
+def empty_masters(directory: Path) -> tuple[Any, TensorDtypes]:
+    """Return the model of a directory from `save_configuration` with uninitialized weights."""
+    config = AutoConfig.from_pretrained(directory, local_files_only=True)
+    with no_init_weights():
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.tie_weights()
+    if (directory / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(directory, local_files_only=True)
+    names = json.loads((directory / DTYPES).read_text())
+    others = {name: getattr(torch, dtype) for name, dtype in names["others"].items()}
+    return model, TensorDtypes(getattr(torch, names["main"]), others)
+
+
+def save_configuration(
+    directory: Path, auxiliary: Mapping[str, bytes], dtypes: TensorDtypes
+) -> None:
+    """Write what `empty_masters` and `auxiliary_files` read.
+
+    Args:
+        directory: it is created.
+        auxiliary: the files of `auxiliary_files`; the configuration is one of them.
+        dtypes: of the model that the run began with.
+    """
+    directory.mkdir(parents=True)
+    for name, content in auxiliary.items():
+        (directory / name).write_bytes(content)
+    others = {name: _name(dtype) for name, dtype in dtypes.others.items()}
+    (directory / DTYPES).write_text(json.dumps({"main": _name(dtypes.main), "others": others}))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def save_rounded(model: Any, directory: Path, dtypes: TensorDtypes) -> None:
@@ -99,5 +132,8 @@ def auxiliary_files(directory: Path) -> dict[str, bytes]:
     return {
         file.name: file.read_bytes()
         for file in sorted(directory.iterdir())
-        if file.is_file() and file.suffix in TEXT_SUFFIXES and not file.name.endswith(".index.json")
+        if file.is_file()
+        and file.suffix in TEXT_SUFFIXES
+        and not file.name.endswith(".index.json")
+        and file.name != DTYPES
     }

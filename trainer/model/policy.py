@@ -2,36 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.stateful import Stateful
 
 from schemas.settings import TrainerSettings
 from trainer.data.micro_batch import MicroBatch
 from trainer.model.files import (
     TensorDtypes,
     auxiliary_files,
+    empty_masters,
     load_masters,
-    save_masters,
+    save_configuration,
     save_rounded,
 )
 from trainer.model.scores import Scores
+from trainer.model.state import ModelState, OptimizerState, RandomState
 
 
 class Policy:
     """Model and AdamW on one device.
 
-    The whole state is `save` (the weights) plus `training_state` (optimiser, random states).
-
     Weights, optimiser state and gradients are float32 for any `trainer.dtype`. At a learning rate
     of 1e-6 an update is smaller than half the distance between two bfloat16 numbers, so rounding
     would remove it.
+
+    Attributes:
+        state: the parts that a checkpoint stores: weights, optimiser, random states.
     """
 
-    def __init__(self, directory: Path, settings: TrainerSettings) -> None:
+    def __init__(self, directory: Path, settings: TrainerSettings, *, weights: bool = True) -> None:
         """Load the weights of a Hugging Face directory, with a new optimiser.
+
+        Args:
+            directory: configuration, tokenizer, and weights.
+            settings: of the trainer.
+            weights: False leaves the weights uninitialized, for a checkpoint that is loaded next.
 
         Raises:
             SettingsError: the weights cannot be read.
@@ -41,7 +50,7 @@ class Policy:
             settings.device == "auto" and torch.cuda.is_available()
         )
         self.device = torch.device("cuda" if cuda else "cpu")
-        model, self._own_dtypes = load_masters(directory)
+        model, self._own_dtypes = (load_masters if weights else empty_masters)(directory)
         self.model = model.to(self.device)
         self._auxiliary = auxiliary_files(directory)
         # Gradients flow, but dropout is off: the trained model must equal the sampled model.
@@ -54,28 +63,34 @@ class Policy:
             weight_decay=settings.weight_decay,
         )
         torch.manual_seed(settings.seed)
+        self.state: Mapping[str, Stateful] = {
+            "model": ModelState(self.model),
+            "optimizer": OptimizerState(self.model, self.optimizer),
+            "random": RandomState(self.device),
+        }
 
     @property
     def vocabulary(self) -> int:
         """Number of token ids with an embedding: 0 to vocabulary - 1."""
         return int(self.model.get_input_embeddings().num_embeddings)
 
-    def save(self, directory: Path, dtypes: TensorDtypes | None = None) -> None:
+    def save(self, directory: Path, dtypes: TensorDtypes) -> None:
         """Write a Hugging Face directory: safetensors, configuration and tokenizer files.
 
         The tokenizer files are those of the directory that the model was loaded from.
 
         Args:
             directory: the target; it is created if necessary.
-            dtypes: the dtypes to round to; None keeps the float32 master weights for a checkpoint.
+            dtypes: the dtypes to round to.
         """
-        if dtypes is None:
-            save_masters(self.model, directory)
-        else:
-            save_rounded(self.model, directory, dtypes)
+        save_rounded(self.model, directory, dtypes)
         for name, content in self._auxiliary.items():
             if not (directory / name).exists():
                 (directory / name).write_bytes(content)
+
+    def save_configuration(self, directory: Path) -> None:
+        """Write what a policy without weights is made from: configuration, tokenizer, dtypes."""
+        save_configuration(directory, self._auxiliary, self._own_dtypes)
 
     def served_dtypes(self, engine_dtype: str) -> TensorDtypes:
         """Return the dtypes of published versions.
@@ -89,26 +104,6 @@ class Policy:
             if engine_dtype == "auto"
             else TensorDtypes(getattr(torch, engine_dtype), own.others)
         )
-
-    def training_state(self) -> dict[str, Any]:
-        """Return the state that a resume needs besides the weights, for `torch.save`."""
-        cuda = torch.cuda.get_rng_state_all() if self.device.type == "cuda" else []
-        return {
-            "optimizer": self.optimizer.state_dict(),
-            "rng_cpu": torch.get_rng_state(),
-            "rng_cuda": cuda,
-            "dtype": self._own_dtypes.main,
-            "other_dtypes": dict(self._own_dtypes.others),
-        }
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Restore the state of `training_state` exactly."""
-        self.optimizer.load_state_dict(state["optimizer"])
-        torch.set_rng_state(state["rng_cpu"])
-        if state["rng_cuda"] and self.device.type == "cuda":
-            torch.cuda.set_rng_state_all(state["rng_cuda"])
-        # The checkpoint's files are float32.
-        self._own_dtypes = TensorDtypes(state["dtype"], state["other_dtypes"])
 
     def logprobs(self, batch: MicroBatch) -> Tensor:
         """Return the log-probability of every trained token, in sequence order.

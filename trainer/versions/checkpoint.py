@@ -1,39 +1,116 @@
-"""Checkpoints: model, optimiser, random states and the position.
+"""Checkpoints: everything that a resume needs, written in the background.
 
-`<checkpoint_dir>/<run>/<sync index>.<attempt>/`: `model/` (Hugging Face layout), `training.pt`,
-`clawstream.json`. The sampler has no state of its own: batch order is the position, shuffles follow
-from it. A checkpoint counts only once its version is on the weights log.
+`<checkpoint_dir>/<run>/<sync index>.<attempt>/` is the checkpoint of that version. It holds the
+shards of torch.distributed.checkpoint, `model/` (configuration and tokenizer) and
+`clawstream.json`. The sampler has no state of its own: batch order is the position, shuffles and
+learning rate follow from it. A checkpoint counts once it is complete and its version is on the
+weights log.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.stateful import Stateful
 
 from runtime.logs import logger
 from schemas.records import WeightVersion
-from schemas.settings import TrainerSettings
 from trainer.errors import CheckpointLost, InvalidCheckpoint
-from trainer.model.policy import Policy
-from trainer.versions.directory import VersionState, directory_of, new_directory, verify
+from trainer.versions.directory import (
+    VersionState,
+    directory_of,
+    new_directory,
+    temporary_directory,
+    verify,
+)
 from trainer.versions.history import version_of
 
 MODEL = "model"
-TRAINING = "training.pt"
+ENVIRONMENT = "environment.json"
+State = Mapping[str, Stateful]
+"""The parts of a checkpoint by name. Parts hand out tensors, `DTensor`s included, by reference."""
 
 
-def save(root: Path, state: VersionState, policy: Policy) -> Path:
-    """Write the checkpoint of a version and return its directory. OSError leaves none."""
-    with new_directory(root, state) as tmp:
-        policy.save(tmp / MODEL)
-        torch.save(policy.training_state(), tmp / TRAINING)
-    return directory_of(root, state.version)
+class CheckpointWriter:
+    """Write one checkpoint at a time, in a thread.
+
+    Attributes:
+        newest: the newest complete checkpoint of the surviving chain; None before the first.
+    """
+
+    def __init__(
+        self, root: Path, newest: VersionState | None, group: ProcessGroup | None = None
+    ) -> None:
+        """Args:
+        root: of the checkpoints.
+        newest: the checkpoint that the run resumed from.
+        group: with more than one process, a gloo group that nothing else uses: the thread's
+            collectives run at the same time as the training step's.
+        """
+        self.newest = newest
+        self._root, self._group = root, group
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._writing: Future[None] | None = None
+
+    def start(
+        self, version: VersionState, state: State, save_model: Callable[[Path], None]
+    ) -> None:
+        """Copy the state to the CPU, then write it in the background; call on every process.
+
+        Waits for the checkpoint before, so that at most one copy is in memory.
+
+        Args:
+            version: that the state belongs to.
+            state: the parts.
+            save_model: writes the configuration of the model to a new directory.
+        """
+        self.wait()
+        stager = DefaultStager(StagingOptions(False, False, False, False))
+        try:
+            copy = stager.stage({name: part.state_dict() for name, part in state.items()})
+        finally:
+            stager.close()
+        self._writing = self._thread.submit(self._write, version, copy, save_model)
+
+    def wait(self) -> None:
+        """Wait until the checkpoint in progress is complete; raise its error."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
+
+    def raise_if_failed(self) -> None:
+        """Raise the error of a checkpoint that failed; do not wait for one in progress."""
+        if self._writing is not None and self._writing.done():
+            self.wait()
+
+    def _write(self, version: VersionState, copy: Any, save_model: Callable[[Path], None]) -> None:
+        if self._group is not None and self._group.rank() != 0:
+            self._write_shards(copy, temporary_directory(self._root, version.version))
+            return
+        with new_directory(self._root, version) as tmp:
+            save_model(tmp / MODEL)
+            (tmp / ENVIRONMENT).write_text(json.dumps(environment(self._group)))
+            self._write_shards(copy, tmp)
+        self.newest = version
+
+    def _write_shards(self, copy: Any, directory: Path) -> None:
+        _expect_one_process(self._group)
+        writer = FileSystemWriter(directory)
+        state_dict_saver.save(copy, storage_writer=writer, process_group=self._group)
 
 
 def newest(root: Path, versions: Sequence[WeightVersion]) -> tuple[VersionState, Path] | None:
-    """Find the newest version (log order) whose checkpoint is complete.
+    """Find the newest version (log order) with a complete checkpoint.
 
     Returns:
         Its state and directory; None when there are no versions.
@@ -44,6 +121,8 @@ def newest(root: Path, versions: Sequence[WeightVersion]) -> tuple[VersionState,
     problems = []
     for version in reversed(versions):
         directory = directory_of(root, version_of(version))
+        if not directory.exists():  # most versions have none
+            continue
         try:
             state = verify(directory)
             if state.version == version_of(version):
@@ -51,9 +130,8 @@ def newest(root: Path, versions: Sequence[WeightVersion]) -> tuple[VersionState,
             problem = f"{directory}: is of version {state.version}, not of {version.version_id}"
         except InvalidCheckpoint as e:
             problem = str(e)
-        if directory.exists():  # pruned ones are normal
-            problems.append(problem)
-            logger().warning("checkpoint_not_usable", version=version.version_id, error=problem)
+        problems.append(problem)
+        logger().warning("checkpoint_not_usable", version=version.version_id, error=problem)
     if not versions:
         return None
     raise CheckpointLost(
@@ -64,8 +142,37 @@ def newest(root: Path, versions: Sequence[WeightVersion]) -> tuple[VersionState,
     )
 
 
-def load(directory: Path, settings: TrainerSettings) -> Policy:
-    """Return the policy of a checkpoint, as it was when it was saved."""
-    policy = Policy(directory / MODEL, settings)
-    policy.restore(torch.load(directory / TRAINING, map_location="cpu", weights_only=True))
-    return policy
+def load(directory: Path, state: State, group: ProcessGroup | None = None) -> None:
+    """Read a checkpoint into the parts; call on every process.
+
+    The number of processes may differ from that of the writer.
+    """
+    wrote, here = json.loads((directory / ENVIRONMENT).read_text()), environment(group)
+    differing = {
+        name: (wrote.get(name), here[name]) for name in here if wrote.get(name) != here[name]
+    }
+    if differing:
+        logger().warning(
+            "resumed_elsewhere",
+            differing=differing,
+            action="none needed; sums are rounded otherwise than in an uninterrupted run",
+        )
+    _expect_one_process(group)
+    reader = FileSystemReader(directory)
+    state_dict_loader.load(dict(state), storage_reader=reader, process_group=group)
+
+
+def environment(group: ProcessGroup | None) -> dict[str, str | int]:
+    """Return what the rounding of sums depends on besides the settings."""
+    return {
+        "torch": torch.__version__,
+        "cpu": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+        "processes": 1 if group is None else group.size(),
+    }
+
+
+def _expect_one_process(group: ProcessGroup | None) -> None:
+    """Silence torch's warning that there is one process."""
+    if group is None:
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or")

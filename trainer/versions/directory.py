@@ -2,7 +2,7 @@
 
 The directory of a version is `<root>/<run>/<sync index>.<attempt>`.
 
-1. All files are written into `.tmp-<name>-<pid>` beside the final place.
+1. All files are written into `.tmp-<name>` beside the final place.
 2. Each file is synced to disk, then the directories.
 3. One rename makes the directory real, and the parent is synced.
 
@@ -13,7 +13,6 @@ directory has a `clawstream.json`: the version, and the checksums of all other f
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -66,6 +65,12 @@ def directory_of(root: Path, version: Version) -> Path:
     return root / version.run_id / f"{version.sync_index}.{version.attempt}"
 
 
+def temporary_directory(root: Path, version: Version) -> Path:
+    """Return the path of the version's directory while it is being written."""
+    final = directory_of(root, version)
+    return final.with_name(_TMP + final.name)
+
+
 @contextmanager
 def new_directory(root: Path, state: VersionState) -> Iterator[Path]:
     """Yield a directory to fill, which becomes the version's directory at the end of the block.
@@ -78,9 +83,8 @@ def new_directory(root: Path, state: VersionState) -> Iterator[Path]:
         raise FileExistsError(
             f"{final} is there already: another trainer of this run writes to the same place"
         )
-    tmp = final.with_name(f"{_TMP}{final.name}-{os.getpid()}")
-    shutil.rmtree(tmp, ignore_errors=True)
-    tmp.mkdir(parents=True)
+    tmp = temporary_directory(root, state.version)
+    tmp.mkdir(parents=True, exist_ok=True)  # another process of this trainer may have made it
     yield tmp
     info = DirectoryInfo(state=state, files=digests(tmp))
     (tmp / INFO).write_bytes(_INFO.dump_json(info, indent=1))

@@ -45,16 +45,26 @@ def ancestors(versions: Sequence[WeightVersion], current_version: str) -> list[W
     return found
 
 
+def best(versions: Sequence[WeightVersion], metric: str | None) -> WeightVersion | None:
+    """Return the version with the highest value of a metric, the first in order among equals.
+
+    None without a metric, or when no version has it.
+    """
+    measured = [v for v in versions if metric is not None and metric in v.metrics]
+    return max(measured, key=lambda v: v.metrics[metric or ""], default=None)
+
+
 def deletable(
-    versions: Sequence[WeightVersion], current_version: str, keep: int
+    versions: Sequence[WeightVersion], current_version: str, keep: int, best_by: str | None = None
 ) -> Collection[Version]:
     """Return versions (log order) whose files may be deleted.
 
-    Keeps the newest `keep` of the log and of the current version's ancestors, and the bases of kept
-    deltas.
+    Keeps the newest `keep` of the log and of the current version's ancestors, the best ancestor by
+    the metric `best_by`, and the bases of kept deltas.
     """
-    keep = max(keep, ALWAYS_KEPT)
-    kept = {v.version_id for v in (*versions[-keep:], *ancestors(versions, current_version)[:keep])}
+    keep, chain = max(keep, ALWAYS_KEPT), ancestors(versions, current_version)
+    kept = {v.version_id for v in (*versions[-keep:], *chain[:keep])}
+    kept |= {v.version_id for v in (best(chain, best_by),) if v is not None}
     by_id = {v.version_id: v for v in versions}
     for version_id in tuple(kept):
         base = by_id[version_id].base_version
@@ -62,3 +72,28 @@ def deletable(
             kept.add(base)
             base = by_id[base].base_version
     return frozenset(version_of(v) for v in versions if v.version_id not in kept)
+
+
+def deletable_checkpoints(
+    versions: Sequence[WeightVersion],
+    complete: Collection[Version],
+    current_version: str,
+    keep: int,
+    best_by: str | None = None,
+) -> Collection[Version]:
+    """Return versions whose checkpoints may be deleted.
+
+    Keeps the newest `keep` of the current version's ancestors, and the best of these by the metric
+    `best_by`. Checkpoints of abandoned versions are deletable, those of other logs are not.
+
+    Args:
+        versions: in log order.
+        complete: versions with a complete checkpoint.
+        current_version: the newest version.
+        keep: number of checkpoints.
+        best_by: a metric, or None.
+    """
+    chain = [v for v in ancestors(versions, current_version) if version_of(v) in complete]
+    kept = [*chain[: max(keep, ALWAYS_KEPT)], best(chain, best_by)]
+    mine = {version_of(v) for v in versions} & set(complete)
+    return frozenset(mine - {version_of(v) for v in kept if v is not None})

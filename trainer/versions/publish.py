@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -11,24 +9,18 @@ from runtime.topics.records import now_micros
 from schemas.records import WeightFile, WeightVersion
 from trainer.model.files import TensorDtypes
 from trainer.model.policy import Policy
-from trainer.versions.checkpoint import MODEL
 from trainer.versions.directory import VersionState, directory_of, new_directory, read_info
 
 
 def export(
-    root: Path, state: VersionState, checkpoint: Path, policy: Policy, dtypes: TensorDtypes
+    root: Path, state: VersionState, policy: Policy, dtypes: TensorDtypes
 ) -> tuple[WeightFile, ...]:
     """Publish the policy's model directory under `root`, its weights rounded to the served dtypes.
 
-    When these are float32, the files are the checkpoint's: hard links where the file system allows,
-    else copies.
+    Each file is hashed once.
     """
     with new_directory(root, state) as tmp:
-        if dtypes.are_float32:
-            for file in sorted((checkpoint / MODEL).iterdir()):
-                _link(file, tmp / file.name)
-        else:
-            policy.save(tmp, dtypes)
+        policy.save(tmp, dtypes)
     final = directory_of(root, state.version)
     return tuple(
         WeightFile(
@@ -42,12 +34,19 @@ def manifest(
     state: VersionState,
     first_batch_seq: int,
     files: tuple[WeightFile, ...],
-    checkpoint: Path,
+    checkpoint: VersionState | None,
     metrics: Mapping[str, float],
 ) -> WeightVersion:
     """Return the record of a version.
 
     Its batches are those from first_batch_seq to its own position; there may be none.
+
+    Args:
+        state: of the version.
+        first_batch_seq: first batch since the parent.
+        files: from `export`.
+        checkpoint: the newest complete checkpoint.
+        metrics: of the version.
     """
     last = state.position.next_batch_seq - 1
     trained = first_batch_seq <= last
@@ -57,7 +56,7 @@ def manifest(
         parent_version=state.parent_version,
         format="full",
         files=files,
-        checkpoint_url=checkpoint.as_uri(),
+        checkpoint_version=str(checkpoint.version) if checkpoint else None,
         channel="train",
         batches_topic_id=state.position.topic_id,
         first_batch_seq=first_batch_seq if trained else None,
@@ -65,10 +64,3 @@ def manifest(
         metrics=metrics,
         created_at=now_micros(),
     )
-
-
-def _link(source: Path, target: Path) -> None:
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copyfile(source, target)

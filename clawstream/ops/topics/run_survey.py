@@ -30,9 +30,9 @@ class RunSummary:
 class Journal:
     """The ready batches of a run and channel.
 
-    end: Of the log. seen: Next candidate that admission has not read. trained: The trainer's
-    position; the end when no trainer reads it. untrained: Batches after that. unreadable:
-    Why this is unknown.
+    end: Of the log. seen: Next candidate that admission has not read. trained: Where a trainer
+    would resume; behind the last batch when all are trained; the end when no trainer reads it.
+    untrained: Batches that no version is trained on yet. unreadable: Why this is unknown.
     """
 
     run_id: str
@@ -154,16 +154,22 @@ def journal_of(
     if not is_trained or not (batches or versions):
         trained, untrained = bare.end, 0
     else:
-        last = last_trained(versions, journal_id)
+        newest = versions[-1] if versions else None
+        last = last_trained(versions, newest.version_id if newest else None, journal_id)
+        untrained = sum(last is None or seq > last for seq, _ in batches)
+        if untrained and newest is not None:  # it goes on, and may have to resume
+            last = last_trained(versions, newest.checkpoint_version, journal_id)
         done = [behind for seq, behind in batches if last is not None and seq <= last]
-        trained, untrained = max(done, default=bare.low), len(batches) - len(done)
+        trained = max(done, default=bare.low)
     return replace(bare, seen=seen, trained=trained, untrained=untrained)
 
 
-def last_trained(versions: list[WeightVersion], journal_id: str) -> int | None:
-    """Return the last batch of a journal in the newest version, which a trainer resumes from."""
+def last_trained(
+    versions: list[WeightVersion], version_id: str | None, journal_id: str
+) -> int | None:
+    """Return the last batch of a journal that a version or its ancestors were trained on."""
     by_id: Callable[[str | None], WeightVersion | None] = {v.version_id: v for v in versions}.get  # type: ignore[assignment]
-    version = versions[-1] if versions else None
+    version = by_id(version_id)
     while version is not None and version.batches_topic_id == journal_id:
         if version.last_batch_seq is not None:
             return version.last_batch_seq

@@ -21,7 +21,7 @@ CREATE TEMP VIEW lineage_versions AS
     )
     SELECT k.version_id, k.run_id, k.channel, k.sync_index, k.attempt, k.parent_version,
         k.version_id IN (SELECT version_id FROM surviving) AS surviving,
-        k.batches_topic_id, k.first_batch_seq, k.last_batch_seq, k.metrics, k.checkpoint_url,
+        k.batches_topic_id, k.first_batch_seq, k.last_batch_seq, k.metrics, k.checkpoint_version,
         as_utc(k.created_at) AS created_at, as_utc(k.kafka_timestamp) AS published_at
     FROM known k;
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 from structlog.testing import capture_logs
 
 from demo.model import make_random_model
@@ -46,9 +47,11 @@ from trainer.errors import (
     OutOfMemory,
 )
 from trainer.main import check_settings
+from trainer.model.policy import Policy
 from trainer.position import Position, start_of
 from trainer.run import Run, open_run
 from trainer.unfinished_batches import MAX_ATTEMPTS, UnfinishedBatches
+from trainer.versions.checkpoint import MODEL, load
 from trainer.versions.directory import (
     INFO,
     VersionState,
@@ -204,6 +207,7 @@ def go(run: Run, first: int, last: int) -> None:
         run.train(fetched(seq, run.position.topic_id))
         if run.version_due:
             run.publish()
+    run._checkpoints.wait()
 
 
 def ids(weight_log: MemoryWeightLog) -> list[str]:
@@ -279,15 +283,23 @@ def test_same_seed_and_batches_give_identical_weights_resumed_or_not(
     assert len(set(digests)) == 5
     assert digests == [weights_sha(v) for v in again.published]
     assert digests == [weights_sha(v) for v in resumed.published]
+
+    def loaded(directory: Path) -> Policy:
+        policy = Policy(directory / MODEL, a.trainer, weights=False)
+        load(directory, policy.state)
+        return policy
+
     last, then = a.checkpoint_dir / "r" / "4.0", c.checkpoint_dir / "r" / "4.3"
-    masters = sha256(last / "model" / "model.safetensors")
-    assert masters == sha256(then / "model" / "model.safetensors")
-    assert (masters == digests[-1]) == (dtype == "float32")
-    states = [torch.load(path / "training.pt", weights_only=True) for path in (last, then)]
-    for name, state in states[0]["optimizer"]["state"].items():
-        for key, value in state.items():
-            assert torch.equal(value, states[1]["optimizer"]["state"][name][key])
-    assert torch.equal(states[0]["rng_cpu"], states[1]["rng_cpu"])
+    assert sha256(last / "__0_0.distcp") == sha256(then / "__0_0.distcp")
+    weights = load_file(a.weights_dir / "r" / "4.0" / "model.safetensors")
+    states = [loaded(path).state for path in (last, then)]
+    for name, master in states[0]["model"].state_dict().items():
+        assert master.dtype == torch.float32
+        assert torch.equal(master.to(weights[name].dtype), weights[name])
+    for name, moments in states[0]["optimizer"].state_dict().items():
+        for key, value in moments.items():
+            assert torch.equal(value, states[1]["optimizer"].state_dict()[name][key])
+    assert states[0]["random"].state_dict() == states[1]["random"].state_dict()
 
 
 @pytest.mark.slow
@@ -366,9 +378,9 @@ def test_what_a_killed_trainer_left_is_cleared_away_and_trained_again(
     with pytest.raises(Fenced):
         orphan.publish()  # all files are there, the manifest is not
     weight_log.fenced = False
-    (s.checkpoint_dir / "r" / ".tmp-3.1-17" / "model").mkdir(parents=True)
-    (s.weights_dir / "r" / ".tmp-3.1-17").mkdir()
-    assert (s.checkpoint_dir / "r" / "2.1").exists() and (s.weights_dir / "r" / "2.1").exists()
+    (s.checkpoint_dir / "r" / ".tmp-3.1" / "model").mkdir(parents=True)
+    (s.weights_dir / "r" / ".tmp-3.1").mkdir()
+    assert (s.weights_dir / "r" / "2.1").exists()
     run = begin(s, weight_log)
     for root in (s.checkpoint_dir, s.weights_dir):
         assert sorted(p.name for p in (root / "r").iterdir()) == ["0.0", "1.0"]
@@ -405,7 +417,7 @@ def test_a_fenced_trainer_says_so_even_when_its_files_were_cleared_away(
     s, weight_log = settings(tmp_path, model_dir), MemoryWeightLog()
     run = begin(s, weight_log)
     run.train(fetched(0))
-    (s.checkpoint_dir / "r" / "1.0").mkdir()  # as if a newer one had written there
+    (s.weights_dir / "r" / "1.0").mkdir()  # as if a newer one had written there
     with pytest.raises(FileExistsError):
         run.publish()
     weight_log.fenced = True
@@ -415,7 +427,7 @@ def test_a_fenced_trainer_says_so_even_when_its_files_were_cleared_away(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("damage", ["model", "training.pt", INFO, "everything"])
+@pytest.mark.parametrize("damage", ["shard", ".metadata", INFO, "everything"])
 def test_a_damaged_checkpoint_falls_back_to_its_parent(
     tmp_path: Path, model_dir: Path, damage: str
 ) -> None:
@@ -423,8 +435,8 @@ def test_a_damaged_checkpoint_falls_back_to_its_parent(
     go(begin(s, weight_log), 0, 2)
     newest = s.checkpoint_dir / "r" / "3.0"
     match damage:
-        case "model":
-            with (newest / "model" / "model.safetensors").open("r+b") as f:
+        case "shard":
+            with (newest / "__0_0.distcp").open("r+b") as f:
                 f.seek(2000)
                 f.write(b"\xff" * 8)
         case "everything":
@@ -608,6 +620,9 @@ def test_settings_that_cannot_work_are_refused(tmp_path: Path, model_dir: Path) 
         begin(Settings(run_id="r", data_dir=tmp_path), MemoryWeightLog())
     with pytest.raises(SettingsError, match=r"trainer\.lr_final"):
         check_settings(settings(tmp_path, model_dir, lr_final=1e-4).trainer)
+    with pytest.raises(SettingsError, match=r"lr_decay=cosine: .*lr_warmup_versions=3"):
+        never = {"lr_decay": "cosine", "max_versions": 3, "lr_warmup_versions": 3}
+        check_settings(settings(tmp_path, model_dir, **never).trainer)
 
 
 # -- directories and lineage

@@ -54,7 +54,8 @@ def test_a_wrong_setting_of_the_data_part_is_named(word: str, said: str) -> None
         ),
         (
             ["trainer.lr_final=1e-7"],
-            "setting trainer.lr_final: it is reached at trainer.max_versions, which is not set",
+            "setting trainer.lr_final: a constant learning rate never reaches it; set "
+            "trainer.lr_decay=linear or cosine",
         ),
         (
             ["rollout.host=0.0.0.0"],

@@ -15,6 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from transformers import get_cosine_schedule_with_warmup
 
 from demo.model import make_random_model
 from schemas.errors import SettingsError
@@ -445,7 +446,7 @@ def test_a_saved_policy_is_a_model_directory_with_everything_beside_the_weights(
     model_dir: Path, tmp_path: Path
 ) -> None:
     policy = Policy(model_dir, settings())
-    policy.save(tmp_path / "out")
+    policy.save(tmp_path / "out", policy.served_dtypes("auto"))
     assert {p.name for p in (tmp_path / "out").iterdir()} == {p.name for p in model_dir.iterdir()}
     again = Policy(tmp_path / "out", settings())
     assert logprobs(again, ROWS).tolist() == logprobs(policy, ROWS).tolist()
@@ -458,8 +459,23 @@ def test_staleness_counts_trained_tokens_of_this_run() -> None:
 
 
 def test_the_learning_rate_falls_linearly_to_the_last_version() -> None:
-    s = settings(lr=5e-4, lr_final=1e-4, max_versions=4)
+    s = settings(lr=5e-4, lr_decay="linear", lr_final=1e-4, max_versions=4)
     assert [learning_rate(s, k) for k in (0, 1, 2, 3, 4, 9)] == pytest.approx(
         [5e-4, 4e-4, 3e-4, 2e-4, 1e-4, 1e-4]
     )
     assert learning_rate(settings(lr=5e-4), 7) == 5e-4
+
+
+def test_the_learning_rate_warms_up_and_falls_along_a_cosine() -> None:
+    """As in transformers, except that the warm-up begins with a step above zero."""
+    s = settings(lr=1.0, lr_decay="cosine", max_versions=6, lr_warmup_versions=2)
+    weight = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    schedule = get_cosine_schedule_with_warmup(optimizer, 2, 6)
+    expected = []
+    for _ in range(7):
+        expected.append(schedule.get_last_lr()[0])
+        optimizer.step()
+        schedule.step()
+    assert [learning_rate(s, k) for k in range(1, 7)] == pytest.approx([1.0, *expected[2:]])
+    assert learning_rate(s, 0) == 0.5

@@ -177,7 +177,11 @@ def batch(seq: int, input_to: int, topic_id: str = "C") -> ReadyBatch:
 
 
 def version(
-    number: int, last: int | None, parent: int | None = None, journal: str = "J"
+    number: int,
+    last: int | None,
+    parent: int | None = None,
+    journal: str = "J",
+    checkpoint: int | None = None,
 ) -> WeightVersion:
     return WeightVersion(
         version_id=f"a/{number}.0",
@@ -188,6 +192,7 @@ def version(
         files=(),
         channel="train",
         parent_version=None if parent is None else f"a/{parent}.0",
+        checkpoint_version=None if checkpoint is None else f"a/{checkpoint}.0",
         batches_topic_id=journal,
         last_batch_seq=last,
         metrics={},
@@ -195,15 +200,17 @@ def version(
     )
 
 
-def test_how_far_the_newest_version_has_trained() -> None:
-    assert last_trained([], "J") is None
-    assert last_trained([version(0, None)], "J") is None
-    assert last_trained([version(0, None), version(1, 3, 0)], "J") == 3
-    assert last_trained([version(0, None), version(1, 3, 0), version(2, None, 1)], "J") == 3
-    assert last_trained([version(1, 5, 0), version(2, 3, 0)], "J") == 3, (
+def test_how_far_a_version_has_trained() -> None:
+    assert last_trained([], None, "J") is None
+    assert last_trained([version(0, None)], "a/0.0", "J") is None
+    assert last_trained([version(0, None), version(1, 3, 0)], "a/1.0", "J") == 3
+    assert (
+        last_trained([version(0, None), version(1, 3, 0), version(2, None, 1)], "a/2.0", "J") == 3
+    )
+    assert last_trained([version(1, 5, 0), version(2, 3, 0)], "a/2.0", "J") == 3, (
         "an older checkpoint was gone on from"
     )
-    assert last_trained([version(0, None), version(1, 3, 0, "before")], "J") is None
+    assert last_trained([version(0, None), version(1, 3, 0, "before")], "a/1.0", "J") is None
 
 
 def test_what_a_journal_says() -> None:
@@ -244,7 +251,10 @@ def test_what_a_journal_says() -> None:
         j = journal_of(bare, iter(events), "C", committed, versions, "J", is_trained)
         return j.seen, j.trained, j.untrained
 
-    assert read([version(0, None), version(1, 1, 0)]) == (31, 5, 1), "behind batch 1, which is at 4"
+    log = [version(0, None), version(1, 0, 0), version(2, 1, 1, checkpoint=1)]
+    assert read(log) == (31, 3, 1), "a resume needs batch 1 again"
+    assert read([*log, version(3, 2, 2, checkpoint=1)]) == (31, 9, 0), "nothing is left to train"
+    assert read(log[:2]) == (31, 0, 2), "no checkpoint is complete"
     assert read([version(0, 2)], committed=77) == (77, 9, 0)
     assert read([]) == (31, 0, 3), "nobody has trained"
     assert read([], is_trained=False) == (31, 20, 0)
