@@ -2,7 +2,8 @@
 
 The format is the same for every protocol. A request asks for tokens with the header `ASK: 1`. The
 reply to *any* such request carries `ASK: 1`, so `GET /version` probes an engine. Every reply
-carries `VERSION_START`: the engine's weight version when the request arrived.
+carries `VERSION_START`: the engine's weight version when the request arrived, and `TOKENIZER`: the
+fingerprint of its tokenizer (`schemas.tokens`), if it has one.
 
 A frame holds what one generation (one prompt given to the engine) has sampled since its last frame:
 
@@ -47,6 +48,7 @@ from schemas.records import Sampling
 ASK = "x-clawstream-capture"
 OWN_BODY = "x-clawstream-body"
 VERSION_START = "x-clawstream-version-start"
+TOKENIZER = "x-clawstream-tokenizer"
 COMMENT = b": clawstream "
 
 Span = tuple[str, int, int]

@@ -1,12 +1,14 @@
-"""Pack token ids and log-probabilities as little-endian bytes.
+"""Pack token ids and log-probabilities as little-endian bytes; tell tokenizers apart.
 
 Packing is 25 to 40 times cheaper than Avro arrays, and smaller once compressed.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 
 def pack_ids(ids: Sequence[int]) -> bytes:
@@ -39,3 +41,16 @@ def unpack_logprobs(packed: bytes) -> list[float]:
 def count(packed: bytes | None) -> int:
     """Number of packed values; 0 for None."""
     return len(packed) // 4 if packed else 0
+
+
+def fingerprint(vocabulary: Mapping[str, int]) -> str:
+    """Return a digest of a tokenizer's vocabulary, 16 hexadecimal digits.
+
+    It is equal for two tokenizers exactly if every id stands for the same token in both. How they
+    split a text may differ: recorded ids are never made again from text.
+
+    Args:
+        vocabulary: token to id, added tokens included.
+    """
+    entries = json.dumps(sorted((number, token) for token, number in vocabulary.items()))
+    return hashlib.sha256(entries.encode()).hexdigest()[:16]

@@ -23,6 +23,7 @@ from trainer.data.sequences import (
     trained_lengths,
     within_vocabulary,
 )
+from trainer.data.tokenizer_check import check_tokenizer
 from trainer.data.view import batch_view, with_advantages
 from trainer.memory import explain_out_of_memory
 from trainer.metrics.definitions import headline
@@ -115,6 +116,9 @@ class Run:
         algorithm = load_algorithm(
             batch.algorithm, s.trainer.algorithm.overrides, s.functions.folders
         )
+        check_tokenizer(
+            fetched.trajectories.values(), self._policy.tokenizer_fingerprint, batch.batch_seq
+        )
         data = sequences_of_batch(
             batch, fetched.trajectories, algorithm.smallest_group, algorithm.rewards
         )
@@ -172,7 +176,10 @@ class Run:
         """
         if column not in self._frozen_models:
             self._frozen_models[column] = FrozenModel(
-                column, self._settings.trainer, self._policy.device
+                column,
+                self._settings.trainer,
+                self._policy.device,
+                self._policy.tokenizer_fingerprint,
             )
         return self._frozen_models[column]
 

@@ -188,7 +188,7 @@ def _step(row: Mapping[str, Any]) -> TrajectoryStep:
     names = (
         "step_id", "index", "parent", "status", "finish_reason", "drift", "prompt_tokens",
         "response_tokens", "oldest_version", "newest_version", "trainable", "untrainable_reason",
-        "offset", "logprobs_temperature",
+        "offset", "logprobs_temperature", "tokenizer_fingerprint",
     )  # fmt: skip
     return TrajectoryStep(
         **{name: row[name] for name in names},

@@ -41,10 +41,13 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Sampler:
-    """The worker that sampled, and its weight version at the start; None when not reported."""
+    """The worker that sampled, its weight version at the start, and its tokenizer; None when not
+    reported.
+    """
 
     worker_id: str | None = None
     version_first: str | None = None
+    tokenizer: str | None = None
 
 
 def steps_of(
@@ -139,6 +142,7 @@ def _step(
         sampling=captured.sampling(choice.index, call.request)
         or requested_sampling(call.request.payload),
         usage=usage,
+        tokenizer_fingerprint=sampler.tokenizer,
     )
 
 

@@ -72,7 +72,9 @@ class ProxiedCall:
                 async with self._request() as response:
                     spec = response.spec
                     self._sampler = Sampler(
-                        spec.worker_id, response.header(engine_frames.VERSION_START)
+                        spec.worker_id,
+                        response.header(engine_frames.VERSION_START),
+                        response.header(engine_frames.TOKENIZER),
                     )
                     if response.status >= 400:
                         await self._forward_error(response)

@@ -24,12 +24,14 @@ from typing import Any
 from rollout.vllm_plugin.sampling import ServerOptions, sampling_of, server_options
 from schemas import engine_frames as wire
 from schemas.records import Sampling
-from schemas.tokens import pack_ids, pack_logprobs
+from schemas.tokens import fingerprint, pack_ids, pack_logprobs
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
+Labels = Sequence[tuple[bytes, bytes]]
+"""Headers that every reply carries."""
 
 _CAPTURE_HEADER = (wire.ASK.encode(), b"1")
 BEAM_SEARCH = "beam search: its tokens are searched, not sampled"
@@ -187,12 +189,17 @@ _call: ContextVar[Call | None] = ContextVar("clawstream_capture", default=None)
 
 
 class EngineTap:
-    """Wraps vLLM's engine client: records outputs of captured calls, and new version labels."""
+    """Wraps vLLM's engine client: records outputs of captured calls, and new version labels.
+
+    tokenizer: Fingerprint of the engine's tokenizer; None if it serves without one.
+    """
 
     def __init__(self, client: Any) -> None:
         self._client = client
         self._label: str | None = None
         self._server = server_options(client)
+        tokenizer = client.tokenizer
+        self.tokenizer = None if tokenizer is None else fingerprint(tokenizer.get_vocab())
         self._generate = client.generate
         self._update_weight_version = client.update_weight_version
         client.generate = self.generate
@@ -253,22 +260,24 @@ class Capture:
             return
         if self._tap is None:
             self._tap = EngineTap(scope["app"].state.engine_client)
-        label = (wire.VERSION_START.encode(), (await self._tap.label()).encode())
+        labels = [(wire.VERSION_START.encode(), (await self._tap.label()).encode())]
+        if self._tap.tokenizer is not None:
+            labels.append((wire.TOKENIZER.encode(), self._tap.tokenizer.encode()))
         if _CAPTURE_HEADER not in scope["headers"]:
-            await self._app(scope, receive, _labelled(label, send))
+            await self._app(scope, receive, _labelled(labels, send))
             return
         call = Call()
         token = _call.set(call)
         try:
-            await self._app(scope, receive, Reply(call, label, send).send)
+            await self._app(scope, receive, Reply(call, labels, send).send)
         finally:
             _call.reset(token)
 
 
-def _labelled(label: tuple[bytes, bytes], send: Send) -> Send:
+def _labelled(labels: Labels, send: Send) -> Send:
     async def labelled(message: MutableMapping[str, Any]) -> None:
         if message["type"] == "http.response.start":
-            message = {**message, "headers": [*message.get("headers", ()), label]}
+            message = {**message, "headers": [*message.get("headers", ()), *labels]}
         await send(message)
 
     return labelled
@@ -277,8 +286,8 @@ def _labelled(label: tuple[bytes, bytes], send: Send) -> Send:
 class Reply:
     """Adds the frames of a captured call to its reply."""
 
-    def __init__(self, call: Call, label: tuple[bytes, bytes], send: Send) -> None:
-        self._call, self._label, self._send = call, label, send
+    def __init__(self, call: Call, labels: Labels, send: Send) -> None:
+        self._call, self._labels, self._send = call, labels, send
         self._stream = False
         self._held: MutableMapping[str, Any] | None = None
         self._parts: list[bytes] = []
@@ -300,7 +309,7 @@ class Reply:
             await self._send(message)
 
     async def _start(self, message: MutableMapping[str, Any]) -> None:
-        headers = [*message.get("headers", ()), self._label, _CAPTURE_HEADER]
+        headers = [*message.get("headers", ()), *self._labels, _CAPTURE_HEADER]
         message = {**message, "headers": headers}
         self._stream = any(
             k.lower() == b"content-type" and v.startswith(b"text/event-stream") for k, v in headers

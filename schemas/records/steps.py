@@ -79,6 +79,7 @@ class Step:
     key_id: str | None = None
     sampling: Sampling | None = None
     usage: Usage | None = None
+    tokenizer_fingerprint: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -45,6 +45,7 @@ class TrajectoryStep:
     marks: tuple[str, ...] = ()
     offset: int
     logprobs_temperature: float | None = None
+    tokenizer_fingerprint: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -114,6 +114,7 @@ def assembled(
             marks=("retried",) if entry.retried is not None else (),
             offset=entry.offset,
             logprobs_temperature=stored.logprobs_temperature if stored else None,
+            tokenizer_fingerprint=stored.tokenizer_fingerprint if stored else None,
         )
     done = tuple(s for s in steps if s is not None)
     metadata = (
@@ -354,7 +355,7 @@ def _segment_size(s: Segment) -> int:
 
 def _step_size(s: TrajectoryStep) -> int:
     tags = sum([len(t.name) + len(t.evidence) + 8 for t in s.tags]) if s.tags else 0
-    names = len(s.step_id) + len(s.finish_reason or "") + tags
+    names = len(s.step_id) + len(s.finish_reason or "") + len(s.tokenizer_fingerprint or "") + tags
     return (
         len(s.response_json) + 4 * names + 2 * STEP_BYTES
     )  # UTF-8 has at most 4 bytes a character

@@ -16,6 +16,7 @@ from trainer.data.micro_batch import MicroBatch
 from trainer.data.sequences import TrainingSequence
 from trainer.model.files import load_masters
 from trainer.model.scores import Scores, logprobs_of
+from trainer.model.tokenizer import tokenizer_fingerprint
 
 SETTINGS: Mapping[Column, str] = {
     "ref_logprobs": "reference_path",
@@ -27,17 +28,35 @@ SETTINGS: Mapping[Column, str] = {
 class FrozenModel:
     """Float32 weights of a Hugging Face directory on a device, without optimiser."""
 
-    def __init__(self, column: Column, settings: TrainerSettings, device: torch.device) -> None:
+    def __init__(
+        self,
+        column: Column,
+        settings: TrainerSettings,
+        device: torch.device,
+        tokenizer: str | None,
+    ) -> None:
         """Load the model that gives a column.
 
+        Args:
+            column: of a batch.
+            settings: name the model's directory.
+            device: of the model.
+            tokenizer: fingerprint of the policy's tokenizer; None: not known.
+
         Raises:
-            SettingsError: none is set, or its weights cannot be read.
+            SettingsError: none is set, its weights cannot be read, or its tokenizer is another one.
         """
         self._column, self._settings, self._device = column, settings, device
         self._setting = f"trainer.{SETTINGS[column]}" if column in SETTINGS else column
         directory = getattr(settings, SETTINGS[column]) if column in SETTINGS else None
         if directory is None:
             raise SettingsError(f"setting {self._setting}: the algorithm needs it")
+        own = tokenizer_fingerprint(directory)
+        if tokenizer is not None and own is not None and own != tokenizer:
+            raise SettingsError(
+                f"setting {self._setting}: its tokenizer has the fingerprint {own}, and the "
+                f"policy's {tokenizer}: both models must have the same tokenizer"
+            )
         model, _ = load_masters(directory, self._setting)
         self.model = model.to(device).eval().requires_grad_(False)
         self._scores = Scores(self.model, settings)

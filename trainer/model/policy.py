@@ -21,10 +21,14 @@ from trainer.model.files import (
 )
 from trainer.model.scores import Scores
 from trainer.model.state import ModelState, OptimizerState, RandomState
+from trainer.model.tokenizer import tokenizer_fingerprint
 
 
 class Policy:
     """Model and AdamW on one device.
+
+    Attributes:
+        tokenizer_fingerprint: of the tokenizer beside the weights; None if there is none.
 
     Weights, optimiser state and gradients are float32 for any `trainer.dtype`. At a learning rate
     of 1e-6 an update is smaller than half the distance between two bfloat16 numbers, so rounding
@@ -53,6 +57,7 @@ class Policy:
         model, self._own_dtypes = (load_masters if weights else empty_masters)(directory)
         self.model = model.to(self.device)
         self._auxiliary = auxiliary_files(directory)
+        self.tokenizer_fingerprint = tokenizer_fingerprint(directory)
         # Gradients flow, but dropout is off: the trained model must equal the sampled model.
         self.model.eval()
         self.scores = Scores(self.model, settings)

@@ -96,9 +96,11 @@ def _check_sizes(step: Step, step_suffix: str) -> None:
     """Reject a step that would make an output record too large. Raises InvalidRecord."""
     names = [step_suffix, step.finish_reason, step.version_first, step.version_last]
     names += [s.version for s in step.versions] + [t.name for t in step.tags]
+    names.append(step.tokenizer_fingerprint)
     if max([len(name) for name in names if name is not None]) > NAME_CHARS:
         raise InvalidRecord(
-            f"step id, finish reason, versions and tags have at most {NAME_CHARS} characters"
+            f"step id, finish reason, versions, tags and tokenizer have at most {NAME_CHARS} "
+            "characters"
         )
     if len(step.tags) > TAGS_MAX:
         raise InvalidRecord(f"a step has at most {TAGS_MAX} tags")

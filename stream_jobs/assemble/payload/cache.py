@@ -28,6 +28,7 @@ class StepPayload(NamedTuple):
     finish_reason: str | None
     tags: tuple[Tag, ...]
     logprobs_temperature: float | None
+    tokenizer_fingerprint: str | None
 
     @property
     def size(self) -> int:
@@ -63,6 +64,7 @@ def payload_of(step: Step, origin: Trainability, start: int = 0) -> StepPayload:
         finish_reason=step.finish_reason,
         tags=step.tags,
         logprobs_temperature=origin.logprobs_temperature,
+        tokenizer_fingerprint=step.tokenizer_fingerprint,
     )
 
 

@@ -125,6 +125,8 @@ class ScriptedEngine:
         headers = (
             {engine_frames.VERSION_START: script.version_start} if script.version_start else {}
         )
+        if script.tokenizer is not None:
+            headers[engine_frames.TOKENIZER] = script.tokenizer
         captures = self._captures(http)
         if captures:
             headers[engine_frames.ASK] = "1"

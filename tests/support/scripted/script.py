@@ -54,13 +54,14 @@ class Script:
     many chunks. gate: acquired before each chunk except the first. no_tokens: the engine reports
     neither ids nor log-probabilities. number: part of the reply's ids; agents treat replies with
     the same id as one reply. sampling: sampling parameters that the middleware reports. cached:
-    prompt tokens that the engine had in its cache.
+    prompt tokens that the engine had in its cache. tokenizer: its fingerprint.
     """
 
     choices: Sequence[ScriptedChoice]
     prompt_ids: Sequence[int] = (1, 2, 3)
     versions: Sequence[Sequence[Json] | None] | None = None
     version_start: str | None = None
+    tokenizer: str | None = None
     status: int = 200
     die_after: int | None = None
     fail_after: int | None = None

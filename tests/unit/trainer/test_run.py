@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from structlog.testing import capture_logs
 
-from demo.model import make_random_model
+from demo.model import build_tokenizer, make_random_model
 from rollout.vllm_plugin.engine import Served, read_layout, stage
 from runtime.exit_codes import EXIT_FAILED, EXIT_SETTINGS, EXIT_SOURCE, exit_code
 from runtime.kafka import Fenced, SourceTruncated, Unavailable
@@ -37,7 +37,7 @@ from schemas.records import (
     WeightVersion,
 )
 from schemas.settings import Settings
-from schemas.tokens import pack_ids, pack_logprobs
+from schemas.tokens import fingerprint, pack_ids, pack_logprobs
 from trainer.data.batches import FetchedBatch
 from trainer.errors import (
     BatchesReplaced,
@@ -338,6 +338,26 @@ def test_tokens_that_the_model_does_not_have_are_left_out_and_training_goes_on(
         1.0,
         GROUPS * MEMBERS - 1.0,
     )
+
+
+def test_data_of_another_tokenizer_is_refused(tmp_path: Path, model_dir: Path) -> None:
+    run = begin(settings(tmp_path, model_dir), MemoryWeightLog())
+    own = fingerprint(build_tokenizer().get_vocab())
+
+    def sampled_with(found: str, trainable: bool = True) -> FetchedBatch:
+        batch = fetched(0)
+        for name, trajectory in batch.trajectories.items():
+            steps = [
+                replace(s, tokenizer_fingerprint=found, trainable=trainable)
+                for s in trajectory.steps
+            ]
+            batch.trajectories[name] = replace(trajectory, steps=tuple(steps))
+        return batch
+
+    with pytest.raises(SettingsError, match=r"its tokenizer .* batch 0 .* f00d"):
+        run.train(sampled_with("f00d"))
+    run.train(sampled_with("f00d", trainable=False))
+    run.train(sampled_with(own))
 
 
 def test_published_files_are_what_the_manifest_says_and_a_loadable_model(

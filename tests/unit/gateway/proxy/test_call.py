@@ -108,13 +108,17 @@ def test_plain_call_is_one_step_with_everything(run_scenario: RunScenario) -> No
         assert_tokens(step, HI)
         assert step.versions == spans_in(w, SPANS)
         assert (step.version_first, step.version_last) == ("default/3.0", None)
+        assert step.tokenizer_fingerprint == "f00d"
         assert (step.retry_count, step.idempotency_key, step.streamed) == (0, "once", False)
         assert step.user_agent is not None and "OpenAI" in step.user_agent
         assert w.producer.messages[0].key == b"t1"
         assert w.engine.requests[0]["temperature"] == 0.5
         assert await w.metric("clawstream_gateway_steps_answered_total") == 1
 
-    run_scenario(scenario, Script([HI], versions=[SPANS], version_start="default/3.0"))
+    run_scenario(
+        scenario,
+        Script([HI], versions=[SPANS], version_start="default/3.0", tokenizer="f00d"),
+    )
 
 
 def test_streamed_call_is_one_step_with_everything(run_scenario: RunScenario) -> None:

@@ -27,7 +27,7 @@ from rollout.vllm_plugin.token_capture import (
 from schemas import engine_frames
 from schemas.engine_frames import Choice, Frame
 from schemas.records import Sampling
-from schemas.tokens import pack_ids, pack_logprobs, unpack_ids, unpack_logprobs
+from schemas.tokens import fingerprint, pack_ids, pack_logprobs, unpack_ids, unpack_logprobs
 
 # ---------------------------------------------------------------- wire
 
@@ -246,6 +246,11 @@ class VllmConfig:
     watermark_config: object | None = None
 
 
+class VocabularyOnly:
+    def get_vocab(self) -> dict[str, int]:
+        return {"a": 0, "b": 1}
+
+
 @dataclass
 class Client:
     """What the middleware needs of vLLM's engine client.
@@ -258,6 +263,7 @@ class Client:
     seen: list[Params] = field(default_factory=list)
     model_config: ModelConfig = field(default_factory=ModelConfig)
     vllm_config: VllmConfig = field(default_factory=VllmConfig)
+    tokenizer: VocabularyOnly | None = field(default_factory=VocabularyOnly)
 
     async def generate(
         self, prompt: Any, sampling_params: Params, request_id: str
@@ -454,6 +460,7 @@ def test_who_does_not_ask_gets_the_label_and_nothing_else() -> None:
         "content-type": "application/json",
         "content-length": "4",
         engine_frames.VERSION_START: "default",
+        engine_frames.TOKENIZER: fingerprint(VocabularyOnly().get_vocab()),
     }
     assert app.client.seen == [Params(output_kind=Kind.FINAL_ONLY)], (
         "the engine computes nothing for us"

@@ -112,6 +112,17 @@ def test_each_step_of_a_trajectory_keeps_the_temperature_of_its_log_probabilitie
     assert trained(InMemoryPartition(replace(LIMITS, train_truncated=True)))[1] == (0.3, True, None)
 
 
+def test_each_step_of_a_trajectory_keeps_the_fingerprint_of_its_tokenizer() -> None:
+    w = InMemoryPartition().feed(
+        (STEPS, 0, step("k", 0, tokenizer_fingerprint="f00d")),
+        (STEPS, 0, step("k", 1, (1, 2, 3))),
+        (STEPS, 0, step("k", 2, (1, 2, 3), tokenizer_fingerprint="f" * 201)),
+        (STEPS, 1, session("k", "completed")),
+    )
+    assert [s.tokenizer_fingerprint for s in w.trajectories["k"].steps] == ["f00d", None]
+    assert len(w.dead_letters) == 1
+
+
 def test_a_failed_call_folds_to_nothing() -> None:
     """A failed call only advances the time.
 
