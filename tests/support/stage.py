@@ -24,6 +24,7 @@ from support.agents import Ear, Exchange
 from support.feed import Feed
 from support.ports import free_port
 from support.scripted.engine import PROTOCOL_SERVERS, ScriptedEngine
+from support.scripted.script import Script
 from support.toy_model import LOGPROB, ToyModel
 from support.up import ROOT, Up, up
 
@@ -98,7 +99,7 @@ class Stage:
 
         Checks that replies reached the agent byte for byte and that no call is lost.
         """
-        said = [self._passed(e, played.model) for e in played.calls]
+        scripts = [self._passed(e, played.model) for e in played.calls]
         feed = Feed(self.settings)
         ids = {e.returned["x-clawstream-step"] for e in played.calls}
 
@@ -107,13 +108,13 @@ class Stage:
 
         self.running.until(lambda: ids == on_log().keys(), "every step is on the log", PATIENCE_S)
         steps = on_log()
-        for exchange, script in zip(played.calls, said, strict=True):
-            step, (say,) = steps[exchange.returned["x-clawstream-step"]], script.says
+        for exchange, script in zip(played.calls, scripts, strict=True):
+            step, (choice,) = steps[exchange.returned["x-clawstream-step"]], script.choices
             assert step.status == "ok" and step.tokens_absent_reason is None
             assert step.request_json == exchange.body
             assert step.prompt_token_ids == pack_ids(script.prompt_ids)
-            assert step.response_token_ids == pack_ids(say.ids)
-            assert step.response_logprobs == pack_logprobs([LOGPROB] * len(say.ids))
+            assert step.response_token_ids == pack_ids(choice.ids)
+            assert step.response_logprobs == pack_logprobs([LOGPROB] * len(choice.ids))
         keys = {s.trajectory_key: s.step_id for s in steps.values()}
         asyncio.run(self._complete(keys))
 
@@ -139,16 +140,16 @@ class Stage:
         feed.close()
         return found
 
-    def _passed(self, exchange: Exchange, model: ToyModel) -> Any:
+    def _passed(self, exchange: Exchange, model: ToyModel) -> Script:
         """Return the script of a reply that reached the agent byte for byte."""
         assert exchange.status == 200, exchange.reply
-        voice = next(v for v in PROTOCOL_SERVERS if v.path == exchange.endpoint)
+        server = next(v for v in PROTOCOL_SERVERS if v.path == exchange.endpoint)
         asked = exchange.said
         for heard, script in zip(model.heard, model.said, strict=True):
             if heard.said == asked:
-                streamed = b"".join(e.data for e in voice.events(asked, script))
+                streamed = b"".join(e.data for e in server.events(asked, script))
                 if exchange.reply == (
-                    streamed if asked.get("stream") else orjson.dumps(voice.plain(asked, script))
+                    streamed if asked.get("stream") else orjson.dumps(server.plain(asked, script))
                 ):
                     return script
         raise AssertionError(f"not what the engine said: {exchange.reply[:2000]!r}")
