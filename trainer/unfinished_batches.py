@@ -64,7 +64,7 @@ class UnfinishedBatches:
             yield
         except OutOfMemory:
             raise
-        except BaseException:
+        except BaseException:  # stopped, or a bug: only a death and lack of memory count
             self._forget(seq)
             raise
         self._forget(seq)

@@ -77,7 +77,7 @@ class Selection:
         try:
             rows_of(self._connection, _CHOOSE.format(where=where or "true"), {})
             ((self.count,),) = rows_of(self._connection, "SELECT count(*) FROM chosen", {})
-        except BaseException:
+        except BaseException:  # interrupted too: else the connection would stay open
             self._connection.close()
             raise
 

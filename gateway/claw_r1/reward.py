@@ -106,7 +106,7 @@ class RewardFunction:
                 if spec is not None
                 else None
             )
-        except BaseException:
+        except BaseException:  # interrupted too: else the child processes would stay
             self._pool.stop()
             raise
         self._threads = ThreadPoolExecutor(THREADS, "compute-reward")

@@ -25,7 +25,7 @@ class RuleEvaluator:
         try:
             self._rewards = rules_of(settings.jobs.reward_functions, self.pool.find)
             self._quality = quality_rules_of(settings.jobs.quality_functions, self.pool.find)
-        except BaseException:
+        except BaseException:  # interrupted too: else the child processes would stay
             self.pool.stop()
             raise
         self._named = (settings.jobs.reward_functions, settings.jobs.quality_functions)
