@@ -34,15 +34,15 @@ def positions(settings: Settings, cluster: Cluster) -> list[StoredPosition]:
             found.append(StoredPosition(PROCESS, place, batches, None, 0, 0, str(e)))
             continue
         at = state.position
-        flaw = _flaw(state, ids.get(batches), ids.get(topics.weights))
+        error = _error(state, ids.get(batches), ids.get(topics.weights))
         found += [
-            StoredPosition(PROCESS, place, batches, at.topic_id, 0, at.next_offset, flaw),
+            StoredPosition(PROCESS, place, batches, at.topic_id, 0, at.next_offset, error),
             StoredPosition(PROCESS, f"{place} is on", topics.weights, state.weights_topic_id, 0, 0),
         ]
     return found
 
 
-def _flaw(state: VersionState, batches_id: str | None, weights_id: str | None) -> str | None:
+def _error(state: VersionState, batches_id: str | None, weights_id: str | None) -> str | None:
     """Return why the trainer does not resume from a checkpoint whose batches were recreated
     (`trainer.position.start_of`); None when it does.
     """

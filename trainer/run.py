@@ -382,7 +382,7 @@ def open_run(
                 "weights_of_another_log",
                 directory=str(root / settings.run_id),
                 versions=[str(version) for version in foreign],
-                action="kept; the weights topic has no version of this run, so it starts anew from "
+                action="kept; the weights topic has no version of this run, so it starts from "
                 "trainer.model_path",
             )
     attempt = max(next_attempt(taken), settings.trainer.first_attempt)

@@ -49,7 +49,7 @@ class Diagnosis:
             f"{topic} again",
             "beyond the end": f"{lost} read: restore its newer data, {give_up}",
             "before the start": f"{lost} not read: restore them, {give_up}",
-            "unreadable": f"{self.position.flaw}: see 'When a position does not fit' in "
+            "unreadable": f"{self.position.error}: see 'When a position does not fit' in "
             "docs/operating.md",
         }[self.verdict]
 
@@ -68,7 +68,7 @@ def diagnose(
     today = topic_ids.get(position.topic)
     low, high = ends.get((position.topic, position.partition), (None, None))
     verdict: Verdict
-    if position.flaw is not None:
+    if position.error is not None:
         verdict = "unreadable"
     elif today is None and not position.topic.endswith("*"):
         verdict = "topic is gone"

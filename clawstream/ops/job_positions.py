@@ -57,7 +57,7 @@ def rewards_applied(settings: Settings, cluster: Cluster) -> dict[int, int]:
     return {
         p.partition: p.offset
         for p in stored
-        if (p.topic, p.topic_id, p.flaw) == (rewards, today, None)
+        if (p.topic, p.topic_id, p.error) == (rewards, today, None)
     }
 
 

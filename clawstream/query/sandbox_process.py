@@ -87,9 +87,9 @@ def _answer(settings: Settings, query: str, at: str | None, out: BinaryIO) -> No
 
 def _raise_damaged(uri: str, table: str, storage_options: Mapping[str, str]) -> None:
     """Raise LakeDamaged if a file cannot be read: not every error names it."""
-    flaw = table_damage(open_table(uri, table, storage_options), storage_options)
-    if flaw is not None:
-        raise LakeDamaged(table, flaw)
+    damage = table_damage(open_table(uri, table, storage_options), storage_options)
+    if damage is not None:
+        raise LakeDamaged(table, damage)
 
 
 def limit(lake: LakeSettings) -> None:

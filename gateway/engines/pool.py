@@ -75,7 +75,7 @@ class EnginePool:
     # -- choice of an engine
 
     def pick(
-        self, key: str, who: tuple[str, str | None], avoid: tuple[Engine, ...]
+        self, key: str, route: tuple[str, str | None], exclude: tuple[Engine, ...]
     ) -> Engine | None:
         """Choose the engine for a call; None: no engine accepts calls now.
 
@@ -83,31 +83,31 @@ class EnginePool:
 
         Args:
             key: Trajectory key. Calls of a key prefer the same engine.
-            who: Run id and model of the call.
-            avoid: Engines to leave out.
+            route: Run id and model of the call.
+            exclude: Engines to leave out.
         """
         self._refresh()
-        ranking = self._routes.get(who)
+        ranking = self._routes.get(route)
         if ranking is None:
-            ranking = self._route(who)
+            ranking = self._route(route)
         order = ranking.order(key)
-        if self._impaired or avoid:
+        if self._impaired or exclude:
             now = self._clock.monotonic()
             order = [
                 engine
                 for engine in order
-                if engine not in avoid and (engine.healthy or engine.admits(now))
+                if engine not in exclude and (engine.healthy or engine.admits(now))
             ]
             order = [engine for engine in order if engine.cooled_down(now)] or order
         return choose(order)
 
-    def _route(self, who: tuple[str, str | None]) -> Ranking[Engine]:
+    def _route(self, route: tuple[str, str | None]) -> Ranking[Engine]:
         """Rank the engines for a run and model; cache the result."""
         if len(self._routes) >= ROUTES:
             self._routes.clear()
-        engines = tuple(self._engines[w.name] for w in eligible(self._specs, *who))
+        engines = tuple(self._engines[w.name] for w in eligible(self._specs, *route))
         same = next((r for r in self._routes.values() if r.engines == engines), None)
-        ranking = self._routes[who] = same or Ranking(engines)
+        ranking = self._routes[route] = same or Ranking(engines)
         return ranking
 
     async def wait(self, deadline: float) -> None:

@@ -45,8 +45,8 @@ def run_foreground(settings: BrokerSettings, data_dir: Path) -> int:
     try:
         # JVMs of a supervised parent that was killed have been told to stop and need a moment.
         wait_gone(list(broker.plans.values()), STOP_TIMEOUT_S)
-        # No deadline: stopped in the middle of reading its logs, a node begins anew, and would
-        # never get to their end.
+        # No deadline: a node that is stopped while it reads its logs starts over, and would never
+        # get to their end.
         broker.start(patience_s=math.inf, report=lambda text: logger().info("starting", what=text))
         ready(broker.bootstrap_servers)
         if broker.cache is not None:

@@ -11,7 +11,7 @@ class StoredPosition:
 
     process: The reader. place: Where the position is stored, e.g. `table steps`. topic: Its name;
     ends in `*` when only the id is known. topic_id: The stored id; None when Kafka itself stores
-    the position and deletes it with the topic. offset: The next offset to read. flaw: Why the
+    the position and deletes it with the topic. offset: The next offset to read. error: Why the
     position is unreadable or unusable; the other values then say where it was found.
     """
 
@@ -21,4 +21,4 @@ class StoredPosition:
     topic_id: str | None
     partition: int
     offset: int
-    flaw: str | None = None
+    error: str | None = None

@@ -109,7 +109,7 @@ def write(settings: Settings, stop: threading.Event) -> None:
 
 def _warn_of_recreated_topics(cluster: Cluster, settings: Settings) -> None:
     """Log topics whose id changed: a wiped broker must not look like an idle one."""
-    stored = [p for p in positions(settings, cluster) if p.flaw is None]
+    stored = [p for p in positions(settings, cluster) if p.error is None]
     ids = cluster.topic_ids(sorted({p.topic for p in stored if not p.topic.endswith("*")}))
     for topic, former in recreated_topics(stored, ids):
         logger().warning(

@@ -108,7 +108,7 @@ class Installation:
     def __init__(self, running: Up, feed: Poisoned) -> None:
         self.up, self.feed, self.topics, self.codec = running, feed, feed.topics, feed.codec
 
-    def buried(self, topic: str, owner: str, reasons: list[str] = REASONS) -> None:
+    def dead_lettered(self, topic: str, owner: str, reasons: list[str] = REASONS) -> None:
         """Assert that the owner wrote one complete dead letter for each invalid record."""
         self.up.until(
             lambda: len(self.feed.letters(topic)) >= len(reasons),
@@ -176,7 +176,7 @@ def test_steps(there: Installation) -> None:
         c for c in there.feed.events(there.topics.candidates, Candidate) if c.trajectory_id == key
     )
     assert (len(candidate.steps), candidate.trainable) == (1, True)
-    there.buried(topic, "assemble")
+    there.dead_lettered(topic, "assemble")
 
 
 def test_rewards(there: Installation) -> None:
@@ -194,7 +194,7 @@ def test_rewards(there: Installation) -> None:
         return any(r.value == 0.25 for c in found for r in c.rewards)
 
     there.up.until(rewarded, "the reward is joined")
-    there.buried(topic, "assemble")
+    there.dead_lettered(topic, "assemble")
 
 
 def test_trajectories(there: Installation) -> None:
@@ -228,7 +228,7 @@ def test_trajectories(there: Installation) -> None:
     there.up.until(
         lambda: key in there.feed.column("trajectories", "trajectory_id"), "it is in the lake"
     )
-    there.buried(topic, "reward")
+    there.dead_lettered(topic, "reward")
 
 
 def test_candidates(there: Installation) -> None:
@@ -260,7 +260,7 @@ def test_candidates(there: Installation) -> None:
     there.up.until(
         lambda: "val" in there.feed.column("batches", "channel"), "the validation group is admitted"
     )
-    there.buried(topic, "admit")
+    there.dead_lettered(topic, "admit")
     there.trains("after-candidates")
 
 
@@ -279,7 +279,7 @@ def test_ready_batches(there: Installation, channel: str, owner: str) -> None:
     there.up.until(
         lambda: f"refused-{channel}" in there.feed.column("groups", "group_id"), "it is in the lake"
     )
-    there.buried(topic, owner)
+    there.dead_lettered(topic, owner)
     if channel == "train":
         there.trains("after-batches")
 
@@ -295,7 +295,7 @@ def test_weights(there: Installation) -> None:
     there.up.until(
         lambda: "other/0.0" in there.feed.column("weights", "version_id"), "it is in the lake"
     )
-    there.buried(topic, "lake")
+    there.dead_lettered(topic, "lake")
 
     async def heard() -> WeightVersion | None:
         """Return the version that a rollout worker would load."""
@@ -321,7 +321,7 @@ def test_workers(there: Installation) -> None:
     there.feed.poison(topic, b"w0")
     there.feed.put_newer(topic, b"w0", status)
 
-    async def buried() -> list[Message]:
+    async def dead_lettered() -> list[Message]:
         """Return the dead letters of a gateway until it has discovered the worker."""
         registry, out = EngineRegistry(), list[Message]()
         feed = EngineDiscovery(
@@ -334,17 +334,17 @@ def test_workers(there: Installation) -> None:
         feed.stop()
         return out
 
-    for message in asyncio.run(buried()):
+    for message in asyncio.run(dead_lettered()):
         there.feed.producer.put(message.topic, message.key, message.value)
     there.feed.producer.flush()
-    there.buried(topic, "gateway", COMPACTED)
+    there.dead_lettered(topic, "gateway", COMPACTED)
 
 
 def test_schemas(there: Installation) -> None:
     """A schema that is announced after invalid records is known."""
     topic = there.topics.schemas
     there.feed.poison(topic, b"poison")
-    there.buried(topic, "lake", COMPACTED)
+    there.dead_lettered(topic, "lake", COMPACTED)
     there.feed.put_newer(there.topics.steps, b"on-schemas", session(RUN, "on-schemas", "opened"))
     there.up.until(
         lambda: "on-schemas" in there.feed.column("session_events", "trajectory_key"), "it is known"
@@ -363,7 +363,7 @@ def test_dead_letters(there: Installation) -> None:
     there.up.until(
         lambda: "elsewhere" in there.feed.column("dead_letters", "topic"), "it is in the lake"
     )
-    there.buried(topic, "lake")
+    there.dead_lettered(topic, "lake")
 
 
 def test_the_state_log_is_no_place_for_others(kafka: str, tmp_path: Path) -> None:

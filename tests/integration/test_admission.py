@@ -257,7 +257,7 @@ def test_second_admission_fences_the_first(
     assert second.poll() is None
 
 
-def test_poison_is_buried_once_and_stops_nothing(
+def test_poison_is_dead_lettered_once_and_stops_nothing(
     log: Log, start: Start, mine: Settings, eventually: Any
 ) -> None:
     process = start(mine)

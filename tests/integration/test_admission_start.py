@@ -318,7 +318,7 @@ def test_while_kafka_is_away_the_budget_waits(mine: Settings, cluster: Cluster, 
         admitter.close()
 
 
-def test_more_poison_than_is_kept_is_buried_all_the_same(
+def test_more_poison_than_is_kept_is_dead_lettered_all_the_same(
     mine: Settings, cluster: Cluster, log: Log
 ) -> None:
     log.ticks(8)
@@ -429,7 +429,7 @@ def test_a_journal_that_lost_its_end_is_read_from_its_beginning(
         admitter.close()
 
 
-def test_poison_is_buried_once_whenever_admission_is_killed(
+def test_poison_is_dead_lettered_once_whenever_admission_is_killed(
     mine: Settings, cluster: Cluster, log: Log, eventually: Any
 ) -> None:
     """The position is in the transaction with the dead letter, so no later commit is needed."""
@@ -453,7 +453,7 @@ def test_poison_is_buried_once_whenever_admission_is_killed(
     admitter.close()
 
 
-def test_killed_while_it_catches_up_admission_buries_nothing_twice(
+def test_killed_while_it_catches_up_admission_dead_letters_nothing_twice(
     mine: Settings, cluster: Cluster, log: Log
 ) -> None:
     """Never commit a position below the position in the transaction with the dead letter."""

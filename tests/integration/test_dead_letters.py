@@ -263,7 +263,7 @@ def test_a_transaction_that_is_given_up_is_not_folded(jobs: Jobs, eventually: Ev
     assert [s.step_id for s in jobs.candidates()["k"].steps] == [seen.step_id]
 
 
-def bury(jobs: Jobs, rewards: list[Reward], times: int = 1) -> None:
+def write_dead_letters(jobs: Jobs, rewards: list[Reward], times: int = 1) -> None:
     """Write dead letters of rewards as assemble does, some more than once, as after a crash."""
     producer, topic_id = jobs.producer, jobs.cluster.topic_id(jobs.topics.rewards)
     jobs.put(*rewards)
@@ -282,7 +282,7 @@ def bury(jobs: Jobs, rewards: list[Reward], times: int = 1) -> None:
 def test_killed_in_the_middle_and_run_again_each_is_sent_once(jobs: Jobs) -> None:
     count, rng, dlq = 1500, random.Random(5), Dlq(jobs)
     rewards = [reward(f"k{i % 50}", float(i)) for i in range(count)]
-    bury(jobs, rewards, times=2)
+    write_dead_letters(jobs, rewards, times=2)
     assert len(jobs.records(jobs.topics.dead_letters, DeadLetter)) > count == len(dlq.ids())
     assert dlq("replay", "--all", code=1).splitlines() == [
         f"{count} open: {count} unknown_target",

@@ -200,7 +200,7 @@ class Installation:
             self.eventually(all_read)
             assert lake.stop(writer) == 0
 
-    def flaws(self) -> list[Diagnosis]:
+    def unsound_positions(self) -> list[Diagnosis]:
         """Return the problems that the doctor finds."""
         modules = (positions, job_positions, trainer_positions)
         found = [p for m in modules for p in m.positions(self.settings, self.cluster)]
@@ -327,7 +327,7 @@ def test_what_no_run_needs_goes_and_all_goes_on(installation: Installation) -> N
         if topic == topics.rewards:
             cluster.delete_records(topic, p, offset)
     assert any(i.lows(topics.rewards).values())
-    assert i.flaws() == []
+    assert i.unsound_positions() == []
 
     # every process starts and continues as if no record were deleted
     worker.send_signal(signal.SIGTERM)
@@ -355,7 +355,7 @@ def test_what_no_run_needs_goes_and_all_goes_on(installation: Installation) -> N
         cluster.check_position(journal[0], position.topic_id, 0, position.next_offset - 1)
     i.lake_catches_up()
     assert set(alive.column("candidates", "run_id")) == {OLD, ALIVE}
-    assert i.flaws() == []
+    assert i.unsound_positions() == []
     done = i.trim()
     assert not done[candidates].removes and "old" not in done[candidates].why, (
         "what comes of it late holds nothing"

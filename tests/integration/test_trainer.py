@@ -403,8 +403,8 @@ def test_a_ready_batches_topic_made_anew_stops_a_trainer_that_has_trained(
     with pytest.raises(BatchesReplaced, match="batches 0 to 1 of topic id"):
         train(until(trained, 3), threading.Event())
     assert feed.ids() == ["0.0", "1.0", "2.0"]
-    flaws = [p.flaw for p in positions(trained, feed.cluster)]
-    assert flaws[1] is None and flaws[0] is not None and "another run_id" in flaws[0]
+    errors = [p.error for p in positions(trained, feed.cluster)]
+    assert errors[1] is None and errors[0] is not None and "another run_id" in errors[0]
 
 
 def test_a_topic_that_ends_before_the_position_stops_the_trainer(

@@ -72,12 +72,12 @@ def repair(
     The writer reads the rest from the topics.
     """
     if check:
-        flaws = repairs.check(settings, table)
-        typer.echo("\n".join(flaws) or f"{table}: every file can be read")
-        raise SystemExit(1 if flaws else 0)
+        damage = repairs.check(settings, table)
+        typer.echo("\n".join(damage) or f"{table}: every file can be read")
+        raise SystemExit(1 if damage else 0)
     done = repairs.repair(settings, table, cluster_of(settings), accept_loss)
-    for flaw in done.damage:
-        typer.echo(flaw)
+    for line in done.damage:
+        typer.echo(line)
     if done.restored is None:
         typer.echo(f"{table}: no row had to be taken back")
         return

@@ -44,16 +44,16 @@ def damaged_log_files(table: pafs.FileSystem) -> list[FileDamage]:
     names = sorted(f.base_name for f in listed if f.is_file)
     checkpoints = {v: n for n in names if (v := _version(n, ".checkpoint.parquet")) is not None}
     commits = {v: n for n in names if (v := _version(n, ".json")) is not None}
-    flaws = [
+    found = [
         FileDamage(f"{LOG}/{name}", f"can't be read: {why}", version)
         for version, name in [*checkpoints.items(), *commits.items()]
         if (why := _why_unreadable(table, f"{LOG}/{name}")) is not None
     ]
     first, last = min(commits, default=0), max(commits, default=-1)
-    flaws += [
+    found += [
         FileDamage(commit_path(v), "is missing", v) for v in range(first, last) if v not in commits
     ]
-    return sorted(flaws, key=lambda flaw: (flaw.version or 0, not flaw.is_checkpoint))
+    return sorted(found, key=lambda damage: (damage.version or 0, not damage.is_checkpoint))
 
 
 def commit_path(version: int) -> str:

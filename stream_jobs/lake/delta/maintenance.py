@@ -149,10 +149,10 @@ def compact(table: Delta, name: str, storage_options: Mapping[str, str]) -> tupl
     except CommitCollided:
         raise
     except DeltaError as e:
-        flaw = table_damage(table, storage_options)
-        if flaw is None:
+        damage = table_damage(table, storage_options)
+        if damage is None:
             raise
-        raise LakeDamaged(name, flaw) from e
+        raise LakeDamaged(name, damage) from e
     return done["numFilesRemoved"], done["numFilesAdded"]
 
 

@@ -50,7 +50,7 @@ def tables(settings: Settings) -> list[dict[str, Any]]:
     for name in catalog():
         try:
             table = open_table(settings.lake_uri, name, settings.lake.storage_options)
-            flaw = table_damage(table, settings.lake.storage_options, whole=False)
+            damage = table_damage(table, settings.lake.storage_options, whole=False)
         except LakeMissing:
             continue
         except LakeDamaged as e:
@@ -73,7 +73,7 @@ def tables(settings: Settings) -> list[dict[str, Any]]:
                 "newest_row": None
                 if newest is None
                 else newest.astimezone(UTC).isoformat(timespec="milliseconds"),
-                "damage": flaw,
+                "damage": damage,
             }
         )
     if not found:

@@ -125,9 +125,9 @@ def _raise_damaged(
     uri: str, name: str, storage_options: Mapping[str, str], error: DeltaError, newest: bool = True
 ) -> None:
     """Raise LakeDamaged with the file of the log at fault, which the library does not name."""
-    flaws = damaged_log_files(filesystem(table_uri(uri, name), storage_options))
-    if flaws:
-        raise LakeDamaged(name, str(flaws[-1])) from error
+    found = damaged_log_files(filesystem(table_uri(uri, name), storage_options))
+    if found:
+        raise LakeDamaged(name, str(found[-1])) from error
     if newest and str(error).startswith(_LOG_REFUSED):
         raise LakeDamaged(name, f"its log is refused: {first_line(error)}") from error
 
@@ -138,10 +138,10 @@ def reading(table: DeltaTable, name: str, storage_options: Mapping[str, str]) ->
     try:
         yield
     except (pa.ArrowException, OSError) as e:
-        flaw = table_damage(table, storage_options)
-        if flaw is None:
+        damage = table_damage(table, storage_options)
+        if damage is None:
             raise
-        raise LakeDamaged(name, flaw) from e
+        raise LakeDamaged(name, damage) from e
 
 
 def table_damage(
@@ -152,8 +152,8 @@ def table_damage(
     Args:
         whole: decode each file to its end; else compare sizes only.
     """
-    flaws = damaged_files(filesystem(table.table_uri, storage_options), sizes(table), whole)
-    return next((str(flaw) for flaw in flaws), None)
+    found = damaged_files(filesystem(table.table_uri, storage_options), sizes(table), whole)
+    return next((str(damage) for damage in found), None)
 
 
 def sizes(table: DeltaTable) -> dict[str, int]:

@@ -78,8 +78,8 @@ def both(logs: Logs, rng: Random, limits: Limits = LIMITS) -> tuple[Rig, Rig]:
     """
     gapped, gaps = with_gaps(logs, rng, rng.randint(0, 8))
     plain = plainly(gapped, limits)
-    buried = {(source, offset) for source, offset, _ in plain.dead_letters}
-    return plain, disturbed(duplicated(gapped, gaps, buried, rng), rng, limits)
+    dead_lettered = {(source, offset) for source, offset, _ in plain.dead_letters}
+    return plain, disturbed(duplicated(gapped, gaps, dead_lettered, rng), rng, limits)
 
 
 @pytest.mark.slow

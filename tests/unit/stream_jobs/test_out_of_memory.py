@@ -42,7 +42,7 @@ class Table:
         raise pa.ArrowMemoryError("malloc of size 64 failed")
 
 
-def test_the_fold_of_assemble_does_not_bury_the_record() -> None:
+def test_the_fold_of_assemble_does_not_dead_letter_the_record() -> None:
     worker = InMemoryPartition()
     with pytest.raises(MemoryError):
         worker.fold.record(STEPS, 0, 0, Key(b"k"), step("k", 0))
@@ -64,11 +64,11 @@ def test_rules_do_not_give_their_answer() -> None:
         score_of(rule, trajectory)
 
 
-def test_the_lake_does_not_bury_the_rows() -> None:
-    buried: list[Any] = []
+def test_the_lake_does_not_dead_letter_the_rows() -> None:
+    dead_lettered: list[Any] = []
     with pytest.raises(MemoryError):
-        storable_rows(Table(), [], lambda *letter: buried.append(letter))  # type: ignore[arg-type]
-    assert buried == []
+        storable_rows(Table(), [], lambda *letter: dead_lettered.append(letter))  # type: ignore[arg-type]
+    assert dead_lettered == []
 
 
 def test_a_record_is_not_taken_for_undecodable() -> None:

@@ -234,7 +234,7 @@ def test_5_one_prompt_that_is_too_long_spoils_no_other_group() -> None:
     assert pool.served == [["a"], ["b", "c"]] and pool.refused == [("too_long", ("l",))]
 
 
-def test_5_a_step_that_no_record_can_hold_is_buried_and_its_partition_goes_on() -> None:
+def test_5_a_step_that_no_record_can_hold_is_dead_lettered_and_its_partition_goes_on() -> None:
     pool = Pool().policy(group_size=1)
     pool.feed(step("a", 0, response_json=b"x" * (PAYLOAD_BYTES + 1)))
     pool.feed(*pool.member("b", "h"))

@@ -17,7 +17,7 @@ TOKENS = st.lists(st.integers(1, 3), min_size=1, max_size=3)
 def test_segments_come_again(
     turns: list[tuple[int, list[int], list[int]]], shuffle: random.Random
 ) -> None:
-    """Each turn continues an earlier one, or starts anew."""
+    """Each turn continues an earlier one, or starts a new one."""
     paths: list[list[int]] = [[]]
     steps = []
     for number, (earlier, more, response) in enumerate(turns):

@@ -184,16 +184,18 @@ REFUSED: dict[str, Any] = {
 
 @pytest.mark.parametrize("why", REFUSED)
 def test_records_of_a_refused_schema_are_dead_letters(why: str) -> None:
-    codec, schema, buried = WriterSchemas(), REFUSED[why], list[str]()
+    codec, schema, dead_lettered = WriterSchemas(), REFUSED[why], list[str]()
     with pytest.raises(Undecodable):
         codec.announce(json.dumps(schema))
     value = MAGIC + b"refused!" + TICK
     record = Record("t", 0, 0, 0, None, value, {})
     assert (
-        decode_all(cast(Decoder, codec), [record], lambda r, reason, detail: buried.append(reason))
+        decode_all(
+            cast(Decoder, codec), [record], lambda r, reason, detail: dead_lettered.append(reason)
+        )
         == []
     )
-    assert buried == ["unknown_schema"]
+    assert dead_lettered == ["unknown_schema"]
 
 
 def test_an_id_of_more_than_32_bits_is_none() -> None:
@@ -276,10 +278,10 @@ def test_types_of_one_name_in_two_namespaces_are_told_apart() -> None:
     assert header[2:].hex() == fingerprint_of(schema)
     body = b"\x00" + b"\x00\x00" + b"\x0e" + TICK + b"\x06"
     assert codec.decode(header + body) == Tick(partition=1)
-    record, buried = Record("t", 0, 0, 0, None, header + body, {}), list[tuple[Any, ...]]()
-    ((_, tick),) = decode_all(cast(Decoder, codec), [record], partial(_keep, buried))
-    assert (tick, buried) == (Tick(partition=1), [])
+    record, dead_lettered = Record("t", 0, 0, 0, None, header + body, {}), list[tuple[Any, ...]]()
+    ((_, tick),) = decode_all(cast(Decoder, codec), [record], partial(_keep, dead_lettered))
+    assert (tick, dead_lettered) == (Tick(partition=1), [])
 
 
-def _keep(buried: list[tuple[Any, ...]], *one: Any) -> None:
-    buried.append(one)
+def _keep(dead_lettered: list[tuple[Any, ...]], *one: Any) -> None:
+    dead_lettered.append(one)

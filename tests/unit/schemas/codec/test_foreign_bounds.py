@@ -103,21 +103,24 @@ def test_thirty_bytes_that_announce_a_million_million_items_are_a_dead_letter(
     codec, header = announced(schema)
     for count in (number(1 << 40), number(-(1 << 40)) + number(4)):
         for body in (count + TICK, TICK + count):
-            record, buried = Record("t", 0, 0, 0, None, header + body, {}), list[tuple[Any, ...]]()
+            record, dead_lettered = (
+                Record("t", 0, 0, 0, None, header + body, {}),
+                list[tuple[Any, ...]](),
+            )
             assert record.value is not None and len(record.value) <= 30
             tracemalloc.start()
-            assert decode_all(cast(Decoder, codec), [record], partial(_keep, buried)) == []
+            assert decode_all(cast(Decoder, codec), [record], partial(_keep, dead_lettered)) == []
             assert tracemalloc.get_traced_memory()[1] < 20 << 20
             tracemalloc.stop()
-            assert [(r, reason) for r, reason, _ in buried] == [(record, "undecodable")]
+            assert [(r, reason) for r, reason, _ in dead_lettered] == [(record, "undecodable")]
 
 
-def _keep(buried: list[tuple[Any, ...]], *one: Any) -> None:
-    buried.append(one)
+def _keep(dead_lettered: list[tuple[Any, ...]], *one: Any) -> None:
+    dead_lettered.append(one)
 
 
 @pytest.mark.parametrize("items", READABLE)
-def test_the_lake_buries_it_as_well(items: str) -> None:
+def test_the_lake_dead_letters_it_as_well(items: str) -> None:
     """The lake decodes the first record of a schema and reads the following ones as columns."""
     schema = copy.deepcopy(dict(shipped("Reward")))
     schema["fields"].append({"name": "many", "type": {"type": "array", "items": ITEMS[items]}})

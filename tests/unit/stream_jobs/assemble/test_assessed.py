@@ -94,7 +94,7 @@ def test_in_an_anonymous_session_it_names_the_trajectory() -> None:
         replace(assessment("k", 1.0), trajectory_id="other"),
     ],
 )  # fmt: skip
-def test_what_is_no_quality_is_buried(wrong: Any) -> None:
+def test_what_is_no_quality_is_dead_lettered(wrong: Any) -> None:
     w = closed(wrong)
     assert [b.reason for b in w.dead_letters] == ["invalid"] and w.last("k").revision == 0
 

@@ -170,7 +170,7 @@ def test_time_on_rewards_closes_nothing() -> None:
     assert not w.trajectories and w.state.event_time == 0
 
 
-def test_reward_waits_for_its_target_then_is_buried() -> None:
+def test_reward_waits_for_its_target_then_is_dead_lettered() -> None:
     w = InMemoryPartition().feed(
         (REWARDS, 0, reward("k", 0.3)),
         (REWARDS, 0, reward("k", 0.4, n=1)),
@@ -261,7 +261,7 @@ def test_early_completion_leaves_time_for_spooled_steps() -> None:
     ]
 
 
-def test_what_cannot_be_folded_is_buried_and_changes_nothing() -> None:
+def test_what_cannot_be_folded_is_dead_lettered_and_changes_nothing() -> None:
     w = InMemoryPartition().feed(
         (STEPS, 0, RejectedRecord("undecodable", "no header")),
         (STEPS, 0, reward("k")),
@@ -301,7 +301,7 @@ def test_horizon_and_bound_forget_the_oldest() -> None:
     assert [b.reason for b in w.dead_letters] == ["unknown_target"]
 
 
-def test_too_many_waiting_bury_the_oldest() -> None:
+def test_of_too_many_that_wait_the_oldest_is_dead_lettered() -> None:
     w = InMemoryPartition(replace(LIMITS, waiting_max=2)).feed(
         *[(REWARDS, 0, reward(f"k{i}")) for i in range(3)]
     )
@@ -339,7 +339,7 @@ def test_a_new_topic_closes_what_was_open_as_lost_and_starts_anew() -> None:
     )
 
 
-def test_what_was_to_be_buried_of_a_topic_that_is_no_more_buries_nothing_of_the_new_one() -> None:
+def test_dead_letters_due_of_a_recreated_topic_concern_no_record_of_the_new_one() -> None:
     w = InMemoryPartition()
     w.decide(
         [

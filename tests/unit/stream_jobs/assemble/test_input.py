@@ -41,7 +41,7 @@ LARGE = bytes(9 << 20)
     ],
     ids=lambda v: "",
 )
-def test_what_would_make_our_own_records_too_large_is_buried(
+def test_what_would_make_our_own_records_too_large_is_dead_lettered(
     source: SourceTopic, event: Any
 ) -> None:
     w = InMemoryPartition().feed((source, 0, event))

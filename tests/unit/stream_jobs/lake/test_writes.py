@@ -298,20 +298,20 @@ def test_a_newer_claim_fences_the_older_writer(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_value_that_no_column_can_hold_is_buried_alone(tmp_path: Path) -> None:
+def test_a_value_that_no_column_can_hold_is_dead_lettered_alone(tmp_path: Path) -> None:
     lake = claimed(tmp_path)
-    buried: list[tuple[int, str]] = []
+    dead_lettered: list[tuple[int, str]] = []
     bad = rows(1, "bad", created_at=2**70)
     added = lake.append(
         "rewards",
         [*rows(0, "a"), *bad, *rows(2, "c")],
         {SOURCE: 3},
-        lambda row, why: buried.append((row[-2], why)),
+        lambda row, why: dead_lettered.append((row[-2], why)),
     )
     assert (added, ids(tmp_path)) == (2, ["a", "c"])
-    assert len(buried) == 1
-    assert buried[0][0] == 1
-    assert "table rewards: OverflowError" in buried[0][1]
+    assert len(dead_lettered) == 1
+    assert dead_lettered[0][0] == 1
+    assert "table rewards: OverflowError" in dead_lettered[0][1]
     assert lake.append("rewards", bad, {SOURCE: 3}, never) == 0
 
 

@@ -137,9 +137,9 @@ def test_a_topic_without_a_leader_is_not_taken_as_absent() -> None:
         "u": topic(),
     }
     assert all_led(listed, "t.") == {"t.steps": 2, "t.ready-batches.a.train": 1}
-    for flaw in (topic(-1), topic(0, -1), topic()):
+    for metadata in (topic(-1), topic(0, -1), topic()):
         with pytest.raises(Unavailable, match=r"t\.ready-batches\.a\.train, which"):
-            all_led(listed | {"t.ready-batches.a.train": flaw}, "t.")
+            all_led(listed | {"t.ready-batches.a.train": metadata}, "t.")
 
 
 def test_candidates_go_when_the_journals_have_gone() -> None:

@@ -319,7 +319,7 @@ def test_rewards_marks_and_completions_find_the_trajectory_of_the_step_they_name
     assert not w.dead_letters
 
 
-def test_what_names_no_step_of_an_anonymous_session_is_buried() -> None:
+def test_what_names_no_step_of_an_anonymous_session_is_dead_lettered() -> None:
     w = InMemoryPartition(QUIET).feed(
         (STEPS, 0, chat_step(0, TASK, said("a"))),
         (STEPS, 0, session(ANONYMOUS_KEY, "completed")),

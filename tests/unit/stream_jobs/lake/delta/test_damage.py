@@ -188,10 +188,10 @@ def test_the_others_go_on_and_the_repaired_table_has_each_row_once(
     # Only a read detects damage in a file of the expected length.
     seen = [] if damage is flipped_data else ["rewards"]
     assert [t["table"] for t in tables(settings) if t["damage"] is not None] == seen
-    flaws = [p.flaw for p in positions(settings, KAFKA) if p.flaw is not None]
-    assert len(flaws) == len(seen) and all(
+    errors = [p.error for p in positions(settings, KAFKA) if p.error is not None]
+    assert len(errors) == len(seen) and all(
         f"table rewards of the lake is damaged: {file}" in f.replace("_delta_log/", "")
-        for f in flaws
+        for f in errors
     )
     assert all(c.deferred is None for c in maintain(settings) if c.table != "rewards")
     sql = connect(settings)
