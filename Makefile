@@ -42,7 +42,7 @@ test-unit: install ## the fast unit tests, about a minute; `make test` runs the 
 test-long: install ## faults, soak, and a search for new counterexamples, many minutes
 	-@$(PY) -m clawstream broker prepare
 	$(PY) -m pytest -m "long" -q --timeout=3600
-	$(PY) -m pytest tests/unit -n 2 -q --hypothesis-profile=searching
+	$(PY) -m pytest tests/unit -m "hypothesis and not long" -n 2 -q --hypothesis-profile=searching
 
 test-compose: install ## the containers on a Docker engine; BASE_IMAGE=... where python:3.11-slim-bookworm can't be pulled
 	$(PY) -m pytest tests/compose -m compose -q -s --timeout=3600

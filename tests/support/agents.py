@@ -137,7 +137,7 @@ def environment(home: Path, **more: str) -> dict[str, str]:
 
 
 async def run(
-    words: list[str], cwd: Path, env: Mapping[str, str], timeout_s: float = 300.0
+    words: list[str], cwd: Path, env: Mapping[str, str], timeout_s: float = 900.0
 ) -> Ended:
     """Run an agent to its end.
 
