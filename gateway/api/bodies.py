@@ -51,7 +51,7 @@ class Complete(_Body):
 
     step_id: str | None = None
     reward: Value | None = None
-    outcome: Literal["completed", "failed", "abandoned"] = "completed"
+    outcome: Literal["completed", "failed", "abandoned", "replaced"] = "completed"
     reason: Reason | None = None
     channel: Channel | None = None
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Channel = Literal["train", "val"]
-Outcome = Literal["completed", "failed", "abandoned", "timed_out", "lost"]
+Outcome = Literal["completed", "failed", "abandoned", "timed_out", "lost", "replaced"]
 RewardSource = Literal["env", "rule", "model", "judge", "human", "next_state"]
 
 

@@ -8,7 +8,7 @@ from typing import Literal
 from schemas.records.parts import Blob, Channel, Tag, TokenSpan, VersionSpan
 
 StepStatus = Literal["ok", "aborted", "error"]
-SessionKind = Literal["opened", "completed", "failed", "abandoned"]
+SessionKind = Literal["opened", "completed", "failed", "abandoned", "replaced"]
 SamplingSource = Literal["engine", "request"]
 FailureSource = Literal["engine", "gateway"]
 

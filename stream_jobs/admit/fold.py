@@ -169,6 +169,8 @@ class AdmissionFold:
         decided = self.state.decided(c.trajectory_id)
         if decided is not None:
             self._already_decided(c, decided)
+        elif c.outcome == "replaced":
+            self._refuse_one(c, None, "replaced", "another trajectory takes its place")
         elif self._ended is not None:
             self._refuse_one(c, None, "run_ended", "came after the end of the run")
         else:

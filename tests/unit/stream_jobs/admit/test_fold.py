@@ -274,6 +274,13 @@ def test_named_round_that_is_full_takes_no_more() -> None:
     assert refusals(out) == [("round_closed", ("c",), False)]
 
 
+def test_replaced_trajectory_is_no_member_of_its_group() -> None:
+    replaced = cand("a", outcome="replaced", rewards=())
+    out = fold(policy(), replaced, cand("b"), replaced, cand("a.2", value=0.0))
+    assert refusals(out) == [("replaced", ("a",), False)]
+    assert groups(out) == [[["a.2", "b"]]]
+
+
 def test_policy_acts_from_its_offset_on() -> None:
     strict = policy(
         policy_version=2,
