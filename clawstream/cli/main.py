@@ -44,6 +44,10 @@ GROUPS = {
         "clawstream.cli.dlq:app",
         "Dead letters: records that a process could not handle.",
     ),
+    "flow": (
+        "clawstream.cli.flow:app",
+        "Rollouts: play tasks by a Python flow, or by any agent's command line.",
+    ),
     "lineage": (
         "clawstream.cli.lake.lineage:app",
         "What a weight version was trained on, and which versions were trained on a step.",

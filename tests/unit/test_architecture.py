@@ -23,7 +23,9 @@ ALLOWED = {
     "stream_jobs": {"schemas", "runtime", "rewards", "stream_jobs"},
     "trainer": {"schemas", "runtime", "trainer"},
     "rollout": {"schemas", "runtime", "rollout"},
+    "agent_flow": {"agent_flow"},
     "clawstream": {
+        "agent_flow",
         "schemas",
         "runtime",
         "rewards",
@@ -171,6 +173,7 @@ def test_file_is_named_by_a_noun(path: Path) -> None:
         ("clawstream.query.sandbox_process", {"confluent_kafka", "structlog", "faust", "torch"}),
         ("clawstream.export.export", {"torch", "transformers", "faust", "vllm"}),
         ("rollout.main", {"torch", "vllm", "transformers", "faust", "fastapi"}),
+        ("agent_flow.main", {"torch", "vllm", "confluent_kafka", "faust", "transformers"}),
     ],
 )
 def test_light_modules_stay_light(module: str, heavy: set[str]) -> None:

@@ -1,0 +1,25 @@
+"""Agent flows: write a task and a reward, get rollouts that are recorded, grouped and trained.
+
+    from agent_flow import flow
+
+    @flow(group_size=8)
+    async def calculator(task, rollout):
+        reply = await rollout.chat(task["question"], tools=[add], max_turns=6)
+        return float(str(task["answer"]) in reply.text)
+
+    @calculator.tasks
+    def tasks():
+        for i in range(1000):
+            yield {"id": f"sum-{i}", "question": f"What is {i} + {i}?", "answer": 2 * i}
+
+`clawstream flow run FILE:calculator` plays it against a gateway.
+"""
+
+from agent_flow.chat.loop import Reply
+from agent_flow.errors import FlowError
+from agent_flow.flow import Flow, flow
+from agent_flow.outcome import Reward
+from agent_flow.rollout import Rollout
+from agent_flow.tasks import Task
+
+__all__ = ["Flow", "FlowError", "Reply", "Reward", "Rollout", "Task", "flow"]

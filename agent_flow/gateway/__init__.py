@@ -1,0 +1,1 @@
+"""The gateway as the SDK sees it: its client and the rollout budget."""

@@ -1,0 +1,125 @@
+"""`clawstream flow`: play flows and command lines; also `python -m agent_flow`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from agent_flow.errors import FlowError
+from agent_flow.flow import Flow, load_flow, load_function
+from agent_flow.gateway.client import Gateway
+from agent_flow.options import Mode, Words, api_key, options_of, parse_words
+from agent_flow.play.command import command_flow
+from agent_flow.play.progress import Progress
+from agent_flow.play.runner import Options, Runner
+from agent_flow.rollout import Rollout
+from agent_flow.tasks import Task, tasks_of_file
+
+INTERRUPTED = 130
+
+
+def run_flow(spec: str, words: Sequence[str], mode: Mode, defaults: Mapping[str, Any]) -> int:
+    """Play the flow `FILE.py:NAME`. Returns the exit code.
+
+    Raises:
+        FlowError: The flow, its tasks or an option is wrong, or the gateway cannot record.
+    """
+    given, flow = parse_words(words, defaults), load_flow(spec)
+    options = options_of(given, flow.limits, mode)
+    source = flow.source if given.tasks is None else _file(given)
+    return _play(flow, source, given, options)
+
+
+def run_command(
+    command: Sequence[str], words: Sequence[str], mode: Mode, defaults: Mapping[str, Any]
+) -> int:
+    """Play a command line for each task. Returns the exit code.
+
+    Raises:
+        FlowError: See `run_flow`.
+    """
+    given = parse_words(words, defaults)
+    if given.tasks is None:
+        raise FlowError("tasks: not set; give tasks=FILE.jsonl with a task a line")
+    grader = None if given.reward in ("exit", "file", "none") else load_function(given.reward)
+    flow = command_flow(command, given.reward, grader)
+    return _play(flow, _file(given), given, options_of(given, flow.limits, mode))
+
+
+def _file(words: Words) -> Callable[[], Iterable[Task]]:
+    path = words.tasks
+    assert path is not None
+    return lambda: tasks_of_file(path)
+
+
+def _play(flow: Flow, source: Callable[[], Iterable[Task]], words: Words, options: Options) -> int:
+    progress = Progress()
+    try:
+        last = asyncio.run(_playing(flow, source, words, options, progress))
+    except BaseExceptionGroup as errors:
+        wrong, _ = errors.split(FlowError)
+        if wrong is None:
+            raise
+        raise _first(wrong) from None
+    except asyncio.CancelledError:
+        print(json.dumps(progress.summary()))
+        return INTERRUPTED
+    if options.dry and last is not None:
+        for message in (m for chat in last.chats for m in chat):
+            print(json.dumps(message, ensure_ascii=False))
+    print(json.dumps(progress.summary()))
+    return 0 if progress.succeeded else 1
+
+
+async def _playing(
+    flow: Flow,
+    source: Callable[[], Iterable[Task]],
+    words: Words,
+    options: Options,
+    progress: Progress,
+) -> Rollout | None:
+    current = asyncio.current_task()
+    assert current is not None
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, current.cancel)
+    async with Gateway(words.gateway, api_key()) as gateway:
+        runner = Runner(flow, gateway, options, progress)
+        with progress:
+            await runner.play(source)
+    return runner.last
+
+
+def _first(errors: BaseExceptionGroup[FlowError]) -> FlowError:
+    error: BaseException = errors
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    assert isinstance(error, FlowError)
+    return error
+
+
+def main() -> None:
+    """Command line without the rest of Clawstream: `python -m agent_flow run|exec ...`."""
+    words = sys.argv[1:]
+    flags = {"--eval", "--dry"}
+    mode = Mode(evaluate="--eval" in words, dry="--dry" in words)
+    try:
+        match words:
+            case ["run", *rest] if plain := [w for w in rest if w not in flags]:
+                raise SystemExit(run_flow(plain[0], plain[1:], mode, {}))
+            case ["exec", *rest] if "--" in rest:
+                at = rest.index("--")
+                plain = [w for w in rest[:at] if w not in flags]
+                raise SystemExit(run_command(rest[at + 1 :], plain, mode, {}))
+    except FlowError as error:
+        print(f"agent_flow: {error}", file=sys.stderr)
+        raise SystemExit(2) from error
+    print(
+        "usage: python -m agent_flow run FILE.py:FLOW [name=value]... [--eval | --dry]\n"
+        "       python -m agent_flow exec tasks=FILE [name=value]... -- COMMAND...",
+        file=sys.stderr,
+    )
+    raise SystemExit(2)

@@ -1,0 +1,125 @@
+"""Words `name=value` of the command line."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from agent_flow.errors import FlowError
+from agent_flow.flow import Limits
+from agent_flow.play.runner import Options
+
+API_KEY = "CLAWSTREAM_API_KEY"
+
+
+class Words(BaseModel):
+    """What the words of `flow run` and `flow exec` may set."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    gateway: str = Field("http://127.0.0.1:8100", description="URL of the gateway")
+    run: str = Field("default", description="run that is trained")
+    model: str = Field("policy", description="name that clients send")
+    tasks: Path | None = Field(None, description="*.jsonl, *.parquet, or a dataset directory")
+    n: int | None = Field(None, gt=0, description="rollouts of each task")
+    concurrency: int | None = Field(None, gt=0, description="rollouts at the same time")
+    timeout_s: float | None = Field(None, gt=0, description="of one rollout, seconds")
+    attempts: int | None = Field(
+        None, gt=0, description="rollouts that may fail in one place of a group"
+    )
+    limit: int | None = Field(None, gt=0, description="number of tasks")
+    epochs: int = Field(1, gt=0, description="passes over the tasks")
+    shard: str = Field(
+        "0/1", pattern=r"^\d+/\d+$", description="I/N: this process is the I-th of N, from 0"
+    )
+    temperature: float | None = Field(None, ge=0, description="of `rollout.chat`")
+    top_p: float | None = Field(None, gt=0, le=1, description="of `rollout.chat`")
+    max_tokens: int | None = Field(None, gt=0, description="of each reply of `rollout.chat`")
+    reward: str = Field(
+        "none", description="of exec: exit, file, none, or a grader FILE.py:FUNCTION"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """channel val for an evaluation; dry: without effect."""
+
+    evaluate: bool = False
+    dry: bool = False
+
+    @property
+    def channel(self) -> Literal["train", "val"]:
+        return "val" if self.evaluate or self.dry else "train"
+
+
+def parse_words(words: Iterable[str], defaults: Mapping[str, Any]) -> Words:
+    """Return the options that words set.
+
+    Args:
+        words: `name=value`.
+        defaults: of the caller, by name.
+
+    Raises:
+        FlowError: A word is unknown or its value is wrong.
+    """
+    given = dict(defaults)
+    for word in words:
+        name, sep, value = word.partition("=")
+        if not sep:
+            raise FlowError(f"{word!r}: must be name=value; there are {', '.join(_names())}")
+        given[name] = value
+    try:
+        return Words.model_validate(given)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        name = ".".join(map(str, first["loc"]))
+        if first["type"] == "extra_forbidden":
+            raise FlowError(f"{name}: no such option; there are {', '.join(_names())}") from error
+        raise FlowError(f"{name}={first['input']!r}: {first['msg']}") from error
+
+
+def options_of(words: Words, limits: Limits, mode: Mode) -> Options:
+    """Return how to play a flow with these limits of its own.
+
+    Raises:
+        FlowError: The shard is not below the number of processes.
+    """
+    index, processes = (int(part) for part in words.shard.split("/"))
+    if index >= processes:
+        raise FlowError(f"shard={words.shard}: must be I/N with I from 0 to N - 1")
+    size = limits.group_size if not mode.evaluate else 1
+    sampling = {
+        name: value
+        for name in ("temperature", "top_p", "max_tokens")
+        if (value := getattr(words, name)) is not None
+    }
+    return Options(
+        limits=Limits(
+            group_size=words.n or size,
+            concurrency=words.concurrency or limits.concurrency,
+            timeout_s=words.timeout_s or limits.timeout_s,
+            attempts=words.attempts or limits.attempts,
+        ),
+        run=words.run,
+        channel=mode.channel,
+        dry=mode.dry,
+        shard=(index, processes),
+        limit=1 if mode.dry else words.limit,
+        epochs=1 if mode.dry else words.epochs,
+        model=words.model,
+        sampling=sampling,
+    )
+
+
+def api_key() -> str | None:
+    """Return the caller's key; it is never a word, so no list of processes shows it."""
+    return os.environ.get(API_KEY)
+
+
+def _names() -> list[str]:
+    return list(Words.model_fields)

@@ -1,0 +1,57 @@
+"""The reward that a flow returns, and how a rollout ended. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from agent_flow.errors import RolloutFailed
+
+Reward = float | Mapping[str, float] | None
+"""A number, several named numbers, or None: the reward comes later, from somebody else."""
+
+Outcome = Literal["completed", "failed", "abandoned", "replaced"]
+"""As the gateway records it. replaced: failed, and another rollout takes its place."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a rollout ended. reward: their sum, if there are several; None: without reward."""
+
+    outcome: Outcome
+    reward: float | None = None
+    reason: str | None = None
+
+
+def checked_reward(value: Any) -> Reward:
+    """Return what a flow returned as a reward.
+
+    Raises:
+        RolloutFailed: It is neither a finite number, a mapping of names to such, nor None.
+    """
+    if value is None:
+        return None
+    if isinstance(value, Mapping):
+        if not value:
+            raise RolloutFailed("the flow returned an empty mapping; return None for no reward")
+        return {str(name): _number(number, f"reward {name!r}") for name, number in value.items()}
+    return _number(value, "the reward")
+
+
+def total(reward: Reward) -> float | None:
+    """Return the sum of the rewards; None without any."""
+    if reward is None:
+        return None
+    return math.fsum(reward.values()) if isinstance(reward, Mapping) else reward
+
+
+def _number(value: Any, what: str) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError) as error:
+        raise RolloutFailed(f"{what} is {value!r:.80}, not a number") from error
+    if isinstance(value, str) or not math.isfinite(number):
+        raise RolloutFailed(f"{what} is {value!r:.80}, not a finite number")
+    return number

@@ -1,0 +1,1 @@
+"""Play tasks: the runner, command lines as flows, the progress."""

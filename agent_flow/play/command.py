@@ -1,0 +1,141 @@
+"""Command lines as flows: any agent that reads its base URL from the environment."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from agent_flow.errors import FlowError, RolloutFailed
+from agent_flow.flow import Flow, Limits
+from agent_flow.rollout import Rollout
+from agent_flow.tasks import Task
+from agent_flow.threads import in_thread
+
+_FIELD = re.compile(r"\{([A-Za-z_]\w*)\}")
+MAX_OUTPUT = 1 << 20
+"""Bytes of standard output that a grader gets: the last ones."""
+SHOWN_ERROR = 300
+"""Characters of standard error in the reason of a failed rollout."""
+
+
+@dataclass(frozen=True, slots=True)
+class CommandResult:
+    """What a command did, for a grader. directory: where it ran; gone after the grading."""
+
+    exit_code: int
+    stdout: str
+    stderr: str
+    directory: Path
+
+
+Grader = Callable[[Task, CommandResult], Any]
+
+
+def command_flow(command: Sequence[str], reward: str, grader: Grader | None) -> Flow:
+    """Return the flow that runs a command for each rollout.
+
+    The command runs in an empty directory of its own, with `Rollout.environment`,
+    CLAWSTREAM_TASK (the task as JSON) and CLAWSTREAM_REWARD_FILE.
+
+    Args:
+        command: arguments; `{name}` is replaced by the task's field of that name.
+        reward: exit: 1.0 for exit code 0, else 0.0; file: a number or a JSON object that the
+            command writes to CLAWSTREAM_REWARD_FILE; none: it comes later; grader: of `grader`.
+        grader: function of the task and a `CommandResult` that returns the reward.
+
+    Raises:
+        FlowError: The command is empty.
+    """
+    if not command:
+        raise FlowError(
+            "no command; write it after `--`: flow exec tasks=FILE -- my-agent {prompt}"
+        )
+
+    async def play(task: Task, rollout: Rollout) -> Any:
+        with tempfile.TemporaryDirectory(prefix="flow-") as name:
+            result = await _run([_filled(word, task) for word in command], task, rollout, name)
+            if reward == "exit" and result.exit_code >= 0:
+                return float(result.exit_code == 0)
+            if result.exit_code != 0:
+                raise RolloutFailed(
+                    f"exit code {result.exit_code}: {result.stderr[-SHOWN_ERROR:].strip()}"
+                )
+            if grader is not None:
+                graded = await in_thread(grader, task, result)
+                return await graded if asyncio.iscoroutine(graded) else graded
+            return _written(result.directory / "reward") if reward == "file" else None
+
+    play.__name__ = Path(command[0]).stem
+    return Flow(play, Limits())
+
+
+def _filled(word: str, task: Task) -> str:
+    """Replace `{name}` by the task's field. Other braces stay: a word may be code or JSON."""
+
+    def value(match: re.Match[str]) -> str:
+        if match[1] in task:
+            return str(task[match[1]])
+        if match[0] == word:
+            raise RolloutFailed(f"argument {word}: the task has only {', '.join(sorted(task))}")
+        return match[0]
+
+    return _FIELD.sub(value, word)
+
+
+async def _run(
+    command: Sequence[str], task: Task, rollout: Rollout, directory: str
+) -> CommandResult:
+    work = Path(directory) / "work"
+    work.mkdir()
+    environment: Mapping[str, str] = {
+        **os.environ,
+        **rollout.environment,
+        "CLAWSTREAM_TASK": json.dumps(dict(task), default=str),
+        "CLAWSTREAM_REWARD_FILE": str(work / "reward"),
+    }
+    out, err = Path(directory) / "stdout", Path(directory) / "stderr"
+    with out.open("wb") as stdout, err.open("wb") as stderr:
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=stdout,
+                stderr=stderr,
+                cwd=work,
+                env=environment,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise RolloutFailed(f"{command[0]}: {error}") from error
+        try:
+            code = await process.wait()
+        finally:
+            # Whatever it started, too: a time-out or Ctrl-C must leave nothing behind.
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
+    return CommandResult(code, _tail(out), _tail(err), work)
+
+
+def _tail(path: Path) -> str:
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - MAX_OUTPUT))
+        return file.read().decode(errors="replace")
+
+
+def _written(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError as error:
+        raise RolloutFailed("the command wrote no reward to $CLAWSTREAM_REWARD_FILE") from error
+    except ValueError as error:
+        raise RolloutFailed(f"$CLAWSTREAM_REWARD_FILE is not JSON: {error}") from error

@@ -1,0 +1,91 @@
+"""What a user sees while a flow runs, and the summary at its end."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import Counter
+from types import TracebackType
+from typing import Any, Self
+
+from agent_flow.outcome import Ended
+
+LINE_EVERY_S = 10.0
+SHOWN_REASONS = 3
+
+
+class Progress:
+    """Counts rollouts that ended; shows a bar on a terminal, else a line every ten seconds."""
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+        self.outcomes: Counter[str] = Counter()
+        self.reasons: Counter[str] = Counter()
+        self.groups = 0
+        self._rewards: list[float] = []
+        self._shown = self._began
+        self._bar: Any = None
+        self._task: Any = None
+
+    def __enter__(self) -> Self:
+        if sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import Progress as Bar
+            from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
+
+            self._bar = Bar(
+                SpinnerColumn(),
+                TextColumn("{task.completed:.0f} rollouts, {task.description}"),
+                TimeElapsedColumn(),
+                console=Console(stderr=True),
+            )
+            self._bar.start()
+            self._task = self._bar.add_task("none ended yet", total=None)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def ended(self, ended: Ended) -> None:
+        """Count a rollout."""
+        self.outcomes[ended.outcome] += 1
+        if ended.reward is not None:
+            self._rewards.append(ended.reward)
+        if ended.reason is not None:
+            self.reasons[ended.reason] += 1
+        text = f"reward {self.mean_reward:.3f}" if self._rewards else "no reward yet"
+        if failed := self.outcomes["failed"] + self.outcomes["abandoned"]:
+            text += f", {failed} failed"
+        if self._bar is not None:
+            done = sum(self.outcomes.values()) - self.outcomes["replaced"]
+            self._bar.update(self._task, completed=done, description=text)
+        elif time.monotonic() - self._shown > LINE_EVERY_S:
+            self._shown = time.monotonic()
+            sys.stderr.write(f"{sum(self.outcomes.values())} rollouts, {text}\n")
+
+    @property
+    def mean_reward(self) -> float:
+        """Mean of the rewards; nan without any."""
+        return sum(self._rewards) / len(self._rewards) if self._rewards else float("nan")
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether a rollout was completed, or none was played."""
+        return self.outcomes["completed"] > 0 or not self.outcomes
+
+    def summary(self) -> dict[str, Any]:
+        """Return the counts for machines. reward_mean: over rollouts with a reward; else None."""
+        return {
+            "groups": self.groups,
+            "rollouts": {name: self.outcomes[name] for name in sorted(self.outcomes)},
+            "rewards": len(self._rewards),
+            "reward_mean": round(self.mean_reward, 6) if self._rewards else None,
+            "reasons": dict(self.reasons.most_common(SHOWN_REASONS)),
+            "seconds": round(time.monotonic() - self._began, 1),
+        }

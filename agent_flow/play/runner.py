@@ -1,0 +1,220 @@
+"""Play a flow: groups within the rollout budget, rollouts side by side, failures replaced."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from openai import AsyncOpenAI
+
+from agent_flow.errors import FlowError, GatewayUnavailable
+from agent_flow.flow import Flow, Limits, TaskSource
+from agent_flow.gateway.budget import GroupBudget
+from agent_flow.gateway.client import Channel, Gateway, Place
+from agent_flow.outcome import Ended, Outcome, Reward, checked_reward, total
+from agent_flow.play.progress import Progress
+from agent_flow.rollout import Rollout
+from agent_flow.tasks import Task, metadata_of, numbered
+
+BUDGET_EVERY_S = 1.0
+SDK_RETRIES = 8
+"""0.5 s doubling up to 8 s: 40 s, longer than a restart of any process takes."""
+STOP_WITHIN_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How to play a flow.
+
+    Attributes:
+        run: name of the run.
+        channel: val is never trained, and has no budget.
+        dry: play without effect: one rollout a task, on channel val, abandoned without a reward.
+        shard: this process's index and the number of processes that share the tasks.
+        limit: number of tasks; None: all.
+        epochs: passes over the tasks.
+        sampling: fields that `Rollout.chat` sends.
+    """
+
+    limits: Limits
+    run: str
+    channel: Channel = "train"
+    dry: bool = False
+    shard: tuple[int, int] = (0, 1)
+    limit: int | None = None
+    epochs: int = 1
+    model: str = "policy"
+    sampling: dict[str, Any] = field(default_factory=dict)
+
+
+class Runner:
+    """Plays groups of rollouts of one flow against one gateway.
+
+    Attributes:
+        last: the rollout that ended last.
+    """
+
+    def __init__(self, flow: Flow, gateway: Gateway, options: Options, progress: Progress) -> None:
+        self._flow, self._gateway, self._options = flow, gateway, options
+        self._progress = progress
+        self._free = asyncio.Semaphore(options.limits.concurrency)
+        self._budget = GroupBudget(options.shard[1])
+        # Keys of another call of the command must differ: a key names one trajectory for ever.
+        self._nonce = secrets.token_hex(4)
+        self.last: Rollout | None = None
+        # One pool of connections for all rollouts, because a client costs more than a rollout.
+        self._openai = AsyncOpenAI(
+            base_url=f"{gateway.url}/v1",
+            api_key="none",
+            max_retries=SDK_RETRIES,
+            timeout=options.limits.timeout_s,
+        )
+
+    async def play(self, source: TaskSource) -> None:
+        """Play all tasks; return when their rollouts have ended.
+
+        Args:
+            source: Yields the tasks, anew for each epoch.
+
+        On cancellation, rollouts in progress end as abandoned first.
+
+        Raises:
+            FlowError: A task is invalid, or the gateway cannot record.
+        """
+        polling = asyncio.create_task(self._poll()) if self._has_budget else None
+        try:
+            async with self._openai, asyncio.TaskGroup() as groups:
+                for epoch in range(self._options.epochs):
+                    for task_id, task in numbered(
+                        source(), self._options.shard, self._options.limit
+                    ):
+                        if not await self._may_start(polling):
+                            return
+                        name = f"{self._flow.name}-{task_id}-{self._nonce}"
+                        group = f"{name}.{epoch}" if epoch else name
+                        groups.create_task(self._group(group, task))
+                        self._progress.groups += 1
+        finally:
+            if polling is not None:
+                polling.cancel()
+
+    @property
+    def _has_budget(self) -> bool:
+        return self._options.channel == "train"
+
+    async def _poll(self) -> None:
+        while True:
+            answer = await self._gateway.budget(self._options.run, self._options.channel)
+            if answer is not None:
+                self._budget.update(answer)
+            await asyncio.sleep(BUDGET_EVERY_S)
+
+    async def _may_start(self, polling: asyncio.Task[None] | None) -> bool:
+        """Wait until a group may start. Returns False when the run has ended."""
+        # A place for the group's first rollout: as many groups begin as can be played.
+        async with self._free:
+            pass
+        if polling is None:
+            return True
+        while not self._budget.free:
+            if self._budget.ended:
+                return False
+            if polling.done():
+                polling.result()
+            await asyncio.sleep(BUDGET_EVERY_S / 4)
+        self._budget.started()
+        return True
+
+    async def _group(self, group: str, task: Task) -> None:
+        size = 1 if self._options.dry else self._options.limits.group_size
+        metadata = metadata_of(task)
+        async with asyncio.TaskGroup() as members:
+            for member in range(size):
+                place = Place(
+                    f"{group}-{member}", group, size, self._options.channel, self._options.run
+                )
+                members.create_task(self._member(place, task, metadata))
+
+    async def _member(self, place: Place, task: Task, metadata: dict[str, Any]) -> None:
+        """Play one member of a group; a failed attempt is replaced by another trajectory."""
+        attempts = self._options.limits.attempts
+        for attempt in range(1, attempts + 1):
+            key = place.key if attempt == 1 else f"{place.key}.{attempt}"
+            async with self._free:
+                ended = await self._attempt(
+                    replace(place, key=key), task, metadata, last=attempt == attempts
+                )
+            self._progress.ended(ended)
+            if ended.outcome != "replaced":
+                return
+
+    async def _attempt(
+        self, place: Place, task: Task, metadata: dict[str, Any], last: bool
+    ) -> Ended:
+        """Open, play and end one trajectory."""
+        rollout = self.last = await self._open(place, metadata)
+        try:
+            reward, ended = await self._play(task, rollout, last)
+        except asyncio.CancelledError:
+            with suppress(FlowError, TimeoutError):
+                async with asyncio.timeout(STOP_WITHIN_S):
+                    await self._end(rollout, Ended("abandoned", reason="stopped"), None)
+            raise
+        if self._options.dry:
+            await self._end(rollout, Ended("abandoned", reason="dry run"), None)
+            return ended
+        try:
+            await self._end(rollout, ended, reward)
+        except GatewayUnavailable:
+            raise
+        except FlowError as error:  # the reward is out of bounds, or the key may not give one
+            ended = Ended("failed", None, str(error))
+            await self._end(rollout, ended, None)
+        return ended
+
+    async def _play(self, task: Task, rollout: Rollout, last: bool) -> tuple[Reward, Ended]:
+        limit_s = self._options.limits.timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                reward = checked_reward(await self._flow(task, rollout))
+            return reward, Ended("completed", total(reward))
+        except GatewayUnavailable:
+            raise
+        except TimeoutError:
+            outcome: Outcome = "abandoned" if last else "replaced"
+            return None, Ended(outcome, None, f"no result within {limit_s:g} s")
+        except Exception as error:  # noqa: BLE001 - of the user's flow: the others go on
+            reason = f"{type(error).__name__}: {error}"[:500]
+            return None, Ended("failed" if last else "replaced", None, reason)
+
+    async def _open(self, place: Place, metadata: dict[str, Any]) -> Rollout:
+        session = await self._gateway.open(place, metadata)
+
+        async def open_agent(name: str) -> Rollout:
+            other = replace(place, key=f"{place.key}.{name}", group=f"{place.group}.{name}")
+            return await self._open(other, metadata)
+
+        return Rollout(
+            place=place,
+            session=session,
+            model=self._options.model,
+            sampling=self._options.sampling,
+            openai=self._openai.with_options(base_url=session.base_url, api_key=session.api_key),
+            open_agent=open_agent,
+            give_reward=self._gateway.reward,
+        )
+
+    async def _end(self, rollout: Rollout, ended: Ended, reward: Reward) -> None:
+        """End the trajectories of a rollout and of its other agents."""
+        await rollout.close()
+        for agent in rollout.agents.values():
+            own = agent.reward if ended.outcome == "completed" else None
+            await self._end(agent, replace(ended, reward=own), own)
+        if isinstance(reward, dict):
+            for name, value in reward.items():
+                await self._gateway.reward(rollout.place, name, value)
+        number = reward if isinstance(reward, float) else None
+        await self._gateway.complete(rollout.place, ended.outcome, number, ended.reason)

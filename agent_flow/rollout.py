@@ -1,0 +1,145 @@
+"""A rollout: one recorded attempt at a task, and the clients that reach it."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from agent_flow.chat.loop import Message, Prompt, Reply, chat
+from agent_flow.chat.tools import Tool
+from agent_flow.errors import FlowError
+from agent_flow.gateway.client import Place, Session
+
+if TYPE_CHECKING:
+    from anthropic import AsyncAnthropic
+    from openai import AsyncOpenAI
+
+
+@dataclass
+class Rollout:
+    """One attempt at a task. Every call through it is a step of its trajectory.
+
+    Attributes:
+        key: of the trajectory.
+        group: the task's group; its rollouts are compared with each other.
+        base_url: for any OpenAI-compatible client; ends with `/v1`.
+        api_key: reaches this trajectory and nothing else.
+        model: name that clients send.
+        sampling: temperature and the like, which `chat` sends.
+        openai: OpenAI client of this rollout; connections are shared with other rollouts.
+        reward: of this rollout, if it is another agent's (see `agent`).
+        chats: messages of each `chat`, in the order in which they ended.
+    """
+
+    place: Place
+    session: Session
+    model: str
+    sampling: Mapping[str, Any]
+    openai: AsyncOpenAI
+    open_agent: Callable[[str], Awaitable[Rollout]]
+    give_reward: Callable[[Place, str, float, str | None], Awaitable[None]]
+    reward: float | None = None
+    chats: list[list[Message]] = field(default_factory=list)
+    agents: dict[str, Rollout] = field(default_factory=dict)
+
+    @property
+    def key(self) -> str:
+        return self.place.key
+
+    @property
+    def group(self) -> str:
+        return self.place.group
+
+    @property
+    def base_url(self) -> str:
+        return self.session.base_url
+
+    @property
+    def api_key(self) -> str:
+        return self.session.api_key
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """For any HTTP client."""
+        return {"authorization": f"Bearer {self.api_key}"}
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Environment variables by which agents find the gateway."""
+        return {
+            "OPENAI_BASE_URL": self.base_url,
+            "OPENAI_API_KEY": self.api_key,
+            "ANTHROPIC_BASE_URL": self.base_url.removesuffix("/v1"),
+            "ANTHROPIC_API_KEY": self.api_key,
+        }
+
+    @cached_property
+    def anthropic(self) -> AsyncAnthropic:
+        """Anthropic client of this rollout."""
+        try:
+            from anthropic import AsyncAnthropic
+        except ImportError as error:
+            raise FlowError("rollout.anthropic needs the package anthropic") from error
+        return AsyncAnthropic(base_url=self.base_url.removesuffix("/v1"), api_key=self.api_key)
+
+    async def chat(
+        self,
+        prompt: Prompt,
+        *,
+        tools: Sequence[Callable[..., Any] | Tool] = (),
+        max_turns: int = 1,
+        **request: Any,
+    ) -> Reply:
+        """Chat with the model until it calls no tool.
+
+        Args:
+            prompt: text of a user message, or messages in OpenAI's form, images included.
+            tools: Python functions, sync or async, with type hints and a docstring. What one
+                raises is its result: the model sees it.
+            max_turns: calls of the model at most.
+            request: further fields of the request, such as max_tokens.
+
+        Raises:
+            openai.OpenAIError: A call failed after its retries.
+            FlowError: A function cannot be a tool.
+        """
+        turns = max(max_turns, 2) if tools and max_turns == 1 else max_turns
+        fields = {"model": self.model, **self.sampling, **request}
+        reply = await chat(self.openai, prompt, tools, turns, fields)
+        self.chats.append(reply.messages)
+        return reply
+
+    async def agent(self, name: str) -> Rollout:
+        """Return another agent's rollout of the same task: a trajectory in a group of its own.
+
+        Set its `reward`; it ends with this rollout. Agents that share a reward and a context need
+        none of this: several chats of one rollout are branches of one trajectory.
+
+        Args:
+            name: of the agent, equal in all rollouts; a second call returns the same rollout.
+        """
+        if name not in self.agents:
+            self.agents[name] = await self.open_agent(name)
+        return self.agents[name]
+
+    async def step_reward(self, step_id: str | None, value: float, name: str = "step") -> None:
+        """Reward one step, for algorithms with credit of steps.
+
+        Args:
+            step_id: `Reply.step_id`, or header `x-clawstream-step` of a reply.
+            value: the reward.
+            name: of the reward.
+
+        Raises:
+            FlowError: The gateway refuses it, or step_id is None.
+        """
+        if step_id is None:
+            raise FlowError("step_reward: the reply has no step id; was it sent by a gateway?")
+        await self.give_reward(self.place, name, value, step_id)
+
+    async def close(self) -> None:
+        """Close what `anthropic` opened."""
+        if "anthropic" in self.__dict__:
+            await self.anthropic.close()

@@ -1,0 +1,121 @@
+"""Tasks: mappings with an optional `id`, from a generator or a file."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from agent_flow.errors import FlowError
+
+Task = Mapping[str, Any]
+_FORBIDDEN = re.compile(r"[^A-Za-z0-9._:@=+-]")
+_LONGEST_ID = 120
+
+
+def tasks_of_file(path: Path) -> Iterator[Task]:
+    """Yield the tasks of a JSONL or Parquet file, or of a Hugging Face dataset on disk.
+
+    Args:
+        path: `*.jsonl`, `*.parquet`, or a directory written by `Dataset.save_to_disk`.
+
+    Raises:
+        FlowError: The file does not exist, or is of another kind.
+    """
+    if path.is_dir():
+        files = sorted(path.glob("*.arrow"))
+        if not files:
+            raise FlowError(f"tasks={path}: no *.arrow file; Dataset.save_to_disk writes them")
+        return (task for file in files for task in _arrow(file))
+    if not path.is_file():
+        raise FlowError(f"tasks={path}: no such file")
+    if path.suffix == ".jsonl":
+        return _jsonl(path)
+    if path.suffix == ".parquet":
+        return _parquet(path)
+    raise FlowError(f"tasks={path}: must be *.jsonl, *.parquet, or a dataset directory")
+
+
+def _jsonl(path: Path) -> Iterator[Task]:
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                task = json.loads(line)
+            except ValueError as error:
+                raise FlowError(f"{path}, line {number}: not JSON: {error}") from error
+            if not isinstance(task, dict):
+                raise FlowError(f"{path}, line {number}: not a JSON object")
+            yield task
+
+
+def _parquet(path: Path) -> Iterator[Task]:
+    parquet = _pyarrow("parquet")
+    for batch in parquet.ParquetFile(path).iter_batches(256):
+        yield from batch.to_pylist()
+
+
+def _arrow(path: Path) -> Iterator[Task]:
+    pyarrow = _pyarrow("ipc")
+    with path.open("rb") as file:
+        for batch in pyarrow.open_stream(file):
+            yield from batch.to_pylist()
+
+
+def _pyarrow(module: str) -> Any:
+    try:
+        import pyarrow.ipc
+        import pyarrow.parquet
+    except ImportError as error:
+        raise FlowError("tasks in Parquet and Arrow files need the package pyarrow") from error
+    return getattr(pyarrow, module)
+
+
+def numbered(
+    tasks: Iterable[Any], shard: tuple[int, int] = (0, 1), limit: int | None = None
+) -> Iterator[tuple[str, Task]]:
+    """Yield id and task of those that this process plays, in order.
+
+    Args:
+        tasks: Mappings; `id` defaults to the position.
+        shard: This process's index and the number of processes that share the tasks.
+        limit: Number of tasks of all processes.
+
+    Raises:
+        FlowError: A task is not a mapping.
+    """
+    index, processes = shard
+    for number, task in enumerate(islice(tasks, limit)):
+        if number % processes != index:
+            continue
+        if not isinstance(task, Mapping):
+            raise FlowError(f"task {number} is a {type(task).__name__}, not a mapping")
+        yield id_text(task.get("id", number)), task
+
+
+def id_text(value: Any) -> str:
+    """Return a task's id as part of a group id: unchanged if it can be, else with its hash."""
+    text = str(value)
+    plain = _FORBIDDEN.sub("_", text)[:_LONGEST_ID]
+    if plain == text and text:
+        return text
+    return f"{plain}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+
+
+def metadata_of(task: Task) -> dict[str, Any]:
+    """Return the task as JSON for reward functions and queries.
+
+    Raises:
+        FlowError: A value is not JSON.
+    """
+    try:
+        return dict(json.loads(json.dumps(dict(task), allow_nan=False)))
+    except (TypeError, ValueError) as error:
+        raise FlowError(
+            f"task {task.get('id', '')!r}: not JSON: {error}; keep such values out of the task"
+        ) from error

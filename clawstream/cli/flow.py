@@ -1,0 +1,83 @@
+"""`clawstream flow`: rollouts of agent flows and of command lines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
+
+import typer
+
+from clawstream.cli.common_options import Config, fail, group, load, settings_of
+
+Words = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[name=value]...", help="Options of the flow, and settings a.b=c."),
+]
+Evaluate = Annotated[
+    bool, typer.Option("--eval", help="On channel val, which is never trained, one rollout a task.")
+]
+Dry = Annotated[
+    bool, typer.Option("--dry", help="One rollout without effect; prints its conversation.")
+]
+UNTIL_DASHES = {"allow_interspersed_args": False, "ignore_unknown_options": True}
+
+app = group()
+
+
+@app.command("run")
+def run(
+    flow: Annotated[str, typer.Argument(metavar="FILE.py:FLOW", help="The flow.")],
+    words: Words = None,
+    evaluate: Evaluate = False,
+    dry: Dry = False,
+    config: Config = None,
+) -> None:
+    """Play a flow's tasks against the gateway; names the rollouts that failed, and why."""
+    _play("run_flow", flow, words or (), evaluate, dry, config)
+
+
+@app.command("exec")
+def execute(
+    words: Annotated[
+        list[str], typer.Argument(metavar="tasks=FILE [name=value]... -- COMMAND [ARGUMENT]...")
+    ],
+    evaluate: Evaluate = False,
+    dry: Dry = False,
+    config: Config = None,
+) -> None:
+    """Run a command line for each task, with the gateway in its environment.
+
+    Any agent that reads OPENAI_BASE_URL or ANTHROPIC_BASE_URL works. `{field}` in an argument is
+    the task's. reward=exit|file|none|FILE.py:FUNCTION says where the reward comes from.
+    """
+    options, command = split_command(words)
+    _play("run_command", command, options, evaluate, dry, config)
+
+
+def split_command(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Split words into options and the command, which starts at the first word without `=`."""
+    at = next((i for i, word in enumerate(words) if "=" not in word), len(words))
+    return list(words[:at]), list(words[at:])
+
+
+def _play(
+    function: str,
+    what: Any,
+    words: Sequence[str],
+    evaluate: bool,
+    dry: bool,
+    config: Any,
+) -> None:
+    main, errors, options = load("agent_flow.main"), load("agent_flow.errors"), "agent_flow.options"
+    own = [word for word in words if "." not in word.partition("=")[0]]
+    settings = settings_of(config, [word for word in words if word not in own])
+    mode = load(options).Mode(evaluate=evaluate, dry=dry)
+    play: Callable[..., int] = getattr(main, function)
+    defaults = {
+        "gateway": settings.gateway.public_url or f"http://127.0.0.1:{settings.gateway.port}",
+        "run": settings.run_id,
+    }
+    try:
+        raise SystemExit(play(what, own, mode, defaults))
+    except errors.FlowError as error:
+        fail(str(error), 2)

@@ -1,0 +1,72 @@
+"""Tasks from files, their ids, and their division among processes."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agent_flow.errors import FlowError
+from agent_flow.tasks import id_text, metadata_of, numbered, tasks_of_file
+from schemas.ids import check_group_id
+
+TASKS = [{"id": "a", "question": "1+1?", "answer": 2}, {"id": "b", "question": "2+2?", "answer": 4}]
+
+
+def test_each_kind_of_file_gives_the_same_tasks(tmp_path: Path) -> None:
+    lines, parquet, dataset = tmp_path / "t.jsonl", tmp_path / "t.parquet", tmp_path / "dataset"
+    lines.write_text("\n".join(map(json.dumps, TASKS)) + "\n\n")
+    table = pa.Table.from_pylist(TASKS)
+    pa.parquet.write_table(table, parquet)
+    dataset.mkdir()
+    with pa.ipc.new_stream(dataset / "data-00000-of-00001.arrow", table.schema) as stream:
+        stream.write_table(table)
+    for path in (lines, parquet, dataset):
+        assert list(tasks_of_file(path)) == TASKS
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "error"),
+    [
+        ("t.jsonl", "{}\n[1]", "t.jsonl, line 2: not a JSON object"),
+        ("t.jsonl", "{", "t.jsonl, line 1: not JSON"),
+        ("t.csv", "a", "must be"),
+        ("none.jsonl", None, "no such file"),
+    ],
+)
+def test_bad_file_is_named(tmp_path: Path, name: str, content: str | None, error: str) -> None:
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    with pytest.raises(FlowError, match=error):
+        list(tasks_of_file(tmp_path / name))
+
+
+@given(st.lists(st.integers()), st.integers(1, 5), st.integers(0, 9))
+def test_processes_share_all_tasks_once(numbers: list[int], processes: int, limit: int) -> None:
+    tasks = [{"number": n} for n in numbers]
+    shared = [found for i in range(processes) for found in numbered(tasks, (i, processes), limit)]
+    assert sorted(int(name) for name, _ in shared) == list(range(min(limit, len(tasks))))
+
+
+@given(st.one_of(st.text(), st.integers()))
+def test_every_id_is_a_group_id(value: str | int) -> None:
+    name = id_text(value)
+    assert check_group_id(f"flow-{name}") and re.fullmatch(r"[A-Za-z0-9._:@=+-]{1,140}", name)
+
+
+@given(st.text(), st.text())
+def test_different_ids_stay_different(one: str, other: str) -> None:
+    assert (id_text(one) == id_text(other)) == (one == other)
+
+
+def test_task_that_is_not_json_is_refused() -> None:
+    assert metadata_of({"id": 1, "gold": [1, 2]}) == {"id": 1, "gold": [1, 2]}
+    for value in (object(), float("nan")):
+        with pytest.raises(FlowError, match="task 'x': not JSON"):
+            metadata_of({"id": "x", "value": value})
