@@ -68,10 +68,10 @@ def _play(
     dry: bool,
     config: Any,
 ) -> None:
-    main, errors, options = load("agent_flow.main"), load("agent_flow.errors"), "agent_flow.options"
-    own = [word for word in words if "." not in word.partition("=")[0]]
+    main, errors, options = (load(f"agent_flow.{m}") for m in ("main", "errors", "options"))
+    own = [word for word in words if word.partition("=")[0] in options.Words.model_fields]
     settings = settings_of(config, [word for word in words if word not in own])
-    mode = load(options).Mode(evaluate=evaluate, dry=dry)
+    mode = options.Mode(evaluate=evaluate, dry=dry)
     play: Callable[..., int] = getattr(main, function)
     defaults = {
         "gateway": settings.gateway.public_url or f"http://127.0.0.1:{settings.gateway.port}",

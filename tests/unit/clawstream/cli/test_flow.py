@@ -1,0 +1,38 @@
+"""`clawstream flow`: options of the flow, settings, and the command."""
+
+from __future__ import annotations
+
+import pytest
+
+from agent_flow.errors import FlowError
+from agent_flow.flow import Limits
+from agent_flow.options import Mode, options_of, parse_words
+from clawstream.cli.flow import split_command
+
+
+def test_command_begins_at_the_first_word_without_equals_sign() -> None:
+    words = ["tasks=t.jsonl", "n=8", "agent", "--ask={prompt}", "x=1"]
+    assert split_command(words) == (["tasks=t.jsonl", "n=8"], ["agent", "--ask={prompt}", "x=1"])
+
+
+def test_words_override_the_flow_and_evaluation_plays_each_task_once() -> None:
+    words = parse_words(["concurrency=2", "temperature=0", "shard=1/3"], {"run": "mine"})
+    options = options_of(words, Limits(), Mode())
+    assert (options.run, options.channel, options.shard) == ("mine", "train", (1, 3))
+    assert (options.limits.group_size, options.limits.concurrency) == (8, 2)
+    assert options.sampling == {"temperature": 0}
+    evaluation = options_of(words, Limits(), Mode(evaluate=True))
+    assert (evaluation.channel, evaluation.limits.group_size) == ("val", 1)
+    dry = options_of(words, Limits(), Mode(dry=True))
+    assert (dry.channel, dry.limit) == ("val", 1)
+
+
+@pytest.mark.parametrize("word", ["n", "n=0", "n=many", "shard=3", "color=red", "top_p=2"])
+def test_wrong_word_is_named(word: str) -> None:
+    with pytest.raises(FlowError, match=word.partition("=")[0]):
+        parse_words([word], {})
+
+
+def test_shard_beyond_the_processes_is_refused() -> None:
+    with pytest.raises(FlowError, match="shard=3/3"):
+        options_of(parse_words(["shard=3/3"], {}), Limits(), Mode())
