@@ -95,7 +95,7 @@ class AttributedStep:
 
 
 @dataclass(frozen=True, slots=True)
-class Receipt:
+class RequestContext:
     """Hold the values that all steps of a request share.
 
     received_at: microseconds. An idempotency key is not among them: it belongs to a request, and
@@ -107,14 +107,14 @@ class Receipt:
     user_agent: str | None = None
 
 
-def step_of(step: AttributedStep, receipt: Receipt, text: str | None) -> Step:
+def step_of(step: AttributedStep, context: RequestContext, text: str | None) -> Step:
     """Return the record of a step.
 
     Its id is a function of its content: the same step submitted twice is one event.
 
     Args:
         step: The step and its trajectory.
-        receipt: Values of the request.
+        context: Values of the request.
         text: Text of the response; None when it is unknown.
 
     Raises:
@@ -150,10 +150,10 @@ def step_of(step: AttributedStep, receipt: Receipt, text: str | None) -> Step:
         versions=_spans(step, len(payload.response_ids)),
         version_first=stated,
         version_last=stated,
-        user_agent=receipt.user_agent,
-        gateway_id=receipt.gateway_id,
-        received_at=receipt.received_at,
-        finished_at=receipt.received_at,
+        user_agent=context.user_agent,
+        gateway_id=context.gateway_id,
+        received_at=context.received_at,
+        finished_at=context.received_at,
     )
 
 

@@ -15,7 +15,7 @@ from gateway.api.recorder import Recorder
 from gateway.auth.authenticator import Principal
 from gateway.claw_r1.bodies import read_as
 from gateway.claw_r1.reward import TextOf
-from gateway.claw_r1.steps import AttributedStep, Receipt, StepPayload, Submission, step_of
+from gateway.claw_r1.steps import AttributedStep, RequestContext, StepPayload, Submission, step_of
 from gateway.durability.record_writer import Event
 from gateway.errors import BadRequest, Unprocessable
 from gateway.proxy.services import Services
@@ -64,7 +64,7 @@ class Submitter:
         self, caller: Principal, headers: Mapping[str, str], body: bytes, channel: Channel | None
     ) -> tuple[int, list[Event]]:
         services = self._services
-        receipt = Receipt(
+        context = RequestContext(
             services.settings.gateway.gateway_id, services.clock.micros(), headers.get("user-agent")
         )
         attributed = [
@@ -73,7 +73,7 @@ class Submitter:
         ]
         # In the order in which assemble shall find them on the log.
         attributed.sort(key=lambda step: step.payload.step_index)
-        steps = [(a, step_of(a, receipt, self._text(a.payload))) for a in attributed]
+        steps = [(a, step_of(a, context, self._text(a.payload))) for a in attributed]
         return len(steps), self._events(caller, steps)
 
     def _attribute(

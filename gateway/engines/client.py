@@ -236,7 +236,7 @@ class UpstreamCall:
         while True:
             engine = upstream.engines.pick(self._key, self._route, self._tried)
             if engine is not None:
-                response = await self._try(engine)
+                response = await self._attempt(engine)
                 if response is not None:
                     return response
                 self._tried = (*self._tried, engine)
@@ -258,7 +258,7 @@ class UpstreamCall:
     ) -> None:
         self._release()
 
-    async def _try(self, engine: Engine) -> Response | None:
+    async def _attempt(self, engine: Engine) -> Response | None:
         """Send the call to this engine. None: retry on another engine."""
         spec = engine.spec
         self._engine, self._role = engine, engine.begin()

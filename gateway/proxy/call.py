@@ -157,10 +157,10 @@ class ProxiedCall:
         """Make steps durable. Raises NotRecorded."""
         services = self.services
         self._counted.tokens = tokens_of(steps)
-        receipt = await services.record_writer.record(steps)
+        delivery = await services.record_writer.record(steps)
         for step in steps:
             services.metrics.recorded[step.status].inc()
-        if receipt == "spooled":
+        if delivery == "spooled":
             services.metrics.steps_spooled.inc(len(steps))
 
     def answered(self, steps: Sequence[Step]) -> str:

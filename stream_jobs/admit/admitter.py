@@ -28,7 +28,7 @@ from stream_jobs.admit.decisions.journal import (
     JournalRecord,
     decode_input,
 )
-from stream_jobs.admit.decisions.recovery import Journal
+from stream_jobs.admit.decisions.recovery import JournalReader
 from stream_jobs.admit.equal_rewards import EqualRewards
 from stream_jobs.admit.fold import AdmissionFold
 from stream_jobs.admit.policy import Published, is_of_settings, policy_rejection
@@ -75,7 +75,7 @@ class ChannelAdmitter:
         path = settings.data_dir / "admit" / f"{self._name}.checkpoint"
         self._checkpoint = CheckpointFile(path, decoder.codec, self._log)
         self._equal_rewards = EqualRewards()
-        self._journal = Journal(
+        self._journal = JournalReader(
             cluster, decoder, self._topics.ready_batches(self._run, channel), self._run, channel
         )
         low = cluster.watermarks(topic, [partition])[partition][0]

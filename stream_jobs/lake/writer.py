@@ -61,14 +61,16 @@ class Lake:
             writer.create(self._history)
             return writer.latest()
 
-        before = [t for name in self.tables if (t := self._try(name, created, None)) is not None]
+        before = [
+            t for name in self.tables if (t := self._on_table(name, created, None)) is not None
+        ]
 
         def highest(app: str) -> int | None:
             versions = [v for t in before if (v := t.transaction_version(app)) is not None]
             return max(versions, default=None)
 
         for name in self.tables:
-            self._try(name, lambda w: self._acquire_table(w, highest), None)
+            self._on_table(name, lambda w: self._acquire_table(w, highest), None)
         if len(self.damaged) == len(self.tables):
             raise next(iter(self.damaged.values()))
 
@@ -77,7 +79,7 @@ class Lake:
         self._lease = writer.acquire(self._lease, least)
         writer.fill_window()
 
-    def _try(self, name: str, action: Callable[[TableWriter], _T], otherwise: _T) -> _T:
+    def _on_table(self, name: str, action: Callable[[TableWriter], _T], otherwise: _T) -> _T:
         """Return `action` of the writer of a table, or `otherwise` if the table is damaged."""
         if name not in self.damaged:
             try:
@@ -122,7 +124,7 @@ class Lake:
         A commit notices a repair too, but a table without new rows has no commits.
         """
         for name in self.tables:
-            self._try(name, TableWriter.check_not_repaired, None)
+            self._on_table(name, TableWriter.check_not_repaired, None)
 
     def committed_offsets(self, name: str, partitions: Iterable[TopicIdPartition]) -> Positions:
         """Return the committed offsets of a table; {} for a damaged one.
@@ -130,11 +132,11 @@ class Lake:
         Omits partitions without a committed offset.
         """
         nothing: Positions = {}
-        return self._try(name, lambda w: w.committed_offsets(partitions), nothing)
+        return self._on_table(name, lambda w: w.committed_offsets(partitions), nothing)
 
     def commit_due(self, name: str, positions: Positions) -> bool:
         """Return whether a table without new rows needs a commit of its offsets alone."""
-        return self._try(name, lambda w: w.commit_due(positions), False)
+        return self._on_table(name, lambda w: w.commit_due(positions), False)
 
     def append(
         self,
@@ -150,7 +152,7 @@ class Lake:
             The number of new rows; 0 for a damaged table: `recover` tells when its topics must be
             read again.
         """
-        return self._try(
+        return self._on_table(
             name,
             lambda w: w.append(rows, positions, self.redelivered, reject, commit_offsets),
             0,
@@ -172,7 +174,7 @@ class Lake:
             return True
 
         try:
-            return self._try(wider.name, add, False)
+            return self._on_table(wider.name, add, False)
         except SchemaRefused as e:
             logger().warning("lake_columns_refused", table=wider.name, error=str(e))
             return False

@@ -27,7 +27,7 @@ class RunSummary:
 
 
 @dataclass(frozen=True, slots=True)
-class Journal:
+class JournalSummary:
     """The ready batches of a run and channel.
 
     end: Of the log. seen: Next candidate that admission has not read. trained: Where a trainer
@@ -89,11 +89,11 @@ class RunSurvey:
         """Return the candidates partition of a run."""
         return partition_of(run_id.encode(), self.there[self._topics.candidates])
 
-    def journal(self, topic: str, whole: bool) -> Journal:
+    def journal(self, topic: str, whole: bool) -> JournalSummary:
         """Return a journal; with `whole` also the fields that follow from its records."""
         run_id, channel = self.journals[topic]
         low, end = self.ends[topic][0]
-        bare = Journal(run_id, channel, topic, low, end)
+        bare = JournalSummary(run_id, channel, topic, low, end)
         if not whole:
             return bare
         candidates = self._topics.candidates
@@ -132,9 +132,9 @@ class RunSurvey:
 
 
 def journal_of(
-    bare: Journal, events: Iterator[tuple[int, object]], candidates_id: str, committed: int,
+    bare: JournalSummary, events: Iterator[tuple[int, object]], candidates_id: str, committed: int,
     versions: list[WeightVersion], journal_id: str, is_trained: bool,
-) -> Journal:  # fmt: skip
+) -> JournalSummary:  # fmt: skip
     """Summarize a journal by its records. Pure.
 
     Args:

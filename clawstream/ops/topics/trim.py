@@ -22,7 +22,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from clawstream.ops.topics.run_survey import Journal, RunSummary, RunSurvey
+from clawstream.ops.topics.run_survey import JournalSummary, RunSummary, RunSurvey
 from clawstream.text_table import text_table
 from runtime.errors import PlumbingError
 from runtime.kafka import Cluster
@@ -99,7 +99,10 @@ def trim_range(
 
 
 def needs(
-    run: str, summary: RunSummary | None, journals: Sequence[Journal], given_up: Collection[str]
+    run: str,
+    summary: RunSummary | None,
+    journals: Sequence[JournalSummary],
+    given_up: Collection[str],
 ) -> str | None:
     """Return why a run still needs all its records; None: it is over. journals: Of its channels."""
     if summary is not None and summary.has_policy and summary.ended is None:
@@ -123,7 +126,7 @@ def needs(
     return f"run {run} has no policy yet (--give-up {run})"
 
 
-def _unread_end(journal: Journal, ended: int) -> str | None:
+def _unread_end(journal: JournalSummary, ended: int) -> str | None:
     if journal.low > 0 or journal.unreadable is not None or journal.seen > ended:
         return None
     name = f"{journal.run_id} ({journal.channel})"
@@ -135,7 +138,7 @@ def _unread_end(journal: Journal, ended: int) -> str | None:
 
 
 def journal_bounds(
-    journal: Journal, need: str | None, given_up: Collection[str]
+    journal: JournalSummary, need: str | None, given_up: Collection[str]
 ) -> Iterator[Bound]:
     """Yield the bounds of the ready batches of a run. need: Why it needs all of them."""
     run = journal.run_id

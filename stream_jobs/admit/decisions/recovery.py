@@ -30,7 +30,7 @@ class Recovered:
     records: int
 
 
-class Journal:
+class JournalReader:
     """The journal of a run and channel, as it is at the start of admission."""
 
     def __init__(

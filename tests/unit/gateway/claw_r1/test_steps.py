@@ -23,7 +23,7 @@ from gateway.claw_r1.steps import (
     MAX_STEPS,
     PROTOCOL,
     AttributedStep,
-    Receipt,
+    RequestContext,
     StepPayload,
     step_of,
 )
@@ -32,7 +32,7 @@ from schemas.records import Reward, SessionEvent, Step, VersionSpan
 from schemas.tokens import unpack_ids, unpack_logprobs
 
 WHERE = TrajectoryRef("default", "t1", "g1", None)
-RECEIPT = Receipt("gateway-0", 5)
+CONTEXT = RequestContext("gateway-0", 5)
 
 
 @pytest.fixture
@@ -320,7 +320,7 @@ def placed(**more: Any) -> AttributedStep:
 def test_the_version_is_the_one_that_the_agent_states(
     said: dict[str, Any], version: str | None
 ) -> None:
-    found = step_of(placed(**said), RECEIPT, None)
+    found = step_of(placed(**said), CONTEXT, None)
     assert (found.version_first, found.version_last, found.versions) == (version, version, ())
 
 
@@ -329,13 +329,13 @@ def test_exact_versions_can_be_stated() -> None:
         {"version": "default/1.0", "start": 0, "end": 1},
         {"version": "default/2.0", "start": 1, "end": 3},
     ]
-    found = step_of(placed(versions=spans), RECEIPT, "Hello")
+    found = step_of(placed(versions=spans), CONTEXT, "Hello")
     assert found.versions == tuple(VersionSpan(**s) for s in spans)  # type: ignore[arg-type]
     assert found.response_json == b'{"role":"assistant","content":"Hello"}'
 
 
 def test_a_step_without_logprobs_says_so() -> None:
-    found = step_of(placed(rollout_log_probs=None), RECEIPT, None)
+    found = step_of(placed(rollout_log_probs=None), CONTEXT, None)
     assert (found.response_logprobs, found.tokens_absent_reason) == (
         None,
         "the agent submitted no log-probabilities",
@@ -356,7 +356,7 @@ def test_ids_are_of_the_content(
             "rollout_log_probs": None,
             "step_index": index,
         }
-        return step_of(placed(**(said | more)), RECEIPT, None)
+        return step_of(placed(**(said | more)), CONTEXT, None)
 
     one = made()
     assert made() == one and made(reward=1.0, is_last=True).step_id == one.step_id
@@ -375,4 +375,4 @@ def test_ids_are_of_the_content(
         ).payload,
         TrajectoryRef("other", "t1", "g1", None),
     )
-    assert step_of(elsewhere, RECEIPT, None).step_id != one.step_id
+    assert step_of(elsewhere, CONTEXT, None).step_id != one.step_id

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from support.admit import policy
 
 from clawstream.ops.topics.run_survey import (
-    Journal,
+    JournalSummary,
     RunSummary,
     journal_of,
     last_trained,
@@ -35,12 +35,14 @@ from schemas.codec.single_object import Codec
 from schemas.records import Late, PolicyApplied, ReadyBatch, Refused, WeightVersion
 
 CODEC = Codec()
-JOURNAL = Journal("a", "train", "claw.ready-batches.a.train", low=0, end=20, seen=60, trained=20)
+JOURNAL = JournalSummary(
+    "a", "train", "claw.ready-batches.a.train", low=0, end=20, seen=60, trained=20
+)
 
-EMPTY = Journal("a", "val", "claw.ready-batches.a.val", low=0, end=0)
+EMPTY = JournalSummary("a", "val", "claw.ready-batches.a.val", low=0, end=0)
 
 
-def bounds(journal: Journal, need: str | None = None, *given_up: str) -> list[int]:
+def bounds(journal: JournalSummary, need: str | None = None, *given_up: str) -> list[int]:
     return [b.at for b in journal_bounds(journal, need, given_up)]
 
 
@@ -92,7 +94,7 @@ def test_the_lowest_bound_counts(low: int, more: int, at: list[int]) -> None:
     ],
 )  # fmt: skip
 def test_which_run_is_over(
-    summary: RunSummary | None, journals: list[Journal], given_up: list[str], why: str | None
+    summary: RunSummary | None, journals: list[JournalSummary], given_up: list[str], why: str | None
 ) -> None:
     found = needs("a", summary, journals, given_up)
     assert found is None if why is None else found is not None and found.startswith(why)
