@@ -114,7 +114,8 @@ class OpenClaw:
                         await asyncio.sleep(0.2)
                 yield
             finally:
-                os.killpg(process.pid, signal.SIGKILL)
+                if process.returncode is None:
+                    os.killpg(process.pid, signal.SIGKILL)
                 await process.wait()
 
 

@@ -230,7 +230,9 @@ def test_memory_does_not_grow_with_the_calls_served(
         # The gateway finishes the calls of the clients that disconnected.
         eventually(lambda: counted(scraped(port), "clawstream_gateway_in_flight") == 0)
         told = scraped(port)
-    assert counted(told, "clawstream_gateway_steps_answered_total") == CALLS - 2 * (CALLS // 50)
+    answered = counted(told, "clawstream_gateway_steps_answered_total")
+    # A reply may have ended before its client disconnected.
+    assert 0 <= answered - (CALLS - 2 * (CALLS // 50)) <= left
     assert counted(told, 'clawstream_gateway_steps_recorded_total{status="aborted"}') > left / 2 > 0
     assert counted(told, "clawstream_gateway_steps_spooled_total") == 0
     assert len(told.splitlines()) <= samples + 4

@@ -42,7 +42,7 @@ def kill_at_random(
             if victim == "broker":
                 broker_killed.append(time.monotonic())
         killed_s = time.monotonic() - begun
-        feeder.finish(timeout_s=steps / rate + 300)
+        feeder.finish(timeout_s=3 * steps / rate + 300)  # a busy machine does not reach the rate
         acks = feeder.acks()
         made.settle(acks)
         logs = Logs.read(settings, made.cluster)
