@@ -84,7 +84,11 @@ class Frame(NamedTuple):
 
 
 def encode(frame: Frame) -> bytes:
-    """A frame's bytes."""
+    """A frame's bytes.
+
+    Raises:
+        ValueError: A choice has another number of log-probabilities than of ids.
+    """
     head: dict[str, Any] = {"g": frame.generation}
     arrays = []
     if frame.prompt_ids is not None:

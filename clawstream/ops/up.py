@@ -40,7 +40,11 @@ COMMANDS = {
 
 
 def wanted(settings: Settings) -> list[str]:
-    """Return the processes to start, in order; without a model only the data part."""
+    """Return the processes to start, in order; without a model only the data part.
+
+    Raises:
+        SettingsError: The settings name an unknown process.
+    """
     unknown = set(settings.up.processes) - COMMANDS.keys()
     if unknown:
         raise SettingsError(

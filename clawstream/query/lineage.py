@@ -326,7 +326,11 @@ class Lineage:
     # -- a run
 
     def run(self, run_id: str) -> Row:
-        """Return the counts of a run: versions, batches, groups, trajectories, steps."""
+        """Return the counts of a run: versions, batches, groups, trajectories, steps.
+
+        Raises:
+            NotInLake: The lake has nothing of the run.
+        """
         of_run, versions = f"WHERE run_id = {_text(run_id)}", list(self._versions(run_id).values())
         (steps,) = self._rows(f"SELECT count(*) AS n FROM steps_raw {of_run}")
         groups = self._rows(

@@ -145,7 +145,11 @@ class Cycle:
         }
 
     async def send(self, message: Message) -> None:
-        """Write a part of the reply when the transport accepts it."""
+        """Write a part of the reply when the transport accepts it.
+
+        Raises:
+            RuntimeError: The application sends messages out of order.
+        """
         connection = self._connection
         if not connection.writable.is_set():
             try:

@@ -102,7 +102,12 @@ class Response:
             return  # the end of the block closes the connection
 
     async def pieces(self) -> AsyncIterator[bytes]:
-        """Yield the body as it arrives. The reply must be one that `streams`."""
+        """Yield the body as it arrives. The reply must be one that `streams`.
+
+        Raises:
+            UpstreamFailed: The connection breaks, or the stream is malformed.
+            UpstreamTimeout: The engine sends nothing for too long.
+        """
         inflater = None if self.encoding is None else Inflater(MAX_STREAM)
         try:
             while piece := await self._connection.piece():

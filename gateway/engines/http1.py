@@ -139,6 +139,10 @@ class Connection(asyncio.Protocol):
 
         Args:
             take: Called with the length of each piece before the next one is read.
+
+        Raises:
+            ConnectionError: The connection breaks, or the body exceeds the size limit.
+            TimeoutError: The engine sends nothing for too long.
         """
         parts, size = [], 0
         while piece := await self.piece():

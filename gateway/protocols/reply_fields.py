@@ -50,7 +50,11 @@ def dumps(value: Any) -> bytes:
 
 
 def text(value: object) -> str:
-    """Check a string."""
+    """Check a string.
+
+    Raises:
+        TypeError: The value is no string.
+    """
     if not isinstance(value, str):
         raise TypeError(f"expected a string, not {type(value).__name__}")
     return value
@@ -62,14 +66,22 @@ def text_or_none(value: object) -> str | None:
 
 
 def number(value: object) -> int:
-    """Check an index: a non-negative integer of at most 31 bits."""
+    """Check an index: a non-negative integer of at most 31 bits.
+
+    Raises:
+        TypeError: The value is no such integer.
+    """
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < MOST:
         raise TypeError(f"expected an index, not {value!r:.40}")
     return value
 
 
 def choice_index(choice: dict[str, Any], choices: list[Any]) -> int:
-    """Return the index of a choice; its position in the list when it has none."""
+    """Return the index of a choice; its position in the list when it has none.
+
+    Raises:
+        TypeError: Its index is no such integer.
+    """
     index = choice.get("index")
     if index is None:
         return next(at for at, other in enumerate(choices) if other is choice)
@@ -79,14 +91,22 @@ def choice_index(choice: dict[str, Any], choices: list[Any]) -> int:
 
 
 def mapping(value: object) -> dict[str, Any]:
-    """Check a JSON object."""
+    """Check a JSON object.
+
+    Raises:
+        TypeError: The value is no object.
+    """
     if not isinstance(value, dict):
         raise TypeError(f"expected an object, not {type(value).__name__}")
     return value
 
 
 def array(value: object) -> list[Any]:
-    """Check a JSON array; null becomes an empty list."""
+    """Check a JSON array; null becomes an empty list.
+
+    Raises:
+        TypeError: The value is neither an array nor null.
+    """
     if value is None:
         return []
     if not isinstance(value, list):

@@ -171,6 +171,9 @@ class VllmServer:
 
         Returns:
             A description of the exit code (negative: the signal).
+
+        Raises:
+            ServerFailed: The server was not started.
         """
         if self._process is None:
             raise ServerFailed("vLLM was not started")
@@ -256,7 +259,11 @@ class AttachedServer:
 
 
 async def served_models(http: aiohttp.ClientSession, base_url: str) -> tuple[str, ...]:
-    """Return the model names that agents can request."""
+    """Return the model names that agents can request.
+
+    Raises:
+        EngineUnavailable: The engine does not answer, or with an error.
+    """
     try:
         async with http.get(
             f"{base_url}/v1/models", timeout=aiohttp.ClientTimeout(total=30)

@@ -191,7 +191,11 @@ def _properties(settings: str) -> dict[str, str]:
 
 
 def fetch_with_jgo(jar: PinnedJar, directory: Path) -> Path:
-    """Download one jar below `directory` from the Maven repositories of the jgo configuration."""
+    """Download one jar below `directory` from the Maven repositories of the jgo configuration.
+
+    Raises:
+        JarsError: jgo is not installed.
+    """
     try:
         from jgo.config import GlobalSettings
         from jgo.maven import MavenContext

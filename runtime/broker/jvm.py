@@ -110,7 +110,11 @@ class Jvm:
                 os.kill(self.pid, number)
 
     def end(self, patience_s: float) -> None:
-        """Send SIGTERM, then SIGKILL after `patience_s` (0: at once), and wait for the end."""
+        """Send SIGTERM, then SIGKILL after `patience_s` (0: at once), and wait for the end.
+
+        Raises:
+            BrokerError: The process survives SIGKILL.
+        """
         if patience_s > 0:
             self.signal(signal.SIGTERM)
             self._exited.wait(patience_s)

@@ -284,6 +284,9 @@ class Cluster:
         """Return partition to the log timestamp (ms) of the first record at or after an offset.
 
         Omits partitions without such a record.
+
+        Raises:
+            Unavailable: The records cannot be read within 30 s.
         """
         found: dict[int, int] = {}
         if not offsets:

@@ -99,7 +99,12 @@ def reader_of(writer: Schema, wanted: Schema, made: Made) -> Read:
 
 
 def long(data: bytes, at: int) -> tuple[int, int]:
-    """Decode a long (zig-zag, seven bits a byte); return it and the position behind it."""
+    """Decode a long (zig-zag, seven bits a byte); return it and the position behind it.
+
+    Raises:
+        ValueError: The number has more than 64 bits.
+        IndexError: The data ends within the number.
+    """
     n = data[at]
     if n < 128:
         return (n >> 1) ^ -(n & 1), at + 1

@@ -49,6 +49,10 @@ def parse(schema: Schema) -> Schema:
     """Parse a schema for fastavro, without logical types: times stay integers.
 
     Fingerprints ignore logical types.
+
+    Raises:
+        ValueError: The schema pretends to be parsed already.
+        fastavro.schema.SchemaParseException: It is no Avro schema.
     """
     if isinstance(schema, dict) and schema.keys() & _PARSED:
         raise ValueError("a schema that says that it is parsed")

@@ -42,7 +42,11 @@ class Source:
 
 
 def optional(union: list[Schema]) -> Schema:
-    """Return the type of a union of null and a type, the only union of the shipped schemas."""
+    """Return the type of a union of null and a type, the only union of the shipped schemas.
+
+    Raises:
+        ValueError: It is another union.
+    """
     if len(union) != 2 or union[0] != "null":
         raise ValueError(f"a union of {[kind_of(b) for b in union]} is not compiled")
     return union[1]

@@ -115,6 +115,9 @@ class TableWriter:
             lease: of another table of this lake; None: this is the first one.
             least: least version of an app id, for the first table: a table that was deleted and
                 recreated has lost its versions.
+
+        Raises:
+            LakeBusy: Commits of other writers collide with the lease until the time-out.
         """
         self.forget()
         self._offsets = {}

@@ -384,6 +384,9 @@ def delete_replay(settings: Settings, name: str) -> int:
     """Delete a replay's topics and plan; return the number of deleted topics.
 
     Its directory stays if it contains other files.
+
+    Raises:
+        SettingsError: There is no such replay.
     """
     replay_settings(settings, name, settings.run_id, settings.kafka.partitions)  # or an error
     prefix = _target_prefix(settings, cluster_of(settings), name)

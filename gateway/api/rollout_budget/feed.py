@@ -91,7 +91,12 @@ class BudgetFeed:
         self._thread.join(1.0)
 
     async def get(self, run_id: str, channel: Channel) -> BudgetReading | None:
-        """Return the budget, see BudgetSource. Waits at most FIRST_ANSWER_S for the first state."""
+        """Return the budget, see BudgetSource. Waits at most FIRST_ANSWER_S for the first state.
+
+        Raises:
+            BudgetUnknown: The budgets are not read yet, or Kafka is away and the last reading is
+                too old.
+        """
         try:
             async with asyncio.timeout(FIRST_ANSWER_S):
                 await self._known.wait()

@@ -84,7 +84,11 @@ def tables(settings: Settings) -> list[dict[str, Any]]:
 
 
 def history(settings: Settings, name: str, limit: int) -> list[dict[str, Any]]:
-    """List the newest commits of a table: version, time, operation, metrics."""
+    """List the newest commits of a table: version, time, operation, metrics.
+
+    Raises:
+        LakeMissing: There is no such table.
+    """
     if name not in catalog():
         raise LakeMissing(f"no table {name}; there are {', '.join(catalog())}")
     entries = open_table(settings.lake_uri, name, settings.lake.storage_options).history(limit)
