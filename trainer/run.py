@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
@@ -11,7 +10,7 @@ from runtime.logs import logger
 from schemas.errors import SettingsError
 from schemas.ids import Version, parse_version
 from schemas.records import WeightVersion
-from schemas.settings import Settings, TrainerSettings
+from schemas.settings import Settings
 from trainer.algorithms.registry import Column
 from trainer.algorithms.registry import load as load_algorithm
 from trainer.data.batches import FetchedBatch
@@ -25,6 +24,7 @@ from trainer.data.sequences import (
 )
 from trainer.data.tokenizer_check import check_tokenizer
 from trainer.data.view import batch_view, with_advantages
+from trainer.learning_rate import learning_rate
 from trainer.memory import explain_out_of_memory
 from trainer.metrics.definitions import headline
 from trainer.metrics.statistics import BatchStats, staleness, version_metrics
@@ -231,6 +231,9 @@ class Run:
             files = export(s.weights_dir, state, self._policy, served)
         metrics = version_metrics(self.unpublished, lr, time.perf_counter() - began)
         first_batch_seq = parent.position.next_batch_seq if parent else 0
+        if parent is None:  # a run that has versions always has a checkpoint
+            self._checkpoint(state)
+            self._complete_checkpoint()
         version = manifest(state, first_batch_seq, files, self._checkpoints.newest, metrics)
         self._weight_log.publish(version)
         self._versions.append(version)
@@ -243,7 +246,7 @@ class Run:
             last_batch_seq=version.last_batch_seq,
             **headline(metrics),
         )
-        if state.version.sync_index % s.trainer.save_every == 0:
+        if parent is not None and state.version.sync_index % s.trainer.save_every == 0:
             self._checkpoint(state)
         self._prune(version.version_id)
 
@@ -255,18 +258,21 @@ class Run:
         """
         if self.unpublished:
             self.publish()
-        with self._fenced_first():
-            self._checkpoints.wait()
+        self._complete_checkpoint()
         if self.current_version is not None and self._checkpoints.newest != self.current_version:
             self._checkpoint(self.current_version)
-            with self._fenced_first():
-                self._checkpoints.wait()
+            self._complete_checkpoint()
             self._prune(str(self.current_version.version))
 
     def _checkpoint(self, state: VersionState) -> None:
         """Begin the checkpoint of the current version; wait for the one before."""
         with self._fenced_first():
             self._checkpoints.start(state, self._policy.state, self._policy.save_configuration)
+
+    def _complete_checkpoint(self) -> None:
+        """Wait until the checkpoint in progress, if any, is complete."""
+        with self._fenced_first():
+            self._checkpoints.wait()
 
     @contextmanager
     def _fenced_first(self) -> Iterator[None]:
@@ -330,23 +336,6 @@ class Run:
 def _trajectories(sequences: Sequence[TrainingSequence]) -> list[str]:
     """Return the first trajectories, for a log event."""
     return list(dict.fromkeys(sequence.trajectory_id for sequence in sequences))[:20]
-
-
-def learning_rate(settings: TrainerSettings, sync_index: int) -> float:
-    """Return the learning rate of the version after sync_index.
-
-    It rises linearly over lr_warmup_versions, then follows lr_decay to lr_final at max_versions.
-    """
-    s, at = settings, max(sync_index, 0)
-    if at < s.lr_warmup_versions:
-        return s.lr * (at + 1) / s.lr_warmup_versions
-    if s.lr_decay == "constant" or not s.max_versions:
-        return s.lr
-    progress = (at - s.lr_warmup_versions) / (s.max_versions - s.lr_warmup_versions)
-    done = min(1.0, progress)
-    if s.lr_decay == "cosine":
-        done = (1 - math.cos(math.pi * done)) / 2
-    return s.lr + (s.lr_final - s.lr) * done
 
 
 def open_run(

@@ -17,9 +17,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
+from support.trainer_runs import MemoryWeightLog
 
 from demo.model import make_random_model
 from runtime.exit_codes import EXIT_FENCED
@@ -44,9 +47,12 @@ from schemas.records import (
 from schemas.settings import Settings
 from schemas.tokens import pack_ids, pack_logprobs
 from schemas.topics import partition_of
+from trainer.data.batches import BatchReader
 from trainer.errors import BatchesReplaced, BatchGap, PayloadUnreadable
 from trainer.main import train
+from trainer.position import starting_position
 from trainer.positions import positions
+from trainer.run import open_run
 from trainer.versions.history import ancestors
 
 NURSERY = """
@@ -258,10 +264,12 @@ def feed(cluster: Cluster, trained: Settings) -> Iterator[Feed]:
     feed.plain.close()
 
 
+def with_trainer(settings: Settings, **trainer: object) -> Settings:
+    return settings.model_copy(update={"trainer": settings.trainer.model_copy(update=trainer)})
+
+
 def until(settings: Settings, max_versions: int) -> Settings:
-    return settings.model_copy(
-        update={"trainer": settings.trainer.model_copy(update={"max_versions": max_versions})}
-    )
+    return with_trainer(settings, max_versions=max_versions)
 
 
 class Nursery:
@@ -418,9 +426,33 @@ def test_a_topic_that_ends_before_the_position_stops_the_trainer(
         train(trained, threading.Event())
 
 
-def test_kill_9_at_random_trains_every_batch_exactly_once(
+def losses(versions: list[WeightVersion]) -> list[float]:
+    """Return the loss of each batch along the surviving chain."""
+    chain = reversed(ancestors(versions, versions[-1].version_id))
+    return [version.metrics["loss"] for version in chain if version.last_batch_seq is not None]
+
+
+def uninterrupted(feed: Feed, settings: Settings) -> list[WeightVersion]:
+    """Train the batches on the topic without a break, on a weights log in memory."""
+    weight_log, locate = MemoryWeightLog(), partial(starting_position, feed.cluster, feed.topic)
+    run = open_run(settings, weight_log, [], set(), locate)
+    decoder = Decoder(feed.cluster, feed.topics.schemas)
+    reader = BatchReader(feed.cluster, settings, decoder, run.position, lambda *_: None)
+    torch.set_num_threads(settings.trainer.threads)
+    while not run.finished:
+        fetched = reader.next(run.position.next_batch_seq, 0.2)
+        if fetched is not None:
+            run.train(fetched)
+            run.publish()
+    run.end()
+    reader.close()
+    return weight_log.published
+
+
+def test_kill_9_at_random_trains_every_batch_exactly_once_with_the_same_losses(
     feed: Feed, trained: Settings, nursery: Nursery, tmp_path: Path, eventually: Eventually
 ) -> None:
+    trained = with_trainer(trained, save_every=3)
     seed = time.time_ns()
     rng, total, log = random.Random(seed), 40, tmp_path / "trainer.log"
     log.touch()
@@ -441,6 +473,8 @@ def test_kill_9_at_random_trains_every_batch_exactly_once(
     versions = feed.versions()
     assert_trained_once(versions, total)
     assert versions[-1].sync_index == total and versions[-1].attempt == 3, f"seed {seed}"
+    elsewhere = until(trained, total).model_copy(update={"data_dir": tmp_path / "uninterrupted"})
+    assert losses(versions) == losses(uninterrupted(feed, elsewhere)), f"seed {seed}"
 
 
 def test_a_second_trainer_fences_the_first_and_sigterm_ends_it_clean(

@@ -8,7 +8,7 @@ import math
 import os
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -18,6 +18,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from structlog.testing import capture_logs
+from support.trainer_runs import (
+    GROUPS,
+    MEMBERS,
+    MemoryWeightLog,
+    batches,
+    begin,
+    fetched,
+    go,
+    ids,
+    locate,
+    settings,
+    weights_sha,
+)
 
 from demo.model import build_tokenizer, make_random_model
 from rollout.vllm_plugin.engine import Served, read_layout, stage
@@ -26,18 +39,10 @@ from runtime.kafka import Fenced, SourceTruncated, Unavailable
 from schemas.errors import SettingsError
 from schemas.ids import Version, parse_version
 from schemas.records import (
-    BatchGroup,
-    BatchMember,
-    Place,
-    ReadyBatch,
-    RewardValue,
-    Segment,
-    Trajectory,
-    TrajectoryStep,
     WeightVersion,
 )
 from schemas.settings import Settings
-from schemas.tokens import fingerprint, pack_ids, pack_logprobs
+from schemas.tokens import fingerprint, pack_ids
 from trainer.data.batches import FetchedBatch
 from trainer.errors import (
     BatchesReplaced,
@@ -49,7 +54,7 @@ from trainer.errors import (
 from trainer.main import check_settings
 from trainer.model.policy import Policy
 from trainer.position import Position, start_of
-from trainer.run import Run, open_run
+from trainer.run import open_run
 from trainer.unfinished_batches import MAX_ATTEMPTS, UnfinishedBatches
 from trainer.versions.checkpoint import MODEL, load
 from trainer.versions.directory import (
@@ -62,8 +67,6 @@ from trainer.versions.directory import (
 )
 from trainer.versions.history import ancestors, deletable, next_sync_index
 
-GROUPS, MEMBERS = 2, 3
-
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
@@ -73,153 +76,9 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@dataclass
-class MemoryWeightLog:
-    """A weights log in memory."""
-
-    topic_id: str = "memory"
-    published: list[WeightVersion] = field(default_factory=list)
-    fenced: bool = False
-
-    def publish(self, version: WeightVersion) -> None:
-        self.raise_if_fenced()
-        self.published.append(version)
-
-    def raise_if_fenced(self) -> None:
-        if self.fenced:
-            raise Fenced("a newer weight_log was opened")
-
-
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_random_model(tmp_path_factory.mktemp("model") / "m")
-
-
-def settings(data_dir: Path, model_dir: Path, **trainer: object) -> Settings:
-    every = trainer.get("sync_every", 1)
-    return Settings.model_validate(
-        {
-            "run_id": "r",
-            "data_dir": data_dir,
-            "trainer": {"model_path": model_dir, "device": "cpu", "lr": 1e-3, **trainer},
-            "admit": {"policy": {"sync_every": every}},
-        }
-    )
-
-
-def locate(topic_id: str, stored: Position | None) -> Position:
-    """As the source does it."""
-    return (
-        stored
-        if stored is not None and stored.topic_id == topic_id
-        else start_of("batches", topic_id, stored)
-    )
-
-
-def begin(s: Settings, weight_log: MemoryWeightLog, topic_id: str = "topic") -> Run:
-    taken = {
-        v for record in weight_log.published if (v := parse_version(record.version_id)) is not None
-    }
-    return open_run(
-        s, weight_log, weight_log.published, taken, lambda stored: locate(topic_id, stored)
-    )
-
-
-def fetched(seq: int, topic_id: str = "topic") -> FetchedBatch:
-    """A batch that depends on its number alone."""
-    groups, trajectories = [], {}
-    for g in range(GROUPS):
-        members = []
-        for m in range(MEMBERS):
-            name = f"t{seq}-{g}-{m}"
-            value = float((seq + g + m) % 3)
-            reward = RewardValue(
-                source="rule", name="r", function_version="1", value=value, reward_revision=0
-            )
-            ids = [(seq * 7 + g * 5 + m * 3 + k) % 20 + 8 for k in range(4)]
-            step = TrajectoryStep(
-                step_id=f"{name}~1.0",
-                index=0,
-                segment=1,
-                status="ok",
-                drift="root",
-                prompt_tokens=3,
-                response_tokens=4,
-                response_json=b"{}",
-                oldest_version="r/0.0",
-                newest_version="r/0.0",
-                trainable=True,
-                offset=0,
-            )
-            said = Segment(
-                parent=0, step_index=0, token_ids=pack_ids(ids), logprobs=pack_logprobs([-3.0] * 4)
-            )
-            trajectories[name] = Trajectory(
-                run_id="r",
-                trajectory_key=name,
-                trajectory_id=name,
-                group_id=f"g{g}",
-                channel="train",
-                outcome="completed",
-                opened_at=0,
-                closed_at=1,
-                part=0,
-                parts=1,
-                segments=(Segment(token_ids=pack_ids([2, 5, 9])), said),
-                steps=(step,),
-            )
-            members.append(
-                BatchMember(
-                    trajectory_id=name,
-                    trajectory_key=name,
-                    revision=0,
-                    rewards=(reward,),
-                    untrainable_steps=(),
-                    trainable_tokens=4,
-                    place=Place(topic_id="p", partition=0, first_offset=0, last_offset=0),
-                )
-            )
-        groups.append(BatchGroup(group_id=f"g{g}", round=seq, n=MEMBERS, members=tuple(members)))
-    batch = ReadyBatch(
-        run_id="r",
-        channel="train",
-        batch_seq=seq,
-        groups=tuple(groups),
-        policy_version=0,
-        sync_every=1,
-        algorithm="cispo",
-        reward_weights={},
-        input_topic_id="c",
-        input_partition=0,
-        input_from=0,
-        input_to=0,
-        content_hash="",
-        trainable_tokens=24,
-        created_at_event_time=0,
-    )
-    position = Position(topic_id=topic_id, next_offset=2 * seq + 2, next_batch_seq=seq + 1)
-    return FetchedBatch(batch=batch, trajectories=trajectories, position=position, read_seconds=0.0)
-
-
-def go(run: Run, first: int, last: int) -> None:
-    for seq in range(first, last + 1):
-        assert run.position.next_batch_seq == seq
-        run.train(fetched(seq, run.position.topic_id))
-        if run.version_due:
-            run.publish()
-    run._checkpoints.wait()
-
-
-def ids(weight_log: MemoryWeightLog) -> list[str]:
-    return [v.version_id.removeprefix("r/") for v in weight_log.published]
-
-
-def weights_sha(version: WeightVersion) -> str:
-    return next(f.sha256 for f in version.files if f.url.endswith("model.safetensors"))
-
-
-def batches(versions: list[WeightVersion]) -> list[tuple[int | None, int | None]]:
-    return [(v.first_batch_seq, v.last_batch_seq) for v in versions]
 
 
 @pytest.mark.slow

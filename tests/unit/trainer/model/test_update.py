@@ -24,12 +24,12 @@ from trainer.algorithms.advantages.grpo import standardized
 from trainer.algorithms.registry import load
 from trainer.data.micro_batch import collate
 from trainer.data.sequences import Tokens, TrainingSequence, tokens_by_version
+from trainer.learning_rate import learning_rate
 from trainer.metrics.statistics import StepStats, TokenStats, staleness
 from trainer.model.files import TensorDtypes, load_masters, save_rounded
 from trainer.model.policy import Policy
 from trainer.model.scores import Scores
 from trainer.model.update import update
-from trainer.run import learning_rate
 
 BOUND = 2.0
 CISPO = load("cispo", {"ratio_max": BOUND}, ())

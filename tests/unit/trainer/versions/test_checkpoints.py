@@ -1,0 +1,215 @@
+"""Checkpoints apart from versions: resumes from older ones, kills while writing, what is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from structlog.testing import capture_logs
+from support.trainer_runs import (
+    MemoryWeightLog,
+    batches,
+    begin,
+    fetched,
+    go,
+    ids,
+    settings,
+    weights_sha,
+)
+
+from demo.model import make_random_model
+from rollout.versions import Versions
+from schemas.ids import Version, parse_version
+from schemas.records import WeightVersion
+from trainer.versions.directory import INFO
+from trainer.versions.history import ancestors, best, deletable, deletable_checkpoints
+
+BATCHES = 7
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_random_model(tmp_path_factory.mktemp("model") / "m")
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(
+    tmp_path_factory: pytest.TempPathFactory, model_dir: Path
+) -> list[tuple[float | None, str]]:
+    s, log = settings(tmp_path_factory.mktemp("run"), model_dir, save_every=3), MemoryWeightLog()
+    go(begin(s, log), 0, BATCHES - 1)
+    return results(log)
+
+
+def results(log: MemoryWeightLog) -> list[tuple[float | None, str]]:
+    """Return loss and weights of each version of the surviving chain."""
+    chain = reversed(ancestors(log.published, log.published[-1].version_id))
+    return [(v.metrics.get("loss"), weights_sha(v)) for v in chain]
+
+
+def checkpoints(root: Path) -> list[str]:
+    return sorted(path.name for path in (root / "r").iterdir())
+
+
+@pytest.mark.slow
+def test_a_kill_between_checkpoints_repeats_every_loss_bit_for_bit(
+    tmp_path: Path, model_dir: Path, uninterrupted: list[tuple[float | None, str]]
+) -> None:
+    s, log = settings(tmp_path, model_dir, save_every=3), MemoryWeightLog()
+    go(begin(s, log), 0, 4)
+    assert checkpoints(s.checkpoint_dir) == ["0.0", "3.0"]
+    with capture_logs() as logs:
+        run = begin(s, log)
+    (said,) = (line for line in logs if line["event"] == "resumed")
+    assert (said["version"], said["next_batch_seq"]) == ("r/3.0", 3)
+    assert said["abandoned_version"] == "r/5.0"
+    go(run, 3, BATCHES - 1)
+    assert ids(log) == ["0.0", "1.0", "2.0", "3.0", "4.0", "5.0", "4.1", "5.1", "6.1", "7.1"]
+    assert results(log) == uninterrupted
+    chain = [v for v in log.published if v.version_id not in ("r/4.0", "r/5.0")]
+    assert batches(chain)[1:] == [(k, k) for k in range(BATCHES)]
+    named = [v.checkpoint_version for v in chain]
+    assert named[:7] == ["r/0.0"] * 4 + ["r/3.0"] * 3  # 6.1 is being written when 7.1 is published
+
+
+@pytest.mark.slow
+def test_a_kill_while_a_checkpoint_is_written_leaves_the_one_before(
+    tmp_path: Path, model_dir: Path, uninterrupted: list[tuple[float | None, str]]
+) -> None:
+    s, log = settings(tmp_path, model_dir, save_every=3), MemoryWeightLog()
+    go(begin(s, log), 0, 3)
+    run = s.checkpoint_dir / "r"
+    (run / "3.0").rename(run / ".tmp-3.0")
+    (run / ".tmp-3.0" / INFO).unlink()
+    go(begin(s, log), 0, BATCHES - 1)
+    assert log.published[4].version_id == "r/4.0" and log.published[5].version_id == "r/1.1"
+    assert results(log) == uninterrupted
+
+
+@pytest.mark.slow
+def test_a_clean_end_completes_the_checkpoint_of_the_last_version(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    s, log = settings(tmp_path, model_dir, save_every=3, sync_every=2), MemoryWeightLog()
+    run = begin(s, log)
+    go(run, 0, 2)
+    run.end()
+    assert checkpoints(s.checkpoint_dir) == ["0.0", "2.0"]
+    assert begin(s, log).position.next_batch_seq == 3
+
+
+@pytest.mark.slow
+def test_a_checkpoint_that_cannot_be_written_is_an_error_of_the_next_version(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    s, log = settings(tmp_path, model_dir), MemoryWeightLog()
+    run = begin(s, log)
+    (s.checkpoint_dir / "r" / ".tmp-1.0").write_text("in the way")
+    with pytest.raises(FileExistsError):
+        go(run, 0, 1)
+    assert "1.0" in ids(log), "its version is published all the same"
+
+
+@pytest.mark.slow
+def test_a_resume_elsewhere_is_logged(tmp_path: Path, model_dir: Path) -> None:
+    s, log = settings(tmp_path, model_dir), MemoryWeightLog()
+    begin(s, log)
+    torch.set_num_threads(2)
+    try:
+        with capture_logs() as logs:
+            begin(s, log)
+    finally:
+        torch.set_num_threads(1)
+    (said,) = (line for line in logs if line["event"] == "resumed_elsewhere")
+    assert said["differing"] == {"threads": (1, 2)}
+
+
+@pytest.mark.slow
+def test_a_run_without_a_whole_first_checkpoint_has_no_version(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    s, log = settings(tmp_path, model_dir), MemoryWeightLog()
+    log.fenced = True
+    with pytest.raises(Exception, match="newer"):
+        begin(s, log)
+    assert checkpoints(s.checkpoint_dir) == ["0.0"], "complete before the manifest"
+    log.fenced = False
+    begin(s, log).train(fetched(0))
+    assert ids(log) == ["0.1"]
+
+
+# -- what is kept, and what workers load
+
+
+def version(name: str, parent: str | None, score: float | None = None) -> WeightVersion:
+    parsed = parse_version(f"r/{name}")
+    assert parsed is not None
+    return WeightVersion(
+        version_id=f"r/{name}",
+        run_id="r",
+        sync_index=parsed.sync_index,
+        attempt=parsed.attempt,
+        parent_version=parent and f"r/{parent}",
+        format="full",
+        files=(),
+        channel="train",
+        metrics={} if score is None else {"val/reward_mean": score},
+        created_at=0,
+    )
+
+
+LOG = [
+    version("0.0", None),
+    version("1.0", "0.0", 0.5),
+    version("2.0", "1.0", 0.25),
+    version("3.0", "2.0", 0.9),
+    version("2.1", "1.0", 0.5),
+    version("3.1", "2.1", 0.4),
+]
+"""The trainer went on from 1.0 after 3.0."""
+
+
+def names(versions: object) -> set[str]:
+    assert isinstance(versions, frozenset)
+    return {f"{v.sync_index}.{v.attempt}" for v in versions}
+
+
+def test_the_best_version_of_the_chain_is_kept_and_an_abandoned_one_is_not() -> None:
+    found = best(ancestors(LOG, "r/3.1"), "val/reward_mean")
+    assert found is not None and found.version_id == "r/2.1", "the newest of equals"
+    assert best(LOG, "val/other") is None and best(LOG, None) is None
+    assert names(deletable(LOG, "r/3.1", 2)) == {"0.0", "1.0", "2.0", "3.0"}
+    better = [replace(v, metrics={"m": 1.0}) if v.version_id == "r/0.0" else v for v in LOG]
+    assert names(deletable(better, "r/3.1", 2, "m")) == {"1.0", "2.0", "3.0"}
+
+
+def test_of_checkpoints_only_complete_ones_of_the_chain_count() -> None:
+    complete = {Version("r", 0, 0), Version("r", 1, 0), Version("r", 3, 0), Version("r", 9, 9)}
+    assert names(deletable_checkpoints(LOG, complete, "r/3.1", 1)) == {"3.0"}
+    complete |= {Version("r", 2, 1), Version("r", 3, 1)}
+    assert names(deletable_checkpoints(LOG, complete, "r/3.1", 2)) == {"0.0", "1.0", "3.0"}
+    better = [replace(v, metrics={"m": 1.0}) if v.version_id == "r/0.0" else v for v in LOG]
+    found = deletable_checkpoints(better, complete, "r/3.1", 2, "m")
+    assert names(found) == {"1.0", "3.0"}
+
+
+def test_a_worker_leaves_an_abandoned_version_for_a_lower_sync_index() -> None:
+    versions = Versions("r")
+    for published in LOG[:4]:
+        versions.add(published)
+    versions.reached_end()
+    assert versions.wanted(None) == LOG[3]
+    versions.add(LOG[4])
+    assert versions.wanted("r/3.0") == LOG[4]
+    assert versions.wanted("r/2.1") is None
