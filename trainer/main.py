@@ -42,6 +42,7 @@ from runtime.process.readiness import ready
 from runtime.topics.records import Decoder, cluster_of, create_topics
 from schemas.errors import SettingsError
 from schemas.settings import Settings, TrainerSettings
+from trainer.algorithms.registry import load as load_algorithm
 from trainer.data.batches import BatchReader
 from trainer.position import starting_position
 from trainer.run import open_run
@@ -67,6 +68,12 @@ def train(settings: Settings, stop: threading.Event) -> None:
     """
     check_algorithm(settings)
     check_settings(settings.trainer)
+    # A function of the user's own that does not exist ends the trainer here, not at a batch.
+    load_algorithm(
+        settings.admit.policy.algorithm,
+        settings.trainer.algorithm.overrides,
+        settings.functions.folders,
+    )
     torch.set_num_threads(settings.trainer.threads)
     cluster, topics = cluster_of(settings), settings.kafka.topics
     create_topics(cluster, settings, [topics.ready_batches_spec(settings.run_id, "train")])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -31,6 +32,7 @@ from trainer.data.batches import FetchedBatch
 from trainer.data.micro_batch import collate
 from trainer.data.sequences import TrainingSequence, sequences_of_batch
 from trainer.data.view import batch_view, with_advantages
+from trainer.main import train
 from trainer.model.policy import Policy
 from trainer.model.update import update, with_old_logprobs
 from trainer.position import Position
@@ -414,3 +416,10 @@ def test_an_algorithm_that_cannot_be_trained_is_refused_before_a_batch(model_dir
     with pytest.raises(SettingsError, match="drop_zero_variance: sft reads no rewards"):
         check_algorithm(sft)
     check_algorithm(s)
+
+
+@pytest.mark.parametrize("part", ["advantage", "loss"])
+def test_a_function_that_does_not_exist_ends_the_trainer_at_its_start(part: str) -> None:
+    s = Settings.model_validate({"trainer": {"algorithm": {part: "missing.py:function"}}})
+    with pytest.raises(SettingsError, match=rf"trainer\.algorithm\.{part}=.*no file missing\.py"):
+        train(s, threading.Event())
