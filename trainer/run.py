@@ -11,8 +11,9 @@ from schemas.errors import SettingsError
 from schemas.ids import Version, parse_version
 from schemas.records import WeightVersion
 from schemas.settings import Settings
-from trainer.algorithms.registry import Column
+from trainer.algorithms.registry import LoadedAlgorithm
 from trainer.algorithms.registry import load as load_algorithm
+from trainer.auxiliary_models import AuxiliaryModels
 from trainer.data.batches import FetchedBatch
 from trainer.data.sequences import (
     BatchSequences,
@@ -27,8 +28,7 @@ from trainer.data.view import batch_view, with_advantages
 from trainer.learning_rate import learning_rate
 from trainer.memory import explain_out_of_memory
 from trainer.metrics.definitions import headline
-from trainer.metrics.statistics import BatchStats, staleness, version_metrics
-from trainer.model.frozen import FrozenModel
+from trainer.metrics.statistics import BatchStats, UpdateStats, staleness, version_metrics
 from trainer.model.policy import Policy
 from trainer.model.update import update
 from trainer.position import Position
@@ -68,6 +68,7 @@ class Run:
         attempt: int,
         current_version: VersionState | None,
         position: Position,
+        auxiliary: AuxiliaryModels,
     ) -> None:
         """versions: of this run, in log order."""
         self.current_version = current_version
@@ -76,7 +77,7 @@ class Run:
         self._settings, self._weight_log, self._policy = settings, weight_log, policy
         self._versions, self._attempt = versions, attempt
         self._checkpoints = CheckpointWriter(settings.checkpoint_dir, current_version)
-        self._frozen_models: dict[Column, FrozenModel] = {}
+        self._auxiliary = auxiliary
         self._unfinished = UnfinishedBatches(
             settings.checkpoint_dir / settings.run_id, position.topic_id
         )
@@ -126,19 +127,11 @@ class Run:
         self._log_left_out(batch.batch_seq, data, len(data.sequences) - len(sequences), outside)
         versions = tokens_by_version(sequences)
         self._check_ids(versions.keys(), batch.batch_seq)
-        for column in sorted(algorithm.needs):
-            sequences = self._frozen(column).score(sequences)
+        sequences = self._auxiliary.score(sequences, algorithm.needs, self.sync_index)
         view = batch_view(sequences, data.members, s.run_id, self.sync_index)
         sequences = with_advantages(sequences, algorithm.advantage(view, algorithm.settings))
-        changed = any(stats.update.changed_weights for stats in self.unpublished)
-        stats = update(
-            self._policy,
-            sequences,
-            batch.batch_seq,
-            algorithm,
-            self._lr,
-            str(self.current_version.version) if self.current_version and not changed else None,
-        )
+        critic = self._auxiliary.train_critic(view, sequences, algorithm, batch.batch_seq)
+        stats = self._train_policy(sequences, algorithm, batch.batch_seq)
         for number, step in enumerate(stats.steps):
             if step.skipped is not None:
                 logger().error(
@@ -153,6 +146,7 @@ class Run:
         self.unpublished.append(
             BatchStats(
                 update=stats,
+                critic=critic,
                 rewards=data.rewards,
                 groups=data.groups,
                 members=len(data.members),
@@ -168,20 +162,16 @@ class Run:
             )
         )
 
-    def _frozen(self, column: Column) -> FrozenModel:
-        """Return the model that gives an optional column, loaded when first needed.
-
-        Raises:
-            SettingsError: there is none.
-        """
-        if column not in self._frozen_models:
-            self._frozen_models[column] = FrozenModel(
-                column,
-                self._settings.trainer,
-                self._policy.device,
-                self._policy.tokenizer_fingerprint,
-            )
-        return self._frozen_models[column]
+    def _train_policy(
+        self, sequences: Sequence[TrainingSequence], algorithm: LoadedAlgorithm, batch_seq: int
+    ) -> UpdateStats:
+        """Train the policy, unless the critic warms up."""
+        if self._auxiliary.only_critic_trains(algorithm, self.sync_index):
+            return UpdateStats(steps=(), seconds=0.0, peak_flops=None)
+        changed = any(stats.update.changed_weights for stats in self.unpublished)
+        version = self.current_version
+        parent = str(version.version) if version is not None and not changed else None
+        return update(self._policy, sequences, batch_seq, algorithm, self._lr, parent)
 
     def _log_left_out(
         self, batch_seq: int, data: BatchSequences, sequences: int, outside: Sequence[str]
@@ -267,7 +257,11 @@ class Run:
     def _checkpoint(self, state: VersionState) -> None:
         """Begin the checkpoint of the current version; wait for the one before."""
         with self._fenced_first():
-            self._checkpoints.start(state, self._policy.state, self._policy.save_configuration)
+            self._checkpoints.start(
+                state,
+                {**self._policy.state, **self._auxiliary.state},
+                {MODEL: self._policy.save_configuration, **self._auxiliary.configurations},
+            )
 
     def _complete_checkpoint(self) -> None:
         """Wait until the checkpoint in progress, if any, is complete."""
@@ -380,7 +374,8 @@ def open_run(
         current_version, directory = found
         position = locate(current_version.position)
         policy = Policy(directory / MODEL, settings.trainer, weights=False)
-        load(directory, policy.state)
+        auxiliary = AuxiliaryModels(settings.trainer, policy, directory)
+        load(directory, {**policy.state, **auxiliary.state})
         logger().info(
             "resumed",
             version=str(current_version.version),
@@ -390,12 +385,22 @@ def open_run(
             if versions[-1].version_id == str(current_version.version)
             else versions[-1].version_id,
         )
-        return Run(settings, weight_log, policy, list(versions), attempt, current_version, position)
+        return Run(
+            settings,
+            weight_log,
+            policy,
+            list(versions),
+            attempt,
+            current_version,
+            position,
+            auxiliary,
+        )
     if settings.trainer.model_path is None:
         raise SettingsError(
             "setting trainer.model_path: not set, and the run has no version to go on from"
         )
     policy = Policy(settings.trainer.model_path, settings.trainer)
-    run = Run(settings, weight_log, policy, [], attempt, None, locate(None))
+    auxiliary = AuxiliaryModels(settings.trainer, policy)
+    run = Run(settings, weight_log, policy, [], attempt, None, locate(None), auxiliary)
     run.publish()
     return run

@@ -30,7 +30,10 @@ def check_named_algorithm(name: str, settings: TrainerSettings) -> Algorithm:
     models = {
         "ref_logprobs": ("trainer.reference_path", settings.reference_path),
         "teacher_logprobs": ("trainer.teacher_path", settings.teacher_path),
-        "values": ("values of a critic, which this trainer does not have", None),
+        "values": (
+            "trainer.critic.path or trainer.model_path",
+            settings.critic.path or settings.model_path,
+        ),
     }
     for column in sorted(needs(algorithm)):
         setting, path = models[column]

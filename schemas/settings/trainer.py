@@ -80,6 +80,23 @@ class AlgorithmOverrides(Section):
         return {name: value for name, value in self if value is not None}
 
 
+class CriticSettings(Section):
+    """The value model of algorithms with a critic; the others do not load it."""
+
+    path: Path | None = Field(
+        None,
+        description="Hugging Face directory of its initial weights, with the policy's tokenizer; "
+        "default trainer.model_path",
+    )
+    lr: Positive = Field(1e-5, description="learning rate, constant; usually above the policy's")
+    clip: Positive = Field(
+        0.5, description="largest useful change of a value in a batch; scale it with the rewards"
+    )
+    warmup_versions: Annotated[int, Field(ge=0)] = Field(
+        2, description="versions that train only the critic, before its values steer the policy"
+    )
+
+
 class TrainerSettings(Section):
     """The learner."""
 
@@ -124,6 +141,7 @@ class TrainerSettings(Section):
     epochs: Count = Field(1, description="passes over a batch")
     micro_batch_tokens: Count = Field(16384, description="memory: padded tokens a forward pass")
     algorithm: AlgorithmOverrides = AlgorithmOverrides()
+    critic: CriticSettings = CriticSettings()
     reference_path: Path | None = Field(
         None,
         description="Hugging Face directory of a frozen reference model, for "

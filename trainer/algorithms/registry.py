@@ -78,6 +78,12 @@ NEEDS: Mapping[str, Column] = {
 }
 """The optional column of the batch view that an estimator reads."""
 
+RETURNS: Mapping[str, str] = {
+    "gae": f"{_A}.gae:gae_returns",
+    "gae_steps": f"{_A}.gae:gae_steps_returns",
+}
+"""(BatchView, AlgorithmSettings) -> what a critic is to predict, of each estimator with values."""
+
 WITHOUT_REWARDS = frozenset({"distillation", "ones"})
 CREDITS_STEPS = frozenset({"gae", "gae_steps", "grpo_process", "reinforce_pp"})
 """Estimators that read no reward, and those that read rewards of steps beside the trajectory's."""
@@ -147,6 +153,7 @@ class LoadedAlgorithm:
     """An algorithm with its functions.
 
     Attributes:
+        returns: target of the critic's value at each token; None for an estimator without values.
         clipped: which tokens the loss clips; None for a loss without bounds, or a user's own.
         corrected: the column that the importance weights of the loss are for; None without them.
         needs: optional columns of the batch that must be there.
@@ -157,6 +164,7 @@ class LoadedAlgorithm:
 
     name: str
     advantage: Callable[[BatchView, AlgorithmSettings], Floats]
+    returns: Callable[[BatchView, AlgorithmSettings], Floats] | None
     loss: Loss
     clipped: Callable[[LossBatch, AlgorithmSettings], Tensor] | None
     corrected: CorrectedColumn | None
@@ -224,6 +232,9 @@ def load(name: str, overrides: Mapping[str, Any], folders: Sequence[Path]) -> Lo
     return LoadedAlgorithm(
         name=name,
         advantage=_function("advantage", algorithm.advantage, ADVANTAGES, folders),
+        returns=_function("advantage", algorithm.advantage, RETURNS, folders)
+        if algorithm.advantage in RETURNS
+        else None,
         loss=_function("loss", algorithm.loss, LOSSES, folders),
         clipped=_function("loss", algorithm.loss, CLIPPED, folders)
         if algorithm.loss in CLIPPED

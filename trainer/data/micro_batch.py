@@ -34,6 +34,7 @@ class MicroBatch:
         step: int64, index of the token's step in its trajectory.
         lengths: int64, shape (sequences,), trained tokens of each.
         ref_logprobs, teacher_logprobs: float32, of those models; None without them.
+        values, returns: float32, of a critic and its target; None without a critic.
         versions: id of the weight version that sampled the token, or None.
     """
 
@@ -49,6 +50,8 @@ class MicroBatch:
     lengths: Tensor
     ref_logprobs: Tensor | None
     teacher_logprobs: Tensor | None
+    values: Tensor | None
+    returns: Tensor | None
     versions: NDArray[np.object_]
 
 
@@ -101,6 +104,8 @@ def collate(
         **tensors,
         ref_logprobs=_optional([sequence.ref_logprobs for sequence in sequences], device),
         teacher_logprobs=_optional([sequence.teacher_logprobs for sequence in sequences], device),
+        values=_optional([sequence.values for sequence in sequences], device),
+        returns=_optional([sequence.returns for sequence in sequences], device),
         versions=trained.versions,
     )
 

@@ -61,6 +61,8 @@ class TrainingSequence:
         old_logprobs: float32, (trained tokens,), of the policy before the first optimiser step on
             the batch; None: the sampled ones stand for them.
         ref_logprobs, teacher_logprobs: float32, (trained tokens,); None without that model.
+        values, returns: float32, (trained tokens,), of a critic before the first optimiser step on
+            the batch, and what it is to predict; None without a critic.
     """
 
     trajectory_id: str
@@ -69,6 +71,8 @@ class TrainingSequence:
     old_logprobs: NDArray[np.float32] | None = None
     ref_logprobs: NDArray[np.float32] | None = None
     teacher_logprobs: NDArray[np.float32] | None = None
+    values: NDArray[np.float32] | None = None
+    returns: NDArray[np.float32] | None = None
 
     @property
     def trained_tokens(self) -> int:

@@ -67,6 +67,7 @@ def batch_view(
         ),
         ref_logprobs=_optional([s.ref_logprobs for s in sequences]),
         teacher_logprobs=_optional([s.teacher_logprobs for s in sequences]),
+        values=_optional([s.values for s in sequences]),
     )
 
 
@@ -88,12 +89,26 @@ def with_advantages(
             f"setting trainer.algorithm.advantage: it returned shape {np.shape(advantages)} for "
             f"{tokens} tokens; one advantage for each trained token is needed"
         )
-    ends = np.cumsum([sequence.trained_tokens for sequence in sequences], dtype=np.int64)
-    shares = np.split(np.asarray(advantages, np.float32), ends[:-1]) if len(ends) else []
     return tuple(
         replace(sequence, advantages=share)
-        for sequence, share in zip(sequences, shares, strict=True)
+        for sequence, share in zip(sequences, _shares(sequences, advantages), strict=True)
     )
+
+
+def with_returns(
+    sequences: Sequence[TrainingSequence], returns: Floats
+) -> tuple[TrainingSequence, ...]:
+    """Return the sequences with their share of the returns of a batch, as `with_advantages`."""
+    return tuple(
+        replace(sequence, returns=share)
+        for sequence, share in zip(sequences, _shares(sequences, returns), strict=True)
+    )
+
+
+def _shares(sequences: Sequence[TrainingSequence], column: Floats) -> list[NDArray[np.float32]]:
+    """Split a column of a batch into those of its sequences."""
+    ends = np.cumsum([sequence.trained_tokens for sequence in sequences], dtype=np.int64)
+    return np.split(np.asarray(column, np.float32), ends[:-1]) if len(ends) else []
 
 
 def _staleness(version_id: str | None, run_id: str, sync_index: int) -> float:

@@ -90,6 +90,16 @@ SECTIONS: Mapping[str, tuple[Metric, ...]] = {
             "Steps not taken: loss or gradient was infinite or NaN.",
         ),
     ),
+    "critic": (
+        _headline("value_loss", "", "Of the critic, mean over its optimizer steps."),
+        _headline(
+            "explained_variance",
+            "",
+            "1 - Var(R - V) / Var(R) of the critic's values before the update: 1 at best; 0 or less"
+            " if they predict nothing.",
+        ),
+        _total("critic_seconds", "seconds", "Time of the critic's updates."),
+    ),
     "policy": (
         _headline(
             "entropy",

@@ -87,6 +87,23 @@ class UpdateStats:
         return any(step.skipped is None for step in self.steps)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CriticStats:
+    """The optimiser steps of the critic on one batch.
+
+    Attributes:
+        losses: of the steps taken.
+        skipped: the losses and gradients that were not finite, of the other steps.
+        explained_variance: of the returns, by the values before the first step; None if it is not
+            defined.
+    """
+
+    losses: tuple[float, ...]
+    skipped: tuple[str, ...]
+    explained_variance: float | None
+    seconds: float
+
+
 class Staleness(NamedTuple):
     """Staleness of the trained tokens of this run, in versions.
 
@@ -116,6 +133,7 @@ class BatchStats:
         sampled_at_zero: tokens excluded for an infinite recorded log-probability.
         staleness: see `staleness`.
         read_seconds: time to read the payload.
+        critic: None for an algorithm without one.
     """
 
     update: UpdateStats
@@ -131,6 +149,7 @@ class BatchStats:
     sampled_at_zero: int
     staleness: Staleness
     read_seconds: float
+    critic: CriticStats | None = None
 
 
 def staleness(tokens: Mapping[str, int], run_id: str, sync_index: int) -> Staleness:
@@ -164,7 +183,7 @@ def version_metrics(
     """
     found: dict[str, float | None] = {"save_seconds": save_seconds}
     if batches:
-        found |= {"lr": lr, **_data(batches), **_updates(batches)}
+        found |= {"lr": lr, **_data(batches), **_updates(batches), **_critic(batches)}
         found |= _tokens([s.measured for b in batches for s in b.update.steps if s.measured])
     return {name: float(value) for name, value in found.items() if value is not None}
 
@@ -219,6 +238,16 @@ def _updates(batches: Sequence[BatchStats]) -> dict[str, float | None]:
         "tokens_per_second": _share(computed, seconds),
         "model_tflops": None if speed is None else speed / 1e12,
         "mfu": None if speed is None or peak is None else speed / peak,
+    }
+
+
+def _critic(batches: Sequence[BatchStats]) -> dict[str, float | None]:
+    """Return what the critic learned."""
+    critics = [batch.critic for batch in batches if batch.critic is not None]
+    return {
+        "value_loss": _mean(loss for critic in critics for loss in critic.losses),
+        "explained_variance": _mean(critic.explained_variance for critic in critics),
+        "critic_seconds": sum(critic.seconds for critic in critics) if critics else None,
     }
 
 

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from schemas.errors import SettingsError
 from schemas.settings import TrainerSettings
-from trainer.algorithms.registry import Column
 from trainer.data.micro_batch import MicroBatch
 from trainer.data.sequences import TrainingSequence
 from trainer.model.files import load_masters
 from trainer.model.scores import Scores, logprobs_of
 from trainer.model.tokenizer import tokenizer_fingerprint
 
-SETTINGS: Mapping[Column, str] = {
+FrozenColumn = Literal["ref_logprobs", "teacher_logprobs"]
+SETTINGS: Mapping[FrozenColumn, str] = {
     "ref_logprobs": "reference_path",
     "teacher_logprobs": "teacher_path",
 }
@@ -30,7 +32,7 @@ class FrozenModel:
 
     def __init__(
         self,
-        column: Column,
+        column: FrozenColumn,
         settings: TrainerSettings,
         device: torch.device,
         tokenizer: str | None,
@@ -47,16 +49,11 @@ class FrozenModel:
             SettingsError: none is set, its weights cannot be read, or its tokenizer is another one.
         """
         self._column, self._settings, self._device = column, settings, device
-        self._setting = f"trainer.{SETTINGS[column]}" if column in SETTINGS else column
-        directory = getattr(settings, SETTINGS[column]) if column in SETTINGS else None
+        self._setting = f"trainer.{SETTINGS[column]}"
+        directory = getattr(settings, SETTINGS[column])
         if directory is None:
             raise SettingsError(f"setting {self._setting}: the algorithm needs it")
-        own = tokenizer_fingerprint(directory)
-        if tokenizer is not None and own is not None and own != tokenizer:
-            raise SettingsError(
-                f"setting {self._setting}: its tokenizer has the fingerprint {own}, and the "
-                f"policy's {tokenizer}: both models must have the same tokenizer"
-            )
+        check_same_tokenizer(directory, tokenizer, self._setting)
         model, _ = load_masters(directory, self._setting)
         self.model = model.to(device).eval().requires_grad_(False)
         self._scores = Scores(self.model, settings)
@@ -71,15 +68,44 @@ class FrozenModel:
         Raises:
             SettingsError: a token is not in the model's vocabulary.
         """
-        vocabulary = int(self.model.get_input_embeddings().num_embeddings)
-        largest = max((int(s.tokens.ids.max()) for s in sequences), default=0)
-        if largest >= vocabulary:
-            raise SettingsError(
-                f"setting {self._setting}: the model has {vocabulary} token ids, and the batch has "
-                f"id {largest}: a reference or teacher model needs the tokenizer of the policy"
-            )
+        check_vocabulary(self.model, sequences, self._setting)
         found = logprobs_of(sequences, self.logprobs, self._settings, self._device)
         columns: list[dict[str, Any]] = [{self._column: values} for values in found]
         return tuple(
             replace(sequence, **values) for sequence, values in zip(sequences, columns, strict=True)
+        )
+
+
+def check_vocabulary(
+    model: PreTrainedModel, sequences: Sequence[TrainingSequence], setting: str
+) -> None:
+    """Raise SettingsError when the sequences have a token id that the model does not have.
+
+    Args:
+        model: another one than the policy.
+        sequences: of a batch.
+        setting: that names the model, for the error.
+    """
+    vocabulary = int(model.get_input_embeddings().num_embeddings)
+    largest = max((int(s.tokens.ids.max()) for s in sequences), default=0)
+    if largest >= vocabulary:
+        raise SettingsError(
+            f"setting {setting}: the model has {vocabulary} token ids, and the batch has id "
+            f"{largest}: it needs the tokenizer of the policy"
+        )
+
+
+def check_same_tokenizer(directory: Path, tokenizer: str | None, setting: str) -> None:
+    """Raise SettingsError when the tokenizer of another model is not the policy's.
+
+    Args:
+        directory: of the other model.
+        tokenizer: fingerprint of the policy's; None: not known.
+        setting: that names the directory, for the error.
+    """
+    own = tokenizer_fingerprint(directory)
+    if tokenizer is not None and own is not None and own != tokenizer:
+        raise SettingsError(
+            f"setting {setting}: its tokenizer has the fingerprint {own}, and the policy's "
+            f"{tokenizer}: both models must have the same tokenizer"
         )

@@ -1,10 +1,10 @@
 """Checkpoints: everything that a resume needs, written in the background.
 
 `<checkpoint_dir>/<run>/<sync index>.<attempt>/` is the checkpoint of that version. It holds the
-shards of torch.distributed.checkpoint, `model/` (configuration and tokenizer) and
-`clawstream.json`. The sampler has no state of its own: batch order is the position, shuffles and
-learning rate follow from it. A checkpoint counts once it is complete and its version is on the
-weights log.
+shards of torch.distributed.checkpoint, `model/` and, with a critic, `critic/` (configuration and
+tokenizer), and `clawstream.json`. The sampler has no state of its own: batch order is the position,
+shuffles and learning rate follow from it. A checkpoint counts once it is complete and its version
+is on the weights log.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from trainer.versions.directory import (
 )
 from trainer.versions.history import version_of
 
-MODEL = "model"
+MODEL, CRITIC = "model", "critic"
 ENVIRONMENT = "environment.json"
 State = Mapping[str, Stateful]
 """The parts of a checkpoint by name. Parts hand out tensors, `DTensor`s included, by reference."""
@@ -63,7 +63,10 @@ class CheckpointWriter:
         self._writing: Future[None] | None = None
 
     def start(
-        self, version: VersionState, state: State, save_model: Callable[[Path], None]
+        self,
+        version: VersionState,
+        state: State,
+        models: Mapping[str, Callable[[Path], None]],
     ) -> None:
         """Copy the state to the CPU, then write it in the background; call on every process.
 
@@ -72,7 +75,7 @@ class CheckpointWriter:
         Args:
             version: that the state belongs to.
             state: the parts.
-            save_model: writes the configuration of the model to a new directory.
+            models: name of a directory to what writes a model's configuration to it.
         """
         self.wait()
         stager = DefaultStager(StagingOptions(False, False, False, False))
@@ -80,7 +83,7 @@ class CheckpointWriter:
             copy = stager.stage({name: part.state_dict() for name, part in state.items()})
         finally:
             stager.close()
-        self._writing = self._thread.submit(self._write, version, copy, save_model)
+        self._writing = self._thread.submit(self._write, version, copy, models)
 
     def wait(self) -> None:
         """Wait until the checkpoint in progress is complete; raise its error."""
@@ -93,12 +96,15 @@ class CheckpointWriter:
         if self._writing is not None and self._writing.done():
             self.wait()
 
-    def _write(self, version: VersionState, copy: Any, save_model: Callable[[Path], None]) -> None:
+    def _write(
+        self, version: VersionState, copy: Any, models: Mapping[str, Callable[[Path], None]]
+    ) -> None:
         if self._group is not None and self._group.rank() != 0:
             self._write_shards(copy, temporary_directory(self._root, version.version))
             return
         with new_directory(self._root, version) as tmp:
-            save_model(tmp / MODEL)
+            for name, save_configuration in models.items():
+                save_configuration(tmp / name)
             (tmp / ENVIRONMENT).write_text(json.dumps(environment(self._group)))
             self._write_shards(copy, tmp)
         self.newest = version

@@ -407,9 +407,11 @@ def test_a_part_that_does_not_give_one_number_a_token_is_refused(
 
 def test_an_algorithm_that_cannot_be_trained_is_refused_before_a_batch(model_dir: Path) -> None:
     s = settings(model_dir)
-    for name, lacking in (("ppo", "values"), ("distillation", r"trainer\.teacher_path")):
-        with pytest.raises(SettingsError, match=f"{name}'.* needs {lacking}"):
-            check_named_algorithm(name, s.trainer)
+    with pytest.raises(SettingsError, match=r"distillation'.* needs trainer\.teacher_path"):
+        check_named_algorithm("distillation", s.trainer)
+    check_named_algorithm("ppo", s.trainer)
+    with pytest.raises(SettingsError, match=r"ppo'.* needs trainer\.critic\.path"):
+        check_named_algorithm("ppo", Settings().trainer)
     with pytest.raises(SettingsError, match=r"needs trainer\.reference_path"):
         check_named_algorithm("grpo", settings(model_dir, algorithm={"kl_coef": 0.1}).trainer)
     sft = Settings.model_validate({"admit": {"policy": {"algorithm": "sft"}}})

@@ -1,4 +1,7 @@
-"""Generalized advantage estimation with a critic, over tokens or over steps."""
+"""Generalized advantage estimation with a critic, over tokens or over steps.
+
+Each estimator has a function beside it that returns what the critic is to predict.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +26,16 @@ def gae(batch: BatchView, settings: AlgorithmSettings) -> Floats:
     return whitened(_estimates(token_rewards(batch, settings), batch, settings), 1e-8)
 
 
+def gae_returns(batch: BatchView, settings: AlgorithmSettings) -> Floats:
+    """Return the target of each token's value: its value plus its estimate, not normalized, (T,).
+
+    Raises:
+        ValueError: the batch has no values.
+    """
+    found: Floats = _values(batch) + _estimates(token_rewards(batch, settings), batch, settings)
+    return found
+
+
 def gae_steps(batch: BatchView, settings: AlgorithmSettings) -> Floats:
     """Return GAE(gamma, lambda) of each token's step, normalized over the batch, shape (T,).
 
@@ -34,11 +47,39 @@ def gae_steps(batch: BatchView, settings: AlgorithmSettings) -> Floats:
     Raises:
         ValueError: the batch has no values.
     """
+    estimates, _, action = _step_estimates(batch, settings)
+    return whitened(estimates[action], 1e-8)
+
+
+def gae_steps_returns(batch: BatchView, settings: AlgorithmSettings) -> Floats:
+    """Return the target of each token's value: that of its step, not normalized, shape (T,).
+
+    The value before the step plus the step's estimate. The later tokens of a step learn the same
+    target, although the estimator does not read their values.
+
+    Raises:
+        ValueError: the batch has no values.
+    """
+    estimates, starts, action = _step_estimates(batch, settings)
+    found: Floats = (_values(batch)[starts] + estimates)[action]
+    return found
+
+
+def _step_estimates(
+    batch: BatchView, settings: AlgorithmSettings
+) -> tuple[Floats, Indexes, Indexes]:
+    """Return the estimate and the first token of each action, and the action of each token."""
     first = np.ones(len(batch.step), bool)
     first[1:] = (np.diff(batch.step) != 0) | (np.diff(batch.sequence) != 0)
     starts, action = np.flatnonzero(first), np.cumsum(first) - 1
     rewards: Floats = np.bincount(action, token_rewards(batch, settings), len(starts)).astype(float)
-    return whitened(_estimates(rewards, batch, settings, starts)[action], 1e-8)
+    return _estimates(rewards, batch, settings, starts), starts, action
+
+
+def _values(batch: BatchView) -> Floats:
+    if batch.values is None:
+        raise ValueError("gae needs the values of a critic, and the batch has none")
+    return batch.values
 
 
 def _estimates(
@@ -48,9 +89,7 @@ def _estimates(
     starts: Indexes | None = None,
 ) -> Floats:
     """Return the estimates of actions that begin at `starts`; None: each token is an action."""
-    if batch.values is None:
-        raise ValueError("gae needs the values of a critic, and the batch has none")
-    values = batch.values if starts is None else batch.values[starts]
+    values = _values(batch) if starts is None else _values(batch)[starts]
     sequence = batch.sequence if starts is None else batch.sequence[starts]
     found = np.zeros(len(rewards))
     estimate = 0.0

@@ -10,6 +10,7 @@ import pytest
 from trainer.metrics.definitions import METRICS, headline, reference
 from trainer.metrics.statistics import (
     BatchStats,
+    CriticStats,
     Staleness,
     StepStats,
     TokenStats,
@@ -68,6 +69,7 @@ BATCH = BatchStats(
     sampled_at_zero=5,
     staleness=Staleness(4, 8, 2),
     read_seconds=0.5,
+    critic=CriticStats(losses=(1.0, 3.0), skipped=("NaN",), explained_variance=0.5, seconds=0.25),
 )
 
 
@@ -83,6 +85,7 @@ def test_metrics_fold_the_batches_of_a_version() -> None:
             "staleness_mean": 0.5, "staleness_max": 2,
             "loss": 2, "grad_norm": 3, "grad_norm_max": 4, "lr": 1e-3,
             "optimizer_steps": 4, "optimizer_steps_skipped": 2,
+            "value_loss": 2, "explained_variance": 0.5, "critic_seconds": 0.5,
             "entropy": 0.75, "entropy_exact": 0.5, "kl_sampled": 0.25, "kl_reference": 0.25,
             "ratio_mean": 10 / 8, "ratio_max": 3, "ratio_ess": 20 * 20 / (16 * 32),
             "clip_fraction": 1 / 8, "correction_fraction": 0.5,

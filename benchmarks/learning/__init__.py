@@ -1,0 +1,1 @@
+"""Seeded learning runs: every algorithm on a task that a tiny model learns in seconds."""

@@ -1,0 +1,116 @@
+"""The models beside the policy: reference model, teacher, critic. Each is loaded when needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+
+from torch.distributed.checkpoint.stateful import Stateful
+
+from runtime.logs import logger
+from schemas.errors import SettingsError
+from schemas.settings import TrainerSettings
+from trainer.algorithms.batch import BatchView
+from trainer.algorithms.registry import Column, LoadedAlgorithm
+from trainer.data.sequences import TrainingSequence
+from trainer.data.view import with_returns
+from trainer.metrics.statistics import CriticStats
+from trainer.model.critic import PATH_SETTING, Critic
+from trainer.model.frozen import FrozenColumn, FrozenModel, check_same_tokenizer
+from trainer.model.policy import Policy
+from trainer.versions.checkpoint import CRITIC
+
+
+class AuxiliaryModels:
+    """Gives the optional columns of batches, and trains the critic."""
+
+    def __init__(
+        self, settings: TrainerSettings, policy: Policy, checkpoint: Path | None = None
+    ) -> None:
+        """checkpoint: its critic, if it has one, is made without weights, to be loaded next."""
+        self._settings, self._policy = settings, policy
+        self._frozen: dict[FrozenColumn, FrozenModel] = {}
+        self._trained: Critic | None = None
+        if checkpoint is not None and (checkpoint / CRITIC).exists():
+            self._trained = Critic(
+                checkpoint / CRITIC, settings, policy.device, sync_index=0, weights=False
+            )
+
+    @property
+    def state(self) -> Mapping[str, Stateful]:
+        """The parts that a checkpoint stores: those of the critic."""
+        return {} if self._trained is None else self._trained.state
+
+    @property
+    def configurations(self) -> Mapping[str, Callable[[Path], None]]:
+        """Name of a directory of a checkpoint to what writes a model's configuration to it."""
+        return {} if self._trained is None else {CRITIC: self._trained.save_configuration}
+
+    def score(
+        self, sequences: tuple[TrainingSequence, ...], columns: Collection[Column], sync_index: int
+    ) -> tuple[TrainingSequence, ...]:
+        """Return the sequences with these columns.
+
+        Args:
+            sequences: of a batch.
+            columns: that its algorithm needs.
+            sync_index: of the version that training starts from.
+
+        Raises:
+            SettingsError: a model is not set, cannot be loaded, or has another vocabulary.
+        """
+        for column in sorted(columns):
+            model = self._critic(sync_index) if column == "values" else self._frozen_model(column)
+            sequences = model.score(sequences)
+        return sequences
+
+    def train_critic(
+        self,
+        view: BatchView,
+        sequences: Sequence[TrainingSequence],
+        algorithm: LoadedAlgorithm,
+        batch_seq: int,
+    ) -> CriticStats | None:
+        """Train the critic on the returns of its estimator; None for an algorithm without one.
+
+        Args:
+            view: the batch with values.
+            sequences: those of the view, in its order.
+            algorithm: of the batch.
+            batch_seq: number of the batch; the shuffle depends on it.
+        """
+        if algorithm.returns is None or self._trained is None:
+            return None
+        returns = algorithm.returns(view, algorithm.settings)
+        stats = self._trained.update(with_returns(sequences, returns), batch_seq)
+        for reason in stats.skipped:
+            logger().error(
+                "critic_update_skipped",
+                batch_seq=batch_seq,
+                reason=reason,
+                action="critic and its optimiser stay as before it; lower trainer.critic.lr",
+            )
+        return stats
+
+    def only_critic_trains(self, algorithm: LoadedAlgorithm, sync_index: int) -> bool:
+        """Return whether the critic of the algorithm warms up."""
+        if algorithm.returns is None or self._trained is None:
+            return False
+        return self._trained.warms_up(sync_index)
+
+    def _critic(self, sync_index: int) -> Critic:
+        if self._trained is None:
+            s, policy = self._settings, self._policy
+            directory = s.critic.path or s.model_path
+            if directory is None:
+                raise SettingsError(f"setting {PATH_SETTING}: not set, nor is trainer.model_path")
+            check_same_tokenizer(directory, policy.tokenizer_fingerprint, PATH_SETTING)
+            self._trained = Critic(directory, s, policy.device, sync_index)
+        return self._trained
+
+    def _frozen_model(self, column: FrozenColumn) -> FrozenModel:
+        if column not in self._frozen:
+            self._frozen[column] = FrozenModel(
+                column, self._settings, self._policy.device, self._policy.tokenizer_fingerprint
+            )
+        return self._frozen[column]

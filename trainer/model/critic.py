@@ -1,0 +1,174 @@
+"""The critic: a model of its own that estimates the return before each sampled token."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.stateful import Stateful
+from transformers import PreTrainedModel
+
+from schemas.settings import TrainerSettings
+from trainer.algorithms.values import explained_variance, value_loss
+from trainer.data.micro_batch import MicroBatch, collate
+from trainer.data.minibatches import micro_batches, minibatches
+from trainer.data.sequences import TrainingSequence
+from trainer.metrics.statistics import CriticStats
+from trainer.model.files import auxiliary_files, empty_masters, load_masters, save_configuration
+from trainer.model.frozen import check_vocabulary
+from trainer.model.scores import hidden_states, logprobs_of
+from trainer.model.state import ModelState, OptimizerState
+
+PATH_SETTING = "trainer.critic.path"
+
+
+class ValueModel(torch.nn.Module):
+    """A transformer with a scalar head, which starts at zero.
+
+    Attributes:
+        first_sync_index: of the version that the critic's training began with.
+    """
+
+    first_sync_index: Tensor
+
+    def __init__(self, backbone: PreTrainedModel, sync_index: int) -> None:
+        super().__init__()
+        self.backbone = backbone
+        # Not `nn.Linear`: it draws random numbers, and the policy's must not depend on a critic.
+        self.weight = torch.nn.Parameter(torch.zeros(backbone.config.get_text_config().hidden_size))
+        self.bias = torch.nn.Parameter(torch.zeros(()))
+        self.register_buffer("first_sync_index", torch.tensor(sync_index))
+
+
+class Critic:
+    """Value model and AdamW on one device, in float32 as the policy.
+
+    It belongs to the trainer alone: it is checkpointed with the policy and never published.
+
+    Attributes:
+        state: the parts that a checkpoint stores.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        settings: TrainerSettings,
+        device: torch.device,
+        sync_index: int,
+        *,
+        weights: bool = True,
+    ) -> None:
+        """Load the weights of a Hugging Face directory, with a new head and optimiser.
+
+        Args:
+            directory: configuration, and weights.
+            settings: `critic`, and the optimiser and passes of the policy.
+            device: of the policy.
+            sync_index: of the version that training starts from; the warm-up counts from here.
+            weights: False leaves the weights uninitialized, for a checkpoint that is loaded next.
+
+        Raises:
+            SettingsError: the weights cannot be read.
+        """
+        self._settings, self._device = settings, device
+        self._auxiliary = auxiliary_files(directory)
+        causal, self._own_dtypes = (
+            load_masters(directory, PATH_SETTING) if weights else empty_masters(directory)
+        )
+        self.model = ValueModel(causal.base_model, sync_index).to(device).eval()
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(),
+            lr=settings.critic.lr,
+            betas=(settings.beta1, settings.beta2),
+            weight_decay=settings.weight_decay,
+        )
+        self.state: Mapping[str, Stateful] = {
+            "critic_model": ModelState(self.model),
+            "critic_optimizer": OptimizerState(self.model, self.optimizer),
+        }
+
+    def save_configuration(self, directory: Path) -> None:
+        """Write what a critic without weights is made from."""
+        save_configuration(directory, self._auxiliary, self._own_dtypes)
+
+    def warms_up(self, sync_index: int) -> bool:
+        """Return whether only the critic is trained after the version with sync_index."""
+        trained = sync_index - int(self.model.first_sync_index)
+        return trained < self._settings.critic.warmup_versions
+
+    def values(self, batch: MicroBatch) -> Tensor:
+        """Return the value before every trained token, in units of the reward.
+
+        Returns:
+            Shape (tokens,), float32, with gradient.
+        """
+        states = hidden_states(self.model.backbone, batch, self._settings).float()
+        return states @ self.model.weight + self.model.bias
+
+    def score(self, sequences: Sequence[TrainingSequence]) -> tuple[TrainingSequence, ...]:
+        """Return the sequences with the values as a column.
+
+        Raises:
+            SettingsError: a token is not in the critic's vocabulary.
+        """
+        check_vocabulary(self.model.backbone, sequences, PATH_SETTING)
+        found = logprobs_of(sequences, self.values, self._settings, self._device)
+        return tuple(
+            replace(sequence, values=values)
+            for sequence, values in zip(sequences, found, strict=True)
+        )
+
+    def update(self, sequences: Sequence[TrainingSequence], batch_seq: int) -> CriticStats:
+        """Train one batch with the minibatches and passes of the policy.
+
+        A step with a non-finite loss or gradient is skipped.
+
+        Args:
+            sequences: of the batch, with values and returns.
+            batch_seq: number of the batch; the shuffle depends on it.
+        """
+        began = time.perf_counter()
+        s = self._settings
+        losses, skipped = [], []
+        for part in minibatches(sequences, s.minibatches, s.epochs, s.seed, batch_seq):
+            loss, norm = self._gradient(part)
+            if math.isfinite(loss) and math.isfinite(norm):
+                self.optimizer.step()
+                losses.append(loss)
+            else:
+                skipped.append(f"value loss {loss}, gradient norm {norm}")
+        values, returns = (
+            np.concatenate([np.zeros(0), *(getattr(sequence, name) for sequence in sequences)])
+            for name in ("values", "returns")
+        )
+        return CriticStats(
+            losses=tuple(losses),
+            skipped=tuple(skipped),
+            explained_variance=explained_variance(values, returns),
+            seconds=time.perf_counter() - began,
+        )
+
+    def _gradient(self, sequences: Sequence[TrainingSequence]) -> tuple[float, float]:
+        """Compute the gradient of the mean loss over the tokens of a minibatch.
+
+        Returns:
+            The loss, and the norm of the gradient before clipping.
+        """
+        s, total = self._settings, 0.0
+        tokens = sum(sequence.trained_tokens for sequence in sequences)
+        self.optimizer.zero_grad(set_to_none=True)
+        for part in micro_batches(sequences, s.micro_batch_tokens):
+            batch = collate(part, s.temperature, self._device)
+            assert batch.values is not None and batch.returns is not None
+            losses = value_loss(self.values(batch), batch.values, batch.returns, s.critic.clip)
+            loss = losses.sum() / tokens
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += loss.item()
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), s.max_grad_norm)
+        return total, norm.item()
