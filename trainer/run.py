@@ -249,9 +249,10 @@ class Run:
         if self.unpublished:
             self.publish()
         self._complete_checkpoint()
-        if self.current_version is not None and self._checkpoints.newest != self.current_version:
-            self._checkpoint(self.current_version)
-            self._complete_checkpoint()
+        if self.current_version is not None:
+            if self._checkpoints.newest != self.current_version:
+                self._checkpoint(self.current_version)
+                self._complete_checkpoint()
             self._prune(str(self.current_version.version))
 
     def _checkpoint(self, state: VersionState) -> None:

@@ -472,7 +472,7 @@ def test_a_stop_between_two_versions_publishes_under_the_index_that_staleness_ex
     run = begin(s, weight_log)
     go(run, 0, 2)
     assert run.unpublished and not run.version_due
-    run.publish()  # SIGTERM
+    run.end()  # SIGTERM
     go(begin(s, weight_log), 3, 5)
     assert ids(weight_log) == ["0.0", "1.0", "2.0", "2.1", "3.1"]
     assert batches(weight_log.published)[1:] == [(0, 1), (2, 2), (3, 3), (4, 5)]
@@ -489,7 +489,9 @@ def test_files_of_old_versions_are_deleted_the_newest_two_never(
         settings(tmp_path, model_dir, keep_checkpoints=1, keep_versions=3),
         MemoryWeightLog(),
     )
-    go(begin(s, weight_log), 0, 4)
+    run = begin(s, weight_log)
+    go(run, 0, 4)
+    run.end()
     assert sorted(p.name for p in (s.checkpoint_dir / "r").iterdir()) == ["4.0", "5.0"]
     assert sorted(p.name for p in (s.weights_dir / "r").iterdir()) == ["3.0", "4.0", "5.0"]
 
