@@ -532,6 +532,7 @@ def test_a_directory_is_there_completely_or_not_at_all(tmp_path: Path) -> None:
         pass
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_version_is_not_taken(tmp_path: Path, model_dir: Path) -> None:
     s, weight_log = settings(tmp_path, model_dir), MemoryWeightLog()
     go(begin(s, weight_log), 0, 0)

@@ -117,6 +117,7 @@ JSON = st.recursive(
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @given(st.sampled_from(["openai.chat", "anthropic.messages", "openai.responses"]), JSON, JSON)
 def test_no_shape_is_an_error(protocol: str, request: Any, reply: Any) -> None:
     chat = chat_of(protocol, packed(request), packed(reply))

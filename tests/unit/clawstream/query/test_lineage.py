@@ -356,6 +356,7 @@ def test_what_became_of_a_step(lineage: Lineage) -> None:
     assert [s["step_id"] for s in said["trajectory"]["steps"]] == ["g6-0~2.0"]
 
 
+@pytest.mark.slow
 def test_what_is_not_there(lineage: Lineage) -> None:
     for ask, why in (
         (lambda: lineage.weights("r/9.9"), "the lake has no version r/9.9"),

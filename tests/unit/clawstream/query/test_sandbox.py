@@ -111,6 +111,7 @@ def test_memory_is_bounded_by_the_operating_system(settings: Settings) -> None:
     assert run_sql(small, "SELECT length(repeat('x', 1000000)) AS n", "csv") == "n\n1000000"
 
 
+@pytest.mark.slow
 def test_time_is_bounded_and_the_process_is_gone(settings: Settings) -> None:
     short = settings.model_copy(update={"lake": LakeSettings(sql_timeout_s=1)})
     before = frozenset(query_processes())

@@ -190,6 +190,7 @@ def test_the_command_line_tells_a_key_once(tmp_path: Path) -> None:
     assert wrong.returncode == 1 and "agent, reward, curate, admin" in wrong.stderr
 
 
+@pytest.mark.slow
 def test_limits_are_given_and_listed_on_the_command_line(tmp_path: Path) -> None:
     create = partial(clawstream, tmp_path, "keys", "create", "--scope", "agent", "--name")
     made = create("k", "--calls-per-minute", "600", "--tokens-per-day", "5000")

@@ -124,6 +124,7 @@ def damage(draw: st.DrawFn) -> tuple[list[Message], bytes, list[Message]]:
     return items, b"".join(pieces), [m for n, m in enumerate(items) if n not in touched]
 
 
+@pytest.mark.slow
 @given(damage())
 def test_whatever_happens_to_a_segment_what_was_not_touched_is_read_and_nothing_else(
     case: tuple[list[Message], bytes, list[Message]],

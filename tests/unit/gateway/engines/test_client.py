@@ -126,7 +126,7 @@ async def _status_is(url: str, status: int) -> None:
 
 def test_our_own_engine_that_is_busy_is_asked_again_until_the_wait_is_over() -> None:
     async def test(url: str) -> None:
-        async with Rig([{"url": url, "kind": "vllm"}], worker_wait_s=2.0) as rig:
+        async with Rig([{"url": url, "kind": "vllm"}], worker_wait_s=1.0) as rig:
             with pytest.raises(NoEngine, match="503"):
                 await rig.ask()
             assert len(rig.asked) > 2

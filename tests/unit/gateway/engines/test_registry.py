@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -19,6 +20,7 @@ from support.wire import (
     LIMITED,
     OK,
     SOON_S,
+    Answer,
     Rig,
     Wire,
     as_text,
@@ -36,7 +38,8 @@ from gateway.errors import NoEngine, UpstreamFailed
 from gateway.protocols.base import EngineKind
 from schemas.records import WorkerStatus
 
-pytestmark = pytest.mark.usefixtures("each_event_loop")
+both_event_loops = pytest.mark.usefixtures("each_event_loop")
+"""For the end of connections; probing and states are the same on both."""
 PATIENT_S = 4.0
 """Probe interval that a busy machine keeps: a probe may take twice as long before it fails."""
 
@@ -88,6 +91,7 @@ def test_an_engine_that_tells_no_tokens_is_announced(
     )
 
 
+@both_event_loops
 def test_an_engine_that_is_away_is_passed_over_at_once_and_comes_back() -> None:
     async def body() -> None:
         async with AsyncExitStack() as stack:
@@ -95,7 +99,8 @@ def test_an_engine_that_is_away_is_passed_over_at_once_and_comes_back() -> None:
             engine = ScriptedEngine(lambda _: Script([HI]))
             async with engine.serve(port := free_port()) as there:
                 upstreams = [{"url": here, "kind": "text"}, there]
-                rig = await stack.enter_async_context(Rig(upstreams, probe_interval_s=PATIENT_S))
+                # The engine counts as away after a probe at this interval.
+                rig = await stack.enter_async_context(Rig(upstreams, probe_interval_s=1.0))
                 await rig.until(lambda: len(rig.upstream.ready) == 2)
                 key = key_of(there, rig)
             assert await rig.ask(key) == (200, b"hi")
@@ -205,26 +210,29 @@ def test_what_never_says_its_kind_is_a_provider_until_it_does(says: bytes) -> No
     run(answer, test=test)
 
 
-@pytest.mark.parametrize("reports", [False, True])
-def test_what_is_not_up_yet_is_no_provider(reports: bool) -> None:
+def test_what_is_not_up_yet_is_no_provider() -> None:
     """Behind a proxy, a loading engine replies 503; a reporting worker is never a provider."""
-    probes = 0
+    probes = Counter[bytes]()
 
-    async def answer(wire: Wire, request: bytes) -> bool | None:
-        nonlocal probes
-        probes += b"/version" in request
-        await wire.say(LIMITED if reports else BUSY)
-        return None
+    def always(says: bytes) -> Answer:
+        async def answer(wire: Wire, request: bytes) -> bool | None:
+            probes[says] += b"/version" in request
+            await wire.say(says)
+            return None
 
-    async def test(url: str) -> None:
-        async with Rig([] if reports else [url], probe_interval_s=0.2) as rig:
-            if reports:
-                rig.registry.update("w", heard(url, "ready"), 0.0)
-            _ = rig.upstream.ready
-            await rig.until(lambda: probes > 2 * MAX_UNCLEAR)
-            assert rig.upstream.ready == []
+        return answer
 
-    run(answer, test=test)
+    async def test(busy: str, limited: str) -> None:
+        async with (
+            Rig([busy], probe_interval_s=0.2) as proxied,
+            Rig([], probe_interval_s=0.2) as reporting,
+        ):
+            reporting.registry.update("w", heard(limited, "ready"), 0.0)
+            _ = proxied.upstream.ready, reporting.upstream.ready
+            await proxied.until(lambda: min(probes[BUSY], probes[LIMITED]) > 2 * MAX_UNCLEAR)
+            assert proxied.upstream.ready == reporting.upstream.ready == []
+
+    run(always(BUSY), always(LIMITED), test=test)
 
 
 def test_a_host_that_cannot_be_looked_up_is_an_engine_that_is_away() -> None:
@@ -284,6 +292,7 @@ def test_waiting_ends_and_says_why() -> None:
     asyncio.run(body())
 
 
+@both_event_loops
 @pytest.mark.parametrize("how", ["draining", "tombstone", "removed"])
 def test_a_draining_engine_ends_its_calls_and_gets_no_new_ones(how: str) -> None:
     gate, arrived = asyncio.Event(), asyncio.Event()

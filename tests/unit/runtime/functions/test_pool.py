@@ -105,6 +105,7 @@ def test_a_function_keeps_its_process_until_it_fails(pool: FunctionPool) -> None
     assert process(trajectory()) != before
 
 
+@pytest.mark.slow
 def test_a_process_that_reads_no_more_holds_nobody_up() -> None:
     with FunctionPool(FunctionSettings(dirs=(TESTS,), timeout_s=1, processes=1)) as pool:
         process, stops = (

@@ -221,6 +221,7 @@ def conversations(draw: st.DrawFn) -> list[tuple[list[int], list[int], str]]:
     return made
 
 
+@pytest.mark.slow
 @given(conversations(), st.sampled_from([1, 3, 16]))
 def test_where_a_step_goes_on_from_is_what_a_look_at_all_steps_finds(
     made: Any, recent: int

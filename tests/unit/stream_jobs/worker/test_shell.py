@@ -156,6 +156,7 @@ def test_a_take_over_that_a_rebalance_overtakes_is_given_up(
     assert not died
 
 
+@pytest.mark.slow
 def test_who_is_overtaken_in_no_rebalance_dies(tmp_path: Path, died: list[BaseException]) -> None:
     async def main() -> None:
         job = Job()

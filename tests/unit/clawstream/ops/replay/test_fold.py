@@ -431,6 +431,7 @@ def test_prefixes_names_and_windows(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 @given(st.integers(0, 5000))
 def test_what_is_read_ahead_does_not_grow_with_the_partitions(partitions: int) -> None:
     options = read_ahead(partitions)

@@ -258,6 +258,7 @@ def test_a_writer_without_new_rows_notices_a_repair_too(settings: Settings) -> N
     assert lake.damaged.keys() == {"rewards"} and lake.recover() and not lake.damaged
 
 
+@pytest.mark.slow
 def test_a_table_that_breaks_while_the_writer_runs_is_set_aside(settings: Settings) -> None:
     lake = claimed(settings)
     other = open_table(settings.lake_uri, "rewards", {})
