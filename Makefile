@@ -12,8 +12,15 @@ unexport PYTHONDONTWRITEBYTECODE
 SEED ?= 0
 DATA_DIR ?= data
 DTYPE ?= float32
+# The parts of `make test-unit` run side by side. Each imports only what its own tests need, and many
+# tests of the gateway wait on sockets.
+UNIT_PARTS := test-unit-sockets test-unit-gateway test-unit-others
+GATEWAY_SOCKETS := $(addprefix tests/unit/gateway/,asgi claw_r1 engines)
+test-unit-sockets: PART := $(GATEWAY_SOCKETS)
+test-unit-gateway: PART := tests/unit/gateway $(GATEWAY_SOCKETS:%=--ignore=%)
+test-unit-others: PART := tests/unit --ignore=tests/unit/gateway
 
-.PHONY: help install demo up down test test-unit test-long test-compose test-exports lint format lock bench-gateway bench-jobs bench-check clean
+.PHONY: help install demo up down test test-unit $(UNIT_PARTS) test-long test-compose test-exports lint format lock bench-gateway bench-jobs bench-check clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -37,7 +44,10 @@ test: install ## unit, integration on a real Kafka, end to end on a real vLLM
 	$(PY) -m pytest -m "not long and not gpu and not compose" -n 2 --dist loadfile --no-loadscope-reorder -q --durations=40
 
 test-unit: install ## the fast unit tests, about a minute; `make test` runs the slow ones too
-	$(PY) -m pytest tests/unit -m "not slow" -n 2 --dist worksteal -q
+	@$(MAKE) -j3 --keep-going --output-sync=target --no-print-directory $(UNIT_PARTS)
+
+$(UNIT_PARTS):
+	@$(PY) -m pytest $(PART) -m "not slow" -q
 
 test-long: install ## faults, soak, and a search for new counterexamples, many minutes
 	-@$(PY) -m clawstream broker prepare
