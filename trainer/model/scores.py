@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -46,7 +47,11 @@ class Scores:
 
     def __init__(self, model: PreTrainedModel, settings: TrainerSettings) -> None:
         self._model, self._settings = model, settings
-        self._plain_head = head_is_plain(model)
+
+    @cached_property
+    def _plain_head(self) -> bool:
+        """Looked at in the first pass: before it, a checkpoint may not be loaded yet."""
+        return head_is_plain(self._model)
 
     def logprobs(self, batch: MicroBatch) -> Tensor:
         """Return the log-probability of every trained token, shape (tokens,), with gradient."""
