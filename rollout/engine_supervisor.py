@@ -158,12 +158,18 @@ class EngineSupervisor:
             self._report.set_state("loading", None, self._report.status.error)
         state = self._report.status.state
         try:
-            if version.format != "full":
+            if version.format != "full" and version.base_model is None:
                 raise InvalidWeights(
-                    f"{name} is a {version.format}: only full versions can be loaded"
+                    f"{name} is a {version.format}: only full versions and adapters can be loaded"
                 )
             result = await load_version(
-                self._http, self._server.base_url, name, version.files, self._files, self._label
+                self._http,
+                self._server.base_url,
+                name,
+                version.files,
+                self._files,
+                self._label,
+                version.base_model,
             )
         except EngineChanged as error:
             self._apply_label(error.label)
@@ -185,7 +191,7 @@ class EngineSupervisor:
         else:
             self._label = self._loaded = name
             self._report.loaded(name, result.total_ms)
-            await asyncio.to_thread(remove_others, version.files, self._files)
+            await asyncio.to_thread(remove_others, version.files, result.held, self._files)
             logger().info(
                 "version_loaded",
                 version=name,

@@ -77,6 +77,7 @@ def create_server(settings: Settings) -> VllmServer | AttachedServer:
         settings.rollout,
         model,
         settings.data_dir / "logs" / f"vllm-{settings.rollout.worker_id}.log",
+        settings.trainer.lora.rank,
     )
 
 

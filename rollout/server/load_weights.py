@@ -19,21 +19,26 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from rollout.errors import EngineBroken, EngineChanged, EngineUnavailable, InvalidWeights
-from rollout.server.weight_files import verify
+from rollout.server.weight_files import adapter_files, verify
 from rollout.vllm_plugin import weight_loader
 from rollout.vllm_plugin.weight_loader import PATH
 from schemas.records import WeightFile
 
+TENSORS = ".safetensors"
 _TIMEOUT = aiohttp.ClientTimeout(total=600)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadResult:
-    """Duration of a load in milliseconds: verification, staging, and the pause without sampling."""
+    """Duration of a load in milliseconds: verification, staging, and the pause without sampling.
+
+    held: Versions whose adapters the engine holds.
+    """
 
     verify_ms: float
     stage_ms: float
     pause_ms: float
+    held: tuple[str, ...] = ()
 
     @property
     def total_ms(self) -> float:
@@ -47,8 +52,9 @@ async def load_version(
     files: Sequence[WeightFile],
     cache_dir: Path,
     served: str,
+    base_model: str | None = None,
 ) -> LoadResult:
-    """Load a full weight version into the engine behind `base_url`.
+    """Load a weight version, full or an adapter, into the engine behind `base_url`.
 
     Args:
         http: The session for the requests.
@@ -57,6 +63,7 @@ async def load_version(
         files: Of the version.
         cache_dir: For files that must be downloaded.
         served: The label that the engine is believed to have.
+        base_model: Of an adapter.
 
     Raises:
         InvalidWeights, WeightsUnreadable: The version is not usable; the old one serves on.
@@ -66,16 +73,25 @@ async def load_version(
     """
     began = time.perf_counter()
     verified = await asyncio.to_thread(verify, files, cache_dir)
-    tensors = {
-        str(path): sha256 for path, sha256 in verified.items() if path.suffix == ".safetensors"
-    }
+    if base_model is None:
+        needed = {path: digest for path, digest in verified.items() if path.suffix == TENSORS}
+    else:
+        needed = await asyncio.to_thread(adapter_files, version_id, verified, cache_dir)
     verify_ms = (time.perf_counter() - began) * 1e3
-    body = {"version_id": version_id, "served": served, "files": tensors}
+    body = {
+        "version_id": version_id,
+        "served": served,
+        "files": {str(path): digest for path, digest in needed.items()},
+        "base_model": base_model,
+    }
     status, answer = await _call(http, "POST", base_url, body)
     match status:
         case weight_loader.LOADED:
             return LoadResult(
-                verify_ms=verify_ms, stage_ms=answer["stage_ms"], pause_ms=answer["pause_ms"]
+                verify_ms=verify_ms,
+                stage_ms=answer["stage_ms"],
+                pause_ms=answer["pause_ms"],
+                held=tuple(answer.get("held", ())),
             )
         case weight_loader.CHANGED:
             raise EngineChanged(base_url, str(answer["weight_version"]), served)

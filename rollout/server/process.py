@@ -36,13 +36,19 @@ _CPU_ENVIRONMENT = {
 }
 _PROJECT = Path(__file__).resolve().parents[2]
 _LOG_TAIL_BYTES = 2000
+ADAPTERS = 3
+"""Versions of LoRA in the engine: the served one, the next one, and one that drains."""
+ENGINE_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""Values of vLLM's --max-lora-rank."""
 PORT_TIMEOUT_S = 5.0
 WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}
 """Wildcard listen hosts and the loopback address of such a server."""
 
 
-def server_arguments(settings: RolloutSettings, model_dir: Path) -> list[str]:
-    """Return the Python arguments that serve `model_dir`.
+def server_arguments(
+    settings: RolloutSettings, model_dir: Path, lora_rank: int | None = None
+) -> list[str]:
+    """Return the Python arguments that serve `model_dir`; with lora_rank, adapters of that rank.
 
     They use `python -m`, because the console script of the CPU build is broken.
     """
@@ -68,6 +74,10 @@ def server_arguments(settings: RolloutSettings, model_dir: Path) -> list[str]:
         # train.
         cache_bytes = settings.kv_cache_mb * 1024 * 1024
         arguments += ["--enforce-eager", "--kv-cache-memory-bytes", str(cache_bytes)]
+    if lora_rank is not None:
+        largest = next(rank for rank in ENGINE_RANKS if rank >= lora_rank)
+        arguments += ["--enable-lora", "--max-loras", str(ADAPTERS)]
+        arguments += ["--max-lora-rank", str(largest)]
     if settings.tool_parser is not None:
         arguments += ["--enable-auto-tool-choice", "--tool-call-parser", settings.tool_parser]
     if settings.tool_parser_plugin is not None:
@@ -113,11 +123,14 @@ def is_cpu_build() -> bool:
 class VllmServer:
     """Start the server, wait until it is ready, stop it, and restart it after an exit.
 
-    The output of the server is appended to `log`.
+    The output of the server is appended to `log`. lora_rank: of the adapters that it serves; None:
+    full versions.
     """
 
-    def __init__(self, settings: RolloutSettings, model_dir: Path, log: Path) -> None:
-        self._settings = settings
+    def __init__(
+        self, settings: RolloutSettings, model_dir: Path, log: Path, lora_rank: int | None = None
+    ) -> None:
+        self._settings, self._lora_rank = settings, lora_rank
         self._model_dir = model_dir
         self._log = log
         self._process: Process | None = None
@@ -138,7 +151,7 @@ class VllmServer:
         await self._wait_for_port()
         self._log.parent.mkdir(parents=True, exist_ok=True)
         with self._log.open("ab") as log:
-            arguments = server_arguments(self._settings, self._model_dir)
+            arguments = server_arguments(self._settings, self._model_dir, self._lora_rank)
             self._process = await asyncio.create_subprocess_exec(
                 *die_with_parent([sys.executable, *arguments]),
                 stdin=asyncio.subprocess.DEVNULL,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 from urllib.parse import unquote, urlsplit
@@ -14,6 +14,7 @@ from schemas.records import WeightFile
 
 _ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 """Reading again would find the same; any other error of a file system may pass."""
+ADAPTERS = "adapters"
 _READ_BYTES = 4 * 1024 * 1024
 
 
@@ -43,12 +44,48 @@ def verify(files: Sequence[WeightFile], cache_dir: Path) -> dict[Path, str]:
     return found
 
 
-def remove_others(files: Sequence[WeightFile], cache_dir: Path) -> None:
-    """Remove every download in `cache_dir` but those of `files`."""
-    kept = {file.sha256 for file in files}
+def adapter_files(
+    version_id: str, verified: Mapping[Path, str], cache_dir: Path
+) -> dict[Path, str]:
+    """Copy the files of an adapter into one directory of its version, as an engine needs them.
+
+    Returns:
+        The copies and their sha256 (hex).
+
+    Raises:
+        WeightsUnreadable: The files can't be copied now.
+    """
+    directory = cache_dir / ADAPTERS / _directory_name(version_id)
+    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        return {
+            Path(shutil.copyfile(path, directory / path.name)): sha256
+            for path, sha256 in verified.items()
+        }
+    except OSError as error:
+        raise WeightsUnreadable(f"{version_id}: {error}") from error
+
+
+def remove_others(files: Sequence[WeightFile], held: Collection[str], cache_dir: Path) -> None:
+    """Remove downloads but those of `files`, and copies of adapters that are not held.
+
+    Args:
+        files: Of the loaded version.
+        held: Versions whose adapters the engine holds.
+        cache_dir: Of the worker.
+    """
+    kept = {ADAPTERS, *(file.sha256 for file in files)}
+    adapters = {_directory_name(version_id) for version_id in held}
     for path in cache_dir.glob("*"):
         if path.name not in kept:
             shutil.rmtree(path, ignore_errors=True)
+    for path in (cache_dir / ADAPTERS).glob("*"):
+        if path.name not in adapters:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _directory_name(version_id: str) -> str:
+    return version_id.replace("/", "@")
 
 
 def _read(file: WeightFile, path: Path) -> str | None:

@@ -126,7 +126,6 @@ def stage(files: Mapping[str, str], served: Served) -> dict[str, torch.Tensor]:
     Raises:
         InvalidWeights: a file or a tensor is invalid. The message names it.
     """
-    import torch
     from safetensors import SafetensorError
     from safetensors.torch import load
 
@@ -134,10 +133,7 @@ def stage(files: Mapping[str, str], served: Served) -> dict[str, torch.Tensor]:
     weights: dict[str, torch.Tensor] = {}
     for path, sha256 in sorted(files.items()):
         try:
-            data = Path(path).read_bytes()
-            digest = hashlib.sha256(data).hexdigest()
-            if digest != sha256:
-                raise InvalidWeights(f"{path}: sha256 is {digest}, not {sha256}")
+            data = read_checked(path, sha256)
             weights |= load(data)
             header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
             found |= {
@@ -154,14 +150,34 @@ def stage(files: Mapping[str, str], served: Served) -> dict[str, torch.Tensor]:
         }
     if difference := _difference(found, expected):
         raise InvalidWeights(f"not the tensors of the model that is served: {difference}")
+    check_finite(weights, served.dtype)
+    return weights
+
+
+def read_checked(path: str, sha256: str) -> bytes:
+    """Return the content of a file.
+
+    Raises:
+        InvalidWeights: its SHA-256 (hex) is another one.
+    """
+    data = Path(path).read_bytes()
+    digest = hashlib.sha256(data).hexdigest()
+    if digest != sha256:
+        raise InvalidWeights(f"{path}: sha256 is {digest}, not {sha256}")
+    return data
+
+
+def check_finite(weights: Mapping[str, torch.Tensor], dtype: torch.dtype) -> None:
+    """Raise InvalidWeights when a value is not finite in the served dtype."""
+    import torch
+
     broken = [
         name
         for name, tensor in weights.items()
-        if not torch.isfinite(_as_served(tensor, served.dtype)).all()
+        if not torch.isfinite(_as_served(tensor, dtype)).all()
     ]
     if broken:
-        raise InvalidWeights(f"values that are not finite in {served.dtype} in {broken[:3]}")
-    return weights
+        raise InvalidWeights(f"values that are not finite in {dtype} in {broken[:3]}")
 
 
 def _drop_tied_heads(weights: dict[str, torch.Tensor]) -> None:
@@ -203,6 +219,13 @@ def _can_load(found: tuple[str, tuple[int, ...]], expected: tuple[str, tuple[int
     return found[1] == expected[1] and (
         found[0] == expected[0] or {found[0], expected[0]} <= FLOATS
     )
+
+
+def adapter_request(name: str, number: int, directory: str) -> Any:
+    """Return vLLM's request for a LoRA adapter. number: from 1, never used twice in an engine."""
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(lora_name=name, lora_int_id=number, lora_path=directory)
 
 
 def _disk_backend() -> type[Any]:

@@ -21,6 +21,7 @@ from contextlib import aclosing
 from contextvars import ContextVar
 from typing import Any
 
+from rollout.vllm_plugin.adapters import adapters_of
 from rollout.vllm_plugin.sampling import ServerOptions, sampling_of, server_options
 from schemas import engine_frames as wire
 from schemas.records import Sampling
@@ -197,6 +198,7 @@ class EngineTap:
     def __init__(self, client: Any) -> None:
         self._client = client
         self._label: str | None = None
+        adapters_of(client)
         self._server = server_options(client)
         tokenizer = client.tokenizer
         self.tokenizer = None if tokenizer is None else fingerprint(tokenizer.get_vocab())

@@ -3,7 +3,7 @@
     --middleware rollout.vllm_plugin.weight_loader.WeightLoader
 
     GET  /clawstream/weights   -> {"weight_version": LABEL}
-    POST /clawstream/weights   {"version_id", "served", "files": {path: sha256}}
+    POST /clawstream/weights   {"version_id", "served", "files": {path: sha256}, "base_model"}
 
 1. One load runs at a time; a second request waits for the first.
 2. `served` must equal the engine's label, else the reply is 409 and nothing is touched. So of two
@@ -13,6 +13,9 @@
 4. Swap: pause with the requests in flight kept, put the tensors into the model, set the label,
    resume. Requests go on with the new weights over a recomputed cache. An error leaves the engine
    paused and broken.
+
+An adapter, a version with `base_model`, is loaded beside the others instead of 3 and 4
+(`rollout.vllm_plugin.adapters`).
 
 The load continues when its client disconnects, so a killed worker never leaves an update open or an
 engine paused. Nothing here imports vLLM.
@@ -27,6 +30,8 @@ from typing import Any
 
 import orjson
 
+from rollout.errors import InvalidWeights
+from rollout.vllm_plugin.adapters import AdaptersBusy, adapters_of
 from rollout.vllm_plugin.engine import INVALID
 from rollout.vllm_plugin.token_capture import App, Receive, Scope, Send
 
@@ -57,11 +62,17 @@ class WeightLoader:
             try:
                 load = orjson.loads(await _body(receive))
                 version_id, served, files = load["version_id"], load["served"], load["files"]
-            except (ValueError, TypeError, KeyError) as error:
+                base_model = load.get("base_model")
+            except (ValueError, TypeError, KeyError, AttributeError) as error:
                 await _reply(send, 400, {"error": f"not a load request: {error!r}"})
                 return
             async with self._lock:
-                status, answer = await _load(client, version_id, served, files)
+                if base_model is None:
+                    status, answer = await _load(client, version_id, served, files)
+                else:
+                    status, answer = await _load_adapter(
+                        client, version_id, served, files, base_model
+                    )
             await _reply(send, status, answer)
         else:
             await _reply(send, 405, {"error": "GET or POST"})
@@ -75,6 +86,8 @@ async def _load(
         label = await client.get_weight_version()
         if label != served:
             return CHANGED, {"weight_version": label}
+        if adapters_of(client).enabled:
+            return INVALID_WEIGHTS, {"error": "an engine with --enable-lora loads adapters only"}
         await client.start_weight_update()
         # vLLM closes the update itself when this fails.
         await client.update_weights(SimpleNamespace(update_info={"files": files}))
@@ -95,6 +108,30 @@ async def _load(
         "weight_version": version_id,
         "stage_ms": (staged - began) * 1e3,
         "pause_ms": (swapped - staged) * 1e3,
+    }
+
+
+async def _load_adapter(
+    client: Any, version_id: str, served: str, files: dict[str, str], base_model: str
+) -> tuple[int, dict[str, Any]]:
+    began = time.perf_counter()
+    adapters = adapters_of(client)
+    try:
+        label = await client.get_weight_version()
+        if label != served:
+            return CHANGED, {"weight_version": label}
+        await adapters.load(version_id, files, base_model)
+    except InvalidWeights as error:
+        return INVALID_WEIGHTS, {"error": str(error).partition(_WORKER_HINT)[0]}
+    except AdaptersBusy as error:
+        return UNAVAILABLE, {"error": str(error)}
+    except Exception as error:  # noqa: BLE001 - vLLM raises whatever its processes raised
+        return UNAVAILABLE, {"error": f"{type(error).__name__}: {error}"}
+    return LOADED, {
+        "weight_version": version_id,
+        "stage_ms": (time.perf_counter() - began) * 1e3,
+        "pause_ms": 0.0,
+        "held": adapters.held,
     }
 
 

@@ -32,6 +32,7 @@ class WeightVersion:
     parent_version: str | None = None
     format: WeightFormat
     base_version: str | None = None
+    base_model: str | None = None
     files: tuple[WeightFile, ...]
     checkpoint_version: str | None = None
     channel: Channel

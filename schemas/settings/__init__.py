@@ -15,7 +15,7 @@ from schemas.settings.kafka import BrokerSettings, KafkaSettings
 from schemas.settings.lake import LakeSettings
 from schemas.settings.rollout import ENGINE_STOP_S, RolloutSettings
 from schemas.settings.root import Settings
-from schemas.settings.trainer import TrainerSettings
+from schemas.settings.trainer import LoraSettings, TrainerSettings
 from schemas.settings.up import UpSettings
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "JobsSettings",
     "KafkaSettings",
     "LakeSettings",
+    "LoraSettings",
     "PolicySettings",
     "RedactionSettings",
     "RolloutSettings",

@@ -97,6 +97,20 @@ class CriticSettings(Section):
     )
 
 
+class LoraSettings(Section):
+    """Low-rank adapters instead of all weights; versions are then adapters (scale.md)."""
+
+    rank: Annotated[int, Field(ge=1, le=512)] | None = Field(
+        None, description="train adapters of this rank: less memory, smaller versions"
+    )
+    alpha: Positive = Field(32.0, description="an adapter's output is scaled by alpha / rank")
+    target_modules: tuple[str, ...] = Field(
+        ("all-linear",),
+        description="names of the layers with an adapter, e.g. q_proj, v_proj; all-linear: every "
+        "linear layer but the output head",
+    )
+
+
 class TrainerSettings(Section):
     """The learner."""
 
@@ -140,6 +154,7 @@ class TrainerSettings(Section):
     minibatches: Count = Field(2, description="optimiser steps a batch and epoch")
     epochs: Count = Field(1, description="passes over a batch")
     micro_batch_tokens: Count = Field(16384, description="memory: padded tokens a forward pass")
+    lora: LoraSettings = LoraSettings()
     algorithm: AlgorithmOverrides = AlgorithmOverrides()
     critic: CriticSettings = CriticSettings()
     reference_path: Path | None = Field(
@@ -164,6 +179,10 @@ class TrainerSettings(Section):
     peak_tflops: Positive | None = Field(
         None,
         description="peak of the device in TFLOP/s, for the metric mfu; default: of known GPUs",
+    )
+    activation_checkpointing: bool = Field(
+        False,
+        description="memory: compute each layer again in the backward pass, for a third more time",
     )
     threads: Count = Field(1, description="CPU cores for torch")
     seed: int = Field(0, description="repeat runs")

@@ -8,6 +8,7 @@ import asyncio
 import hashlib
 import itertools
 import json
+import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +23,7 @@ from safetensors.torch import save
 from rollout.errors import InvalidWeights, WeightsUnreadable
 from rollout.main import create_server
 from rollout.server.process import server_arguments, server_environment
-from rollout.server.weight_files import remove_others, verify
+from rollout.server.weight_files import ADAPTERS, adapter_files, remove_others, verify
 from rollout.versions import DEFER_S, KEPT_VERSIONS, Versions, WeightsFeed
 from rollout.vllm_plugin.engine import Served, read_layout, stage
 from runtime.kafka import Cluster, Record, Unavailable
@@ -248,9 +249,23 @@ def test_downloads_of_other_versions_are_removed(tmp_path: Path) -> None:
         digest = hashlib.sha256(name.encode()).hexdigest()
         versions.append(WeightFile(url=f"memory://kept/{name}", sha256=digest, size_bytes=3))
     verify(versions, tmp_path)
-    remove_others(versions[1:], tmp_path)
+    remove_others(versions[1:], (), tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [versions[1].sha256]
-    remove_others((), tmp_path / "never made")
+    remove_others((), (), tmp_path / "never made")
+
+
+def test_an_adapter_has_a_directory_of_its_own_while_the_engine_holds_it(tmp_path: Path) -> None:
+    published = tmp_path / "published"
+    published.mkdir()
+    (published / "adapter_config.json").write_text("{}")
+    verified = {published / "adapter_config.json": "digest"}
+    for version in ("r/1.0", "r/2.0"):
+        (copy,) = adapter_files(version, verified, tmp_path / "worker")
+        assert copy.read_text() == "{}"
+    remove_others((), ("r/2.0",), tmp_path / "worker")
+    assert [path.name for path in (tmp_path / "worker" / ADAPTERS).iterdir()] == ["r@2.0"]
+    shutil.rmtree(published)
+    assert copy.exists()
 
 
 def written(path: Path, tensors: dict[str, torch.Tensor]) -> dict[str, str]:
@@ -390,6 +405,9 @@ def test_settings_become_arguments(tmp_path: Path) -> None:
     assert "--enable-auto-tool-choice" in arguments
     assert arguments[-2:] == ["--seed", "3"], "last, so that it can overrule ours"
     assert "--tool-call-parser" not in server_arguments(RolloutSettings(), tmp_path)
+    assert "--enable-lora" not in arguments
+    adapters = dict(itertools.pairwise(server_arguments(RolloutSettings(), tmp_path, 12)))
+    assert (adapters["--max-loras"], adapters["--max-lora-rank"]) == ("3", "16")
 
 
 def test_the_environment_keeps_what_was_there() -> None:

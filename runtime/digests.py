@@ -1,0 +1,22 @@
+"""Digests of files."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+
+def sha256(path: Path) -> str:
+    """Return the SHA-256 of a file in hex digits."""
+    with path.open("rb") as data:
+        return hashlib.file_digest(data, "sha256").hexdigest()
+
+
+def digest_of_model(directory: Path) -> str:
+    """Return the digest of the weights in a model directory.
+
+    SHA-256 of the concatenated SHA-256 digests (hex) of its safetensors files, in the order of
+    their names.
+    """
+    files = sorted(directory.glob("*.safetensors"))
+    return hashlib.sha256("".join(map(sha256, files)).encode()).hexdigest()
