@@ -110,7 +110,12 @@ class AuxiliaryModels:
 
     def _frozen_model(self, column: FrozenColumn) -> FrozenModel:
         if column not in self._frozen:
+            policy = self._policy
             self._frozen[column] = FrozenModel(
-                column, self._settings, self._policy.device, self._policy.tokenizer_fingerprint
+                column,
+                self._settings,
+                policy.device,
+                policy.tokenizer_fingerprint,
+                policy.processes,
             )
         return self._frozen[column]

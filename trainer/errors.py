@@ -63,3 +63,10 @@ class BatchesReplaced(TrainerError, SourceTruncated):
 
 class TooFewMembers(TrainerError, SettingsError):
     """The advantage of a group of one is always zero: the algorithm needs at least two rewards."""
+
+
+class ProcessLost(TrainerError):
+    """Another process of this trainer ended, so this one cannot go on.
+
+    The restart of all processes resumes from the last checkpoint.
+    """

@@ -1,6 +1,7 @@
 """The trainer: reads ready batches, publishes weight versions.
 
-Each run has one active trainer; the newest takes over.
+Each run has one active trainer; the newest takes over. Under torchrun it has several processes: the
+first one leads, and the others train what it reads (`trainer.parallel`).
 
 Start
  1. The init of the transactional producer fences every older trainer of the run: the older trainer
@@ -32,24 +33,38 @@ Stop
 from __future__ import annotations
 
 import threading
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 
-from runtime.logs import logger
+from runtime.logs import configure, logger
 from runtime.process.lifecycle import run_sync
 from runtime.process.readiness import ready
 from runtime.topics.records import Decoder, cluster_of, create_topics
 from schemas.errors import SettingsError
 from schemas.settings import Settings, TrainerSettings
 from trainer.algorithms.registry import load as load_algorithm
-from trainer.data.batches import BatchReader
-from trainer.position import starting_position
-from trainer.run import open_run
-from trainer.settings_check import check_algorithm, check_learning_rate
-from trainer.versions.weight_log import KafkaWeightLog, read_versions
+from trainer.data.batches import BatchReader, FetchedBatch
+from trainer.parallel.processes import Processes, open_processes
+from trainer.position import start_of, starting_position
+from trainer.run import Run
+from trainer.settings_check import check_algorithm, check_learning_rate, check_processes
+from trainer.start import open_run
+from trainer.versions.weight_log import KafkaWeightLog, NoWeightLog, read_versions
 
 POLL_S = 0.2
+
+
+@dataclass(frozen=True)
+class Next:
+    """What all processes do next. batch: to train; None: wait."""
+
+    batch: FetchedBatch | None
+    ends: bool = False
+
+
+NOTHING = Next(None)
 
 
 def main(settings: Settings) -> None:
@@ -75,25 +90,33 @@ def train(settings: Settings, stop: threading.Event) -> None:
         settings.functions.folders,
     )
     torch.set_num_threads(settings.trainer.threads)
+    with open_processes(settings.trainer.device) as processes:
+        check_processes(settings, processes.size)
+        if processes.leads:
+            lead(settings, stop, processes)
+        else:
+            follow(settings, processes)
+
+
+def lead(settings: Settings, stop: threading.Event, processes: Processes) -> None:
+    """Read the batches, train them with the other processes, and publish versions."""
     cluster, topics = cluster_of(settings), settings.kafka.topics
     create_topics(cluster, settings, [topics.ready_batches_spec(settings.run_id, "train")])
     decoder = Decoder(cluster, topics.schemas)
     weight_log = KafkaWeightLog(cluster, topics, settings.run_id)
     versions, taken = read_versions(cluster, decoder, topics.weights, settings.run_id)
     batches = topics.ready_batches(settings.run_id, "train")
-    run = open_run(
-        settings, weight_log, versions, taken, partial(starting_position, cluster, batches)
-    )
+    locate = partial(starting_position, cluster, batches)
+    run = open_run(settings, weight_log, versions, taken, locate, processes)
     reader = BatchReader(cluster, settings, decoder, run.position, weight_log.dead_letter)
     assert run.current_version is not None  # the initial version is published at the latest
     ready(f"version {run.current_version.version}")
     while not stop.is_set() and not run.finished:
-        fetched = reader.next(run.position.next_batch_seq, POLL_S)
+        fetched = processes.broadcast(Next(reader.next(run.position.next_batch_seq, POLL_S))).batch
         if fetched is not None:
-            run.train(fetched)
-            if run.version_due:
-                run.publish()
+            train_batch(run, fetched)
         reader.commit()
+    processes.broadcast(Next(None, ends=True))
     run.end()
     reader.commit()
     reader.close()
@@ -103,6 +126,24 @@ def train(settings: Settings, stop: threading.Event) -> None:
         version=str(run.current_version.version),
         finished=run.finished,
     )
+
+
+def follow(settings: Settings, processes: Processes) -> None:
+    """Train the batches that the leader reads, until it ends."""
+    configure(f"trainer.{processes.rank}", "error")  # the leader says everything else
+    nowhere = partial(start_of, "", "")  # the leader locates the position
+    run = open_run(settings, NoWeightLog(), (), frozenset(), nowhere, processes)
+    while not (received := processes.broadcast(NOTHING)).ends:
+        if received.batch is not None:
+            train_batch(run, received.batch)
+    run.end()
+
+
+def train_batch(run: Run, batch: FetchedBatch) -> None:
+    """Train a batch, and publish a version when one is due."""
+    run.train(batch)
+    if run.version_due:
+        run.publish()
 
 
 def check_settings(settings: TrainerSettings) -> None:

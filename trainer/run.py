@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence, Set
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence, Set
+from contextlib import contextmanager, nullcontext
 
 from runtime.logs import logger
 from schemas.errors import SettingsError
@@ -33,17 +33,15 @@ from trainer.model.policy import Policy
 from trainer.model.update import update
 from trainer.position import Position
 from trainer.unfinished_batches import UnfinishedBatches
-from trainer.versions.checkpoint import MODEL, CheckpointWriter, load, newest
+from trainer.versions.checkpoint import MODEL, CheckpointWriter
 from trainer.versions.directory import (
     VersionState,
-    delete_unpublished,
     prune,
     versions_in,
 )
 from trainer.versions.history import (
     deletable,
     deletable_checkpoints,
-    next_attempt,
     next_sync_index,
 )
 from trainer.versions.publish import export, manifest
@@ -76,7 +74,9 @@ class Run:
         self.unpublished: list[BatchStats] = []
         self._settings, self._weight_log, self._policy = settings, weight_log, policy
         self._versions, self._attempt = versions, attempt
-        self._checkpoints = CheckpointWriter(settings.checkpoint_dir, current_version)
+        self._leads = policy.processes.leads
+        group = policy.processes.background_group()
+        self._checkpoints = CheckpointWriter(settings.checkpoint_dir, current_version, group)
         self._auxiliary = auxiliary
         self._unfinished = UnfinishedBatches(
             settings.checkpoint_dir / settings.run_id, position.topic_id
@@ -106,7 +106,7 @@ class Run:
         """
         batch = fetched.batch
         with (
-            self._unfinished.training(batch.batch_seq),
+            self._unfinished.training(batch.batch_seq) if self._leads else nullcontext(),
             explain_out_of_memory(batch, self._settings.trainer),
         ):
             self._train(fetched)
@@ -224,7 +224,8 @@ class Run:
         if parent is None:  # a run that has versions always has a checkpoint
             self._checkpoint(state)
             self._complete_checkpoint()
-        version = manifest(state, first_batch_seq, files, self._checkpoints.newest, metrics)
+        newest, base_model = self._checkpoints.newest, self._policy.base_model
+        version = manifest(state, first_batch_seq, files, newest, metrics, base_model)
         self._weight_log.publish(version)
         self._versions.append(version)
         self.current_version, self.unpublished = state, []
@@ -280,6 +281,8 @@ class Run:
 
     def _prune(self, current_version: str) -> None:
         """Delete the files of old versions and checkpoints."""
+        if not self._leads:
+            return
         s, t, log = self._settings, self._settings.trainer, self._versions
         old = deletable(log, current_version, t.keep_versions, t.keep_best_by)
         prune(s.weights_dir, s.run_id, old)
@@ -331,77 +334,3 @@ class Run:
 def _trajectories(sequences: Sequence[TrainingSequence]) -> list[str]:
     """Return the first trajectories, for a log event."""
     return list(dict.fromkeys(sequence.trajectory_id for sequence in sequences))[:20]
-
-
-def open_run(
-    settings: Settings,
-    weight_log: WeightLog,
-    versions: Sequence[WeightVersion],
-    taken: Set[Version],
-    locate: Callable[[Position | None], Position],
-) -> Run:
-    """Resume the run from its newest checkpoint, or create it and publish its initial version.
-
-    Deletes what a killed trainer left unpublished.
-
-    Args:
-        versions: Versions of the run, in log order.
-        taken: All ids of the run on the log.
-        locate: Maps a stored position, or None, to the position to read from.
-
-    Raises:
-        SettingsError, CheckpointLost: The run cannot be resumed or created.
-    """
-    published = frozenset(taken)
-    taken = {*taken}
-    for root in (settings.checkpoint_dir, settings.weights_dir):
-        # `locate` fails for a position beyond the end of its topic: a trainer has read what it
-        # trained, so the log has lost it, and the version with it.
-        deleted, foreign = delete_unpublished(
-            root, settings.run_id, published, weight_log.topic_id, locate
-        )
-        taken |= {*deleted, *foreign}
-        if foreign and not versions:
-            logger().warning(
-                "weights_of_another_log",
-                directory=str(root / settings.run_id),
-                versions=[str(version) for version in foreign],
-                action="kept; the weights topic has no version of this run, so it starts from "
-                "trainer.model_path",
-            )
-    attempt = max(next_attempt(taken), settings.trainer.first_attempt)
-    found = newest(settings.checkpoint_dir, versions)
-    if found is not None:
-        current_version, directory = found
-        position = locate(current_version.position)
-        policy = Policy(directory / MODEL, settings.trainer, weights=False)
-        auxiliary = AuxiliaryModels(settings.trainer, policy, directory)
-        load(directory, {**policy.state, **auxiliary.state})
-        logger().info(
-            "resumed",
-            version=str(current_version.version),
-            attempt=attempt,
-            next_batch_seq=position.next_batch_seq,
-            abandoned_version=None
-            if versions[-1].version_id == str(current_version.version)
-            else versions[-1].version_id,
-        )
-        return Run(
-            settings,
-            weight_log,
-            policy,
-            list(versions),
-            attempt,
-            current_version,
-            position,
-            auxiliary,
-        )
-    if settings.trainer.model_path is None:
-        raise SettingsError(
-            "setting trainer.model_path: not set, and the run has no version to go on from"
-        )
-    policy = Policy(settings.trainer.model_path, settings.trainer)
-    auxiliary = AuxiliaryModels(settings.trainer, policy)
-    run = Run(settings, weight_log, policy, [], attempt, None, locate(None), auxiliary)
-    run.publish()
-    return run

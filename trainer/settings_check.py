@@ -42,6 +42,16 @@ def check_named_algorithm(name: str, settings: TrainerSettings) -> Algorithm:
     return algorithm
 
 
+def check_processes(settings: Settings, size: int) -> None:
+    """Raise SettingsError when so many processes cannot train the algorithm of the run's policy."""
+    name = settings.admit.policy.algorithm
+    if size > 1 and "values" in needs(specification(name, settings.trainer.algorithm.overrides)):
+        raise SettingsError(
+            f"setting admit.policy.algorithm={name!r}: its critic trains in one process, and "
+            f"torchrun started {size}"
+        )
+
+
 def check_model(settings: Settings) -> None:
     """Raise SettingsError when the initial weights are missing."""
     path = settings.trainer.model_path

@@ -27,7 +27,7 @@ from clawstream.cli.common_options import (
 )
 from clawstream.cli.lake.curate import curate
 from clawstream.cli.lake.export import export
-from clawstream.cli.train import train
+from clawstream.cli.train import save_model, train
 
 if TYPE_CHECKING:
     from schemas.settings import Settings
@@ -130,6 +130,7 @@ process(
 )
 process(app, "lake", "stream_jobs.lake.main:main", "Write every record to Delta Lake once.")
 app.command("train")(train)
+app.command("save-model")(save_model)
 process(app, "rollout", "rollout.main:main", "Run vLLM and load each weight version into it.")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -55,6 +56,17 @@ def train(
         typer.echo(f"  refused {number}: {reason}")
     typer.echo(f"weights: {prepared.settings.weights_dir}")
     load("trainer.main").main(prepared.settings)
+
+
+def save_model(
+    version: Annotated[str, typer.Argument(help="A version id, RUN/N.N.")],
+    out: Annotated[Path, typer.Argument(help="A new directory.")],
+    overrides: Overrides = None,
+    config: Config = None,
+) -> None:
+    """Save a published version as a Hugging Face model; an adapter is merged into its base."""
+    load("trainer.versions.save_model").save_model(settings_of(config, overrides), version, out)
+    typer.echo(out)
 
 
 def lake_words(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:

@@ -42,3 +42,17 @@ def micro_batches(
         else:
             out.append([sequence])
     return out
+
+
+def shares(sequences: Sequence[TrainingSequence], count: int) -> list[list[TrainingSequence]]:
+    """Return `count` shares of nearly equal numbers of tokens, for as many processes.
+
+    The longest sequence goes to the smallest share, and so on.
+    """
+    parts: list[list[TrainingSequence]] = [[] for _ in range(count)]
+    sizes = [0] * count
+    for sequence in sorted(sequences, key=lambda s: -len(s.tokens.ids)):
+        smallest = sizes.index(min(sizes))
+        parts[smallest].append(sequence)
+        sizes[smallest] += len(sequence.tokens.ids)
+    return parts

@@ -19,6 +19,7 @@ from transformers.initialization import no_init_weights
 from transformers.utils import logging as transformers_logging
 
 from schemas.errors import SettingsError
+from trainer.parallel.sharding import parameter_ids, whole
 
 DTYPES = "dtypes.json"
 """File of a checkpoint's model directory: the dtypes of the model that the run began with."""
@@ -106,18 +107,28 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def save_rounded(model: Any, directory: Path, dtypes: TensorDtypes) -> None:
+def save_rounded(model: Any, directory: Path, dtypes: TensorDtypes, *, writes: bool = True) -> None:
     """Write the weights rounded to these dtypes, and a configuration that names the dtypes.
 
-    The model stays unchanged.
+    The model stays unchanged. Every process that has a shard of it must call this.
+
+    Args:
+        model: of transformers.
+        directory: the target.
+        dtypes: of the files.
+        writes: whether this process writes; the others only give their shards.
     """
-    rounded: dict[
-        tuple[int, torch.Size], torch.Tensor
-    ] = {}  # by address: tied tensors stay one tensor
-    state = {}
+    ids, state = parameter_ids(model), dict[str, torch.Tensor]()
+    rounded: dict[int, torch.Tensor] = {}  # tied tensors stay one tensor
     for name, tensor in model.state_dict().items():
-        dtype = dtypes.of(name) if tensor.is_floating_point() else tensor.dtype
-        state[name] = rounded.setdefault((tensor.data_ptr(), tensor.shape), tensor.to("cpu", dtype))
+        key = ids.get(name, id(tensor))
+        if key not in rounded:
+            dtype = dtypes.of(name) if tensor.is_floating_point() else tensor.dtype
+            full = whole(tensor)
+            rounded[key] = full.to("cpu", dtype) if writes else full.new_empty(0)
+        state[name] = rounded[key]
+    if not writes:
+        return
     model.save_pretrained(directory, state_dict=state)
     config = copy.deepcopy(model.config)
     config.dtype = dtypes.main

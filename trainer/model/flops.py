@@ -54,14 +54,15 @@ class TrainingFlops:
         return sum((self._weights_flops + self._attention_flops * n) * n for n in lengths)
 
 
-def peak_flops(device: torch.device, tflops: float | None) -> float | None:
-    """Return the peak of a device, FLOPs a second; None if it is unknown.
+def peak_flops(device: torch.device, tflops: float | None, devices: int = 1) -> float | None:
+    """Return the peak of all devices together, FLOPs a second; None if it is unknown.
 
     Args:
-        device: that trains.
-        tflops: the user's own value, which takes precedence.
+        device: one that trains.
+        tflops: the user's own value for one, which takes precedence.
+        devices: as many as train.
     """
     if tflops is None and device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         tflops = next((peak for part, peak in PEAK_TFLOPS.items() if part in name), None)
-    return None if tflops is None else tflops * 1e12
+    return None if tflops is None else tflops * 1e12 * devices

@@ -18,6 +18,8 @@ from trainer.data.sequences import TrainingSequence
 from trainer.model.files import load_masters
 from trainer.model.scores import Scores, logprobs_of
 from trainer.model.tokenizer import tokenizer_fingerprint
+from trainer.parallel.processes import ONE, Processes
+from trainer.parallel.sharding import shard
 
 FrozenColumn = Literal["ref_logprobs", "teacher_logprobs"]
 SETTINGS: Mapping[FrozenColumn, str] = {
@@ -36,6 +38,7 @@ class FrozenModel:
         settings: TrainerSettings,
         device: torch.device,
         tokenizer: str | None,
+        processes: Processes = ONE,
     ) -> None:
         """Load the model that gives a column.
 
@@ -44,6 +47,7 @@ class FrozenModel:
             settings: name the model's directory.
             device: of the model.
             tokenizer: fingerprint of the policy's tokenizer; None: not known.
+            processes: that share the model.
 
         Raises:
             SettingsError: none is set, its weights cannot be read, or its tokenizer is another one.
@@ -56,7 +60,8 @@ class FrozenModel:
         check_same_tokenizer(directory, tokenizer, self._setting)
         model, _ = load_masters(directory, self._setting)
         self.model = model.to(device).eval().requires_grad_(False)
-        self._scores = Scores(self.model, settings)
+        self._scores, self._processes = Scores(self.model, settings), processes
+        shard(self._scores, processes, device)
 
     def logprobs(self, batch: MicroBatch) -> Tensor:
         """Return the log-probability of every trained token, shape (tokens,)."""
@@ -69,7 +74,7 @@ class FrozenModel:
             SettingsError: a token is not in the model's vocabulary.
         """
         check_vocabulary(self.model, sequences, self._setting)
-        found = logprobs_of(sequences, self.logprobs, self._settings, self._device)
+        found = logprobs_of(sequences, self.logprobs, self._settings, self._device, self._processes)
         columns: list[dict[str, Any]] = [{self._column: values} for values in found]
         return tuple(
             replace(sequence, **values) for sequence, values in zip(sequences, columns, strict=True)

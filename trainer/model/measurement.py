@@ -11,6 +11,7 @@ from trainer.algorithms.kl import kl
 from trainer.algorithms.registry import LoadedAlgorithm
 from trainer.data.micro_batch import MicroBatch
 from trainer.metrics.statistics import TokenStats
+from trainer.parallel.processes import Processes
 
 LARGEST_LOG_RATIO = 20.0
 """Log-ratios are limited to this size: one token of ratio 1e30 would hide all others."""
@@ -61,6 +62,18 @@ class Measurement:
             self._sum("corrected", out_of_bounds(target, view, algorithm.settings) & on)
         if self._parent_version is not None:
             self._compare(exact.abs().masked_fill(~on, 0.0), batch)
+
+    def combine(self, processes: Processes) -> None:
+        """Add the passes of the other processes; every process must call it."""
+        if processes.size == 1:
+            return
+        own = [{name: v.cpu() for name, v in part.items()} for part in (self._sums, self._maxima)]
+        self._sums, self._maxima = {}, {}
+        for sums, maxima in processes.gather(own):
+            for name, value in sums.items():
+                self._sum(name, value)
+            for name, value in maxima.items():
+                self._maximum(name, value)
 
     def _compare(self, distance: Tensor, batch: MicroBatch) -> None:
         """Add |log p_trainer - log p_engine|, shape (tokens,)."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.stateful import Stateful
 
+from runtime.digests import digest_of_model
 from schemas.settings import TrainerSettings
 from trainer.data.micro_batch import MicroBatch
 from trainer.model.files import (
@@ -19,9 +20,12 @@ from trainer.model.files import (
     save_configuration,
     save_rounded,
 )
+from trainer.model.lora import save_adapter, save_identity, with_adapter
 from trainer.model.scores import Scores
 from trainer.model.state import ModelState, OptimizerState, RandomState
 from trainer.model.tokenizer import tokenizer_fingerprint
+from trainer.parallel.processes import ONE, Processes
+from trainer.parallel.sharding import checkpoint_activations, shard
 
 
 class Policy:
@@ -34,22 +38,34 @@ class Policy:
     of 1e-6 an update is smaller than half the distance between two bfloat16 numbers, so rounding
     would remove it.
 
+    With `trainer.lora` the weights of the model are frozen, and those of an adapter are trained and
+    saved.
+
     Attributes:
+        base_model: digest of the frozen model's files; None without an adapter.
         state: the parts that a checkpoint stores: weights, optimiser, random states.
     """
 
-    def __init__(self, directory: Path, settings: TrainerSettings, *, weights: bool = True) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        settings: TrainerSettings,
+        *,
+        weights: bool = True,
+        processes: Processes = ONE,
+    ) -> None:
         """Load the weights of a Hugging Face directory, with a new optimiser.
 
         Args:
-            directory: configuration, tokenizer, and weights.
+            directory: configuration, tokenizer, and weights; of the base of an adapter.
             settings: of the trainer.
             weights: False leaves the weights uninitialized, for a checkpoint that is loaded next.
+            processes: that share the model.
 
         Raises:
             SettingsError: the weights cannot be read.
         """
-        self.settings = settings
+        self.settings, self.processes = settings, processes
         cuda = settings.device == "cuda" or (
             settings.device == "auto" and torch.cuda.is_available()
         )
@@ -60,19 +76,31 @@ class Policy:
         self.tokenizer_fingerprint = tokenizer_fingerprint(directory)
         # Gradients flow, but dropout is off: the trained model must equal the sampled model.
         self.model.eval()
+        torch.manual_seed(settings.seed)
+        self._adapter, self.base_model = None, None
+        if settings.lora.rank is not None:
+            self._adapter = with_adapter(self.model, settings.lora, directory)
+            self.base_model = digest_of_model(directory)
+        if settings.activation_checkpointing:
+            checkpoint_activations(self.model)
         self.scores = Scores(self.model, settings)
+        shard(self.scores, processes, self.device)
         self.optimizer = torch.optim.AdamW(
-            self.model.parameters(),
+            self.trained,
             lr=settings.lr,
             betas=(settings.beta1, settings.beta2),
             weight_decay=settings.weight_decay,
         )
-        torch.manual_seed(settings.seed)
         self.state: Mapping[str, Stateful] = {
-            "model": ModelState(self.model),
+            "model": ModelState(self.model, trained_only=self._adapter is not None),
             "optimizer": OptimizerState(self.model, self.optimizer),
             "random": RandomState(self.device),
         }
+
+    @property
+    def trained(self) -> list[torch.nn.Parameter]:
+        """The parameters that the optimiser changes."""
+        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
     @property
     def vocabulary(self) -> int:
@@ -82,13 +110,21 @@ class Policy:
     def save(self, directory: Path, dtypes: TensorDtypes) -> None:
         """Write a Hugging Face directory: safetensors, configuration and tokenizer files.
 
+        Of an adapter, write peft's two files. Every process must call it; the leader writes.
+
         The tokenizer files are those of the directory that the model was loaded from.
 
         Args:
             directory: the target; it is created if necessary.
             dtypes: the dtypes to round to.
         """
-        save_rounded(self.model, directory, dtypes)
+        writes = self.processes.leads
+        if self._adapter is not None:
+            save_adapter(self._adapter, directory, dtypes.main, writes=writes)
+            return
+        save_rounded(self.model, directory, dtypes, writes=writes)
+        if not writes:
+            return
         for name, content in self._auxiliary.items():
             if not (directory / name).exists():
                 (directory / name).write_bytes(content)
@@ -96,6 +132,8 @@ class Policy:
     def save_configuration(self, directory: Path) -> None:
         """Write what a policy without weights is made from: configuration, tokenizer, dtypes."""
         save_configuration(directory, self._auxiliary, self._own_dtypes)
+        if self.base_model is not None:
+            save_identity(directory, self.settings.lora, self.base_model)
 
     def served_dtypes(self, engine_dtype: str) -> TensorDtypes:
         """Return the dtypes of published versions.
@@ -136,5 +174,5 @@ class Policy:
         """
         self.optimizer.zero_grad(set_to_none=True)
         if zeros:
-            for parameter in self.model.parameters():
+            for parameter in self.trained:
                 parameter.grad = torch.zeros_like(parameter)

@@ -8,14 +8,14 @@ from functools import cached_property
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from schemas.settings import TrainerSettings
 from trainer.data.micro_batch import MicroBatch, collate
-from trainer.data.minibatches import micro_batches
 from trainer.data.sequences import TrainingSequence
 from trainer.model.chunked_scores import chunked_scores
+from trainer.parallel.processes import ONE, Processes
 
 
 def hidden_states(decoder: PreTrainedModel, batch: MicroBatch, settings: TrainerSettings) -> Tensor:
@@ -37,15 +37,18 @@ def hidden_states(decoder: PreTrainedModel, batch: MicroBatch, settings: Trainer
     return states
 
 
-class Scores:
+class Scores(nn.Module):
     """Log-probability and entropy of trained tokens under one causal language model.
 
     Where the head is a plain matrix, its logits are computed for the trained tokens only, and in
     chunks. For other heads (a bias, a scale, a soft cap, an adapter, a hook) all logits of a pass
     exist at once.
+
+    It is a module because FSDP gathers the weights of a module when it is called.
     """
 
     def __init__(self, model: PreTrainedModel, settings: TrainerSettings) -> None:
+        super().__init__()
         self._model, self._settings = model, settings
 
     @cached_property
@@ -55,7 +58,8 @@ class Scores:
 
     def logprobs(self, batch: MicroBatch) -> Tensor:
         """Return the log-probability of every trained token, shape (tokens,), with gradient."""
-        return self._compute(batch, with_entropy=False)[0]
+        logprobs: Tensor = self(batch, with_entropy=False)[0]
+        return logprobs
 
     def logprobs_and_entropy(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Return the log-probability of every trained token and the entropy of its distribution.
@@ -63,9 +67,11 @@ class Scores:
         Returns:
             Both of shape (tokens,), float32, with gradient; the entropy in nats.
         """
-        return self._compute(batch, with_entropy=True)
+        found: tuple[Tensor, Tensor] = self(batch, with_entropy=True)
+        return found
 
-    def _compute(self, batch: MicroBatch, *, with_entropy: bool) -> tuple[Tensor, Tensor]:
+    def forward(self, batch: MicroBatch, *, with_entropy: bool) -> tuple[Tensor, Tensor]:
+        """Compute one pass."""
         if self._plain_head:
             return chunked_scores(
                 hidden_states(self._model.base_model, batch, self._settings),
@@ -90,7 +96,7 @@ def head_is_plain(model: PreTrainedModel) -> bool:
     """Return whether the logits are the last hidden state times the matrix of the head."""
     head = model.get_output_embeddings()
     # A bias or an adapter may be zero before it is trained.
-    if type(head) is not torch.nn.Linear or getattr(head, "bias", None) is not None:
+    if type(head) is not nn.Linear or getattr(head, "bias", None) is not None:
         return False
     ids = torch.arange(1, 4, device=head.weight.device).unsqueeze(0)
     states = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
@@ -111,6 +117,7 @@ def logprobs_of(
     logprobs: Callable[[MicroBatch], Tensor],
     settings: TrainerSettings,
     device: torch.device,
+    processes: Processes = ONE,
 ) -> list[NDArray[np.float32]]:
     """Return the log-probabilities of each sequence's trained tokens, without gradient.
 
@@ -122,14 +129,18 @@ def logprobs_of(
         logprobs: of a model; one forward pass.
         settings: the size of a pass and the temperature of steps that record none.
         device: of the model.
+        processes: that share the work; each returns all values.
     """
     order = {id(sequence): i for i, sequence in enumerate(sequences)}
-    found: list[NDArray[np.float32]] = [np.zeros(0, np.float32)] * len(sequences)
-    for part in micro_batches(sequences, settings.micro_batch_tokens):
+    own: dict[int, NDArray[np.float32]] = {}
+    for part, counts in processes.passes(sequences, settings.micro_batch_tokens):
         batch = collate(part, settings.temperature, device)
         values = logprobs(batch)
+        if not counts:
+            continue
         values = torch.where(torch.isneginf(values), batch.logprobs, values).cpu()
         ends = np.cumsum([sequence.trained_tokens for sequence in part])
         for sequence, share in zip(part, np.split(values.numpy(), ends[:-1]), strict=True):
-            found[order[id(sequence)]] = share
-    return found
+            own[order[id(sequence)]] = share
+    found = {at: values for shares in processes.gather(own) for at, values in shares.items()}
+    return [found[at] for at in range(len(sequences))]

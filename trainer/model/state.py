@@ -17,10 +17,13 @@ from torch import Tensor, nn
 class ModelState:
     """The parameters of a model and its persistent buffers; tied parameters once."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
+    def __init__(self, model: nn.Module, *, trained_only: bool = False) -> None:
+        """trained_only: leave out what is frozen, for an adapter."""
+        self._model, self._trained_only = model, trained_only
 
     def state_dict(self) -> dict[str, Tensor]:
+        if self._trained_only:
+            return {n: p for n, p in self._model.named_parameters() if p.requires_grad}
         persistent = self._model.state_dict().keys()
         buffers = {n: b for n, b in self._model.named_buffers() if n in persistent}
         return dict(self._model.named_parameters()) | buffers

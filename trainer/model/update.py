@@ -14,13 +14,15 @@ from trainer.algorithms.batch import LossBatch
 from trainer.algorithms.objective import MinibatchSize, objective
 from trainer.algorithms.registry import LoadedAlgorithm
 from trainer.data.micro_batch import collate
-from trainer.data.minibatches import micro_batches, minibatches
+from trainer.data.minibatches import minibatches
 from trainer.data.sequences import TrainingSequence
 from trainer.metrics.statistics import StepStats, UpdateStats
 from trainer.model.flops import TrainingFlops, peak_flops
 from trainer.model.measurement import Measurement
 from trainer.model.policy import Policy
 from trainer.model.scores import logprobs_of
+from trainer.parallel.processes import Processes
+from trainer.parallel.sharding import whole
 
 
 def update(
@@ -57,7 +59,7 @@ def update(
     return UpdateStats(
         steps=tuple(steps),
         seconds=time.perf_counter() - began,
-        peak_flops=peak_flops(policy.device, s.peak_tflops),
+        peak_flops=peak_flops(policy.device, s.peak_tflops, policy.processes.size),
     )
 
 
@@ -65,7 +67,9 @@ def with_old_logprobs(
     policy: Policy, sequences: Sequence[TrainingSequence]
 ) -> list[TrainingSequence]:
     """Return the sequences with the log-probabilities of the policy as it is."""
-    columns = logprobs_of(sequences, policy.logprobs, policy.settings, policy.device)
+    columns = logprobs_of(
+        sequences, policy.logprobs, policy.settings, policy.device, policy.processes
+    )
     return [
         replace(sequence, old_logprobs=old)
         for sequence, old in zip(sequences, columns, strict=True)
@@ -84,7 +88,7 @@ def _step(
     If the loss of a sequence without advantage is zero, the sequence counts in that mean, but it
     needs no forward or backward pass.
     """
-    s = policy.settings
+    s, processes = policy.settings, policy.processes
     size = MinibatchSize(sum(sequence.trained_tokens for sequence in sequences), len(sequences))
     learned = [
         sequence
@@ -94,7 +98,7 @@ def _step(
     total, lengths = 0.0, list[int]()
     measurement = Measurement(algorithm, parent_version)
     policy.clear_gradients(zeros=not learned)
-    for part in micro_batches(learned, s.micro_batch_tokens):
+    for part, counts in processes.passes(learned, s.micro_batch_tokens):
         batch = collate(part, s.temperature, policy.device)
         if algorithm.settings.entropy_coef:
             logprobs, entropy = policy.logprobs_and_entropy(batch)
@@ -117,11 +121,17 @@ def _step(
             entropy=entropy,
         )
         mean = objective(view, algorithm.loss, algorithm.settings, size)
-        mean.backward()  # type: ignore[no-untyped-call]
+        # FSDP averages the gradients of the processes; the loss is a sum of their shares.
+        scaled = mean * processes.size if counts else possible.sum() * 0.0
+        scaled.backward()  # type: ignore[no-untyped-call]
+        if not counts:
+            continue
         total += mean.item()
         measurement.add(view, batch)
         lengths += [len(sequence.tokens.ids) for sequence in part]
-    norm = torch.nn.utils.clip_grad_norm_(policy.model.parameters(), s.max_grad_norm).item()
+    total, lengths = _of_all(processes, total, lengths)
+    measurement.combine(processes)
+    norm = whole(torch.nn.utils.clip_grad_norm_(policy.trained, s.max_grad_norm)).item()
     finite = math.isfinite(total) and math.isfinite(norm)
     if finite:
         policy.optimizer.step()
@@ -136,3 +146,9 @@ def _step(
         flops=flops.of(lengths),
         measured=measurement.stats() if finite else None,
     )
+
+
+def _of_all(processes: Processes, loss: float, lengths: list[int]) -> tuple[float, list[int]]:
+    """Return the sum of the losses of all processes, and the lengths of all their sequences."""
+    found = processes.gather((loss, lengths))
+    return sum(part for part, _ in found), [n for _, part in found for n in part]

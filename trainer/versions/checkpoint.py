@@ -101,12 +101,12 @@ class CheckpointWriter:
     ) -> None:
         if self._group is not None and self._group.rank() != 0:
             self._write_shards(copy, temporary_directory(self._root, version.version))
-            return
-        with new_directory(self._root, version) as tmp:
-            for name, save_configuration in models.items():
-                save_configuration(tmp / name)
-            (tmp / ENVIRONMENT).write_text(json.dumps(environment(self._group)))
-            self._write_shards(copy, tmp)
+        else:
+            with new_directory(self._root, version) as tmp:
+                for name, save_configuration in models.items():
+                    save_configuration(tmp / name)
+                (tmp / ENVIRONMENT).write_text(json.dumps(environment(self._group)))
+                self._write_shards(copy, tmp)
         self.newest = version
 
     def _write_shards(self, copy: Any, directory: Path) -> None:

@@ -17,8 +17,11 @@ def export(
 ) -> tuple[WeightFile, ...]:
     """Publish the policy's model directory under `root`, its weights rounded to the served dtypes.
 
-    Each file is hashed once.
+    Each file is hashed once. Every process must call this; the files are the leader's.
     """
+    if not policy.processes.leads:
+        policy.save(root, dtypes)
+        return ()
     with new_directory(root, state) as tmp:
         policy.save(tmp, dtypes)
     final = directory_of(root, state.version)
@@ -36,6 +39,7 @@ def manifest(
     files: tuple[WeightFile, ...],
     checkpoint: VersionState | None,
     metrics: Mapping[str, float],
+    base_model: str | None,
 ) -> WeightVersion:
     """Return the record of a version.
 
@@ -47,6 +51,7 @@ def manifest(
         files: from `export`.
         checkpoint: the newest complete checkpoint.
         metrics: of the version.
+        base_model: digest of the model that an adapter belongs to; None: a full version.
     """
     last = state.position.next_batch_seq - 1
     trained = first_batch_seq <= last
@@ -54,7 +59,8 @@ def manifest(
         version_id=str(state.version),
         **state.version._asdict(),
         parent_version=state.parent_version,
-        format="full",
+        format="full" if base_model is None else "delta",
+        base_model=base_model,
         files=files,
         checkpoint_version=str(checkpoint.version) if checkpoint else None,
         channel="train",

@@ -31,6 +31,18 @@ class WeightLog(Protocol):
         """Raise Fenced when a newer trainer took over. Costs a round trip."""
 
 
+class NoWeightLog:
+    """The weights log of a process that does not lead: the leader publishes."""
+
+    topic_id = ""
+
+    def publish(self, version: WeightVersion) -> None:
+        """Do nothing."""
+
+    def raise_if_fenced(self) -> None:
+        """Do nothing."""
+
+
 class KafkaWeightLog:
     """The weights log on Kafka. Creating one fences every older trainer of the run.
 

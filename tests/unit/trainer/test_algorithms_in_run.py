@@ -36,8 +36,9 @@ from trainer.main import train
 from trainer.model.policy import Policy
 from trainer.model.update import update, with_old_logprobs
 from trainer.position import Position
-from trainer.run import Run, open_run
+from trainer.run import Run
 from trainer.settings_check import check_algorithm, check_named_algorithm
+from trainer.start import open_run
 
 TRAINABLE = [name for name, algorithm in ALGORITHMS.items() if not needs(algorithm)]
 NAN = math.nan

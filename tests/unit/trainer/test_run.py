@@ -54,7 +54,7 @@ from trainer.errors import (
 from trainer.main import check_settings
 from trainer.model.policy import Policy
 from trainer.position import Position, start_of
-from trainer.run import open_run
+from trainer.start import open_run
 from trainer.unfinished_batches import MAX_ATTEMPTS, UnfinishedBatches
 from trainer.versions.checkpoint import MODEL, load
 from trainer.versions.directory import (

@@ -1,0 +1,69 @@
+"""Two processes with sharded weights train as one process does."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from support import parallel_training
+from support.parallel_training import VARIANTS, sequences, train
+
+from demo.model import make_random_model
+from trainer.data.minibatches import micro_batches, shares
+from trainer.parallel.processes import ONE, Processes
+
+ROOT = Path(__file__).parents[4]
+
+
+@pytest.mark.slow
+def test_two_processes_equal_one(tmp_path: Path) -> None:
+    model = make_random_model(tmp_path / "model")
+    one, two = tmp_path / "one", tmp_path / "two"
+    one.mkdir()
+    two.mkdir()
+    arguments = [parallel_training.__file__, str(model), str(two)]
+    python = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
+        "OMP_NUM_THREADS": "1",
+    }
+    subprocess.run([*python, "--standalone", *arguments], check=True, env=environment)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    for name in VARIANTS:
+        train(model, one, name, ONE)
+        steps = [json.loads((path / f"{name}.json").read_text()) for path in (one, two)]
+        for alone, shared in zip(*steps, strict=True):
+            assert alone.keys() == shared.keys()
+            for key, value in alone.items():
+                exact = 1e-5 if key == "loss" else 1e-4
+                assert shared[key] == pytest.approx(value, rel=exact, abs=exact), (name, key)
+        file = "adapter_model.safetensors" if "lora" in VARIANTS[name] else "model.safetensors"
+        weights, others = (load_file(path / name / file) for path in (one, two))
+        assert weights.keys() == others.keys()
+        for key, tensor in weights.items():
+            assert (tensor - others[key]).abs().max() < 1e-4, (name, key)
+    torch.set_num_threads(before)
+
+
+@given(st.lists(st.integers(2, 60), min_size=1, max_size=12), st.integers(1, 4))
+def test_every_sequence_has_one_process_and_all_have_as_many_passes(
+    lengths: list[int], size: int
+) -> None:
+    rows = [sequence for length in lengths for sequence in sequences(0, (length,))]
+    parts = [Processes(rank, size).passes(rows, 80) for rank in range(size)]
+    assert len({len(part) for part in parts}) == 1
+    counted = [s for part in parts for sequence, counts in part for s in sequence if counts]
+    assert sorted(map(id, counted)) == sorted(map(id, rows))
+    loads = [sum(len(s.tokens.ids) for s in part) for part in shares(rows, size)]
+    assert max(loads) - min(loads) <= max(lengths)
+    if size == 1:
+        assert [p for p, _ in parts[0]] == micro_batches(rows, 80)

@@ -1,0 +1,117 @@
+"""Low-rank adapters of a frozen model (Hu et al. 2021, arXiv:2106.09685), by peft."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import save_file
+
+from schemas.errors import SettingsError
+from schemas.settings import LoraSettings
+from trainer.parallel.sharding import whole
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+
+WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+IDENTITY = "lora.json"
+"""File of a checkpoint's model directory: settings of the adapter and digest of its base."""
+
+
+def with_adapter(model: Any, settings: LoraSettings, base: Path) -> PeftModel:
+    """Add a new adapter to a model in place and freeze all other weights.
+
+    The new adapter changes no output: its second matrix is zero.
+
+    Args:
+        model: of transformers.
+        settings: with a rank.
+        base: directory of the model; users of the adapter find it by this path.
+
+    Raises:
+        SettingsError: the model has no such layers.
+    """
+    from peft import LoraConfig, get_peft_model
+
+    assert settings.rank is not None
+    names = list(settings.target_modules)
+    config = LoraConfig(
+        r=settings.rank,
+        lora_alpha=settings.alpha,  # type: ignore[arg-type]  # any number
+        lora_dropout=0.0,
+        target_modules=names[0] if names == ["all-linear"] else names,
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=str(base),
+    )
+    try:
+        return get_peft_model(model, config)
+    except ValueError as e:
+        raise SettingsError(f"setting trainer.lora.target_modules={names}: {e}") from e
+
+
+def save_adapter(
+    adapter: PeftModel, directory: Path, dtype: torch.dtype, *, writes: bool = True
+) -> None:
+    """Write an adapter in peft's format, its weights rounded to `dtype`.
+
+    Every process that has a shard of it must call this; `writes`: whether this one writes.
+    """
+    from peft import get_peft_model_state_dict
+
+    state = {
+        name: whole(tensor.detach()).to("cpu", dtype).contiguous()
+        for name, tensor in get_peft_model_state_dict(adapter).items()
+    }
+    if not writes:
+        return
+    directory.mkdir(parents=True, exist_ok=True)
+    save_file(state, directory / WEIGHTS, {"format": "pt"})
+    config: Any = copy.copy(adapter.peft_config["default"])
+    config.inference_mode = True
+    if not isinstance(config.target_modules, str):
+        config.target_modules = sorted(config.target_modules)
+    config.save_pretrained(str(directory))
+
+
+def save_identity(directory: Path, settings: LoraSettings, base_model: str) -> None:
+    """Write what `check_identity` reads."""
+    identity = {"settings": settings.model_dump(mode="json"), "base_model": base_model}
+    (directory / IDENTITY).write_text(json.dumps(identity))
+
+
+def check_identity(directory: Path, settings: LoraSettings, base_model: str | None) -> None:
+    """Refuse a resume with other trained weights than those of the checkpoint.
+
+    Args:
+        directory: of the checkpoint's model.
+        settings: of this start.
+        base_model: digest of the model at trainer.model_path; None: all weights are trained.
+
+    Raises:
+        SettingsError: the settings of the adapter, or its base, are others.
+    """
+    path = directory / IDENTITY
+    stored = json.loads(path.read_text()) if path.exists() else None
+    now = settings.model_dump(mode="json") if settings.rank is not None else None
+    before = None if stored is None else stored["settings"]
+    if before != now:
+        raise SettingsError(
+            f"settings trainer.lora: {now or 'none'}, but the run was begun with "
+            f"{before or 'none: it trains all weights'}; keep them, or use another run_id"
+        )
+    if stored is not None and base_model is not None and stored["base_model"] != base_model:
+        raise SettingsError(
+            "setting trainer.model_path: its weights are not those that the adapter of the run "
+            f"belongs to (digest {base_model}, in {path} {stored['base_model']})"
+        )
+
+
+def merged(model: Any, directory: Path) -> Any:
+    """Return a float32 model with the products of a saved adapter added to its weights."""
+    from peft import PeftModel
+
+    return PeftModel.from_pretrained(model, directory).merge_and_unload()

@@ -1,0 +1,1 @@
+"""Several processes train one policy: torch.distributed and FSDP2."""

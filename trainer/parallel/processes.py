@@ -1,0 +1,116 @@
+"""The processes of one trainer: several under torchrun, otherwise one.
+
+All processes run the same code over the same batches. Rank 0, the leader, alone talks to Kafka and
+writes files; it broadcasts what it reads. Each process computes the passes of its share of the
+sequences, and FSDP2 keeps a shard of weights, gradients and optimiser on each.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from trainer.data.minibatches import micro_batches, shares
+from trainer.errors import ProcessLost
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from trainer.data.sequences import TrainingSequence
+
+T = TypeVar("T")
+TIMEOUT = timedelta(minutes=30)
+"""Longest wait for another process. One that ended is noticed at once."""
+
+
+class Processes:
+    """The rank of this process and the number of processes; the default is one process."""
+
+    def __init__(self, rank: int = 0, size: int = 1) -> None:
+        self.rank, self.size = rank, size
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process talks to Kafka and writes files."""
+        return self.rank == 0
+
+    def broadcast(self, value: T | None) -> T:
+        """Return the leader's value on every process."""
+        if self.size > 1:
+            values = [value]
+            dist.broadcast_object_list(values, src=0)
+            value = values[0]
+        return value  # type: ignore[return-value]
+
+    def gather(self, value: T) -> list[T]:
+        """Return the values of all processes in the order of ranks, on every process."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
+
+    def background_group(self) -> dist.ProcessGroup | None:
+        """Return a new group for collectives that run during a step; None for one process.
+
+        On the group of the step they would meet the step's own collectives.
+        """
+        return dist.new_group(backend="gloo") if self.size > 1 else None
+
+    def passes(
+        self, sequences: Sequence[TrainingSequence], max_tokens: int
+    ) -> list[tuple[list[TrainingSequence], bool]]:
+        """Return the forward passes of this process, as many as every other process has.
+
+        A pass gathers the weights from all processes, so all must have the same number.
+
+        Returns:
+            For each pass its sequences, and whether it counts. One that does not count fills up.
+        """
+        parts = [micro_batches(part, max_tokens) for part in shares(sequences, self.size)]
+        own = [(part, True) for part in parts[self.rank]]
+        if missing := max(map(len, parts)) - len(own):
+            shortest = min(sequences, key=lambda sequence: len(sequence.tokens.ids))
+            own += [([shortest], False)] * missing
+        return own
+
+
+ONE = Processes()
+
+
+@contextmanager
+def open_processes(device: str) -> Iterator[Processes]:
+    """Join the processes that torchrun started; without torchrun, there is one.
+
+    Args:
+        device: `trainer.device`.
+
+    Raises:
+        ProcessLost: at the end of the block, when another process ended first.
+    """
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if size == 1:
+        yield ONE
+        return
+    if device != "cpu" and torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("cpu:gloo,cuda:nccl", timeout=TIMEOUT)
+    else:
+        dist.init_process_group("cpu:gloo", timeout=TIMEOUT)
+    rank = dist.get_rank()
+    try:
+        yield Processes(rank, size)
+    except (dist.DistError, RuntimeError) as e:
+        if isinstance(e, dist.DistError) or "gloo" in str(e):
+            raise ProcessLost(
+                f"process {rank} of {size} lost another process of this trainer: its own message "
+                f"says why; all of them end ({str(e).splitlines()[0][:200]})"
+            ) from e
+        raise
+    dist.destroy_process_group()
