@@ -10,8 +10,8 @@ import os
 import random
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support.chaos import Installation, fed, installation, running
@@ -32,108 +32,99 @@ def settings_of(home: Path) -> Settings:
     )
 
 
-def come_and_go(home: Path, rate: float, batches: int) -> float:
-    """Start, stop and kill workers.
+def under_load(home: Path, rate: float, change: Callable[[Installation], None]) -> float:
+    """Change the workers of an installation under load, then check all records.
 
     Args:
         rate: steps per second.
-        batches: batches to wait for after each change.
 
     Returns:
-        The longest time without output of a partition, in seconds.
+        The longest time without output of a partition during the change, in seconds.
     """
     settings = settings_of(home)
     with running(settings, workers=1) as made:
         with fed(made, steps=1, rate=rate, seed=os.getpid()) as feeder:
-            made.until_batches(batches)
+            made.until_batches(2)
             begun_ms = time.time_ns() // 1_000_000
-            joins = made.worker("1")
-            made.until_owned_by("0", "1")
-            made.until_batches(batches)
-            joins.send_signal(signal.SIGTERM)
-            assert joins.wait(180) == 0
-            made.until_owned_by("0")
-            made.until_batches(batches)
-            killed = made.worker("2")
-            made.until_owned_by("0", "2")
-            made.until_batches(batches)
-            killed.kill()
-            made.until_owned_by("0")
-            made.until_batches(batches)
+            change(made)
             ended_ms = time.time_ns() // 1_000_000
             feeder.finish(timeout_s=300)
             acks = feeder.acks()
-        logs = settled(made, acks)
+        made.settle(acks)
+        logs = Logs.read(settings, made.cluster)
+        print(json.dumps({**logs.check(acks), **logs.check_decisions(made.cluster)}))
+        made.stop()
     logs.check_lake()
     stall_s = logs.pause_of_trajectories_s(begun_ms, ended_ms)
     print(json.dumps({"seconds": (ended_ms - begun_ms) // 1000, "longest_stall_s": stall_s}))
     return stall_s
 
 
-def settled(made: Installation, acks: list[Any]) -> Logs:
-    """Wait for all outputs, check them and stop the installation."""
-    made.settle(acks)
-    logs = Logs.read(made.settings, made.cluster)
-    print(json.dumps({**logs.check(acks), **logs.check_decisions(made.cluster)}))
-    made.stop()
-    return logs
+def come_and_go(made: Installation, batches: int) -> None:
+    """Start, stop and kill workers. batches: to wait for after each change."""
+    joins = made.worker("1")
+    made.until_owned_by("0", "1")
+    made.until_batches(batches)
+    joins.send_signal(signal.SIGTERM)
+    assert joins.wait(180) == 0
+    made.until_owned_by("0")
+    made.until_batches(batches)
+    killed = made.worker("2")
+    made.until_owned_by("0", "2")
+    made.until_batches(batches)
+    killed.kill()
+    made.until_owned_by("0")
+    made.until_batches(batches)
 
 
-def stand_still(home: Path, rate: float, stops_s: list[float], wait_s: float) -> None:
-    """Suspend a worker once for each of `stops_s`, then resume it.
+def stand_still(made: Installation, stop_s: float, wait_s: float) -> None:
+    """Suspend a worker, then resume it.
 
     Args:
-        stops_s: suspension in seconds; it lasts at least until another worker has taken over.
-        wait_s: longest random wait before a suspension, in seconds.
+        stop_s: suspension in seconds; it lasts at least until another worker has taken over.
+        wait_s: longest random wait before the suspension, in seconds.
     """
-    settings, rng = settings_of(home), random.Random(os.getpid())
-    with running(settings, workers=1) as made:
-        with fed(made, steps=1, rate=rate, seed=os.getpid()) as feeder:
-            for stop_s in stops_s:
-                stopped = made.worker("1")
-                made.until_owned_by("0", "1")
-                made.until_batches(2)
-                # A random pause, so that the signal hits any point of the work.
-                time.sleep(rng.uniform(0, wait_s))
-                stopped.send_signal(signal.SIGSTOP)
-                begun = time.monotonic()
-                made.until_owned_by("0")
-                time.sleep(max(0.0, begun + stop_s - time.monotonic()))
-                stopped.send_signal(signal.SIGCONT)
-                # A worker suspended within a batch is fenced and exits. A worker suspended between
-                # two batches joins the group again.
-                made.first.until(
-                    lambda s=stopped: s.poll() is not None or "1" in made.owners(), "it has noticed"
-                )  # type: ignore[misc]
-                assert stopped.poll() in (None, EXIT_FAILED)
-                made.until_batches(2)
-                stopped.send_signal(signal.SIGTERM)
-                assert stopped.wait(180) in (0, EXIT_FAILED)
-            feeder.finish(timeout_s=300)
-            acks = feeder.acks()
-        logs = settled(made, acks)
-    logs.check_lake()
+    stopped = made.worker("1")
+    made.until_owned_by("0", "1")
+    made.until_batches(2)
+    # A random pause, so that the signal hits any point of the work.
+    time.sleep(random.uniform(0, wait_s))
+    stopped.send_signal(signal.SIGSTOP)
+    begun = time.monotonic()
+    made.until_owned_by("0")
+    time.sleep(max(0.0, begun + stop_s - time.monotonic()))
+    stopped.send_signal(signal.SIGCONT)
+    # A worker suspended within a batch is fenced and exits. A worker suspended between two batches
+    # joins the group again.
+    made.first.until(lambda: stopped.poll() is not None or "1" in made.owners(), "it has noticed")
+    assert stopped.poll() in (None, EXIT_FAILED)
+    made.until_batches(2)
+    stopped.send_signal(signal.SIGTERM)
+    assert stopped.wait(180) in (0, EXIT_FAILED)
 
 
 @pytest.mark.timeout(1500)
-def test_workers_come_and_go(tmp_path: Path) -> None:
-    """The short version of `test_workers_come_and_go_under_load`, without its bound on stalls."""
-    come_and_go(tmp_path, rate=150.0, batches=2)
+def test_workers_change(tmp_path: Path) -> None:
+    """The short version of the next two tests, without their bound on stalls."""
 
+    def change(made: Installation) -> None:
+        come_and_go(made, batches=2)
+        stand_still(made, stop_s=0.0, wait_s=1.0)
 
-@pytest.mark.timeout(1500)
-def test_a_worker_that_stood_still(tmp_path: Path) -> None:
-    """The short version of `test_a_worker_that_stood_still_for_a_minute`."""
-    stand_still(tmp_path, rate=150.0, stops_s=[0.0], wait_s=1.0)
+    under_load(tmp_path, 150.0, change)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_workers_come_and_go_under_load(tmp_path: Path) -> None:
-    assert come_and_go(tmp_path, rate=500.0, batches=60) <= STALL_S
+    assert under_load(tmp_path, 500.0, lambda made: come_and_go(made, batches=60)) <= STALL_S
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_a_worker_that_stood_still_for_a_minute(tmp_path: Path) -> None:
-    stand_still(tmp_path, rate=500.0, stops_s=[STOPPED_S, 0.0, 0.0, 0.0], wait_s=5.0)
+    def change(made: Installation) -> None:
+        for stop_s in (STOPPED_S, 0.0, 0.0, 0.0):
+            stand_still(made, stop_s, wait_s=5.0)
+
+    under_load(tmp_path, 500.0, change)
