@@ -52,7 +52,7 @@ from trainer.errors import BatchesReplaced, BatchGap, PayloadUnreadable
 from trainer.main import train
 from trainer.position import starting_position
 from trainer.positions import positions
-from trainer.run import open_run
+from trainer.start import open_run
 from trainer.versions.history import ancestors
 
 NURSERY = """

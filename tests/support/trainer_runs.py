@@ -22,7 +22,8 @@ from schemas.settings import Settings
 from schemas.tokens import pack_ids, pack_logprobs
 from trainer.data.batches import FetchedBatch
 from trainer.position import Position, start_of
-from trainer.run import Run, open_run
+from trainer.run import Run
+from trainer.start import open_run
 
 GROUPS, MEMBERS = 2, 3
 

@@ -20,7 +20,8 @@ from trainer.data.batches import FetchedBatch
 from trainer.data.micro_batch import collate
 from trainer.data.sequences import TrainingSequence, sequences_of_batch
 from trainer.model.critic import Critic
-from trainer.run import Run, open_run
+from trainer.run import Run
+from trainer.start import open_run
 
 CPU = torch.device("cpu")
 
