@@ -16,7 +16,7 @@ def demo_settings(given: Settings) -> Settings:
     Raises:
         pydantic.ValidationError: the user's settings contradict the defaults.
     """
-    demo = given.demo
+    demo, sync = given.demo, given.rollout.mode == "sync"
     home = (
         given.data_dir if "data_dir" in given.model_fields_set else Path("runs/demo")
     ).absolute()
@@ -37,7 +37,7 @@ def demo_settings(given: Settings) -> Settings:
                 "group_deadline_s": 180.0,
                 # One more than rollouts may run ahead: groups become ready in another order than
                 # they are started.
-                "max_staleness": demo.staleness + 1,
+                "max_staleness": None if sync else demo.staleness + 1,
                 # A group without spread has no gradient and costs nothing here; replacing it would
                 # cost rollouts.
                 "drop_zero_variance": False,
@@ -64,7 +64,7 @@ def demo_settings(given: Settings) -> Settings:
             "tool_parser_plugin": PROJECT / "demo" / "tool_parser.py",
         },
         "lake": {"flush_interval_s": 3.0},
-        "demo": demo.model_dump(),
+        "demo": demo.model_dump() | ({"staleness": 0} if sync else {}),
     }
     return Settings.model_validate(_merge(defaults, given.model_dump(exclude_unset=True)))
 

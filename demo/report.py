@@ -10,6 +10,7 @@ from typing import Any
 
 from clawstream.ops.lag import lag
 from clawstream.query.sandbox import run_sql
+from runtime.chart import Line, Panel, draw
 from runtime.kafka import Cluster
 from runtime.topics.records import Decoder
 from schemas.records import ReadyBatch, Step, WeightVersion
@@ -141,29 +142,14 @@ def draw_curve(
     path: Path, curve: Sequence[Mapping[str, Any]], before: float, after: float, last_version: int
 ) -> None:
     """Draw the reward curve as a PNG: mean reward of training trajectories by sampling version."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 4), dpi=120)
-    x = [row["sync_index"] for row in curve]
-    axes.plot(
-        x, [row["reward"] for row in curve], color="#2a6fbb", label="training tasks, mean reward"
+    trained = [(row["sync_index"], row["reward"]) for row in curve if row["reward"] is not None]
+    held_out = [(0, before), (last_version, after)]
+    lines = (
+        Line("training tasks, mean reward", trained),
+        Line("held-out tasks, share correct (T = 1)", held_out, dots=True),
     )
-    axes.plot(
-        (0, last_version),
-        (before, after),
-        "o",
-        color="#d1495b",
-        label="held-out tasks, share correct (T = 1)",
-    )
-    axes.set(xlabel="weight version that sampled the trajectory", ylabel="reward", ylim=(0, 1.02))
-    axes.grid(alpha=0.3)
-    axes.legend(loc="lower right", frameon=False)
-    figure.tight_layout()
-    figure.savefig(path)
-    pyplot.close(figure)
+    panel = Panel("reward", lines, limits=(0, 1.02))
+    draw(path, [panel], "weight version that sampled the trajectory")
 
 
 def install_seconds() -> int | None:

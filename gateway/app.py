@@ -160,6 +160,7 @@ def create_app(
             trajectories,
             budgets,
             lambda run: registry.oldest_loaded(run, producer.uptime_s),
+            settings.admit.val_every,
         )
     )
     app.include_router(claw_r1_routes(services))

@@ -25,9 +25,11 @@ Loop
     each batch is trained exactly once along the surviving chain.
  9. The position is committed to Kafka for lag displays, idle or not; files beyond keep_* are
     deleted.
+    Validation batches that have come are folded between batches; nothing is stored of them.
 Stop
 10. SIGTERM ends the loop after the current batch; training since the last version is published, and
     its checkpoint completed. The loop also ends at max_versions (exit 0).
+    The chart of the run is drawn last.
 """
 
 from __future__ import annotations
@@ -46,6 +48,9 @@ from schemas.errors import SettingsError
 from schemas.settings import Settings, TrainerSettings
 from trainer.algorithms.registry import load as load_algorithm
 from trainer.data.batches import BatchReader, FetchedBatch
+from trainer.data.validation_reader import ValidationReader
+from trainer.metrics.monitor import Monitor
+from trainer.metrics.validation import Validations
 from trainer.parallel.processes import Processes, open_processes
 from trainer.position import start_of, starting_position
 from trainer.run import Run
@@ -101,7 +106,8 @@ def train(settings: Settings, stop: threading.Event) -> None:
 def lead(settings: Settings, stop: threading.Event, processes: Processes) -> None:
     """Read the batches, train them with the other processes, and publish versions."""
     cluster, topics = cluster_of(settings), settings.kafka.topics
-    create_topics(cluster, settings, [topics.ready_batches_spec(settings.run_id, "train")])
+    specs = [topics.ready_batches_spec(settings.run_id, channel) for channel in ("train", "val")]
+    create_topics(cluster, settings, specs)
     decoder = Decoder(cluster, topics.schemas)
     weight_log = KafkaWeightLog(cluster, topics, settings.run_id)
     versions, taken = read_versions(cluster, decoder, topics.weights, settings.run_id)
@@ -109,18 +115,26 @@ def lead(settings: Settings, stop: threading.Event, processes: Processes) -> Non
     locate = partial(starting_position, cluster, batches)
     run = open_run(settings, weight_log, versions, taken, locate, processes)
     reader = BatchReader(cluster, settings, decoder, run.position, weight_log.dead_letter)
+    validation = ValidationReader(cluster, settings, decoder)
+    monitor, validations = Monitor(settings, len(versions), run.sync_index + 1), Validations()
     assert run.current_version is not None  # the initial version is published at the latest
     ready(f"version {run.current_version.version}")
     while not stop.is_set() and not run.finished:
+        for changed in validations.add(validation.read()):
+            run.validated(changed)
+            monitor.validation(changed)
         fetched = processes.broadcast(Next(reader.next(run.position.next_batch_seq, POLL_S))).batch
         if fetched is not None:
             train_batch(run, fetched)
+            monitor.versions(run.versions)
         reader.commit()
     processes.broadcast(Next(None, ends=True))
     run.end()
     reader.commit()
     reader.close()
+    validation.close()
     weight_log.close()
+    monitor.close(run.versions)
     logger().info(
         "trainer_ended",
         version=str(run.current_version.version),

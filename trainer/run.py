@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 
 from runtime.logs import logger
 from schemas.errors import SettingsError
@@ -29,6 +30,7 @@ from trainer.learning_rate import learning_rate
 from trainer.memory import explain_out_of_memory
 from trainer.metrics.definitions import headline
 from trainer.metrics.statistics import BatchStats, UpdateStats, staleness, version_metrics
+from trainer.metrics.validation import Validation
 from trainer.model.policy import Policy
 from trainer.model.update import update
 from trainer.position import Position
@@ -78,9 +80,18 @@ class Run:
         group = policy.processes.background_group()
         self._checkpoints = CheckpointWriter(settings.checkpoint_dir, current_version, group)
         self._auxiliary = auxiliary
+        self._validations: dict[int, Mapping[str, float]] = {}
         self._unfinished = UnfinishedBatches(
             settings.checkpoint_dir / settings.run_id, position.topic_id
         )
+
+    @property
+    def versions(self) -> Sequence[WeightVersion]:
+        """All versions of the run in log order, with the validation known so far."""
+        known = self._validations
+        return [
+            replace(v, metrics={**v.metrics, **known.get(v.sync_index, {})}) for v in self._versions
+        ]
 
     @property
     def sync_index(self) -> int:
@@ -96,6 +107,10 @@ class Run:
     def version_due(self) -> bool:
         every = self._settings.trainer.sync_every
         return bool(self.unpublished) and self.position.next_batch_seq % every == 0
+
+    def validated(self, validation: Validation) -> None:
+        """Add a validation to the metrics of its versions, by which the best one is kept."""
+        self._validations[validation.sync_index] = validation.metrics
 
     def train(self, fetched: FetchedBatch) -> None:
         """Train one batch and advance the position.
@@ -283,7 +298,7 @@ class Run:
         """Delete the files of old versions and checkpoints."""
         if not self._leads:
             return
-        s, t, log = self._settings, self._settings.trainer, self._versions
+        s, t, log = self._settings, self._settings.trainer, self.versions
         old = deletable(log, current_version, t.keep_versions, t.keep_best_by)
         prune(s.weights_dir, s.run_id, old)
         complete = versions_in(s.checkpoint_dir, s.run_id).keys()

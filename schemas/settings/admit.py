@@ -81,4 +81,7 @@ class AdmitSettings(Section):
     channels: tuple[Channel, ...] = Field(
         ("train", "val"), description="one process for each channel instead"
     )
+    val_every: Count | None = Field(
+        None, description="versions between two validation rounds that rollouts are asked for"
+    )
     policy: PolicySettings = PolicySettings()

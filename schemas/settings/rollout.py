@@ -16,6 +16,11 @@ ENGINE_STOP_S = 10.0
 class RolloutSettings(Section):
     """A rollout worker and its vLLM server."""
 
+    mode: Literal["async", "sync"] = Field(
+        "async",
+        description="sync: only the newest version may sample, and training waits for its batches; "
+        "slower, without stale samples",
+    )
     worker_id: Name = Field("worker-0", description="several workers: one name each")
     attach_url: str | None = Field(
         None, description="URL of a running vLLM server, instead of starting one"

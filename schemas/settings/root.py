@@ -90,6 +90,12 @@ class Settings(Section):
                 f"{self.admit.policy.sync_every}: staleness is judged for the version that will "
                 "train a batch"
             )
+        if self.rollout.mode == "sync" and self.admit.policy.max_staleness:
+            raise ValueError(
+                f"admit.policy.max_staleness={self.admit.policy.max_staleness}, but "
+                "rollout.mode=sync trains the newest version's own samples: leave it out, or set "
+                "rollout.mode=async"
+            )
         return self
 
     @property
@@ -145,6 +151,11 @@ class Settings(Section):
         """The rewards that each group member needs; default: those of all functions that count."""
         explicit = self.admit.policy.required_rewards
         return self._counted_rewards() if explicit is None else explicit
+
+    @property
+    def max_staleness(self) -> int | None:
+        """Versions between a batch and its oldest token at most; None: no limit."""
+        return 0 if self.rollout.mode == "sync" else self.admit.policy.max_staleness
 
     @property
     def require_assessment(self) -> bool:

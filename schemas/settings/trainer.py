@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from schemas.settings.base import Count, Positive, Section
+from schemas.settings.base import Count, Port, Positive, Section
 
 NotNegative = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -183,6 +183,13 @@ class TrainerSettings(Section):
     activation_checkpointing: bool = Field(
         False,
         description="memory: compute each layer again in the backward pass, for a third more time",
+    )
+    metrics_port: Port | None = Field(
+        None, description="serve the metrics to Prometheus, at /metrics"
+    )
+    metrics_host: str = Field("127.0.0.1", description="Prometheus on another machine")
+    tensorboard_dir: Path | None = Field(
+        None, description="write the metrics for TensorBoard; each run has a folder in it"
     )
     threads: Count = Field(1, description="CPU cores for torch")
     seed: int = Field(0, description="repeat runs")

@@ -28,7 +28,7 @@ def policy_of(
         reward_weights=dict(p.reward_weights),
         reward_deadline_ms=round(p.reward_deadline_s * 1000),
         group_deadline_ms=round(p.group_deadline_s * 1000),
-        max_staleness=p.max_staleness,
+        max_staleness=settings.max_staleness,
         drop_zero_variance=p.drop_zero_variance,
         min_trainable_tokens=p.min_trainable_tokens,
         max_trajectory_tokens=p.max_trajectory_tokens,

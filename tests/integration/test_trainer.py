@@ -50,6 +50,7 @@ from schemas.topics import partition_of
 from trainer.data.batches import BatchReader
 from trainer.errors import BatchesReplaced, BatchGap, PayloadUnreadable
 from trainer.main import train
+from trainer.metrics.monitor import chart_path
 from trainer.position import starting_position
 from trainer.positions import positions
 from trainer.start import open_run
@@ -210,6 +211,17 @@ class Feed:
                 value = record if isinstance(record, bytes) else self.codec.encode(record)
                 self.producer.put(self.topic, self.settings.run_id.encode(), value)
 
+    def write_validation(self, batch: ReadyBatch) -> None:
+        """Write a batch to channel val, as sampled by version 0."""
+        groups = tuple(
+            replace(g, members=tuple(replace(m, oldest_sync_index=0) for m in g.members))
+            for g in batch.groups
+        )
+        validation = replace(batch, channel="val", groups=groups)
+        topic = self.topics.ready_batches(self.settings.run_id, "val")
+        with self.producer.transaction():
+            self.producer.put(topic, b"r", self.codec.encode(validation))
+
     def refused(self) -> Refused:
         return Refused(
             run_id=self.settings.run_id,
@@ -332,14 +344,18 @@ def assert_trained_once(versions: list[WeightVersion], batches: int) -> None:
 
 
 def test_batches_become_versions_and_the_lag_reaches_zero(
-    feed: Feed, trained: Settings, eventually: Eventually
+    feed: Feed, trained: Settings, eventually: Eventually, tmp_path: Path
 ) -> None:
     feed.write(feed.refused(), b"no record", feed.batch(0), feed.refused())
-    stop = threading.Event()
-    thread = threading.Thread(target=train, args=(trained, stop))
+    stop, events = threading.Event(), tmp_path / "tensorboard"
+    monitored = trained.trainer.model_copy(update={"tensorboard_dir": events})
+    given = trained.model_copy(update={"trainer": monitored})
+    thread = threading.Thread(target=train, args=(given, stop))
     thread.start()
     try:
         eventually(lambda: feed.ids() == ["0.0", "1.0"])
+        feed.write_validation(feed.batch(0))
+        eventually(lambda: any(b"val/reward_mean" in f.read_bytes() for f in events.rglob("*.*")))
         feed.write(feed.batch(1), feed.refused(), feed.batch(2))
         eventually(lambda: feed.ids() == ["0.0", "1.0", "2.0", "3.0"])
         eventually(lambda: feed.lag() == 0)
@@ -348,6 +364,7 @@ def test_batches_become_versions_and_the_lag_reaches_zero(
     finally:
         stop.set()
         thread.join()
+    assert chart_path(given).read_bytes().startswith(b"\x89PNG")
     versions = feed.versions()
     assert_trained_once(versions, 3)
     assert versions[1].metrics["groups"] == GROUPS

@@ -179,6 +179,19 @@ SECTIONS: Mapping[str, tuple[Metric, ...]] = {
             " known GPU for dense bfloat16; absent if it is unknown, as on a CPU.",
         ),
     ),
+    "val": (
+        Metric(
+            "val/reward_mean",
+            "reward",
+            "Mean training reward of the trajectories of channel `val` that the version sampled.",
+        ),
+        Metric(
+            "val/reward_interval",
+            "reward",
+            "Half the width of its 95% interval, groups as clusters; absent for one group.",
+        ),
+        Metric("val/trajectories", "trajectories", "Their number."),
+    ),
 }
 """The metrics by section. A section is a heading in TensorBoard."""
 

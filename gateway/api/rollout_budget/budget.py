@@ -68,6 +68,22 @@ class BudgetReading:
         end = (version + b.max_staleness + 1) * b.sync_every
         return max(0, end - b.next_batch_seq) * b.batch_groups
 
+    def validation_due(self, every: int | None, loaded: int | None = None) -> int | None:
+        """Return the sync index of the version that the current validation round is for.
+
+        Args:
+            every: Versions between two rounds; None: none are asked for.
+            loaded: Lowest sync index that an engine samples with, if lower than the newest.
+
+        Returns:
+            The highest multiple of `every` that is loaded. None on channel train, before the first
+            version, and after the end of the run.
+        """
+        b, newest = self.budget, self.newest_sync_index
+        if every is None or newest is None or b.channel != "val" or b.ended:
+            return None
+        return (newest if loaded is None else min(loaded, newest)) // every * every
+
 
 class BudgetSource(Protocol):
     """Read the budget of a run and channel."""

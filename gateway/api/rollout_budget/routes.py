@@ -49,9 +49,12 @@ class BudgetReply(BaseModel):
     sync_every: int | None
     batch_groups: int | None
     free_staleness_capacity: int | None
+    validation_due: int | None
 
 
-def reply_of(reading: BudgetReading, after: int | None, loaded: int | None) -> BudgetReply:
+def reply_of(
+    reading: BudgetReading, after: int | None, loaded: int | None, val_every: int | None
+) -> BudgetReply:
     """Return the reply.
 
     Args:
@@ -59,6 +62,7 @@ def reply_of(reading: BudgetReading, after: int | None, loaded: int | None) -> B
         after: Offset of the last refusal that the client handled; None: from the start.
         loaded: Lowest sync index of the run that a ready engine samples with; None when no engine
             reports one.
+        val_every: Versions between two validation rounds; None: none are asked for.
     """
     budget = reading.budget
     refusals, missing = reading.refusals_after(after)
@@ -83,6 +87,7 @@ def reply_of(reading: BudgetReading, after: int | None, loaded: int | None) -> B
         sync_every=budget.sync_every,
         batch_groups=budget.batch_groups,
         free_staleness_capacity=reading.free_capacity(loaded),
+        validation_due=reading.validation_due(val_every, loaded),
     )
 
 
@@ -91,6 +96,7 @@ def rollout_budget_routes(
     trajectories: TrajectoryResolver,
     source: BudgetSource | None,
     loaded: Callable[[str], int | None],
+    val_every: int | None,
 ) -> APIRouter:
     """Return the route.
 
@@ -99,6 +105,7 @@ def rollout_budget_routes(
         trajectories: Checks that its key may read the run.
         source: Gives the budget of a run and channel; None: every budget is unknown.
         loaded: Given a run, returns the lowest sync index that a ready engine samples with.
+        val_every: See `reply_of`.
     """
     router = APIRouter()
 
@@ -126,6 +133,6 @@ def rollout_budget_routes(
                 "see `clawstream admit`",
                 "run",
             )
-        return reply_of(reading, after, loaded(run))
+        return reply_of(reading, after, loaded(run), val_every)
 
     return router

@@ -52,6 +52,7 @@ from trainer.errors import (
     OutOfMemory,
 )
 from trainer.main import check_settings
+from trainer.metrics.validation import Validation
 from trainer.model.policy import Policy
 from trainer.position import Position, start_of
 from trainer.start import open_run
@@ -94,6 +95,24 @@ def test_version_ids_after_two_resumes_are_never_reused(tmp_path: Path, model_di
     assert parents == [None, "r/0.0", "r/1.0", "r/2.0", "r/3.1", "r/4.2"]
     assert batches(weight_log.published) == [(None, None), (0, 0), (1, 1), (2, 2), (3, 3), (4, 4)]
     assert [v.sync_index for v in weight_log.published] == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.slow
+def test_the_version_with_the_best_validation_is_kept(tmp_path: Path, model_dir: Path) -> None:
+    s = settings(tmp_path, model_dir, keep_versions=2, keep_best_by="val/reward_mean")
+    run = begin(s, MemoryWeightLog())
+    go(run, 0, 0)
+    for sync_index, mean in ((0, 0.25), (1, 0.75)):
+        run.validated(Validation(sync_index=sync_index, trajectories=9, mean=mean, interval=None))
+    go(run, 1, 3)
+    assert sorted(path.name for path in (s.weights_dir / "r").iterdir()) == ["1.0", "3.0", "4.0"]
+    assert [v.metrics.get("val/reward_mean") for v in run.versions] == [
+        0.25,
+        0.75,
+        None,
+        None,
+        None,
+    ]
 
 
 def test_ids_start_above_those_that_recorded_data_names(tmp_path: Path, model_dir: Path) -> None:

@@ -190,6 +190,15 @@ def test_a_policy_may_not_name_an_algorithm_that_the_trainer_lacks() -> None:
     )
 
 
+def test_sync_mode_trains_the_newest_versions_own_samples() -> None:
+    settings = Settings.model_validate({"run_id": "demo", "rollout": {"mode": "sync"}})
+    policy = policy_of(settings, 1, 0)
+    assert (policy.max_staleness, policy_of(SETTINGS, 1, 0).max_staleness) == (0, None)
+    assert changed_policy(settings, policy, {"batch_groups": "4"}, "ann").max_staleness == 0
+    with pytest.raises(SettingsError, match=r"max_staleness=2, but rollout\.mode=sync"):
+        changed_policy(settings, policy, {"max_staleness": "2"}, "ann")
+
+
 @pytest.mark.parametrize(
     ("name", "text", "why"),
     [

@@ -94,6 +94,19 @@ def test_a_poller_that_goes_on_from_the_last_offset_sees_each_refusal_once(
     assert seen == [f"g{i}" for i, n in enumerate(numbers) if n] and asked == sum(numbers)
 
 
+# ---------------------------------------------------------------- validation rounds
+
+
+def test_a_validation_round_is_due_for_each_nth_version_that_every_engine_has_loaded() -> None:
+    def due(channel: Channel, every: int | None, at: int | None, loaded: int | None) -> int | None:
+        versions = [] if at is None else [version(at)]
+        return reading(applied(), *versions, channel=channel).validation_due(every, loaded)
+
+    assert [due("val", 3, at, None) for at in (None, 0, 2, 3, 5, 6)] == [None, 0, 0, 3, 3, 6]
+    assert due("val", 3, 6, 5) == 3, "an engine still samples with version 5"
+    assert due("val", None, 6, None) is None and due("train", 3, 6, None) is None
+
+
 # ---------------------------------------------------------------- staleness capacity
 
 
@@ -223,6 +236,7 @@ def test_demand_over_http(run_scenario: RunScenario) -> None:
             "next_batch_seq": 0,
             "newest_sync_index": 1, "loaded_sync_index": None, "admission_policy_version": 1,
             "max_staleness": 2, "sync_every": 2, "batch_groups": 3, "free_staleness_capacity": 24,
+            "validation_due": None,
         }  # fmt: skip
         assert (await ask(w, "/runs/r/demand?after=1"))[1]["refusals"] == listed[1:]
         assert (await ask(w, "/runs/r/demand?after=3"))[1]["refusals"] == []

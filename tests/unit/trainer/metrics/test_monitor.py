@@ -1,0 +1,104 @@
+"""The sinks of the metrics, each read back in the form that its users read."""
+
+from __future__ import annotations
+
+import struct
+import urllib.request
+from pathlib import Path
+
+import pytest
+from support.ports import free_port
+from tensorboardX.proto.event_pb2 import Event
+
+from schemas.errors import SettingsError
+from schemas.records import WeightVersion
+from schemas.settings import Settings
+from trainer.metrics.monitor import Monitor, chart_panels, chart_path
+from trainer.metrics.prometheus import PrometheusEndpoint
+from trainer.metrics.validation import Validation
+
+VALIDATION = Validation(sync_index=1, trajectories=4, mean=0.5, interval=0.25)
+
+
+def version(sync_index: int, **metrics: float) -> WeightVersion:
+    return WeightVersion(
+        version_id=f"r/{sync_index}.0", run_id="r", sync_index=sync_index, attempt=0,
+        format="full", files=(), channel="train", metrics=metrics, created_at=0,
+    )  # fmt: skip
+
+
+def scalars(folder: Path) -> list[tuple[str, int, float]]:
+    """Read TensorBoard's records: length, its checksum, the event, its checksum."""
+    found = []
+    for file in sorted(folder.iterdir()):
+        data, at = file.read_bytes(), 0
+        while at < len(data):
+            (length,) = struct.unpack_from("<Q", data, at)
+            event = Event.FromString(data[at + 12 : at + 12 + length])
+            found += [(v.tag, event.step, v.simple_value) for v in event.summary.value]
+            at += 16 + length
+    return found
+
+
+def test_every_new_version_is_on_the_endpoint_and_in_the_event_files(tmp_path: Path) -> None:
+    port = free_port()
+    settings = Settings.model_validate(
+        {
+            "run_id": "r",
+            "data_dir": tmp_path,
+            "trainer": {"metrics_port": port, "tensorboard_dir": tmp_path / "tb"},
+        }
+    )
+    monitor = Monitor(settings, shown=1, next_sync_index=1)
+    log = [version(0, loss=9.0), version(1, loss=2.0, tokens=8.0)]
+    monitor.versions(log)
+    log.append(version(2, loss=1.0, tokens=4.0))
+    monitor.versions(log)
+    monitor.versions(log)
+    monitor.validation(VALIDATION)
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as reply:
+        text = reply.read().decode()
+    values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    assert {n.removeprefix("clawstream_trainer_"): float(v) for n, v in values.items()}.items() >= {
+        "sync_index": 2.0, "loss": 1.0, "tokens_total": 12.0,
+        "val_sync_index": 1.0, "val_reward_mean": 0.5, "val_reward_interval": 0.25,
+    }.items()  # fmt: skip
+    monitor.close([])
+    assert not chart_path(settings).exists(), "nothing was trained"
+    assert scalars(tmp_path / "tb" / "r") == [
+        ("optimizer/loss", 1, 2.0), ("data/tokens", 1, 8.0),
+        ("optimizer/loss", 2, 1.0), ("data/tokens", 2, 4.0),
+        ("val/reward_mean", 1, 0.5), ("val/trajectories", 1, 4.0), ("val/reward_interval", 1, 0.25),
+    ]  # fmt: skip
+
+
+def test_a_port_that_is_taken_is_an_error_of_the_setting() -> None:
+    port = free_port()
+    first = PrometheusEndpoint("127.0.0.1", port)
+    with pytest.raises(SettingsError, match=f"trainer.metrics_port={port}"):
+        PrometheusEndpoint("127.0.0.1", port)
+    first.close()
+
+
+def test_the_chart_has_a_panel_for_each_kind_of_metric_that_was_measured() -> None:
+    log = [
+        version(0, save_seconds=1.0),
+        version(1, reward_mean=0.0, loss=9.0),
+        version(1, reward_mean=0.5, loss=2.0, **VALIDATION.metrics),
+        version(2, reward_mean=0.75, loss=1.0),
+    ]
+    reward, loss = chart_panels(log)
+    assert [(line.label, line.points, line.errors) for line in (*reward.lines, *loss.lines)] == [
+        ("reward_mean", [(1, 0.5), (2, 0.75)], None),
+        ("val/reward_mean", [(1, 0.5)], [0.25]),
+        ("loss", [(1, 2.0), (2, 1.0)], None),
+    ]
+
+
+@pytest.mark.slow
+def test_the_chart_is_drawn_at_the_end(tmp_path: Path) -> None:
+    settings = Settings.model_validate({"run_id": "r", "data_dir": tmp_path})
+    Monitor(settings, shown=0, next_sync_index=0).close(
+        [version(1, loss=2.0, reward_mean=0.5, **VALIDATION.metrics), version(2, loss=1.0)]
+    )
+    assert chart_path(settings).read_bytes().startswith(b"\x89PNG")
