@@ -1,0 +1,5 @@
+"""`python -m benchmarks.learning`."""
+
+from benchmarks.learning.benchmark import main
+
+main()
