@@ -31,9 +31,6 @@ from trainer.parallel.sharding import checkpoint_activations, shard
 class Policy:
     """Model and AdamW on one device.
 
-    Attributes:
-        tokenizer_fingerprint: of the tokenizer beside the weights; None if there is none.
-
     Weights, optimiser state and gradients are float32 for any `trainer.dtype`. At a learning rate
     of 1e-6 an update is smaller than half the distance between two bfloat16 numbers, so rounding
     would remove it.
@@ -44,6 +41,7 @@ class Policy:
     Attributes:
         base_model: digest of the frozen model's files; None without an adapter.
         state: the parts that a checkpoint stores: weights, optimiser, random states.
+        tokenizer_fingerprint: of the tokenizer beside the weights; None if there is none.
     """
 
     def __init__(
