@@ -23,6 +23,7 @@ from trainer.data.sequences import (
     tokens_by_version,
     trained_lengths,
     within_vocabulary,
+    without_media,
 )
 from trainer.data.tokenizer_check import check_tokenizer
 from trainer.data.view import batch_view, with_advantages
@@ -138,8 +139,17 @@ class Run:
         data = sequences_of_batch(
             batch, fetched.trajectories, algorithm.smallest_group, algorithm.rewards
         )
-        sequences, outside = within_vocabulary(data.sequences, self._policy.vocabulary)
-        self._log_left_out(batch.batch_seq, data, len(data.sequences) - len(sequences), outside)
+        known, outside = within_vocabulary(data.sequences, self._policy.vocabulary)
+        sequences, media = without_media(known, self._policy.media_placeholders)
+        self._log_left_out(batch.batch_seq, data, len(data.sequences) - len(known), outside)
+        if media:
+            logger().error(
+                "media_not_trained",
+                batch_seq=batch.batch_seq,
+                sequences=len(known) - len(sequences),
+                trajectories=media[:20],
+                action="left out; this trainer passes no images, videos or sounds to a model",
+            )
         versions = tokens_by_version(sequences)
         self._check_ids(versions.keys(), batch.batch_seq)
         sequences = self._auxiliary.score(sequences, algorithm.needs, self.sync_index)
@@ -170,7 +180,8 @@ class Run:
                 lengths=trained_lengths(sequences),
                 turns=sum(len(member.steps) for member in data.members),
                 unrewarded=len(data.unrewarded),
-                sequences_outside_vocabulary=len(data.sequences) - len(sequences),
+                sequences_outside_vocabulary=len(data.sequences) - len(known),
+                sequences_with_media=len(known) - len(sequences),
                 sampled_at_zero=sum(data.sampled_at_zero.values()),
                 staleness=staleness(versions, self._settings.run_id, self.sync_index),
                 read_seconds=fetched.read_seconds,

@@ -227,6 +227,30 @@ def within_vocabulary(
     return tuple(valid), tuple(others)
 
 
+def without_media(
+    sequences: Sequence[TrainingSequence], placeholders: Collection[int]
+) -> tuple[tuple[TrainingSequence, ...], tuple[str, ...]]:
+    """Split off the sequences with a token that stands for a part of an image, a video or a sound.
+
+    The trainer passes token ids alone to the model, so it would compute such a sequence without
+    what the engine saw.
+
+    Args:
+        sequences: the sequences of a batch.
+        placeholders: ids of these tokens.
+
+    Returns:
+        The other sequences, and the ids of the trajectories of those split off, each once.
+    """
+    ids = list(placeholders)
+    found = [bool(np.isin(sequence.tokens.ids, ids).any()) for sequence in sequences]
+    pairs = list(zip(sequences, found, strict=True))
+    return (
+        tuple(sequence for sequence, media in pairs if not media),
+        tuple(dict.fromkeys(sequence.trajectory_id for sequence, media in pairs if media)),
+    )
+
+
 def tokens_by_version(sequences: Sequence[TrainingSequence]) -> Counter[str]:
     """Return the number of trained tokens of each known weight version."""
     found: Counter[Any] = Counter()

@@ -55,6 +55,11 @@ SECTIONS: Mapping[str, tuple[Metric, ...]] = {
             "sequences",
             "Not trained: token ids that the model does not have.",
         ),
+        _total(
+            "sequences_with_media",
+            "sequences",
+            "Not trained: images, videos or sounds, which are not passed to the model.",
+        ),
         _total("tokens", "tokens", "Trained tokens, each counted once."),
         _total(
             "tokens_passed",

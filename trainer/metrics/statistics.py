@@ -130,6 +130,7 @@ class BatchStats:
         turns: steps of all trained members.
         unrewarded: members without a training reward.
         sequences_outside_vocabulary: excluded for token ids that the model does not have.
+        sequences_with_media: excluded for images, videos or sounds.
         sampled_at_zero: tokens excluded for an infinite recorded log-probability.
         staleness: see `staleness`.
         read_seconds: time to read the payload.
@@ -146,6 +147,7 @@ class BatchStats:
     turns: int
     unrewarded: int
     sequences_outside_vocabulary: int
+    sequences_with_media: int
     sampled_at_zero: int
     staleness: Staleness
     read_seconds: float
@@ -204,6 +206,7 @@ def _data(batches: Sequence[BatchStats]) -> dict[str, float | None]:
         "sequences_outside_vocabulary": sum(
             batch.sequences_outside_vocabulary for batch in batches
         ),
+        "sequences_with_media": sum(batch.sequences_with_media for batch in batches),
         "tokens": sum(batch.tokens for batch in batches),
         "tokens_sampled_at_zero": sum(batch.sampled_at_zero for batch in batches),
         "length_mean": _mean(lengths),

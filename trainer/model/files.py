@@ -27,6 +27,9 @@ TEXT_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".py")
 """Suffixes of a model's files besides its weights: configuration, tokenizer, chat template."""
 
 
+MEDIA = ("image", "video", "audio")
+
+
 @dataclass(frozen=True, slots=True)
 class TensorDtypes:
     """The dtypes of a published model. others: by name, for tensors with a different dtype."""
@@ -133,6 +136,16 @@ def save_rounded(model: Any, directory: Path, dtypes: TensorDtypes, *, writes: b
     config = copy.deepcopy(model.config)
     config.dtype = dtypes.main
     config.save_pretrained(directory)
+
+
+def media_placeholders(config: Any) -> frozenset[int]:
+    """Return the ids of tokens that stand for parts of images, videos and sounds.
+
+    Args:
+        config: a model's configuration. That of a text model names none.
+    """
+    names = [f"{kind}_token_{end}" for kind in MEDIA for end in ("id", "index")]
+    return frozenset(i for name in names if isinstance(i := getattr(config, name, None), int))
 
 
 def auxiliary_files(directory: Path) -> dict[str, bytes]:

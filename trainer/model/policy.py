@@ -17,6 +17,7 @@ from trainer.model.files import (
     auxiliary_files,
     empty_masters,
     load_masters,
+    media_placeholders,
     save_configuration,
     save_rounded,
 )
@@ -104,6 +105,11 @@ class Policy:
     def vocabulary(self) -> int:
         """Number of token ids with an embedding: 0 to vocabulary - 1."""
         return int(self.model.get_input_embeddings().num_embeddings)
+
+    @property
+    def media_placeholders(self) -> frozenset[int]:
+        """Ids of tokens that stand for parts of images, videos and sounds."""
+        return media_placeholders(self.model.config)
 
     def save(self, directory: Path, dtypes: TensorDtypes) -> None:
         """Write a Hugging Face directory: safetensors, configuration and tokenizer files.

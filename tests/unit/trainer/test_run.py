@@ -218,6 +218,22 @@ def test_tokens_that_the_model_does_not_have_are_left_out_and_training_goes_on(
     )
 
 
+def test_sequences_with_images_are_left_out(tmp_path: Path, model_dir: Path) -> None:
+    run = begin(settings(tmp_path, model_dir), weight_log := MemoryWeightLog())
+    run._policy.model.config.image_token_index = 31
+    batch = fetched(0)
+    name, odd = next(iter(batch.trajectories.items()))
+    segments = (replace(odd.segments[0], token_ids=pack_ids([2, 31, 31, 9])), *odd.segments[1:])
+    batch.trajectories[name] = replace(odd, segments=segments)
+    with capture_logs() as logs:
+        run.train(batch)
+    run.publish()
+    (said,) = (line for line in logs if line["event"] == "media_not_trained")
+    assert said["trajectories"] == (name,) and said["sequences"] == 1
+    metrics = weight_log.published[-1].metrics
+    assert (metrics["sequences_with_media"], metrics["sequences_outside_vocabulary"]) == (1.0, 0.0)
+
+
 def test_data_of_another_tokenizer_is_refused(tmp_path: Path, model_dir: Path) -> None:
     run = begin(settings(tmp_path, model_dir), MemoryWeightLog())
     own = fingerprint(build_tokenizer().get_vocab())

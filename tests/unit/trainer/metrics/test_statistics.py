@@ -67,6 +67,7 @@ BATCH = BatchStats(
     turns=6,
     unrewarded=0,
     sequences_outside_vocabulary=0,
+    sequences_with_media=0,
     sampled_at_zero=5,
     staleness=Staleness(4, 8, 2),
     read_seconds=0.5,
@@ -80,7 +81,8 @@ def test_metrics_fold_the_batches_of_a_version() -> None:
         {
             "reward_mean": 0.5, "reward_std": 0.5,
             "batches": 2, "groups": 2, "members": 6, "members_unrewarded": 0, "sequences": 4,
-            "sequences_outside_vocabulary": 0, "tokens": 16, "tokens_passed": 16,
+            "sequences_outside_vocabulary": 0, "sequences_with_media": 0, "tokens": 16,
+            "tokens_passed": 16,
             "tokens_sampled_at_zero": 10, "tokens_now_at_zero": 2, "tokens_computed": 60,
             "length_mean": 4, "length_max": 5, "turns_mean": 2,
             "staleness_mean": 0.5, "staleness_max": 2,
