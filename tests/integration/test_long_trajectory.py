@@ -84,6 +84,6 @@ def test_a_trajectory_of_thousands_of_steps_is_trained_with_all_of_them(
 
     trajectory = read_payload(jobs.cluster, decoder, jobs.topics.trajectories, "test", batch)[KEY]
     assert [s.step_id for s in trajectory.steps] == ids
-    rows = sequences_of(trajectory, member.untrainable_steps, 1.0)
+    rows = sequences_of(trajectory, member.untrainable_steps)
     trained = [t for row in rows for t in row.tokens.trained().ids.tolist()]
     assert sorted(trained) == sorted(n for n in range(STEPS) for _ in range(2))

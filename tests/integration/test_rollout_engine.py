@@ -166,11 +166,13 @@ def test_the_trainer_scores_tokens_as_the_engine_did(engine: Engine, temperature
             logprobs=np.array([0.0] * prompt + list(tokens.logprobs), np.float32),
             temperatures=np.full(len(ids), found.logprobs_temperature, np.float32),
             versions=unknown,
+            steps=np.zeros(len(ids), np.int32),
         )
+        advantages = np.ones(len(tokens.ids), np.float32)
         with torch.no_grad():
             scored, at_one = (
                 policy.logprobs(
-                    collate([TrainingSequence("k", of, 1.0)], 1.0, policy.device)
+                    collate([TrainingSequence("k", of, advantages)], 1.0, policy.device)
                 ).tolist()
                 for of in (row, row._replace(temperatures=np.full(len(ids), 1.0, np.float32)))
             )

@@ -189,7 +189,7 @@ def test_one_of_thousands_of_steps_is_trained() -> None:
     assert (set(member.untrainable_steps), len(member.rewards)) == (left_out, 1 + count)
     assert member.trainable_tokens == 2 * (count - len(left_out)) == 2 * 2249
 
-    rows = sequences_of(w.trajectories[key], member.untrainable_steps, 1.0)
+    rows = sequences_of(w.trajectories[key], member.untrainable_steps)
     trained = [t for row in rows for t in row.tokens.trained().ids.tolist()]
     assert sorted(trained) == sorted(
         n for n in range(count) if ids[n] not in left_out for _ in range(2)
