@@ -11,6 +11,7 @@ from agent_flow.chat.loop import Message, Prompt, Reply, chat
 from agent_flow.chat.tools import Tool
 from agent_flow.errors import FlowError
 from agent_flow.gateway.client import Place, Session
+from agent_flow.outcome import Reward
 
 if TYPE_CHECKING:
     from anthropic import AsyncAnthropic
@@ -29,7 +30,7 @@ class Rollout:
         model: name that clients send.
         sampling: temperature and the like, which `chat` sends.
         openai: OpenAI client of this rollout; connections are shared with other rollouts.
-        reward: of this rollout, if it is another agent's (see `agent`).
+        reward: of this rollout, if it is another agent's (see `agent`); as a flow returns it.
         chats: messages of each `chat`, in the order in which they ended.
     """
 
@@ -40,7 +41,7 @@ class Rollout:
     openai: AsyncOpenAI
     open_agent: Callable[[str], Awaitable[Rollout]]
     give_reward: Callable[[Place, str, float, str | None], Awaitable[None]]
-    reward: float | None = None
+    reward: Reward = None
     chats: list[list[Message]] = field(default_factory=list)
     agents: dict[str, Rollout] = field(default_factory=dict)
 

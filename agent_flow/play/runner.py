@@ -180,6 +180,7 @@ class Runner:
         try:
             async with asyncio.timeout(limit_s):
                 reward = checked_reward(await self._flow(task, rollout))
+            _check_rewards_of_agents(rollout)
             return reward, Ended("completed", total(reward))
         except GatewayUnavailable:
             raise
@@ -212,9 +213,16 @@ class Runner:
         await rollout.close()
         for agent in rollout.agents.values():
             own = agent.reward if ended.outcome == "completed" else None
-            await self._end(agent, replace(ended, reward=own), own)
+            await self._end(agent, ended, own)
         if isinstance(reward, dict):
             for name, value in reward.items():
                 await self._gateway.reward(rollout.place, name, value)
         number = reward if isinstance(reward, float) else None
         await self._gateway.complete(rollout.place, ended.outcome, number, ended.reason)
+
+
+def _check_rewards_of_agents(rollout: Rollout) -> None:
+    """Raise RolloutFailed if a reward that the flow has set is no reward."""
+    for agent in rollout.agents.values():
+        agent.reward = checked_reward(agent.reward)
+        _check_rewards_of_agents(agent)

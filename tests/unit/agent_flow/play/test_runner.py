@@ -187,6 +187,25 @@ def test_named_rewards_and_other_agents(tmp_path: Path) -> None:
     assert ends(records) == {"opened": 2, "completed": 2}
 
 
+def test_reward_of_another_agent_is_checked_like_a_return_value(tmp_path: Path) -> None:
+    @flow()
+    async def whole_numbers(task: Any, rollout: Any) -> int:
+        (await rollout.agent("critic")).reward = 1
+        return 1
+
+    _, records = play(tmp_path / "whole", whole_numbers, limits=Limits(group_size=1))
+    assert [r.value for r in records if isinstance(r, Reward)] == [1.0, 1.0]
+
+    @flow()
+    async def broken(task: Any, rollout: Any) -> float:
+        (await rollout.agent("critic")).reward = float("nan")
+        return 1.0
+
+    progress, records = play(tmp_path / "nan", broken, limits=Limits(group_size=1, attempts=1))
+    assert ends(records) == {"opened": 2, "failed": 2}
+    assert "not a finite number" in next(iter(progress.reasons))
+
+
 def test_dry_run_has_no_effect(tmp_path: Path) -> None:
     @flow()
     async def greet(task: Any, rollout: Any) -> float:
