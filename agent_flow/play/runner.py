@@ -178,16 +178,20 @@ class Runner:
     async def _play(self, task: Task, rollout: Rollout, last: bool) -> tuple[Reward, Ended]:
         limit_s = self._options.limits.timeout_s
         try:
-            async with asyncio.timeout(limit_s):
+            async with asyncio.timeout(limit_s) as limit:
                 reward = checked_reward(await self._flow(task, rollout))
             _check_rewards_of_agents(rollout)
             return reward, Ended("completed", total(reward))
         except GatewayUnavailable:
             raise
-        except TimeoutError:
-            outcome: Outcome = "abandoned" if last else "replaced"
-            return None, Ended(outcome, None, f"no result within {limit_s:g} s")
-        except Exception as error:  # noqa: BLE001 - of the user's flow: the others go on
+        except (Exception, SystemExit, asyncio.CancelledError) as error:
+            # Of the user's flow: the others go on.
+            current = asyncio.current_task()
+            if isinstance(error, asyncio.CancelledError) and current and current.cancelling():
+                raise
+            if isinstance(error, TimeoutError) and limit.expired():
+                outcome: Outcome = "abandoned" if last else "replaced"
+                return None, Ended(outcome, None, f"no result within {limit_s:g} s")
             reason = f"{type(error).__name__}: {error}"[:500]
             return None, Ended("failed" if last else "replaced", None, reason)
 

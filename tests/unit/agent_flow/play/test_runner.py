@@ -138,6 +138,46 @@ def test_rollout_that_never_ends_is_abandoned(tmp_path: Path) -> None:
     assert progress.reasons == {"no result within 0.05 s": 1}
 
 
+async def leaks_a_cancellation(task: Any, rollout: Any) -> None:
+    own = asyncio.create_task(asyncio.sleep(60))
+    own.cancel()
+    await own
+
+
+async def times_out_elsewhere(task: Any, rollout: Any) -> None:
+    raise TimeoutError("the tool server is slow")
+
+
+async def exits(task: Any, rollout: Any) -> None:
+    raise SystemExit(3)
+
+
+def exits_in_a_thread(task: Any, rollout: Any) -> None:
+    raise SystemExit(3)
+
+
+def stops_in_a_thread(task: Any, rollout: Any) -> None:
+    next(iter([]))
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (leaks_a_cancellation, "CancelledError: "),
+        (times_out_elsewhere, "TimeoutError: the tool server is slow"),
+        (exits, "SystemExit: 3"),
+        (exits_in_a_thread, "RuntimeError: SystemExit(3)"),
+        (stops_in_a_thread, "RuntimeError: StopIteration()"),
+    ],
+)
+def test_whatever_a_flow_raises_is_a_failed_rollout_with_its_reason(
+    tmp_path: Path, function: Callable[..., Any], reason: str
+) -> None:
+    progress, records = play(tmp_path, flow()(function), limits=Limits(group_size=1, attempts=1))
+    assert progress.reasons == {reason: 1}
+    assert ends(records) == {"opened": 1, "failed": 1}
+
+
 def test_stopping_ends_rollouts_in_progress(tmp_path: Path) -> None:
     begun = asyncio.Event()
 
