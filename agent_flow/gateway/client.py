@@ -43,7 +43,7 @@ class Gateway:
     def __init__(self, url: str, api_key: str | None, patience_s: float = 60.0) -> None:
         """patience_s: how long a request is repeated."""
         self.url = url.rstrip("/")
-        self._patience_s = patience_s
+        self.patience_s = patience_s
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
         self._http = httpx.AsyncClient(headers=headers, limits=limits, timeout=30.0)
@@ -110,14 +110,25 @@ class Gateway:
         await self._request("POST", path, self._headers(place), body)
 
     async def budget(self, run: str, channel: Channel) -> Mapping[str, Any] | None:
-        """Return the rollout budget; None while the run has no admission, or it is unknown."""
+        """Return the rollout budget; None while the run has no admission, or it is unknown.
+
+        Asks once.
+
+        Raises:
+            GatewayUnavailable: The gateway gave no answer, or one that may be repeated.
+            FlowError: The gateway refuses it.
+        """
         path = f"/runs/{quote(run, safe='')}/demand?channel={channel}&after={2**53}"
         try:
             reply = await self._http.get(self.url + path)
-        except httpx.HTTPError:
-            return None
+        except httpx.HTTPError as error:
+            raise GatewayUnavailable(
+                f"GET {self.url}{path}: {error!r}; is the gateway running?"
+            ) from error
         if reply.status_code in (404, 503):
             return None
+        if reply.status_code == 429 or reply.status_code >= 500:
+            raise GatewayUnavailable(f"GET {self.url}{path}: {reply.status_code}")
         return self._checked("GET", path, reply)
 
     def _headers(self, place: Place) -> dict[str, str]:
@@ -132,7 +143,7 @@ class Gateway:
         """Return the reply's body. A 4xx other than 429 is final; all else is repeated."""
         content = {name: value for name, value in body.items() if value is not None}
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + self._patience_s
+        deadline = loop.time() + self.patience_s
         while True:
             try:
                 reply = await self._http.request(

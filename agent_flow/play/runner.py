@@ -106,10 +106,18 @@ class Runner:
         return self._options.channel == "train"
 
     async def _poll(self) -> None:
+        loop = asyncio.get_running_loop()
+        answered = loop.time()
         while True:
-            answer = await self._gateway.budget(self._options.run, self._options.channel)
-            if answer is not None:
-                self._budget.update(answer)
+            try:
+                answer = await self._gateway.budget(self._options.run, self._options.channel)
+            except GatewayUnavailable:
+                if loop.time() - answered > self._gateway.patience_s:
+                    raise
+            else:
+                answered = loop.time()
+                if answer is not None:
+                    self._budget.update(answer)
             await asyncio.sleep(BUDGET_EVERY_S)
 
     async def _may_start(self, polling: asyncio.Task[None] | None) -> bool:

@@ -294,14 +294,15 @@ def test_reward_out_of_bounds_is_a_failure_with_the_gateways_reason(tmp_path: Pa
     assert "gateway.reward_max" in next(iter(progress.reasons))
 
 
-def test_gateway_that_is_away_ends_the_command(tmp_path: Path) -> None:
+@pytest.mark.parametrize("channel", ["val", "train"])
+def test_gateway_that_is_away_ends_the_command(channel: Any) -> None:
     @flow()
     async def greet(task: Any, rollout: Any) -> float:
         return 1.0
 
     async def scenario() -> None:
         async with Gateway("http://127.0.0.1:9", None, patience_s=0.1) as gateway:
-            options = Options(Limits(), "default", "val")
+            options = Options(Limits(), "default", channel)
             await Runner(greet, gateway, options, Progress()).play(lambda: TASKS)
 
     with pytest.raises(ExceptionGroup) as caught:
