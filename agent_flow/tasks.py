@@ -14,7 +14,8 @@ from agent_flow.errors import FlowError
 
 Task = Mapping[str, Any]
 _FORBIDDEN = re.compile(r"[^A-Za-z0-9._:@=+-]")
-_LONGEST_ID = 120
+LONGEST_ID = 110
+"""Characters. A trajectory key has at most 200, also of the flow's name, numbers and an agent."""
 
 
 def tasks_of_file(path: Path) -> Iterator[Task]:
@@ -98,13 +99,18 @@ def numbered(
         yield id_text(task.get("id", number)), task
 
 
-def id_text(value: Any) -> str:
-    """Return a task's id as part of a group id: unchanged if it can be, else with its hash."""
+def id_text(value: Any, longest: int = LONGEST_ID) -> str:
+    """Return an id as part of a group id: unchanged if it can be, else with its hash.
+
+    Args:
+        value: of a task, or the name of a flow.
+        longest: characters of the result at most.
+    """
     text = str(value)
-    plain = _FORBIDDEN.sub("_", text)[:_LONGEST_ID]
-    if plain == text and text:
+    if text and len(text) <= longest and not _FORBIDDEN.search(text):
         return text
-    return f"{plain}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+    digest = hashlib.sha256(text.encode()).hexdigest()[:8]
+    return f"{_FORBIDDEN.sub('_', text)[: longest - 9]}-{digest}"
 
 
 def metadata_of(task: Task) -> dict[str, Any]:

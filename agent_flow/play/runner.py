@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,7 +18,7 @@ from agent_flow.gateway.client import Channel, Gateway, Place
 from agent_flow.outcome import Ended, Outcome, Reward, checked_reward, total
 from agent_flow.play.progress import Progress
 from agent_flow.rollout import Rollout
-from agent_flow.tasks import Task, metadata_of, numbered
+from agent_flow.tasks import Task, id_text, metadata_of, numbered
 
 BUDGET_EVERY_S = 1.0
 SDK_RETRIES = 8
@@ -85,16 +86,19 @@ class Runner:
             FlowError: A task is invalid, or the gateway cannot record.
         """
         polling = asyncio.create_task(self._poll()) if self._has_budget else None
+        played = Counter[str]()
         try:
             async with self._openai, asyncio.TaskGroup() as groups:
-                for epoch in range(self._options.epochs):
+                for _ in range(self._options.epochs):
                     for task_id, task in numbered(
                         source(), self._options.shard, self._options.limit
                     ):
                         if not await self._may_start(polling):
                             return
-                        name = f"{self._flow.name}-{task_id}-{self._nonce}"
-                        group = f"{name}.{epoch}" if epoch else name
+                        name = f"{id_text(self._flow.name, 40)}-{task_id}-{self._nonce}"
+                        # Each time is a group of its own: another epoch, or another task's id.
+                        group = f"{name}.{played[task_id]}" if played[task_id] else name
+                        played[task_id] += 1
                         groups.create_task(self._group(group, task))
                         self._progress.groups += 1
         finally:

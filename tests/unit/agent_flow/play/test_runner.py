@@ -55,6 +55,7 @@ def play(
     played: Flow,
     script: Callable[[Any], Script] = hello,
     prepare: Callable[[GatewayFixture], None] | None = None,
+    tasks: list[dict[str, Any]] = TASKS,
     **options: Any,
 ) -> tuple[Progress, list[Any]]:
     """Play a flow; return its progress and the records on the log."""
@@ -66,7 +67,7 @@ def play(
         if prepare is not None:
             prepare(fixture)
         async with Gateway(fixture.url, None, patience_s=5) as gateway:
-            await Runner(played, gateway, chosen, progress).play(lambda: TASKS)
+            await Runner(played, gateway, chosen, progress).play(lambda: tasks)
         records.extend(fixture.records())
 
     run_gateway(tmp_path, CODEC, scenario, script)
@@ -136,6 +137,22 @@ def test_rollout_that_never_ends_is_abandoned(tmp_path: Path) -> None:
     )
     assert ends(records) == {"opened": 1, "abandoned": 1}
     assert progress.reasons == {"no result within 0.05 s": 1}
+
+
+def test_every_trajectory_key_is_valid_and_used_once(tmp_path: Path) -> None:
+    """Also with a name that is no id, a long task id, tasks of one id, and several epochs."""
+
+    async def greet(task: Any, rollout: Any) -> float:
+        return 1.0
+
+    greet.__name__ = "my agent " * 9
+    tasks = [{"id": "x" * 300}, {"id": "same"}, {"id": "same"}, {"id": "other"}]
+    progress, records = play(
+        tmp_path, flow()(greet), tasks=tasks, epochs=2, limits=Limits(group_size=1)
+    )
+    assert progress.summary()["rollouts"] == {"completed": 8}
+    opened = [r for r in records if isinstance(r, SessionEvent) and r.kind == "opened"]
+    assert len({r.trajectory_key for r in opened}) == len({r.group_id for r in opened}) == 8
 
 
 async def leaks_a_cancellation(task: Any, rollout: Any) -> None:
