@@ -12,9 +12,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from agent_flow.errors import FlowError
 from agent_flow.flow import Limits
+from agent_flow.gateway.client import API_KEY
 from agent_flow.play.runner import Options
-
-API_KEY = "CLAWSTREAM_API_KEY"
 
 
 class Words(BaseModel):

@@ -15,6 +15,8 @@ from agent_flow.errors import FlowError, GatewayUnavailable
 from agent_flow.outcome import Outcome
 
 Channel = Literal["train", "val"]
+API_KEY = "CLAWSTREAM_API_KEY"
+"""Environment variable with the caller's key."""
 RETRY_S = 0.5
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from agent_flow.errors import FlowError, RolloutFailed
 from agent_flow.flow import Flow, Limits
+from agent_flow.gateway.client import API_KEY
 from agent_flow.rollout import Rollout
 from agent_flow.tasks import Task
 from agent_flow.threads import in_thread
@@ -96,8 +97,9 @@ async def _run(
 ) -> CommandResult:
     work = Path(directory) / "work"
     work.mkdir()
+    # Without the caller's key, which reaches more than this trajectory.
     environment: Mapping[str, str] = {
-        **os.environ,
+        **{name: value for name, value in os.environ.items() if name != API_KEY},
         **rollout.environment,
         "CLAWSTREAM_TASK": json.dumps(dict(task), default=str),
         "CLAWSTREAM_REWARD_FILE": str(work / "reward"),

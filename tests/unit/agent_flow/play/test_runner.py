@@ -366,6 +366,17 @@ def test_command_line_is_an_agent(
     assert len([r for r in records if not isinstance(r, SessionEvent | Reward)]) == 1
 
 
+def test_command_does_not_get_the_callers_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CLAWSTREAM_API_KEY", "claw-secret")
+    check = 'test -z "$CLAWSTREAM_API_KEY" && test -n "$OPENAI_API_KEY"'
+    progress, _ = play(
+        tmp_path, command_flow(["sh", "-c", check], "exit", None), limits=Limits(group_size=1)
+    )
+    assert progress.mean_reward == 1.0
+
+
 def test_command_with_an_unknown_field_is_a_failure(tmp_path: Path) -> None:
     played = command_flow(["echo", "{promt}"], "none", None)
     progress, _ = play(tmp_path, played, limits=Limits(group_size=1, attempts=1))
