@@ -104,16 +104,16 @@ def _first(errors: BaseExceptionGroup[FlowError]) -> FlowError:
 def main() -> None:
     """Command line without the rest of Clawstream: `python -m agent_flow run|exec ...`."""
     words = sys.argv[1:]
+    at = words.index("--") if "--" in words else len(words)
+    own, command = words[:at], words[at + 1 :]
     flags = {"--eval", "--dry"}
-    mode = Mode(evaluate="--eval" in words, dry="--dry" in words)
+    mode = Mode(evaluate="--eval" in own, dry="--dry" in own)
     try:
-        match words:
-            case ["run", *rest] if plain := [w for w in rest if w not in flags]:
-                raise SystemExit(run_flow(plain[0], plain[1:], mode, {}))
-            case ["exec", *rest] if "--" in rest:
-                at = rest.index("--")
-                plain = [w for w in rest[:at] if w not in flags]
-                raise SystemExit(run_command(rest[at + 1 :], plain, mode, {}))
+        match [word for word in own if word not in flags]:
+            case ["run", flow, *options]:
+                raise SystemExit(run_flow(flow, options, mode, {}))
+            case ["exec", *options] if command:
+                raise SystemExit(run_command(command, options, mode, {}))
     except FlowError as error:
         print(f"agent_flow: {error}", file=sys.stderr)
         raise SystemExit(2) from error
