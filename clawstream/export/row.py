@@ -25,7 +25,7 @@ class Origin:
     Attributes:
         reward: sum of the trajectory-level rewards; None without any, never 0.0 then.
         group_reward_mean: mean of `reward` over all members of the group and round, also those that
-            the filter leaves out; None without any.
+            the filter leaves out; without replaced trajectories; None without any.
         group_reward_std: population standard deviation of the same.
         group_rewards: number of members with a reward.
         trainable: False: no token of the trajectory may be trained.

@@ -205,10 +205,12 @@ _CHOOSE = """
         QUALIFY row_number() OVER (
             PARTITION BY run_id, trajectory_id ORDER BY kafka_timestamp DESC) = 1
     ), grouped AS (
-        SELECT *, avg(reward) OVER members AS group_reward_mean,
-            stddev_pop(reward) OVER members AS group_reward_std,
-            count(reward) OVER members AS group_rewards
-        FROM newest WINDOW members AS (PARTITION BY run_id, channel, group_id, round)
+        SELECT *, avg(member_reward) OVER members AS group_reward_mean,
+            stddev_pop(member_reward) OVER members AS group_reward_std,
+            count(member_reward) OVER members AS group_rewards
+        FROM (SELECT *, CASE WHEN outcome <> 'replaced' THEN reward END AS member_reward
+            FROM newest)
+        WINDOW members AS (PARTITION BY run_id, channel, group_id, round)
     )
     SELECT row_number() OVER (ORDER BY closed_at, run_id, trajectory_id) AS ordinal,
         run_id, trajectory_id, trajectory_key, group_id, round, channel, outcome, reward,
@@ -218,7 +220,10 @@ _CHOOSE = """
             AS tokens
     FROM grouped WHERE ({where}
     )"""
-"""Group statistics come before the condition, so that it does not change a group's baseline."""
+"""Group statistics come before the condition, so that it does not change a group's baseline.
+
+A replaced trajectory is no member of its group, although reward functions give it a reward.
+"""
 _BOUNDS = """
     SELECT min(opened_at) AT TIME ZONE 'UTC', max(closed_at) AT TIME ZONE 'UTC' FROM chosen
     WHERE ordinal BETWEEN $first AND $last"""

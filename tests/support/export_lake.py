@@ -88,6 +88,7 @@ class ExportLake:
         reward: float | None,
         group: str,
         untrainable: tuple[str, ...] = (),
+        outcome: records.Outcome = "completed",
     ) -> None:
         """Write a closed trajectory. untrainable: steps that a curation excludes."""
         made = trajectory(key, steps, self.lake.next.get("SS", 0), group)
@@ -99,7 +100,7 @@ class ExportLake:
         )
         candidate = records.Candidate(
             run_id=RUN, channel="train", trajectory_key=key, trajectory_id=key, group_id=group,
-            group_size=2, round=0, revision=0, outcome="completed", opened_at=1000, closed_at=2000,
+            group_size=2, round=0, revision=0, outcome=outcome, opened_at=1000, closed_at=2000,
             rewards=(value,), prompt_tokens=2, trainable_tokens=3, trainable=True, tags=("good",),
             steps=tuple(
                 records.CandidateStep(

@@ -92,6 +92,16 @@ def test_group_statistics_do_not_depend_on_the_condition(
 
 
 @pytest.mark.slow
+def test_a_replaced_trajectory_is_no_member_of_its_group(tmp_path: Path) -> None:
+    settings = Settings(data_dir=tmp_path)
+    lake = export_lake(settings)
+    lake.put("g-2", [turn("g-2", 0, [1], [2])], 1.0, "g", outcome="replaced")
+    export(settings, "parquet", tmp_path / "out", where="group_id = 'g'")
+    found = {(row["group_reward_mean"], row["group_rewards"]) for row in rows_of(tmp_path / "out")}
+    assert found == {(0.5, 2)}
+
+
+@pytest.mark.slow
 def test_provenance_pins_the_tables_and_counts_what_was_skipped(tmp_path: Path) -> None:
     settings = Settings(data_dir=tmp_path)
     lake = export_lake(settings)
