@@ -170,21 +170,22 @@ class Runner:
         rollout = self.last = await self._open(place, metadata)
         try:
             reward, ended = await self._play(task, rollout, last)
+            if self._options.dry:
+                await self._end(rollout, Ended("abandoned", reason="dry run"), None)
+                return ended
+            try:
+                await self._end(rollout, ended, reward)
+            except GatewayUnavailable:
+                raise
+            except FlowError as error:  # the reward is out of bounds, or the key may not give one
+                ended = Ended("failed", None, str(error))
+                await self._end(rollout, ended, None)
         except asyncio.CancelledError:
+            # The first end of a trajectory counts: one that is recorded already stays.
             with suppress(FlowError, TimeoutError):
                 async with asyncio.timeout(STOP_WITHIN_S):
                     await self._end(rollout, Ended("abandoned", reason="stopped"), None)
             raise
-        if self._options.dry:
-            await self._end(rollout, Ended("abandoned", reason="dry run"), None)
-            return ended
-        try:
-            await self._end(rollout, ended, reward)
-        except GatewayUnavailable:
-            raise
-        except FlowError as error:  # the reward is out of bounds, or the key may not give one
-            ended = Ended("failed", None, str(error))
-            await self._end(rollout, ended, None)
         return ended
 
     async def _play(self, task: Task, rollout: Rollout, last: bool) -> tuple[Reward, Ended]:

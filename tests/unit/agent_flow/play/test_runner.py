@@ -218,6 +218,33 @@ def test_stopping_ends_rollouts_in_progress(tmp_path: Path) -> None:
     run_gateway(tmp_path, CODEC, scenario, hello)
 
 
+def test_stopping_ends_a_rollout_whose_reward_is_on_its_way(tmp_path: Path) -> None:
+    asked = asyncio.Event()
+
+    class SlowGateway(Gateway):
+        async def reward(self, *_: Any, **__: Any) -> None:
+            asked.set()
+            await asyncio.Event().wait()
+
+    @flow()
+    async def named(task: Any, rollout: Any) -> dict[str, float]:
+        return {"exact": 1.0}
+
+    async def scenario(fixture: GatewayFixture) -> None:
+        async with SlowGateway(fixture.url, None) as gateway:
+            options = Options(Limits(group_size=1), "default", "val")
+            playing = asyncio.create_task(
+                Runner(named, gateway, options, Progress()).play(lambda: TASKS)
+            )
+            await asked.wait()
+            playing.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await playing
+        assert ends(fixture.records()) == {"opened": 1, "abandoned": 1}
+
+    run_gateway(tmp_path, CODEC, scenario, hello)
+
+
 def test_named_rewards_and_other_agents(tmp_path: Path) -> None:
     @flow()
     async def debate(task: Any, rollout: Any) -> dict[str, float]:
