@@ -83,7 +83,12 @@ class Rollout:
             from anthropic import AsyncAnthropic
         except ImportError as error:
             raise FlowError("rollout.anthropic needs the package anthropic") from error
-        return AsyncAnthropic(base_url=self.base_url.removesuffix("/v1"), api_key=self.api_key)
+        return AsyncAnthropic(
+            base_url=self.base_url.removesuffix("/v1"),
+            api_key=self.api_key,
+            max_retries=self.openai.max_retries,
+            timeout=self.openai.timeout,
+        )
 
     async def chat(
         self,

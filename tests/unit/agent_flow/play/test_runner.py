@@ -19,7 +19,7 @@ from agent_flow.flow import Flow, Limits
 from agent_flow.gateway.client import Gateway
 from agent_flow.play.command import CommandResult, command_flow
 from agent_flow.play.progress import Progress
-from agent_flow.play.runner import Options, Runner
+from agent_flow.play.runner import SDK_RETRIES, Options, Runner
 from gateway.api.rollout_budget.budget import BudgetReading
 from schemas.codec.single_object import Codec
 from schemas.records import Reward, RolloutBudget, SessionEvent
@@ -288,6 +288,17 @@ def test_reward_of_another_agent_is_checked_like_a_return_value(tmp_path: Path) 
     progress, records = play(tmp_path / "nan", broken, limits=Limits(group_size=1, attempts=1))
     assert ends(records) == {"opened": 2, "failed": 2}
     assert "not a finite number" in next(iter(progress.reasons))
+
+
+def test_both_clients_repeat_requests_equally_long(tmp_path: Path) -> None:
+    @flow()
+    async def compare(task: Any, rollout: Any) -> float:
+        assert rollout.anthropic.max_retries == rollout.openai.max_retries == SDK_RETRIES
+        assert rollout.anthropic.timeout == rollout.openai.timeout == 30
+        return 1.0
+
+    progress, _ = play(tmp_path, compare)
+    assert progress.mean_reward == 1.0, progress.reasons
 
 
 def test_dry_run_has_no_effect(tmp_path: Path) -> None:
