@@ -95,7 +95,7 @@ class Rollout:
         prompt: Prompt,
         *,
         tools: Sequence[Callable[..., Any] | Tool] = (),
-        max_turns: int = 1,
+        max_turns: int | None = None,
         **request: Any,
     ) -> Reply:
         """Chat with the model until it calls no tool.
@@ -104,14 +104,16 @@ class Rollout:
             prompt: text of a user message, or messages in OpenAI's form, images included.
             tools: Python functions, sync or async, with type hints and a docstring. What one
                 raises is its result: the model sees it.
-            max_turns: calls of the model at most.
+            max_turns: calls of the model at most; default: 1, with tools 2.
             request: further fields of the request, such as max_tokens.
 
         Raises:
             openai.OpenAIError: A call failed after its retries.
-            FlowError: A function cannot be a tool.
+            FlowError: A function cannot be a tool, or max_turns is not positive.
         """
-        turns = max(max_turns, 2) if tools and max_turns == 1 else max_turns
+        turns = (2 if tools else 1) if max_turns is None else max_turns
+        if turns < 1:
+            raise FlowError(f"max_turns={turns}: must be above 0")
         fields = {"model": self.model, **self.sampling, **request}
         reply = await chat(self.openai, prompt, tools, turns, fields)
         self.chats.append(reply.messages)

@@ -97,6 +97,19 @@ def test_chat_with_a_tool_is_recorded_and_rewarded(tmp_path: Path) -> None:
     assert ends(records) == {"opened": 2, "completed": 2}
 
 
+@pytest.mark.parametrize(
+    ("given", "turns"), [({}, 2), ({"max_turns": 1}, 1), ({"max_turns": 3}, 2)]
+)
+def test_chat_has_at_most_max_turns(tmp_path: Path, given: dict[str, int], turns: int) -> None:
+    @flow()
+    async def calc(task: Any, rollout: Any) -> float:
+        reply = await rollout.chat(task["question"], tools=[add], **given)
+        return float(reply.turns == turns)
+
+    progress, _ = play(tmp_path, calc, calculator, limits=Limits(group_size=1, attempts=1))
+    assert progress.mean_reward == 1.0, progress.reasons
+
+
 def test_failed_attempt_is_replaced_and_the_last_one_fails(tmp_path: Path) -> None:
     tries: Counter[str] = Counter()
 
