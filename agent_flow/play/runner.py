@@ -55,7 +55,7 @@ class Runner:
     """Plays groups of rollouts of one flow against one gateway.
 
     Attributes:
-        last: the rollout that ended last.
+        last: the rollout that was opened last.
     """
 
     def __init__(self, flow: Flow, gateway: Gateway, options: Options, progress: Progress) -> None:

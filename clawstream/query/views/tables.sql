@@ -32,7 +32,7 @@ CREATE TEMP VIEW trajectories AS
 COMMENT ON COLUMN trajectories.round IS 'Round of the group; null: not given.';
 COMMENT ON COLUMN trajectories.outcome IS 'Why it closed, e.g. completed, failed, abandoned.';
 COMMENT ON COLUMN trajectories.reason IS
-    'Reason given for the outcomes failed, abandoned and lost.';
+    'Reason given for the outcomes failed, abandoned, lost and replaced.';
 COMMENT ON COLUMN trajectories.reward IS
     'Sum of the values given to the whole trajectory; null: there is none, never 0.';
 COMMENT ON COLUMN trajectories.weight_version IS
