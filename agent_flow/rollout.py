@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -32,6 +33,8 @@ class Rollout:
         openai: OpenAI client of this rollout; connections are shared with other rollouts.
         reward: of this rollout, if it is another agent's (see `agent`); as a flow returns it.
         chats: messages of each `chat`, in the order in which they ended.
+        agents: other agents' rollouts by name.
+        opening: held while another agent's trajectory is opened.
     """
 
     place: Place
@@ -44,6 +47,7 @@ class Rollout:
     reward: Reward = None
     chats: list[list[Message]] = field(default_factory=list)
     agents: dict[str, Rollout] = field(default_factory=dict)
+    opening: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
     def key(self) -> str:
@@ -127,9 +131,15 @@ class Rollout:
 
         Args:
             name: of the agent, equal in all rollouts; a second call returns the same rollout.
+
+        Raises:
+            FlowError: The name is a number, or the gateway refuses it.
         """
-        if name not in self.agents:
-            self.agents[name] = await self.open_agent(name)
+        if name.isdecimal():
+            raise FlowError(f"agent {name!r}: a name must not be a number, which counts attempts")
+        async with self.opening:  # several chats at once may ask for the same agent
+            if name not in self.agents:
+                self.agents[name] = await self.open_agent(name)
         return self.agents[name]
 
     async def step_reward(self, step_id: str | None, value: float, name: str = "step") -> None:

@@ -284,6 +284,19 @@ def test_named_rewards_and_other_agents(tmp_path: Path) -> None:
     assert ends(records) == {"opened": 2, "completed": 2}
 
 
+def test_another_agent_is_opened_once_and_has_a_name(tmp_path: Path) -> None:
+    @flow()
+    async def debate(task: Any, rollout: Any) -> float:
+        one, other = await asyncio.gather(rollout.agent("critic"), rollout.agent("critic"))
+        assert one is other
+        with pytest.raises(FlowError, match="must not be a number"):
+            await rollout.agent("2")
+        return 1.0
+
+    progress, records = play(tmp_path, debate, limits=Limits(group_size=1, attempts=1))
+    assert ends(records) == {"opened": 2, "completed": 2}, progress.reasons
+
+
 def test_reward_of_another_agent_is_checked_like_a_return_value(tmp_path: Path) -> None:
     @flow()
     async def whole_numbers(task: Any, rollout: Any) -> int:
