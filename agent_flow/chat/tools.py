@@ -32,6 +32,11 @@ class Tool:
         for parameter in inspect.signature(function).parameters.values():
             if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
                 raise FlowError(f"tool {self.name}: *{parameter.name} has no JSON schema")
+            if parameter.kind is parameter.POSITIONAL_ONLY or parameter.name.startswith("_"):
+                raise FlowError(
+                    f"tool {self.name}: a parameter has a name without leading underscore, and no "
+                    f"`/` after it: {parameter.name}"
+                )
             default = ... if parameter.default is parameter.empty else parameter.default
             fields[parameter.name] = (hints.get(parameter.name, Any), default)
         create: Any = create_model
@@ -66,6 +71,8 @@ class Tool:
                 result = await self._function(**values)
             else:
                 result = await in_thread(self._function, **values)
+                if inspect.isawaitable(result):  # of an async function behind a decorator
+                    result = await result
             return _text(result)
         except Exception as error:  # noqa: BLE001 - of the user's tool, for the model to see
             return f"error: {type(error).__name__}: {error}"

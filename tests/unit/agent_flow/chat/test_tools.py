@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Literal
+import functools
+from typing import Any, Literal
 
 import pytest
 from hypothesis import given
@@ -51,6 +52,14 @@ def test_exception_of_a_tool_is_a_result_for_the_model() -> None:
     assert error == "error: ZeroDivisionError: division by zero"
 
 
+def test_decorated_async_function_is_awaited() -> None:
+    @functools.wraps(divide)
+    def logged(*args: int, **kwargs: int) -> Any:
+        return divide(*args, **kwargs)
+
+    assert asyncio.run(Tool(logged).call('{"a": 1, "b": 2}')) == "0.5"
+
+
 def test_long_result_is_cut() -> None:
     def everything() -> str:
         return "x" * (LONGEST_RESULT + 5)
@@ -65,6 +74,16 @@ def test_functions_that_are_no_tools_are_refused() -> None:
 
     with pytest.raises(FlowError, match=r"tool many: \*numbers has no JSON schema"):
         tools_of([many])
+
+    def positional(a: int, /) -> int:
+        return a
+
+    def private(_a: int) -> int:
+        return _a
+
+    for function in (positional, private):
+        with pytest.raises(FlowError, match="without leading underscore"):
+            tools_of([function])
     with pytest.raises(FlowError, match="names must differ"):
         tools_of([add, add])
 
