@@ -43,6 +43,13 @@ class TopicReplaced(TrainerError):
     """
 
 
+class CheckpointFailed(TrainerError):
+    """The shards of a checkpoint could not be written or read; the message has the cause.
+
+    A restart resumes from the checkpoint before.
+    """
+
+
 class InvalidCheckpoint(TrainerError):
     """A checkpoint directory is incomplete or altered. The trainer uses an older one."""
 

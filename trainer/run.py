@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
+from safetensors import SafetensorError
+
 from runtime.logs import logger
 from schemas.errors import SettingsError
 from schemas.ids import Version, parse_version
@@ -27,6 +29,7 @@ from trainer.data.sequences import (
 )
 from trainer.data.tokenizer_check import check_tokenizer
 from trainer.data.view import batch_view, with_advantages
+from trainer.errors import CheckpointFailed
 from trainer.learning_rate import learning_rate
 from trainer.memory import explain_out_of_memory
 from trainer.metrics.definitions import headline
@@ -298,10 +301,12 @@ class Run:
 
     @contextmanager
     def _fenced_first(self) -> Iterator[None]:
-        """Raise Fenced instead of OSError if a newer trainer, which deletes files, took over."""
+        """Raise Fenced instead of an error of files if a newer trainer, which deletes them, took
+        over.
+        """
         try:
             yield
-        except OSError:
+        except (OSError, SafetensorError, CheckpointFailed):
             self._weight_log.raise_if_fenced()
             raise
 

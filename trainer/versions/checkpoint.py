@@ -11,21 +11,22 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint import CheckpointException, state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.stateful import Stateful
 
 from runtime.logs import logger
 from schemas.records import WeightVersion
-from trainer.errors import CheckpointLost, InvalidCheckpoint
+from trainer.errors import CheckpointFailed, CheckpointLost, InvalidCheckpoint
 from trainer.versions.directory import (
     VersionState,
     directory_of,
@@ -86,7 +87,11 @@ class CheckpointWriter:
         self._writing = self._thread.submit(self._write, version, copy, models)
 
     def wait(self) -> None:
-        """Wait until the checkpoint in progress is complete; raise its error."""
+        """Wait until the checkpoint in progress is complete; raise its error.
+
+        Raises:
+            OSError, CheckpointFailed: It could not be written.
+        """
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.result()
@@ -112,7 +117,8 @@ class CheckpointWriter:
     def _write_shards(self, copy: Any, directory: Path) -> None:
         _expect_one_process(self._group)
         writer = FileSystemWriter(directory)
-        state_dict_saver.save(copy, storage_writer=writer, process_group=self._group)
+        with _explained(directory):
+            state_dict_saver.save(copy, storage_writer=writer, process_group=self._group)
 
 
 def newest(root: Path, versions: Sequence[WeightVersion]) -> tuple[VersionState, Path] | None:
@@ -152,6 +158,9 @@ def load(directory: Path, state: State, group: ProcessGroup | None = None) -> No
     """Read a checkpoint into the parts; call on every process.
 
     The number of processes may differ from that of the writer.
+
+    Raises:
+        CheckpointFailed: The shards cannot be read.
     """
     wrote, here = json.loads((directory / ENVIRONMENT).read_text()), environment(group)
     differing = {
@@ -165,7 +174,18 @@ def load(directory: Path, state: State, group: ProcessGroup | None = None) -> No
         )
     _expect_one_process(group)
     reader = FileSystemReader(directory)
-    state_dict_loader.load(dict(state), storage_reader=reader, process_group=group)
+    with _explained(directory):
+        state_dict_loader.load(dict(state), storage_reader=reader, process_group=group)
+
+
+@contextmanager
+def _explained(directory: Path) -> Iterator[None]:
+    """Raise CheckpointFailed instead of torch's error, which no `except Exception` catches."""
+    try:
+        yield
+    except CheckpointException as e:
+        causes = "; ".join(f"process {rank}: {cause[0]!r}" for rank, cause in e.failures.items())
+        raise CheckpointFailed(f"{directory}: {causes}") from e
 
 
 def environment(group: ProcessGroup | None) -> dict[str, str | int]:

@@ -22,8 +22,10 @@ from support.trainer_runs import (
 
 from demo.model import make_random_model
 from rollout.versions import Versions
+from runtime.kafka import Fenced
 from schemas.ids import Version, parse_version
 from schemas.records import WeightVersion
+from trainer.errors import CheckpointFailed
 from trainer.versions.directory import INFO
 from trainer.versions.history import ancestors, best, deletable, deletable_checkpoints
 
@@ -119,6 +121,33 @@ def test_a_checkpoint_that_cannot_be_written_is_an_error_of_the_next_version(
     with pytest.raises(FileExistsError):
         go(run, 0, 1)
     assert "1.0" in ids(log), "its version is published all the same"
+
+
+@pytest.mark.slow
+def test_shards_that_a_newer_trainer_deletes_end_the_older_one_as_fenced(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    s, log = settings(tmp_path, model_dir), MemoryWeightLog()
+    run = begin(s, log)
+    (s.checkpoint_dir / "r" / ".tmp-1.0" / "__0_0.distcp").mkdir(parents=True)  # in the way
+    run.train(fetched(0))
+    run.publish()
+    log.fenced = True
+    with pytest.raises(Fenced):
+        run.end()
+
+
+@pytest.mark.slow
+def test_shards_that_cannot_be_written_are_an_error_with_their_cause(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    s, log = settings(tmp_path, model_dir), MemoryWeightLog()
+    run = begin(s, log)
+    (s.checkpoint_dir / "r" / ".tmp-1.0" / "__0_0.distcp").mkdir(parents=True)
+    run.train(fetched(0))
+    run.publish()
+    with pytest.raises(CheckpointFailed, match="IsADirectoryError"):
+        run.end()
 
 
 @pytest.mark.slow
