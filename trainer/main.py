@@ -25,7 +25,8 @@ Loop
     each batch is trained exactly once along the surviving chain.
  9. The position is committed to Kafka for lag displays, idle or not; files beyond keep_* are
     deleted.
-    Validation batches that have come are folded between batches; nothing is stored of them.
+    Validation batches that have come are folded at the start and between batches; nothing is
+    stored of them.
 Stop
 10. SIGTERM ends the loop after the current batch; training since the last version is published, and
     its checkpoint completed. The loop also ends at max_versions (exit 0).
@@ -119,10 +120,15 @@ def lead(settings: Settings, stop: threading.Event, processes: Processes) -> Non
     monitor, validations = Monitor(settings, len(versions), run.sync_index + 1), Validations()
     assert run.current_version is not None  # the initial version is published at the latest
     ready(f"version {run.current_version.version}")
-    while not stop.is_set() and not run.finished:
+
+    def validate() -> None:
         for changed in validations.add(validation.read()):
             run.validated(changed)
             monitor.validation(changed)
+
+    validate()  # before any deletion, also when nothing is trained: keep_best_by needs it
+    while not stop.is_set() and not run.finished:
+        validate()
         fetched = processes.broadcast(Next(reader.next(run.position.next_batch_seq, POLL_S))).batch
         if fetched is not None:
             train_batch(run, fetched)

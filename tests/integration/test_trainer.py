@@ -381,6 +381,20 @@ def test_batches_become_versions_and_the_lag_reaches_zero(
     ] == [(feed.topic, 1, b"no record", "trainer", "undecodable")]
 
 
+def test_a_start_that_trains_nothing_keeps_the_version_with_the_best_validation(
+    feed: Feed, trained: Settings
+) -> None:
+    create_topics(feed.cluster, trained, [feed.topics.ready_batches_spec("r", "val")])
+    feed.write_validation(feed.batch(0))
+    feed.write(*(feed.batch(n) for n in range(4)))
+    changes = {"keep_versions": 2, "keep_best_by": "val/reward_mean", "max_versions": 4}
+    given = trained.model_copy(update={"trainer": trained.trainer.model_copy(update=changes)})
+    for _ in range(2):
+        train(given, threading.Event())
+        kept = sorted(path.name for path in (given.weights_dir / given.run_id).iterdir())
+        assert kept == ["0.0", "3.0", "4.0"]
+
+
 def test_a_gap_is_an_error_that_names_both_numbers(feed: Feed, trained: Settings) -> None:
     feed.write(feed.batch(0))
     train(until(trained, 1), threading.Event())
