@@ -63,15 +63,17 @@ class Monitor:
         self._sinks: list[Sink] = []
         if t.tensorboard_dir is not None:
             directory = t.tensorboard_dir / settings.run_id
-            self._sinks.append(TensorBoardFiles(directory, next_sync_index))
+            try:
+                self._sinks.append(TensorBoardFiles(directory, next_sync_index))
+            except OSError as e:
+                _log_failed("TensorBoardFiles", e)
         if t.metrics_port is not None:
             self._sinks.append(PrometheusEndpoint(t.metrics_host, t.metrics_port))
 
     def versions(self, versions: Sequence[WeightVersion]) -> None:
         """Show the versions that are new. versions: all, in log order."""
         for version in versions[self._shown :]:
-            for sink in self._sinks:
-                sink.write(version.sync_index, version.metrics)
+            self._write(version.sync_index, version.metrics)
         self._shown = len(versions)
 
     def validation(self, validation: Validation) -> None:
@@ -81,14 +83,25 @@ class Monitor:
             sync_index=validation.sync_index,
             **{name: round(value, 6) for name, value in validation.metrics.items()},
         )
-        for sink in self._sinks:
-            sink.write(validation.sync_index, validation.metrics)
+        self._write(validation.sync_index, validation.metrics)
+
+    def _write(self, sync_index: int, metrics: Mapping[str, float]) -> None:
+        """Write to every sink. One that fails, on a full disk for example, is not used again."""
+        for sink in self._sinks[:]:
+            try:
+                sink.write(sync_index, metrics)
+            except OSError as e:
+                self._sinks.remove(sink)
+                _log_failed(type(sink).__name__, e)
 
     def close(self, versions: Sequence[WeightVersion]) -> None:
         """Close the sinks and draw the chart of the run's versions, if one was trained."""
         self.versions(versions)
         for sink in self._sinks:
-            sink.close()
+            try:
+                sink.close()
+            except OSError as e:
+                _log_failed(type(sink).__name__, e)
         panels = chart_panels(versions)
         if not panels:
             return
@@ -98,6 +111,15 @@ class Monitor:
             logger().warning("chart_not_written", path=str(self._chart), error=str(e))
         else:
             logger().info("chart_written", path=str(self._chart))
+
+
+def _log_failed(sink: str, error: OSError) -> None:
+    logger().error(
+        "metrics_not_shown",
+        sink=sink,
+        error=str(error),
+        action="training goes on; this sink shows nothing more until the trainer starts again",
+    )
 
 
 def chart_path(settings: Settings) -> Path:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import struct
 import urllib.request
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 from support.ports import free_port
 from tensorboardX.proto.event_pb2 import Event
 
@@ -70,6 +73,32 @@ def test_every_new_version_is_on_the_endpoint_and_in_the_event_files(tmp_path: P
         ("optimizer/loss", 2, 1.0), ("data/tokens", 2, 4.0),
         ("val/reward_mean", 1, 0.5), ("val/trajectories", 1, 4.0), ("val/reward_interval", 1, 0.25),
     ]  # fmt: skip
+
+
+class FullDisk:
+    """A sink that has no space left."""
+
+    def write(self, sync_index: int, metrics: Mapping[str, float]) -> None:
+        raise OSError(errno.ENOSPC, "no space left")
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+def test_a_sink_that_fails_is_left_out_and_the_trainer_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    settings = Settings.model_validate(
+        {"run_id": "r", "data_dir": tmp_path, "trainer": {"tensorboard_dir": tmp_path / "file"}}
+    )
+    with capture_logs() as logs:
+        monitor = Monitor(settings, shown=0, next_sync_index=1)
+        monitor._sinks.append(FullDisk())
+        monitor.versions([version(1, loss=2.0), version(2, loss=1.0)])
+        monitor.close([])
+    assert [(line["event"], line["sink"]) for line in logs] == [
+        ("metrics_not_shown", "TensorBoardFiles"),
+        ("metrics_not_shown", "FullDisk"),
+    ]
 
 
 def test_a_port_that_is_taken_is_an_error_of_the_setting() -> None:
