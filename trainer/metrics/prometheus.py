@@ -10,6 +10,11 @@ from schemas.errors import SettingsError
 from trainer.metrics.definitions import METRICS
 
 PREFIX = "clawstream_trainer_"
+NEWEST = (PREFIX + "sync_index", "Sync index of the newest version.")
+VALIDATED = (
+    PREFIX + "val_sync_index",
+    "Sync index of the version that the val metrics are about.",
+)
 
 
 class PrometheusEndpoint:
@@ -26,14 +31,6 @@ class PrometheusEndpoint:
         self._registry = CollectorRegistry()
         self._gauges: dict[str, Gauge] = {}
         self._counters: dict[str, Counter] = {}
-        self._version = Gauge(
-            PREFIX + "sync_index", "Sync index of the newest version.", registry=self._registry
-        )
-        self._validated = Gauge(
-            PREFIX + "val_sync_index",
-            "Sync index of the version that the val metrics are about.",
-            registry=self._registry,
-        )
         try:
             self._server, self._thread = start_http_server(port, host, registry=self._registry)
         except OSError as e:
@@ -44,21 +41,21 @@ class PrometheusEndpoint:
     def write(self, sync_index: int, metrics: Mapping[str, float]) -> None:
         """Show the metrics of a version."""
         validation = any(name.startswith("val/") for name in metrics)
-        (self._validated if validation else self._version).set(sync_index)
+        self._gauge(*(VALIDATED if validation else NEWEST)).set(sync_index)
         for name, value in metrics.items():
             if METRICS[name].total:
                 self._counter(name).inc(value)
             else:
-                self._gauge(name).set(value)
+                self._gauge(*_named(name)).set(value)
 
     def _counter(self, name: str) -> Counter:
         if name not in self._counters:
             self._counters[name] = Counter(*_named(name), registry=self._registry)
         return self._counters[name]
 
-    def _gauge(self, name: str) -> Gauge:
+    def _gauge(self, name: str, text: str) -> Gauge:
         if name not in self._gauges:
-            self._gauges[name] = Gauge(*_named(name), registry=self._registry)
+            self._gauges[name] = Gauge(name, text, registry=self._registry)
         return self._gauges[name]
 
     def close(self) -> None:

@@ -101,6 +101,19 @@ def test_a_sink_that_fails_is_left_out_and_the_trainer_goes_on(tmp_path: Path) -
     ]
 
 
+def test_a_metric_without_a_value_is_not_on_the_endpoint() -> None:
+    port = free_port()
+    endpoint = PrometheusEndpoint("127.0.0.1", port)
+    endpoint.write(7, {"loss": 2.0})
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as reply:
+        text = reply.read().decode()
+    endpoint.close()
+    assert [line for line in text.splitlines() if not line.startswith("#")] == [
+        "clawstream_trainer_sync_index 7.0",
+        "clawstream_trainer_loss 2.0",
+    ]
+
+
 def test_a_port_that_is_taken_is_an_error_of_the_setting() -> None:
     port = free_port()
     first = PrometheusEndpoint("127.0.0.1", port)
