@@ -51,6 +51,7 @@ from trainer.algorithms.registry import load as load_algorithm
 from trainer.data.batches import BatchReader, FetchedBatch
 from trainer.data.validation_reader import ValidationReader
 from trainer.metrics.monitor import Monitor
+from trainer.metrics.prometheus import endpoint_of
 from trainer.metrics.validation import Validations
 from trainer.parallel.processes import Processes, open_processes
 from trainer.position import start_of, starting_position
@@ -106,6 +107,8 @@ def train(settings: Settings, stop: threading.Event) -> None:
 
 def lead(settings: Settings, stop: threading.Event, processes: Processes) -> None:
     """Read the batches, train them with the other processes, and publish versions."""
+    # A port in use ends this trainer here, before it fences the one that may be using it.
+    endpoint = endpoint_of(settings.trainer)
     cluster, topics = cluster_of(settings), settings.kafka.topics
     specs = [topics.ready_batches_spec(settings.run_id, channel) for channel in ("train", "val")]
     create_topics(cluster, settings, specs)
@@ -117,7 +120,8 @@ def lead(settings: Settings, stop: threading.Event, processes: Processes) -> Non
     run = open_run(settings, weight_log, versions, taken, locate, processes)
     reader = BatchReader(cluster, settings, decoder, run.position, weight_log.dead_letter)
     validation = ValidationReader(cluster, settings, decoder)
-    monitor, validations = Monitor(settings, len(versions), run.sync_index + 1), Validations()
+    monitor = Monitor(settings, len(versions), run.sync_index + 1, endpoint)
+    validations = Validations()
     assert run.current_version is not None  # the initial version is published at the latest
     ready(f"version {run.current_version.version}")
 

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.ports import free_port
 from support.trainer_runs import MemoryWeightLog
 
 from demo.model import make_random_model
@@ -393,6 +394,25 @@ def test_a_start_that_trains_nothing_keeps_the_version_with_the_best_validation(
         train(given, threading.Event())
         kept = sorted(path.name for path in (given.weights_dir / given.run_id).iterdir())
         assert kept == ["0.0", "3.0", "4.0"]
+
+
+def test_a_trainer_whose_metrics_port_is_in_use_leaves_the_running_one_alone(
+    feed: Feed, trained: Settings, eventually: Eventually
+) -> None:
+    changed = trained.trainer.model_copy(update={"metrics_port": free_port()})
+    given = trained.model_copy(update={"trainer": changed})
+    stop = threading.Event()
+    thread = threading.Thread(target=train, args=(given, stop))
+    thread.start()
+    try:
+        eventually(lambda: feed.ids() == ["0.0"])
+        with pytest.raises(SettingsError, match=r"trainer\.metrics_port"):
+            train(given, threading.Event())
+        feed.write(feed.batch(0))
+        eventually(lambda: feed.ids() == ["0.0", "1.0"])
+    finally:
+        stop.set()
+        thread.join()
 
 
 def test_a_gap_is_an_error_that_names_both_numbers(feed: Feed, trained: Settings) -> None:

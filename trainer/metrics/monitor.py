@@ -47,28 +47,30 @@ class Sink(Protocol):
 class Monitor:
     """Shows each version, and each change of a validation, in every sink of the settings."""
 
-    def __init__(self, settings: Settings, shown: int, next_sync_index: int) -> None:
-        """Open the sinks.
+    def __init__(
+        self,
+        settings: Settings,
+        shown: int,
+        next_sync_index: int,
+        endpoint: PrometheusEndpoint | None = None,
+    ) -> None:
+        """Open the other sinks.
 
         Args:
-            settings: `trainer.metrics_port`, `trainer.tensorboard_dir` and the chart's directory.
+            settings: `trainer.tensorboard_dir` and the chart's directory.
             shown: number of versions on the weights log that an earlier process has shown.
             next_sync_index: of the next version.
-
-        Raises:
-            SettingsError: the port cannot be used.
+            endpoint: of `trainer.metrics_port`; None: it is not set.
         """
         t = settings.trainer
         self._shown, self._chart = shown, chart_path(settings)
-        self._sinks: list[Sink] = []
+        self._sinks: list[Sink] = [] if endpoint is None else [endpoint]
         if t.tensorboard_dir is not None:
             directory = t.tensorboard_dir / settings.run_id
             try:
                 self._sinks.append(TensorBoardFiles(directory, next_sync_index))
             except OSError as e:
                 _log_failed("TensorBoardFiles", e)
-        if t.metrics_port is not None:
-            self._sinks.append(PrometheusEndpoint(t.metrics_host, t.metrics_port))
 
     def versions(self, versions: Sequence[WeightVersion]) -> None:
         """Show the versions that are new. versions: all, in log order."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_server
 
 from schemas.errors import SettingsError
+from schemas.settings import TrainerSettings
 from trainer.metrics.definitions import METRICS
 
 PREFIX = "clawstream_trainer_"
@@ -63,6 +64,17 @@ class PrometheusEndpoint:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
+
+
+def endpoint_of(settings: TrainerSettings) -> PrometheusEndpoint | None:
+    """Return the endpoint of the settings; None without a port.
+
+    Raises:
+        SettingsError: the port cannot be used.
+    """
+    if settings.metrics_port is None:
+        return None
+    return PrometheusEndpoint(settings.metrics_host, settings.metrics_port)
 
 
 def _named(name: str) -> tuple[str, str]:

@@ -17,7 +17,7 @@ from schemas.errors import SettingsError
 from schemas.records import WeightVersion
 from schemas.settings import Settings
 from trainer.metrics.monitor import Monitor, chart_panels, chart_path
-from trainer.metrics.prometheus import PrometheusEndpoint
+from trainer.metrics.prometheus import PrometheusEndpoint, endpoint_of
 from trainer.metrics.validation import Validation
 
 VALIDATION = Validation(sync_index=1, trajectories=4, mean=0.5, interval=0.25)
@@ -52,7 +52,8 @@ def test_every_new_version_is_on_the_endpoint_and_in_the_event_files(tmp_path: P
             "trainer": {"metrics_port": port, "tensorboard_dir": tmp_path / "tb"},
         }
     )
-    monitor = Monitor(settings, shown=1, next_sync_index=1)
+    endpoint = endpoint_of(settings.trainer)
+    monitor = Monitor(settings, shown=1, next_sync_index=1, endpoint=endpoint)
     log = [version(0, loss=9.0), version(1, loss=2.0, tokens=8.0)]
     monitor.versions(log)
     log.append(version(2, loss=1.0, tokens=4.0))
