@@ -174,8 +174,9 @@ SECTIONS: Mapping[str, tuple[Metric, ...]] = {
         Metric(
             "model_tflops",
             "TFLOP/s",
-            "Model FLOPs / `train_seconds`: 6 for each weight of a matrix and each computed token,"
-            " and 6 x layers x heads x head size x length^2 for causal attention.",
+            "Model FLOPs / `train_seconds`: 6 for each weight of a matrix (4 if it is frozen) and"
+            " each computed token, and 6 x layers x heads x head size x length^2 for causal"
+            " attention.",
         ),
         Metric(
             "mfu",

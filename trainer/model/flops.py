@@ -31,10 +31,11 @@ class TrainingFlops:
         tied = model.get_output_embeddings() is None or (
             model.get_output_embeddings().weight is embedding.weight
         )
-        weights = sum(p.numel() for p in model.parameters() if p.dim() > 1)
         # The lookup of an embedding multiplies nothing, but a tied one is the output matrix, too.
-        used = weights if tied else weights - embedding.weight.numel()
-        self._weights_flops: float = 6.0 * used
+        used = [
+            p for p in model.parameters() if p.dim() > 1 and (tied or p is not embedding.weight)
+        ]
+        self._weights_flops = float(sum((6 if p.requires_grad else 4) * p.numel() for p in used))
         config = model.config.get_text_config()
         heads = getattr(config, "num_attention_heads", 0)
         size = getattr(config, "head_dim", None) or getattr(config, "hidden_size", 0) // max(
@@ -46,7 +47,8 @@ class TrainingFlops:
     def of(self, lengths: Iterable[int]) -> float:
         """Return the FLOPs for sequences of these lengths in tokens.
 
-        6 for each weight of a matrix and each token (2 forward, 4 backward). Causal attention: two
+        6 for each weight of a matrix and each token: 2 forward, 2 for the gradient of its input,
+        and 2 for its own gradient, which a frozen weight does not have. Causal attention: two
         products of length^2 / 2 pairs over heads x head size in each layer, times 2 forward and 4
         backward. Source: Chowdhery et al., "PaLM", arXiv 2204.02311, appendix B, with half the
         attention, because it is causal.
