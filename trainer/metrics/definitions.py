@@ -169,7 +169,11 @@ SECTIONS: Mapping[str, tuple[Metric, ...]] = {
     "time": (
         _total("read_seconds", "seconds", "Time to read payload."),
         _total("train_seconds", "seconds", "Time of the updates."),
-        _total("save_seconds", "seconds", "Time of checkpoint and weight files."),
+        _total(
+            "save_seconds",
+            "seconds",
+            "Time to write the weight files. Checkpoints are written in the background.",
+        ),
         _headline("tokens_per_second", "tokens/s", "`tokens_computed` / `train_seconds`."),
         Metric(
             "model_tflops",
