@@ -56,7 +56,12 @@ from trainer.metrics.validation import Validations
 from trainer.parallel.processes import Processes, open_processes
 from trainer.position import start_of, starting_position
 from trainer.run import Run
-from trainer.settings_check import check_algorithm, check_learning_rate, check_processes
+from trainer.settings_check import (
+    check_algorithm,
+    check_best_by,
+    check_learning_rate,
+    check_processes,
+)
 from trainer.start import open_run
 from trainer.versions.weight_log import KafkaWeightLog, NoWeightLog, read_versions
 
@@ -173,6 +178,7 @@ def train_batch(run: Run, batch: FetchedBatch) -> None:
 def check_settings(settings: TrainerSettings) -> None:
     """Refuse unusable settings before the trainer fences another one."""
     check_learning_rate(settings)
+    check_best_by(settings)
     if settings.device == "cuda" and not torch.cuda.is_available():
         raise SettingsError(
             "setting trainer.device=cuda: torch finds no CUDA device here; use auto or cpu"

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from schemas.errors import SettingsError
 from schemas.settings import Settings, TrainerSettings
 from trainer.algorithms.registry import WITHOUT_REWARDS, Algorithm, needs, specification
+from trainer.metrics.definitions import METRICS
 
 
 def check_algorithm(settings: Settings) -> None:
@@ -78,8 +79,19 @@ def check_learning_rate(settings: TrainerSettings) -> None:
         )
 
 
+def check_best_by(settings: TrainerSettings) -> None:
+    """Raise SettingsError when the best version is sought by a metric that does not exist."""
+    name = settings.keep_best_by
+    if name is not None and name not in METRICS:
+        raise SettingsError(
+            f"setting trainer.keep_best_by={name}: there is no such metric; docs/trainer.md lists "
+            "all of them"
+        )
+
+
 CHECKS: tuple[Callable[[Settings], None], ...] = (
     check_algorithm,
     check_model,
     lambda settings: check_learning_rate(settings.trainer),
+    lambda settings: check_best_by(settings.trainer),
 )

@@ -539,6 +539,9 @@ def test_settings_that_cannot_work_are_refused(tmp_path: Path, model_dir: Path) 
     with pytest.raises(SettingsError, match=r"lr_decay=cosine: .*lr_warmup_versions=3"):
         never = {"lr_decay": "cosine", "max_versions": 3, "lr_warmup_versions": 3}
         check_settings(settings(tmp_path, model_dir, **never).trainer)
+    with pytest.raises(SettingsError, match=r"trainer\.keep_best_by=val/reward: "):
+        check_settings(settings(tmp_path, model_dir, keep_best_by="val/reward").trainer)
+    check_settings(settings(tmp_path, model_dir, keep_best_by="val/reward_mean").trainer)
 
 
 # -- directories and lineage
