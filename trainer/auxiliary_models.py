@@ -99,6 +99,12 @@ class AuxiliaryModels:
         return self._trained.warms_up(sync_index)
 
     def _critic(self, sync_index: int) -> Critic:
+        # The start checks the run's own policy; a later batch may name another algorithm.
+        if (size := self._policy.processes.size) > 1:
+            raise SettingsError(
+                "setting admit.policy.algorithm: it has a critic, which trains in one process, and "
+                f"torchrun started {size}"
+            )
         if self._trained is None:
             s, policy = self._settings, self._policy
             directory = s.critic.path or s.model_path
