@@ -56,8 +56,8 @@ def adapter_files(
         WeightsUnreadable: The files can't be copied now.
     """
     directory = cache_dir / ADAPTERS / _directory_name(version_id)
-    directory.mkdir(parents=True, exist_ok=True)
     try:
+        directory.mkdir(parents=True, exist_ok=True)
         return {
             Path(shutil.copyfile(path, directory / path.name)): sha256
             for path, sha256 in verified.items()

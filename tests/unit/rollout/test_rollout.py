@@ -268,6 +268,12 @@ def test_an_adapter_has_a_directory_of_its_own_while_the_engine_holds_it(tmp_pat
     assert copy.exists()
 
 
+def test_an_adapter_that_cannot_be_copied_now_is_tried_again_later(tmp_path: Path) -> None:
+    (tmp_path / "worker").touch()  # no directory can be made in it
+    with pytest.raises(WeightsUnreadable, match=r"r/1\.0"):
+        adapter_files("r/1.0", {}, tmp_path / "worker")
+
+
 def written(path: Path, tensors: dict[str, torch.Tensor]) -> dict[str, str]:
     """A safetensors file, as `stage` takes it: its path and its sha256."""
     path.parent.mkdir(exist_ok=True)
