@@ -83,8 +83,9 @@ def deletable_checkpoints(
 ) -> Collection[Version]:
     """Return versions whose checkpoints may be deleted.
 
-    Keeps the newest `keep` of the current version's ancestors, and the best of these by the metric
-    `best_by`. Checkpoints of abandoned versions are deletable, those of other logs are not.
+    Keeps the newest `keep` of the current version's ancestors, and of all their checkpoints the
+    best by the metric `best_by`. Checkpoints of abandoned versions are deletable, those of
+    other logs are not.
 
     Args:
         versions: in log order.
