@@ -59,7 +59,9 @@ class FrozenModel:
             raise SettingsError(f"setting {self._setting}: the algorithm needs it")
         check_same_tokenizer(directory, tokenizer, self._setting)
         model, _ = load_masters(directory, self._setting)
-        self.model = model.to(device).eval().requires_grad_(False)
+        # `shard` moves one layer at a time, so no device holds the whole model.
+        self.model = (model.to(device) if processes.size == 1 else model).eval()
+        self.model.requires_grad_(False)
         self._scores, self._processes = Scores(self.model, settings), processes
         shard(self._scores, processes, device)
 

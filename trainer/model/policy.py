@@ -70,7 +70,8 @@ class Policy:
         )
         self.device = torch.device("cuda" if cuda else "cpu")
         model, self._own_dtypes = (load_masters if weights else empty_masters)(directory)
-        self.model = model.to(self.device)
+        # `shard` moves one layer at a time, so no device holds the whole model.
+        self.model = model.to(self.device) if processes.size == 1 else model
         self._auxiliary = auxiliary_files(directory)
         self.tokenizer_fingerprint = tokenizer_fingerprint(directory)
         # Gradients flow, but dropout is off: the trained model must equal the sampled model.

@@ -33,7 +33,8 @@ def checkpoint_activations(model: nn.Module) -> None:
 def shard(model: nn.Module, processes: Processes, device: torch.device) -> None:
     """Leave on each process its shard of every weight; the whole weights exist during a pass.
 
-    Make the optimiser afterwards: the parameters are new.
+    The shards are on `device`; the model may be on the CPU. Make the optimiser afterwards: the
+    parameters are new.
     """
     if processes.size == 1:
         return
