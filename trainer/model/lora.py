@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 from schemas.errors import SettingsError
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from peft import PeftModel
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+_BASE = "base_model"
 IDENTITY = "lora.json"
 """File of a checkpoint's model directory: settings of the adapter and digest of its base."""
 
@@ -54,11 +56,21 @@ def with_adapter(model: Any, settings: LoraSettings, base: Path) -> PeftModel:
 
 
 def save_adapter(
-    adapter: PeftModel, directory: Path, dtype: torch.dtype, *, writes: bool = True
+    adapter: PeftModel,
+    directory: Path,
+    dtype: torch.dtype,
+    base_model: str,
+    *,
+    writes: bool = True,
 ) -> None:
-    """Write an adapter in peft's format, its weights rounded to `dtype`.
+    """Write an adapter in peft's format. Every process that has a shard of it must call this.
 
-    Every process that has a shard of it must call this; `writes`: whether this one writes.
+    Args:
+        adapter: of a model.
+        directory: the target.
+        dtype: its weights are rounded to it.
+        base_model: digest of the model; it is in the metadata of the weights.
+        writes: whether this process writes.
     """
     from peft import get_peft_model_state_dict
 
@@ -69,7 +81,7 @@ def save_adapter(
     if not writes:
         return
     directory.mkdir(parents=True, exist_ok=True)
-    save_file(state, directory / WEIGHTS, {"format": "pt"})
+    save_file(state, directory / WEIGHTS, {"format": "pt", _BASE: base_model})
     config: Any = copy.copy(adapter.peft_config["default"])
     config.inference_mode = True
     if not isinstance(config.target_modules, str):
@@ -108,6 +120,12 @@ def check_identity(directory: Path, settings: LoraSettings, base_model: str | No
             "setting trainer.model_path: its weights are not those that the adapter of the run "
             f"belongs to (digest {base_model}, in {path} {stored['base_model']})"
         )
+
+
+def base_of(directory: Path) -> str:
+    """Return the digest of the model that a saved adapter belongs to."""
+    with safe_open(directory / WEIGHTS, framework="pt") as file:
+        return str(file.metadata()[_BASE])
 
 
 def merged(model: Any, directory: Path) -> Any:

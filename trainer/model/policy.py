@@ -124,8 +124,8 @@ class Policy:
             dtypes: the dtypes to round to.
         """
         writes = self.processes.leads
-        if self._adapter is not None:
-            save_adapter(self._adapter, directory, dtypes.main, writes=writes)
+        if self._adapter is not None and self.base_model is not None:
+            save_adapter(self._adapter, directory, dtypes.main, self.base_model, writes=writes)
             return
         save_rounded(self.model, directory, dtypes, writes=writes)
         if not writes:

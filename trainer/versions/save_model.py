@@ -5,11 +5,12 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from runtime.digests import digest_of_model
 from schemas.errors import SettingsError
 from schemas.ids import parse_version
 from schemas.settings import Settings
 from trainer.model.files import auxiliary_files, load_masters, save_rounded
-from trainer.model.lora import CONFIG, merged
+from trainer.model.lora import CONFIG, base_of, merged
 from trainer.versions.directory import INFO, directory_of, verify
 
 
@@ -22,7 +23,7 @@ def save_model(settings: Settings, version_id: str, out: Path) -> None:
         out: must not exist.
 
     Raises:
-        SettingsError: there is no such version, or no base.
+        SettingsError: there is no such version, no base, or another one.
         InvalidCheckpoint: a file of the version is altered.
         FileExistsError: `out` exists.
     """
@@ -40,6 +41,11 @@ def save_model(settings: Settings, version_id: str, out: Path) -> None:
     base = settings.trainer.model_path
     if base is None:
         raise SettingsError("setting trainer.model_path: not set; an adapter needs its base")
+    if digest_of_model(base) != base_of(directory):
+        raise SettingsError(
+            f"setting trainer.model_path: {base} is not the model that the adapter {version_id} "
+            "was trained for: its weights are others"
+        )
     out.mkdir(parents=True)
     model, dtypes = load_masters(base)
     save_rounded(merged(model, directory), out, dtypes)

@@ -73,6 +73,10 @@ def test_an_adapter_is_trained_published_and_merged(tmp_path: Path) -> None:
     )
     with pytest.raises(SettingsError, match=r"no version r/7\.0"):
         save_model(s, "r/7.0", tmp_path / "other")
+    other = make_random_model(tmp_path / "base of others", seed=1)
+    with pytest.raises(SettingsError, match="is not the model"):
+        save_model(settings(other, tmp_path / "data"), str(VERSION), tmp_path / "wrong")
+    assert not (tmp_path / "wrong").exists()
 
 
 def test_a_resume_with_another_adapter_or_base_is_refused(tmp_path: Path) -> None:
