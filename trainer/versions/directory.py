@@ -12,7 +12,6 @@ directory has a `clawstream.json`: the version, and the checksums of all other f
 
 from __future__ import annotations
 
-import hashlib
 import re
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -23,6 +22,7 @@ from pathlib import Path
 from pydantic import TypeAdapter, ValidationError
 
 from runtime.atomic_file import fsync_path
+from runtime.digests import sha256
 from runtime.logs import logger
 from schemas.ids import Version
 from trainer.errors import InvalidCheckpoint
@@ -98,12 +98,6 @@ def digests(directory: Path) -> dict[str, str]:
     """Return the sha256 of every file but clawstream.json by its path within the directory."""
     files = (path for path in sorted(directory.rglob("*")) if path.is_file() and path.name != INFO)
     return {str(path.relative_to(directory)): sha256(path) for path in files}
-
-
-def sha256(path: Path) -> str:
-    """Return the hex digest of a file."""
-    with path.open("rb") as data:
-        return hashlib.file_digest(data, "sha256").hexdigest()
 
 
 def read_info(directory: Path) -> DirectoryInfo:

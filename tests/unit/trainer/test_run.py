@@ -34,6 +34,7 @@ from support.trainer_runs import (
 
 from demo.model import build_tokenizer, make_random_model
 from rollout.vllm_plugin.engine import Served, read_layout, stage
+from runtime.digests import sha256
 from runtime.exit_codes import EXIT_FAILED, EXIT_SETTINGS, EXIT_SOURCE, exit_code
 from runtime.kafka import Fenced, SourceTruncated, Unavailable
 from schemas.errors import SettingsError
@@ -63,7 +64,6 @@ from trainer.versions.directory import (
     VersionState,
     directory_of,
     new_directory,
-    sha256,
     verify,
 )
 from trainer.versions.history import ancestors, deletable, next_sync_index
