@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -13,8 +14,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from support import parallel_training
+from support import parallel_run, parallel_training
 from support.parallel_training import VARIANTS, sequences, train
+from support.trainer_runs import MemoryWeightLog, begin, go, ids, settings
 
 from demo.model import make_random_model
 from trainer.data.minibatches import micro_batches, shares
@@ -23,19 +25,24 @@ from trainer.parallel.processes import ONE, Processes
 ROOT = Path(__file__).parents[4]
 
 
+def torchrun(script: str | None, *arguments: Path) -> None:
+    """Run a script in two processes."""
+    python = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [*python, "--standalone", str(script), *map(str, arguments)]
+    subprocess.run(command, check=True, env=environment)
+
+
 @pytest.mark.slow
 def test_two_processes_equal_one(tmp_path: Path) -> None:
     model = make_random_model(tmp_path / "model")
     one, two = tmp_path / "one", tmp_path / "two"
     one.mkdir()
     two.mkdir()
-    arguments = [parallel_training.__file__, str(model), str(two)]
-    python = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
-        "OMP_NUM_THREADS": "1",
-    }
-    subprocess.run([*python, "--standalone", *arguments], check=True, env=environment)
+    torchrun(parallel_training.__file__, model, two)
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     for name in VARIANTS:
@@ -52,6 +59,23 @@ def test_two_processes_equal_one(tmp_path: Path) -> None:
         for key, tensor in weights.items():
             assert (tensor - others[key]).abs().max() < 1e-4, (name, key)
     torch.set_num_threads(before)
+
+
+@pytest.mark.slow
+def test_one_process_resumes_the_checkpoint_of_two(tmp_path: Path) -> None:
+    model, data_dir = make_random_model(tmp_path / "model"), tmp_path / "two"
+    torchrun(parallel_run.__file__, model, data_dir)
+    published = pickle.loads((data_dir / "versions.pickle").read_bytes())
+    log, plain = MemoryWeightLog(published=published), MemoryWeightLog()
+    assert [v.checkpoint_version for v in published] == ["r/0.0", "r/0.0", "r/0.0", "r/2.0"]
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    go(begin(settings(data_dir, model), log), parallel_run.BATCHES, 4)
+    go(begin(settings(tmp_path / "one", model), plain), 0, 4)
+    torch.set_num_threads(before)
+    assert ids(log) == ["0.0", "1.0", "2.0", "3.0", "4.1", "5.1"]
+    losses = [[v.metrics.get("loss", 0.0) for v in found.published] for found in (log, plain)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
 
 
 @given(st.lists(st.integers(2, 60), min_size=1, max_size=12), st.integers(1, 4))

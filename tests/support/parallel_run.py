@@ -1,0 +1,41 @@
+"""Run a trainer of several processes for three batches, up to its clean end.
+
+torchrun --nproc-per-node 2 parallel_run.py MODEL DATA_DIR
+
+DATA_DIR/versions.pickle has the published versions.
+"""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from pathlib import Path
+
+import torch
+from support.trainer_runs import MemoryWeightLog, fetched, locate, settings
+
+from trainer.main import train_batch
+from trainer.parallel.processes import open_processes
+from trainer.start import open_run
+from trainer.versions.weight_log import NoWeightLog
+
+BATCHES = 3
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    given = settings(Path(sys.argv[2]), Path(sys.argv[1]), save_every=2)
+    log = MemoryWeightLog()
+    with open_processes("cpu") as processes:
+        run = open_run(
+            given,
+            log if processes.leads else NoWeightLog(),
+            (),
+            frozenset(),
+            lambda stored: locate("topic", stored),
+            processes,
+        )
+        for seq in range(BATCHES):
+            train_batch(run, processes.broadcast(fetched(seq)))
+        run.end()
+        if processes.leads:
+            (given.data_dir / "versions.pickle").write_bytes(pickle.dumps(log.published))
