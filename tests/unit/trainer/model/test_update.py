@@ -303,6 +303,8 @@ def test_rows_without_advantage_spare_their_passes_and_change_neither_loss_nor_g
         sequence((2, 9, 10, 11), "0011", -3.0, 0.0),
         sequence((2, 17, 18, 19, 20, 21), "001111", -1.0, -0.0),
     )
+    with torch.no_grad():  # the first pass also looks at the head
+        skipping.logprobs(collate(ROWS, 1.0, skipping.device))
     passed: list[int] = []
     skipping.model.base_model.register_forward_pre_hook(
         lambda _, __, given: passed.append(len(given["input_ids"])), with_kwargs=True
