@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from support.trainer_runs import MemoryWeightLog
 
 from demo.model import make_random_model
 from schemas.errors import SettingsError
@@ -23,7 +24,6 @@ from schemas.records import (
     Segment,
     Trajectory,
     TrajectoryStep,
-    WeightVersion,
 )
 from schemas.settings import Settings
 from schemas.tokens import pack_ids, pack_logprobs
@@ -55,20 +55,6 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_random_model(tmp_path_factory.mktemp("model") / "m")
-
-
-@dataclass
-class MemoryWeightLog:
-    """A weights log in memory."""
-
-    topic_id: str = "memory"
-    published: list[WeightVersion] = field(default_factory=list)
-
-    def publish(self, version: WeightVersion) -> None:
-        self.published.append(version)
-
-    def raise_if_fenced(self) -> None:
-        pass
 
 
 def trajectory(name: str, forked: bool) -> Trajectory:
