@@ -80,7 +80,7 @@ def _pyarrow(module: str) -> Any:
 def numbered(
     tasks: Iterable[Any], shard: tuple[int, int] = (0, 1), limit: int | None = None
 ) -> Iterator[tuple[str, Task]]:
-    """Yield id and task of those that this process plays, in order.
+    """Yield the id and the task of each task of this process, in order.
 
     Args:
         tasks: Mappings; `id` defaults to the position.

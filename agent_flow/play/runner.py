@@ -77,10 +77,10 @@ class Runner:
     async def play(self, source: TaskSource) -> None:
         """Play all tasks; return when their rollouts have ended.
 
-        Args:
-            source: Yields the tasks, anew for each epoch.
-
         On cancellation, rollouts in progress end as abandoned first.
+
+        Args:
+            source: Yields the tasks; called once for each epoch.
 
         Raises:
             FlowError: A task is invalid, or the gateway cannot record.

@@ -24,8 +24,8 @@ class Origin:
 
     Attributes:
         reward: sum of the trajectory-level rewards; None without any, never 0.0 then.
-        group_reward_mean: mean of `reward` over all members of the group and round, also those that
-            the filter leaves out; without replaced trajectories; None without any.
+        group_reward_mean: mean of `reward` over all members of the group and round, filtered-out
+            members included, replaced trajectories excluded; None without any reward.
         group_reward_std: population standard deviation of the same.
         group_rewards: number of members with a reward.
         trainable: False: no token of the trajectory may be trained.

@@ -118,6 +118,7 @@ class Adapters:
         try:
             await self._client.add_lora(request)
         except Exception as error:
+            # vLLM raises many kinds of errors for an adapter that it cannot load.
             if self._client.errored:
                 raise
             raise InvalidWeights(str(error)) from error

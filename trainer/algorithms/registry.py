@@ -86,7 +86,7 @@ RETURNS: Mapping[str, str] = {
 
 WITHOUT_REWARDS = frozenset({"distillation", "ones"})
 CREDITS_STEPS = frozenset({"gae", "gae_steps", "grpo_process", "reinforce_pp"})
-"""Estimators that read no reward, and those that read rewards of steps beside the trajectory's."""
+"""Estimators without rewards, and estimators of step rewards and trajectory rewards together."""
 
 COMPARES = frozenset({"dr_grpo", "grpo", "grpo_process", "maxrl", "reinforce_pp_baseline", "rloo"})
 """Estimators that compare the members of a group: one alone has no advantage."""

@@ -117,8 +117,8 @@ def check_identity(directory: Path, settings: LoraSettings, base_model: str | No
         )
     if stored is not None and base_model is not None and stored["base_model"] != base_model:
         raise SettingsError(
-            "setting trainer.model_path: its weights are not those that the adapter of the run "
-            f"belongs to (digest {base_model}, in {path} {stored['base_model']})"
+            "setting trainer.model_path: its weights are not the base of the run's adapter "
+            f"(digest {base_model}, in {path} {stored['base_model']}); give the path of that base"
         )
 
 

@@ -111,7 +111,7 @@ def name_of(settings: Settings, versions: Mapping[str, int | None], where: str) 
 def settings_for_training(settings: Settings, report: Mapping[str, Any], versions: int) -> Settings:
     """Return the settings of the replay for a trainer that ends after `versions` versions.
 
-    A lower trainer.max_versions stays. Attempts are above those that recorded tokens name.
+    A lower trainer.max_versions stays. The first attempt is higher than any in the recorded tokens.
     """
     target = replay_settings(settings, report["name"], report["run"], report["partitions"])
     limit, newest = settings.trainer.max_versions, report["newest_attempt"]

@@ -1,4 +1,4 @@
-"""The critic's target and loss against verl's formulas, written anew in numpy over padded rows."""
+"""The critic's target and loss against verl's formulas, reimplemented in numpy over padded rows."""
 
 from __future__ import annotations
 
