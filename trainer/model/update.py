@@ -16,8 +16,8 @@ from trainer.algorithms.registry import LoadedAlgorithm
 from trainer.data.micro_batch import collate
 from trainer.data.minibatches import minibatches
 from trainer.data.sequences import TrainingSequence
+from trainer.metrics.flops import TrainingFlops, peak_flops
 from trainer.metrics.statistics import StepStats, UpdateStats
-from trainer.model.flops import TrainingFlops, peak_flops
 from trainer.model.measurement import Measurement
 from trainer.model.policy import Policy
 from trainer.model.scores import logprobs_of
