@@ -153,7 +153,9 @@ class TrainerSettings(Section):
     max_grad_norm: Positive = Field(1.0, description="clipping")
     minibatches: Count = Field(2, description="optimiser steps a batch and epoch")
     epochs: Count = Field(1, description="passes over a batch")
-    micro_batch_tokens: Count = Field(16384, description="memory: padded tokens a forward pass")
+    micro_batch_tokens: Count = Field(
+        16384, description="memory: tokens a forward pass, padding included"
+    )
     lora: LoraSettings = LoraSettings()
     algorithm: AlgorithmOverrides = AlgorithmOverrides()
     critic: CriticSettings = CriticSettings()
@@ -179,6 +181,11 @@ class TrainerSettings(Section):
     peak_tflops: Positive | None = Field(
         None,
         description="peak of the device in TFLOP/s, for the metric mfu; default: of known GPUs",
+    )
+    packing: Literal["tree", "rows"] = Field(
+        "tree",
+        description="tree: sequences without padding, a shared prefix once; rows: one padded row "
+        "each, as a model with sliding-window or recurrent layers gets in any case",
     )
     activation_checkpointing: bool = Field(
         False,

@@ -28,7 +28,7 @@ from trainer.parallel.processes import Processes, open_processes
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "full": {"recompute_old_logprobs": True},
-    "checkpointed": {"activation_checkpointing": True},
+    "checkpointed": {"activation_checkpointing": True, "packing": "rows"},
     "lora": {"lora": {"rank": 4}, "lr": 1e-2},
 }
 

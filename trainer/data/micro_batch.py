@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from trainer.data.packing import PackedRow, pack
 from trainer.data.sequences import TrainingSequence, concatenated
 
 PADDING = 0  # any id: it is on the right, so no token attends to it, and it is never trained
@@ -17,12 +18,13 @@ PADDING = 0  # any id: it is on the right, so no token attends to it, and it is 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """Several sequences, padded on the right.
+    """Several sequences, in one packed row or in rows that are padded on the right.
 
-    `token_ids` has shape (sequences, longest); the others (tokens,), with one value for each
-    trained token in sequence order.
+    `token_ids` has shape (1, packed tokens) or (sequences, longest); the other tensors (tokens,),
+    with one value for each trained token in sequence order.
 
     Attributes:
+        row: the structure of the packed row; None for padded rows.
         before: int64, place of the token before the trained one in the flattened `token_ids`: its
             hidden state gives the distribution.
         targets: int64, id of the trained token.
@@ -36,8 +38,11 @@ class MicroBatch:
         ref_logprobs, teacher_logprobs: float32, of those models; None without them.
         values, returns: float32, of a critic and its target; None without a critic.
         versions: id of the weight version that sampled the token, or None.
+        computed_tokens: tokens of the pass, without padding.
+        attended_pairs: pairs of query and key in the attention of a layer.
     """
 
+    row: PackedRow | None
     token_ids: Tensor
     before: Tensor
     targets: Tensor
@@ -53,10 +58,16 @@ class MicroBatch:
     values: Tensor | None
     returns: Tensor | None
     versions: NDArray[np.object_]
+    computed_tokens: int
+    attended_pairs: float
 
 
 def collate(
-    sequences: Sequence[TrainingSequence], temperature: float, device: torch.device
+    sequences: Sequence[TrainingSequence],
+    temperature: float,
+    device: torch.device,
+    *,
+    packed: bool = False,
 ) -> MicroBatch:
     """Return the tensors of a forward pass.
 
@@ -64,14 +75,17 @@ def collate(
         sequences: at least one.
         temperature: for steps that record none.
         device: of the tensors.
+        packed: in one row, each shared prefix once.
     """
-    shape = (len(sequences), max(len(sequence.tokens.ids) for sequence in sequences))
-    token_ids = np.full(shape, PADDING, np.int64)
-    for i, sequence in enumerate(sequences):
-        token_ids[i, : len(sequence.tokens.ids)] = sequence.tokens.ids
+    sizes = [len(sequence.tokens.ids) for sequence in sequences]
+    row = pack([sequence.tokens.ids for sequence in sequences]) if packed else None
+    if row is not None:
+        token_ids, places = row.ids.astype(np.int64)[np.newaxis], row.places
+    else:
+        token_ids, places = _padded(sequences)
     before = [
-        np.flatnonzero(sequence.tokens.mask) + (shape[1] * i - 1)
-        for i, sequence in enumerate(sequences)
+        where[np.flatnonzero(sequence.tokens.mask) - 1]
+        for sequence, where in zip(sequences, places, strict=True)
     ]
     parts = [sequence.tokens.trained() for sequence in sequences]
     trained = concatenated(parts)
@@ -101,13 +115,28 @@ def collate(
     }
     tensors = {name: torch.from_numpy(column).to(device) for name, column in columns.items()}
     return MicroBatch(
+        row=row,
         **tensors,
         ref_logprobs=_optional([sequence.ref_logprobs for sequence in sequences], device),
         teacher_logprobs=_optional([sequence.teacher_logprobs for sequence in sequences], device),
         values=_optional([sequence.values for sequence in sequences], device),
         returns=_optional([sequence.returns for sequence in sequences], device),
         versions=trained.versions,
+        computed_tokens=sum(sizes) if row is None else len(row.ids),
+        attended_pairs=sum(n * n / 2 for n in sizes) if row is None else row.pairs,
     )
+
+
+def _padded(
+    sequences: Sequence[TrainingSequence],
+) -> tuple[NDArray[np.int64], tuple[NDArray[np.int64], ...]]:
+    """Return padded rows, and the places of each sequence in the flattened rows."""
+    longest = max(len(sequence.tokens.ids) for sequence in sequences)
+    token_ids = np.full((len(sequences), longest), PADDING, np.int64)
+    for i, sequence in enumerate(sequences):
+        token_ids[i, : len(sequence.tokens.ids)] = sequence.tokens.ids
+    places = np.arange(token_ids.size).reshape(token_ids.shape)
+    return token_ids, tuple(places)
 
 
 def _optional(parts: Sequence[NDArray[np.float32] | None], device: torch.device) -> Tensor | None:

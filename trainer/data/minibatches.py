@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 
+from trainer.data.packing import cut, packed_length
 from trainer.data.sequences import TrainingSequence
 
 
@@ -17,24 +18,32 @@ def minibatches(
 ) -> Iterator[list[TrainingSequence]]:
     """Yield the sequences of each optimiser step.
 
-    Every epoch shuffles all sequences and splits them into `count` parts of nearly equal size.
+    Every epoch shuffles the groups and splits them into `count` parts of nearly equal size: the
+    sequences of a group share a prompt, which is computed once for each part. A batch with fewer
+    groups than `count` is split by sequences.
     """
+    units = _units(sequences, count)
     for epoch in range(epochs):
-        order = list(sequences)
+        order = units.copy()
         random.Random(f"{seed}/{batch_seq}/{epoch}").shuffle(order)
         parts = min(count, len(order))
         for i in range(parts):
-            yield order[len(order) * i // parts : len(order) * (i + 1) // parts]
+            part = order[len(order) * i // parts : len(order) * (i + 1) // parts]
+            yield [sequence for unit in part for sequence in unit]
 
 
 def micro_batches(
-    sequences: Sequence[TrainingSequence], max_tokens: int
+    sequences: Sequence[TrainingSequence], max_tokens: int, *, packed: bool = False
 ) -> list[list[TrainingSequence]]:
-    """Return the sequences of each forward pass, sorted by length.
+    """Return the sequences of each forward pass, each one with at most max_tokens.
 
-    In each pass, the number of sequences times the longest length is at most max_tokens. A single
-    longer sequence has a pass of its own.
+    Packed, these are the tokens of the packed row. Otherwise it is the number of sequences times
+    the longest length, with the sequences sorted by length. A single longer sequence has a pass of
+    its own.
     """
+    if packed:
+        rows = cut([sequence.tokens.ids for sequence in sequences], max_tokens)
+        return [[sequences[i] for i in sorted(row)] for row in rows]
     out: list[list[TrainingSequence]] = []
     for sequence in sorted(sequences, key=lambda s: len(s.tokens.ids)):
         if out and (len(out[-1]) + 1) * len(sequence.tokens.ids) <= max_tokens:
@@ -44,15 +53,28 @@ def micro_batches(
     return out
 
 
-def shares(sequences: Sequence[TrainingSequence], count: int) -> list[list[TrainingSequence]]:
-    """Return `count` shares of nearly equal numbers of tokens, for as many processes.
+def shares(
+    sequences: Sequence[TrainingSequence], count: int, *, packed: bool
+) -> list[list[TrainingSequence]]:
+    """Return `count` shares of nearly equal numbers of computed tokens, for as many processes.
 
-    The longest sequence goes to the smallest share, and so on.
+    The largest unit goes to the smallest share, and so on. A unit is a sequence; packed, it is a
+    group, unless there are fewer groups than shares.
     """
+    units = _units(sequences, count) if packed else [[sequence] for sequence in sequences]
+    sized = [(packed_length([s.tokens.ids for s in unit]), unit) for unit in units]
     parts: list[list[TrainingSequence]] = [[] for _ in range(count)]
     sizes = [0] * count
-    for sequence in sorted(sequences, key=lambda s: -len(s.tokens.ids)):
+    for size, unit in sorted(sized, key=lambda pair: -pair[0]):
         smallest = sizes.index(min(sizes))
-        parts[smallest].append(sequence)
-        sizes[smallest] += len(sequence.tokens.ids)
+        parts[smallest] += unit
+        sizes[smallest] += size
     return parts
+
+
+def _units(sequences: Sequence[TrainingSequence], count: int) -> list[list[TrainingSequence]]:
+    """Return the groups, or the single sequences if there are fewer groups than `count`."""
+    groups: dict[int, list[TrainingSequence]] = {}
+    for sequence in sequences:
+        groups.setdefault(sequence.group, []).append(sequence)
+    return list(groups.values()) if len(groups) >= count else [[s] for s in sequences]

@@ -63,6 +63,7 @@ class TrainingSequence:
         ref_logprobs, teacher_logprobs: float32, (trained tokens,); None without that model.
         values, returns: float32, (trained tokens,), of a critic before the first optimiser step on
             the batch, and what it is to predict; None without a critic.
+        group: index of its group in the batch.
     """
 
     trajectory_id: str
@@ -73,6 +74,7 @@ class TrainingSequence:
     teacher_logprobs: NDArray[np.float32] | None = None
     values: NDArray[np.float32] | None = None
     returns: NDArray[np.float32] | None = None
+    group: int = 0
 
     @property
     def trained_tokens(self) -> int:
@@ -176,7 +178,7 @@ def sequences_of_batch(
             tree = _segment_tokens(trajectories[name], member.untrainable_steps)
             if infinite := sum(int(np.isinf(tokens.logprobs).sum()) for tokens in tree):
                 sampled_at_zero[name] = infinite
-            sequences += _paths(trajectories[name], tree)
+            sequences += _paths(trajectories[name], tree, groups)
         groups += bool(usable)
     return BatchSequences(
         sequences=tuple(sequences),
@@ -283,7 +285,7 @@ def sequences_of(
     Raises:
         PayloadUnreadable: the tree or a trainable segment is broken.
     """
-    return list(_paths(trajectory, _segment_tokens(trajectory, untrainable_steps)))
+    return list(_paths(trajectory, _segment_tokens(trajectory, untrainable_steps), 0))
 
 
 def _segment_tokens(trajectory: Trajectory, untrainable_steps: Collection[str]) -> list[Tokens]:
@@ -357,7 +359,7 @@ def _sampled(ids: NDArray[np.int32], segment: Segment, step: TrajectoryStep, sta
     return tokens
 
 
-def _paths(trajectory: Trajectory, tree: list[Tokens]) -> Iterator[TrainingSequence]:
+def _paths(trajectory: Trajectory, tree: list[Tokens], group: int) -> Iterator[TrainingSequence]:
     """Yield the sequence of each leaf; a segment that was trained is context from then on."""
     parents = [segment.parent for segment in trajectory.segments]
     for leaf in sorted(set(range(len(parents))).difference(parents)):
@@ -373,6 +375,6 @@ def _paths(trajectory: Trajectory, tree: list[Tokens]) -> Iterator[TrainingSeque
         tokens = concatenated(tree[index] for index in reversed(path))
         tokens.mask[0] = False  # the first token has no log-probability under the model
         if tokens.mask.any():
-            yield TrainingSequence(trajectory.trajectory_id, tokens)
+            yield TrainingSequence(trajectory.trajectory_id, tokens, group=group)
         for index in path:
             tree[index] = tree[index]._replace(mask=np.zeros_like(tree[index].mask))

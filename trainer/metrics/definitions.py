@@ -71,7 +71,13 @@ SECTIONS: Mapping[str, tuple[Metric, ...]] = {
             "tokens_sampled_at_zero", "tokens", "Not trained: infinite recorded log-probability."
         ),
         _total("tokens_now_at_zero", "tokens", "Not trained: the policy gives probability zero."),
-        _total("tokens_computed", "tokens", "Positions of all passes, context included."),
+        _total("tokens_computed", "tokens", "Tokens of all passes, context included, no padding."),
+        Metric(
+            "prefix_saved_share",
+            "share",
+            "Tokens of the passed sequences that were not computed, because another sequence of the"
+            " pass has the same prefix.",
+        ),
         _headline("length_mean", "tokens", "Trained tokens of a trajectory, mean."),
         Metric("length_max", "tokens", "Trained tokens of the longest trajectory."),
         Metric("turns_mean", "steps", "Steps of a trajectory, mean."),
@@ -179,8 +185,7 @@ SECTIONS: Mapping[str, tuple[Metric, ...]] = {
             "model_tflops",
             "TFLOP/s",
             "Model FLOPs / `train_seconds`: 6 for each weight of a matrix (4 if it is frozen) and"
-            " each computed token, and 6 x layers x heads x head size x length^2 for causal"
-            " attention.",
+            " each computed token, and 12 x layers x heads x head size for each attended pair.",
         ),
         Metric(
             "mfu",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import torch
 from transformers import PreTrainedModel
@@ -42,18 +42,21 @@ class TrainingFlops:
             heads, 1
         )
         layers = getattr(config, "num_hidden_layers", 0)
-        self._attention_flops: float = 6.0 * layers * heads * size
+        self._attention_flops: float = 12.0 * layers * heads * size
 
-    def of(self, lengths: Iterable[int]) -> float:
-        """Return the FLOPs for sequences of these lengths in tokens.
+    def of(self, tokens: int, pairs: float) -> float:
+        """Return the FLOPs of passes.
 
         6 for each weight of a matrix and each token: 2 forward, 2 for the gradient of its input,
-        and 2 for its own gradient, which a frozen weight does not have. Causal attention: two
-        products of length^2 / 2 pairs over heads x head size in each layer, times 2 forward and 4
-        backward. Source: Chowdhery et al., "PaLM", arXiv 2204.02311, appendix B, with half the
-        attention, because it is causal.
+        and 2 for its own gradient, which a frozen weight does not have. Attention: two products
+        over heads x head size for each pair in each layer, times 2 forward and 4 backward. Source:
+        Chowdhery et al., "PaLM", arXiv 2204.02311, appendix B, with the pairs that are attended.
+
+        Args:
+            tokens: computed tokens.
+            pairs: of query and key in a layer, length^2 / 2 for a causal sequence.
         """
-        return sum((self._weights_flops + self._attention_flops * n) * n for n in lengths)
+        return self._weights_flops * tokens + self._attention_flops * pairs
 
 
 def peak_flops(device: torch.device, tflops: float | None, devices: int = 1) -> float | None:

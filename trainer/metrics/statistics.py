@@ -55,7 +55,8 @@ class StepStats:
         grad_norm: before clipping; None if the step was skipped.
         skipped: the loss or gradient that is not finite; None if the step was taken.
         now_at_zero: passed tokens to which the policy gives probability zero; they are not trained.
-        computed_tokens: positions of the passes, context included.
+        sequence_tokens: tokens of the sequences that passed, context included.
+        computed_tokens: tokens of the passes: a shared prefix is computed once. No padding.
         flops: of the model in forward and backward passes.
         measured: over the passed tokens; None if the step was skipped.
     """
@@ -66,6 +67,7 @@ class StepStats:
     grad_norm: float | None
     skipped: str | None
     now_at_zero: int
+    sequence_tokens: int
     computed_tokens: int
     flops: float
     measured: TokenStats | None
@@ -226,6 +228,7 @@ def _updates(batches: Sequence[BatchStats]) -> dict[str, float | None]:
     steps = [step for batch in batches for step in batch.update.steps]
     seconds = sum(batch.update.seconds for batch in batches)
     computed = sum(step.computed_tokens for step in steps)
+    saved = _share(computed, sum(step.sequence_tokens for step in steps))
     speed = _share(sum(step.flops for step in steps), seconds)
     peak = batches[-1].update.peak_flops
     return {
@@ -237,6 +240,7 @@ def _updates(batches: Sequence[BatchStats]) -> dict[str, float | None]:
         "tokens_passed": sum(step.passed_tokens for step in steps),
         "tokens_now_at_zero": sum(step.now_at_zero for step in steps),
         "tokens_computed": computed,
+        "prefix_saved_share": None if saved is None else 1 - saved,
         "train_seconds": seconds,
         "tokens_per_second": _share(computed, seconds),
         "model_tflops": None if speed is None else speed / 1e12,

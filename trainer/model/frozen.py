@@ -76,7 +76,14 @@ class FrozenModel:
             SettingsError: a token is not in the model's vocabulary.
         """
         check_vocabulary(self.model, sequences, self._setting)
-        found = logprobs_of(sequences, self.logprobs, self._settings, self._device, self._processes)
+        found = logprobs_of(
+            sequences,
+            self.logprobs,
+            self._settings,
+            self._device,
+            self._processes,
+            packed=self._scores.packed,
+        )
         columns: list[dict[str, Any]] = [{self._column: values} for values in found]
         return tuple(
             replace(sequence, **values) for sequence, values in zip(sequences, columns, strict=True)

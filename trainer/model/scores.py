@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from schemas.settings import TrainerSettings
 from trainer.data.micro_batch import MicroBatch, collate
 from trainer.data.sequences import TrainingSequence
 from trainer.model.chunked_scores import chunked_scores
+from trainer.model.packed_attention import structure_of, use_packing
 from trainer.parallel.processes import ONE, Processes
 
 
@@ -29,12 +31,24 @@ def hidden_states(decoder: PreTrainedModel, batch: MicroBatch, settings: Trainer
     Returns:
         Shape (tokens, width), with gradient.
     """
-    # No attention mask: padding is on the right, where a causal model never looks, and flash
-    # kernels accept no mask.
     with _autocast(batch, settings):
-        output = decoder(input_ids=batch.token_ids, use_cache=False)
+        output = decoder(**_inputs(batch))
     states: Tensor = output.last_hidden_state.flatten(0, 1)[batch.before]
     return states
+
+
+def _inputs(batch: MicroBatch) -> dict[str, Any]:
+    """Return the arguments of a forward pass.
+
+    There is no attention mask for padded rows: padding is on the right, where a causal model never
+    looks, and flash kernels accept no mask.
+    """
+    found: dict[str, Any] = {"input_ids": batch.token_ids, "use_cache": False}
+    if batch.row is not None:
+        device = batch.token_ids.device
+        found["position_ids"] = torch.from_numpy(batch.row.positions).to(device).unsqueeze(0)
+        found["structure"] = structure_of(batch.row, device)
+    return found
 
 
 class Scores(nn.Module):
@@ -45,11 +59,15 @@ class Scores(nn.Module):
     exist at once.
 
     It is a module because FSDP gathers the weights of a module when it is called.
+
+    Attributes:
+        packed: the model takes packed rows.
     """
 
     def __init__(self, model: PreTrainedModel, settings: TrainerSettings) -> None:
         super().__init__()
         self._model, self._settings = model, settings
+        self.packed = use_packing(model, settings)
 
     @cached_property
     def _plain_head(self) -> bool:
@@ -82,7 +100,7 @@ class Scores(nn.Module):
                 with_entropy=with_entropy,
             )
         with _autocast(batch, self._settings):
-            logits = self._model(input_ids=batch.token_ids, use_cache=False).logits
+            logits = self._model(**_inputs(batch)).logits
         scores = logits.flatten(0, 1)[batch.before].float() / batch.temperatures.unsqueeze(-1)
         normalizers = scores.logsumexp(-1)
         logprobs = scores.gather(-1, batch.targets.unsqueeze(-1)).squeeze(-1) - normalizers
@@ -118,6 +136,8 @@ def logprobs_of(
     settings: TrainerSettings,
     device: torch.device,
     processes: Processes = ONE,
+    *,
+    packed: bool = False,
 ) -> list[NDArray[np.float32]]:
     """Return the log-probabilities of each sequence's trained tokens, without gradient.
 
@@ -130,11 +150,12 @@ def logprobs_of(
         settings: the size of a pass and the temperature of steps that record none.
         device: of the model.
         processes: that share the work; each returns all values.
+        packed: the model takes packed rows.
     """
     order = {id(sequence): i for i, sequence in enumerate(sequences)}
     own: dict[int, NDArray[np.float32]] = {}
-    for part, counts in processes.passes(sequences, settings.micro_batch_tokens):
-        batch = collate(part, settings.temperature, device)
+    for part, counts in processes.passes(sequences, settings.micro_batch_tokens, packed=packed):
+        batch = collate(part, settings.temperature, device, packed=packed)
         values = logprobs(batch)
         if not counts:
             continue

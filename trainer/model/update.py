@@ -68,7 +68,12 @@ def with_old_logprobs(
 ) -> list[TrainingSequence]:
     """Return the sequences with the log-probabilities of the policy as it is."""
     columns = logprobs_of(
-        sequences, policy.logprobs, policy.settings, policy.device, policy.processes
+        sequences,
+        policy.logprobs,
+        policy.settings,
+        policy.device,
+        policy.processes,
+        packed=policy.scores.packed,
     )
     return [
         replace(sequence, old_logprobs=old)
@@ -88,18 +93,18 @@ def _step(
     If the loss of a sequence without advantage is zero, the sequence counts in that mean, but it
     needs no forward or backward pass.
     """
-    s, processes = policy.settings, policy.processes
+    s, processes, packed = policy.settings, policy.processes, policy.scores.packed
     size = MinibatchSize(sum(sequence.trained_tokens for sequence in sequences), len(sequences))
     learned = [
         sequence
         for sequence in sequences
         if not algorithm.skips_zero_advantages or np.any(sequence.advantages)
     ]
-    total, lengths = 0.0, list[int]()
+    total, computed, pairs = 0.0, 0, 0.0
     measurement = Measurement(algorithm, parent_version)
     policy.clear_gradients(zeros=not learned)
-    for part, counts in processes.passes(learned, s.micro_batch_tokens):
-        batch = collate(part, s.temperature, policy.device)
+    for part, counts in processes.passes(learned, s.micro_batch_tokens, packed=packed):
+        batch = collate(part, s.temperature, policy.device, packed=packed)
         if algorithm.settings.entropy_coef:
             logprobs, entropy = policy.logprobs_and_entropy(batch)
         else:
@@ -128,8 +133,8 @@ def _step(
             continue
         total += mean.item()
         measurement.add(view, batch)
-        lengths += [len(sequence.tokens.ids) for sequence in part]
-    total, lengths = _of_all(processes, total, lengths)
+        computed, pairs = computed + batch.computed_tokens, pairs + batch.attended_pairs
+    total, computed, pairs = _of_all(processes, total, computed, pairs)
     measurement.combine(processes)
     norm = whole(torch.nn.utils.clip_grad_norm_(policy.trained, s.max_grad_norm)).item()
     finite = math.isfinite(total) and math.isfinite(norm)
@@ -142,13 +147,17 @@ def _step(
         grad_norm=norm if finite else None,
         skipped=None if finite else f"loss {total}, gradient norm {norm}",
         now_at_zero=measurement.now_at_zero,
-        computed_tokens=sum(lengths),
-        flops=flops.of(lengths),
+        sequence_tokens=sum(len(sequence.tokens.ids) for sequence in learned),
+        computed_tokens=computed,
+        flops=flops.of(computed, pairs),
         measured=measurement.stats() if finite else None,
     )
 
 
-def _of_all(processes: Processes, loss: float, lengths: list[int]) -> tuple[float, list[int]]:
-    """Return the sum of the losses of all processes, and the lengths of all their sequences."""
-    found = processes.gather((loss, lengths))
-    return sum(part for part, _ in found), [n for _, part in found for n in part]
+def _of_all(
+    processes: Processes, loss: float, tokens: int, pairs: float
+) -> tuple[float, int, float]:
+    """Return the sums over all processes."""
+    found = processes.gather((loss, tokens, pairs))
+    losses, all_tokens, all_pairs = zip(*found, strict=True)
+    return sum(losses), sum(all_tokens), sum(all_pairs)

@@ -64,16 +64,24 @@ class Processes:
         return dist.new_group(backend="gloo") if self.size > 1 else None
 
     def passes(
-        self, sequences: Sequence[TrainingSequence], max_tokens: int
+        self, sequences: Sequence[TrainingSequence], max_tokens: int, *, packed: bool
     ) -> list[tuple[list[TrainingSequence], bool]]:
         """Return the forward passes of this process, as many as every other process has.
 
         A pass gathers the weights from all processes, so all must have the same number.
 
+        Args:
+            sequences: each is in one pass of one process, as a whole.
+            max_tokens: of a pass.
+            packed: the model takes packed rows.
+
         Returns:
             For each pass its sequences, and whether it counts. One that does not count fills up.
         """
-        parts = [micro_batches(part, max_tokens) for part in shares(sequences, self.size)]
+        parts = [
+            micro_batches(part, max_tokens, packed=packed)
+            for part in shares(sequences, self.size, packed=packed)
+        ]
         own = [(part, True) for part in parts[self.rank]]
         if missing := max(map(len, parts)) - len(own):
             shortest = min(sequences, key=lambda sequence: len(sequence.tokens.ids))

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -405,9 +406,17 @@ def test_minibatches_cover_every_epoch_and_depend_on_the_batch_alone(
     )
 
 
+def test_the_sequences_of_a_group_stay_in_one_minibatch() -> None:
+    sequences = [replace(sequence(3), group=i % 5) for i in range(15)]
+    parts = list(minibatches(sequences, 2, 1, 1, 0))
+    groups = [{s.group for s in part} for part in parts]
+    assert sorted(map(len, groups)) == [2, 3] and not groups[0] & groups[1]
+    assert len(list(minibatches(sequences, 6, 1, 1, 0))) == 6, "fewer groups: by sequences"
+
+
 @given(st.lists(st.integers(2, 40), max_size=30), st.integers(1, 100))
 def test_micro_batches_stay_within_the_padded_tokens(lengths: list[int], limit: int) -> None:
-    parts = micro_batches([sequence(n) for n in lengths], limit)
+    parts = micro_batches([sequence(n) for n in lengths], limit, packed=False)
     assert sorted(len(r.tokens.ids) for p in parts for r in p) == sorted(lengths)
     for part in parts:
         assert len(part) == 1 or len(part) * max(len(r.tokens.ids) for r in part) <= limit

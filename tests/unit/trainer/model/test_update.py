@@ -168,7 +168,8 @@ def test_an_update_reports_what_plain_loops_compute(
     assert step.loss == pytest.approx(total / tokens, rel=1e-4)
     got = measured(step)
     assert (step.tokens, got.tokens, got.clipped) == (tokens, tokens, truncated)
-    assert step.computed_tokens == sum(len(r.tokens.ids) for r in ROWS)
+    assert step.sequence_tokens == sum(len(r.tokens.ids) for r in ROWS) == 12
+    assert step.computed_tokens == {1: 12, 8: 10, 16384: 9}[micro_batch_tokens]
     assert got.logp_diff == pytest.approx(max(diffs), abs=1e-4)
     assert got.same_version == pytest.approx((len(same), sum(same), max(same)), abs=1e-4)
     assert any(not torch.equal(before[name], p) for name, p in policy.model.named_parameters())
@@ -297,7 +298,8 @@ def test_rows_without_advantage_spare_their_passes_and_change_neither_loss_nor_g
     advantage.
     """
     skipping, passing = (
-        Policy(model_dir, settings(micro_batch_tokens=micro_batch_tokens)) for _ in range(2)
+        Policy(model_dir, settings(packing="rows", micro_batch_tokens=micro_batch_tokens))
+        for _ in range(2)
     )
     idle = (
         sequence((2, 9, 10, 11), "0011", -3.0, 0.0),

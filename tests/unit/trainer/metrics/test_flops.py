@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from trainer.model.flops import TrainingFlops
+from trainer.metrics.flops import TrainingFlops
 
 
 def test_frozen_weights_have_no_gradient_to_compute() -> None:
@@ -14,7 +14,7 @@ def test_frozen_weights_have_no_gradient_to_compute() -> None:
     )  # fmt: skip
     model = LlamaForCausalLM(config)
     weights = 4 * 8 * 8 + 3 * 8 * 16 + 8 * 10  # attention, MLP, head; not the embedding
-    attention = 6 * 8 * (3 * 3 + 5 * 5)
-    assert TrainingFlops(model).of([3, 5]) == 6 * weights * 8 + attention
+    attention = 12 * 8 * (3 * 3 + 5 * 5) / 2
+    assert TrainingFlops(model).of(8, (3 * 3 + 5 * 5) / 2) == 6 * weights * 8 + attention
     model.requires_grad_(False)
-    assert TrainingFlops(model).of([3, 5]) == 4 * weights * 8 + attention
+    assert TrainingFlops(model).of(8, (3 * 3 + 5 * 5) / 2) == 4 * weights * 8 + attention

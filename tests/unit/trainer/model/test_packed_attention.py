@@ -1,0 +1,174 @@
+"""Packed rows against one padded row for each sequence, and the models that take them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+from transformers.models.llama.modeling_llama import LlamaAttention
+
+from schemas.settings import TrainerSettings
+from trainer.algorithms.registry import load
+from trainer.data.sequences import Tokens, TrainingSequence
+from trainer.model.packed_attention import not_packable, use_packing
+from trainer.model.policy import Policy
+from trainer.model.update import update
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 60,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "eos_token_id": 1,
+    "initializer_range": 0.2,
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    directory = tmp_path_factory.mktemp("model")
+    Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=8)).save_pretrained(directory)
+    return directory
+
+
+def group(index: int, rng: np.random.Generator) -> list[TrainingSequence]:
+    """A linear conversation, one that continues it, and two forks, at several temperatures."""
+    ids = rng.integers(2, 60, 40).astype(np.int32)
+    other = rng.integers(2, 60, 12).astype(np.int32)
+    paths = [ids[:25], ids[:38], [*ids[:20], *other[:7]], [*ids[:9], *other]]
+    return [sequence(np.array(path, np.int32), index, rng) for path in paths]
+
+
+def sequence(ids: np.ndarray[Any, Any], index: int, rng: np.random.Generator) -> TrainingSequence:
+    n = len(ids)
+    tokens = Tokens(
+        ids,
+        (np.arange(n) > 4) & (rng.random(n) < 0.6) | (np.arange(n) == n - 1),
+        rng.normal(-3.0, 0.5, n).astype(np.float32),
+        rng.choice(np.array([0.7, 1.0, np.nan], np.float32), n),
+        np.array([f"r/{v}.0" for v in rng.integers(0, 3, n)], object),
+        np.zeros(n, np.int32),
+    )
+    advantages = rng.normal(size=int(tokens.mask.sum())).astype(np.float32)
+    return TrainingSequence("t", tokens, advantages, group=index)
+
+
+def settings(**more: object) -> TrainerSettings:
+    return TrainerSettings.model_validate({"device": "cpu", "minibatches": 1, **more})
+
+
+def assert_equal_gradients(got: list[Tensor | None], expected: list[Tensor | None]) -> None:
+    for a, b in zip(got, expected, strict=True):
+        assert a is not None and b is not None
+        assert torch.allclose(a, b, rtol=1e-4, atol=1e-4 * b.abs().max().item())
+
+
+@pytest.mark.parametrize("budget", [50, 16384])
+@pytest.mark.parametrize("name", ["cispo", "gspo"])
+def test_the_gradient_is_that_of_plain_rows(model_dir: Path, name: str, budget: int) -> None:
+    rng = np.random.default_rng(budget)
+    sequences = [s for index in range(3) for s in group(index, rng)]
+    algorithm = load(name, {"entropy_coef": 0.1, "clip_low": 0.9, "clip_high": 9.0}, ())
+    found = []
+    for packing in ("rows", "tree"):
+        policy = Policy(model_dir, settings(packing=packing, micro_batch_tokens=budget))
+        (step,) = update(policy, sequences, 0, algorithm, 1e-6, "r/2.0").steps
+        found.append((step, [p.grad for p in policy.model.parameters()]))
+    (rows, expected), (tree, got) = found
+    assert tree.loss == pytest.approx(rows.loss, rel=1e-4)
+    assert rows.computed_tokens == tree.sequence_tokens > 1.3 * tree.computed_tokens
+    assert_equal_gradients(got, expected)
+
+
+@pytest.mark.parametrize("more", [{"lora": {"rank": 4}}, {"activation_checkpointing": True}])
+def test_the_gradient_is_that_of_plain_rows_with(model_dir: Path, more: dict[str, Any]) -> None:
+    sequences = group(0, np.random.default_rng(5))
+    found = []
+    for packing in ("rows", "tree"):
+        policy = Policy(model_dir, settings(packing=packing, **more))
+        assert policy.scores.packed == (packing == "tree")
+        update(policy, sequences, 0, load("cispo", {}, ()), 1e-2, None)
+        update(policy, sequences, 1, load("cispo", {}, ()), 1e-2, None)
+        found.append([p.grad for p in policy.trained])
+    assert_equal_gradients(found[1], found[0])
+
+
+def test_bfloat16_passes_of_packed_rows_are_as_near_as_those_of_plain_rows(model_dir: Path) -> None:
+    sequences = group(0, np.random.default_rng(1))
+    norms = [
+        update(Policy(model_dir, settings(**more)), sequences, 0, load("cispo", {}, ()), 1e-6, None)
+        .steps[0]
+        .grad_norm
+        for more in ({}, {"dtype": "bfloat16"}, {"dtype": "bfloat16", "packing": "rows"})
+    ]
+    assert norms[1:] == [pytest.approx(norms[0], rel=0.05)] * 2
+
+
+def test_an_update_is_repeated_bit_for_bit(model_dir: Path) -> None:
+    sequences = group(0, np.random.default_rng(2)) + group(1, np.random.default_rng(3))
+    weights = []
+    for _ in range(2):
+        policy = Policy(model_dir, settings(lr=1e-3, micro_batch_tokens=60))
+        update(policy, sequences, 0, load("cispo", {}, ()), 1e-3, None)
+        weights.append(list(policy.model.parameters()))
+    assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
+
+
+def test_models_whose_layers_do_not_see_the_whole_prefix_get_rows(tmp_path: Path) -> None:
+    packable = LlamaForCausalLM(LlamaConfig(**SHAPE))
+    window = MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=8))
+    mixed = Qwen3ForCausalLM(
+        Qwen3Config(**SHAPE, use_sliding_window=True, sliding_window=8, max_window_layers=1)
+    )
+    recurrent = MambaForCausalLM(MambaConfig(vocab_size=60, hidden_size=8, num_hidden_layers=1))
+    assert not_packable(packable) is None
+    assert "sliding" in str(not_packable(window)) and "sliding" in str(not_packable(mixed))
+    assert not_packable(recurrent) is not None
+    window.save_pretrained(tmp_path)
+    policy = Policy(tmp_path, settings())
+    assert not policy.scores.packed
+    sequences = group(0, np.random.default_rng(4))
+    (step,) = update(policy, sequences, 0, load("cispo", {}, ()), 1e-6, None).steps
+    assert step.computed_tokens == step.sequence_tokens
+
+
+def test_a_model_that_loses_the_structure_of_a_row_gets_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = LlamaForCausalLM(LlamaConfig(**SHAPE))
+    forward = LlamaAttention.forward
+
+    def without(self: LlamaAttention, *, structure: object = None, **known: Any) -> Any:
+        return forward(self, **known)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(LlamaAttention, "forward", without)
+        assert not use_packing(model, settings())
+        assert model.config._attn_implementation == "sdpa"
+    assert use_packing(model, settings())
