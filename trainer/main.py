@@ -17,14 +17,15 @@ Start
  5. The position is checked against the topic. With another topic id, reading begins at that topic's
     start. With the same id and an end before the position, the process stops (exit 79).
 Loop
- 6. The next batch must have the next batch_seq. Its payload is read by offset and trained.
+ 6. The next batch must have the next batch_seq. Its payload is read by offset, in a thread while
+    the batch before is trained, and trained. At most one batch is ahead; it is in no position.
  7. At each multiple of sync_every: files of the version (atomic), then the manifest on the weights
     log in one transaction, which makes the version valid.
  8. Every save_every versions, after the manifest: the state is copied to CPU memory, and a thread
     writes the copy (atomic). After a kill, the batches since the checkpoint are trained again, so
     each batch is trained exactly once along the surviving chain.
- 9. The position is committed to Kafka for lag displays, idle or not; files beyond keep_* are
-    deleted.
+ 9. The position of training is committed to Kafka for lag displays, idle or not; files beyond
+    keep_* are deleted.
     Validation batches that have come are folded at the start and between batches; nothing is
     stored of them.
 Stop
@@ -49,6 +50,7 @@ from schemas.errors import SettingsError
 from schemas.settings import Settings, TrainerSettings
 from trainer.algorithms.registry import load as load_algorithm
 from trainer.data.batches import BatchReader, FetchedBatch
+from trainer.data.prefetch import Prefetch
 from trainer.data.validation_reader import ValidationReader
 from trainer.metrics.monitor import Monitor
 from trainer.metrics.prometheus import endpoint_of
@@ -120,10 +122,8 @@ def lead(settings: Settings, stop: threading.Event, processes: Processes) -> Non
     decoder = Decoder(cluster, topics.schemas)
     weight_log = KafkaWeightLog(cluster, topics, settings.run_id)
     versions, taken = read_versions(cluster, decoder, topics.weights, settings.run_id)
-    batches = topics.ready_batches(settings.run_id, "train")
-    locate = partial(starting_position, cluster, batches)
+    locate = partial(starting_position, cluster, topics.ready_batches(settings.run_id, "train"))
     run = open_run(settings, weight_log, versions, taken, locate, processes)
-    reader = BatchReader(cluster, settings, decoder, run.position, weight_log.dead_letter)
     validation = ValidationReader(cluster, settings, decoder)
     monitor = Monitor(settings, len(versions), run.sync_index + 1, endpoint)
     validations = Validations()
@@ -136,17 +136,18 @@ def lead(settings: Settings, stop: threading.Event, processes: Processes) -> Non
             monitor.validation(changed)
 
     validate()  # before any deletion, also when nothing is trained: keep_best_by needs it
-    while not stop.is_set() and not run.finished:
-        validate()
-        fetched = processes.broadcast(Next(reader.next(run.position.next_batch_seq, POLL_S))).batch
-        if fetched is not None:
-            train_batch(run, fetched)
-            monitor.versions(run.versions)
-        reader.commit()
-    processes.broadcast(Next(None, ends=True))
-    run.end()
-    reader.commit()
-    reader.close()
+    source = partial(BatchReader, cluster, settings, decoder, run.position)
+    with Prefetch(source, weight_log.dead_letter) as batches:
+        while not stop.is_set() and not run.finished:
+            validate()
+            fetched = batches.next(run.position.next_batch_seq, POLL_S)
+            fetched = processes.broadcast(Next(fetched)).batch
+            if fetched is not None:
+                train_batch(run, fetched)
+                monitor.versions(run.versions)
+        processes.broadcast(Next(None, ends=True))
+        run.end()
+        batches.close()
     validation.close()
     weight_log.close()
     monitor.close(run.versions)

@@ -123,12 +123,17 @@ class BatchReader:
             read_seconds=time.perf_counter() - began,
         )
 
-    def commit(self) -> None:
+    def commit(self, before: FetchedBatch | None) -> None:
         """Commit the training position to Kafka when it changed.
 
         The commit is repeated every 5 s, because the last commit may be lost.
+
+        Args:
+            before: the first batch that is not trained; None: all that was read is trained.
         """
         (position,) = self._reader.positions.values()
+        if before is not None:
+            position = before.position.next_offset - 1
         now = time.monotonic()
         if position != self._committed or now - self._committed_at > COMMIT_INTERVAL_S:
             self._reader.commit({(self.topic, 0): position})

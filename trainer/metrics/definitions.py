@@ -173,7 +173,11 @@ SECTIONS: Mapping[str, tuple[Metric, ...]] = {
         ),
     ),
     "time": (
-        _total("read_seconds", "seconds", "Time to read payload."),
+        _total(
+            "read_seconds",
+            "seconds",
+            "Time to read payload; of most batches while the one before trains.",
+        ),
         _total("train_seconds", "seconds", "Time of the updates."),
         _total(
             "save_seconds",

@@ -1,0 +1,108 @@
+"""Read the next batch with its payload while one trains."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from queue import SimpleQueue
+from typing import Protocol, Self
+
+from runtime.kafka import Record
+from trainer.data.batches import DeadLetterSink, FetchedBatch
+
+POLL_S = 0.2
+
+
+class BatchSource(Protocol):
+    """Where batches come from; `trainer.data.batches.BatchReader` is one."""
+
+    def next(self, batch_seq: int, timeout_s: float) -> FetchedBatch | None:
+        """Return the next batch, or None when there is none yet."""
+
+    def commit(self, before: FetchedBatch | None) -> None:
+        """Commit the position of training: before a batch, or behind all that was read."""
+
+    def close(self) -> None:
+        """Finish."""
+
+
+class Prefetch:
+    """Reads one batch ahead, in a thread. Only that thread uses the source until `close`.
+
+    An error of the source is raised by the call of `next` that asks for its batch, so the batches
+    before it are trained and published. A batch that was read but not trained is in no position: a
+    resume reads it again.
+    """
+
+    def __init__(
+        self, open_source: Callable[[DeadLetterSink], BatchSource], dead_letter: DeadLetterSink
+    ) -> None:
+        """Open the source; the first call of `next` starts to read.
+
+        Args:
+            open_source: gets where the source is to put dead letters.
+            dead_letter: writes them, in the thread of the caller.
+        """
+        self._letters: SimpleQueue[tuple[Record, str, str, str]] = SimpleQueue()
+        self._dead_letter = dead_letter
+        self._source = open_source(lambda *letter: self._letters.put(letter))
+        self._thread = ThreadPoolExecutor(1, "prefetch")
+        self._stopped = threading.Event()
+        self._ahead: Future[FetchedBatch | None] | None = None
+        self._waits_for = -1
+        """The batch that the caller asks for: all before it are trained."""
+
+    def next(self, batch_seq: int, timeout_s: float) -> FetchedBatch | None:
+        """Return the next batch, and begin to read the one after it; None if there is none yet.
+
+        Args:
+            batch_seq: its number; all batches before it are trained.
+            timeout_s: longest wait.
+
+        Raises:
+            Exception: what the source raised for this batch.
+        """
+        self._waits_for = batch_seq
+        if self._ahead is None:
+            self._ahead = self._thread.submit(self._read, batch_seq, None)
+        wait([self._ahead], timeout_s)
+        self._write_letters()
+        if not self._ahead.done() or (fetched := self._ahead.result()) is None:
+            return None
+        self._ahead = self._thread.submit(self._read, batch_seq + 1, fetched)
+        return fetched
+
+    def _read(self, batch_seq: int, training: FetchedBatch | None) -> FetchedBatch | None:
+        """Return a batch; None at the end of the block.
+
+        training: the batch that is trained meanwhile.
+        """
+        if training is not None:
+            self._source.commit(training)
+        while not self._stopped.is_set():
+            if (fetched := self._source.next(batch_seq, POLL_S)) is not None:
+                return fetched
+            if self._waits_for == batch_seq:
+                self._source.commit(None)
+        return None
+
+    def _write_letters(self) -> None:
+        while not self._letters.empty():
+            self._dead_letter(*self._letters.get())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Let the thread end after the poll or the payload that it is reading; wait for nothing."""
+        self._stopped.set()
+
+    def close(self) -> None:
+        """Wait for the end of the thread, commit the position of training and close the source."""
+        self._stopped.set()
+        self._thread.shutdown()
+        self._write_letters()
+        if self._ahead is None or self._ahead.exception() is None:
+            self._source.commit(None if self._ahead is None else self._ahead.result())
+        self._source.close()
