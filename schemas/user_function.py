@@ -16,16 +16,42 @@ import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from schemas.errors import SchemaError
 
-Find = Callable[[str], Callable[..., Any]]
-"""`file.py:function` or `module:function` to the function. Raises FunctionNotFound."""
+Find = Callable[..., Callable[..., Any]]
+"""`file.py:function` or `module:function`, and a configuration as JSON if the target takes one, to
+the function. Raises FunctionNotFound."""
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class FunctionNotFound(SchemaError):
     """A user's function does not exist, or its file cannot be loaded. The message says why."""
+
+
+def batched(size: int) -> Callable[[F], F]:
+    """Return a decorator: the function takes a list of trajectories and returns as many results.
+
+    Args:
+        size: Of the largest list.
+
+    Raises:
+        ValueError: The size is not positive.
+    """
+    if size < 1:
+        raise ValueError(f"batched({size}): the size is at least 1")
+
+    def mark(function: F) -> F:
+        function.batch_size = size  # type: ignore[attr-defined]
+        return function
+
+    return mark
+
+
+def batch_size_of(function: Callable[..., Any]) -> int | None:
+    """Return the batch size of a function, set by `batched`; None if it takes one trajectory."""
+    return getattr(function, "batch_size", None)
 
 
 def load_function(target: str, folders: Sequence[Path]) -> Callable[..., Any]:

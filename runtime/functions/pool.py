@@ -1,39 +1,31 @@
 """Run users' functions in a few child processes, each call with a time-out.
 
-A user's function may loop, block, crash or hold the GIL for minutes. In a child process this
-affects only its own call: the child is killed with everything it has started, the call gets no
+A user's function may loop, block, crash, eat memory or hold the GIL for minutes. In a child process
+this affects only its own call: the child is killed with everything it has started, the call gets no
 answer, and the next call gets a new child.
+
+Calls of a function that takes several arguments at once, an async one or one with a batch size, are
+sent together when they wait together. When a child is lost, each of its unanswered calls is tried
+once more, alone, so that only the call that caused the loss stays without an answer.
 """
 
 from __future__ import annotations
 
-import os
 import queue
-import signal
-import socket
-import struct
-import subprocess
-import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import CancelledError, ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from functools import partial
-from multiprocessing import Pipe
-from pathlib import Path
 from typing import Any, Self
 
+from runtime.functions.child import Child, Lost, Source
 from runtime.logs import logger
-from runtime.process.child import die_with_parent
 from schemas.rule_spec import NoAnswer
 from schemas.settings import FunctionSettings
 from schemas.user_function import FunctionNotFound
-
-LOAD_TIMEOUT_S = 300.0
-"""For the import of a function's file: it may import large libraries."""
-TIMEOUT, CRASHED = "timeout", "crashed"
-"""Reasons of calls without an answer, on the record."""
-STDERR = 2
 
 
 class PoolStopped(BaseException):
@@ -43,40 +35,73 @@ class PoolStopped(BaseException):
     """
 
 
+@dataclass(eq=False, slots=True)
+class _Call:
+    """One argument that waits for its answer. alone: not to be sent beside others."""
+
+    argument: object
+    alone: bool = False
+    answer: Future[Any] = field(default_factory=Future)
+
+
+@dataclass(eq=False, slots=True)
+class _Function:
+    """A function of the pool and its waiting calls."""
+
+    source: Source
+    batch_max: int
+    waiting: deque[_Call] = field(default_factory=deque)
+
+    def take(self) -> list[_Call]:
+        """Remove the calls that are sent together; empty if other threads have taken all."""
+        taken = list[_Call]()
+        while self.waiting and len(taken) < self.batch_max:
+            if taken and (taken[0].alone or self.waiting[0].alone):
+                break
+            taken.append(self.waiting.popleft())
+        return taken
+
+
 class FunctionPool:
     """Users' functions as callables that block until a child process answers. Thread-safe."""
 
     def __init__(self, settings: FunctionSettings) -> None:
         """Nothing is started before the first function is asked for."""
-        self.processes, self._timeout_s, self._folders = (
-            settings.processes,
-            settings.timeout_s,
-            settings.folders,
-        )
+        self._settings = settings
         # The kernel kills a child when the thread that started it ends: one thread starts them all.
         self._starter = ThreadPoolExecutor(1, "function-pool")
-        self._slots: queue.LifoQueue[_Child | None] = queue.LifoQueue()
-        for _ in range(self.processes):
+        self._threads = ThreadPoolExecutor(settings.processes, "function-calls")
+        self._slots: queue.LifoQueue[Child | None] = queue.LifoQueue()
+        for _ in range(settings.processes):
             self._slots.put(None)
         self._lock = threading.Lock()
-        self._children = set[_Child]()
+        self._children = set[Child]()
+        self._functions = list[_Function]()
         self._stopped = False
 
-    def find(self, target: str) -> Callable[[Any], Any]:
-        """Return the function `file.py:function` or `module:function`, after a child has loaded it.
+    def find(self, target: str, configuration: str | None = None) -> Callable[[Any], Any]:
+        """Return a function after a child has loaded it.
 
         Calling it returns the answer as plain values, or raises NoAnswer with the reason, or
         PoolStopped.
 
+        Args:
+            target: `file.py:function` or `module:function`.
+            configuration: JSON with which the target is called to get the function; None: the
+                target is the function.
+
         Raises:
             FunctionNotFound: It cannot be loaded.
         """
+        source = Source(target, configuration)
         try:
             with self._child() as child:
-                child.load(target)
-        except _Lost as e:
-            raise FunctionNotFound(f"loading it: {e.detail}") from e
-        return partial(self._call, target)
+                batch_max = child.load(source)
+        except Lost as e:
+            raise FunctionNotFound(f"loading it: {e}") from e
+        function = _Function(source, min(batch_max, self._settings.concurrency))
+        self._functions.append(function)
+        return partial(self._call, function)
 
     def stop(self) -> None:
         """Kill the children.
@@ -85,11 +110,15 @@ class FunctionPool:
         """
         with self._lock:
             self._stopped = True
+            waiting = [call for function in self._functions for call in function.waiting]
+        self._threads.shutdown(wait=False, cancel_futures=True)
         self._starter.shutdown(cancel_futures=True)  # waits for the child that is being started
+        for call in waiting:
+            call.answer.set_exception(PoolStopped())
         with self._lock:
             for child in self._children:
                 child.kill()
-        idle = list[_Child | None]()
+        idle = list[Child | None]()
         with suppress(queue.Empty):
             while True:
                 idle.append(self._slots.get_nowait())
@@ -104,31 +133,73 @@ class FunctionPool:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def _call(self, target: str, argument: object) -> Any:
+    def _call(self, function: _Function, argument: object) -> Any:
+        call = _Call(argument)
+        self._enqueue(function, [call])
+        return call.answer.result()
+
+    def _enqueue(self, function: _Function, calls: list[_Call]) -> None:
+        """Let the threads answer calls. Raises PoolStopped."""
+        with self._lock:
+            if self._stopped:
+                raise PoolStopped
+            function.waiting.extend(calls)
+            for _ in calls:  # whoever comes first takes several of them
+                self._threads.submit(self._answer_some, function)
+
+    def _answer_some(self, function: _Function) -> None:
+        """Answer waiting calls of a function, as many as one request may have."""
+        with self._lock:
+            calls = [] if self._stopped else function.take()
+        if not calls:
+            return
         try:
-            with self._child() as child:
-                child.load(target)
-                kind, answer = child.ask(("call", target, argument), self._timeout_s)
-        except _Lost as e:
+            self._answer(function.source, calls)
+            return
+        except Lost as e:
             logger().warning(
-                "function_gave_no_answer", function=target, reason=e.reason, detail=e.detail
+                "function_gave_no_answer",
+                function=function.source.target,
+                reason=e.reason,
+                detail=e.detail,
             )
-            raise NoAnswer(e.reason) from e
+            error: BaseException = NoAnswer(e.reason)
         except FunctionNotFound as e:  # it was there at the start
-            raise NoAnswer(str(e)) from e
-        if kind != "answer":
-            raise NoAnswer(answer)
-        return answer
+            error = NoAnswer(str(e))
+        except BaseException as e:  # noqa: BLE001 - to the callers, who wait for it
+            error = e
+        left = [call for call in calls if not call.answer.done()]
+        if isinstance(error, NoAnswer) and len(calls) > 1:
+            for call in left:
+                call.alone = True
+            try:
+                self._enqueue(function, left)
+                return
+            except PoolStopped as e:
+                error = e
+        for call in left:
+            call.answer.set_exception(error)
+
+    def _answer(self, source: Source, calls: list[_Call]) -> None:
+        """Send calls to a child and set their answers. Raises Lost or FunctionNotFound."""
+        with self._child() as child:
+            child.load(source)
+            arguments = [call.argument for call in calls]
+            for index, kind, answer in child.call(source, arguments, self._settings.timeout_s):
+                if kind == "answer":
+                    calls[index].answer.set_result(answer)
+                else:
+                    calls[index].answer.set_exception(NoAnswer(answer))
 
     @contextmanager
-    def _child(self) -> Iterator[_Child]:
+    def _child(self) -> Iterator[Child]:
         """Borrow a child. A lost child is dropped; the next call starts another."""
         child = self._slots.get()
         try:
             if child is None:
                 child = self._start()
             yield child
-        except _Lost:
+        except Lost:
             if child is not None:
                 self._drop(child)
             child = None
@@ -137,7 +208,7 @@ class FunctionPool:
         finally:
             self._give_back(child)
 
-    def _give_back(self, child: _Child | None) -> None:
+    def _give_back(self, child: Child | None) -> None:
         """Return a slot; after `stop`, which ended the idle children, end its child here."""
         with self._lock:
             if not self._stopped:
@@ -147,23 +218,23 @@ class FunctionPool:
             self._drop(child)
         self._slots.put(None)
 
-    def _start(self) -> _Child:
+    def _start(self) -> Child:
         try:
             return self._starter.submit(self._begin).result()
         except (CancelledError, RuntimeError):  # the starter takes no more
             self._check_open()
             raise
 
-    def _begin(self) -> _Child:
+    def _begin(self) -> Child:
         """Start a child, on the starter's thread: `stop` waits for that one, and then knows all
         children.
         """
-        child = _Child(self._folders)
+        child = Child(self._settings)
         with self._lock:
             self._children.add(child)
         return child
 
-    def _drop(self, child: _Child) -> None:
+    def _drop(self, child: Child) -> None:
         with self._lock:
             self._children.discard(child)
         child.close()
@@ -172,81 +243,3 @@ class FunctionPool:
         with self._lock:
             if self._stopped:
                 raise PoolStopped
-
-
-class _Lost(Exception):
-    """A child gave no answer and must be dropped. reason: TIMEOUT or CRASHED."""
-
-    def __init__(self, reason: str, detail: str) -> None:
-        super().__init__(f"{reason}: {detail}")
-        self.reason, self.detail = reason, detail
-
-
-class _Child:
-    """One child process, asked by one thread at a time."""
-
-    def __init__(self, folders: Sequence[Path]) -> None:
-        self._connection, theirs = Pipe()
-        with theirs:
-            words = [
-                sys.executable,
-                "-P",
-                "-m",
-                "runtime.functions.worker",
-                str(theirs.fileno()),
-                *map(str, folders),
-            ]
-            self._process = subprocess.Popen(
-                die_with_parent(words),
-                stdin=subprocess.DEVNULL,
-                stdout=STDERR,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-            )
-        self._loaded = set[str]()
-
-    def _limit_sending(self, timeout_s: float) -> None:
-        """Limit the time of sending: a child that does not read must not block the sender."""
-        seconds, rest = divmod(timeout_s, 1)
-        limit = struct.pack("@ll", int(seconds), max(1, int(rest * 1e6)))
-        with socket.socket(fileno=os.dup(self._connection.fileno())) as sender:
-            sender.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-
-    def load(self, target: str) -> None:
-        """Load a function, once. Raises FunctionNotFound or _Lost."""
-        if target in self._loaded:
-            return
-        kind, answer = self.ask(("load", target), LOAD_TIMEOUT_S)
-        if kind != "answer":
-            raise FunctionNotFound(answer)
-        self._loaded.add(target)
-
-    def ask(self, request: tuple[Any, ...], timeout_s: float) -> tuple[str, Any]:
-        """Send a request and wait for its answer. Raises _Lost."""
-        try:
-            self._limit_sending(timeout_s)
-            self._connection.send(request)
-            if not self._connection.poll(timeout_s):
-                raise _Lost(TIMEOUT, f"no answer in {timeout_s:g} s")
-            kind, answer = self._connection.recv()
-        except BlockingIOError as e:
-            raise _Lost(TIMEOUT, f"the request was not read in {timeout_s:g} s") from e
-        except (EOFError, OSError) as e:
-            self.kill()
-            raise _Lost(CRASHED, f"the process ended with exit code {self._process.wait()}") from e
-        return kind, answer
-
-    def kill(self) -> None:
-        """Kill it and all that it has started.
-
-        The thread that waits for its answer sees its end.
-        """
-        if self._process.returncode is None:
-            with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-
-    def close(self) -> None:
-        """Kill it and give back what it held."""
-        self.kill()
-        self._process.wait()
-        self._connection.close()

@@ -1,13 +1,18 @@
 """The child process in which users' functions run: `python -P -m runtime.functions.worker FD
-FOLDER...`.
+MEMORY_MB FOLDER...`.
 
-It answers requests on the socket FD, one at a time, as `runtime.functions.pool` sends them. It is
-killed when a function takes too long, and by the kernel when its parent dies. What functions print
-goes to standard error.
+It answers requests on the socket FD, one at a time, as `runtime.functions.child` sends them. It is
+killed when a function takes too long, and by the kernel when its parent dies; the kernel refuses
+memory above its limit. What functions print goes to standard error.
 """
 
 from __future__ import annotations
 
+import asyncio
+import inspect
+import json
+import os
+import resource
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from multiprocessing.connection import Connection
@@ -15,10 +20,20 @@ from pathlib import Path
 from typing import Any
 
 from schemas.rule_spec import REASON_CHARS, reason_text
-from schemas.user_function import FunctionNotFound, load_function
+from schemas.user_function import FunctionNotFound, batch_size_of, load_function
 
 DEPTH_MAX = 4
 """Lists in an answer: a list of scores has 2 levels."""
+EXIT_MEMORY = 73
+"""Exit code of a process whose function needed more memory than its limit."""
+FAILURES = (Exception, SystemExit, asyncio.CancelledError)
+"""What a function may raise; more than these ends its process."""
+
+Answer = tuple[str, Any]
+"""`("answer", value)`, `("missing", why)` for a function that does not exist, or `("raised",
+reason)`."""
+Tell = Callable[[int, Answer], None]
+"""Sends the answer for the argument of an index."""
 
 
 def to_builtins(answer: Any, depth: int = 0) -> Any:
@@ -43,41 +58,124 @@ def to_builtins(answer: Any, depth: int = 0) -> Any:
     raise TypeError(f"a function answers with numbers, not {type(answer).__name__}")
 
 
-def answer_to(
-    request: tuple[Any, ...], folders: Sequence[Path], loaded: dict[str, Callable[..., Any]]
-) -> tuple[str, Any]:
-    """Answer `("load", target)` or `("call", target, argument)`.
+def failure(error: BaseException) -> Answer:
+    """Return the answer of a function that raised. Raises a MemoryError again."""
+    if isinstance(error, MemoryError):
+        raise error
+    if isinstance(error, Exception):
+        return "raised", reason_text(error)
+    return "raised", f"{type(error).__name__}: {error}"
+
+
+def _load(target: str, configuration: str | None, folders: Sequence[Path]) -> Callable[..., Any]:
+    """Load a function; with a configuration, the function that the target returns for it."""
+    loaded = load_function(target, folders)
+    if configuration is None:
+        return loaded
+    try:
+        return loaded(json.loads(configuration))  # type: ignore[no-any-return]
+    except Exception as e:
+        raise FunctionNotFound(str(failure(e)[1])) from e
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    """Return whether a function, or an object with `__call__`, returns a coroutine."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+        getattr(function, "__call__", None)  # noqa: B004 - its kind, not whether it is there
+    )
+
+
+async def _answer_all(
+    function: Callable[..., Any], arguments: Sequence[Any], timeout_s: float, tell: Tell
+) -> None:
+    """Call an async function for all arguments at once, each with the time-out."""
+
+    async def one(index: int, argument: Any) -> None:
+        limit = asyncio.timeout(timeout_s)
+        try:
+            async with limit:
+                tell(index, ("answer", to_builtins(await function(argument))))
+        except FAILURES as e:
+            tell(index, ("raised", "timeout") if limit.expired() else failure(e))
+
+    await asyncio.gather(*(one(index, argument) for index, argument in enumerate(arguments)))
+
+
+def _answers_of_batch(
+    function: Callable[..., Any], arguments: Sequence[Any], runner: asyncio.Runner
+) -> list[Answer]:
+    """Call a batched function once; if it fails for several arguments, once for each of them."""
+    try:
+        result = function(arguments)
+        if inspect.iscoroutine(result):
+            result = runner.run(result)
+        answers: list[Answer] = [("answer", to_builtins(value)) for value in result]
+        if len(answers) != len(arguments):
+            raise ValueError(f"{len(answers)} results for {len(arguments)} trajectories")
+        return answers
+    except FAILURES as e:
+        failed = failure(e)
+    if len(arguments) == 1:
+        return [failed]
+    return [one for each in arguments for one in _answers_of_batch(function, [each], runner)]
+
+
+def answer_call(
+    function: Callable[..., Any],
+    arguments: Sequence[Any],
+    timeout_s: float,
+    runner: asyncio.Runner,
+    tell: Tell,
+) -> None:
+    """Tell the answer for each argument.
 
     A MemoryError is not caught: it ends the process.
-
-    Returns: `("answer", value)`; `("missing", why)` for a function that does not exist; `("raised",
-    reason)` for a function that fails.
     """
-    target = request[1]
-    try:
-        if target not in loaded:
-            loaded[target] = load_function(target, folders)
-        return "answer", to_builtins(loaded[target](request[2])) if request[0] == "call" else None
-    except FunctionNotFound as e:
-        return "missing", str(e)
-    except MemoryError:
-        raise
-    except SystemExit as e:
-        return "raised", f"SystemExit: {e}"
-    except Exception as e:  # noqa: BLE001 - a user's function: what it raises is the reason, on the record
-        return "raised", reason_text(e)
+    if batch_size_of(function) is not None:
+        for index, answer in enumerate(_answers_of_batch(function, arguments, runner)):
+            tell(index, answer)
+    elif is_async(function):
+        runner.run(_answer_all(function, arguments, timeout_s, tell))
+    else:
+        for index, argument in enumerate(arguments):
+            try:
+                answer = "answer", to_builtins(function(argument))
+            except FAILURES as e:
+                answer = failure(e)
+            tell(index, answer)
+
+
+def _serve(parent: Connection, folders: Sequence[Path], runner: asyncio.Runner) -> None:
+    """Answer requests until the parent closes the socket."""
+    loaded = dict[tuple[str, str | None], Callable[..., Any]]()
+    while True:
+        try:
+            kind, source, *call = parent.recv()
+        except EOFError:
+            return
+        if kind == "call":
+            arguments, timeout_s = call
+            tell: Tell = lambda index, answer: parent.send((index, *answer))  # noqa: E731
+            answer_call(loaded[source], arguments, timeout_s, runner, tell)
+            continue
+        try:
+            target, configuration = source
+            loaded[source] = function = _load(target, configuration, folders)
+            size = batch_size_of(function) or (sys.maxsize if is_async(function) else 1)
+            parent.send((0, "answer", size))
+        except FunctionNotFound as e:
+            parent.send((0, "missing", str(e)))
 
 
 def main(words: Sequence[str]) -> None:
-    """Answer until the parent closes the socket."""
-    folders, loaded = [Path(word) for word in words[1:]], dict[str, Callable[..., Any]]()
-    with Connection(int(words[0])) as parent:
-        while True:
-            try:
-                request = parent.recv()
-            except EOFError:
-                return
-            parent.send(answer_to(request, folders, loaded))
+    """Set the memory limit and answer requests."""
+    limit = int(words[1]) << 20
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    with Connection(int(words[0])) as parent, asyncio.Runner() as runner:
+        try:
+            _serve(parent, [Path(word) for word in words[2:]], runner)
+        except MemoryError:
+            os._exit(EXIT_MEMORY)  # allocates nothing, and the parent sees the code
 
 
 if __name__ == "__main__":

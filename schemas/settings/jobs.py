@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Annotated
 
 from pydantic import Field
 
@@ -21,7 +22,13 @@ class FunctionSettings(Section):
     timeout_s: Positive = Field(
         30.0, description="longest time of one call; a slower function gives no reward"
     )
-    processes: Count = Field(2, description="number of functions that run at once")
+    processes: Count = Field(2, description="child processes that run functions")
+    concurrency: Count = Field(
+        32, description="calls of an async function at once in a process, and the largest batch"
+    )
+    memory_mb: Annotated[int, Field(ge=64)] = Field(
+        4096, description="memory of a process; a function that needs more gives no reward"
+    )
 
     @property
     def folders(self) -> tuple[Path, ...]:

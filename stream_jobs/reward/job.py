@@ -105,7 +105,8 @@ class RewardJob:
     def __init__(self, settings: Settings, cluster: Cluster, evaluator: RuleEvaluator) -> None:
         """Create the job. It closes `evaluator`."""
         self.evaluator = evaluator
-        self._threads = ThreadPoolExecutor(settings.functions.processes, "answers")
+        functions = settings.functions
+        self._threads = ThreadPoolExecutor(functions.processes * functions.concurrency, "answers")
         self._topics = settings.kafka.topics
         self.inputs: tuple[str, ...] = (self._topics.trajectories,)
         self.tick_interval_s = 60.0
@@ -241,7 +242,7 @@ class RewardJob:
         """Evaluate trajectories and send the results; return the acknowledgements.
 
         Built-in functions run on one thread. For runs with users' functions, as many trajectories
-        are evaluated at once as there are child processes, and each is sent when it is done.
+        are evaluated at once as the child processes take, and each is sent when it is done.
 
         Raises:
             PoolStopped: The job is closing.

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from rewards.quality.score import Score
 from schemas.records import Trajectory
 from schemas.tokens import unpack_ids
+from schemas.user_function import batched
 
 
 def by_turns(trajectory: Trajectory) -> dict[str, float]:
@@ -75,3 +78,60 @@ def waits(trajectory: Trajectory) -> float:
     Path(json.loads(trajectory.metadata_json or b"{}")["begun"]).write_text(str(os.getpid()))
     while True:
         time.sleep(3600)
+
+
+def eats(trajectory: Trajectory) -> float:
+    return float(len(bytearray(1 << 40)))
+
+
+def not_a_number(trajectory: Trajectory) -> float:
+    return float("nan")
+
+
+def told(trajectory: Trajectory) -> str:
+    """Return what the test put into the metadata."""
+    return str(json.loads(trajectory.metadata_json or b"{}").get("told", "0.5"))
+
+
+async def waits_together(trajectory: Trajectory) -> float:
+    """Follow the metadata: wait for ever, block the event loop, or return a number."""
+    do = told(trajectory)
+    if do == "sleep":
+        await asyncio.sleep(3600)
+    if do == "block":
+        loops(trajectory)
+    return float(do)
+
+
+class Endless:
+    """An async function of another form, which ignores that it is cancelled."""
+
+    async def __call__(self, trajectory: Trajectory) -> float:
+        while True:
+            try:
+                await asyncio.sleep(3600)
+            except asyncio.CancelledError:
+                continue
+
+
+endless = Endless()
+
+
+@batched(3)
+def by_batch(trajectories: list[Trajectory]) -> list[float]:
+    """Return the size of the batch; raise or crash if any of its trajectories says so."""
+    for do in map(told, trajectories):
+        if do == "crash":
+            crashes(trajectories[0])
+        if do == "raise":
+            raise ValueError("not this one")
+    return [float(len(trajectories))] * len(trajectories)
+
+
+@batched(3)
+async def too_few(trajectories: list[Trajectory]) -> list[float]:
+    return []
+
+
+def configured(given: dict[str, float]) -> Callable[[Trajectory], float]:
+    return lambda _: given["value"]

@@ -125,7 +125,7 @@ def test_files_in_the_working_directory_hide_nothing_from_our_own_processes(tmp_
 
 
 def test_the_example_of_the_docs_works(folders: list[Path]) -> None:
-    (example,) = re.findall(
+    example, *_ = re.findall(
         r"```python\n(.*?)```", (ROOT / "docs" / "reward-functions.md").read_text(), re.DOTALL
     )
     (folders[0] / "rewards.py").write_text(example)

@@ -55,7 +55,9 @@ def trajectory(**metadata: Any) -> Trajectory:
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[FunctionPool]:
-    with FunctionPool(FunctionSettings(dirs=(TESTS,), timeout_s=0.5, processes=1)) as made:
+    with FunctionPool(
+        FunctionSettings(dirs=(TESTS,), timeout_s=0.5, processes=1, memory_mb=512)
+    ) as made:
         yield made
 
 
@@ -65,6 +67,9 @@ def pool() -> Iterator[FunctionPool]:
         ("speaks", 0.5, None), ("loops", None, "timeout"), ("speaks", 0.5, None),
         ("crashes", None, "crashed"),
         ("exits", None, "SystemExit: 3"), ("fails", None, "ValueError: no"), ("speaks", 0.5, None),
+        ("eats", None, "more memory than functions.memory_mb=512"),
+        ("not_a_number", None, "not a finite number: nan"), ("endless", None, "timeout"),
+        ("too_few", None, "ValueError: 0 results for 1 trajectories"),
     ],
 )  # fmt: skip
 def test_every_call_has_a_reward_or_says_why_not(
@@ -72,6 +77,52 @@ def test_every_call_has_a_reward_or_says_why_not(
 ) -> None:
     rule = NamedFunction(name, "1", pool.find(f"own_functions.py:{name}"))
     assert [(r.value, r.reason) for r in rewards_of(trajectory(), rule, 0)] == [(value, reason)]
+
+
+OOPS = "ValueError: could not convert string to float: 'oops'"
+
+
+def together(pool: FunctionPool, name: str, told: list[str]) -> list[Any]:
+    """Return the answers of calls that wait together for the pool's one process."""
+    function, answers = pool.find(f"own_functions.py:{name}"), list[Any]()
+    all_wait = threading.Event()
+    pool._threads.submit(all_wait.wait)
+    with ThreadPoolExecutor(len(told)) as threads:
+        calls = [threads.submit(function, trajectory(told=do)) for do in told]
+        until(lambda: pool._threads._work_queue.qsize() == len(told))
+        all_wait.set()
+        for call in calls:
+            try:
+                answers.append(call.result())
+            except NoAnswer as e:
+                answers.append(str(e))
+    return answers
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "told", "answers"),
+    [
+        ("waits_together", ["1", "sleep", "2", "oops"], [1.0, "timeout", 2.0, OOPS]),
+        ("waits_together", ["1", "block", "2"], [1.0, "timeout", 2.0]),
+        ("by_batch", [""] * 5, [3.0, 3.0, 3.0, 2.0, 2.0]),
+        ("by_batch", ["", "raise"], [1.0, "ValueError: not this one"]),
+        ("by_batch", ["", "crash"], [1.0, "crashed"]),
+    ],
+)
+def test_calls_that_wait_are_sent_together_and_a_failure_is_its_own(
+    pool: FunctionPool, name: str, told: list[str], answers: list[Any]
+) -> None:
+    found = together(pool, name, told)
+    assert sorted(map(str, found)) == sorted(map(str, answers))  # in the order in which they came
+
+
+def test_a_function_is_made_from_its_configuration(pool: FunctionPool) -> None:
+    made = [
+        pool.find("own_functions.py:configured", orjson.dumps({"value": value}).decode())
+        for value in (0.25, 0.75)
+    ]
+    assert [function(trajectory()) for function in made] == [0.25, 0.75]
 
 
 def test_scores_of_a_quality_rule_come_as_they_were_said(pool: FunctionPool) -> None:
