@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -33,8 +33,7 @@ class Rollout:
         openai: OpenAI client of this rollout; connections are shared with other rollouts.
         reward: of this rollout, if it is another agent's (see `agent`); as a flow returns it.
         chats: messages of each `chat`, in the order in which they ended.
-        agents: other agents' rollouts by name.
-        opening: held while another agent's trajectory is opened.
+        agents: tasks that open other agents' rollouts, by name.
     """
 
     place: Place
@@ -42,12 +41,11 @@ class Rollout:
     model: str
     sampling: Mapping[str, Any]
     openai: AsyncOpenAI
-    open_agent: Callable[[str], Awaitable[Rollout]]
+    open_agent: Callable[[str], Coroutine[Any, Any, Rollout]]
     give_reward: Callable[[Place, str, float, str | None], Awaitable[None]]
     reward: Reward = None
     chats: list[list[Message]] = field(default_factory=list)
-    agents: dict[str, Rollout] = field(default_factory=dict)
-    opening: asyncio.Lock = field(default_factory=asyncio.Lock)
+    agents: dict[str, asyncio.Task[Rollout]] = field(default_factory=dict)
 
     @property
     def key(self) -> str:
@@ -137,10 +135,16 @@ class Rollout:
         """
         if name.isdecimal():
             raise FlowError(f"agent {name!r}: a name must not be a number, which counts attempts")
-        async with self.opening:  # several chats at once may ask for the same agent
-            if name not in self.agents:
-                self.agents[name] = await self.open_agent(name)
-        return self.agents[name]
+        # A task, because several chats may ask for the same agent at once, and because a trajectory
+        # that is opened must be known and ended even if who asked for it is cancelled.
+        if name not in self.agents:
+            self.agents[name] = asyncio.create_task(self.open_agent(name))
+        return await asyncio.shield(self.agents[name])
+
+    async def opened_agents(self) -> list[Rollout]:
+        """Return the other agents' rollouts; wait for those that are being opened."""
+        opened = await asyncio.gather(*self.agents.values(), return_exceptions=True)
+        return [rollout for rollout in opened if isinstance(rollout, Rollout)]
 
     async def step_reward(self, step_id: str | None, value: float, name: str = "step") -> None:
         """Reward one step, for algorithms with credit of steps.

@@ -9,13 +9,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+IDLE_S = 60.0
+"""Seconds without a decision and without a group to play, after which a process is counted out."""
+
 
 class GroupBudget:
     """Counts the groups of one process among several that share a run.
 
     Each process counts the decided groups as if all processes had the same share of them, so the
-    processes together keep within the capacity, give or take a group each. Admission's check of
-    staleness stays exact.
+    processes together keep within the capacity, give or take a group each. Another process that has
+    died or has played all its tasks starts none of its share. It is noticed when this one may not
+    start a group for `IDLE_S`, has none in progress and sees none decided, although training has
+    capacity: then one process less is counted. If the other was only slow, at most one capacity of
+    groups is started too early. Admission's check of staleness stays exact.
     """
 
     def __init__(self, processes: int = 1) -> None:
@@ -23,23 +29,48 @@ class GroupBudget:
         self._journal: str | None = None
         self._decided_before = 0
         self._started = 0
+        self._playing = 0
         self._capacity: int | None = 0
         self._decided = 0
+        self._idle_since: float | None = None
         self.ended = False
 
-    def update(self, budget: Mapping[str, Any]) -> None:
-        """Take the gateway's newest answer (`GET /runs/RUN/demand`)."""
+    def update(self, budget: Mapping[str, Any], now: float) -> None:
+        """Take the gateway's newest answer (`GET /runs/RUN/demand`).
+
+        Args:
+            budget: The answer.
+            now: Monotonic time, seconds.
+        """
         decided = budget["groups_admitted"] + budget["groups_refused"]
         if budget["journal_id"] != self._journal:
             # Totals of another journal do not include groups of this one.
-            self._journal, self._decided_before, self._started = budget["journal_id"], decided, 0
+            self._journal = budget["journal_id"]
+            self._count_from(decided)
+        news = decided != self._decided + self._decided_before
         self._decided = decided - self._decided_before
         self._capacity = budget["free_staleness_capacity"]
         self.ended = budget["ended"]
+        if news or self._playing or self.free or not self._capacity:
+            self._idle_since = None
+        elif self._idle_since is None:
+            self._idle_since = now
+        elif now - self._idle_since >= IDLE_S and self._processes > 1:
+            self._processes -= 1
+            self._idle_since = None
+            self._count_from(decided)
 
-    def started(self) -> None:
+    def _count_from(self, decided: int) -> None:
+        self._decided_before, self._decided, self._started = decided, 0, 0
+
+    def group_started(self) -> None:
         """Count a group that starts now."""
         self._started += 1
+        self._playing += 1
+
+    def group_ended(self) -> None:
+        """Count a group whose rollouts have ended."""
+        self._playing -= 1
 
     @property
     def free(self) -> bool:

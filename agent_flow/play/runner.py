@@ -19,6 +19,7 @@ from agent_flow.outcome import Ended, Outcome, Reward, checked_reward, total
 from agent_flow.play.progress import Progress
 from agent_flow.rollout import Rollout
 from agent_flow.tasks import Task, id_text, metadata_of, numbered
+from agent_flow.threads import iterate_in_thread
 
 BUDGET_EVERY_S = 1.0
 SDK_RETRIES = 8
@@ -90,8 +91,8 @@ class Runner:
         try:
             async with self._openai, asyncio.TaskGroup() as groups:
                 for _ in range(self._options.epochs):
-                    for task_id, task in numbered(
-                        source(), self._options.shard, self._options.limit
+                    async for task_id, task in iterate_in_thread(
+                        lambda: numbered(source(), self._options.shard, self._options.limit)
                     ):
                         if not await self._may_start(polling):
                             return
@@ -99,6 +100,7 @@ class Runner:
                         # Each time is a group of its own: another epoch, or another task's id.
                         group = f"{name}.{played[task_id]}" if played[task_id] else name
                         played[task_id] += 1
+                        self._budget.group_started()
                         groups.create_task(self._group(group, task))
                         self._progress.groups += 1
         finally:
@@ -121,7 +123,7 @@ class Runner:
             else:
                 answered = loop.time()
                 if answer is not None:
-                    self._budget.update(answer)
+                    self._budget.update(answer, answered)
             await asyncio.sleep(BUDGET_EVERY_S)
 
     async def _may_start(self, polling: asyncio.Task[None] | None) -> bool:
@@ -137,7 +139,6 @@ class Runner:
             if polling.done():
                 polling.result()
             await asyncio.sleep(BUDGET_EVERY_S / 4)
-        self._budget.started()
         return True
 
     async def _group(self, group: str, task: Task) -> None:
@@ -149,6 +150,7 @@ class Runner:
                     f"{group}-{member}", group, size, self._options.channel, self._options.run
                 )
                 members.create_task(self._member(place, task, metadata))
+        self._budget.group_ended()
 
     async def _member(self, place: Place, task: Task, metadata: dict[str, Any]) -> None:
         """Play one member of a group; a failed attempt is replaced by another trajectory."""
@@ -167,8 +169,10 @@ class Runner:
         self, place: Place, task: Task, metadata: dict[str, Any], last: bool
     ) -> Ended:
         """Open, play and end one trajectory."""
-        rollout = self.last = await self._open(place, metadata)
+        # A task, because a trajectory that is being opened on cancellation must be ended, too.
+        opening = asyncio.create_task(self._open(place, metadata))
         try:
+            rollout = self.last = await asyncio.shield(opening)
             reward, ended = await self._play(task, rollout, last)
             if self._options.dry:
                 await self._end(rollout, Ended("abandoned", reason="dry run"), None)
@@ -184,7 +188,7 @@ class Runner:
             # The first end of a trajectory counts: one that is recorded already stays.
             with suppress(FlowError, TimeoutError):
                 async with asyncio.timeout(STOP_WITHIN_S):
-                    await self._end(rollout, Ended("abandoned", reason="stopped"), None)
+                    await self._end(await opening, Ended("abandoned", reason="stopped"), None)
             raise
         return ended
 
@@ -193,7 +197,7 @@ class Runner:
         try:
             async with asyncio.timeout(limit_s) as limit:
                 reward = checked_reward(await self._flow(task, rollout))
-            _check_rewards_of_agents(rollout)
+            await _check_rewards_of_agents(rollout)
             return reward, Ended("completed", total(reward))
         except GatewayUnavailable:
             raise
@@ -228,7 +232,7 @@ class Runner:
     async def _end(self, rollout: Rollout, ended: Ended, reward: Reward) -> None:
         """End the trajectories of a rollout and of its other agents."""
         await rollout.close()
-        for agent in rollout.agents.values():
+        for agent in await rollout.opened_agents():
             own = agent.reward if ended.outcome == "completed" else None
             await self._end(agent, ended, own)
         if isinstance(reward, dict):
@@ -238,8 +242,8 @@ class Runner:
         await self._gateway.complete(rollout.place, ended.outcome, number, ended.reason)
 
 
-def _check_rewards_of_agents(rollout: Rollout) -> None:
+async def _check_rewards_of_agents(rollout: Rollout) -> None:
     """Raise RolloutFailed if a reward that the flow has set is no reward."""
-    for agent in rollout.agents.values():
+    for agent in await rollout.opened_agents():
         agent.reward = checked_reward(agent.reward)
-        _check_rewards_of_agents(agent)
+        await _check_rewards_of_agents(agent)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from clawstream.cli.common_options import Config, fail, group, load, settings_of
 
@@ -19,9 +20,17 @@ Evaluate = Annotated[
 Dry = Annotated[
     bool, typer.Option("--dry", help="One rollout without effect; prints its conversation.")
 ]
-UNTIL_DASHES = {"allow_interspersed_args": False, "ignore_unknown_options": True}
 
 app = group()
+
+
+class CommandAfterDashes(TyperCommand):
+    """Keep what follows the first `--` apart: a command line, whose words are no options."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        at = args.index("--") if "--" in args else len(args)
+        ctx.obj = args[at + 1 :]
+        return super().parse_args(ctx, args[:at])
 
 
 @app.command("run")
@@ -36,8 +45,9 @@ def run(
     _play("run_flow", flow, words or (), evaluate, dry, config)
 
 
-@app.command("exec")
+@app.command("exec", cls=CommandAfterDashes)
 def execute(
+    ctx: typer.Context,
     words: Annotated[
         list[str], typer.Argument(metavar="tasks=FILE [name=value]... -- COMMAND [ARGUMENT]...")
     ],
@@ -50,14 +60,7 @@ def execute(
     Any agent that reads OPENAI_BASE_URL or ANTHROPIC_BASE_URL works. `{field}` in an argument is
     the task's. reward=exit|file|none|FILE.py:FUNCTION says where the reward comes from.
     """
-    options, command = split_command(words)
-    _play("run_command", command, options, evaluate, dry, config)
-
-
-def split_command(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split words into options and the command, which starts at the first word without `=`."""
-    at = next((i for i, word in enumerate(words) if "=" not in word), len(words))
-    return list(words[:at]), list(words[at:])
+    _play("run_command", ctx.obj, words, evaluate, dry, config)
 
 
 def _play(

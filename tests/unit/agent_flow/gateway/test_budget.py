@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent_flow.gateway.budget import GroupBudget
+from agent_flow.gateway.budget import IDLE_S, GroupBudget
 
 
 def answer(capacity: int | None, decided: int = 0, **changes: Any) -> dict[str, Any]:
@@ -18,9 +19,9 @@ def answer(capacity: int | None, decided: int = 0, **changes: Any) -> dict[str, 
 def test_nothing_starts_before_the_first_answer_or_after_the_end() -> None:
     budget = GroupBudget()
     assert not budget.free
-    budget.update(answer(None))
+    budget.update(answer(None), 0.0)
     assert budget.free
-    budget.update(answer(None, ended=True))
+    budget.update(answer(None, ended=True), 0.0)
     assert not budget.free
 
 
@@ -39,9 +40,9 @@ def test_groups_in_progress_stay_within_the_capacity(
     for more in [0, *decisions]:
         decided += min(more, started - decided)
         for budget in budgets:
-            budget.update(answer(capacity, before + decided))
+            budget.update(answer(capacity, before + decided), 0.0)
             while budget.free:
-                budget.started()
+                budget.group_started()
                 started += 1
         assert started - decided <= max(capacity, processes if capacity else 0)
     if capacity >= processes:
@@ -50,8 +51,47 @@ def test_groups_in_progress_stay_within_the_capacity(
 
 def test_another_journal_counts_from_its_own_totals() -> None:
     budget = GroupBudget()
-    budget.update(answer(1, 100))
-    budget.started()
+    budget.update(answer(1, 100), 0.0)
+    budget.group_started()
     assert not budget.free
-    budget.update(answer(1, 0, journal_id="k"))
+    budget.update(answer(1, 0, journal_id="k"), 0.0)
     assert budget.free
+
+
+def play_all(budget: GroupBudget) -> int:
+    """Start and end as many groups as are free; return their number."""
+    started = 0
+    while budget.free:
+        budget.group_started()
+        budget.group_ended()
+        started += 1
+    return started
+
+
+@given(batch=st.integers(2, 8), processes=st.integers(2, 4))
+def test_one_process_goes_on_when_all_others_have_died(batch: int, processes: int) -> None:
+    """Each batch needs as many groups as the capacity; only this process plays any."""
+    budget, now, waiting, decided = GroupBudget(processes), 0.0, 0, 0
+    while decided < 5 * batch and now < 100 * IDLE_S:
+        budget.update(answer(batch, decided), now)
+        waiting += play_all(budget)
+        if waiting >= batch:
+            decided, waiting = decided + waiting, 0
+        now += IDLE_S / 4
+    assert decided >= 5 * batch
+
+
+@pytest.mark.parametrize(
+    ("processes", "capacity", "playing"),
+    [(1, 4, False), (2, 0, False), (2, 4, True)],
+    ids=["alone", "training has no capacity", "a group is in progress"],
+)
+def test_waiting_is_no_sign_of_a_death(processes: int, capacity: int, playing: bool) -> None:
+    budget = GroupBudget(processes)
+    budget.update(answer(4), 0.0)
+    play_all(budget)
+    if playing:
+        budget.group_started()
+    for now in range(1, 20):
+        budget.update(answer(capacity), now * IDLE_S)
+        assert not budget.free

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -256,6 +257,79 @@ def test_stopping_ends_a_rollout_whose_reward_is_on_its_way(tmp_path: Path) -> N
         assert ends(fixture.records()) == {"opened": 1, "abandoned": 1}
 
     run_gateway(tmp_path, CODEC, scenario, hello)
+
+
+def test_stopping_ends_a_rollout_that_is_being_opened(tmp_path: Path) -> None:
+    asked, answered = asyncio.Event(), asyncio.Event()
+
+    class SlowGateway(Gateway):
+        async def open(self, *given: Any) -> Any:
+            session = await super().open(*given)
+            asked.set()
+            await answered.wait()
+            return session
+
+    @flow()
+    async def never(task: Any, rollout: Any) -> None:
+        raise AssertionError
+
+    async def scenario(fixture: GatewayFixture) -> None:
+        async with SlowGateway(fixture.url, None) as gateway:
+            options = Options(Limits(group_size=1), "default", "val")
+            playing = asyncio.create_task(
+                Runner(never, gateway, options, Progress()).play(lambda: TASKS)
+            )
+            await asked.wait()
+            playing.cancel()
+            answered.set()
+            with pytest.raises(asyncio.CancelledError):
+                await playing
+        assert ends(fixture.records()) == {"opened": 1, "abandoned": 1}
+
+    run_gateway(tmp_path, CODEC, scenario, hello)
+
+
+def test_time_out_while_another_agent_is_opened_ends_both(tmp_path: Path) -> None:
+    class SlowGateway(Gateway):
+        async def open(self, place: Any, metadata: Any) -> Any:
+            session = await super().open(place, metadata)
+            if place.key.endswith(".critic"):
+                await asyncio.sleep(0.1)
+            return session
+
+    @flow()
+    async def debate(task: Any, rollout: Any) -> float:
+        await rollout.agent("critic")
+        return 1.0
+
+    async def scenario(fixture: GatewayFixture) -> None:
+        async with SlowGateway(fixture.url, None) as gateway:
+            limits = Limits(group_size=1, attempts=1, timeout_s=0.05)
+            options = Options(limits, "default", "val")
+            await Runner(debate, gateway, options, Progress()).play(lambda: TASKS)
+        assert ends(fixture.records()) == {"opened": 2, "abandoned": 2}
+
+    run_gateway(tmp_path, CODEC, scenario, hello)
+
+
+def test_generator_that_blocks_does_not_stop_rollouts(tmp_path: Path) -> None:
+    """The second task is there only when the first has been played."""
+    played, threads = threading.Event(), set()
+
+    @flow()
+    async def greet(task: Any, rollout: Any) -> float:
+        played.set()
+        return 1.0
+
+    class Source(list[dict[str, Any]]):
+        def __iter__(self) -> Any:
+            for number in range(2):
+                threads.add(threading.get_ident())
+                yield {"id": number}
+                assert played.wait(30)
+
+    progress, _ = play(tmp_path, greet, tasks=Source(), limits=Limits(group_size=1))
+    assert progress.summary()["rollouts"] == {"completed": 2} and len(threads) == 1
 
 
 def test_named_rewards_and_other_agents(tmp_path: Path) -> None:

@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
-import pytest
+from typing import Any
 
+import pytest
+from typer.testing import CliRunner
+
+from agent_flow import main
 from agent_flow.errors import FlowError
 from agent_flow.flow import Limits
 from agent_flow.options import Mode, options_of, parse_words
-from clawstream.cli.flow import split_command
+from clawstream.cli.flow import app
 
 
-def test_command_begins_at_the_first_word_without_equals_sign() -> None:
-    words = ["tasks=t.jsonl", "n=8", "agent", "--ask={prompt}", "x=1"]
-    assert split_command(words) == (["tasks=t.jsonl", "n=8"], ["agent", "--ask={prompt}", "x=1"])
+def test_command_is_all_that_follows_the_dashes(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = list[Any]()
+
+    def run_command(*given: Any) -> int:
+        calls.append(given[:3])
+        return 0
+
+    monkeypatch.setattr(main, "run_command", run_command)
+    words = ["exec", "tasks=t.jsonl", "n=8", "--dry", "--", "A=1", "agent", "--eval", "--", "n=2"]
+    assert CliRunner().invoke(app, words).exit_code == 0
+    command = ["A=1", "agent", "--eval", "--", "n=2"]
+    assert calls == [(command, ["tasks=t.jsonl", "n=8"], Mode(dry=True))]
 
 
 def test_words_override_the_flow_and_evaluation_plays_each_task_once() -> None:
