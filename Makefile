@@ -20,7 +20,7 @@ test-unit-sockets: PART := $(GATEWAY_SOCKETS)
 test-unit-gateway: PART := tests/unit/gateway $(GATEWAY_SOCKETS:%=--ignore=%)
 test-unit-others: PART := tests/unit --ignore=tests/unit/gateway
 
-.PHONY: help install demo up down test test-unit $(UNIT_PARTS) test-long test-compose test-exports lint format lock bench-gateway bench-jobs bench-check clean
+.PHONY: help install demo up down test test-unit $(UNIT_PARTS) test-long test-compose test-exports environments test-environments lint format lock bench-gateway bench-jobs bench-check clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -60,6 +60,14 @@ test-compose: install ## the containers on a Docker engine; BASE_IMAGE=... where
 test-exports: install ## exports load in datasets, TRL and verl, which are installed outside of .venv
 	.venv/bin/uv pip install -q --python $(PY) --target .cache/exports --no-deps --require-hashes -r requirements/exports.lock
 	PYTHONPATH=$(CURDIR):.cache/exports $(PY) -m pytest tests/unit/clawstream/export/test_target_libraries.py -q -W default
+
+environments: install ## reasoning-gym and textarena into .venv, verifiers into .venv-verifiers
+	.venv/bin/uv pip install -q --no-deps --require-hashes -r requirements/environments.lock
+	[ -x .venv-verifiers/bin/python ] || .venv/bin/uv venv -q --python $(PY) .venv-verifiers
+	.venv/bin/uv pip sync -q --python .venv-verifiers/bin/python --compile-bytecode --require-hashes requirements/verifiers.lock
+
+test-environments: environments ## environments of other libraries against a real gateway
+	$(PY) -m pytest tests/unit/agent_flow/environments -q -W default
 
 bench-gateway: install ## CPU a call of the gateway, beside LiteLLM and vllm-router
 	@bash infra/install-peers.sh

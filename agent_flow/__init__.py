@@ -16,10 +16,11 @@
 """
 
 from agent_flow.chat.loop import Reply
+from agent_flow.environments.environment import Split
 from agent_flow.errors import FlowError
 from agent_flow.flow import Flow, flow
 from agent_flow.outcome import Reward
 from agent_flow.rollout import Rollout
 from agent_flow.tasks import Task
 
-__all__ = ["Flow", "FlowError", "Reply", "Reward", "Rollout", "Task", "flow"]
+__all__ = ["Flow", "FlowError", "Reply", "Reward", "Rollout", "Split", "Task", "flow"]

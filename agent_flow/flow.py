@@ -7,6 +7,7 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from agent_flow.threads import in_thread
 Play = Callable[[Task, Rollout], Any]
 """Returns the reward (`outcome.Reward`), or an awaitable of it."""
 TaskSource = Callable[[], Iterable[Task]]
+Lifespan = Callable[[], AbstractAsyncContextManager[Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,8 @@ class Flow:
     Attributes:
         name: of the function; group ids start with it.
         limits: defaults of `clawstream flow run`.
+        while_played: async context manager that is entered before the first task is taken, and left
+            when all rollouts have ended.
     """
 
     def __init__(self, play: Play, limits: Limits) -> None:
@@ -57,11 +61,17 @@ class Flow:
         self.limits = limits
         self._play = play
         self._source: TaskSource | None = None
+        self.while_played: Lifespan = nullcontext
 
     def tasks(self, source: TaskSource) -> TaskSource:
         """Decorate the function that yields the tasks."""
         self._source = source
         return source
+
+    def lifespan(self, function: Lifespan) -> Lifespan:
+        """Decorate the async context manager that starts and stops what all rollouts share."""
+        self.while_played = function
+        return function
 
     @property
     def source(self) -> TaskSource:
@@ -105,7 +115,7 @@ def load_flow(spec: str) -> Flow:
     place, _, name = spec.partition(":")
     if not place or not name:
         raise FlowError(f"{spec!r}: must be FILE.py:NAME or MODULE:NAME")
-    found = getattr(_module(place), name, None)
+    found = getattr(module_of(place), name, None)
     if isinstance(found, Flow):
         return found
     if found is None:
@@ -120,13 +130,18 @@ def load_function(spec: str) -> Callable[..., Any]:
         FlowError: There is none.
     """
     place, _, name = spec.partition(":")
-    found = getattr(_module(place), name, None) if place and name else None
+    found = getattr(module_of(place), name, None) if place and name else None
     if not callable(found):
         raise FlowError(f"{spec!r}: must be FILE.py:FUNCTION or MODULE:FUNCTION, and exist")
     return found  # type: ignore[no-any-return]
 
 
-def _module(place: str) -> Any:
+def module_of(place: str) -> Any:
+    """Import `FILE.py`, or a module that may be in the working directory.
+
+    Raises:
+        FlowError: There is none.
+    """
     if not place.endswith(".py"):
         sys.path.insert(0, str(Path.cwd()))
         try:

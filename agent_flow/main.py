@@ -9,10 +9,11 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from agent_flow.environments.environment import load_environment
 from agent_flow.errors import FlowError
 from agent_flow.flow import Flow, load_flow, load_function
 from agent_flow.gateway.client import Gateway
-from agent_flow.options import Mode, Words, api_key, options_of, parse_words
+from agent_flow.options import Mode, Words, api_key, options_of, parse_words, split_of
 from agent_flow.play.command import command_flow
 from agent_flow.play.progress import Progress
 from agent_flow.play.runner import Options, Runner
@@ -22,13 +23,27 @@ from agent_flow.tasks import Task, tasks_of_file
 INTERRUPTED = 130
 
 
-def run_flow(spec: str, words: Sequence[str], mode: Mode, defaults: Mapping[str, Any]) -> int:
-    """Play the flow `FILE.py:NAME`. Returns the exit code.
+def run_flow(
+    spec: str | None, words: Sequence[str], mode: Mode, defaults: Mapping[str, Any]
+) -> int:
+    """Play a flow, or an environment.
+
+    Args:
+        spec: `FILE.py:NAME`; None: the environment that the word `env` names.
+        words: `name=value`.
+        mode: How to play it.
+        defaults: Values of words that are not given.
+
+    Returns:
+        The exit code.
 
     Raises:
         FlowError: The flow, its tasks or an option is wrong, or the gateway cannot record.
     """
-    given, flow = parse_words(words, defaults), load_flow(spec)
+    given = parse_words(words, defaults)
+    if (spec is None) == (given.env is None):
+        raise FlowError("give either FILE.py:FLOW or env=LIBRARY:NAME")
+    flow = load_flow(spec) if spec else load_environment(str(given.env), split_of(given, mode))
     options = options_of(given, flow.limits, mode)
     source = flow.source if given.tasks is None else _file(given)
     return _play(flow, source, given, options)
@@ -110,6 +125,8 @@ def main() -> None:
     mode = Mode(evaluate="--eval" in own, dry="--dry" in own)
     try:
         match [word for word in own if word not in flags]:
+            case ["run", *options] if options and "=" in options[0]:
+                raise SystemExit(run_flow(None, options, mode, {}))
             case ["run", flow, *options]:
                 raise SystemExit(run_flow(flow, options, mode, {}))
             case ["exec", *options] if command:
@@ -119,6 +136,7 @@ def main() -> None:
         raise SystemExit(2) from error
     print(
         "usage: python -m agent_flow run FILE.py:FLOW [name=value]... [--eval | --dry]\n"
+        "       python -m agent_flow run env=LIBRARY:NAME [name=value]... [--eval | --dry]\n"
         "       python -m agent_flow exec tasks=FILE [name=value]... -- COMMAND...",
         file=sys.stderr,
     )

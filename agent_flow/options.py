@@ -8,12 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, Json, ValidationError
 
+from agent_flow.environments.environment import SEEDS_OF_A_CHANNEL, Split
 from agent_flow.errors import FlowError
 from agent_flow.flow import Limits
 from agent_flow.gateway.client import API_KEY
 from agent_flow.play.runner import Options
+
+MOST_SEEDS = SEEDS_OF_A_CHANNEL // 2
 
 
 class Words(BaseModel):
@@ -24,6 +27,14 @@ class Words(BaseModel):
     gateway: str = Field("http://127.0.0.1:8100", description="URL of the gateway")
     run: str = Field("default", description="run that is trained")
     model: str = Field("policy", description="name that clients send")
+    env: str | None = Field(None, description="LIBRARY:NAME of an environment")
+    env_config: Json[dict[str, Any]] = Field(
+        default_factory=dict, description="settings of the environment, a JSON object"
+    )
+    size: int | None = Field(
+        None, gt=0, le=MOST_SEEDS, description="number of different tasks of an environment"
+    )
+    seed: int = Field(0, ge=0, le=MOST_SEEDS, description="of an environment's first task")
     tasks: Path | None = Field(None, description="*.jsonl, *.parquet, or a dataset directory")
     n: int | None = Field(None, gt=0, description="rollouts of each task")
     concurrency: int | None = Field(None, gt=0, description="rollouts at the same time")
@@ -80,6 +91,11 @@ def parse_words(words: Iterable[str], defaults: Mapping[str, Any]) -> Words:
         if first["type"] == "extra_forbidden":
             raise FlowError(f"{name}: no such option; there are {', '.join(_names())}") from error
         raise FlowError(f"{name}={first['input']!r}: {first['msg']}") from error
+
+
+def split_of(words: Words, mode: Mode) -> Split:
+    """Return the tasks of an environment that are played."""
+    return Split(mode.channel, words.size, words.seed, words.env_config)
 
 
 def options_of(words: Words, limits: Limits, mode: Mode) -> Options:

@@ -32,7 +32,7 @@ class Rollout:
         sampling: temperature and the like, which `chat` sends.
         openai: OpenAI client of this rollout; connections are shared with other rollouts.
         reward: of this rollout, if it is another agent's (see `agent`); as a flow returns it.
-        chats: messages of each `chat`, in the order in which they ended.
+        chats: messages of each conversation, in the order in which they ended.
         agents: tasks that open other agents' rollouts, by name.
     """
 
@@ -118,6 +118,8 @@ class Rollout:
             raise FlowError(f"max_turns={turns}: must be above 0")
         fields = {"model": self.model, **self.sampling, **request}
         reply = await chat(self.openai, prompt, tools, turns, fields)
+        if self.chats and reply.messages[: len(self.chats[-1])] == self.chats[-1]:
+            self.chats.pop()  # continued by this one
         self.chats.append(reply.messages)
         return reply
 

@@ -89,7 +89,7 @@ class Runner:
         polling = asyncio.create_task(self._poll()) if self._has_budget else None
         played = Counter[str]()
         try:
-            async with self._openai, asyncio.TaskGroup() as groups:
+            async with self._openai, self._flow.while_played(), asyncio.TaskGroup() as groups:
                 for _ in range(self._options.epochs):
                     async for task_id, task in iterate_in_thread(
                         lambda: numbered(source(), self._options.shard, self._options.limit)

@@ -35,14 +35,18 @@ class CommandAfterDashes(TyperCommand):
 
 @app.command("run")
 def run(
-    flow: Annotated[str, typer.Argument(metavar="FILE.py:FLOW", help="The flow.")],
+    flow: Annotated[
+        str, typer.Argument(metavar="FILE.py:FLOW|env=LIBRARY:NAME", help="A flow or environment.")
+    ],
     words: Words = None,
     evaluate: Evaluate = False,
     dry: Dry = False,
     config: Config = None,
 ) -> None:
     """Play a flow's tasks against the gateway; names the rollouts that failed, and why."""
-    _play("run_flow", flow, words or (), evaluate, dry, config)
+    given = words or []
+    spec, own = (None, [flow, *given]) if "=" in flow else (flow, given)
+    _play("run_flow", spec, own, evaluate, dry, config)
 
 
 @app.command("exec", cls=CommandAfterDashes)

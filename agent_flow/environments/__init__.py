@@ -1,0 +1,1 @@
+"""Environments of other libraries as flows: one file each on `environment.Environment`."""

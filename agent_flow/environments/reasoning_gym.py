@@ -1,0 +1,65 @@
+"""Tasks of reasoning-gym: one question, one answer in <answer> tags, scored by its data set."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import reasoning_gym
+from reasoning_gym.utils import SYSTEM_PROMPTS, extract_answer
+
+from agent_flow.environments.environment import Split
+from agent_flow.errors import FlowError
+from agent_flow.flow import Flow, Limits
+from agent_flow.rollout import Rollout
+from agent_flow.tasks import Task
+from agent_flow.threads import in_thread
+
+REMEMBERED = 256
+"""Tasks that are not generated again for each rollout of their group."""
+
+
+def environment(name: str, split: Split) -> Flow:
+    """Return the flow of a data set.
+
+    Args:
+        name: of the data set, for example chain_sum.
+        split: `config` has the data set's own settings, for example `{"max_terms": 3}`.
+
+    Raises:
+        FlowError: There is no such data set, or a setting is wrong.
+    """
+    seeds = split.seeds
+    try:
+        dataset = reasoning_gym.create_dataset(
+            name, **{"seed": seeds.start, "size": len(seeds), **split.config}
+        )
+    except (ValueError, TypeError, AssertionError) as error:
+        raise FlowError(f"env=reasoning_gym:{name}: {error}") from error
+    entry_of = functools.lru_cache(REMEMBERED)(dataset.__getitem__)
+
+    async def play(task: Task, rollout: Rollout) -> Any:
+        entry = await in_thread(entry_of, task["index"])
+        reply = await rollout.chat(
+            [
+                {"role": "system", "content": SYSTEM_PROMPTS["default"]},
+                {"role": "user", "content": entry["question"]},
+            ]
+        )
+        return await in_thread(dataset.score_answer, extract_answer(reply.text), entry)
+
+    def tasks() -> Iterator[Task]:
+        for index in range(len(dataset)):
+            entry = entry_of(index)
+            yield {
+                "id": seeds.start + index,
+                "index": index,
+                "question": entry["question"],
+                "answer": str(entry["answer"]),
+            }
+
+    play.__name__ = name
+    flow = Flow(play, Limits())
+    flow.tasks(tasks)
+    return flow
