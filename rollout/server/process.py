@@ -1,9 +1,9 @@
 """One vLLM server as an operating-system process: its arguments, its start and its end.
 
-The server consists of three processes (API, engine core, worker). It starts as the leader of its
-own process group, and a kill ends the whole group. Each of the three also dies with its parent
-(`rollout.vllm_plugin.engine`). So no engine survives to hold memory or the port, whichever process
-of the chain is killed.
+The server consists of two processes (API, engine core), and of one more for each worker where the
+engine has several workers or an accelerator. It starts as the leader of its own process group, and
+a kill ends the whole group. Each process also dies with its parent (`rollout.vllm_plugin.engine`).
+So no engine survives to hold memory or the port, whichever process of the chain is killed.
 """
 
 from __future__ import annotations
@@ -20,20 +20,16 @@ from importlib import metadata
 from pathlib import Path
 
 import aiohttp
+import psutil
 
 from rollout.errors import EngineUnavailable, ServerFailed
 from rollout.server.drain import wait_drained
-from rollout.vllm_plugin.engine import BACKEND, DIE_WITH_PARENT, WORKER_NICE
+from rollout.vllm_plugin.engine import BACKEND, DIE_WITH_PARENT
 from runtime.process.child import die_with_parent
 from runtime.process.ports import PortTaken, check_free
 from schemas.settings import ENGINE_STOP_S, RolloutSettings
 
-_CPU_ENVIRONMENT = {
-    # Without this setting, gcc compiles two small sampling functions: 25 s at the first request,
-    # or an error where gcc is missing.
-    "TORCHDYNAMO_DISABLE": "1",
-    WORKER_NICE: "5",
-}
+ONE_PROCESS_EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 _PROJECT = Path(__file__).resolve().parents[2]
 _LOG_TAIL_BYTES = 2000
 ADAPTERS = 3
@@ -74,6 +70,10 @@ def server_arguments(
         # train.
         cache_bytes = settings.kv_cache_mb * 1024 * 1024
         arguments += ["--enforce-eager", "--kv-cache-memory-bytes", str(cache_bytes)]
+        if not any("parallel" in argument for argument in settings.extra_args):
+            # By default, vLLM on CPU runs the only worker in a process of its own, and both poll a
+            # shared queue: twice the CPU for each token, and one more import of vLLM at each start.
+            arguments += ["--distributed-executor-backend", ONE_PROCESS_EXECUTOR]
     if lora_rank is not None:
         largest = next(rank for rank in ENGINE_RANKS if rank >= lora_rank)
         arguments += ["--enable-lora", "--max-loras", str(ADAPTERS)]
@@ -90,8 +90,7 @@ def server_arguments(
 def server_environment(base: Mapping[str, str]) -> dict[str, str]:
     """Return the environment: no network, no usage reports, and the project's packages."""
     paths = [str(_PROJECT), *filter(None, base.get("PYTHONPATH", "").split(os.pathsep))]
-    # Three processes import all of vLLM in sequence. Compiled files save 10 s of CPU in each of
-    # them.
+    # The processes import all of vLLM in sequence. Compiled files save 10 s of CPU in each of them.
     kept = {name: value for name, value in base.items() if name != "PYTHONDONTWRITEBYTECODE"}
     return {
         **kept,
@@ -105,7 +104,21 @@ def server_environment(base: Mapping[str, str]) -> dict[str, str]:
         # closing connection.
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "120",
         DIE_WITH_PARENT: "1",
-        **(_CPU_ENVIRONMENT if is_cpu_build() else {}),
+        **(_cpu_environment(base) if is_cpu_build() else {}),
+    }
+
+
+def _cpu_environment(base: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of the CPU build, with the number of threads of the caller if set."""
+    # vLLM limits the threads of a worker's own process only. One core stays free for the API
+    # server, as vLLM would leave it: with a thread on every core, each waits for the others.
+    physical = psutil.cpu_count(logical=False) or len(os.sched_getaffinity(0))
+    threads = max(1, min(physical, len(os.sched_getaffinity(0))) - 1)
+    return {
+        # Without this setting, gcc compiles two small sampling functions: 25 s at the first
+        # request, or an error where gcc is missing.
+        "TORCHDYNAMO_DISABLE": "1",
+        "OMP_NUM_THREADS": base.get("OMP_NUM_THREADS", str(threads)),
     }
 
 

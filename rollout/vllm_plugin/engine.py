@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 BACKEND = "disk"
 INVALID = "invalid weights: "
 DIE_WITH_PARENT = "CLAWSTREAM_DIE_WITH_PARENT"
-WORKER_NICE = "CLAWSTREAM_WORKER_NICE"
 
 INDEX = "model.safetensors.index.json"
 FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
@@ -266,13 +265,6 @@ def _disk_backend() -> type[Any]:
         init_info_cls, update_info_cls = NoInit, Files
         staged: dict[str, torch.Tensor] | None = None
         served: Served | None = None
-
-        def __init__(self, *args: Any, **more: Any) -> None:
-            super().__init__(*args, **more)
-            # Only workers create a backend, after they have loaded the model. A worker polls its
-            # queue with sched_yield for a second after each message. At equal priority, a process
-            # on the same core waited 5 s for its turn in a measurement.
-            os.nice(int(os.environ.get(WORKER_NICE, "0")))
 
         def init_transfer_engine(self, init_info: NoInit) -> None:
             """Do nothing."""

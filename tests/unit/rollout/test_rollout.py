@@ -22,7 +22,7 @@ from safetensors.torch import save
 
 from rollout.errors import InvalidWeights, WeightsUnreadable
 from rollout.main import create_server
-from rollout.server.process import server_arguments, server_environment
+from rollout.server.process import is_cpu_build, server_arguments, server_environment
 from rollout.server.weight_files import ADAPTERS, adapter_files, remove_others, verify
 from rollout.versions import DEFER_S, KEPT_VERSIONS, Versions, WeightsFeed
 from rollout.vllm_plugin.engine import Served, read_layout, stage
@@ -414,6 +414,16 @@ def test_settings_become_arguments(tmp_path: Path) -> None:
     assert "--enable-lora" not in arguments
     adapters = dict(itertools.pairwise(server_arguments(RolloutSettings(), tmp_path, 12)))
     assert (adapters["--max-loras"], adapters["--max-lora-rank"]) == ("3", "16")
+
+
+@pytest.mark.skipif(not is_cpu_build(), reason="an accelerator's worker has its own process")
+def test_the_worker_of_a_cpu_build_is_in_the_process_of_the_engine(tmp_path: Path) -> None:
+    backend = "--distributed-executor-backend"
+    assert backend in server_arguments(RolloutSettings(), tmp_path)
+    parallel = RolloutSettings(extra_args=("--tensor-parallel-size", "2"))
+    assert backend not in server_arguments(parallel, tmp_path)
+    assert int(server_environment({})["OMP_NUM_THREADS"]) >= 1
+    assert server_environment({"OMP_NUM_THREADS": "7"})["OMP_NUM_THREADS"] == "7"
 
 
 def test_the_environment_keeps_what_was_there() -> None:

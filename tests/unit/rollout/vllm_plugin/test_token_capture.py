@@ -80,6 +80,7 @@ def test_what_is_encoded_is_decoded(frames: list[Frame]) -> None:
     assert engine_frames.decode(b"".join(map(engine_frames.encode, frames))) == frames
 
 
+@pytest.mark.slow
 @given(FRAMES, st.binary(max_size=60))
 def test_a_plain_reply_is_split_again(frames: list[Frame], body: bytes) -> None:
     whole = engine_frames.trail(body, map(engine_frames.encode, frames))
