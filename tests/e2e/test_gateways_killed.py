@@ -1,6 +1,6 @@
 """Two gateways serve 64 agents, with assemble and the lake behind them.
 
-Each gateway is killed with SIGKILL, then the broker is stopped for 20 s. Every answered call has
+Each gateway is killed with SIGKILL, then the broker is stopped for 8 s. Every answered call has
 its steps on Kafka and exactly one lake row for each, and no call hangs. During the kills, a
 trajectory whose turns alternate between the gateways keeps its order. An outage of Kafka does not
 keep the order, because each gateway has its own spool.
@@ -36,7 +36,8 @@ AGENTS = 64
 TURNS = 4
 EACH_PHASE = 300
 """Number of answered calls between two faults."""
-BROKER_STOPS_S = 20.0
+BROKER_STOPS_S = 8.0
+"""More than gateway.produce_timeout_s, so that steps are spooled."""
 HANGS_S = 120.0
 """Longest duration of a call; a longer call counts as hanging."""
 PATIENCE_S = 400.0

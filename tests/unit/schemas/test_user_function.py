@@ -115,6 +115,7 @@ def test_settings_remember_where_functions_are_looked_up(
     assert load(overrides=["gateway.compute_reward=exact_match@1"], environ={}).functions.dirs == ()
 
 
+@pytest.mark.slow
 def test_files_in_the_working_directory_hide_nothing_from_our_own_processes(tmp_path: Path) -> None:
     for name in ("rewards", "schemas", "runtime"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('the wrong file')\n")

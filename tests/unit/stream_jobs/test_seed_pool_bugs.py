@@ -359,6 +359,7 @@ def test_10_a_step_costs_the_same_after_many_others() -> None:
     assert abs(calls[1] - calls[0]) < 0.01 * calls[0]
 
 
+@pytest.mark.slow
 def test_11_a_pool_that_dies_has_lost_nothing() -> None:
     """Assemble is killed before and after its outputs, with many open trajectories.
 

@@ -112,6 +112,7 @@ def test_values_are_those_of_the_hidden_state_before_each_token(
         np.testing.assert_allclose(scored.values, expected.detach(), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_an_update_takes_the_mean_over_the_tokens_for_passes_of_any_size(
     tmp_path: Path, model_dir: Path
 ) -> None:

@@ -115,6 +115,7 @@ def test_the_version_with_the_best_validation_is_kept(tmp_path: Path, model_dir:
     ]
 
 
+@pytest.mark.slow
 def test_ids_start_above_those_that_recorded_data_names(tmp_path: Path, model_dir: Path) -> None:
     s, weight_log = settings(tmp_path, model_dir, first_attempt=3), MemoryWeightLog()
     go(begin(s, weight_log), 0, 0)
@@ -197,6 +198,7 @@ def test_an_engine_that_booted_in_bfloat16_takes_every_version(
         assert {t.dtype for t in stage(tensors, served).values()} == {torch.bfloat16}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("foreign", [10**6, -1])
 def test_tokens_that_the_model_does_not_have_are_left_out_and_training_goes_on(
     tmp_path: Path, model_dir: Path, foreign: int
@@ -218,6 +220,7 @@ def test_tokens_that_the_model_does_not_have_are_left_out_and_training_goes_on(
     )
 
 
+@pytest.mark.slow
 def test_sequences_with_images_are_left_out(tmp_path: Path, model_dir: Path) -> None:
     run = begin(settings(tmp_path, model_dir), weight_log := MemoryWeightLog())
     run._policy.model.config.image_token_index = 31
@@ -234,6 +237,7 @@ def test_sequences_with_images_are_left_out(tmp_path: Path, model_dir: Path) -> 
     assert (metrics["sequences_with_media"], metrics["sequences_outside_vocabulary"]) == (1.0, 0.0)
 
 
+@pytest.mark.slow
 def test_data_of_another_tokenizer_is_refused(tmp_path: Path, model_dir: Path) -> None:
     run = begin(settings(tmp_path, model_dir), MemoryWeightLog())
     own = fingerprint(build_tokenizer().get_vocab())
@@ -254,6 +258,7 @@ def test_data_of_another_tokenizer_is_refused(tmp_path: Path, model_dir: Path) -
     run.train(sampled_with(own))
 
 
+@pytest.mark.slow
 def test_published_files_are_what_the_manifest_says_and_a_loadable_model(
     tmp_path: Path, model_dir: Path
 ) -> None:
@@ -303,6 +308,7 @@ def test_what_a_killed_trainer_left_is_cleared_away_and_trained_again(
     assert batches(weight_log.published)[-1] == (1, 1)
 
 
+@pytest.mark.slow
 def test_a_log_that_has_lost_what_was_trained_stops_the_trainer_before_it_deletes(
     tmp_path: Path, model_dir: Path
 ) -> None:
@@ -364,6 +370,7 @@ def test_a_damaged_checkpoint_falls_back_to_its_parent(
     assert trained == [None, 0, 1, 2], "each batch once along the surviving chain"
 
 
+@pytest.mark.slow
 def test_versions_without_any_checkpoint_are_an_error(tmp_path: Path, model_dir: Path) -> None:
     s, weight_log = settings(tmp_path, model_dir), MemoryWeightLog()
     go(begin(s, weight_log), 0, 0)
@@ -473,6 +480,7 @@ def test_counts_of_another_topic_or_unreadable_ones_are_forgotten(
         pass
 
 
+@pytest.mark.slow
 def test_a_batch_that_is_not_finite_is_passed_over_and_said(
     tmp_path: Path, model_dir: Path
 ) -> None:

@@ -79,6 +79,7 @@ def ends(records: list[Any]) -> Counter[str]:
     return Counter(r.kind for r in records if isinstance(r, SessionEvent))
 
 
+@pytest.mark.slow
 def test_chat_with_a_tool_is_recorded_and_rewarded(tmp_path: Path) -> None:
     @flow()
     async def calc(task: Any, rollout: Any) -> float:
@@ -371,6 +372,7 @@ def test_another_agent_is_opened_once_and_has_a_name(tmp_path: Path) -> None:
     assert ends(records) == {"opened": 2, "completed": 2}, progress.reasons
 
 
+@pytest.mark.slow
 def test_reward_of_another_agent_is_checked_like_a_return_value(tmp_path: Path) -> None:
     @flow()
     async def whole_numbers(task: Any, rollout: Any) -> int:

@@ -26,6 +26,8 @@ from stream_jobs.errors import SqlError
 from stream_jobs.lake.delta.snapshots import take_snapshot
 from trainer.data.sequences import sequences_of
 
+pytestmark = pytest.mark.slow  # each export reads a lake
+
 
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory: pytest.TempPathFactory) -> Settings:

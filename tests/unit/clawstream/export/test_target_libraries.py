@@ -23,6 +23,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Settings:
     return found
 
 
+@pytest.mark.slow
 def test_huggingface(settings: Settings, tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     export(settings, "huggingface", tmp_path / "out", where="reward is not null")

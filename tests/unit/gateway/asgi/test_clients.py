@@ -128,6 +128,7 @@ def test_a_body_that_waits_behind_another_request_has_its_time_later(
     run_scenario(scenario, Script([HI], gate=gate), client_timeout_s=0.5)
 
 
+@pytest.mark.slow
 def test_a_client_that_takes_no_reply_is_let_go_whatever_it_asked_for(
     run_scenario: RunScenario,
 ) -> None:

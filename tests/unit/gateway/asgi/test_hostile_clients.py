@@ -156,6 +156,7 @@ def test_an_account_of_tokens_that_is_none_costs_the_tokens_alone(
     )
 
 
+@pytest.mark.slow
 def test_an_event_that_never_ends_passes_and_is_kept_as_far_as_there_is_room(
     tmp_path: Path,
 ) -> None:

@@ -100,6 +100,7 @@ def test_a_request_has_a_bound_in_steps(run_scenario: RunScenario) -> None:
     run_scenario(scenario, Script([HI]))
 
 
+@pytest.mark.slow
 def test_many_steps_leave_room_for_other_calls_between_them(run_scenario: RunScenario) -> None:
     async def scenario(w: GatewayFixture) -> None:
         body = {

@@ -296,6 +296,7 @@ def store_of(w: GatewayFixture) -> BlobStore:
     return BlobStore(w.settings.blob_uri)
 
 
+@pytest.mark.slow
 def test_a_large_body_is_answered_and_kept_outside(tmp_path: Path) -> None:
     async def scenario(w: GatewayFixture) -> None:
         async with ask(w, 12 * MIB, n=2) as r:

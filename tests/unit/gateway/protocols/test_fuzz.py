@@ -158,6 +158,7 @@ def with_at(value: Any, path: tuple[Any, ...], new: Any) -> Any:
     return copy
 
 
+@pytest.mark.slow
 @MANY
 @given(data=st.data())
 def test_no_nearly_right_body_fails(gateway: str, http: httpx.Client, data: st.DataObject) -> None:

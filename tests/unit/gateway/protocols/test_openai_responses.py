@@ -350,6 +350,7 @@ def test_our_error_is_the_next_event_of_the_stream() -> None:
 # -- through the gateway, with the official client
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("say", [HI, THOUGHT, CALLS], ids=["text", "reasoning", "tools"])
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_response_is_one_step(

@@ -74,6 +74,7 @@ def assert_tokens(step: Step, say: ScriptedChoice, prompt: Iterable[int] = (1, 2
 # ---------------------------------------------------------------- what is recorded
 
 
+@pytest.mark.slow
 def test_plain_call_is_one_step_with_everything(run_scenario: RunScenario) -> None:
     async def scenario(w: GatewayFixture) -> None:
         async with sdk(

@@ -210,6 +210,7 @@ def test_counting_asks_as_the_call_would(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_count_tokens_is_asked_as_a_call_would_be(tmp_path: Path) -> None:
     counter, path = Counter(), "/v1/messages/count_tokens"
     body = {"model": "m", "messages": CHAT["messages"]}

@@ -61,6 +61,7 @@ def pool() -> Iterator[FunctionPool]:
         yield made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "value", "reason"),
     [
@@ -169,6 +170,7 @@ def test_a_process_that_reads_no_more_holds_nobody_up() -> None:
         assert process(trajectory()) != pid
 
 
+@pytest.mark.slow
 def test_to_stop_ends_all_processes_that_are_idle() -> None:
     pool = FunctionPool(FunctionSettings(dirs=(TESTS,), timeout_s=60, processes=2))
     process, both = pool.find("own_functions.py:says_its_process"), threading.Barrier(2)
@@ -288,6 +290,7 @@ def test_a_name_that_cannot_be_resolved_is_an_error_of_its_setting(
     assert problem.startswith(f"setting {setting}: ")
 
 
+@pytest.mark.slow
 def test_names_that_are_there_are_no_error() -> None:
     jobs = {"reward_functions": {"*": ["own_functions.py:fails@1", "exact_match@1"]}}
     settings = Settings.model_validate({"jobs": jobs, "functions": {"dirs": [str(TESTS)]}})

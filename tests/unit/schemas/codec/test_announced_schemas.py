@@ -138,6 +138,7 @@ def test_the_schema_that_is_made_hostile_is_a_good_one(sources: list[str]) -> No
     assert not sources
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Tick", "Candidate"])
 def test_nothing_of_an_announced_schema_is_run(name: str, sources: list[str]) -> None:
     """Every process reads Tick; the lake also reads Candidate as columns."""

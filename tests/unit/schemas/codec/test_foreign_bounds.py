@@ -190,6 +190,7 @@ def test_records_of_an_older_release_have_a_bound_of_reads(
             codec.decode(header + body[:-1] + many + b"\0" * (1 << 22))
 
 
+@pytest.mark.slow
 def test_the_longest_trajectory_of_another_release_is_within_the_bounds() -> None:
     step = TrajectoryStep(
         step_id="k" * 40, index=5000, parent=4999, segment=5000, status="ok", finish_reason="stop",

@@ -279,6 +279,7 @@ def test_crash_after_any_step_changes_nothing(
         assert resumed == [d for step in steps[at + 1 :] for d in step]
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(150), deadline=None)
 @given(seed=SEED, length=LENGTH, ended=st.booleans())
 def test_cut_at_any_decision_decides_each_trajectory_once(

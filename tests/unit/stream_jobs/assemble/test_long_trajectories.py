@@ -40,6 +40,7 @@ AGENT = agent_key("codex", b"", "s")
 SHORT = replace(LIMITS, steps_max=3)
 
 
+@pytest.mark.slow
 def test_a_closing_takes_the_memory_of_the_tokens_and_not_of_the_prompts() -> None:
     """300 turns of 200 tokens: 36 MB of prompts, 240 KB of unique tokens."""
     history, w, asked = list[int](), InMemoryPartition(), 0

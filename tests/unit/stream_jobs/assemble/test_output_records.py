@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.assemble import InMemoryPartition, session, step
@@ -171,6 +172,7 @@ def test_candidate_says_what_admission_needs() -> None:
 LONGEST_KEY = "k" * 200
 
 
+@pytest.mark.slow
 def test_candidate_of_any_trajectory_names_its_steps() -> None:
     """The candidate has the maximum number of steps and rewards, and the longest key."""
     state = closed(STEPS_MAX)

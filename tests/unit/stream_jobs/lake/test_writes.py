@@ -252,6 +252,7 @@ def test_the_window_comes_back_with_the_newest_rows_only(tmp_path: Path) -> None
     assert oldest_of_newest(files.drop_columns(["min.kafka_timestamp"]), 3) is None
 
 
+@pytest.mark.slow
 def test_marks_of_quiet_tables_stay_within_a_quarter_of_the_window(tmp_path: Path) -> None:
     """The bound is for all sources together.
 
@@ -263,6 +264,7 @@ def test_marks_of_quiet_tables_stay_within_a_quarter_of_the_window(tmp_path: Pat
     assert lake.commit_due("rewards", {SOURCE: 20, ("T", 1): 20})
 
 
+@pytest.mark.slow
 def test_marks_of_tables_without_rows_follow_by_empty_commits(tmp_path: Path) -> None:
     lake = claimed(tmp_path, window=200_000)
     assert lake.append("rewards", [], {SOURCE: 7}, never) == 0

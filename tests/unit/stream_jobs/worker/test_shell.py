@@ -168,6 +168,7 @@ def test_who_is_overtaken_in_no_rebalance_dies(tmp_path: Path, died: list[BaseEx
     assert [str(e) for e in died] == ["by a stranger"]
 
 
+@pytest.mark.slow
 def test_behind_a_small_fetch_more_is_waited_for_and_what_came_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

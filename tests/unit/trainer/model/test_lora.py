@@ -79,6 +79,7 @@ def test_an_adapter_is_trained_published_and_merged(tmp_path: Path) -> None:
     assert not (tmp_path / "wrong").exists()
 
 
+@pytest.mark.slow
 def test_a_resume_with_another_adapter_or_base_is_refused(tmp_path: Path) -> None:
     base = make_random_model(tmp_path / "model")
     s = settings(base, tmp_path).trainer

@@ -290,6 +290,7 @@ def test_a_token_that_the_policy_gives_probability_zero_is_not_trained_but_count
     assert measured(step).logp_diff == pytest.approx(measured(other).logp_diff, abs=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("micro_batch_tokens", [8, 16384])
 def test_rows_without_advantage_spare_their_passes_and_change_neither_loss_nor_gradient(
     model_dir: Path, micro_batch_tokens: int

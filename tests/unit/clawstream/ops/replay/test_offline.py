@@ -23,6 +23,7 @@ def settings(tmp_path: Path) -> Settings:
     return Settings(data_dir=tmp_path, run_id=RUN)
 
 
+@pytest.mark.slow
 def test_a_version_of_the_trajectories_pins_all_tables(settings: Settings) -> None:
     lake = ExportLake(SmallLake(settings), {})
     lake.put("a-0", [turn("a-0", 0, [1], [2])], 1.0, "a")
@@ -39,6 +40,7 @@ def test_a_version_of_the_trajectories_pins_all_tables(settings: Settings) -> No
         pinned(settings, "99")
 
 
+@pytest.mark.slow
 def test_the_condition_selects_the_trajectories_of_a_replay(settings: Settings) -> None:
     lake = ExportLake(SmallLake(settings), {})
     lake.put("a-0", [turn("a-0", 0, [1], [2])], 1.0, "a")

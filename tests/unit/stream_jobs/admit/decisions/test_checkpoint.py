@@ -57,6 +57,7 @@ def said(logs: Any) -> list[str]:
     return [entry["event"] for entry in logs]
 
 
+@pytest.mark.slow
 def test_written_when_enough_is_decided_and_at_the_end(tmp_path: Path) -> None:
     path = tmp_path / "admit" / "x.checkpoint"
     file, state = file_at(path), decided(SAVE_EVERY - 1)

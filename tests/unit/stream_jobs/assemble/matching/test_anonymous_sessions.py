@@ -532,6 +532,7 @@ def test_any_interleaving_with_duplicates_and_crashes_gives_the_same_split(
     assert trees[0] == trees[1]
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(100))
 @given(st.data())
 def test_rollouts_that_say_the_same_are_told_apart_by_number(data: st.DataObject) -> None:

@@ -304,6 +304,7 @@ def test_a_topic_keeps_what_a_damaged_table_may_have_to_read_again(settings: Set
     assert offsets_in_lake(settings, KAFKA) == {}
 
 
+@pytest.mark.slow
 def test_nothing_that_can_be_read(settings: Settings) -> None:
     log = settings.data_dir / "lake" / "rewards" / "_delta_log"
     for path in log.glob("*"):

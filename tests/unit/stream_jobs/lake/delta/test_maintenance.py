@@ -198,6 +198,7 @@ def test_a_new_column_reaches_the_table_while_its_writer_runs(
     assert len(connect(settings).execute(query).fetchall()) == 4
 
 
+@pytest.mark.slow
 def test_columns_that_do_not_fit_are_refused_and_the_lake_goes_on(
     settings: Settings, lake: Lake
 ) -> None:
@@ -218,6 +219,7 @@ def test_columns_that_do_not_fit_are_refused_and_the_lake_goes_on(
     assert lake.tables["rewards"].schema.field("team").type == "string"
 
 
+@pytest.mark.slow
 def test_what_is_no_fault_of_the_columns_is_no_refusal(settings: Settings, lake: Lake) -> None:
     """The writer must restart: otherwise it would write rows without the new columns."""
     schema = expanded(shipped("Reward"))
@@ -288,6 +290,7 @@ def test_versions_snapshots_and_what_vacuum_leaves(
     assert put(lake, 12, "c") == 1
 
 
+@pytest.mark.slow
 def test_snapshots_that_are_none(settings: Settings, lake: Lake, tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text('{"versions": [1]}')
     with pytest.raises(SnapshotError, match=r"x\.json is no snapshot"):

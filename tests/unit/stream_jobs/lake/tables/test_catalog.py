@@ -81,6 +81,7 @@ def round_trip(name: str, *records: Any, **headers: str) -> list[dict[str, Any]]
     return arrow.to_pylist()  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow
 @given(st.lists(steps(), max_size=4))
 def test_steps_come_back_as_they_were(written: list[events.Step]) -> None:
     rows = round_trip("steps", *written)
