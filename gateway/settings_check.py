@@ -14,7 +14,8 @@ from schemas.settings import Settings
 def _compute_reward(settings: Settings) -> None:
     if settings.gateway.compute_reward is not None:
         with FunctionPool(settings.functions) as pool:
-            rule_of(settings.gateway.compute_reward, "gateway.compute_reward", pool.find)
+            models = settings.jobs.reward_models
+            rule_of(settings.gateway.compute_reward, "gateway.compute_reward", pool.find, models)
 
 
 def _upstreams(settings: Settings) -> None:

@@ -1,26 +1,40 @@
 """Built-in reward functions by name, and how a name in the settings becomes a function.
 
-A new reward function is one pure file and one line in `BUILT_IN`.
+A new reward function is one pure file and one line in `BUILT_IN`. A reward with settings is one
+package and one line in `FACTORIES`; its functions run in the child processes of users' functions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
 
 from rewards.exact_match import exact_match
 from rewards.last_number import last_number
+from schemas.errors import SettingsError
 from schemas.records import Trajectory
+from schemas.records.parts import RewardSource
 from schemas.rule_spec import NamedFunction, function_of
-from schemas.user_function import Find
+from schemas.settings.reward_models import SOURCES, RewardModel
+from schemas.user_function import Find, FunctionNotFound
 
-RewardFunction = Callable[[Trajectory], float | Mapping[str, float] | None]
-"""Maps a trajectory to its reward, to rewards of some of its steps by step id, or to None.
+Value = float | tuple[float | None, Mapping[str, Any]] | None
+"""A number, None, or one of them with details for the record."""
+RewardFunction = Callable[[Trajectory], Value | Mapping[str, Value]]
+"""Maps a trajectory to its reward, or to rewards of some of its steps by step id.
 
 A function that raises gives no reward; the error is the recorded reason.
 """
 
-Rule = NamedFunction[RewardFunction]
-"""A reward function with the name and version that its rewards carry."""
+
+@dataclass(frozen=True)
+class Rule(NamedFunction[RewardFunction]):
+    """A reward function with the name, version and source that its rewards carry."""
+
+    source: RewardSource = "rule"
+
 
 BUILT_IN: Mapping[str, RewardFunction] = {
     "exact_match": exact_match,
@@ -28,15 +42,35 @@ BUILT_IN: Mapping[str, RewardFunction] = {
 }
 
 
-def rule_of(spec: str, setting: str, find: Find) -> Rule:
+FACTORIES: Mapping[str, str] = {"code": "rewards.code.reward:code_tests"}
+"""Type of a reward model to what makes its function of its settings."""
+
+
+def rule_of(
+    spec: str, setting: str, find: Find, models: Mapping[str, RewardModel] = MappingProxyType({})
+) -> Rule:
     """Resolve a reward function by its name in a setting.
 
     Args:
         spec: `name@version`, `file.py:function@version` or `module:function@version`.
         setting: Name of the setting, for errors.
-        find: Loads a user's function.
+        find: Loads a user's function, or makes that of a reward model.
+        models: `jobs.reward_models`.
 
     Raises:
         SettingsError: There is no such function, or the spec has another form.
     """
-    return function_of(spec, setting, BUILT_IN, "reward", find)
+    known = {**BUILT_IN, **dict.fromkeys(models, _not_made)}
+    named = function_of(spec, setting, known, "reward", find)
+    if named.function is not _not_made:
+        return Rule(named.name, named.version, named.function)
+    model = models[named.name]
+    try:
+        function = find(FACTORIES[model.type], model.model_dump_json())
+    except FunctionNotFound as e:
+        raise SettingsError(f"setting jobs.reward_models.{named.name}: {e}") from e
+    return Rule(named.name, named.version, function, SOURCES[model.type])
+
+
+def _not_made(trajectory: Trajectory) -> None:
+    """Stand for the function of a reward model until its name is found to be right."""

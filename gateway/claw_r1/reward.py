@@ -80,6 +80,8 @@ def score_of(rule: Rule, trajectory: Trajectory) -> float:
         raise Unprocessable(f"{rule}: {reason_text(error)}", "dataset_fields") from error
     if isinstance(score, Mapping):
         score = score.get(STEP_ID)
+    if isinstance(score, list | tuple):  # with details
+        score = score[0]
     if isinstance(score, int | float) and math.isfinite(score):
         return float(score)
     raise Unprocessable(f"{rule}: gave {score!r:.80}, which is no finite number", "dataset_fields")
@@ -102,7 +104,9 @@ class RewardFunction:
         spec = settings.gateway.compute_reward
         try:
             self._rule = (
-                rule_of(spec, "gateway.compute_reward", self._pool.find)
+                rule_of(
+                    spec, "gateway.compute_reward", self._pool.find, settings.jobs.reward_models
+                )
                 if spec is not None
                 else None
             )

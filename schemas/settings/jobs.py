@@ -8,7 +8,9 @@ from typing import Annotated
 
 from pydantic import Field
 
+from schemas.rule_spec import is_own, name_in
 from schemas.settings.base import Count, Name, Positive, Section
+from schemas.settings.reward_models import SOURCES, RewardModel
 
 
 class FunctionSettings(Section):
@@ -78,8 +80,16 @@ class JobsSettings(Section):
         description="run id (or *) to `name@version`, `file.py:function@version` or "
         "`module:function@version`",
     )
+    reward_models: Mapping[str, RewardModel] = Field(
+        {}, description="name for `reward_functions` to a reward with settings, by its `type`"
+    )
     quality_functions: Mapping[str, tuple[str, ...]] = Field(
         {},
         description="run id (or *) to quality rules, named alike, or to `built_in`; see "
         "docs/quality.md",
     )
+
+    def reward_name(self, spec: str) -> str:
+        """Return the `source/name` of the rewards of a function in `reward_functions`."""
+        model = self.reward_models.get(name_in(spec)) if not is_own(spec) else None
+        return f"{SOURCES[model.type] if model is not None else 'rule'}/{name_in(spec)}"

@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from schemas.ids import RUN_ID
-from schemas.rule_spec import is_own, name_in, of_run
+from schemas.rule_spec import is_own, of_run
 from schemas.settings.admit import AdmitSettings
 from schemas.settings.base import Name, Section
 from schemas.settings.demo import DemoSettings
@@ -19,6 +19,9 @@ from schemas.settings.lake import LakeSettings
 from schemas.settings.rollout import ENGINE_STOP_S, RolloutSettings
 from schemas.settings.trainer import TrainerSettings
 from schemas.settings.up import UpSettings
+
+REWARD_ROOM_S = 2.0
+"""Between the time-out of a reward model and that of its process."""
 
 
 class Settings(Section):
@@ -83,6 +86,7 @@ class Settings(Section):
                     "that comes out of a spool would be written again"
                 )
         self._check_awaited()
+        self._check_reward_models()
         if self.trainer.sync_every != self.admit.policy.sync_every:
             raise ValueError(
                 f"trainer.sync_every={self.trainer.sync_every} differs from "
@@ -131,13 +135,22 @@ class Settings(Section):
                 "assessed. Leave it out"
             )
 
+    def _check_reward_models(self) -> None:
+        """Refuse a time-out that the process of the function would not live to see."""
+        longest = self.functions.timeout_s - REWARD_ROOM_S
+        for name, model in self.jobs.reward_models.items():
+            if model.timeout_s > longest:
+                raise ValueError(
+                    f"jobs.reward_models.{name}.timeout_s={model.timeout_s:g} must be at least "
+                    f"{REWARD_ROOM_S:g} below functions.timeout_s={self.functions.timeout_s:g}: "
+                    "its process would be killed first"
+                )
+
     def _counted_rewards(self) -> tuple[str, ...]:
-        """Return the rewards of the run's functions that count in the training reward
-        (`rule/NAME`).
-        """
+        """Return `source/name` of the run's functions that count in the training reward."""
         weights = self.admit.policy.reward_weights
         names = dict.fromkeys(
-            f"rule/{name_in(spec)}" for spec in of_run(self.jobs.reward_functions, self.run_id)
+            map(self.jobs.reward_name, of_run(self.jobs.reward_functions, self.run_id))
         )
         return tuple(name for name in names if not weights or name in weights)
 

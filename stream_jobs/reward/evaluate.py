@@ -5,7 +5,7 @@ from __future__ import annotations
 from runtime.blob_store import BlobMissing, BlobStore
 from runtime.functions.pool import FunctionPool
 from schemas.records import Assessment, Reward, Trajectory
-from schemas.rule_spec import is_own, of_run
+from schemas.rule_spec import is_own, name_in, of_run
 from schemas.settings import Settings
 from stream_jobs.reward.assessments import assessment_of, not_assessed, quality_rules_of
 from stream_jobs.reward.blob_fields import resolve_blobs
@@ -16,19 +16,19 @@ class RuleEvaluator:
     """The functions of all runs, and the blobs that they need.
 
     Built-in functions run in this process: they are pure and linear in their input. Users'
-    functions run in child processes.
+    functions and reward models run in child processes.
     """
 
     def __init__(self, settings: Settings) -> None:
         """Load the functions. Raises SettingsError for an unknown name."""
         self.pool = FunctionPool(settings.functions)
         try:
-            self._rewards = rules_of(settings.jobs.reward_functions, self.pool.find)
+            self._rewards = rules_of(settings.jobs, self.pool.find)
             self._quality = quality_rules_of(settings.jobs.quality_functions, self.pool.find)
         except BaseException:  # interrupted too: else the child processes would stay
             self.pool.stop()
             raise
-        self._named = (settings.jobs.reward_functions, settings.jobs.quality_functions)
+        self._jobs = settings.jobs
         self._blobs = BlobStore(settings.blob_uri, settings.gateway.blob_options)
 
     def close(self) -> None:
@@ -36,9 +36,13 @@ class RuleEvaluator:
         self.pool.stop()
 
     def uses_child_processes(self, run_id: str) -> bool:
-        """Return whether the run has users' functions, which may take long."""
+        """Return whether the run has users' functions or reward models, which may take long."""
+        jobs = self._jobs
         return any(
-            is_own(spec) for configured in self._named for spec in of_run(configured, run_id)
+            is_own(spec)
+            or (configured is jobs.reward_functions and name_in(spec) in jobs.reward_models)
+            for configured in (jobs.reward_functions, jobs.quality_functions)
+            for spec in of_run(configured, run_id)
         )
 
     def has_reward_functions(self, run_id: str) -> bool:

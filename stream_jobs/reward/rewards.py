@@ -11,20 +11,31 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 
+import orjson
+
 from rewards.registry import Rule, rule_of
 from schemas.ids import stable_id
 from schemas.records import Reward, Trajectory
 from schemas.rule_spec import reason_text
+from schemas.settings import JobsSettings
 from schemas.user_function import Find
 
-SOURCE = "rule"
+DETAIL_MAX_BYTES = 4096
+"""Of the details of one reward: they are on the record, not in the state of assemble."""
 
 
-def rules_of(configured: Mapping[str, tuple[str, ...]], find: Find) -> dict[str, tuple[Rule, ...]]:
-    """Resolve the reward functions by run id or `*`. Raises SettingsError naming the setting."""
+def rules_of(jobs: JobsSettings, find: Find) -> dict[str, tuple[Rule, ...]]:
+    """Resolve the reward functions by run id or `*`.
+
+    Raises:
+        SettingsError: There is no such function; the message names the setting.
+    """
     return {
-        run: tuple(rule_of(spec, f"jobs.reward_functions.{run}", find) for spec in specs)
-        for run, specs in configured.items()
+        run: tuple(
+            rule_of(spec, f"jobs.reward_functions.{run}", find, jobs.reward_models)
+            for spec in specs
+        )
+        for run, specs in jobs.reward_functions.items()
     }
 
 
@@ -46,8 +57,8 @@ def rewards_of(trajectory: Trajectory, rule: Rule, created_at: int) -> Iterator[
         return
     if not checked:
         yield _reward(trajectory, rule, created_at, reason="no step was rewarded")
-    for step, (value, reason) in checked.items():
-        yield _reward(trajectory, rule, created_at, step, value, reason)
+    for step, (value, reason, detail) in checked.items():
+        yield _reward(trajectory, rule, created_at, step, value, reason, detail)
 
 
 def no_reward(trajectory: Trajectory, rule: Rule, created_at: int, reason: str) -> Reward:
@@ -55,14 +66,25 @@ def no_reward(trajectory: Trajectory, rule: Rule, created_at: int, reason: str) 
     return _reward(trajectory, rule, created_at, reason=reason)
 
 
-def _checked(step: str | None, value: object, steps: set[str]) -> tuple[float | None, str | None]:
+def _checked(
+    step: str | None, value: object, steps: set[str]
+) -> tuple[float | None, str | None, bytes | None]:
+    """Return the value, the reason where there is none, and the details. Raises what is wrong."""
     if step is not None and step not in steps:
         raise ValueError(f"no step {step!r} in the trajectory")
+    detail = None
+    if isinstance(value, tuple | list):  # a child process returns plain lists
+        value, given = value
+        detail = orjson.dumps(given, option=orjson.OPT_NON_STR_KEYS)
+        if len(detail) > DETAIL_MAX_BYTES:
+            raise ValueError(f"the details have {len(detail)} bytes, above {DETAIL_MAX_BYTES}")
     if value is None:
-        return None, "the function returned None"
+        return None, "the function returned None", detail
     if not isinstance(value, int | float):
         raise TypeError(f"a reward is a number, not {type(value).__name__}")
-    return (float(value), None) if math.isfinite(value) else (None, f"not a finite number: {value}")
+    if not math.isfinite(value):
+        return None, f"not a finite number: {value}", detail
+    return float(value), None, detail
 
 
 def _reward(
@@ -72,12 +94,13 @@ def _reward(
     step: str | None = None,
     value: float | None = None,
     reason: str | None = None,
+    detail: bytes | None = None,
 ) -> Reward:
     return Reward(
         event_id=stable_id(
             trajectory.run_id,
             trajectory.trajectory_id,
-            SOURCE,
+            rule.source,
             rule.name,
             rule.version,
             *([step] if step else []),
@@ -86,12 +109,13 @@ def _reward(
         trajectory_key=trajectory.trajectory_key,
         trajectory_id=trajectory.trajectory_id,
         step_id=step,
-        source="rule",
+        source=rule.source,
         name=rule.name,
         function_version=rule.version,
         value=value,
         reason=reason_text(reason) if reason else None,
         reward_revision=rule.revision,
         by="clawstream.reward",
+        detail_json=detail,
         created_at=created_at,
     )

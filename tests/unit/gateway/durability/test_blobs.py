@@ -27,7 +27,7 @@ from runtime.blob_store import BlobMissing, BlobStore, BlobStoreAway
 from schemas.blob_refs import MOVABLE, SMALLEST, reference, referenced, shrink
 from schemas.codec.single_object import Codec
 from schemas.records import Blob, Reward, SessionEvent, Step, Trajectory, TrajectoryStep
-from schemas.settings import Settings
+from schemas.settings import JobsSettings, Settings
 from schemas.topics import MAX_RECORD_BYTES
 from stream_jobs.lake.tables.catalog import catalog
 from stream_jobs.lake.tables.table import ConsumedRecord
@@ -413,7 +413,7 @@ def test_a_reference_that_was_made_up_reads_nothing(tmp_path: Path) -> None:
 
 
 def test_a_rule_that_can_not_be_asked_says_so() -> None:
-    (rule,) = rules_of({"r": ("exact_match@1",)}, find)["r"]
+    (rule,) = rules_of(JobsSettings(reward_functions={"r": ("exact_match@1",)}), find)["r"]
     reward = no_reward(a_trajectory(None), rule, 5, "no blob x")
     assert (reward.value, reward.reason, reward.trajectory_id) == (None, "no blob x", "t")
 

@@ -15,6 +15,7 @@ from schemas.codec.single_object import Codec
 from schemas.errors import SettingsError
 from schemas.records import Tag, Trajectory, TrajectoryStep
 from schemas.rule_spec import of_run
+from schemas.settings import JobsSettings
 from schemas.user_function import load_function
 from stream_jobs.reward.rewards import rewards_of, rules_of
 
@@ -77,6 +78,12 @@ def test_built_in_rules(name: str, answer: str, gold: str, value: float) -> None
         (True, [(None, 1.0, None)]),
         (None, [(None, None, "the function returned None")]),
         (math.nan, [(None, None, "not a finite number: nan")]),
+        ((0.5, {"outcome": "passed"}), [(None, 0.5, None)]),
+        (
+            (0.5, {"long": "x" * 5000}),
+            [(None, None, "ValueError: the details have 5011 bytes, above 4096")],
+        ),
+        ((0.5, 1, 2), [(None, None, "ValueError: too many values to unpack (expected 2)")]),
         ("high", [(None, None, "TypeError: a reward is a number, not str")]),
         (
             {"k~0.0": 1, "k~1.0": None},
@@ -154,7 +161,12 @@ def test_lost_or_bare_trajectories_get_an_explicit_none() -> None:
 
 def test_configured_by_name_or_import_path_and_run() -> None:
     rules = rules_of(
-        {"*": ("exact_match@1",), "r1": ("rewards.last_number:last_number@v2", "exact_match@3")},
+        JobsSettings(
+            reward_functions={
+                "*": ("exact_match@1",),
+                "r1": ("rewards.last_number:last_number@v2", "exact_match@3"),
+            }
+        ),
         FIND,
     )
     assert [(r.name, r.version) for r in of_run(rules, "r1")] == [
@@ -207,4 +219,4 @@ def test_whatever_a_function_raises_is_a_reason_that_a_record_can_hold(
 )
 def test_wrong_names_are_settings_errors(spec: str) -> None:
     with pytest.raises(SettingsError, match=r"jobs\.reward_functions\.r"):
-        rules_of({"r": (spec,)}, FIND)
+        rules_of(JobsSettings(reward_functions={"r": (spec,)}), FIND)

@@ -1,0 +1,238 @@
+"""Run a Python program that nobody trusts: bubblewrap, resource limits, no privileges.
+
+1. A process of root becomes user 65534 first, because RLIMIT_NPROC does not bind root.
+2. bubblewrap gives the program its own user, process, network, IPC and mount namespaces. It sees
+   /usr read-only and two small file systems in memory; it has no capabilities, no network and no
+   further namespaces, and the kernel refuses it the calls of `rewards.code.seccomp`.
+3. The kernel limits CPU time, address space and file size of each process, and the number of
+   processes. The resident memory of all of them together is measured every `_POLL_S`.
+4. Whatever it started ends with it: its namespace ends when this process kills it or dies.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Literal
+
+from rewards.code.seccomp import filter_program
+
+_DISK_BYTES = 16 << 20
+"""Of each file, of /tmp, of /dev/shm and of the output."""
+_NOBODY = 65534
+_OPEN_FILES = 64
+_POLL_S = 0.05
+_PROBE_S = 20.0
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_PROGRAM = "/program.py"
+
+Ending = Literal["exited", "timeout", "memory"]
+
+
+class SandboxError(Exception):
+    """The sandbox cannot be had on this machine; the program did not run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a program may use.
+
+    processes: also threads. memory_mb: address space of each process, and resident memory of all.
+    """
+
+    memory_mb: int
+    processes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """How a program ended. code: its exit code, negative for a signal; None if it was killed."""
+
+    ending: Ending
+    code: int | None
+    stdout: bytes
+
+
+class Sandbox:
+    """Runs programs under limits, one at a time a caller."""
+
+    def __init__(self, limits: Limits) -> None:
+        """Run a small program as a probe.
+
+        Raises:
+            SandboxError: This machine cannot run it; the message says what is missing.
+        """
+        self._limits = limits
+        for tool, package in (
+            ("bwrap", "bubblewrap"),
+            ("prlimit", "util-linux"),
+            ("setpriv", "util-linux"),
+        ):
+            if shutil.which(tool) is None:
+                raise SandboxError(
+                    f"code rewards need {tool} (apt-get install {package}): answers are not run "
+                    "without a sandbox"
+                )
+        try:
+            probed = self.run("print(6 * 7)", b"", time.monotonic() + _PROBE_S)
+        except SandboxError as e:
+            raise SandboxError(
+                f"{e}; code rewards need user namespaces: allow them (sysctl "
+                "kernel.unprivileged_userns_clone, apparmor_restrict_unprivileged_userns) or rate "
+                "on another machine"
+            ) from e
+        if probed.stdout != b"42\n":
+            raise SandboxError(f"the probe of the sandbox gave {probed}, not 42")
+
+    def run(self, program: str, stdin: bytes, deadline: float) -> Result:
+        """Run a program until it ends, exceeds its memory or reaches the deadline.
+
+        Args:
+            program: Python source. It is the file /program.py of the sandbox.
+            stdin: Its standard input.
+            deadline: As of `time.monotonic()`.
+
+        Raises:
+            SandboxError: The sandbox could not start; the program did not run.
+        """
+        with ExitStack() as stack:
+            files = [
+                stack.enter_context(tempfile.TemporaryFile())
+                for _ in ("stdin", "program", "filter", "stdout", "stderr", "status")
+            ]
+            given, source, seccomp, stdout, stderr, status = files
+            for file, content in (
+                (given, stdin),
+                (source, program.encode("utf-8", "replace")),
+                (seccomp, filter_program()),
+            ):
+                file.write(content)
+                file.seek(0)
+            seconds = max(1, math.ceil(deadline - time.monotonic()))
+            passed = [file.fileno() for file in (source, seccomp, status)]
+            process = subprocess.Popen(
+                _command(self._limits, seconds, *passed),
+                stdin=given,
+                stdout=stdout,
+                stderr=stderr,
+                pass_fds=passed,
+                cwd="/",
+                env={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin"},
+            )
+            try:
+                ending = self._wait(process, deadline)
+            finally:
+                process.kill()
+                process.wait()
+            code = _exit_code(status)
+            if code is None and ending == "exited":
+                raise SandboxError(f"the sandbox did not start: {_text(stderr) or 'no message'}")
+            stdout.seek(0)
+            return Result(ending, code, stdout.read())
+
+    def _wait(self, process: subprocess.Popen[bytes], deadline: float) -> Ending:
+        limit = self._limits.memory_mb << 20
+        while time.monotonic() < deadline:
+            try:
+                process.wait(_POLL_S)
+                return "exited"
+            except subprocess.TimeoutExpired:
+                if sum(map(_resident_bytes, _tree(process.pid))) > limit:
+                    return "memory"
+        return "timeout"
+
+
+def _command(limits: Limits, cpu_s: int, source: int, seccomp: int, status: int) -> list[str]:
+    """Return the command line. source, seccomp, status: file descriptors."""
+    drop = ["setpriv", f"--reuid={_NOBODY}", f"--regid={_NOBODY}", "--clear-groups"]
+    size = str(_DISK_BYTES)
+    return [
+        *(drop if os.geteuid() == 0 else []),
+        *("prlimit", f"--cpu={cpu_s}", f"--as={limits.memory_mb << 20}", "--core=0"),
+        *(f"--fsize={_DISK_BYTES}", f"--nofile={_OPEN_FILES}"),
+        *("bwrap", "--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent"),
+        *("--new-session", "--uid", str(_NOBODY), "--gid", str(_NOBODY), "--cap-drop", "ALL"),
+        *("--clearenv", "--setenv", "PATH", "/usr/bin", "--setenv", "HOME", "/tmp"),
+        *_read_only(),
+        *("--proc", "/proc", "--dev", "/dev", "--size", size, "--tmpfs", "/dev/shm"),
+        *("--remount-ro", "/dev", "--size", size, "--tmpfs", "/tmp", "--chdir", "/tmp"),
+        *("--ro-bind-data", str(source), _PROGRAM, "--remount-ro", "/"),
+        *("--seccomp", str(seccomp), "--json-status-fd", str(status)),
+        *("prlimit", f"--nproc={limits.processes}"),
+        *(_interpreter(), "-I", "-B", _PROGRAM),
+    ]
+
+
+def _interpreter() -> str:
+    """Return the system's Python. The virtual environment may lie where nobody else may read.
+
+    Raises:
+        SandboxError: There is none below /usr.
+    """
+    for path in (Path("/usr/local/bin/python3"), Path("/usr/bin/python3")):
+        if path.exists() and path.resolve().is_relative_to("/usr"):
+            return str(path.resolve())
+    raise SandboxError("code rewards need a python3 in /usr/bin (apt-get install python3)")
+
+
+def _read_only() -> Iterator[str]:
+    """Yield the options that mount the system's programs and libraries."""
+    yield from (
+        "--ro-bind",
+        "/usr",
+        "/usr",
+        "--ro-bind-try",
+        "/etc/ld.so.cache",
+        "/etc/ld.so.cache",
+    )
+    for name in ("lib", "lib64", "bin"):
+        place = Path("/", name)
+        if place.is_symlink():
+            yield from ("--symlink", os.readlink(place), str(place))
+        else:
+            yield from ("--ro-bind-try", str(place), str(place))
+
+
+def _tree(pid: int) -> Iterator[int]:
+    """Yield a process and all that descend from it; processes that end meanwhile are left out."""
+    waiting = [pid]
+    while waiting:
+        pid = waiting.pop()
+        yield pid
+        try:
+            tasks: Sequence[Path] = list(Path(f"/proc/{pid}/task").iterdir())
+            waiting += [int(n) for task in tasks for n in (task / "children").read_text().split()]
+        except OSError:
+            continue
+
+
+def _resident_bytes(pid: int) -> int:
+    """Return the resident memory of a process; 0 if it has ended."""
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE_BYTES
+    except OSError:
+        return 0
+
+
+def _exit_code(status: IO[bytes]) -> int | None:
+    """Return the exit code that bubblewrap wrote; None if the program was not started or killed."""
+    status.seek(0)
+    for line in status:
+        code = json.loads(line).get("exit-code")
+        if code is not None:
+            return int(code) if code < 128 else 128 - int(code)
+    return None
+
+
+def _text(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read(400).decode("utf-8", "replace").strip()

@@ -1,0 +1,104 @@
+"""The reward of an answer's code: the tests decide, and a program cannot decide for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rewards.code.reward import CodeReward, code_in, code_tests
+from rewards.code.sandbox import SandboxError
+from runtime.functions.pool import FunctionPool
+from schemas.records import Trajectory, TrajectoryStep
+from schemas.settings import FunctionSettings, JobsSettings
+from stream_jobs.reward.rewards import rewards_of, rules_of
+
+ADD = "Sure:\n```python\ndef add(a, b):\n    return a + b\n```\n"
+WRONG = ADD.replace("+", "-")
+CHECKS = ["assert add(1, 2) == 3", "assert add(2, 0) == 2"]
+DOUBLE = "```\nprint(2 * int(input()))\n```"
+PAIRS = [{"input": "4\n", "output": "8"}, {"input": "1", "output": "2 \n\n"}]
+
+
+def trajectory(answer: str, **metadata: Any) -> Trajectory:
+    step = TrajectoryStep(
+        step_id="k~1.0", index=0, status="ok", drift="root", prompt_tokens=1, response_tokens=1,
+        response_json=orjson.dumps({"content": answer}), trainable=True, offset=0,
+    )  # fmt: skip
+    return Trajectory(
+        run_id="r", trajectory_key="k", trajectory_id="k", group_id="g", channel="train",
+        outcome="completed", opened_at=0, closed_at=1, metadata_json=orjson.dumps(metadata),
+        part=0, parts=1, segments=(), steps=(step,),
+    )  # fmt: skip
+
+
+def made(**settings: Any) -> CodeReward:
+    try:
+        return code_tests({"type": "code", "memory_mb": 128, **settings})
+    except SandboxError as e:
+        pytest.skip(str(e))
+
+
+@pytest.fixture(scope="module")
+def reward() -> CodeReward:
+    return made()
+
+
+@pytest.mark.parametrize(
+    ("answer", "tests", "value", "outcome"),
+    [
+        (ADD, CHECKS, 1.0, "passed"),
+        (ADD, CHECKS[0], 1.0, "passed"),
+        (WRONG, CHECKS, 0.0, "failed"),
+        (DOUBLE, PAIRS, 1.0, "passed"),
+        ("print(8)", PAIRS, 0.0, "failed"),
+        ("I cannot do this.", CHECKS, 0.0, "failed"),
+        ("```python\nimport os; os._exit(0)\n```", CHECKS, 0.0, "failed"),
+        ("```python\nimport sys; sys.exit()\n```", CHECKS, 0.0, "failed"),
+        ("```python\nimport os; os.kill(os.getpid(), 9)\n```", CHECKS, 0.0, "killed"),
+    ],
+)
+def test_the_tests_decide(
+    reward: CodeReward, answer: str, tests: Any, value: float, outcome: str
+) -> None:
+    said = reward(trajectory(answer, tests=tests))
+    assert (said[0], said[1]["outcome"]) == (value, outcome)
+
+
+def test_a_program_that_does_not_end_has_reward_zero() -> None:
+    said = made(timeout_s=1)(trajectory("while True: pass", tests=CHECKS))
+    assert said == (0.0, {"outcome": "timeout", "passed": 0, "tests": 2})
+
+
+def test_the_share_of_passed_tests() -> None:
+    said = made(partial=True)(trajectory(WRONG, tests=CHECKS))
+    assert said == (0.5, {"outcome": "failed", "passed": 1, "tests": 2})
+
+
+@pytest.mark.parametrize("tests", [None, [], [3], [{"input": "1"}]])
+def test_without_tests_there_is_no_reward(reward: CodeReward, tests: Any) -> None:
+    with pytest.raises(ValueError, match="test"):
+        reward(trajectory(ADD, tests=tests))
+
+
+def test_a_configured_reward_runs_in_a_child_process(reward: CodeReward) -> None:
+    jobs = JobsSettings.model_validate(
+        {"reward_functions": {"*": ["tests@3"]}, "reward_models": {"tests": {"type": "code"}}}
+    )
+    assert jobs.reward_name("tests@3") == "rule/tests"
+    with FunctionPool(FunctionSettings()) as pool:
+        (rule,) = rules_of(jobs, pool.find)["*"]
+        (given,) = rewards_of(trajectory(ADD, tests=CHECKS), rule, 0)
+        (bare,) = rewards_of(trajectory(ADD), rule, 0)
+    assert (given.source, given.name, given.value, given.reward_revision) == ("rule", "tests", 1, 3)
+    assert orjson.loads(given.detail_json or b"") == {"outcome": "passed", "passed": 2, "tests": 2}
+    assert (bare.value, bare.reason) == (None, "ValueError: metadata has no tests")
+
+
+@given(st.lists(st.text(alphabet="ab c\n", max_size=20), max_size=3))
+def test_the_last_block_is_the_code(blocks: list[str]) -> None:
+    answer = "text".join(f"```py\n{block}\n```" for block in blocks) or "text"
+    assert code_in(answer) == (f"{blocks[-1]}\n" if blocks else "text")

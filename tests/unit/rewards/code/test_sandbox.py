@@ -1,0 +1,185 @@
+"""What a hostile program can do in the sandbox, on the real bubblewrap.
+
+A machine without bubblewrap shows only that code rewards are refused there.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+from rewards.code.sandbox import Limits, Result, Sandbox, SandboxError
+from schemas.errors import SettingsError
+from schemas.settings import JobsSettings, Settings
+from schemas.user_function import FunctionNotFound
+from stream_jobs.reward.rewards import rules_of
+
+
+@pytest.fixture(scope="module")
+def sandbox() -> Sandbox:
+    try:
+        return Sandbox(Limits(memory_mb=128, processes=8))
+    except SandboxError as e:
+        pytest.skip(str(e))
+
+
+def run(sandbox: Sandbox, program: str, seconds: float = 20.0, stdin: bytes = b"") -> Result:
+    return sandbox.run(program, stdin, time.monotonic() + seconds)
+
+
+def test_a_machine_without_bubblewrap_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(SandboxError, match=r"need bwrap \(apt-get install bubblewrap\)"):
+        Sandbox(Limits(128, 8))
+
+
+def test_a_program_reads_its_input_and_its_exit_code_is_known(sandbox: Sandbox) -> None:
+    program = "import sys; print(sys.stdin.read()[::-1]); sys.exit(3)"
+    assert run(sandbox, program, stdin=b"abc") == Result("exited", 3, b"cba\n")
+
+
+FORKS = """
+import os, time
+children = 0
+try:
+    while True:
+        if os.fork() == 0:
+            time.sleep(3600)
+        children += 1
+except OSError:
+    print(children < 8)
+"""
+FILLS = """
+for folder in ("/tmp", "/dev/shm", "/", "/dev", "/usr"):
+    written = 0
+    try:
+        for number in range(64):
+            with open(f"{folder}/{number}", "wb") as file:
+                file.write(bytes(1 << 20))
+            written += 1
+    except OSError:
+        pass
+    print(folder, written <= 16)
+"""
+CONNECTS = """
+import socket
+for address in (("127.0.0.1", PORT), ("198.51.100.1", 53)):
+    try:
+        socket.create_connection(address, 5)
+    except OSError as e:
+        print("refused")
+"""
+CALLS = """
+import ctypes, os
+libc = ctypes.CDLL(None, use_errno=True)
+for call in ((29, 0, 1 << 20, 0o1600), (319, b"x", 0), (272, 0x10000000), (56, 0x10000011, 0)):
+    print(libc.syscall(*call))
+"""
+LOOKS = """
+import os
+print(os.getuid(), sorted(os.listdir("/")), os.listdir("/tmp"), sorted(os.environ))
+print(all(int(name) < 10 for name in os.listdir("/proc") if name.isdigit()))
+print([line.split()[1] for line in open("/proc/self/status") if line.startswith("CapEff")])
+"""
+
+
+def test_a_program_cannot_fork_without_end(sandbox: Sandbox) -> None:
+    assert run(sandbox, FORKS).stdout == b"True\n"
+
+
+def test_a_program_cannot_fill_the_disk(sandbox: Sandbox) -> None:
+    said = run(sandbox, FILLS).stdout.decode().splitlines()
+    assert [line.endswith("True") for line in said] == [True] * 5
+    endless = run(sandbox, "while True: print('x' * 1000000)")
+    assert endless.code != 0 and len(endless.stdout) <= 16 << 20
+
+
+def test_a_program_cannot_open_a_connection(sandbox: Sandbox) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        program = CONNECTS.replace("PORT", str(server.getsockname()[1]))
+        assert run(sandbox, program).stdout == b"refused\n" * 2
+
+
+def test_a_program_cannot_make_namespaces_or_uncounted_memory(sandbox: Sandbox) -> None:
+    assert run(sandbox, CALLS).stdout == b"-1\n" * 4
+
+
+def test_a_program_sees_nothing_of_the_machine(sandbox: Sandbox) -> None:
+    seen = run(sandbox, LOOKS).stdout.decode().splitlines()
+    assert seen[0].startswith("65534 ") and "'root'" not in seen[0] and "'home'" not in seen[0]
+    assert seen[0].endswith("[] ['HOME', 'LC_CTYPE', 'PATH', 'PWD']")
+    assert seen[1:] == ["True", "['0000000000000000']"]
+
+
+def test_a_program_that_eats_memory_ends(sandbox: Sandbox) -> None:
+    alone = run(sandbox, "held = bytearray(1 << 30)")
+    assert (alone.ending, alone.code) == ("exited", 1)
+    shared = """
+import os, time
+for _ in range(4):
+    if os.fork() == 0:
+        held = bytearray(b"x" * (60 << 20))
+        time.sleep(3600)
+time.sleep(3600)
+"""
+    assert run(sandbox, shared, 60).ending == "memory"
+
+
+def processes_of(word: str) -> list[str]:
+    found = []
+    for place in Path("/proc").iterdir():
+        try:
+            found += [place.name] if word in (place / "cmdline").read_text() else []
+        except OSError:
+            continue
+    return found
+
+
+def test_nothing_outlives_the_time_limit(sandbox: Sandbox) -> None:
+    program = """
+import os, sys, time
+if os.fork() == 0:
+    os.setsid()
+    os.execv(sys.executable, [sys.executable, "-c", "import time; time.sleep(3600)", "WORD"])
+while True: pass
+"""
+    word = f"outlives-{os.getpid()}"
+    ended = run(sandbox, program.replace("WORD", word), 1.0)
+    assert (ended.ending, ended.code) == ("timeout", None)
+    while processes_of(word):  # the kernel ends a namespace asynchronously
+        time.sleep(0.01)
+
+
+def test_a_killed_program_is_no_failed_start(sandbox: Sandbox) -> None:
+    assert run(sandbox, "import os; os.kill(os.getpid(), 9)").code == -9
+    assert run(sandbox, "import sys; sys.stderr.write('bwrap: no'); sys.exit(1)").code == 1
+
+
+def test_a_sandbox_that_does_not_start_is_an_error(
+    sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rewards.code.sandbox._DISK_BYTES", -1)
+    with pytest.raises(SandboxError, match="the sandbox did not start: "):
+        run(sandbox, "print(1)")
+
+
+def test_the_refusal_names_the_setting() -> None:
+    def find(target: str, configuration: str) -> None:
+        raise FunctionNotFound("SandboxError: no bwrap")
+
+    jobs = JobsSettings.model_validate(
+        {"reward_functions": {"*": ["tests@1"]}, "reward_models": {"tests": {"type": "code"}}}
+    )
+    with pytest.raises(SettingsError, match=r"^setting jobs\.reward_models\.tests: SandboxError"):
+        rules_of(jobs, find)  # type: ignore[arg-type]
+
+
+def test_a_time_limit_that_its_process_would_not_live_to_see_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"jobs\.reward_models\.tests\.timeout_s=29 must be"):
+        Settings.model_validate(
+            {"jobs": {"reward_models": {"tests": {"type": "code", "timeout_s": 29}}}}
+        )
