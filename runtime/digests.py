@@ -16,7 +16,13 @@ def digest_of_model(directory: Path) -> str:
     """Return the digest of the weights in a model directory.
 
     SHA-256 of the concatenated SHA-256 digests (hex) of its safetensors files, in the order of
-    their names.
+    their names; without any, of its `pytorch_model*.bin`.
+
+    Raises:
+        FileNotFoundError: there is no file of weights.
     """
-    files = sorted(directory.glob("*.safetensors"))
+    patterns = ("*.safetensors", "pytorch_model*.bin")
+    files = next((found for p in patterns if (found := sorted(directory.glob(p)))), None)
+    if files is None:
+        raise FileNotFoundError(f"{directory} has no weights: none of {', '.join(patterns)}")
     return hashlib.sha256("".join(map(sha256, files)).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""The trainer's stored positions, for `clawstream doctor`: the newest checkpoint of each run.
+"""The trainer's stored positions, for `doctor` and `topics trim`: the newest checkpoint of a run.
 
 Reads only, and needs no torch.
 """
@@ -40,6 +40,17 @@ def positions(settings: Settings, cluster: Cluster) -> list[StoredPosition]:
             StoredPosition(PROCESS, f"{place} is on", topics.weights, state.weights_topic_id, 0, 0),
         ]
     return found
+
+
+def resumes(settings: Settings, cluster: Cluster) -> dict[str, int]:
+    """Return ready-batches topic to the offset from which its run's newest checkpoint goes on.
+
+    Checkpoints on another machine, or of a topic that was recreated, are left out.
+    """
+    weights = settings.kafka.topics.weights
+    found = [p for p in positions(settings, cluster) if p.error is None and p.topic != weights]
+    ids = cluster.topic_ids(sorted({p.topic for p in found}))
+    return {p.topic: p.offset for p in found if ids.get(p.topic) == p.topic_id}
 
 
 def _error(state: VersionState, batches_id: str | None, weights_id: str | None) -> str | None:

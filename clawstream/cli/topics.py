@@ -105,10 +105,15 @@ def topics_trim(
     """
     before_ms = instant(before, "--before")
     lake, jobs = load("stream_jobs.lake.positions"), load("clawstream.ops.job_positions")
+    trainer = load("trainer.positions")
     cluster = cluster_of(settings)
     applied = jobs.rewards_applied(settings, cluster) if before_ms is not None else {}
     kept = TrimInputs(
-        lake.offsets_in_lake(settings, cluster), applied, before_ms, frozenset(give_up or ())
+        lake.offsets_in_lake(settings, cluster),
+        applied,
+        before_ms,
+        frozenset(give_up or ()),
+        trainer.resumes(settings, cluster),
     )
     try:
         plan = TopicTrim(cluster, settings, kept)

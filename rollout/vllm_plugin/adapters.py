@@ -130,7 +130,10 @@ class Adapters:
     async def _check_base(self, base_model: str) -> None:
         directory = Path(self._client.model_config.model)
         if self._base_model is None:
-            self._base_model = await asyncio.to_thread(digest_of_model, directory)
+            try:
+                self._base_model = await asyncio.to_thread(digest_of_model, directory)
+            except FileNotFoundError as error:
+                raise InvalidWeights(str(error)) from error
         if base_model != self._base_model:
             raise InvalidWeights(
                 f"an adapter of another model: its base has digest {base_model}, the weights in "

@@ -66,6 +66,11 @@ class PolicySettings(Section):
             raise ValueError(
                 f"min_members {self.min_members} is above group_size {self.group_size}"
             )
+        if "replaced" in self.train_outcomes:
+            raise ValueError(
+                "train_outcomes has replaced: another trajectory takes the place of such a one in "
+                "its group, so it is never trained"
+            )
         smallest = SMALLEST_GROUP.get(self.algorithm, 1)
         if self.group_size < smallest:
             raise ValueError(

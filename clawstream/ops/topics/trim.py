@@ -5,7 +5,7 @@ to the lowest of these bounds are deleted:
 
     all               what every table of the lake has; `before`, log time
     ready batches     of a run that is over (ended, decided and read by its admission): what its
-                      trainer has trained and published
+                      trainer has trained and published, up to its newest checkpoint
     candidates        the first record of each run that is not over, and the last Tick of each
                       source partition before it: a new reader there must know event time
     rewards           what assemble has applied; the first record that the steps still have, less
@@ -75,13 +75,15 @@ class TrimInputs:
 
     in_lake, applied: Offsets below which the lake has all records and assemble has applied all
     rewards; default 0. before_ms: Only delete records before this log time. given_up: Runs whose
-    rest is abandoned.
+    rest is abandoned. resumes: Ready-batches topic to the offset from which the newest checkpoint
+    that is seen here goes on.
     """
 
     in_lake: Mapping[At, int]
     applied: Mapping[int, int] = field(default_factory=dict)
     before_ms: int | None = None
     given_up: Collection[str] = ()
+    resumes: Mapping[str, int] = field(default_factory=dict)
 
 
 # -- the bounds, pure
@@ -138,15 +140,32 @@ def _unread_end(journal: JournalSummary, ended: int) -> str | None:
 
 
 def journal_bounds(
-    journal: JournalSummary, need: str | None, given_up: Collection[str]
+    journal: JournalSummary,
+    need: str | None,
+    given_up: Collection[str],
+    resumes: int | None = None,
 ) -> Iterator[Bound]:
-    """Yield the bounds of the ready batches of a run. need: Why it needs all of them."""
+    """Yield the bounds of the ready batches of a run.
+
+    Args:
+        journal: its batches.
+        need: why the run needs all of them.
+        given_up: runs whose rest is abandoned.
+        resumes: offset from which the newest checkpoint of its trainer goes on; None: unknown.
+    """
     run = journal.run_id
     if need is not None:
         yield Bound(journal.low, need)
-    elif run in given_up:
         return
-    elif journal.unreadable is not None:
+    if run in given_up:
+        return
+    if resumes is not None and resumes < journal.trained:
+        yield Bound(
+            resumes,
+            f"the newest checkpoint of run {run} goes on there: start its trainer once, which "
+            f"publishes the rest (or --give-up {run})",
+        )
+    if journal.unreadable is not None:
         yield Bound(journal.low, f"{journal.unreadable} (--give-up {run})")
     elif journal.untrained:
         yield Bound(
@@ -253,7 +272,11 @@ class TopicTrim:
             need = self._needs[run] = needs(run, summary, journals, kept.given_up)
             self._journal_ranges[run] = []
             for j in journals:
-                bounds = [*journal_bounds(j, need, kept.given_up), *self._shared_bounds(j.topic, 0)]
+                resumes = kept.resumes.get(j.topic)
+                bounds = [
+                    *journal_bounds(j, need, kept.given_up, resumes),
+                    *self._shared_bounds(j.topic, 0),
+                ]
                 self._journal_ranges[run].append(trim_range(j.topic, 0, (j.low, j.end), bounds))
 
     def _candidates(self, partition: int) -> TrimRange:

@@ -206,6 +206,7 @@ def test_sync_mode_trains_the_newest_versions_own_samples() -> None:
         ("batch_groups", "many", "valid integer"),
         ("min_members", "9", ("min_members 9 is above group_size 8")),
         ("train_outcomes", "[won]", "admit.policy.train_outcomes"),
+        ("train_outcomes", "[completed, replaced]", "another trajectory takes the place"),
         ("reward_deadline_s", "1e9", "admit.policy.reward_deadline_s=1e\\+09"),
         ("group_size", "1", ("min_members 2 is above group_size 1")),
         ("reward_weights", "{", "admit.policy.reward_weights"),

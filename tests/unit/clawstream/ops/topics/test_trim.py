@@ -109,6 +109,13 @@ def test_what_holds_ready_batches() -> None:
     assert bounds(replace(JOURNAL, unreadable="it cannot be read")) == [0]
 
 
+def test_the_newest_checkpoint_holds_the_batches_behind_it() -> None:
+    """With save_every above 1, a killed trainer has published more than it can resume from."""
+    assert [b.at for b in journal_bounds(JOURNAL, None, (), 12)] == [12, 20]
+    assert [b.at for b in journal_bounds(JOURNAL, None, (), 20)] == [20]
+    assert [b.at for b in journal_bounds(JOURNAL, None, ("a",), 12)] == []
+
+
 def test_what_holds_a_run_of_which_nothing_was_trained() -> None:
     """Without a batch, a base version never advances the bound; only giving the run up does."""
     journal = replace(JOURNAL, trained=0)
