@@ -48,7 +48,7 @@ from runtime.process.readiness import ready
 from runtime.topics.records import Decoder, cluster_of, create_topics
 from schemas.errors import SettingsError
 from schemas.settings import Settings, TrainerSettings
-from trainer.algorithms.registry import load as load_algorithm
+from trainer.algorithms.registry import load_all
 from trainer.data.batches import BatchReader, FetchedBatch
 from trainer.data.prefetch import Prefetch
 from trainer.data.validation_reader import ValidationReader
@@ -98,10 +98,8 @@ def train(settings: Settings, stop: threading.Event) -> None:
     check_algorithm(settings)
     check_settings(settings.trainer)
     # A function of the user's own that does not exist ends the trainer here, not at a batch.
-    load_algorithm(
-        settings.admit.policy.algorithm,
-        settings.trainer.algorithm.overrides,
-        settings.functions.folders,
+    load_all(
+        settings.trainer.algorithms(settings.admit.policy.algorithm), settings.functions.folders
     )
     torch.set_num_threads(settings.trainer.threads)
     with open_processes(settings.trainer.device) as processes:
@@ -160,13 +158,18 @@ def lead(settings: Settings, stop: threading.Event, processes: Processes) -> Non
 
 def follow(settings: Settings, processes: Processes) -> None:
     """Train the batches that the leader reads, until it ends."""
-    configure(f"trainer.{processes.rank}", "error")  # the leader says everything else
+    name = f"trainer.{processes.rank}"
+    configure(name, "critical")  # the leader logs the same
     nowhere = partial(start_of, "", "")  # the leader locates the position
-    run = open_run(settings, NoWeightLog(), (), frozenset(), nowhere, processes)
-    while not (received := processes.broadcast(NOTHING)).ends:
-        if received.batch is not None:
-            train_batch(run, received.batch)
-    run.end()
+    try:
+        run = open_run(settings, NoWeightLog(), (), frozenset(), nowhere, processes)
+        while not (received := processes.broadcast(NOTHING)).ends:
+            if received.batch is not None:
+                train_batch(run, received.batch)
+        run.end()
+    except Exception:
+        configure(name, "error")  # why this process ends
+        raise
 
 
 def train_batch(run: Run, batch: FetchedBatch) -> None:

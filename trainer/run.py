@@ -6,26 +6,25 @@ import time
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from typing import NamedTuple
 
 from safetensors import SafetensorError
 
 from runtime.logs import logger
 from schemas.errors import SettingsError
 from schemas.ids import Version, parse_version
-from schemas.records import WeightVersion
+from schemas.records import ReadyBatch, Trajectory, WeightVersion
 from schemas.settings import Settings
-from trainer.algorithms.registry import LoadedAlgorithm
-from trainer.algorithms.registry import load as load_algorithm
+from trainer.algorithms.registry import LoadedAlgorithm, load_all
 from trainer.auxiliary_models import AuxiliaryModels
 from trainer.data.batches import FetchedBatch
+from trainer.data.environments import by_environment
 from trainer.data.sequences import (
     BatchSequences,
     TrainingSequence,
     sequences_of_batch,
     tokens_by_version,
     trained_lengths,
-    within_vocabulary,
-    without_media,
 )
 from trainer.data.tokenizer_check import check_tokenizer
 from trainer.data.view import batch_view, with_advantages
@@ -33,10 +32,17 @@ from trainer.errors import CheckpointFailed
 from trainer.learning_rate import learning_rate
 from trainer.memory import explain_out_of_memory
 from trainer.metrics.definitions import headline
-from trainer.metrics.statistics import BatchStats, UpdateStats, staleness, version_metrics
+from trainer.metrics.statistics import (
+    BatchStats,
+    CriticStats,
+    DataStats,
+    UpdateStats,
+    staleness,
+    version_metrics,
+)
 from trainer.metrics.validation import Validation
 from trainer.model.policy import Policy
-from trainer.model.update import update
+from trainer.model.update import Algorithms, update
 from trainer.position import Position
 from trainer.unfinished_batches import UnfinishedBatches
 from trainer.versions.checkpoint import MODEL, CheckpointWriter
@@ -52,6 +58,14 @@ from trainer.versions.history import (
 )
 from trainer.versions.publish import export, manifest
 from trainer.versions.weight_log import WeightLog
+
+
+class _EstimatedPart(NamedTuple):
+    """One environment of a batch, ready for the update."""
+
+    sequences: tuple[TrainingSequence, ...]
+    data: DataStats
+    critic: CriticStats | None
 
 
 class Run:
@@ -122,44 +136,30 @@ class Run:
         Raises:
             OutOfMemory: The batch needs more memory than available.
             BatchNeverEnds: Training of the batch was killed or out of memory several times.
+            ProcessLost: Another process of this trainer ended.
         """
         batch = fetched.batch
         with (
             self._unfinished.training(batch.batch_seq) if self._leads else nullcontext(),
             explain_out_of_memory(batch, self._settings.trainer),
+            self._policy.processes.joined(),
         ):
             self._train(fetched)
         self.position = fetched.position
 
     def _train(self, fetched: FetchedBatch) -> None:
         batch, s = fetched.batch, self._settings
-        algorithm = load_algorithm(
-            batch.algorithm, s.trainer.algorithm.overrides, s.functions.folders
-        )
+        algorithms = load_all(s.trainer.algorithms(batch.algorithm), s.functions.folders)
         check_tokenizer(
             fetched.trajectories.values(), self._policy.tokenizer_fingerprint, batch.batch_seq
         )
-        data = sequences_of_batch(
-            batch, fetched.trajectories, algorithm.smallest_group, algorithm.rewards
-        )
-        known, outside = within_vocabulary(data.sequences, self._policy.vocabulary)
-        sequences, media = without_media(known, self._policy.media_placeholders)
-        self._log_left_out(batch.batch_seq, data, len(data.sequences) - len(known), outside)
-        if media:
-            logger().error(
-                "media_not_trained",
-                batch_seq=batch.batch_seq,
-                sequences=len(known) - len(sequences),
-                trajectories=media[:20],
-                action="left out; this trainer passes no images, videos or sounds to a model",
-            )
-        versions = tokens_by_version(sequences)
-        self._check_ids(versions.keys(), batch.batch_seq)
-        sequences = self._auxiliary.score(sequences, algorithm.needs, self.sync_index)
-        view = batch_view(sequences, data.members, s.run_id, self.sync_index)
-        sequences = with_advantages(sequences, algorithm.advantage(view, algorithm.settings))
-        critic = self._auxiliary.train_critic(view, sequences, algorithm, batch.batch_seq)
-        stats = self._train_policy(sequences, algorithm, batch.batch_seq)
+        split = by_environment(batch, fetched.trajectories, s.trainer.environments)
+        parts = [
+            self._estimated(part, fetched.trajectories, environment, algorithms[environment])
+            for environment, part in split.items()
+        ]
+        sequences = [sequence for part in parts for sequence in part.sequences]
+        stats = self._train_policy(sequences, algorithms, batch.batch_seq)
         for number, step in enumerate(stats.steps):
             if step.skipped is not None:
                 logger().error(
@@ -174,51 +174,94 @@ class Run:
         self.unpublished.append(
             BatchStats(
                 update=stats,
-                critic=critic,
-                rewards=data.rewards,
-                groups=data.groups,
-                members=len(data.members),
-                sequences=len(sequences),
-                tokens=sum(sequence.trained_tokens for sequence in sequences),
-                lengths=trained_lengths(sequences),
-                turns=sum(len(member.steps) for member in data.members),
-                unrewarded=len(data.unrewarded),
-                sequences_outside_vocabulary=len(data.sequences) - len(known),
-                sequences_with_media=len(known) - len(sequences),
-                sampled_at_zero=sum(data.sampled_at_zero.values()),
-                staleness=staleness(versions, self._settings.run_id, self.sync_index),
+                data=tuple(part.data for part in parts),
+                critic=next((part.critic for part in parts if part.critic is not None), None),
                 read_seconds=fetched.read_seconds,
             )
         )
 
+    def _estimated(
+        self,
+        batch: ReadyBatch,
+        trajectories: Mapping[str, Trajectory],
+        environment: str | None,
+        algorithm: LoadedAlgorithm,
+    ) -> _EstimatedPart:
+        """Return the sequences of an environment with advantages; train the critic, if any.
+
+        Args:
+            batch: the groups of the environment.
+            trajectories: trajectory id to trajectory, for every member.
+            environment: a name in `trainer.environments`; None: all others.
+            algorithm: of the environment.
+        """
+        data = sequences_of_batch(
+            batch,
+            trajectories,
+            algorithm.smallest_group,
+            algorithm.rewards,
+            self._policy.readable,
+            environment,
+        )
+        self._log_left_out(batch.batch_seq, data)
+        versions = tokens_by_version(data.sequences)
+        self._check_ids(versions.keys(), batch.batch_seq)
+        sequences = self._auxiliary.score(data.sequences, algorithm.needs, self.sync_index)
+        view = batch_view(sequences, data.members, self._settings.run_id, self.sync_index)
+        sequences = with_advantages(sequences, algorithm.advantage(view, algorithm.settings))
+        critic = self._auxiliary.train_critic(view, sequences, algorithm, batch.batch_seq)
+        stats = DataStats(
+            environment=environment,
+            rewards=data.rewards,
+            groups=data.groups,
+            members=len(data.members),
+            sequences=len(sequences),
+            tokens=sum(sequence.trained_tokens for sequence in sequences),
+            lengths=trained_lengths(sequences),
+            turns=sum(len(member.steps) for member in data.members),
+            unrewarded=len(data.unrewarded),
+            outside_vocabulary=sum(data.outside_vocabulary.values()),
+            with_media=sum(data.with_media.values()),
+            sampled_at_zero=sum(data.sampled_at_zero.values()),
+            staleness=staleness(versions, self._settings.run_id, self.sync_index),
+        )
+        return _EstimatedPart(sequences, stats, critic)
+
     def _train_policy(
-        self, sequences: Sequence[TrainingSequence], algorithm: LoadedAlgorithm, batch_seq: int
+        self, sequences: Sequence[TrainingSequence], algorithms: Algorithms, batch_seq: int
     ) -> UpdateStats:
         """Train the policy, unless the critic warms up."""
-        if self._auxiliary.only_critic_trains(algorithm, self.sync_index):
+        if self._auxiliary.only_critic_trains(algorithms[None], self.sync_index):
             return UpdateStats(steps=(), seconds=0.0, peak_flops=None)
         changed = any(stats.update.changed_weights for stats in self.unpublished)
         version = self.current_version
         parent = str(version.version) if version is not None and not changed else None
-        return update(self._policy, sequences, batch_seq, algorithm, self._lr, parent)
+        return update(self._policy, sequences, batch_seq, algorithms, self._lr, parent)
 
-    def _log_left_out(
-        self, batch_seq: int, data: BatchSequences, sequences: int, outside: Sequence[str]
-    ) -> None:
-        """Log what is not trained: members, sequences outside the vocabulary, tokens."""
+    def _log_left_out(self, batch_seq: int, data: BatchSequences) -> None:
+        """Log what is not trained: members and tokens."""
         if data.unrewarded:
             logger().warning(
                 "members_not_trained", batch_seq=batch_seq, trajectories=data.unrewarded[:20]
             )
-        if outside:
+        if data.outside_vocabulary:
             logger().error(
                 "tokens_outside_vocabulary",
                 batch_seq=batch_seq,
-                vocabulary=self._policy.vocabulary,
-                sequences=sequences,
-                trajectories=outside[:20],
-                action="not trained; the engine serves another model than trainer.model_path, or "
-                "an agent submitted such ids",
+                vocabulary=self._policy.readable.vocabulary,
+                tokens=sum(data.outside_vocabulary.values()),
+                trajectories=list(data.outside_vocabulary)[:20],
+                action="not trained from there on; the engine serves another model than "
+                "trainer.model_path, or an agent submitted such ids",
+            )
+        if data.with_media:
+            logger().error(
+                "media_not_trained",
+                batch_seq=batch_seq,
+                tokens=sum(data.with_media.values()),
+                trajectories=list(data.with_media)[:20],
+                action="not trained from there on; this trainer passes no images, videos or sounds "
+                "to a model",
             )
         if data.sampled_at_zero:
             logger().warning(

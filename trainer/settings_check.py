@@ -5,29 +5,67 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from schemas.errors import SettingsError
+from schemas.reward_matching import SMALLEST_GROUP
 from schemas.settings import Settings, TrainerSettings
-from trainer.algorithms.registry import WITHOUT_REWARDS, Algorithm, needs, specification
-from trainer.metrics.definitions import METRICS
+from trainer.algorithms.registry import (
+    COMPARES,
+    WITHOUT_REWARDS,
+    Algorithm,
+    Column,
+    needs,
+    setting_of,
+    specification,
+)
+from trainer.metrics.definitions import METRICS, environment_of
 
 
 def check_algorithm(settings: Settings) -> None:
     """Raise SettingsError when this trainer cannot train the algorithm of the run's policy."""
     policy = settings.admit.policy
-    algorithm = check_named_algorithm(policy.algorithm, settings.trainer)
-    if algorithm.advantage in WITHOUT_REWARDS and policy.drop_zero_variance:
-        raise SettingsError(
-            f"setting admit.policy.drop_zero_variance: {policy.algorithm} reads no rewards, but "
-            "admission would refuse groups whose rewards are equal or missing; set it to false"
-        )
+    for environment, algorithm in check_named_algorithm(policy.algorithm, settings.trainer).items():
+        where = policy.algorithm if environment is None else f"the algorithm of {environment}"
+        if algorithm.advantage in WITHOUT_REWARDS and policy.drop_zero_variance:
+            raise SettingsError(
+                f"setting admit.policy.drop_zero_variance: {where} reads no rewards, but "
+                "admission would refuse groups whose rewards are equal or missing; set it to false"
+            )
+        admits_one = SMALLEST_GROUP.get(policy.algorithm, 1) == 1
+        if environment is not None and algorithm.advantage in COMPARES and admits_one:
+            raise SettingsError(
+                f"setting admit.policy.algorithm={policy.algorithm!r}: with it, groups of one are "
+                f"admitted, but the algorithm of {environment} compares members; let the run have "
+                f"an algorithm that does, and an environment {policy.algorithm}"
+            )
 
 
-def check_named_algorithm(name: str, settings: TrainerSettings) -> Algorithm:
-    """Return the algorithm of that name. No function of it is loaded.
+def check_named_algorithm(name: str, settings: TrainerSettings) -> dict[str | None, Algorithm]:
+    """Return the algorithm of each environment. No function of it is loaded.
+
+    Args:
+        name: the run's algorithm.
+        settings: with those of environments.
 
     Raises:
-        SettingsError: it is unknown, or it needs a model that this trainer does not have.
+        SettingsError: one is unknown, or it needs a model that this trainer does not have.
     """
-    algorithm = specification(name, settings.algorithm.overrides)
+    found = {
+        environment: specification(base, overrides, environment)
+        for environment, (base, overrides) in settings.algorithms(name).items()
+    }
+    for environment, (base, _) in settings.algorithms(name).items():
+        setting = f"setting {setting_of('algorithm', environment)}={base!r}"
+        _check_models(needs(found[environment]), setting, settings)
+    return found
+
+
+def _check_models(columns: frozenset[Column], setting: str, settings: TrainerSettings) -> None:
+    """Raise SettingsError when this trainer does not have a model that an algorithm needs.
+
+    Args:
+        columns: that the algorithm reads.
+        setting: that names the algorithm, for the message.
+        settings: paths of the models.
+    """
     models = {
         "ref_logprobs": ("trainer.reference_path", settings.reference_path),
         "teacher_logprobs": ("trainer.teacher_path", settings.teacher_path),
@@ -36,11 +74,15 @@ def check_named_algorithm(name: str, settings: TrainerSettings) -> Algorithm:
             settings.critic.path or settings.model_path,
         ),
     }
-    for column in sorted(needs(algorithm)):
-        setting, path = models[column]
+    for column in sorted(columns):
+        name, path = models[column]
         if path is None:
-            raise SettingsError(f"setting admit.policy.algorithm={name!r}: it needs {setting}")
-    return algorithm
+            raise SettingsError(f"{setting}: it needs {name}")
+    if settings.environments and "values" in columns:
+        raise SettingsError(
+            f"{setting}: its critic trains on whole batches; with trainer.environments no "
+            "algorithm may have a critic"
+        )
 
 
 def check_processes(settings: Settings, size: int) -> None:
@@ -82,7 +124,7 @@ def check_learning_rate(settings: TrainerSettings) -> None:
 def check_best_by(settings: TrainerSettings) -> None:
     """Raise SettingsError when the best version is sought by a metric that does not exist."""
     name = settings.keep_best_by
-    if name is not None and name not in METRICS:
+    if name is not None and environment_of(name)[0] not in METRICS:
         raise SettingsError(
             f"setting trainer.keep_best_by={name}: there is no such metric; docs/trainer.md lists "
             "all of them"

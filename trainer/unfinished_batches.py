@@ -1,8 +1,8 @@
 """Count in a file how often training of a batch started without ending. Survives the process.
 
-A batch that needs too much memory ends the process, by an error or by the kernel's SIGKILL, and a
-restart begins it again. Other errors are not counted: while Kafka is unavailable, for example, a
-batch may start any number of times.
+A batch that needs too much memory ends a process, by an error or by the kernel's SIGKILL, and a
+restart begins it again. Of several processes one may end, and the others lose it. Other errors are
+not counted: while Kafka is unavailable, for example, a batch may start any number of times.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from runtime.atomic_file import write_durably
 from runtime.logs import logger
-from trainer.errors import BatchNeverEnds, OutOfMemory
+from trainer.errors import BatchNeverEnds, OutOfMemory, ProcessLost
 
 MAX_ATTEMPTS = 5
 FILE = "unfinished_batches.json"
@@ -43,7 +43,8 @@ class UnfinishedBatches:
 
     @contextmanager
     def training(self, batch_seq: int) -> Iterator[None]:
-        """Count the batch as started until the block ends, unless it ends by lack of memory.
+        """Count the batch as started until the block ends, unless it ends by lack of memory, or by
+        the end of another process.
 
         Raises:
             BatchNeverEnds: it was started MAX_ATTEMPTS times. The count is reset, so the next start
@@ -55,14 +56,14 @@ class UnfinishedBatches:
             self._forget(seq)
             raise BatchNeverEnds(
                 f"setting trainer.micro_batch_tokens: the training of batch {batch_seq} was begun "
-                f"{count} times and the process was killed or out of memory each time; lower it, "
+                f"{count} times and a process was killed or out of memory each time; lower it, "
                 "or give the trainer more memory, and start again"
             )
         self._counts[seq] = count + 1
         self._write()
         try:
             yield
-        except OutOfMemory:
+        except (OutOfMemory, ProcessLost):
             raise
         except BaseException:  # stopped, or a bug: only a death and lack of memory count
             self._forget(seq)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -78,6 +79,19 @@ class AlgorithmOverrides(Section):
     def overrides(self) -> dict[str, Any]:
         """The fields that are set."""
         return {name: value for name, value in self if value is not None}
+
+
+class EnvironmentAlgorithm(AlgorithmOverrides):
+    """The algorithm of one environment: the run's with changes, or another one."""
+
+    algorithm: str | None = Field(
+        None, description="its name; then no trainer.algorithm.* applies. Default: the run's"
+    )
+
+    @property
+    def overrides(self) -> dict[str, Any]:
+        """The fields that are set, without the name."""
+        return {name: value for name, value in super().overrides.items() if name != "algorithm"}
 
 
 class CriticSettings(Section):
@@ -158,6 +172,11 @@ class TrainerSettings(Section):
     )
     lora: LoraSettings = LoraSettings()
     algorithm: AlgorithmOverrides = AlgorithmOverrides()
+    environments: Mapping[str, EnvironmentAlgorithm] = Field(
+        {},
+        description="a batch mixes environments: name of an environment, which is `environment` in "
+        "the metadata of its tasks, to its algorithm",
+    )
     critic: CriticSettings = CriticSettings()
     reference_path: Path | None = Field(
         None,
@@ -200,3 +219,16 @@ class TrainerSettings(Section):
     )
     threads: Count = Field(1, description="CPU cores for torch")
     seed: int = Field(0, description="repeat runs")
+
+    def algorithms(self, name: str) -> dict[str | None, tuple[str, dict[str, Any]]]:
+        """Return name and overrides of the algorithm of each environment; None: of all others.
+
+        Args:
+            name: the run's algorithm.
+        """
+        own = self.algorithm.overrides
+        found: dict[str | None, tuple[str, dict[str, Any]]] = {None: (name, own)}
+        for environment, its in self.environments.items():
+            base = (name, own) if its.algorithm is None else (its.algorithm, {})
+            found[environment] = (base[0], {**base[1], **its.overrides})
+        return found

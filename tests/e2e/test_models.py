@@ -128,5 +128,5 @@ def test_a_sharded_bfloat16_model_trains_and_each_of_its_versions_is_served(
         largest = version.metrics["logp_max_abs_diff_same_version"]
         print(f"{version.version_id}: {mean=:.2g} {largest=:.2g} nats")
         assert largest < BOUND_NATS
-        assert version.metrics["sequences_outside_vocabulary"] == 0
+        assert version.metrics["tokens_outside_vocabulary"] == 0
         assert version.metrics["optimizer_steps"] == 2

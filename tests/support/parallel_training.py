@@ -67,7 +67,7 @@ def train(model: Path, out: Path, name: str, processes: Processes) -> None:
     steps = []
     for seq in range(3):
         parent = "r/0.0" if seq == 0 else None
-        stats = update(policy, sequences(seq), seq, algorithm, lr, parent)
+        stats = update(policy, sequences(seq), seq, {None: algorithm}, lr, parent)
         steps += [asdict(step) for step in stats.steps]
     policy.save(out / name, TensorDtypes(torch.float32, {}))
     if processes.leads:

@@ -175,19 +175,22 @@ class LoadedAlgorithm:
     skips_zero_advantages: bool
 
 
-def specification(name: str, overrides: Mapping[str, Any]) -> Algorithm:
-    """Return the algorithm of that name with the run's overrides, without loading a function.
+def specification(
+    name: str, overrides: Mapping[str, Any], environment: str | None = None
+) -> Algorithm:
+    """Return the algorithm of that name with overrides, without loading a function.
 
     Args:
         name: in `ALGORITHMS`.
         overrides: fields of `trainer.algorithm` that are set: advantage, loss, and settings.
+        environment: that has it; None: the run.
 
     Raises:
         SettingsError: the name, an estimator or a loss is unknown.
     """
     if name not in ALGORITHMS:
         raise SettingsError(
-            f"setting admit.policy.algorithm={name!r}: this trainer has "
+            f"setting {setting_of('algorithm', environment)}={name!r}: this trainer has "
             f"{', '.join(sorted(ALGORITHMS))}"
         )
     algorithm, numbers = ALGORITHMS[name], dict(overrides)
@@ -201,10 +204,17 @@ def specification(name: str, overrides: Mapping[str, Any]) -> Algorithm:
         spec = getattr(algorithm, part)
         if spec not in known and not is_own(spec):
             raise SettingsError(
-                f"setting trainer.algorithm.{part}={spec!r}: this trainer has "
+                f"setting {setting_of(part, environment)}={spec!r}: this trainer has "
                 f"{', '.join(sorted(known))}; a function of your own is path.to:function"
             )
     return algorithm
+
+
+def setting_of(part: str, environment: str | None) -> str:
+    """Return the setting that names the algorithm, or a part of it, of an environment."""
+    if environment is not None:
+        return f"trainer.environments.{environment}.{part}"
+    return "admit.policy.algorithm" if part == "algorithm" else f"trainer.algorithm.{part}"
 
 
 def needs(algorithm: Algorithm) -> frozenset[Column]:
@@ -215,28 +225,41 @@ def needs(algorithm: Algorithm) -> frozenset[Column]:
     return frozenset(found)
 
 
-def load(name: str, overrides: Mapping[str, Any], folders: Sequence[Path]) -> LoadedAlgorithm:
-    """Return an algorithm with its functions loaded.
+def load_all(
+    names: Mapping[str | None, tuple[str, Mapping[str, Any]]], folders: Sequence[Path]
+) -> dict[str | None, LoadedAlgorithm]:
+    """Return the algorithm of each environment with its functions loaded.
 
     Args:
-        name, overrides: see `specification`.
+        names: name and overrides of each; None: of all other environments.
         folders: where users' files and modules are looked up.
 
     Raises:
-        SettingsError: the algorithm or one of its functions does not exist.
+        SettingsError: an algorithm or one of its functions does not exist.
     """
-    algorithm = specification(name, overrides)
+    return {
+        environment: load(name, overrides, folders, environment)
+        for environment, (name, overrides) in names.items()
+    }
+
+
+def load(
+    name: str, overrides: Mapping[str, Any], folders: Sequence[Path], environment: str | None = None
+) -> LoadedAlgorithm:
+    """Return an algorithm with its functions loaded, as `load_all`."""
+    algorithm = specification(name, overrides, environment)
     s = algorithm.settings
+    advantage, loss = (setting_of(part, environment) for part in ("advantage", "loss"))
     # A user's own loss may not be zero where the advantage is.
     zero = algorithm.loss in LOSSES and algorithm.loss not in NOT_ZERO_WITHOUT_ADVANTAGE
     return LoadedAlgorithm(
         name=name,
-        advantage=_function("advantage", algorithm.advantage, ADVANTAGES, folders),
-        returns=_function("advantage", algorithm.advantage, RETURNS, folders)
+        advantage=_function(advantage, algorithm.advantage, ADVANTAGES, folders),
+        returns=_function(advantage, algorithm.advantage, RETURNS, folders)
         if algorithm.advantage in RETURNS
         else None,
-        loss=_function("loss", algorithm.loss, LOSSES, folders),
-        clipped=_function("loss", algorithm.loss, CLIPPED, folders)
+        loss=_function(loss, algorithm.loss, LOSSES, folders),
+        clipped=_function(loss, algorithm.loss, CLIPPED, folders)
         if algorithm.loss in CLIPPED
         else None,
         corrected=None if s.correction == "none" else CORRECTED.get(algorithm.loss),
@@ -255,7 +278,7 @@ def _rewards(advantage: str) -> RewardUse:
 
 
 def _function(
-    part: str, spec: str, built_in: Mapping[str, str], folders: Sequence[Path]
+    setting: str, spec: str, built_in: Mapping[str, str], folders: Sequence[Path]
 ) -> Callable[..., Any]:
     if spec in built_in:
         module, _, name = built_in[spec].partition(":")
@@ -264,4 +287,4 @@ def _function(
     try:
         return load_function(spec, folders)
     except FunctionNotFound as e:
-        raise SettingsError(f"setting trainer.algorithm.{part}={spec!r}: {e}") from e
+        raise SettingsError(f"setting {setting}={spec!r}: {e}") from e

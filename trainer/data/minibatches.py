@@ -74,7 +74,7 @@ def shares(
 
 def _units(sequences: Sequence[TrainingSequence], count: int) -> list[list[TrainingSequence]]:
     """Return the groups, or the single sequences if there are fewer groups than `count`."""
-    groups: dict[int, list[TrainingSequence]] = {}
+    groups: dict[tuple[str | None, int], list[TrainingSequence]] = {}
     for sequence in sequences:
-        groups.setdefault(sequence.group, []).append(sequence)
+        groups.setdefault((sequence.environment, sequence.group), []).append(sequence)
     return list(groups.values()) if len(groups) >= count else [[s] for s in sequences]

@@ -66,9 +66,9 @@ class Prefetch:
         self._waits_for = batch_seq
         if self._ahead is None:
             self._ahead = self._thread.submit(self._read, batch_seq, None)
-        wait([self._ahead], timeout_s)
-        self._write_letters()
-        if not self._ahead.done() or (fetched := self._ahead.result()) is None:
+        done, _ = wait([self._ahead], timeout_s)
+        self._write_letters()  # all that came before the batch
+        if not done or (fetched := self._ahead.result()) is None:
             return None
         self._ahead = self._thread.submit(self._read, batch_seq + 1, fetched)
         return fetched

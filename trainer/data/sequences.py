@@ -10,17 +10,32 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from schemas.records import BatchMember, ReadyBatch, Segment, Trajectory, TrajectoryStep
+from schemas.records import BatchGroup, BatchMember, ReadyBatch, Segment, Trajectory, TrajectoryStep
 from schemas.reward_matching import step_rewards, training_reward
 from schemas.tokens import count
 from trainer.algorithms.registry import RewardUse
 from trainer.errors import PayloadUnreadable, TooFewMembers
+
+Reason = Literal["at zero", "vocabulary", "media"]
+
+
+class Readable(NamedTuple):
+    """The token ids that the trainer can pass to its model.
+
+    Attributes:
+        vocabulary: valid ids are 0 to vocabulary - 1.
+        media: ids that stand for a part of an image, a video or a sound. The trainer passes token
+            ids alone, so the model would not see what the engine saw.
+    """
+
+    vocabulary: int
+    media: Collection[int] = ()
 
 
 class Tokens(NamedTuple):
@@ -63,7 +78,8 @@ class TrainingSequence:
         ref_logprobs, teacher_logprobs: float32, (trained tokens,); None without that model.
         values, returns: float32, (trained tokens,), of a critic before the first optimiser step on
             the batch, and what it is to predict; None without a critic.
-        group: index of its group in the batch.
+        group: index of its group, among those of its environment in the batch.
+        environment: a name in `trainer.environments`; None: another one, or none.
     """
 
     trajectory_id: str
@@ -75,6 +91,7 @@ class TrainingSequence:
     values: NDArray[np.float32] | None = None
     returns: NDArray[np.float32] | None = None
     group: int = 0
+    environment: str | None = None
 
     @property
     def trained_tokens(self) -> int:
@@ -115,6 +132,8 @@ class BatchSequences:
         sampled_at_zero: number of tokens that are not trained because their recorded
             log-probability is infinite, by trajectory. A token of probability zero is never
             sampled, so the recorded value is invalid.
+        outside_vocabulary, with_media: number of tokens that are not trained because an id of their
+            segment, or of one before it, is not readable, by trajectory.
     """
 
     sequences: tuple[TrainingSequence, ...]
@@ -122,6 +141,8 @@ class BatchSequences:
     groups: int
     unrewarded: tuple[str, ...]
     sampled_at_zero: Mapping[str, int]
+    outside_vocabulary: Mapping[str, int]
+    with_media: Mapping[str, int]
 
     @property
     def rewards(self) -> tuple[float, ...]:
@@ -134,6 +155,8 @@ def sequences_of_batch(
     trajectories: Mapping[str, Trajectory],
     smallest_group: int,
     rewards_used: RewardUse,
+    readable: Readable,
+    environment: str | None = None,
 ) -> BatchSequences:
     """Return all sequences of a batch.
 
@@ -146,6 +169,8 @@ def sequences_of_batch(
         trajectories: trajectory id to trajectory, for every member.
         smallest_group: members that the algorithm needs to compare.
         rewards_used: rewards that the algorithm uses.
+        readable: ids that the model can compute.
+        environment: of the batch; the sequences name it.
 
     Raises:
         TooFewMembers: a group is smaller than the algorithm needs.
@@ -153,21 +178,14 @@ def sequences_of_batch(
     sequences: list[TrainingSequence] = []
     members: list[TrainedMember] = []
     unrewarded: list[str] = []
-    sampled_at_zero: dict[str, int] = {}
+    lost: dict[Reason, dict[str, int]] = {"at zero": {}, "vocabulary": {}, "media": {}}
     groups = 0
     for group in batch.groups:
         candidates = [
             _member(m, groups, batch.reward_weights, trajectories[m.trajectory_id])
             for m in group.members
         ]
-        usable = [m for m in candidates if m.has(rewards_used)]
-        if group.n < smallest_group and len(usable) < smallest_group:
-            raise TooFewMembers(
-                f"{batch.algorithm} over {len(usable)} reward(s) of group {group.group_id}: alone "
-                f"a member has no advantage; use groups of {smallest_group} or more"
-            )
-        if len(usable) < smallest_group:
-            usable = []
+        usable = _usable(group, candidates, smallest_group, rewards_used)
         members += usable
         names = {m.trajectory_id for m in usable}
         for member in group.members:
@@ -176,17 +194,37 @@ def sequences_of_batch(
                 unrewarded.append(name)
                 continue
             tree = _segment_tokens(trajectories[name], member.untrainable_steps)
-            if infinite := sum(int(np.isinf(tokens.logprobs).sum()) for tokens in tree):
-                sampled_at_zero[name] = infinite
-            sequences += _paths(trajectories[name], tree, groups)
+            for reason, tokens in _lost_tokens(trajectories[name], tree, readable).items():
+                lost[reason][name] = tokens
+            sequences += (
+                replace(path, group=groups, environment=environment)
+                for path in _paths(trajectories[name], tree)
+            )
         groups += bool(usable)
     return BatchSequences(
         sequences=tuple(sequences),
         members=tuple(members),
         groups=groups,
         unrewarded=tuple(unrewarded),
-        sampled_at_zero=sampled_at_zero,
+        sampled_at_zero=lost["at zero"],
+        outside_vocabulary=lost["vocabulary"],
+        with_media=lost["media"],
     )
+
+
+def _usable(
+    group: BatchGroup, members: list[TrainedMember], smallest: int, rewards_used: RewardUse
+) -> list[TrainedMember]:
+    """Return the members with a reward that the algorithm uses; none if they are too few."""
+    usable = [member for member in members if member.has(rewards_used)]
+    if len(usable) >= smallest:
+        return usable
+    if group.n < smallest:
+        raise TooFewMembers(
+            f"{len(usable)} reward(s) of group {group.group_id}, which the algorithm compares: "
+            f"alone a member has no advantage; use groups of {smallest} or more"
+        )
+    return []
 
 
 def _member(
@@ -200,56 +238,6 @@ def _member(
         reward=training_reward(weights, member.rewards),
         steps=tuple(step.index for step in steps),
         step_rewards={s.index: rewards[s.step_id] for s in steps if s.step_id in rewards},
-    )
-
-
-def within_vocabulary(
-    sequences: Sequence[TrainingSequence], vocabulary: int
-) -> tuple[tuple[TrainingSequence, ...], tuple[str, ...]]:
-    """Split off the sequences with token ids that the model does not have.
-
-    An agent can submit any id, and an engine can serve another model than the trained one. Neither
-    may crash the model's embedding.
-
-    Args:
-        sequences: the sequences of a batch.
-        vocabulary: valid ids are 0 to vocabulary - 1.
-
-    Returns:
-        The valid sequences, and the ids of the other sequences' trajectories, each once.
-    """
-    valid: list[TrainingSequence] = []
-    others: dict[str, None] = {}
-    for sequence in sequences:
-        ids = sequence.tokens.ids
-        if ids.min() >= 0 and ids.max() < vocabulary:
-            valid.append(sequence)
-        else:
-            others[sequence.trajectory_id] = None
-    return tuple(valid), tuple(others)
-
-
-def without_media(
-    sequences: Sequence[TrainingSequence], placeholders: Collection[int]
-) -> tuple[tuple[TrainingSequence, ...], tuple[str, ...]]:
-    """Split off the sequences with a token that stands for a part of an image, a video or a sound.
-
-    The trainer passes token ids alone to the model, so it would compute such a sequence without
-    what the engine saw.
-
-    Args:
-        sequences: the sequences of a batch.
-        placeholders: ids of these tokens.
-
-    Returns:
-        The other sequences, and the ids of the trajectories of those split off, each once.
-    """
-    ids = list(placeholders)
-    found = [bool(np.isin(sequence.tokens.ids, ids).any()) for sequence in sequences]
-    pairs = list(zip(sequences, found, strict=True))
-    return (
-        tuple(sequence for sequence, media in pairs if not media),
-        tuple(dict.fromkeys(sequence.trajectory_id for sequence, media in pairs if media)),
     )
 
 
@@ -285,7 +273,7 @@ def sequences_of(
     Raises:
         PayloadUnreadable: the tree or a trainable segment is broken.
     """
-    return list(_paths(trajectory, _segment_tokens(trajectory, untrainable_steps), 0))
+    return list(_paths(trajectory, _segment_tokens(trajectory, untrainable_steps)))
 
 
 def _segment_tokens(trajectory: Trajectory, untrainable_steps: Collection[str]) -> list[Tokens]:
@@ -324,6 +312,37 @@ def _segment_tokens(trajectory: Trajectory, untrainable_steps: Collection[str]) 
     return found
 
 
+def _lost_tokens(trajectory: Trajectory, tree: list[Tokens], readable: Readable) -> Counter[Reason]:
+    """Train nothing at and behind a segment with an id that the model cannot compute.
+
+    An agent can submit any id, and an engine can serve another model than the trained one. Paths
+    end before such a segment; the other paths of the trajectory are whole.
+
+    Args:
+        trajectory: its segments.
+        tree: their tokens; changed.
+        readable: ids that the model can compute.
+
+    Returns:
+        The number of sampled tokens that are not trained, for each reason that there is.
+    """
+    reasons: list[Reason | None] = []
+    media = np.array(sorted(readable.media), np.int32)
+    lost: Counter[Reason] = Counter()
+    for index, (segment, tokens) in enumerate(zip(trajectory.segments, tree, strict=True)):
+        reason = None if segment.parent is None else reasons[segment.parent]
+        if reason is None and ((tokens.ids < 0) | (tokens.ids >= readable.vocabulary)).any():
+            reason = "vocabulary"
+        elif reason is None and np.isin(tokens.ids, media).any():
+            reason = "media"
+        reasons.append(reason)
+        lost["at zero"] += int(np.isinf(tokens.logprobs).sum())
+        if reason is not None:
+            lost[reason] += int(np.count_nonzero(tokens.mask))
+            tree[index] = tokens._replace(mask=np.zeros_like(tokens.mask))
+    return +lost
+
+
 def _context(ids: NDArray[np.int32]) -> Tokens:
     n = len(ids)
     unknown: NDArray[np.object_] = np.full(n, None, object)
@@ -359,7 +378,7 @@ def _sampled(ids: NDArray[np.int32], segment: Segment, step: TrajectoryStep, sta
     return tokens
 
 
-def _paths(trajectory: Trajectory, tree: list[Tokens], group: int) -> Iterator[TrainingSequence]:
+def _paths(trajectory: Trajectory, tree: list[Tokens]) -> Iterator[TrainingSequence]:
     """Yield the sequence of each leaf; a segment that was trained is context from then on."""
     parents = [segment.parent for segment in trajectory.segments]
     for leaf in sorted(set(range(len(parents))).difference(parents)):
@@ -375,6 +394,6 @@ def _paths(trajectory: Trajectory, tree: list[Tokens], group: int) -> Iterator[T
         tokens = concatenated(tree[index] for index in reversed(path))
         tokens.mask[0] = False  # the first token has no log-probability under the model
         if tokens.mask.any():
-            yield TrainingSequence(trajectory.trajectory_id, tokens, group=group)
+            yield TrainingSequence(trajectory.trajectory_id, tokens)
         for index in path:
             tree[index] = tree[index]._replace(mask=np.zeros_like(tree[index].mask))

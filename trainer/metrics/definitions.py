@@ -50,16 +50,6 @@ SECTIONS: Mapping[str, tuple[Metric, ...]] = {
         _total("members", "trajectories", "Trained trajectories."),
         _total("members_unrewarded", "trajectories", "Not trained, for lack of a training reward."),
         _total("sequences", "sequences", "Trained paths of segment trees."),
-        _total(
-            "sequences_outside_vocabulary",
-            "sequences",
-            "Not trained: token ids that the model does not have.",
-        ),
-        _total(
-            "sequences_with_media",
-            "sequences",
-            "Not trained: images, videos or sounds, which are not passed to the model.",
-        ),
         _total("tokens", "tokens", "Trained tokens, each counted once."),
         _total(
             "tokens_passed",
@@ -69,6 +59,16 @@ SECTIONS: Mapping[str, tuple[Metric, ...]] = {
         ),
         _total(
             "tokens_sampled_at_zero", "tokens", "Not trained: infinite recorded log-probability."
+        ),
+        _total(
+            "tokens_outside_vocabulary",
+            "tokens",
+            "Not trained: at or behind token ids that the model does not have.",
+        ),
+        _total(
+            "tokens_with_media",
+            "tokens",
+            "Not trained: behind images, videos or sounds, which are not passed to the model.",
         ),
         _total("tokens_now_at_zero", "tokens", "Not trained: the policy gives probability zero."),
         _total("tokens_computed", "tokens", "Tokens of all passes, context included, no padding."),
@@ -172,6 +172,16 @@ SECTIONS: Mapping[str, tuple[Metric, ...]] = {
             "The largest difference over all tokens of that minibatch, stale ones included.",
         ),
     ),
+    "environment": (
+        Metric(
+            "environment/<name>/reward_mean",
+            "reward",
+            "`reward_mean` of an environment in `trainer.environments`.",
+        ),
+        Metric(
+            "environment/<name>/loss", "", "Its share of `loss`: what its sequences add to the sum."
+        ),
+    ),
     "time": (
         _total(
             "read_seconds",
@@ -216,6 +226,17 @@ SECTIONS: Mapping[str, tuple[Metric, ...]] = {
 
 METRICS: Mapping[str, Metric] = {m.name: m for part in SECTIONS.values() for m in part}
 """The metrics by name."""
+
+ENVIRONMENT = "environment/"
+
+
+def environment_of(name: str) -> tuple[str, str | None]:
+    """Return the name of a metric in `METRICS`, and the environment that it is about."""
+    if not name.startswith(ENVIRONMENT):
+        return name, None
+    environment, _, metric = name.removeprefix(ENVIRONMENT).rpartition("/")
+    return f"{ENVIRONMENT}<name>/{metric}", environment
+
 
 SECTION_OF: Mapping[str, str] = {
     metric.name: section for section, part in SECTIONS.items() for metric in part

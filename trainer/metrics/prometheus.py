@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_server
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import Metric as PrometheusMetric
+from prometheus_client.registry import Collector
 
 from schemas.errors import SettingsError
 from schemas.settings import TrainerSettings
-from trainer.metrics.definitions import METRICS
+from trainer.metrics.definitions import METRICS, environment_of
 
 PREFIX = "clawstream_trainer_"
 NEWEST = (PREFIX + "sync_index", "Sync index of the newest version.")
@@ -18,9 +21,9 @@ VALIDATED = (
 )
 
 
-class PrometheusEndpoint:
+class PrometheusEndpoint(Collector):
     """Serves /metrics in a thread. Totals are counters over the versions of this process, others
-    gauges of the newest version. A metric appears with its first value.
+    gauges of the newest version, and of the newest validation. A metric without a value is absent.
     """
 
     def __init__(self, host: str, port: int) -> None:
@@ -29,11 +32,15 @@ class PrometheusEndpoint:
         Raises:
             SettingsError: the port cannot be used.
         """
-        self._registry = CollectorRegistry()
-        self._gauges: dict[str, Gauge] = {}
-        self._counters: dict[str, Counter] = {}
+        # Replaced, never changed: the thread of the server reads them.
+        self._totals: Mapping[str, float] = {}
+        self._version: Mapping[str, float] = {}
+        self._validation: Mapping[str, float] = {}
+        self._indexes: Mapping[tuple[str, str], int] = {}
+        registry = CollectorRegistry()
+        registry.register(self)
         try:
-            self._server, self._thread = start_http_server(port, host, registry=self._registry)
+            self._server, self._thread = start_http_server(port, host, registry=registry)
         except OSError as e:
             raise SettingsError(
                 f"setting trainer.metrics_port={port}: {host}:{port} can't be used: {e}"
@@ -41,23 +48,32 @@ class PrometheusEndpoint:
 
     def write(self, sync_index: int, metrics: Mapping[str, float]) -> None:
         """Show the metrics of a version."""
-        validation = any(name.startswith("val/") for name in metrics)
-        self._gauge(*(VALIDATED if validation else NEWEST)).set(sync_index)
-        for name, value in metrics.items():
-            if METRICS[name].total:
-                self._counter(name).inc(value)
-            else:
-                self._gauge(*_named(name)).set(value)
+        totals = {name: v for name, v in metrics.items() if METRICS[environment_of(name)[0]].total}
+        gauges = {name: value for name, value in metrics.items() if name not in totals}
+        self._totals = {
+            **self._totals,
+            **{name: self._totals.get(name, 0.0) + value for name, value in totals.items()},
+        }
+        if any(name.startswith("val/") for name in metrics):
+            self._validation, index = gauges, VALIDATED
+        else:
+            self._version, index = gauges, NEWEST
+        self._indexes = {**self._indexes, index: sync_index}
 
-    def _counter(self, name: str) -> Counter:
-        if name not in self._counters:
-            self._counters[name] = Counter(*_named(name), registry=self._registry)
-        return self._counters[name]
-
-    def _gauge(self, name: str, text: str) -> Gauge:
-        if name not in self._gauges:
-            self._gauges[name] = Gauge(name, text, registry=self._registry)
-        return self._gauges[name]
+    def collect(self) -> Iterator[PrometheusMetric]:
+        """Yield what a scrape shows, in the thread of the server."""
+        for (name, text), index in self._indexes.items():
+            yield GaugeMetricFamily(name, text, index)
+        for name, total in self._totals.items():
+            yield CounterMetricFamily(*_named(name), total)
+        families: dict[str, GaugeMetricFamily] = {}
+        for name, value in {**self._version, **self._validation}.items():
+            general, environment = environment_of(name)
+            labels = {} if environment is None else {"environment": environment}
+            if general not in families:
+                families[general] = GaugeMetricFamily(*_named(general), labels=[*labels])
+            families[general].add_metric([*labels.values()], value)
+        yield from families.values()
 
     def close(self) -> None:
         """Stop the server."""
@@ -81,4 +97,4 @@ def _named(name: str) -> tuple[str, str]:
     """Return name and description of a metric on the endpoint."""
     metric = METRICS[name]
     unit = f" ({metric.unit})" if metric.unit else ""
-    return PREFIX + name.replace("/", "_"), metric.text + unit
+    return PREFIX + name.replace("<name>/", "").replace("/", "_"), metric.text + unit

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean, pstdev
 from typing import NamedTuple
 
@@ -58,7 +58,9 @@ class StepStats:
         sequence_tokens: tokens of the sequences that passed, context included.
         computed_tokens: tokens of the passes: a shared prefix is computed once. No padding.
         flops: of the model in forward and backward passes.
-        measured: over the passed tokens; None if the step was skipped.
+        measured: over the passed tokens, for each algorithm of the batch; empty if the step was
+            skipped.
+        environment_losses: shares of `loss`, of the environments with an algorithm of their own.
     """
 
     tokens: int
@@ -70,7 +72,8 @@ class StepStats:
     sequence_tokens: int
     computed_tokens: int
     flops: float
-    measured: TokenStats | None
+    measured: tuple[TokenStats, ...]
+    environment_losses: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,25 +124,24 @@ class Staleness(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BatchStats:
-    """One trained batch.
+class DataStats:
+    """The data of one environment in a trained batch.
 
     Attributes:
+        environment: a name in `trainer.environments`; None: all others.
         rewards: of the trained members that have one.
         members: trained members.
         tokens: trained tokens.
         lengths: trained tokens of each trajectory that has some.
         turns: steps of all trained members.
         unrewarded: members without a training reward.
-        sequences_outside_vocabulary: excluded for token ids that the model does not have.
-        sequences_with_media: excluded for images, videos or sounds.
+        outside_vocabulary: tokens excluded for token ids that the model does not have.
+        with_media: tokens excluded for images, videos or sounds.
         sampled_at_zero: tokens excluded for an infinite recorded log-probability.
         staleness: see `staleness`.
-        read_seconds: time to read the payload.
-        critic: None for an algorithm without one.
     """
 
-    update: UpdateStats
+    environment: str | None = None
     rewards: tuple[float, ...]
     groups: int
     members: int
@@ -148,10 +150,24 @@ class BatchStats:
     lengths: tuple[int, ...]
     turns: int
     unrewarded: int
-    sequences_outside_vocabulary: int
-    sequences_with_media: int
+    outside_vocabulary: int
+    with_media: int
     sampled_at_zero: int
     staleness: Staleness
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchStats:
+    """One trained batch.
+
+    Attributes:
+        data: of each environment.
+        read_seconds: time to read the payload.
+        critic: None for an algorithm without one.
+    """
+
+    update: UpdateStats
+    data: tuple[DataStats, ...]
     read_seconds: float
     critic: CriticStats | None = None
 
@@ -188,38 +204,56 @@ def version_metrics(
     found: dict[str, float | None] = {"save_seconds": save_seconds}
     if batches:
         found |= {"lr": lr, **_data(batches), **_updates(batches), **_critic(batches)}
-        found |= _tokens([s.measured for b in batches for s in b.update.steps if s.measured])
+        found |= _tokens([m for b in batches for s in b.update.steps for m in s.measured])
+        found |= _environments(batches)
     return {name: float(value) for name, value in found.items() if value is not None}
 
 
 def _data(batches: Sequence[BatchStats]) -> dict[str, float | None]:
     """Return what the batches contained."""
-    rewards = [r for batch in batches for r in batch.rewards]
-    lengths = [length for batch in batches for length in batch.lengths]
-    members = sum(batch.members for batch in batches)
+    parts = [part for batch in batches for part in batch.data]
+    rewards = [r for part in parts for r in part.rewards]
+    lengths = [length for part in parts for length in part.lengths]
+    members = sum(part.members for part in parts)
     return {
         "reward_mean": fmean(rewards) if rewards else None,
         "reward_std": pstdev(rewards) if rewards else None,
         "batches": len(batches),
-        "groups": sum(batch.groups for batch in batches),
+        "groups": sum(part.groups for part in parts),
         "members": members,
-        "members_unrewarded": sum(batch.unrewarded for batch in batches),
-        "sequences": sum(batch.sequences for batch in batches),
-        "sequences_outside_vocabulary": sum(
-            batch.sequences_outside_vocabulary for batch in batches
-        ),
-        "sequences_with_media": sum(batch.sequences_with_media for batch in batches),
-        "tokens": sum(batch.tokens for batch in batches),
-        "tokens_sampled_at_zero": sum(batch.sampled_at_zero for batch in batches),
+        "members_unrewarded": sum(part.unrewarded for part in parts),
+        "sequences": sum(part.sequences for part in parts),
+        "tokens_outside_vocabulary": sum(part.outside_vocabulary for part in parts),
+        "tokens_with_media": sum(part.with_media for part in parts),
+        "tokens": sum(part.tokens for part in parts),
+        "tokens_sampled_at_zero": sum(part.sampled_at_zero for part in parts),
         "length_mean": _mean(lengths),
         "length_max": _largest(lengths),
-        "turns_mean": _share(sum(batch.turns for batch in batches), members),
+        "turns_mean": _share(sum(part.turns for part in parts), members),
         "staleness_mean": _share(
-            sum(batch.staleness.total for batch in batches),
-            sum(batch.staleness.tokens for batch in batches),
+            sum(part.staleness.total for part in parts),
+            sum(part.staleness.tokens for part in parts),
         ),
-        "staleness_max": _largest(batch.staleness.largest for batch in batches),
+        "staleness_max": _largest(part.staleness.largest for part in parts),
         "read_seconds": sum(batch.read_seconds for batch in batches),
+    }
+
+
+def _environments(batches: Sequence[BatchStats]) -> dict[str, float | None]:
+    """Return the metrics of each environment with an algorithm of its own."""
+    rewards: dict[str, list[float]] = {}
+    losses: dict[str, float] = {}
+    steps = [step for batch in batches for step in batch.update.steps if step.loss is not None]
+    for batch in batches:
+        for part in batch.data:
+            if part.environment is not None:
+                rewards.setdefault(part.environment, []).extend(part.rewards)
+    for step in steps:
+        for name, loss in step.environment_losses.items():
+            losses[name] = losses.get(name, 0.0) + loss / len(steps)
+    return {
+        **{f"environment/{name}/reward_mean": _mean(found) for name, found in rewards.items()},
+        **{f"environment/{name}/loss": found for name, found in losses.items()},
     }
 
 

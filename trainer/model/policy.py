@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from runtime.digests import digest_of_model
 from schemas.settings import TrainerSettings
 from trainer.data.micro_batch import MicroBatch
+from trainer.data.sequences import Readable
 from trainer.model.files import (
     TensorDtypes,
     auxiliary_files,
@@ -103,14 +104,10 @@ class Policy:
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
     @property
-    def vocabulary(self) -> int:
-        """Number of token ids with an embedding: 0 to vocabulary - 1."""
-        return int(self.model.get_input_embeddings().num_embeddings)
-
-    @property
-    def media_placeholders(self) -> frozenset[int]:
-        """Ids of tokens that stand for parts of images, videos and sounds."""
-        return media_placeholders(self.model.config)
+    def readable(self) -> Readable:
+        """The ids with an embedding, and those of them that stand for images, videos and sounds."""
+        embeddings = self.model.get_input_embeddings().num_embeddings
+        return Readable(int(embeddings), media_placeholders(self.model.config))
 
     def save(self, directory: Path, dtypes: TensorDtypes) -> None:
         """Write a Hugging Face directory: safetensors, configuration and tokenizer files.

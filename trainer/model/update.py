@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ import torch
 from trainer.algorithms.batch import LossBatch
 from trainer.algorithms.objective import MinibatchSize, objective
 from trainer.algorithms.registry import LoadedAlgorithm
-from trainer.data.micro_batch import collate
+from trainer.data.micro_batch import MicroBatch, collate
 from trainer.data.minibatches import minibatches
 from trainer.data.sequences import TrainingSequence
 from trainer.metrics.flops import TrainingFlops, peak_flops
@@ -21,15 +21,17 @@ from trainer.metrics.statistics import StepStats, UpdateStats
 from trainer.model.measurement import Measurement
 from trainer.model.policy import Policy
 from trainer.model.scores import logprobs_of
-from trainer.parallel.processes import Processes
 from trainer.parallel.sharding import whole
+
+Algorithms = Mapping[str | None, LoadedAlgorithm]
+"""Name of an environment to its algorithm; None: all others."""
 
 
 def update(
     policy: Policy,
     sequences: Sequence[TrainingSequence],
     batch_seq: int,
-    algorithm: LoadedAlgorithm,
+    algorithms: Algorithms,
     lr: float,
     parent_version: str | None,
 ) -> UpdateStats:
@@ -41,7 +43,7 @@ def update(
         policy: it is changed.
         sequences: of the batch, with advantages.
         batch_seq: number of the batch; the shuffle depends on it.
-        algorithm: its loss and settings.
+        algorithms: of each environment that sequences name; None: of the other sequences.
         lr: learning rate.
         parent_version: the version with exactly these weights; None after an update since it.
     """
@@ -55,7 +57,7 @@ def update(
     for part in minibatches(sequences, s.minibatches, s.epochs, s.seed, batch_seq):
         unchanged = all(step.skipped is not None for step in steps)
         parent = parent_version if unchanged else None
-        steps.append(_step(policy, part, algorithm, parent, flops))
+        steps.append(_step(policy, part, algorithms, parent, flops))
     return UpdateStats(
         steps=tuple(steps),
         seconds=time.perf_counter() - began,
@@ -84,80 +86,141 @@ def with_old_logprobs(
 def _step(
     policy: Policy,
     sequences: Sequence[TrainingSequence],
-    algorithm: LoadedAlgorithm,
+    algorithms: Algorithms,
     parent_version: str | None,
     flops: TrainingFlops,
 ) -> StepStats:
     """Take one optimiser step; the loss is a mean over all `sequences`.
 
-    If the loss of a sequence without advantage is zero, the sequence counts in that mean, but it
-    needs no forward or backward pass.
+    Each algorithm has passes of its own. All divide by the tokens or sequences of the whole
+    minibatch, so an algorithm weighs as much as its data.
     """
-    s, processes, packed = policy.settings, policy.processes, policy.scores.packed
     size = MinibatchSize(sum(sequence.trained_tokens for sequence in sequences), len(sequences))
-    learned = [
+    learned = {
+        environment: found
+        for environment, algorithm in algorithms.items()
+        if (found := _learned(sequences, environment, algorithm))
+    }
+    policy.clear_gradients(zeros=not learned)
+    parts = {
+        environment: _backward(policy, found, algorithms[environment], size, parent_version)
+        for environment, found in learned.items()
+    }
+    total = sum(part.loss for part in parts.values())
+    norm = whole(
+        torch.nn.utils.clip_grad_norm_(policy.trained, policy.settings.max_grad_norm)
+    ).item()
+    finite = math.isfinite(total) and math.isfinite(norm)
+    if finite:
+        policy.optimizer.step()
+    computed = sum(part.computed_tokens for part in parts.values())
+    passed = [sequence for found in learned.values() for sequence in found]
+    stats = [part.measurement.stats() for part in parts.values()] if finite else []
+    return StepStats(
+        tokens=size.tokens,
+        passed_tokens=sum(sequence.trained_tokens for sequence in passed),
+        loss=total if finite else None,
+        grad_norm=norm if finite else None,
+        skipped=None if finite else f"loss {total}, gradient norm {norm}",
+        now_at_zero=sum(part.measurement.now_at_zero for part in parts.values()),
+        sequence_tokens=sum(len(sequence.tokens.ids) for sequence in passed),
+        computed_tokens=computed,
+        flops=flops.of(computed, sum(part.attended_pairs for part in parts.values())),
+        measured=tuple(found for found in stats if found is not None),
+        environment_losses={name: part.loss for name, part in parts.items() if name is not None},
+    )
+
+
+def _learned(
+    sequences: Sequence[TrainingSequence], environment: str | None, algorithm: LoadedAlgorithm
+) -> list[TrainingSequence]:
+    """Return the sequences of an environment that need a forward and backward pass.
+
+    If the loss of a sequence without advantage is zero, the sequence counts in the mean only.
+    """
+    return [
         sequence
         for sequence in sequences
-        if not algorithm.skips_zero_advantages or np.any(sequence.advantages)
+        if sequence.environment == environment
+        and (not algorithm.skips_zero_advantages or np.any(sequence.advantages))
     ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Passes:
+    """The passes of one algorithm in a step, in all processes.
+
+    Attributes:
+        loss: share in the loss of the minibatch.
+        computed_tokens, attended_pairs: see `MicroBatch`.
+        measurement: of the tokens.
+    """
+
+    loss: float
+    computed_tokens: int
+    attended_pairs: float
+    measurement: Measurement
+
+
+def _backward(
+    policy: Policy,
+    sequences: Sequence[TrainingSequence],
+    algorithm: LoadedAlgorithm,
+    size: MinibatchSize,
+    parent_version: str | None,
+) -> _Passes:
+    """Add the gradient of the sequences of one algorithm.
+
+    Args:
+        policy: gets the gradient.
+        sequences: at least one.
+        algorithm: of all of them.
+        size: of the whole minibatch.
+        parent_version: see `update`.
+    """
+    s, processes, packed = policy.settings, policy.processes, policy.scores.packed
     total, computed, pairs = 0.0, 0, 0.0
     measurement = Measurement(algorithm, parent_version)
-    policy.clear_gradients(zeros=not learned)
-    for part, counts in processes.passes(learned, s.micro_batch_tokens, packed=packed):
+    for part, counts in processes.passes(sequences, s.micro_batch_tokens, packed=packed):
         batch = collate(part, s.temperature, policy.device, packed=packed)
-        if algorithm.settings.entropy_coef:
-            logprobs, entropy = policy.logprobs_and_entropy(batch)
-        else:
-            logprobs, entropy = policy.logprobs(batch), None
-        # Minus infinity times a ratio of zero is NaN. Such a token has no usable gradient.
-        at_zero = torch.isneginf(logprobs.detach())
-        possible = logprobs.masked_fill(at_zero, 0.0)
-        view = LossBatch(
-            logprobs=possible,
-            sampled_logprobs=batch.logprobs,
-            old_logprobs=batch.old_logprobs,
-            advantages=batch.advantages,
-            mask=~at_zero,
-            sequence=batch.sequence,
-            step=batch.step,
-            lengths=batch.lengths,
-            ref_logprobs=batch.ref_logprobs,
-            teacher_logprobs=batch.teacher_logprobs,
-            entropy=entropy,
-        )
+        view = _loss_batch(policy, batch, algorithm)
         mean = objective(view, algorithm.loss, algorithm.settings, size)
         # FSDP averages the gradients of the processes; the loss is a sum of their shares.
-        scaled = mean * processes.size if counts else possible.sum() * 0.0
+        scaled = mean * processes.size if counts else view.logprobs.sum() * 0.0
         scaled.backward()  # type: ignore[no-untyped-call]
         if not counts:
             continue
         total += mean.item()
         measurement.add(view, batch)
         computed, pairs = computed + batch.computed_tokens, pairs + batch.attended_pairs
-    total, computed, pairs = _of_all(processes, total, computed, pairs)
     measurement.combine(processes)
-    norm = whole(torch.nn.utils.clip_grad_norm_(policy.trained, s.max_grad_norm)).item()
-    finite = math.isfinite(total) and math.isfinite(norm)
-    if finite:
-        policy.optimizer.step()
-    return StepStats(
-        tokens=size.tokens,
-        passed_tokens=sum(sequence.trained_tokens for sequence in learned),
-        loss=total if finite else None,
-        grad_norm=norm if finite else None,
-        skipped=None if finite else f"loss {total}, gradient norm {norm}",
-        now_at_zero=measurement.now_at_zero,
-        sequence_tokens=sum(len(sequence.tokens.ids) for sequence in learned),
-        computed_tokens=computed,
-        flops=flops.of(computed, pairs),
-        measured=measurement.stats() if finite else None,
+    losses, tokens, attended = zip(*processes.gather((total, computed, pairs)), strict=True)
+    return _Passes(
+        loss=sum(losses),
+        computed_tokens=sum(tokens),
+        attended_pairs=sum(attended),
+        measurement=measurement,
     )
 
 
-def _of_all(
-    processes: Processes, loss: float, tokens: int, pairs: float
-) -> tuple[float, int, float]:
-    """Return the sums over all processes."""
-    found = processes.gather((loss, tokens, pairs))
-    losses, all_tokens, all_pairs = zip(*found, strict=True)
-    return sum(losses), sum(all_tokens), sum(all_pairs)
+def _loss_batch(policy: Policy, batch: MicroBatch, algorithm: LoadedAlgorithm) -> LossBatch:
+    """Return what the loss sees of a pass, with gradient."""
+    if algorithm.settings.entropy_coef:
+        logprobs, entropy = policy.logprobs_and_entropy(batch)
+    else:
+        logprobs, entropy = policy.logprobs(batch), None
+    # Minus infinity times a ratio of zero is NaN. Such a token has no usable gradient.
+    at_zero = torch.isneginf(logprobs.detach())
+    return LossBatch(
+        logprobs=logprobs.masked_fill(at_zero, 0.0),
+        sampled_logprobs=batch.logprobs,
+        old_logprobs=batch.old_logprobs,
+        advantages=batch.advantages,
+        mask=~at_zero,
+        sequence=batch.sequence,
+        step=batch.step,
+        lengths=batch.lengths,
+        ref_logprobs=batch.ref_logprobs,
+        teacher_logprobs=batch.teacher_logprobs,
+        entropy=entropy,
+    )

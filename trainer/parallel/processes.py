@@ -56,6 +56,23 @@ class Processes:
         dist.all_gather_object(values, value)
         return values
 
+    @contextmanager
+    def joined(self) -> Iterator[None]:
+        """Convert the error of a collective whose other process ended.
+
+        Raises:
+            ProcessLost: instead of that error.
+        """
+        try:
+            yield
+        except (dist.DistError, RuntimeError) as e:
+            if self.size > 1 and (isinstance(e, dist.DistError) or "gloo" in str(e)):
+                raise ProcessLost(
+                    f"process {self.rank} of {self.size} lost another process of this trainer: its "
+                    f"own message says why; all of them end ({str(e).splitlines()[0][:200]})"
+                ) from e
+            raise
+
     def background_group(self) -> dist.ProcessGroup | None:
         """Return a new group for collectives that run during a step; None for one process.
 
@@ -111,14 +128,7 @@ def open_processes(device: str) -> Iterator[Processes]:
         dist.init_process_group("cpu:gloo,cuda:nccl", timeout=TIMEOUT)
     else:
         dist.init_process_group("cpu:gloo", timeout=TIMEOUT)
-    rank = dist.get_rank()
-    try:
-        yield Processes(rank, size)
-    except (dist.DistError, RuntimeError) as e:
-        if isinstance(e, dist.DistError) or "gloo" in str(e):
-            raise ProcessLost(
-                f"process {rank} of {size} lost another process of this trainer: its own message "
-                f"says why; all of them end ({str(e).splitlines()[0][:200]})"
-            ) from e
-        raise
+    processes = Processes(dist.get_rank(), size)
+    with processes.joined():
+        yield processes
     dist.destroy_process_group()

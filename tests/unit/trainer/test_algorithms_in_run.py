@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support.trainer_runs import MemoryWeightLog
+from support.trainer_runs import ANY_ID, MemoryWeightLog
 
 from demo.model import make_random_model
 from schemas.errors import SettingsError
@@ -175,7 +175,7 @@ def settings(model_dir: Path, **trainer: object) -> Settings:
 def sequences_for(algorithm: LoadedAlgorithm) -> tuple[TrainingSequence, ...]:
     given = fetched(algorithm.name)
     data = sequences_of_batch(
-        given.batch, given.trajectories, algorithm.smallest_group, algorithm.rewards
+        given.batch, given.trajectories, algorithm.smallest_group, algorithm.rewards, ANY_ID
     )
     view = batch_view(data.sequences, data.members, "r", 3)
     return with_advantages(data.sequences, algorithm.advantage(view, algorithm.settings))
@@ -183,7 +183,7 @@ def sequences_for(algorithm: LoadedAlgorithm) -> tuple[TrainingSequence, ...]:
 
 def test_the_view_has_the_indexes_and_rewards_of_the_records() -> None:
     given = fetched("grpo")
-    data = sequences_of_batch(given.batch, given.trajectories, 2, "step")
+    data = sequences_of_batch(given.batch, given.trajectories, 2, "step", ANY_ID)
     view = batch_view(data.sequences[:4], data.members, "r", 3)
     # a is linear, b is forked into two sequences, c is linear.
     assert view.sequence.tolist() == [0] * 5 + [1] * 2 + [2] * 3 + [3] * 5
@@ -207,7 +207,8 @@ def test_a_member_is_left_out_without_a_reward_that_the_algorithm_reads() -> Non
     batch = replace(given.batch, groups=(group,))
     names = {
         use: [
-            m.trajectory_id for m in sequences_of_batch(batch, given.trajectories, 1, use).members
+            m.trajectory_id
+            for m in sequences_of_batch(batch, given.trajectories, 1, use, ANY_ID).members
         ]
         for use in ("none", "step", "trajectory")
     }
@@ -224,7 +225,7 @@ def test_passes_of_any_size_give_the_same_loss_and_gradient(model_dir: Path, nam
             Policy(model_dir, settings(model_dir, micro_batch_tokens=n).trainer),
             sequences,
             0,
-            algorithm,
+            {None: algorithm},
             1e-3,
             None,
         ).steps[0]
@@ -265,7 +266,7 @@ def test_an_update_with_recomputed_old_log_probabilities_starts_at_ratio_one(
     old = collate(with_old_logprobs(policy, sequences), s.temperature, policy.device).old_logprobs
     assert torch.allclose(old, now, atol=1e-5)
     weights = (now - batch.logprobs).exp().clamp(max=1.5)
-    (step,) = update(policy, sequences, 0, algorithm, 1e-3, None).steps
+    (step,) = update(policy, sequences, 0, {None: algorithm}, 1e-3, None).steps
     assert step.loss == pytest.approx(-(weights * batch.advantages).mean().item(), rel=1e-4)
 
 
@@ -282,7 +283,9 @@ def test_the_entropy_is_that_of_the_distribution_of_the_engine(model_dir: Path) 
     assert torch.allclose(entropy, -(p * p.log()).sum(-1), atol=1e-5)
     plain = load("dapo", {}, ())
     losses = [
-        update(Policy(model_dir, policy.settings), sequences, 0, a, 1e-3, None).steps[0].loss
+        update(Policy(model_dir, policy.settings), sequences, 0, {None: a}, 1e-3, None)
+        .steps[0]
+        .loss
         for a in (plain, algorithm)
     ]
     assert losses[0] is not None and losses[1] is not None
@@ -302,7 +305,7 @@ def test_a_function_of_the_users_own_trains(tmp_path: Path, model_dir: Path) -> 
     batch = collate(sequences, 1.0, policy.device)
     expected = -(policy.logprobs(batch).detach() * batch.advantages**2).mean().item()
     assert set(batch.advantages.tolist()) == {1.0, 2.0}
-    (step,) = update(policy, sequences, 0, algorithm, 1e-3, None).steps
+    (step,) = update(policy, sequences, 0, {None: algorithm}, 1e-3, None).steps
     assert step.loss == pytest.approx(expected, rel=1e-4)
 
 
@@ -341,7 +344,7 @@ def test_a_reference_or_teacher_model_gives_its_column(
     algorithm = load(name, s.trainer.algorithm.overrides, ())
     given = fetched(name)
     data = sequences_of_batch(
-        given.batch, given.trajectories, algorithm.smallest_group, algorithm.rewards
+        given.batch, given.trajectories, algorithm.smallest_group, algorithm.rewards, ANY_ID
     )
     policy, other = (Policy(path, s.trainer) for path in (model_dir, teacher_dir))
     batch = collate(data.sequences, 1.0, policy.device)
@@ -389,7 +392,7 @@ def test_a_part_that_does_not_give_one_number_a_token_is_refused(
     algorithm = load("cispo", {"loss": "wrong.py:loss"}, (tmp_path,))
     policy = Policy(model_dir, settings(model_dir).trainer)
     with pytest.raises(SettingsError, match=r"algorithm\.loss: it returned shape \(\)"):
-        update(policy, sequences_for(algorithm), 0, algorithm, 1e-3, None)
+        update(policy, sequences_for(algorithm), 0, {None: algorithm}, 1e-3, None)
 
 
 def test_an_algorithm_that_cannot_be_trained_is_refused_before_a_batch(model_dir: Path) -> None:

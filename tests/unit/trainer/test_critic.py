@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from support.trainer_runs import ANY_ID
 
 from benchmarks.learning.batches import RUN, MemoryWeightLog, Reply, batch_of, resume
 from demo.model import make_random_model
@@ -67,7 +68,7 @@ def batch(seq: int, algorithm: str = "ppo") -> FetchedBatch:
 
 def sequences() -> tuple[TrainingSequence, ...]:
     given = batch(0)
-    return sequences_of_batch(given.batch, given.trajectories, 1, "step").sequences
+    return sequences_of_batch(given.batch, given.trajectories, 1, "step", ANY_ID).sequences
 
 
 def with_returns(critic: Critic, value: float) -> list[TrainingSequence]:

@@ -51,10 +51,12 @@ from trainer.errors import (
     CheckpointLost,
     InvalidCheckpoint,
     OutOfMemory,
+    ProcessLost,
 )
 from trainer.main import check_settings
 from trainer.metrics.validation import Validation
 from trainer.model.policy import Policy
+from trainer.parallel.processes import Processes
 from trainer.position import Position, start_of
 from trainer.start import open_run
 from trainer.unfinished_batches import MAX_ATTEMPTS, UnfinishedBatches
@@ -212,10 +214,10 @@ def test_tokens_that_the_model_does_not_have_are_left_out_and_training_goes_on(
         run.train(batch)
     run.publish()
     (said,) = (line for line in logs if line["event"] == "tokens_outside_vocabulary")
-    assert said["trajectories"] == (name,) and said["sequences"] == 1
+    assert said["trajectories"] == [name] and said["tokens"] == 4
     metrics = weight_log.published[-1].metrics
-    assert (metrics["sequences_outside_vocabulary"], metrics["sequences"]) == (
-        1.0,
+    assert (metrics["tokens_outside_vocabulary"], metrics["sequences"]) == (
+        4.0,
         GROUPS * MEMBERS - 1.0,
     )
 
@@ -232,9 +234,9 @@ def test_sequences_with_images_are_left_out(tmp_path: Path, model_dir: Path) -> 
         run.train(batch)
     run.publish()
     (said,) = (line for line in logs if line["event"] == "media_not_trained")
-    assert said["trajectories"] == (name,) and said["sequences"] == 1
+    assert said["trajectories"] == [name] and said["tokens"] == 4
     metrics = weight_log.published[-1].metrics
-    assert (metrics["sequences_with_media"], metrics["sequences_outside_vocabulary"]) == (1.0, 0.0)
+    assert (metrics["tokens_with_media"], metrics["tokens_outside_vocabulary"]) == (4.0, 0.0)
 
 
 @pytest.mark.slow
@@ -455,6 +457,12 @@ def test_a_kill_in_training_counts_and_an_error_of_another_kind_does_not(tmp_pat
     for _ in range(MAX_ATTEMPTS + 1):
         with pytest.raises(Unavailable), UnfinishedBatches(tmp_path, "topic").training(7):
             raise Unavailable("Kafka is away")
+    for _ in range(MAX_ATTEMPTS):
+        with pytest.raises(ProcessLost), UnfinishedBatches(tmp_path, "lost").training(7):
+            with Processes(0, 2).joined():
+                raise RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer")
+    with pytest.raises(BatchNeverEnds), UnfinishedBatches(tmp_path, "lost").training(7):
+        pass
     killed = []  # a block that is entered and never left is what a kill leaves
     for _ in range(MAX_ATTEMPTS):
         unfinished = UnfinishedBatches(tmp_path, "topic")

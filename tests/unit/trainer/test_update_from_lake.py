@@ -14,6 +14,7 @@ import torch
 from deltalake import DeltaTable
 from support.assemble import InMemoryPartition, session, step
 from support.small_lake import SmallLake
+from support.trainer_runs import ANY_ID
 from transformers import AutoModelForCausalLM
 
 from demo.model import make_random_model
@@ -95,10 +96,12 @@ def trained(
         {"trainer": {"minibatches": 1, "max_grad_norm": 1e9, "micro_batch_tokens": 24}}
     ).trainer
     policy = Policy(model_dir, settings)
-    data = sequences_of_batch(batch, trajectories, algorithm.smallest_group, algorithm.rewards)
+    data = sequences_of_batch(
+        batch, trajectories, algorithm.smallest_group, algorithm.rewards, ANY_ID
+    )
     view = batch_view(data.sequences, data.members, "r", 5)
     sequences = with_advantages(data.sequences, algorithm.advantage(view, algorithm.settings))
-    (done,) = update(policy, sequences, 0, algorithm, 1e-3, None).steps
+    (done,) = update(policy, sequences, 0, {None: algorithm}, 1e-3, None).steps
     assert done.loss is not None
     gradients = {n: p.grad for n, p in policy.model.named_parameters() if p.grad is not None}
     return done.loss, gradients

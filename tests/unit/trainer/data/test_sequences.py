@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.trainer_runs import ANY_ID
 
 from schemas.records import (
     BatchGroup,
@@ -29,7 +30,13 @@ from schemas.trajectory_parts import joined
 from trainer.algorithms.advantages.grpo import grpo
 from trainer.algorithms.settings import AlgorithmSettings
 from trainer.data.minibatches import micro_batches, minibatches
-from trainer.data.sequences import Tokens, TrainingSequence, sequences_of, sequences_of_batch
+from trainer.data.sequences import (
+    Readable,
+    Tokens,
+    TrainingSequence,
+    sequences_of,
+    sequences_of_batch,
+)
 from trainer.data.trajectories import scans
 from trainer.data.view import batch_view, with_advantages
 from trainer.errors import PayloadUnreadable, TooFewMembers
@@ -319,7 +326,9 @@ def test_the_advantage_of_a_batch_is_per_group_and_weighted() -> None:
         BatchGroup(group_id="1", round=0, n=2, members=(member("a", 1.0), member("b", 0.0))),
         BatchGroup(group_id="2", round=0, n=2, members=(member("c", 5.0), member("d", 5.0))),
     )
-    data = sequences_of_batch(batch(*groups, weights={"rule/r": 2.0}), payload, 2, "trajectory")
+    data = sequences_of_batch(
+        batch(*groups, weights={"rule/r": 2.0}), payload, 2, "trajectory", ANY_ID
+    )
     view = batch_view(data.sequences, data.members, "r", 3)
     sequences = with_advantages(data.sequences, grpo(view, AlgorithmSettings(std_offset=0.3)))
     std = 2.0**0.5
@@ -344,7 +353,7 @@ def test_a_token_with_an_infinite_log_probability_is_not_trained_but_counted(
         name: trajectory([env([1]), s], [step(0)], name) for name, s in (("a", some), ("b", alone))
     }
     group = BatchGroup(group_id="1", round=0, n=2, members=(member("a", 1.0), member("b", 0.0)))
-    found = sequences_of_batch(batch(group), payload, 2, "trajectory")
+    found = sequences_of_batch(batch(group), payload, 2, "trajectory", ANY_ID)
     (sequence,) = found.sequences
     assert (sequence.trajectory_id, mask(sequence), logprobs(sequence)) == (
         "a",
@@ -362,16 +371,39 @@ def test_a_missing_reward_is_never_zero() -> None:
         ),
         BatchGroup(group_id="2", round=0, n=2, members=(member("d", 5.0), member("e", None))),
     )
-    data = sequences_of_batch(batch(*groups), payload, 2, "trajectory")
+    data = sequences_of_batch(batch(*groups), payload, 2, "trajectory", ANY_ID)
     assert [r.trajectory_id for r in data.sequences] == ["a", "c"]
     assert (data.rewards, data.groups) == ((1.0, 0.0), 1)
     assert sorted(data.unrewarded) == ["b", "d", "e"]
 
 
+@pytest.mark.parametrize("bad", [99, -1, 5000])
+def test_paths_end_before_ids_that_the_model_cannot_compute_and_the_others_are_whole(
+    bad: int,
+) -> None:
+    """The first path of the fork has the bad id behind the sampled tokens that both share."""
+    tree = [
+        env([1]),
+        said([2, 3], 0, 0),
+        env([4, bad], 1),
+        said([5, 6, 7], 1, 2),
+        env([8], 1),
+        said([9], 2, 4),
+    ]
+    payload = {n: trajectory(tree, [step(0), step(1), step(2)], n) for n in "ab"}
+    group = BatchGroup(group_id="1", round=0, n=2, members=(member("a", 1.0), member("b", 0.0)))
+    found = sequences_of_batch(batch(group), payload, 2, "trajectory", Readable(5000, {99}))
+    trained = [s.tokens.trained().ids.tolist() for s in found.sequences]
+    assert trained == [[2, 3], [9]] * 2
+    assert not any(bad in s.tokens.ids for s in found.sequences)
+    lost = (found.with_media, found.outside_vocabulary)
+    assert lost == (({"a": 3, "b": 3}, {}) if bad == 99 else ({}, {"a": 3, "b": 3}))
+
+
 def test_grpo_refuses_groups_of_one() -> None:
     lonely = BatchGroup(group_id="1", round=0, n=1, members=(member("a", 1.0),))
     with pytest.raises(TooFewMembers, match="groups of 2"):
-        sequences_of_batch(batch(lonely), {"a": trajectory([], [], "a")}, 2, "trajectory")
+        sequences_of_batch(batch(lonely), {"a": trajectory([], [], "a")}, 2, "trajectory", ANY_ID)
 
 
 def sequence(length: int) -> TrainingSequence:

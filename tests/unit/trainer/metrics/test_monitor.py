@@ -6,6 +6,7 @@ import errno
 import struct
 import urllib.request
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,28 @@ def test_every_new_version_is_on_the_endpoint_and_in_the_event_files(tmp_path: P
     ]  # fmt: skip
 
 
+def test_a_restart_does_not_repeat_the_validations_in_the_event_files(tmp_path: Path) -> None:
+    settings = Settings.model_validate(
+        {"run_id": "r", "data_dir": tmp_path, "trainer": {"tensorboard_dir": tmp_path / "tb"}}
+    )
+    later = replace(VALIDATION, sync_index=2)
+    for next_sync_index in (1, 2):  # the second trainer resumes before version 2
+        monitor = Monitor(settings, shown=0, next_sync_index=next_sync_index)
+        monitor.validation(VALIDATION)
+        monitor.validation(later)
+        monitor.close([])
+        (file,) = (tmp_path / "tb" / "r").glob("events.out*")  # of this process and second
+        file.rename(file.with_name(f"events.{next_sync_index}"))
+    changed = Monitor(settings, shown=0, next_sync_index=3)
+    changed.validation(VALIDATION)
+    changed.validation(replace(later, mean=1.0))
+    changed.close([])
+    points = scalars(tmp_path / "tb" / "r")
+    assert [(step, value) for tag, step, value in points if tag == "val/reward_mean"] == [
+        (1, 0.5), (2, 0.5), (2, 0.5), (2, 1.0),
+    ]  # fmt: skip
+
+
 class FullDisk:
     """A sink that has no space left."""
 
@@ -102,16 +125,27 @@ def test_a_sink_that_fails_is_left_out_and_the_trainer_goes_on(tmp_path: Path) -
     ]
 
 
-def test_a_metric_without_a_value_is_not_on_the_endpoint() -> None:
+def test_the_endpoint_has_gauges_of_the_newest_version_only_and_a_label_for_environments() -> None:
     port = free_port()
     endpoint = PrometheusEndpoint("127.0.0.1", port)
-    endpoint.write(7, {"loss": 2.0})
+    endpoint.write(6, {"loss": 3.0, "entropy": 1.0, "tokens": 5.0})
+    endpoint.write(6, VALIDATION.metrics)
+    endpoint.write(
+        7, {"loss": 2.0, "environment/math/loss": 0.5, "environment/a/b/loss": 1.5, "tokens": 1.0}
+    )
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as reply:
         text = reply.read().decode()
     endpoint.close()
     assert [line for line in text.splitlines() if not line.startswith("#")] == [
         "clawstream_trainer_sync_index 7.0",
+        "clawstream_trainer_val_sync_index 6.0",
+        "clawstream_trainer_tokens_total 6.0",
         "clawstream_trainer_loss 2.0",
+        'clawstream_trainer_environment_loss{environment="math"} 0.5',
+        'clawstream_trainer_environment_loss{environment="a/b"} 1.5',
+        "clawstream_trainer_val_reward_mean 0.5",
+        "clawstream_trainer_val_trajectories 4.0",
+        "clawstream_trainer_val_reward_interval 0.25",
     ]
 
 

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from trainer.metrics.definitions import METRICS, headline, reference
+from trainer.metrics.definitions import METRICS, environment_of, headline, reference
 from trainer.metrics.statistics import (
     BatchStats,
     CriticStats,
+    DataStats,
     Staleness,
     StepStats,
     TokenStats,
@@ -44,33 +45,42 @@ FIRST = StepStats(
     sequence_tokens=40,
     computed_tokens=10,
     flops=1e12,
-    measured=TOKENS,
+    measured=(TOKENS,),
+    environment_losses={"math": 0.5},
 )
 THEN = replace(
     FIRST,
     loss=3.0,
     grad_norm=4.0,
     now_at_zero=0,
-    measured=replace(
+    measured=(replace(
         TOKENS, tokens=6, ratios=6.0, squared_ratios=6.0, largest_ratio=1.0, clipped=0,
         logp_diff=None, same_version=None, kl_reference=None,
-    ),
+    ),), environment_losses={},
 )  # fmt: skip
-LOST = replace(THEN, passed_tokens=2, loss=None, grad_norm=None, skipped="NaN", measured=None)
-BATCH = BatchStats(
-    update=UpdateStats(steps=(FIRST, THEN, LOST), seconds=1.0, peak_flops=1e13),
+LOST = replace(THEN, passed_tokens=2, loss=None, grad_norm=None, skipped="NaN", measured=())
+DATA = DataStats(
     rewards=(0.0, 1.0),
     groups=1,
-    members=3,
+    members=2,
     sequences=2,
-    tokens=8,
-    lengths=(5, 3),
+    tokens=6,
+    lengths=(5, 1),
     turns=6,
     unrewarded=0,
-    sequences_outside_vocabulary=0,
-    sequences_with_media=0,
+    outside_vocabulary=0,
+    with_media=0,
     sampled_at_zero=5,
     staleness=Staleness(4, 8, 2),
+)
+MATH = DataStats(
+    environment="math", rewards=(1.0, 0.0), groups=0, members=1, sequences=0, tokens=2,
+    lengths=(3,), turns=0, unrewarded=0, outside_vocabulary=0, with_media=0,
+    sampled_at_zero=0, staleness=Staleness(0, 0, None),
+)  # fmt: skip
+BATCH = BatchStats(
+    update=UpdateStats(steps=(FIRST, THEN, LOST), seconds=1.0, peak_flops=1e13),
+    data=(DATA, MATH),
     read_seconds=0.5,
     critic=CriticStats(losses=(1.0, 3.0), skipped=("NaN",), explained_variance=0.5, seconds=0.25),
 )
@@ -82,12 +92,13 @@ def test_metrics_fold_the_batches_of_a_version() -> None:
         {
             "reward_mean": 0.5, "reward_std": 0.5,
             "batches": 2, "groups": 2, "members": 6, "members_unrewarded": 0, "sequences": 4,
-            "sequences_outside_vocabulary": 0, "sequences_with_media": 0, "tokens": 16,
+            "tokens_outside_vocabulary": 0, "tokens_with_media": 0, "tokens": 16,
             "tokens_passed": 16,
             "tokens_sampled_at_zero": 10, "tokens_now_at_zero": 2, "tokens_computed": 60,
             "prefix_saved_share": 0.75,
-            "length_mean": 4, "length_max": 5, "turns_mean": 2,
+            "length_mean": 3, "length_max": 5, "turns_mean": 2,
             "staleness_mean": 0.5, "staleness_max": 2,
+            "environment/math/reward_mean": 0.5, "environment/math/loss": 0.25,
             "loss": 2, "grad_norm": 3, "grad_norm_max": 4, "lr": 1e-3,
             "optimizer_steps": 4, "optimizer_steps_skipped": 2,
             "value_loss": 2, "explained_variance": 0.5, "critic_seconds": 0.5,
@@ -101,9 +112,8 @@ def test_metrics_fold_the_batches_of_a_version() -> None:
         }
     )  # fmt: skip
     validation = summary(0, [[0.0], [1.0]]).metrics
-    assert got.keys() | validation.keys() == METRICS.keys(), (
-        "a definition has a value, and vice versa"
-    )
+    names = {environment_of(name)[0] for name in (*got, *validation)}
+    assert names == METRICS.keys(), "a definition has a value, and vice versa"
 
 
 def test_what_was_not_measured_is_absent() -> None:

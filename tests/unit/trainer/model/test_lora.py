@@ -45,7 +45,7 @@ def test_an_adapter_is_trained_published_and_merged(tmp_path: Path) -> None:
     batch = collate(rows, 1.0, policy.device)
     plain = Policy(base, settings(base, tmp_path, rank=None).trainer).logprobs(batch)
     assert torch.equal(policy.logprobs(batch), plain)  # a new adapter changes nothing
-    update(policy, rows, 0, load("cispo", {}, ()), 1e-2, None)
+    update(policy, rows, 0, {None: load("cispo", {}, ())}, 1e-2, None)
     changed = {n for n, p in policy.model.named_parameters() if not torch.equal(p, before[n])}
     assert changed and all("lora_" in name for name in changed)
     state = VersionState(
