@@ -14,7 +14,7 @@ from schemas.settings import Settings
 def _compute_reward(settings: Settings) -> None:
     if settings.gateway.compute_reward is not None:
         with FunctionPool(settings.functions) as pool:
-            models = settings.jobs.reward_models
+            models = settings.reward_models
             rule_of(settings.gateway.compute_reward, "gateway.compute_reward", pool.find, models)
 
 

@@ -50,7 +50,7 @@ def last_answer(trajectory: Trajectory) -> str:
     """
     if not trajectory.steps:
         raise ValueError("no steps")
-    last = next((step for step in reversed(trajectory.steps) if _is_own(step)), None)
+    last = next((step for step in reversed(trajectory.steps) if is_own_step(step)), None)
     if last is None:
         raise ValueError("no step but auxiliary and retried calls")
     text = answer_in(loaded(last.response_json))
@@ -59,6 +59,6 @@ def last_answer(trajectory: Trajectory) -> str:
     return text
 
 
-def _is_own(step: TrajectoryStep) -> bool:
+def is_own_step(step: TrajectoryStep) -> bool:
     """Return whether the step belongs to the agent's main conversation."""
     return not step.marks and not any(tag.name in AUXILIARY_TAGS for tag in step.tags)

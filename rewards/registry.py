@@ -42,7 +42,10 @@ BUILT_IN: Mapping[str, RewardFunction] = {
 }
 
 
-FACTORIES: Mapping[str, str] = {"code": "rewards.code.reward:code_tests"}
+FACTORIES: Mapping[str, str] = {
+    "code": "rewards.code.reward:code_tests",
+    "genrm": "rewards.judge.reward:judge",
+}
 """Type of a reward model to what makes its function of its settings."""
 
 
@@ -55,7 +58,7 @@ def rule_of(
         spec: `name@version`, `file.py:function@version` or `module:function@version`.
         setting: Name of the setting, for errors.
         find: Loads a user's function, or makes that of a reward model.
-        models: `jobs.reward_models`.
+        models: `Settings.reward_models`.
 
     Raises:
         SettingsError: There is no such function, or the spec has another form.

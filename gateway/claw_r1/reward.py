@@ -104,9 +104,7 @@ class RewardFunction:
         spec = settings.gateway.compute_reward
         try:
             self._rule = (
-                rule_of(
-                    spec, "gateway.compute_reward", self._pool.find, settings.jobs.reward_models
-                )
+                rule_of(spec, "gateway.compute_reward", self._pool.find, settings.reward_models)
                 if spec is not None
                 else None
             )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from pathlib import Path
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from schemas.records.parts import RewardSource
-from schemas.settings.base import Count, Positive, Section
+from schemas.settings.base import Count, Name, Positive, Section
 
 
 class CodeTests(Section):
@@ -23,6 +24,42 @@ class CodeTests(Section):
     partial: bool = Field(False, description="reward the share of passed tests")
 
 
-RewardModel = CodeTests
-SOURCES: Mapping[str, RewardSource] = {"code": "rule"}
+class Judge(Section):
+    """A language model that grades by a rubric, at an endpoint with OpenAI's Chat Completions."""
+
+    type: Literal["genrm"]
+    url: str = Field(description="base URL with its `/v1`, of any OpenAI-compatible endpoint")
+    model: str = Field(description="name of the model there")
+    rubric: str = Field(description="what a good answer is, in words")
+    template: str = Field(
+        "Task:\n{metadata}\n\nReplies of the assistant:\n{replies}",
+        description="what the judge reads: {metadata}, {metadata.KEY}, {replies}, {answer}",
+    )
+    per: Literal["trajectory", "step"] = Field(
+        "trajectory", description="step: a reward of each step, which sees the replies up to it"
+    )
+    scale: Count = Field(10, description="highest score; the reward is score / scale")
+    votes: Count = Field(1, description="replies sampled for a verdict; their majority counts")
+    temperature: Annotated[float, Field(ge=0)] = Field(
+        0.0, description="above 0 for votes that differ"
+    )
+    max_tokens: Count = Field(512, description="longest reply of the judge")
+    api_key_env: Name | None = Field(None, description="environment variable with the API key")
+    timeout_s: Positive = Field(
+        25.0, description="longest time of a verdict with all attempts; below functions.timeout_s"
+    )
+    attempts: Count = Field(3, description="of a request that fails, with growing pauses")
+    budget_calls: Count | None = Field(None, description="requests in the window; then no reward")
+    budget_tokens: Count | None = Field(None, description="tokens in the window; then no reward")
+    budget_window_s: Positive | None = Field(
+        3600.0, description="window of the budget; null: all of a run"
+    )
+    cache_replies: Count = Field(100_000, description="replies kept; the oldest are dropped")
+    cache_file: Path | None = Field(
+        None, description="replies and spending; default: judges.sqlite in data_dir"
+    )
+
+
+RewardModel = Annotated[CodeTests | Judge, Field(discriminator="type")]
+SOURCES: Mapping[str, RewardSource] = {"code": "rule", "genrm": "judge"}
 """Type of a reward model to the source that its rewards carry."""

@@ -16,6 +16,7 @@ from schemas.settings.gateway import GatewaySettings
 from schemas.settings.jobs import FunctionSettings, JobsSettings
 from schemas.settings.kafka import BrokerSettings, KafkaSettings
 from schemas.settings.lake import LakeSettings
+from schemas.settings.reward_models import Judge, RewardModel
 from schemas.settings.rollout import ENGINE_STOP_S, RolloutSettings
 from schemas.settings.trainer import TrainerSettings
 from schemas.settings.up import UpSettings
@@ -134,6 +135,17 @@ class Settings(Section):
                 "before they are "
                 "assessed. Leave it out"
             )
+
+    @property
+    def reward_models(self) -> dict[str, RewardModel]:
+        """The reward models, with the file that judges share."""
+        file = self.data_dir.absolute() / "judges.sqlite"
+        return {
+            name: model.model_copy(update={"cache_file": file})
+            if isinstance(model, Judge) and model.cache_file is None
+            else model
+            for name, model in self.jobs.reward_models.items()
+        }
 
     def _check_reward_models(self) -> None:
         """Refuse a time-out that the process of the function would not live to see."""

@@ -23,7 +23,7 @@ class RuleEvaluator:
         """Load the functions. Raises SettingsError for an unknown name."""
         self.pool = FunctionPool(settings.functions)
         try:
-            self._rewards = rules_of(settings.jobs, self.pool.find)
+            self._rewards = rules_of(settings, self.pool.find)
             self._quality = quality_rules_of(settings.jobs.quality_functions, self.pool.find)
         except BaseException:  # interrupted too: else the child processes would stay
             self.pool.stop()

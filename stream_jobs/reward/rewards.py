@@ -17,14 +17,14 @@ from rewards.registry import Rule, rule_of
 from schemas.ids import stable_id
 from schemas.records import Reward, Trajectory
 from schemas.rule_spec import reason_text
-from schemas.settings import JobsSettings
+from schemas.settings import Settings
 from schemas.user_function import Find
 
 DETAIL_MAX_BYTES = 4096
 """Of the details of one reward: they are on the record, not in the state of assemble."""
 
 
-def rules_of(jobs: JobsSettings, find: Find) -> dict[str, tuple[Rule, ...]]:
+def rules_of(settings: Settings, find: Find) -> dict[str, tuple[Rule, ...]]:
     """Resolve the reward functions by run id or `*`.
 
     Raises:
@@ -32,10 +32,10 @@ def rules_of(jobs: JobsSettings, find: Find) -> dict[str, tuple[Rule, ...]]:
     """
     return {
         run: tuple(
-            rule_of(spec, f"jobs.reward_functions.{run}", find, jobs.reward_models)
+            rule_of(spec, f"jobs.reward_functions.{run}", find, settings.reward_models)
             for spec in specs
         )
-        for run, specs in jobs.reward_functions.items()
+        for run, specs in settings.jobs.reward_functions.items()
     }
 
 

@@ -14,7 +14,7 @@ def check_reward_functions(settings: Settings) -> None:
     Raises SettingsError that names the setting.
     """
     with FunctionPool(settings.functions) as pool:
-        rules_of(settings.jobs, pool.find)
+        rules_of(settings, pool.find)
 
 
 def check_quality_functions(settings: Settings) -> None:

@@ -413,7 +413,8 @@ def test_a_reference_that_was_made_up_reads_nothing(tmp_path: Path) -> None:
 
 
 def test_a_rule_that_can_not_be_asked_says_so() -> None:
-    (rule,) = rules_of(JobsSettings(reward_functions={"r": ("exact_match@1",)}), find)["r"]
+    jobs = JobsSettings(reward_functions={"r": ("exact_match@1",)})
+    (rule,) = rules_of(Settings(jobs=jobs), find)["r"]
     reward = no_reward(a_trajectory(None), rule, 5, "no blob x")
     assert (reward.value, reward.reason, reward.trajectory_id) == (None, "no blob x", "t")
 

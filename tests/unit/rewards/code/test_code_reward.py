@@ -13,7 +13,7 @@ from rewards.code.reward import CodeReward, code_in, code_tests
 from rewards.code.sandbox import SandboxError
 from runtime.functions.pool import FunctionPool
 from schemas.records import Trajectory, TrajectoryStep
-from schemas.settings import FunctionSettings, JobsSettings
+from schemas.settings import FunctionSettings, JobsSettings, Settings
 from stream_jobs.reward.rewards import rewards_of, rules_of
 
 ADD = "Sure:\n```python\ndef add(a, b):\n    return a + b\n```\n"
@@ -90,7 +90,7 @@ def test_a_configured_reward_runs_in_a_child_process(reward: CodeReward) -> None
     )
     assert jobs.reward_name("tests@3") == "rule/tests"
     with FunctionPool(FunctionSettings()) as pool:
-        (rule,) = rules_of(jobs, pool.find)["*"]
+        (rule,) = rules_of(Settings(jobs=jobs), pool.find)["*"]
         (given,) = rewards_of(trajectory(ADD, tests=CHECKS), rule, 0)
         (bare,) = rewards_of(trajectory(ADD), rule, 0)
     assert (given.source, given.name, given.value, given.reward_revision) == ("rule", "tests", 1, 3)

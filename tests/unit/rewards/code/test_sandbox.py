@@ -175,7 +175,7 @@ def test_the_refusal_names_the_setting() -> None:
         {"reward_functions": {"*": ["tests@1"]}, "reward_models": {"tests": {"type": "code"}}}
     )
     with pytest.raises(SettingsError, match=r"^setting jobs\.reward_models\.tests: SandboxError"):
-        rules_of(jobs, find)  # type: ignore[arg-type]
+        rules_of(Settings(jobs=jobs), find)  # type: ignore[arg-type]
 
 
 def test_a_time_limit_that_its_process_would_not_live_to_see_is_refused() -> None:

@@ -15,7 +15,7 @@ from schemas.codec.single_object import Codec
 from schemas.errors import SettingsError
 from schemas.records import Tag, Trajectory, TrajectoryStep
 from schemas.rule_spec import of_run
-from schemas.settings import JobsSettings
+from schemas.settings import JobsSettings, Settings
 from schemas.user_function import load_function
 from stream_jobs.reward.rewards import rewards_of, rules_of
 
@@ -161,11 +161,13 @@ def test_lost_or_bare_trajectories_get_an_explicit_none() -> None:
 
 def test_configured_by_name_or_import_path_and_run() -> None:
     rules = rules_of(
-        JobsSettings(
-            reward_functions={
-                "*": ("exact_match@1",),
-                "r1": ("rewards.last_number:last_number@v2", "exact_match@3"),
-            }
+        Settings(
+            jobs=JobsSettings(
+                reward_functions={
+                    "*": ("exact_match@1",),
+                    "r1": ("rewards.last_number:last_number@v2", "exact_match@3"),
+                }
+            )
         ),
         FIND,
     )
@@ -219,4 +221,4 @@ def test_whatever_a_function_raises_is_a_reason_that_a_record_can_hold(
 )
 def test_wrong_names_are_settings_errors(spec: str) -> None:
     with pytest.raises(SettingsError, match=r"jobs\.reward_functions\.r"):
-        rules_of(JobsSettings(reward_functions={"r": (spec,)}), FIND)
+        rules_of(Settings(jobs=JobsSettings(reward_functions={"r": (spec,)})), FIND)

@@ -1,0 +1,1 @@
+"""Rewards that a language model gives: a rubric, votes, a cache and a budget."""

@@ -1,0 +1,75 @@
+"""Fill templates with the metadata and replies of a trajectory, for models that read text. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import orjson
+
+from rewards.answer import is_own_step, metadata
+from schemas.records import Trajectory, TrajectoryStep
+from schemas.replies import calls_in, loaded, texts_in
+
+_PLACE = re.compile(r"\{([a-z_]+)(?:\.([^{}]+))?\}")
+PLACES = ("metadata", "answer", "replies")
+
+
+def check_template(template: str) -> None:
+    """Raise ValueError for a placeholder that does not exist."""
+    for name, key in _PLACE.findall(template):
+        if name not in PLACES or (key and name != "metadata"):
+            raise ValueError(f"template: no placeholder {name}; there are {', '.join(PLACES)}")
+
+
+def filled(template: str, trajectory: Trajectory, steps: Sequence[TrajectoryStep]) -> str:
+    """Return the template with its placeholders replaced, once: what replaces them is not read.
+
+    Args:
+        template: `{metadata}` is the metadata as JSON, `{metadata.KEY}` one field of it,
+            `{replies}` what the agent said and called in `steps`, `{answer}` the last of these.
+        steps: One or more.
+
+    Raises:
+        ValueError: The metadata lacks the field, or is no JSON object.
+    """
+
+    def value(match: re.Match[str]) -> str:
+        name, key = match.groups()
+        if name == "answer":
+            return said_in(steps[-1])
+        if name == "replies":
+            return "\n\n".join(f"[{i}] {said_in(step)}" for i, step in enumerate(steps, start=1))
+        fields = metadata(trajectory)
+        if key is None:
+            return orjson.dumps(fields).decode()
+        if key not in fields:
+            raise ValueError(f"metadata has no {key}")
+        return _text(fields[key])
+
+    return _PLACE.sub(value, template)
+
+
+def own_steps(trajectory: Trajectory) -> list[TrajectoryStep]:
+    """Return the steps of the agent's main conversation.
+
+    Raises:
+        ValueError: There are none.
+    """
+    steps = [step for step in trajectory.steps if is_own_step(step)]
+    if not steps:
+        raise ValueError("no step but auxiliary and retried calls")
+    return steps
+
+
+def said_in(step: TrajectoryStep) -> str:
+    """Return the text of a reply and its tool calls, each on a line."""
+    reply = loaded(step.response_json)
+    calls = [f"{call.name}({_text(call.given)})" for call in calls_in(reply)]
+    return "\n".join([*texts_in(reply), *calls])
+
+
+def _text(value: Any) -> str:
+    """Return text as it is, anything else as JSON."""
+    return value if isinstance(value, str) else orjson.dumps(value).decode()
