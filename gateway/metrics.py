@@ -79,6 +79,11 @@ class Metrics:
             "state",
         )
         self.engine_outages = counter("engine_outages", "Times an engine was taken out", "engine")
+        self.failed_loads = gauge(
+            "engine_failed_loads",
+            "Failed attempts of a worker to load a weight version since its engine's start",
+            "engine",
+        )
         self.upstream_retries = counter(
             "upstream_retries",
             "Calls sent again because an engine was unreachable, busy (502, 503), limited (429), "

@@ -14,13 +14,13 @@ from rollout.errors import (
     EngineChanged,
     EngineUnavailable,
     InvalidWeights,
-    WeightsUnreadable,
 )
 from rollout.server.load_weights import engine_label, load_version
 from rollout.server.process import AttachedServer, VllmServer, served_models
 from rollout.server.weight_files import remove_others
 from rollout.status import Report
 from rollout.versions import Versions
+from runtime.errors import WeightsUnreadable
 from runtime.kafka import Fenced
 from runtime.logs import logger
 from schemas.records import WeightVersion
@@ -158,10 +158,6 @@ class EngineSupervisor:
             self._report.set_state("loading", None, self._report.status.error)
         state = self._report.status.state
         try:
-            if version.format != "full" and version.base_model is None:
-                raise InvalidWeights(
-                    f"{name} is a {version.format}: only full versions and adapters can be loaded"
-                )
             result = await load_version(
                 self._http,
                 self._server.base_url,
@@ -180,8 +176,7 @@ class EngineSupervisor:
             else:
                 logger().warning("version_deferred", version=name, error=str(error))
                 self._versions.defer(name)
-            state = "starting" if state == "loading" else state
-            self._report.set_state(state, self._loaded, str(error))
+            self._report.load_failed(self._loaded, str(error))
         except EngineUnavailable as error:
             logger().warning("version_not_loaded", version=name, error=str(error))
             self._report.set_state(state, self._loaded, str(error))
@@ -191,7 +186,7 @@ class EngineSupervisor:
         else:
             self._label = self._loaded = name
             self._report.loaded(name, result.total_ms)
-            await asyncio.to_thread(remove_others, version.files, result.held, self._files)
+            await asyncio.to_thread(remove_others, result.digests, result.held, self._files)
             logger().info(
                 "version_loaded",
                 version=name,

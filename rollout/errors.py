@@ -10,16 +10,9 @@ class RolloutError(ForeseenError):
 
 
 class InvalidWeights(RolloutError):
-    """A file of a weight version is missing or altered, or its tensors do not fit the model.
+    """The tensors of a weight version do not fit the engine's model; the version is never retried.
 
     The engine continues to serve the old version.
-    """
-
-
-class WeightsUnreadable(RolloutError):
-    """A file of a weight version can't be read now, for example while its file system is away.
-
-    The engine continues to serve the old version; the load is repeated later.
     """
 
 

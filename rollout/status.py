@@ -38,7 +38,7 @@ class Report:
 
     def engine_started(self) -> None:
         """Record a new engine: nothing is loaded, loads count from 0. Keeps the last error."""
-        self.status = replace(self.status, started_at=now_micros(), loads=0)
+        self.status = replace(self.status, started_at=now_micros(), loads=0, failed_loads=0)
         self.set_state("starting", None, self.status.error)
 
     def engine_serves(self, models: tuple[str, ...]) -> None:
@@ -51,6 +51,12 @@ class Report:
             self.status, loads=self.status.loads + 1, last_load_ms=round(milliseconds, 3)
         )
         self.set_state("ready", version_id)
+
+    def load_failed(self, version_id: str | None, error: str) -> None:
+        """Record a failed load. version_id: the version that serves on, None for none."""
+        self.status = replace(self.status, failed_loads=self.status.failed_loads + 1)
+        state = self.status.state
+        self.set_state("starting" if state == "loading" else state, version_id, error)
 
     def set_state(
         self, state: WorkerState, version_id: str | None, error: str | None = None

@@ -16,7 +16,8 @@ from schemas.records import WeightVersion
 from schemas.topics import Topics
 
 RETRY_S = 0.5
-DEFER_S = 10.0
+DEFER_S, DEFER_MAX_S = 10.0, 320.0
+"""Seconds until a failed version is tried again: doubled at each failure, up to the maximum."""
 KEPT_VERSIONS = 8
 """Versions kept in memory. If all of them are rejected, the log is read again for older ones."""
 
@@ -40,6 +41,7 @@ class Versions:
     def reset(self) -> None:
         """Forget everything: the log is read again after an error, or is another log."""
         self._rejected: set[str] = set()
+        self._failures: dict[str, int] = {}
         self._deferred_until: dict[str, float] = {}
         self.restart()
 
@@ -70,7 +72,10 @@ class Versions:
 
     def defer(self, version_id: str) -> None:
         """Retry this version later; an older one may serve until then."""
-        self._deferred_until[version_id] = self._now() + DEFER_S
+        failures = self._failures[version_id] = self._failures.get(version_id, 0) + 1
+        self._deferred_until[version_id] = self._now() + min(
+            DEFER_S * 2 ** (failures - 1), DEFER_MAX_S
+        )
 
     def _wait_s(self, version: WeightVersion) -> float:
         """Return the seconds until a version is due; at most 0 if it is."""

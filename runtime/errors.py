@@ -46,3 +46,10 @@ class SourceTruncated(KafkaError):
 
 class TooLarge(KafkaError):
     """The record is larger than the topic takes."""
+
+
+class WeightsUnreadable(PlumbingError):
+    """A file of a weight version is missing, can't be read, or isn't what its manifest says.
+
+    Try again later: a file system may be away, or an operator may restore the file.
+    """

@@ -205,3 +205,6 @@ class EnginePool:
         for name, state in states.items():
             self._metrics.engines.labels(name, state).set(1)
         self._shown = states
+        self._metrics.failed_loads.clear()
+        for name, number in self._registry.failed_loads().items():
+            self._metrics.failed_loads.labels(name).set(number)

@@ -60,6 +60,7 @@ class _Reported:
     state: WorkerState
     until_s: float  # the worker is absent after this time
     version: str | None = None  # version of the weights that it samples with
+    failed_loads: int = 0
 
 
 def _split(url: str) -> tuple[str, str]:
@@ -163,9 +164,15 @@ class EngineRegistry:
         base, root = _split(status.base_url)
         spec = EngineSpec(worker_id, base, worker_id, status.models, status.run_id, api_root=root)
         until_s = now_s + MISSED_HEARTBEATS * status.heartbeat_interval_ms / 1000
-        self._reported[worker_id] = _Reported(spec, status.state, until_s, status.weight_version)
-        known = before is not None and before.spec == spec and before.state == status.state
-        if not known or before is None or before.until_s < now_s:
+        now = self._reported[worker_id] = _Reported(
+            spec, status.state, until_s, status.weight_version, status.failed_loads
+        )
+        if (
+            before is None
+            or before.until_s < now_s
+            or (before.spec, before.state, before.failed_loads)
+            != (now.spec, now.state, now.failed_loads)
+        ):
             self._changed()
 
     def clear(self) -> None:
@@ -194,6 +201,10 @@ class EngineRegistry:
         return {
             name: h.state if now_s <= h.until_s else "absent" for name, h in self._reported.items()
         }
+
+    def failed_loads(self) -> dict[str, int]:
+        """Return how often each worker failed to load a version since its engine's start."""
+        return {name: h.failed_loads for name, h in self._reported.items()}
 
     def oldest_loaded(self, run_id: str, now_s: float) -> int | None:
         """Return the lowest sync index of the run that a ready worker samples with.

@@ -1,6 +1,7 @@
 """Load a published weight version into a running engine.
 
-1. Verify each file of the manifest, size and sha256, in the worker (`rollout.server.weight_files`).
+1. Get the files of the version, check size and sha256 of each, and apply deltas, in the worker
+   (`runtime.weights.files`).
 2. Ask the engine's API server to load it, naming the version that the engine is believed to serve
    (`rollout.vllm_plugin.weight_loader`). The server stages, swaps and labels in one request; it
    refuses when another worker has loaded another version since.
@@ -19,9 +20,10 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from rollout.errors import EngineBroken, EngineChanged, EngineUnavailable, InvalidWeights
-from rollout.server.weight_files import adapter_files, verify
+from rollout.server.weight_files import adapter_files
 from rollout.vllm_plugin import weight_loader
 from rollout.vllm_plugin.weight_loader import PATH
+from runtime.weights.files import get_files
 from schemas.records import WeightFile
 
 TENSORS = ".safetensors"
@@ -32,12 +34,16 @@ _TIMEOUT = aiohttp.ClientTimeout(total=600)
 class LoadResult:
     """Duration of a load in milliseconds: verification, staging, and the pause without sampling.
 
-    held: Versions whose adapters the engine holds.
+    Attributes:
+        verify_ms: including downloads and the application of deltas.
+        digests: SHA-256 of the loaded files.
+        held: Versions whose adapters the engine holds.
     """
 
     verify_ms: float
     stage_ms: float
     pause_ms: float
+    digests: tuple[str, ...] = ()
     held: tuple[str, ...] = ()
 
     @property
@@ -54,25 +60,26 @@ async def load_version(
     served: str,
     base_model: str | None = None,
 ) -> LoadResult:
-    """Load a weight version, full or an adapter, into the engine behind `base_url`.
+    """Load a weight version into the engine behind `base_url`.
 
     Args:
         http: The session for the requests.
         base_url: Of the engine.
         version_id: Becomes the engine's label.
         files: Of the version.
-        cache_dir: For files that must be downloaded.
+        cache_dir: For files that must be downloaded or rebuilt.
         served: The label that the engine is believed to have.
         base_model: Of an adapter.
 
     Raises:
-        InvalidWeights, WeightsUnreadable: The version is not usable; the old one serves on.
+        InvalidWeights: The version does not fit the engine; the old one serves on.
+        WeightsUnreadable: A file is missing or damaged; the old version serves on.
         EngineChanged: The engine serves another version than `served`; nothing was touched.
         EngineUnavailable: The engine did not answer; ask for its label before the next try.
         EngineBroken: The engine failed in the swap.
     """
     began = time.perf_counter()
-    verified = await asyncio.to_thread(verify, files, cache_dir)
+    verified = await asyncio.to_thread(get_files, files, cache_dir)
     if base_model is None:
         needed = {path: digest for path, digest in verified.items() if path.suffix == TENSORS}
     else:
@@ -91,6 +98,7 @@ async def load_version(
                 verify_ms=verify_ms,
                 stage_ms=answer["stage_ms"],
                 pause_ms=answer["pause_ms"],
+                digests=tuple(verified.values()),
                 held=tuple(answer.get("held", ())),
             )
         case weight_loader.CHANGED:

@@ -12,14 +12,16 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import json
+import math
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollout.errors import InvalidWeights
+from runtime.weights.tensor_file import TensorSlice, read_header
 
 if TYPE_CHECKING:
     import torch
@@ -110,10 +112,10 @@ def _weight_files(model_dir: Path) -> list[Path]:
 def stage(files: Mapping[str, str], served: Served) -> dict[str, torch.Tensor]:
     """Read safetensors into memory and check digests, names, dtypes, shapes and finiteness.
 
-    Each file is read once, so the checked bytes are the loaded bytes. A float tensor may have
-    another float dtype than in the boot model: the loader casts it exactly as at boot, so the
-    served values are equal whether the trainer or the engine rounds. Other dtypes (integers, 8-bit
-    floats with scales) must be equal.
+    Each file is read once, tensor by tensor, so the checked bytes are the loaded bytes, and one
+    copy of them is in memory. A float tensor may have another float dtype than in the boot model:
+    the loader casts it exactly as at boot, so the served values are equal whether the trainer or
+    the engine rounds. Other dtypes (integers, 8-bit floats with scales) must be equal.
 
     Args:
         files: path of each file to its sha256.
@@ -125,20 +127,13 @@ def stage(files: Mapping[str, str], served: Served) -> dict[str, torch.Tensor]:
     Raises:
         InvalidWeights: a file or a tensor is invalid. The message names it.
     """
-    from safetensors import SafetensorError
-    from safetensors.torch import load
-
     found: dict[str, tuple[str, tuple[int, ...]]] = {}
     weights: dict[str, torch.Tensor] = {}
     for path, sha256 in sorted(files.items()):
         try:
-            data = read_checked(path, sha256)
-            weights |= load(data)
-            header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-            found |= {
-                n: (t["dtype"], tuple(t["shape"])) for n, t in header.items() if n != "__metadata__"
-            }
-        except (OSError, SafetensorError) as error:
+            for part, tensor in _read_tensors(path, sha256):
+                found[part.name], weights[part.name] = (part.dtype, part.shape), tensor
+        except (OSError, ValueError, KeyError) as error:
             raise InvalidWeights(f"{path}: {error}") from error
     expected = dict(served.layout)
     if served.tied:
@@ -151,6 +146,32 @@ def stage(files: Mapping[str, str], served: Served) -> dict[str, torch.Tensor]:
         raise InvalidWeights(f"not the tensors of the model that is served: {difference}")
     check_finite(weights, served.dtype)
     return weights
+
+
+def _read_tensors(path: str, sha256: str) -> Iterator[tuple[TensorSlice, torch.Tensor]]:
+    """Yield the tensors of a file. They are invalid unless the iterator ends.
+
+    Raises:
+        InvalidWeights: the SHA-256 (hex) of the file is another one.
+        OSError, ValueError, KeyError: it is no readable safetensors file.
+    """
+    import torch
+    from safetensors.torch import _getdtype
+
+    with Path(path).open("rb") as file:
+        header, parts = read_header(file)
+        digest = hashlib.sha256(header)
+        for part in parts:
+            dtype, data = _getdtype(part.dtype), torch.empty(part.size_bytes, dtype=torch.uint8)
+            if part.size_bytes != math.prod(part.shape) * dtype.itemsize:
+                raise InvalidWeights(f"{path}: {part.name} has {part.size_bytes} bytes")
+            if file.readinto(data.numpy().data) < part.size_bytes:
+                raise InvalidWeights(f"{path}: it ends within {part.name}")
+            digest.update(data.numpy().data)
+            yield part, data.view(dtype).reshape(part.shape)
+        digest.update(file.read())
+    if digest.hexdigest() != sha256:
+        raise InvalidWeights(f"{path}: sha256 is {digest.hexdigest()}, not {sha256}")
 
 
 def read_checked(path: str, sha256: str) -> bytes:

@@ -23,7 +23,10 @@ class WeightFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightVersion:
-    """A published set of weights. Key: version id. A checkpoint without its version is ignored."""
+    """A published set of weights. Key: version id. A checkpoint without its version is ignored.
+
+    `format` is delta for a delta against `base_version` and for an adapter of `base_model`.
+    """
 
     version_id: str
     run_id: str
@@ -58,4 +61,5 @@ class WorkerStatus:
     started_at: int
     loads: int
     last_load_ms: float | None = None
+    failed_loads: int = 0
     error: str | None = None

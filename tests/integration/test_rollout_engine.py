@@ -52,10 +52,11 @@ from demo.task import TOOLS
 from rollout.errors import EngineChanged, EngineUnavailable, InvalidWeights
 from rollout.server.load_weights import engine_label, load_version
 from rollout.server.process import VllmServer
-from rollout.server.weight_files import verify
 from rollout.vllm_plugin.token_capture import BEAM_SEARCH
 from rollout.vllm_plugin.weight_loader import PATH
+from runtime.errors import WeightsUnreadable
 from runtime.process.ports import PortTaken
+from runtime.weights.files import get_files
 from schemas import engine_frames
 from schemas.records import Sampling
 from schemas.settings import RolloutSettings, TrainerSettings
@@ -379,7 +380,8 @@ def test_a_bad_version_is_refused_and_the_old_one_serves_on(
     if after_publishing:
         damage(bad)
     engine.run(engine.load("run/7.0", good))
-    with pytest.raises(InvalidWeights, match=reason):
+    error = WeightsUnreadable if after_publishing else InvalidWeights
+    with pytest.raises(error, match=reason):
         engine.run(load_version(engine.http, engine.url, "run/8.0", files, engine.work, "run/7.0"))
     reply = engine.run(chat(engine, request(temperature=1.0, ignore_eos=True)))
     assert reply.tokens.spans == [("run/7.0", 0, 24)]
@@ -442,7 +444,7 @@ def test_of_two_workers_on_one_engine_one_loads_and_the_other_is_told(
 def test_a_load_goes_on_when_its_worker_is_killed(engine: Engine, tmp_path: Path) -> None:
     async def asked_and_gone() -> str:
         await engine.load("run/7.3", random_version(engine.work, 0))
-        verified = verify(manifest(random_version(engine.work, 1)), tmp_path)
+        verified = get_files(manifest(random_version(engine.work, 1)), tmp_path)
         files = {
             str(path): digest for path, digest in verified.items() if path.suffix == ".safetensors"
         }

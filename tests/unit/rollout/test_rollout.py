@@ -10,7 +10,6 @@ import itertools
 import json
 import shutil
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -20,16 +19,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save
 
-from rollout.errors import InvalidWeights, WeightsUnreadable
+from rollout.errors import InvalidWeights
 from rollout.main import create_server
 from rollout.server.process import is_cpu_build, server_arguments, server_environment
-from rollout.server.weight_files import ADAPTERS, adapter_files, remove_others, verify
-from rollout.versions import DEFER_S, KEPT_VERSIONS, Versions, WeightsFeed
+from rollout.server.weight_files import ADAPTERS, adapter_files, remove_others
+from rollout.versions import DEFER_MAX_S, DEFER_S, KEPT_VERSIONS, Versions, WeightsFeed
 from rollout.vllm_plugin.engine import Served, read_layout, stage
+from runtime.errors import WeightsUnreadable
 from runtime.kafka import Cluster, Record, Unavailable
 from schemas.codec.single_object import Codec
 from schemas.errors import SettingsError
-from schemas.records import WeightFile, WeightVersion
+from schemas.records import WeightVersion
 from schemas.settings import RolloutSettings, Settings
 from schemas.topics import Topics
 
@@ -90,6 +90,11 @@ def test_a_version_that_cannot_be_read_now_is_wanted_again_later() -> None:
     assert (versions.wanted(None), versions.next_retry_s()) == (version("ours", 1), DEFER_S)
     now[0] = DEFER_S
     assert (versions.wanted("ours/1.0"), versions.next_retry_s()) == (version("ours", 2), None)
+    waits = []
+    for _ in range(7):
+        versions.defer("ours/2.0")
+        waits.append(versions.next_retry_s())
+    assert waits == [*(DEFER_S * 2**n for n in range(1, 6)), DEFER_MAX_S, DEFER_MAX_S]
 
 
 def test_after_eight_unusable_versions_an_older_good_one_is_found() -> None:
@@ -177,80 +182,11 @@ def test_a_log_that_is_read_again_does_not_bring_old_versions_back() -> None:
 # ---------------------------------------------------------------- files
 
 
-def file_of(path: Path, data: bytes) -> WeightFile:
-    path.write_bytes(data)
-    return WeightFile(
-        url=path.as_uri(), sha256=hashlib.sha256(data).hexdigest(), size_bytes=len(data)
-    )
-
-
-def test_a_manifest_is_checked_file_by_file(tmp_path: Path) -> None:
-    file = file_of(tmp_path / "with space.safetensors", b"weights")
-    path = tmp_path / "with space.safetensors"
-    assert verify([file], tmp_path) == {path: file.sha256}
-    path.write_bytes(b"weighty")
-    with pytest.raises(InvalidWeights, match="the manifest says 7 with"):
-        verify([file], tmp_path)
-    path.write_bytes(b"weight")
-    with pytest.raises(InvalidWeights, match="6 bytes"):
-        verify([file], tmp_path)
-    path.unlink()
-    with pytest.raises(InvalidWeights, match="No such file"):
-        verify([file], tmp_path)
-    with pytest.raises(WeightsUnreadable, match="Input/output error"):  # address 0, a real one
-        verify([replace(file, url="file:///proc/self/mem")], tmp_path)
-
-
-def test_files_elsewhere_are_copied_once(tmp_path: Path) -> None:
-    import fsspec  # type: ignore[import-untyped]
-
-    store = fsspec.filesystem("memory")
-    store.pipe("/versions/model.safetensors", b"weights")
-    digest = hashlib.sha256(b"weights").hexdigest()
-    file = WeightFile(url="memory://versions/model.safetensors", sha256=digest, size_bytes=7)
-    (copy,) = verify([file], tmp_path)
-    assert copy.read_bytes() == b"weights"
-    store.rm("/versions", recursive=True)
-    assert verify([file], tmp_path) == {copy: digest}
-    gone = WeightFile(url="memory://versions/other.safetensors", sha256="0", size_bytes=7)
-    with pytest.raises(InvalidWeights):
-        verify([gone], tmp_path)
-    with pytest.raises(InvalidWeights):
-        verify([WeightFile(url="nosuchscheme://x/y", sha256="0", size_bytes=1)], tmp_path)
-
-
-def test_a_download_that_ended_early_is_fetched_again(tmp_path: Path) -> None:
-    import fsspec
-
-    store = fsspec.filesystem("memory")
-    url, whole = "memory://early/model.safetensors", b"all the weights"
-    file = WeightFile(url=url, sha256=hashlib.sha256(whole).hexdigest(), size_bytes=len(whole))
-    store.pipe("/early/model.safetensors", whole[:9])
-    with pytest.raises(WeightsUnreadable, match="the download ended early"):
-        verify([file], tmp_path)
-    store.pipe("/early/model.safetensors", b"other".ljust(len(whole)))
-    with pytest.raises(InvalidWeights, match="the manifest says 15 with"):
-        verify([file], tmp_path)
-    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
-    store.pipe("/early/model.safetensors", whole)
-    (copy,) = verify([file], tmp_path)
-    copy.write_bytes(whole[:9])  # damaged on this machine
-    assert verify([file], tmp_path) == {copy: file.sha256}
-    assert copy.read_bytes() == whole
-
-
-def test_downloads_of_other_versions_are_removed(tmp_path: Path) -> None:
-    import fsspec
-
-    store = fsspec.filesystem("memory")
-    versions = []
-    for name in ("one", "two"):
-        store.pipe(f"/kept/{name}", name.encode())
-        digest = hashlib.sha256(name.encode()).hexdigest()
-        versions.append(WeightFile(url=f"memory://kept/{name}", sha256=digest, size_bytes=3))
-    verify(versions, tmp_path)
-    remove_others(versions[1:], (), tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == [versions[1].sha256]
+def test_files_that_the_loaded_version_does_not_need_are_removed(tmp_path: Path) -> None:
+    for digest in ("one", "two"):
+        (tmp_path / digest).mkdir()
+    remove_others(["two"], (), tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["two"]
     remove_others((), (), tmp_path / "never made")
 
 
@@ -299,6 +235,26 @@ def test_weights_are_checked_against_the_model(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(InvalidWeights, match="local model directory"):
         read_layout(tmp_path / "empty")
+
+
+def test_a_file_is_read_to_its_end_or_refused(tmp_path: Path) -> None:
+    tensors = {"none": torch.zeros(0, 3), "one": torch.tensor(-0.0), "flags": torch.ones(3).bool()}
+    files = written(tmp_path / "model.safetensors", tensors)
+    served = Served(read_layout(tmp_path), torch.float32)
+    staged = stage(files, served)
+    assert all(torch.equal(staged[n], t) and staged[n].shape == t.shape for n, t in tensors.items())
+    (path,) = map(Path, files)
+    whole = path.read_bytes()
+    for damaged, reason in (
+        (whole[:-1], "it ends within"),
+        (whole + b" ", "sha256 is"),
+        (whole.replace(b'"BOOL"', b'"WIDE"'), "WIDE"),
+        (whole.replace(b'"BOOL"', b'"I64" '), "has 3 bytes"),
+        (whole[:30], "deserializing"),
+    ):
+        path.write_bytes(damaged)
+        with pytest.raises(InvalidWeights, match=reason):
+            stage(files, served)
 
 
 BF16 = {"model.embed_tokens.weight": ("BF16", (4, 2)), "model.norm.weight": ("BF16", (2,))}

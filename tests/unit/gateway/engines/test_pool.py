@@ -93,9 +93,11 @@ def test_only_a_change_is_told_and_only_a_change_makes_a_new_list() -> None:
     registry.update("a", status("a", heartbeat_at=2), 9.0)
     assert len(told) == 2 and registry.ready(9.0) == first
     registry.update("a", status("a", "loading"), 9.0)
+    registry.update("a", status("a", "loading", failed_loads=1), 9.0)
+    assert registry.failed_loads() == {"a": 1}
     registry.update("a", None, 9.0)
     registry.update("a", None, 9.0)
-    assert len(told) == 4
+    assert len(told) == 5
 
 
 def test_what_the_settings_name() -> None:

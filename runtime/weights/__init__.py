@@ -1,0 +1,1 @@
+"""Files of weight versions: deltas, and versions rebuilt from them."""
