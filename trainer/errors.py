@@ -50,6 +50,13 @@ class CheckpointFailed(TrainerError):
     """
 
 
+class WeightsNotWritten(TrainerError):
+    """The files of a version could not be uploaded to trainer.weights_uri.
+
+    A restart resumes from the last checkpoint.
+    """
+
+
 class InvalidCheckpoint(TrainerError):
     """A checkpoint directory is incomplete or altered. The trainer uses an older one."""
 

@@ -63,6 +63,7 @@ from trainer.settings_check import (
     check_best_by,
     check_learning_rate,
     check_processes,
+    check_versions,
 )
 from trainer.start import open_run
 from trainer.versions.weight_log import KafkaWeightLog, NoWeightLog, read_versions
@@ -97,6 +98,7 @@ def train(settings: Settings, stop: threading.Event) -> None:
     """
     check_algorithm(settings)
     check_settings(settings.trainer)
+    check_versions(settings)
     # A function of the user's own that does not exist ends the trainer here, not at a batch.
     load_all(
         settings.trainer.algorithms(settings.admit.policy.algorithm), settings.functions.folders

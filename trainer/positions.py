@@ -29,7 +29,7 @@ def positions(settings: Settings, cluster: Cluster) -> list[StoredPosition]:
         newest = max(directories, key=lambda v: (v.attempt, v.sync_index))
         place, batches = f"checkpoint {newest}", topics.ready_batches(run, "train")
         try:
-            state = read_info(directories[newest]).state
+            state = read_info(root / str(newest)).state
         except InvalidCheckpoint as e:
             found.append(StoredPosition(PROCESS, place, batches, None, 0, 0, str(e)))
             continue

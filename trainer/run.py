@@ -28,7 +28,7 @@ from trainer.data.sequences import (
 )
 from trainer.data.tokenizer_check import check_tokenizer
 from trainer.data.view import batch_view, with_advantages
-from trainer.errors import CheckpointFailed
+from trainer.errors import CheckpointFailed, InvalidCheckpoint, WeightsNotWritten
 from trainer.learning_rate import learning_rate
 from trainer.memory import explain_out_of_memory
 from trainer.metrics.definitions import headline
@@ -56,7 +56,7 @@ from trainer.versions.history import (
     deletable_checkpoints,
     next_sync_index,
 )
-from trainer.versions.publish import export, manifest
+from trainer.versions.publish import Publisher, manifest
 from trainer.versions.weight_log import WeightLog
 
 
@@ -97,6 +97,7 @@ class Run:
         self._leads = policy.processes.leads
         group = policy.processes.background_group()
         self._checkpoints = CheckpointWriter(settings.checkpoint_dir, current_version, group)
+        self._publisher = Publisher(settings, policy)
         self._auxiliary = auxiliary
         self._validations: dict[int, Mapping[str, float]] = {}
         self._unfinished = UnfinishedBatches(
@@ -289,8 +290,7 @@ class Run:
         )
         with self._fenced_first():
             self._checkpoints.raise_if_failed()
-            served = self._policy.served_dtypes(s.rollout.dtype)
-            files = export(s.weights_dir, state, self._policy, served)
+            files = self._publisher.export(state)
         metrics = version_metrics(self.unpublished, lr, time.perf_counter() - began)
         first_batch_seq = parent.position.next_batch_seq if parent else 0
         if parent is None:  # a run that has versions always has a checkpoint
@@ -349,7 +349,7 @@ class Run:
         """
         try:
             yield
-        except (OSError, SafetensorError, CheckpointFailed):
+        except (OSError, SafetensorError, CheckpointFailed, InvalidCheckpoint, WeightsNotWritten):
             self._weight_log.raise_if_fenced()
             raise
 
@@ -359,7 +359,7 @@ class Run:
             return
         s, t, log = self._settings, self._settings.trainer, self.versions
         old = deletable(log, current_version, t.keep_versions, t.keep_best_by)
-        prune(s.weights_dir, s.run_id, old)
+        prune(s.weights_uri, s.run_id, old)
         complete = versions_in(s.checkpoint_dir, s.run_id).keys()
         keep = t.keep_checkpoints
         old = deletable_checkpoints(log, complete, current_version, keep, t.keep_best_by)

@@ -137,3 +137,19 @@ CHECKS: tuple[Callable[[Settings], None], ...] = (
     lambda settings: check_learning_rate(settings.trainer),
     lambda settings: check_best_by(settings.trainer),
 )
+
+
+def check_versions(settings: Settings) -> None:
+    """Raise SettingsError when versions cannot be published as the settings say."""
+    from fsspec import get_filesystem_class  # type: ignore[import-untyped]  # heavy for the CLI
+
+    if settings.trainer.full_every > 1 and settings.trainer.lora.rank is not None:
+        raise SettingsError(
+            f"setting trainer.full_every={settings.trainer.full_every}: with trainer.lora.rank "
+            "every version is an adapter, which is small and never a delta; leave it out"
+        )
+    scheme, is_url, _ = settings.weights_uri.partition("://")
+    try:
+        get_filesystem_class(scheme if is_url else "file")
+    except (ValueError, ImportError) as e:
+        raise SettingsError(f"setting trainer.weights_uri={settings.weights_uri}: {e}") from e

@@ -143,7 +143,7 @@ def find_start(
     """
     published = frozenset(taken)
     taken = {*taken}
-    for root in (settings.checkpoint_dir, settings.weights_dir):
+    for root in (settings.checkpoint_dir, settings.weights_uri):
         # `locate` fails for a position beyond the end of its topic: a trainer has read what it
         # trained, so the log has lost it, and the version with it.
         deleted, foreign = delete_unpublished(
@@ -153,7 +153,7 @@ def find_start(
         if foreign and not versions:
             logger().warning(
                 "weights_of_another_log",
-                directory=str(root / settings.run_id),
+                directory=f"{root}/{settings.run_id}",
                 versions=[str(version) for version in foreign],
                 action="kept; the weights topic has no version of this run, so it starts from "
                 "trainer.model_path",

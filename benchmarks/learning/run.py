@@ -128,7 +128,7 @@ def _settings(experiment: Experiment, seed: int, model: Path, data_dir: Path) ->
 
 
 def _load(version: WeightVersion) -> Any:
-    """Load a published version, as a rollout worker does."""
+    """Load a published version. The runs publish full ones on this machine."""
     directory = Path(version.files[0].url.removeprefix("file://")).parent
     return AutoModelForCausalLM.from_pretrained(directory, local_files_only=True).eval()
 

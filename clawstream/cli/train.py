@@ -54,7 +54,7 @@ def train(
     )
     for reason, number in sorted(report["channels"]["train"]["refused"].items()):
         typer.echo(f"  refused {number}: {reason}")
-    typer.echo(f"weights: {prepared.settings.weights_dir}")
+    typer.echo(f"weights: {prepared.settings.weights_uri}")
     load("trainer.main").main(prepared.settings)
 
 

@@ -242,8 +242,10 @@ class Settings(Section):
         return self.rollout.drain_timeout_s or self._drain_room_s
 
     @property
-    def weights_dir(self) -> Path:
-        return (self.trainer.weights_dir or self.data_dir / "weights").absolute()
+    def weights_uri(self) -> str:
+        """A URL, or an absolute path."""
+        uri = self.trainer.weights_uri or str(self.data_dir / "weights")
+        return uri.rstrip("/") if "://" in uri else str(Path(uri).absolute())
 
     @property
     def checkpoint_dir(self) -> Path:

@@ -131,8 +131,15 @@ class TrainerSettings(Section):
     model_path: Path | None = Field(
         None, description="Hugging Face directory of the initial weights"
     )
-    weights_dir: Path | None = Field(
-        None, description="where versions are published; default <data_dir>/weights"
+    weights_uri: str | None = Field(
+        None,
+        description="where versions are published: a path, or a URL of fsspec for workers on other "
+        "machines; default <data_dir>/weights",
+    )
+    full_every: Count = Field(
+        1,
+        description="every so many versions is full, the others are deltas; raise it where weights "
+        "go over a network",
     )
     checkpoint_dir: Path | None = Field(None, description="default <data_dir>/checkpoints")
     save_every: Count = Field(

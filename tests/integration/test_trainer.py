@@ -392,7 +392,7 @@ def test_a_start_that_trains_nothing_keeps_the_version_with_the_best_validation(
     given = trained.model_copy(update={"trainer": trained.trainer.model_copy(update=changes)})
     for _ in range(2):
         train(given, threading.Event())
-        kept = sorted(path.name for path in (given.weights_dir / given.run_id).iterdir())
+        kept = sorted(path.name for path in (Path(given.weights_uri) / given.run_id).iterdir())
         assert kept == ["0.0", "3.0", "4.0"]
 
 

@@ -1,24 +1,27 @@
 """Directories of versions: checkpoints and published weights. Each is complete or absent.
 
-The directory of a version is `<root>/<run>/<sync index>.<attempt>`.
+The directory of a version is `<root>/<run>/<sync index>.<attempt>`. Published weights may be on any
+file system of fsspec; then a directory is made on this machine and uploaded.
 
 1. All files are written into `.tmp-<name>` beside the final place.
 2. Each file is synced to disk, then the directories.
 3. One rename makes the directory real, and the parent is synced.
 
 A process killed before step 3 leaves only a `.tmp-` directory, which the next start deletes. Every
-directory has a `clawstream.json`: the version, and the checksums of all other files.
+directory has a `clawstream.json`: the version, and the checksums of all other files. It is uploaded
+first, so an incomplete upload is known to be ours, and deleted likewise.
 """
 
 from __future__ import annotations
 
 import re
-import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 from pydantic import TypeAdapter, ValidationError
 
 from runtime.atomic_file import fsync_path
@@ -62,7 +65,7 @@ _INFO = TypeAdapter(DirectoryInfo)
 
 def directory_of(root: Path, version: Version) -> Path:
     """Return the path of the version's directory."""
-    return root / version.run_id / f"{version.sync_index}.{version.attempt}"
+    return root / str(version)
 
 
 def temporary_directory(root: Path, version: Version) -> Path:
@@ -100,14 +103,15 @@ def digests(directory: Path) -> dict[str, str]:
     return {str(path.relative_to(directory)): sha256(path) for path in files}
 
 
-def read_info(directory: Path) -> DirectoryInfo:
+def read_info(directory: str | Path) -> DirectoryInfo:
     """Read clawstream.json.
 
     Raises:
         InvalidCheckpoint: it is absent or unreadable.
     """
+    files, path = file_system(directory)
     try:
-        return _INFO.validate_json((directory / INFO).read_bytes())
+        return _INFO.validate_json(files.cat_file(f"{path}/{INFO}"))
     except (OSError, ValidationError) as e:
         raise InvalidCheckpoint(f"{directory}: {INFO} can't be read: {e}") from e
 
@@ -124,17 +128,30 @@ def verify(directory: Path) -> VersionState:
     return info.state
 
 
-def versions_in(root: Path, run_id: str) -> dict[Version, Path]:
-    """Return the complete directories of a run."""
+def file_system(uri: str | Path) -> tuple[Any, str]:
+    """Return the file system of fsspec behind a path or URL, and the path in it."""
+    files, path = url_to_fs(str(uri))
+    files.invalidate_cache()  # other processes write too
+    return files, path.rstrip("/")
+
+
+def versions_in(root: str | Path, run_id: str) -> dict[Version, str]:
+    """Return the directories of a run, as paths in their file system."""
+    files, path = file_system(f"{root}/{run_id}")
+    try:
+        entries = files.ls(path, detail=True)
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
     found = {}
-    for path in sorted((root / run_id).glob("*")):
-        if (match := _NAME.fullmatch(path.name)) and path.is_dir():
-            found[Version(run_id, int(match[1]), int(match[2]))] = path
+    for entry in sorted(entries, key=lambda entry: entry["name"]):
+        at = entry["name"].rstrip("/")
+        if entry["type"] == "directory" and (match := _NAME.fullmatch(at.rpartition("/")[2])):
+            found[Version(run_id, int(match[1]), int(match[2]))] = at
     return found
 
 
 def delete_unpublished(
-    root: Path,
+    root: str | Path,
     run_id: str,
     published: Collection[Version],
     weights_topic_id: str,
@@ -157,32 +174,35 @@ def delete_unpublished(
     Returns:
         Deleted and kept versions. The ids of both are taken.
     """
-    for tmp in (root / run_id).glob(f"{_TMP}*"):
-        shutil.rmtree(tmp)
+    files, path = file_system(f"{root}/{run_id}")
+    for tmp in files.glob(f"{path}/{_TMP}*"):
+        files.rm(tmp, recursive=True)
     deleted, foreign = [], []
-    for version, path in versions_in(root, run_id).items():
+    for version, directory in versions_in(root, run_id).items():
         if version in published:
             continue
         try:
-            state = read_info(path).state
+            state = read_info(f"{root}/{version}").state
         except InvalidCheckpoint:
             state = None
         if state is None or state.weights_topic_id != weights_topic_id:
             foreign.append(version)
             continue
         check(state.position)
-        logger().info("unpublished_directory_deleted", path=str(path))
-        shutil.rmtree(path)
+        logger().info("unpublished_directory_deleted", path=directory)
+        files.rm(directory, recursive=True)
         deleted.append(version)
     return deleted, foreign
 
 
-def prune(root: Path, run_id: str, delete: Collection[Version]) -> None:
+def prune(root: str | Path, run_id: str, delete: Collection[Version]) -> None:
     """Delete the directories of these versions.
 
     clawstream.json goes first, so a directory that a kill leaves half deleted is invalid.
     """
-    for version, path in versions_in(root, run_id).items():
+    files, _ = file_system(root)
+    for version, directory in versions_in(root, run_id).items():
         if version in delete:
-            (path / INFO).unlink(missing_ok=True)
-            shutil.rmtree(path)
+            if files.exists(f"{directory}/{INFO}"):
+                files.rm_file(f"{directory}/{INFO}")
+            files.rm(directory, recursive=True)

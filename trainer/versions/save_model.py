@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from runtime.digests import digest_of_model
+from runtime.weights.files import get_files
 from schemas.errors import SettingsError
 from schemas.ids import parse_version
 from schemas.settings import Settings
 from trainer.model.files import auxiliary_files, load_masters, save_rounded
 from trainer.model.lora import CONFIG, base_of, merged
-from trainer.versions.directory import INFO, directory_of, verify
+from trainer.versions.directory import versions_in
+from trainer.versions.publish import files_of
 
 
 def save_model(settings: Settings, version_id: str, out: Path) -> None:
@@ -19,25 +22,35 @@ def save_model(settings: Settings, version_id: str, out: Path) -> None:
 
     Args:
         settings: `trainer.model_path` is the base of an adapter.
-        version_id: its weights are still in `trainer.weights_dir`.
+        version_id: its weights are still in `trainer.weights_uri`.
         out: must not exist.
 
     Raises:
         SettingsError: there is no such version, no base, or another one.
-        InvalidCheckpoint: a file of the version is altered.
+        InvalidCheckpoint, WeightsUnreadable: a file of the version is missing or altered.
         FileExistsError: `out` exists.
     """
-    version = parse_version(version_id)
-    directory = directory_of(settings.weights_dir, version) if version is not None else None
-    if directory is None or not directory.is_dir():
+    version, uri = parse_version(version_id), settings.weights_uri
+    if version is None or version not in versions_in(uri, version.run_id):
         raise SettingsError(
-            f"{settings.weights_dir} has no version {version_id}: older ones are deleted, see "
-            "trainer.keep_versions"
+            f"{uri} has no version {version_id}: older ones are deleted, see trainer.keep_versions"
         )
-    verify(directory)
-    if not (directory / CONFIG).is_file():
-        shutil.copytree(directory, out, ignore=shutil.ignore_patterns(INFO))
-        return
+    if out.exists():
+        raise FileExistsError(f"{out} exists")
+    out.absolute().parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=out.absolute().parent) as tmp:
+        directory = Path(tmp) / "model"
+        directory.mkdir()
+        for path in get_files(files_of(uri, version), Path(tmp)):
+            shutil.copyfile(path, directory / path.name)
+        if (directory / CONFIG).is_file():
+            _merge(settings, version_id, directory, out)
+        else:
+            directory.rename(out)
+
+
+def _merge(settings: Settings, version_id: str, directory: Path, out: Path) -> None:
+    """Write the base of an adapter with the adapter merged into it."""
     base = settings.trainer.model_path
     if base is None:
         raise SettingsError("setting trainer.model_path: not set; an adapter needs its base")

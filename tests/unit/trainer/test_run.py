@@ -107,7 +107,11 @@ def test_the_version_with_the_best_validation_is_kept(tmp_path: Path, model_dir:
     for sync_index, mean in ((0, 0.25), (1, 0.75)):
         run.validated(Validation(sync_index=sync_index, trajectories=9, mean=mean, interval=None))
     go(run, 1, 3)
-    assert sorted(path.name for path in (s.weights_dir / "r").iterdir()) == ["1.0", "3.0", "4.0"]
+    assert sorted(path.name for path in (Path(s.weights_uri) / "r").iterdir()) == [
+        "1.0",
+        "3.0",
+        "4.0",
+    ]
     assert [v.metrics.get("val/reward_mean") for v in run.versions] == [
         0.25,
         0.75,
@@ -172,7 +176,7 @@ def test_same_seed_and_batches_give_identical_weights_resumed_or_not(
 
     last, then = a.checkpoint_dir / "r" / "4.0", c.checkpoint_dir / "r" / "4.3"
     assert sha256(last / "__0_0.distcp") == sha256(then / "__0_0.distcp")
-    weights = load_file(a.weights_dir / "r" / "4.0" / "model.safetensors")
+    weights = load_file(Path(a.weights_uri) / "r" / "4.0" / "model.safetensors")
     states = [loaded(path).state for path in (last, then)]
     for name, master in states[0]["model"].state_dict().items():
         assert master.dtype == torch.float32
@@ -267,7 +271,7 @@ def test_published_files_are_what_the_manifest_says_and_a_loadable_model(
     s, weight_log = settings(tmp_path, model_dir), MemoryWeightLog()
     go(begin(s, weight_log), 0, 0)
     version = weight_log.published[-1]
-    directory = s.weights_dir / "r" / "1.0"
+    directory = Path(s.weights_uri) / "r" / "1.0"
     assert {Path(f.url.removeprefix("file://")) for f in version.files} == {
         directory / p.name for p in model_dir.iterdir()
     }
@@ -300,10 +304,10 @@ def test_what_a_killed_trainer_left_is_cleared_away_and_trained_again(
         orphan.publish()  # all files are there, the manifest is not
     weight_log.fenced = False
     (s.checkpoint_dir / "r" / ".tmp-3.1" / "model").mkdir(parents=True)
-    (s.weights_dir / "r" / ".tmp-3.1").mkdir()
-    assert (s.weights_dir / "r" / "2.1").exists()
+    (Path(s.weights_uri) / "r" / ".tmp-3.1").mkdir()
+    assert (Path(s.weights_uri) / "r" / "2.1").exists()
     run = begin(s, weight_log)
-    for root in (s.checkpoint_dir, s.weights_dir):
+    for root in (s.checkpoint_dir, Path(s.weights_uri)):
         assert sorted(p.name for p in (root / "r").iterdir()) == ["0.0", "1.0"]
     go(run, 1, 1)
     assert ids(weight_log) == ["0.0", "1.0", "2.2"], "an id that was once written to disk is taken"
@@ -330,7 +334,7 @@ def test_a_log_that_has_lost_what_was_trained_stops_the_trainer_before_it_delete
         open_run(
             s, weight_log, weight_log.published, [Version("r", 0, 0), Version("r", 1, 0)], truncated
         )
-    assert all((root / "r" / "2.0").is_dir() for root in (s.checkpoint_dir, s.weights_dir))
+    assert all((root / "r" / "2.0").is_dir() for root in (s.checkpoint_dir, Path(s.weights_uri)))
 
 
 def test_a_fenced_trainer_says_so_even_when_its_files_were_cleared_away(
@@ -339,7 +343,7 @@ def test_a_fenced_trainer_says_so_even_when_its_files_were_cleared_away(
     s, weight_log = settings(tmp_path, model_dir), MemoryWeightLog()
     run = begin(s, weight_log)
     run.train(fetched(0))
-    (s.weights_dir / "r" / "1.0").mkdir()  # as if a newer one had written there
+    (Path(s.weights_uri) / "r" / "1.0").mkdir()  # as if a newer one had written there
     with pytest.raises(FileExistsError):
         run.publish()
     weight_log.fenced = True
@@ -389,7 +393,7 @@ def test_a_wiped_weights_log_starts_anew_under_new_ids_and_deletes_nothing(
     go(begin(s, weight_log), 0, 1)
     before = {
         p: p.stat().st_mtime_ns
-        for root in (s.checkpoint_dir, s.weights_dir)
+        for root in (s.checkpoint_dir, Path(s.weights_uri))
         for p in root.rglob("*.safetensors")
     }
     wiped = MemoryWeightLog(topic_id="another")
@@ -544,7 +548,7 @@ def test_files_of_old_versions_are_deleted_the_newest_two_never(
     go(run, 0, 4)
     run.end()
     assert sorted(p.name for p in (s.checkpoint_dir / "r").iterdir()) == ["4.0", "5.0"]
-    assert sorted(p.name for p in (s.weights_dir / "r").iterdir()) == ["3.0", "4.0", "5.0"]
+    assert sorted(p.name for p in (Path(s.weights_uri) / "r").iterdir()) == ["3.0", "4.0", "5.0"]
 
 
 def test_settings_that_cannot_work_are_refused(tmp_path: Path, model_dir: Path) -> None:
@@ -621,6 +625,10 @@ def test_what_a_kept_delta_is_based_on_is_kept() -> None:
     log = [version("r/0.0", None), version("r/1.0", "r/0.0"), version("r/2.0", "r/1.0", "r/1.0")]
     log += [version("r/3.0", "r/2.0", "r/2.0"), version("r/4.0", "r/3.0", "r/3.0")]
     assert set(deletable(log, "r/4.0", 2)) == {Version("r", 0, 0)}
+    log += [version("r/5.0", "r/4.0"), version("r/6.0", "r/5.0")]
+    log[2] = replace(log[2], metrics={"val/reward_mean": 1.0})
+    old = set(deletable(log, "r/6.0", 2, "val/reward_mean"))
+    assert old == {Version("r", sync_index, 0) for sync_index in (0, 3, 4)}
 
 
 def test_a_dead_branch_does_not_push_out_the_chain() -> None:

@@ -54,9 +54,9 @@ def test_an_adapter_is_trained_published_and_merged(tmp_path: Path) -> None:
         weights_topic_id="w",
         position=Position(topic_id="t", next_offset=1, next_batch_seq=1),
     )
-    with new_directory(s.weights_dir, state) as directory:
+    with new_directory(Path(s.weights_uri), state) as directory:
         policy.save(directory, TensorDtypes(torch.float32, {}))
-    published = s.weights_dir / "r" / "1.0"
+    published = Path(s.weights_uri) / "r" / "1.0"
     assert {path.name for path in published.iterdir()} == {CONFIG, WEIGHTS, "clawstream.json"}
     row = rows[0].tokens
     with torch.no_grad():
