@@ -56,7 +56,7 @@ async def load(engine: Engine, version: str, directory: Path, base: str | None =
     base = base or digest_of_model(random_version(engine.work, 0))
     files, cache = manifest(directory), engine.work / "worker"
     result = await load_version(engine.http, engine.url, version, files, cache, served, base)
-    remove_others(files, result.held, cache)
+    remove_others(result.digests, result.held, cache)
     return list(result.held)
 
 
