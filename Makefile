@@ -57,9 +57,9 @@ test-long: install ## faults, soak, and a search for new counterexamples, many m
 test-compose: install ## the containers on a Docker engine; BASE_IMAGE=... where python:3.11-slim-bookworm can't be pulled
 	$(PY) -m pytest tests/compose -m compose -q -s --timeout=3600
 
-test-exports: install ## exports load in datasets, TRL and verl, which are installed outside of .venv
+test-exports: install ## exports load in datasets, TRL and verl, and losses equal theirs; installed outside of .venv
 	.venv/bin/uv pip install -q --python $(PY) --target .cache/exports --no-deps --require-hashes -r requirements/exports.lock
-	PYTHONPATH=$(CURDIR):.cache/exports $(PY) -m pytest tests/unit/clawstream/export/test_target_libraries.py -q -W default
+	PYTHONPATH=$(CURDIR):.cache/exports $(PY) -m pytest tests/unit/clawstream/export/test_target_libraries.py tests/unit/trainer/algorithms/test_reference_libraries.py -q -W default
 
 environments: install ## reasoning-gym and textarena into .venv, verifiers into .venv-verifiers
 	.venv/bin/uv pip install -q --no-deps --require-hashes -r requirements/environments.lock
