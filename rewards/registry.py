@@ -44,6 +44,7 @@ BUILT_IN: Mapping[str, RewardFunction] = {
 
 FACTORIES: Mapping[str, str] = {
     "code": "rewards.code.reward:code_tests",
+    "disrm": "rewards.classifier.reward:classifier",
     "genrm": "rewards.judge.reward:judge",
 }
 """Type of a reward model to what makes its function of its settings."""

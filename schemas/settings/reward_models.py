@@ -60,6 +60,33 @@ class Judge(Section):
     )
 
 
-RewardModel = Annotated[CodeTests | Judge, Field(discriminator="type")]
-SOURCES: Mapping[str, RewardSource] = {"code": "rule", "genrm": "judge"}
+class Classifier(Section):
+    """A sequence classifier: Hugging Face's in a child process, or vLLM's `/classify`, `/score`."""
+
+    type: Literal["disrm"]
+    model: str = Field(description="folder of the model, or its name at the endpoint")
+    url: str | None = Field(
+        None, description="base URL of a vLLM; default: the model runs in a child process"
+    )
+    template: str = Field(
+        "{answer}", description="the text: {metadata}, {metadata.KEY}, {replies}, {answer}"
+    )
+    query: str | None = Field(
+        None, description="template of a first text, for models that rate pairs (`/score`)"
+    )
+    label: int = Field(-1, description="the output that is the reward; -1: the last, or only one")
+    raw: bool = Field(
+        False, description="logits instead of probabilities, for reward models with one output"
+    )
+    batch_size: Count = Field(32, description="texts at once in a child process")
+    device: str = Field("cpu", description="of torch, in a child process")
+    api_key_env: Name | None = Field(None, description="environment variable with the API key")
+    timeout_s: Positive = Field(
+        25.0, description="longest time at the endpoint; below functions.timeout_s"
+    )
+    attempts: Count = Field(3, description="of a request that fails, with growing pauses")
+
+
+RewardModel = Annotated[CodeTests | Judge | Classifier, Field(discriminator="type")]
+SOURCES: Mapping[str, RewardSource] = {"code": "rule", "genrm": "judge", "disrm": "model"}
 """Type of a reward model to the source that its rewards carry."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from schemas.claw_r1 import SECTION, without_claw_r1
 from schemas.ids import RUN_ID
 from schemas.rule_spec import is_own, of_run
 from schemas.settings.admit import AdmitSettings
@@ -46,6 +47,11 @@ class Settings(Section):
     rollout: RolloutSettings = RolloutSettings()
     up: UpSettings = UpSettings()
     demo: DemoSettings = DemoSettings()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_claw_r1(cls, tree: Any) -> Any:
+        return without_claw_r1(tree) if isinstance(tree, dict) and SECTION in tree else tree
 
     @model_validator(mode="after")
     def _consistent(self) -> Settings:

@@ -1,0 +1,1 @@
+"""Rewards of a discriminative model: a sequence classifier, here or at an endpoint."""

@@ -1,0 +1,71 @@
+"""Reward trajectories by a sequence classifier: local, or vLLM's `/classify` and `/score`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rewards.endpoint import Endpoint, EndpointError
+from rewards.template import check_template, filled, own_steps
+from schemas.records import Trajectory
+from schemas.settings.reward_models import Classifier
+
+
+def classifier(configuration: Mapping[str, Any]) -> Callable[..., Any]:
+    """Return the reward function of a configuration (`Classifier`).
+
+    Raises:
+        EndpointError: The API key is missing.
+        ValueError: A template has an unknown placeholder.
+        OSError: The local model cannot be loaded.
+    """
+    settings = Classifier.model_validate(configuration)
+    for template in (settings.template, settings.query or ""):
+        check_template(template)
+    if settings.url is not None:
+        return _at_endpoint(settings, settings.url)
+    from rewards.classifier.local import local_classifier  # torch, for a local model only
+
+    return local_classifier(settings)
+
+
+def texts(settings: Classifier, trajectory: Trajectory) -> tuple[str | None, str]:
+    """Return the query, if there is a template for it, and the text to rate.
+
+    Raises:
+        ValueError: The trajectory lacks what the templates need.
+    """
+    steps = own_steps(trajectory)
+    query = None if settings.query is None else filled(settings.query, trajectory, steps)
+    return query, filled(settings.template, trajectory, steps)
+
+
+def _at_endpoint(settings: Classifier, url: str) -> Callable[[Trajectory], Any]:
+    endpoint = Endpoint(url, settings.api_key_env, settings.attempts)
+
+    async def reward(trajectory: Trajectory) -> float:
+        """Return the score.
+
+        Raises:
+            EndpointError: The endpoint is down, slow, or replies with something else.
+            ValueError: The trajectory lacks what the templates need.
+        """
+        query, text = texts(settings, trajectory)
+        body: dict[str, Any] = {"model": settings.model, "use_activation": not settings.raw}
+        if query is None:
+            path, body["input"] = "/classify", [text]
+        else:
+            path, body["text_1"], body["text_2"] = "/score", query, text
+        try:
+            async with asyncio.timeout(settings.timeout_s):
+                reply = await endpoint.post(path, body)
+        except TimeoutError as e:
+            raise EndpointError(f"no reply of {url}{path} in {settings.timeout_s:g} s") from e
+        try:
+            (found,) = reply["data"]
+            return float(found["probs"][settings.label] if query is None else found["score"])
+        except (KeyError, IndexError, TypeError, ValueError) as e:
+            raise EndpointError(f"the reply of {url}{path} has no score") from e
+
+    return reward

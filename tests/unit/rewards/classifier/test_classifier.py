@@ -1,0 +1,88 @@
+"""The discriminative model at a real HTTP endpoint, and a small one in this process."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+from support.model_endpoint import model_endpoint
+
+from rewards.classifier.reward import classifier
+from rewards.endpoint import EndpointError
+from schemas.records import Trajectory, TrajectoryStep
+
+
+def trajectory(answer: str, **metadata: Any) -> Trajectory:
+    step = TrajectoryStep(
+        step_id="k~1.0", index=0, status="ok", drift="root", prompt_tokens=1, response_tokens=1,
+        response_json=orjson.dumps({"content": answer}), trainable=True, offset=0,
+    )  # fmt: skip
+    return Trajectory(
+        run_id="r", trajectory_key="k", trajectory_id="k", group_id="g", channel="train",
+        outcome="completed", opened_at=0, closed_at=1, metadata_json=orjson.dumps(metadata),
+        part=0, parts=1, segments=(), steps=(step,),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("settings", "path", "sent", "reply", "value"),
+    [
+        ({}, "/classify", {"input": ["42"], "use_activation": True}, {"probs": [0.9, 0.1]}, 0.1),
+        ({"label": 0}, "/classify", {"input": ["42"]}, {"probs": [0.9, 0.1]}, 0.9),
+        ({"raw": True}, "/classify", {"use_activation": False}, {"probs": [3.5]}, 3.5),
+        (
+            {"query": "{metadata.question}"}, "/score", {"text_1": "6 * 7?", "text_2": "42"},
+            {"score": 0.25}, 0.25,
+        ),
+    ],
+)  # fmt: skip
+def test_an_endpoint_rates_the_answer(
+    settings: dict[str, Any], path: str, sent: dict[str, Any], reply: dict[str, Any], value: float
+) -> None:
+    with model_endpoint(lambda _: (200, {"data": [reply]})) as endpoint:
+        reward = classifier({"type": "disrm", "model": "m", "url": endpoint.url, **settings})
+        assert asyncio.run(reward(trajectory("42", question="6 * 7?"))) == value
+    ((asked, body),) = endpoint.requests
+    assert asked == path and body["model"] == "m" and sent.items() <= body.items()
+
+
+@pytest.mark.parametrize("data", [[], [{"probs": []}], [{"score": 1}], None])
+def test_a_reply_without_a_score_is_no_reward(data: Any) -> None:
+    with model_endpoint(lambda _: (200, {"data": data})) as endpoint:
+        reward = classifier({"type": "disrm", "model": "m", "url": endpoint.url})
+        with pytest.raises(EndpointError, match="has no score"):
+            asyncio.run(reward(trajectory("42")))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("labels", [1, 2])
+def test_a_model_of_hugging_face_rates_a_batch_as_it_rates_each(
+    tmp_path: Path, labels: int
+) -> None:
+    torch = pytest.importorskip("torch")
+    from support.model_families import SHAPE, byte_tokenizer
+    from transformers import LlamaConfig, LlamaForSequenceClassification
+
+    torch.manual_seed(0)
+    tokenizer = byte_tokenizer(300, "")
+    config = LlamaConfig(vocab_size=300, num_labels=labels, pad_token_id=0, **SHAPE)
+    model = LlamaForSequenceClassification(config).eval()
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+
+    many = [trajectory("short"), trajectory("a longer answer"), trajectory("no")]
+    raw = classifier({"type": "disrm", "model": str(tmp_path), "raw": True, "batch_size": 8})
+    rated = classifier({"type": "disrm", "model": str(tmp_path)})
+    assert raw.batch_size == 8
+    logits = [model(**tokenizer(t, return_tensors="pt")).logits[0].detach()
+              for t in ("short", "a longer answer", "no")]  # fmt: skip
+    expected = [float(one[-1]) for one in logits]
+    assert raw(many) == pytest.approx(expected, abs=1e-4)
+    assert [raw([one])[0] for one in many] == pytest.approx(expected, abs=1e-4)
+    shares = [one.sigmoid()[0] if labels == 1 else one.softmax(0)[-1] for one in logits]
+    assert rated(many) == pytest.approx([float(share) for share in shares], abs=1e-4)
+    with pytest.raises(ValueError, match="the model takes"):
+        raw([trajectory("x" * 10_000)])
