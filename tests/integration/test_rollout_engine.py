@@ -12,7 +12,7 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -54,11 +54,13 @@ from rollout.server.load_weights import engine_label, load_version
 from rollout.server.process import VllmServer
 from rollout.vllm_plugin.token_capture import BEAM_SEARCH
 from rollout.vllm_plugin.weight_loader import PATH
+from runtime.digests import sha256
 from runtime.errors import WeightsUnreadable
 from runtime.process.ports import PortTaken
+from runtime.weights.delta import Snapshot, mapped, write_delta
 from runtime.weights.files import get_files
 from schemas import engine_frames
-from schemas.records import Sampling
+from schemas.records import Sampling, WeightFile
 from schemas.settings import RolloutSettings, TrainerSettings
 from schemas.tokens import pack_logprobs
 from stream_jobs.assemble.payload.trainability import trainability
@@ -389,6 +391,66 @@ def test_a_bad_version_is_refused_and_the_old_one_serves_on(
         worst(reply.tokens.logprobs, logprobs_of(good, reply.tokens.prompt_ids, reply.tokens.ids))
         < 1e-3
     )
+
+
+def changed_a_little(base: Path, directory: Path) -> Path:
+    """Write a version that differs from the base in a percent of the elements of each tensor."""
+    shutil.copytree(base, directory)
+    generator = torch.Generator().manual_seed(0)
+    tensors = load_file(base / "model.safetensors")
+    for tensor in tensors.values():
+        tensor[torch.rand(tensor.shape, generator=generator) < 0.01] *= 1.5
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+def delta_manifest(base: Path, new: Path, delta: Path) -> list[WeightFile]:
+    """Return the manifest of a delta version. delta: an empty directory for its file."""
+    delta.mkdir()
+    (file,) = mapped(base)
+    snapshot = Snapshot(mapped(base), {file: sha256(base / file)})
+    with (delta / "model.delta").open("wb") as target:
+        assert write_delta(snapshot, mapped(new), target) is not None
+    return [*manifest(base), *manifest(delta)]
+
+
+def test_a_delta_is_loaded_and_damaged_ones_leave_it_serving(
+    engine: Engine, tmp_path: Path
+) -> None:
+    versions = [random_version(engine.work, 0)]
+    for number in (1, 2):
+        versions.append(changed_a_little(versions[-1], tmp_path / str(number)))
+    files = delta_manifest(versions[0], versions[1], tmp_path / "d1")
+    next_files = [*files, delta_manifest(versions[1], versions[2], tmp_path / "d2")[-1]]
+    path = tmp_path / "d2" / "model.delta"
+    whole = path.read_bytes()
+
+    def load(name: str, files: Sequence[WeightFile], served: str) -> None:
+        engine.run(load_version(engine.http, engine.url, name, files, tmp_path / "cache", served))
+
+    def assert_serves(name: str, directory: Path) -> None:
+        reply = engine.run(chat(engine, request(temperature=1.0, ignore_eos=True))).tokens
+        assert reply.spans == [(name, 0, 24)]
+        expected = logprobs_of(directory, reply.prompt_ids, reply.ids)
+        assert worst(reply.logprobs, expected) < 1e-3
+
+    load("run/9.0", files, engine.run(engine_label(engine.http, engine.url)))
+    assert_serves("run/9.0", versions[1])
+    for damaged in (whole[:-1], b"?" + whole[1:]):  # also by whoever wrote the manifest
+        path.write_bytes(damaged)
+        for manifested in (next_files, [*files, *manifest(path.parent)]):
+            with pytest.raises(WeightsUnreadable):
+                load("run/9.1", manifested, "run/9.0")
+    path.unlink()
+    with pytest.raises(WeightsUnreadable, match="No such file"):
+        load("run/9.1", next_files, "run/9.0")
+    path.write_bytes(whole)
+    with pytest.raises(WeightsUnreadable, match="is not the base of"):
+        shutil.rmtree(tmp_path / "cache")
+        load("run/9.1", [*files[:-1], next_files[-1]], "run/9.0")
+    assert_serves("run/9.0", versions[1])
+    load("run/9.1", next_files, "run/9.0")
+    assert_serves("run/9.1", versions[2])
 
 
 def test_a_version_in_another_float_dtype_is_cast_as_it_is_loaded(engine: Engine) -> None:

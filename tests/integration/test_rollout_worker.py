@@ -260,6 +260,7 @@ def test_a_bad_version_is_named_and_the_old_one_serves(bench: Callable[[], Bench
                 lambda s: s is not None and s.error is not None and "ours-2" in s.error
             )
             assert (said[-1].state, said[-1].weight_version) == ("ready", "ours/0.0")
+            assert said[-1].failed_loads >= 2
             b.publish("ours", 3)
             assert (await b.serves("ours/3.0")).error is None
         assert b.engine.loads == ["ours/0.0", "ours/3.0"]

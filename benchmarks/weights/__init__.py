@@ -1,0 +1,1 @@
+"""The cost of weight versions: full ones, deltas, and the pause of an engine that loads them."""

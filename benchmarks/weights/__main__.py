@@ -1,0 +1,5 @@
+"""`python -m benchmarks.weights`."""
+
+from benchmarks.weights.benchmark import main
+
+main()
