@@ -63,12 +63,12 @@ test-exports: install ## exports load in datasets, TRL and verl, and losses equa
 	PYTHONPATH=$(CURDIR):.cache/exports $(PY) -m pytest tests/unit/clawstream/export/test_target_libraries.py tests/unit/trainer/algorithms/test_reference_libraries.py -q -W default
 
 environments: install ## reasoning-gym and textarena into .venv, verifiers into .venv-verifiers
-	.venv/bin/uv pip install -q --no-deps --require-hashes -r requirements/environments.lock
+	.venv/bin/uv pip install -q --no-deps --compile-bytecode --require-hashes -r requirements/environments.lock
 	[ -x .venv-verifiers/bin/python ] || .venv/bin/uv venv -q --python $(PY) .venv-verifiers
 	.venv/bin/uv pip sync -q --python .venv-verifiers/bin/python --compile-bytecode --require-hashes requirements/verifiers.lock
 
 test-environments: environments ## environments of other libraries against a real gateway
-	$(PY) -m pytest tests/unit/agent_flow/environments -q -W default
+	$(PY) -m pytest tests/unit/agent_flow/environments tests/integration/test_examples.py -q -W default
 
 smollm2: $(SMOLLM2)/model/config.json ## SmolLM2-135M-Instruct as a model directory, for the long tests
 

@@ -7,7 +7,7 @@ from agent_flow import flow
 
 def calculate(expression: str) -> str:
     """Compute an arithmetic expression of whole numbers, for example `3 * 12 + 4`."""
-    if not set(expression) <= set("0123456789+-* ()"):
+    if not set(expression) <= set("0123456789+-* ()") or "**" in expression:
         return "error: only digits, + - * and brackets"
     return str(eval(expression))
 

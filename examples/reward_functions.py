@@ -1,0 +1,20 @@
+"""Reward functions for flows that give none, or for trajectories that are recorded already.
+
+clawstream up 'jobs.reward_functions={"*": ["examples/reward_functions.py:right@1"]}'
+clawstream flow exec tasks=examples/arithmetic.jsonl -- my-agent {question}
+"""
+
+import json
+import re
+
+from schemas.records import Trajectory
+from schemas.replies import answer_in, loaded
+
+
+def right(trajectory: Trajectory) -> float | None:
+    """1.0 if the last number of the last reply is the task's answer."""
+    answer = json.loads(trajectory.metadata_json or b"{}").get("answer")
+    if answer is None or not trajectory.steps:
+        return None  # nothing to compare: recorded as `no_reward`, which is not 0.0
+    said = answer_in(loaded(trajectory.steps[-1].response_json)) or ""
+    return float(re.findall(r"\d+", said)[-1:] == [str(answer)])
