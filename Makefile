@@ -21,7 +21,7 @@ test-unit-sockets: PART := $(GATEWAY_SOCKETS)
 test-unit-gateway: PART := tests/unit/gateway $(GATEWAY_SOCKETS:%=--ignore=%)
 test-unit-others: PART := tests/unit --ignore=tests/unit/gateway
 
-.PHONY: help install demo up down test test-unit $(UNIT_PARTS) test-long test-compose test-exports smollm2 environments test-environments lint format lock bench-gateway bench-jobs bench-weights bench-check clean
+.PHONY: help install demo up down test test-unit $(UNIT_PARTS) test-long test-compose test-exports smollm2 environments test-environments lint format lock bench-gateway bench-jobs bench-trainer bench-weights bench-check clean
 
 help: ## this list
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -86,10 +86,14 @@ bench-jobs: install ## CPU a step of the stream jobs and the lake, beside a bare
 bench-weights: install smollm2 ## bytes and CPU of delta versions of SmolLM2-135M, and the pause of an engine that loads them
 	@$(PY) -m benchmarks.weights $(SMOLLM2)/model
 
+bench-trainer: install ## tokens, time and memory of an update with packing, beside rows and a plain loop
+	@OMP_NUM_THREADS=1 $(PY) -m benchmarks.trainer
+
 bench-check: install ## whether the benchmarks still work, without peers and in seconds
 	@$(PY) -m benchmarks.gateway --check
 	@$(PY) -m benchmarks.jobs --check
 	@$(PY) -m benchmarks.weights --check
+	@OMP_NUM_THREADS=1 $(PY) -m benchmarks.trainer --check
 
 lint: install ## format, style, types
 	.venv/bin/ruff format --check .

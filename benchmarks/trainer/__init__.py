@@ -1,0 +1,1 @@
+"""The trainer beside plain computations of the same update."""

@@ -1,0 +1,5 @@
+"""`python -m benchmarks.trainer`."""
+
+from benchmarks.trainer.benchmark import main
+
+main()
