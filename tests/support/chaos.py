@@ -22,7 +22,7 @@ from support.ports import free_port
 from support.up import ENVIRON, ROOT, Up, command, up
 
 from clawstream.ops.lag import data_lag
-from runtime.kafka import Cluster
+from runtime.kafka import Cluster, Reader
 from runtime.process.child import die_with_parent
 from runtime.process.config import overrides_of
 from runtime.topics.records import create_topics
@@ -105,6 +105,8 @@ class Installation:
     cluster: Cluster
     outputs: Outputs
     workers: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    _assembly: Reader | None = None
+    _owners: dict[int, str] = field(default_factory=dict)
 
     @property
     def first(self) -> Up:
@@ -155,14 +157,19 @@ class Installation:
         return self.workers[-1]
 
     def owners(self) -> set[str]:
-        """Return the workers that own a partition."""
-        topic, codec, newest = self.settings.kafka.topics.assembly, Codec(), dict[int, str]()
-        for p in range(self.settings.kafka.partitions):
-            for record in self.cluster.read_all(topic, p):
+        """Return the workers that own a partition. Each record is read once."""
+        if self._assembly is None:
+            topic, partitions = self.settings.kafka.topics.assembly, self.settings.kafka.partitions
+            self._assembly = self.cluster.reader(
+                "tests", {(topic, p): 0 for p in range(partitions)}
+            )
+        codec, deadline = Codec(), time.monotonic() + 1.0
+        while time.monotonic() < deadline and (records := self._assembly.poll(2000, 0.1)):
+            for record in records:
                 event = codec.decode(record.value)
                 if isinstance(event, AssemblyMarker):
-                    newest[p] = event.worker
-        return set(newest.values())
+                    self._owners[record.partition] = event.worker
+        return set(self._owners.values())
 
     def until_owned_by(self, *workers: str) -> None:
         """Wait until each of these workers owns a partition and no other worker does."""
