@@ -16,6 +16,7 @@ from agent_flow.rollout import Rollout
 from agent_flow.tasks import Task
 from agent_flow.threads import in_thread
 
+FORM = {"role": "system", "content": SYSTEM_PROMPTS["default"]}
 REMEMBERED = 256
 """Tasks that are not generated again for each rollout of their group."""
 
@@ -41,12 +42,8 @@ def environment(name: str, split: Split) -> Flow:
 
     async def play(task: Task, rollout: Rollout) -> Any:
         entry = await in_thread(entry_of, task["index"])
-        reply = await rollout.chat(
-            [
-                {"role": "system", "content": SYSTEM_PROMPTS["default"]},
-                {"role": "user", "content": entry["question"]},
-            ]
-        )
+        question = {"role": "user", "content": entry["question"]}
+        reply = await rollout.chat([FORM, question])
         return await in_thread(dataset.score_answer, extract_answer(reply.text), entry)
 
     def tasks() -> Iterator[Task]:

@@ -42,12 +42,7 @@ def environment(name: str, split: Split) -> Flow:
     Raises:
         FlowError: There is no Python that has verifiers.
     """
-    python = Path(os.environ.get(PYTHON) or DEFAULT_PYTHON).absolute()
-    if not python.is_file():
-        raise FlowError(
-            f"env=verifiers:{name}: {python}: no such file. Run `make environments`, or install "
-            f"verifiers==0.4.0 and uv in a virtual environment and set {PYTHON} to its Python"
-        )
+    python = _python(name)
     path = Path(name).resolve() if name.endswith(".py") else None
     if path is not None and not path.is_file():
         raise FlowError(f"env=verifiers:{name}: no such file")
@@ -82,6 +77,17 @@ def environment(name: str, split: Split) -> Flow:
     flow.tasks(lambda: tasks_of_file(files / "tasks.jsonl"))
     flow.lifespan(running)
     return flow
+
+
+def _python(name: str) -> Path:
+    """Return the Python that has verifiers. Raises FlowError if there is none."""
+    python = Path(os.environ.get(PYTHON) or DEFAULT_PYTHON).absolute()
+    if not python.is_file():
+        raise FlowError(
+            f"env=verifiers:{name}: {python}: no such file. Run `make environments`, or install "
+            f"verifiers==0.4.0 and uv in a virtual environment and set {PYTHON} to its Python"
+        )
+    return python
 
 
 class Worker:
