@@ -393,13 +393,19 @@ def test_a_function_that_hangs_or_crashes_costs_its_own_trajectory_and_no_stop(
             trajectory("b", "crash"),
             trajectory("c", "0.5"),
             trajectory("d", "42", run="other"),
+            trajectory("f", "eat"),
+            trajectory("g", "nan"),
+            trajectory("h", "raise"),
         )
-        eventually(lambda: len(answered()) == 4, 180)
+        eventually(lambda: len(answered()) == 7, 180)
         assert answered() == {
             "a": (None, "timeout"),
             "b": (None, "crashed"),
             "c": (0.5, None),
             "d": (1.0, None),
+            "f": (None, "more memory than functions.memory_mb=4096"),
+            "g": (None, "not a finite number: nan"),
+            "h": (None, "ValueError: could not convert string to float: 'raise'"),
         }
         job.send_signal(signal.SIGTERM)
         assert job.wait(180) == 0

@@ -66,11 +66,10 @@ def stops_later(trajectory: Trajectory) -> float:
 
 
 def of_answers(trajectory: Trajectory) -> float:
-    """Follow the last reply: loop, crash, wait, or return the reply as the reward."""
+    """Follow the last reply: loop, crash, wait, eat memory, or return the reply as the reward."""
     said = json.loads(trajectory.steps[-1].response_json)["content"]
-    return {"loop": loops, "crash": crashes, "wait": waits}.get(said, lambda _: float(said))(
-        trajectory
-    )
+    known = {"loop": loops, "crash": crashes, "wait": waits, "eat": eats}
+    return known.get(said, lambda _: float(said))(trajectory)
 
 
 def waits(trajectory: Trajectory) -> float:

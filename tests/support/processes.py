@@ -7,13 +7,31 @@ from __future__ import annotations
 
 import signal
 import subprocess
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 from runtime.process.child import die_with_parent
 
 ROOT = Path(__file__).parents[2]
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait for a condition; the test's time limit ends a wait for ever."""
+    while not condition():
+        time.sleep(0.01)
+
+
+def pids_with(word: str) -> list[str]:
+    """Return the processes of this machine with a word on their command line."""
+    found = []
+    for place in Path("/proc").iterdir():
+        try:
+            found += [place.name] if word in (place / "cmdline").read_text() else []
+        except OSError:  # no process, or it has ended
+            continue
+    return found
 
 
 class Processes:

@@ -52,7 +52,7 @@ PROGRESS_S = 10.0
 JOB_SETTINGS = {
     *("trajectory_timeout_s", "closed_horizon_s", "closed_max", "orphan_after_s"),
     *("anonymous_inactivity_s", "agent_inactivity_s", "reward_functions", "quality_functions"),
-    *("train_truncated", "tick_interval_s"),
+    *("reward_models", "train_truncated", "tick_interval_s"),
 }
 """Settings `jobs.*` on which the result of a replay depends."""
 

@@ -24,6 +24,7 @@ from schemas.errors import SettingsError, Undecodable, UnknownSchema
 from schemas.ids import check_run_id, parse_version
 from schemas.records import Assessment, Reward, Tick
 from schemas.settings import Settings
+from schemas.settings.reward_models import SOURCES
 from schemas.topics import partition_of
 
 PREFIX = re.compile(r"[a-z0-9_-]{1,32}")
@@ -65,7 +66,7 @@ class RecordFilter:
         if self.trajectory_keys is not None and event.trajectory_key not in self.trajectory_keys:
             return None
         if isinstance(event, Reward) and not self.rewards:
-            if event.source == "rule" and event.by == REWARDER:
+            if event.by == REWARDER and event.source in {"rule", *SOURCES.values()}:
                 return None
         elif isinstance(event, Assessment) and not self.assessments:
             return None

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import os
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.processes import pids_with, until
 
 from rewards.code.reward import CodeReward, code_in, code_tests
 from rewards.code.sandbox import SandboxError
-from runtime.functions.pool import FunctionPool
+from runtime.functions.pool import FunctionPool, PoolStopped
 from schemas.records import Trajectory, TrajectoryStep
 from schemas.settings import FunctionSettings, JobsSettings, Settings
 from stream_jobs.reward.rewards import rewards_of, rules_of
 
 ADD = "Sure:\n```python\ndef add(a, b):\n    return a + b\n```\n"
 WRONG = ADD.replace("+", "-")
+SLOW = {"type": "code", "timeout_s": 1000}
+WAITS = "import time; time.sleep(3600)"
 CHECKS = ["assert add(1, 2) == 3", "assert add(2, 0) == 2"]
 DOUBLE = "```\nprint(2 * int(input()))\n```"
 PAIRS = [{"input": "4\n", "output": "8"}, {"input": "1", "output": "2 \n\n"}]
@@ -96,6 +101,24 @@ def test_a_configured_reward_runs_in_a_child_process(reward: CodeReward) -> None
     assert (given.source, given.name, given.value, given.reward_revision) == ("rule", "tests", 1, 3)
     assert orjson.loads(given.detail_json or b"") == {"outcome": "passed", "passed": 2, "tests": 2}
     assert (bare.value, bare.reason) == (None, "ValueError: metadata has no tests")
+
+
+@pytest.mark.slow
+def test_to_stop_ends_a_program_that_runs(reward: CodeReward) -> None:
+    word = f"outlives-{os.getpid()}"
+    program = f"import os, sys; os.execv(sys.executable, ['python3', '-c', {WAITS!r}, '{word}'])"
+    jobs = JobsSettings.model_validate(
+        {"reward_functions": {"*": ["tests@1"]}, "reward_models": {"tests": SLOW}}
+    )
+    settings = Settings(jobs=jobs, functions=FunctionSettings(timeout_s=3600))
+    pool, threads = FunctionPool(settings.functions), ThreadPoolExecutor(1)
+    (rule,) = rules_of(settings, pool.find)["*"]
+    call = threads.submit(rule.function, trajectory(program, tests=CHECKS))
+    until(lambda: bool(pids_with(word)))
+    pool.stop()
+    assert isinstance(call.exception(), PoolStopped)
+    until(lambda: not pids_with(word))
+    threads.shutdown()
 
 
 @given(st.lists(st.text(alphabet="ab c\n", max_size=20), max_size=3))

@@ -8,9 +8,9 @@ from __future__ import annotations
 import os
 import socket
 import time
-from pathlib import Path
 
 import pytest
+from support.processes import pids_with, until
 
 from rewards.code.sandbox import Limits, Result, Sandbox, SandboxError
 from schemas.errors import SettingsError
@@ -129,16 +129,6 @@ time.sleep(3600)
     assert run(sandbox, shared, 60).ending == "memory"
 
 
-def processes_of(word: str) -> list[str]:
-    found = []
-    for place in Path("/proc").iterdir():
-        try:
-            found += [place.name] if word in (place / "cmdline").read_text() else []
-        except OSError:
-            continue
-    return found
-
-
 def test_nothing_outlives_the_time_limit(sandbox: Sandbox) -> None:
     program = """
 import os, sys, time
@@ -150,8 +140,7 @@ while True: pass
     word = f"outlives-{os.getpid()}"
     ended = run(sandbox, program.replace("WORD", word), 1.0)
     assert (ended.ending, ended.code) == ("timeout", None)
-    while processes_of(word):  # the kernel ends a namespace asynchronously
-        time.sleep(0.01)
+    until(lambda: not pids_with(word))  # the kernel ends a namespace asynchronously
 
 
 def test_a_killed_program_is_no_failed_start(sandbox: Sandbox) -> None:

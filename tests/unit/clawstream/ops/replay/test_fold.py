@@ -384,10 +384,12 @@ def test_a_copy_with_other_partitions_has_time_everywhere() -> None:
 
 def test_a_copy_of_one_run_under_another_name() -> None:
     rule = replace(reward("a"), source="rule", by="clawstream.reward")
+    judge = replace(rule, source="judge", event_id="j")
     log = [
         record(1, b"a", step("a", 0, [1], [4, 5], versions=SPANS)),
         record(2, b"a", replace(step("a", 1), run_id="other")),
         record(3, b"a", rule),
+        record(4, b"a", judge),
     ]
     made = copier(RecordFilter("r", "n", rewards=False), 1, 1)
     ((_, _, kept),) = copied(made, *log)
@@ -396,7 +398,7 @@ def test_a_copy_of_one_run_under_another_name() -> None:
         "n/3.0",
         ["n/1.0", "n/2.0"],
     )
-    assert (made.copied, made.left_out) == (1, 2)
+    assert (made.copied, made.left_out) == (1, 3)
     assert trainability(kept).reason is None
     assert renamed(step("a", 0, version_first="default"), "n").version_first == "default"
 
