@@ -6,6 +6,7 @@ python=${PYTHON:-python3.11}
 command -v "$python" >/dev/null || { echo "install: $python is not there; Clawstream needs Python 3.11 (set PYTHON=...)" >&2; exit 1; }
 [ "$(uname -sm)" = "Linux x86_64" ] || { echo "install: the lock is for Linux on x86-64, this is $(uname -sm)" >&2; exit 1; }
 case "$(ldconfig -p 2>/dev/null)" in *libnuma.so.1*) ;; *) echo "install: vLLM needs the system library libnuma1 (apt-get install libnuma1)" >&2; exit 1 ;; esac
+command -v bwrap >/dev/null || echo "install: rewards of type code need bubblewrap (apt-get install bubblewrap); all else works without it" >&2
 started=$(date +%s)
 [ -x .venv/bin/python ] || "$python" -m venv .venv
 .venv/bin/uv --version >/dev/null 2>&1 || .venv/bin/python -m pip install -q --disable-pip-version-check --require-hashes --no-deps -r requirements/uv.lock.txt

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from schemas.records.parts import RewardSource
 from schemas.settings.base import Count, Name, Positive, Section
@@ -58,6 +58,14 @@ class Judge(Section):
     cache_file: Path | None = Field(
         None, description="replies and spending; default: judges.sqlite in data_dir"
     )
+
+    @model_validator(mode="after")
+    def _votes_differ(self) -> Judge:
+        if self.votes > 1 and not self.temperature:
+            raise ValueError(
+                f"votes={self.votes} with temperature=0: all votes would be equal; set temperature"
+            )
+        return self
 
 
 class Classifier(Section):

@@ -87,14 +87,14 @@ def by_seed(*contents: str | int) -> Callable[[Any], Reply]:
 def test_the_majority_of_the_votes_counts(tmp_path: Path) -> None:
     votes = [json.dumps({"explanation": f"{n}", "score": n}) for n in (2, 9, 9)]
     with model_endpoint(by_seed(*votes)) as endpoint:
-        ((value, detail),) = rated(tmp_path, endpoint.url, trajectory("a"), votes=3)
+        ((value, detail),) = rated(tmp_path, endpoint.url, trajectory("a"), votes=3, temperature=1)
     assert (value, sorted(detail["votes"]), detail["explanation"]) == (0.9, [2, 9, 9], "9")
 
 
 @pytest.mark.parametrize(("failed", "is_decided"), [(1, True), (2, False)])
 def test_a_majority_of_the_votes_is_needed(tmp_path: Path, failed: int, is_decided: bool) -> None:
     with model_endpoint(by_seed(*[400] * failed, *[GOOD] * (3 - failed))) as endpoint:
-        (said,) = rated(tmp_path, endpoint.url, trajectory("a"), votes=3)
+        (said,) = rated(tmp_path, endpoint.url, trajectory("a"), votes=3, temperature=1)
     assert said[0] == 0.8 if is_decided else isinstance(said, EndpointError)
 
 
@@ -178,9 +178,11 @@ def test_each_step_is_judged_with_the_replies_up_to_it(tmp_path: Path) -> None:
     assert {step: value for step, (value, _) in said.items()} == {"k~0.0": 0.1, "k~1.0": 0.8}
 
 
-def test_a_key_or_a_placeholder_that_is_missing_is_told_at_the_start(tmp_path: Path) -> None:
+def test_what_cannot_work_is_told_at_the_start(tmp_path: Path) -> None:
     with pytest.raises(EndpointError, match="variable NO_SUCH_KEY is not set"):
         rated(tmp_path, "http://127.0.0.1:1", api_key_env="NO_SUCH_KEY")
+    with pytest.raises(ValueError, match="all votes would be equal; set temperature"):
+        rated(tmp_path, "http://127.0.0.1:1", votes=3)
     with pytest.raises(ValueError, match="no placeholder gold"):
         rated(tmp_path, "http://127.0.0.1:1", template="{gold}")
 
