@@ -130,15 +130,8 @@ class _Asking:
     def _request(self, material: str, seed: int) -> dict[str, Any]:
         """Return a request of Chat Completions. Each vote has another seed, so it is sampled."""
         settings = self._settings
-        score = {"type": "integer", "minimum": 0, "maximum": settings.scale}
-        schema = {
-            "type": "object",
-            "properties": {"explanation": {"type": "string"}, "score": score},
-            "required": ["explanation", "score"],
-            "additionalProperties": False,
-        }
         rubric = _INSTRUCTIONS.format(rubric=settings.rubric, scale=settings.scale)
-        return {
+        request = {
             "model": settings.model,
             "messages": [
                 {"role": "system", "content": rubric},
@@ -147,11 +140,25 @@ class _Asking:
             "temperature": settings.temperature,
             "max_tokens": settings.max_tokens,
             "seed": seed,
-            "response_format": {
-                "type": "json_schema",
-                "json_schema": {"name": "verdict", "strict": True, "schema": schema},
-            },
+            "response_format": _format_of(settings.scale),
+            **settings.extra_body,
         }
+        return {name: value for name, value in request.items() if value is not None}
+
+
+def _format_of(scale: int) -> dict[str, Any]:
+    """Return the response format of a verdict, as Chat Completions takes it."""
+    schema = {
+        "type": "object",
+        "properties": {
+            "explanation": {"type": "string"},
+            "score": {"type": "integer", "minimum": 0, "maximum": scale},
+        },
+        "required": ["explanation", "score"],
+        "additionalProperties": False,
+    }
+    named = {"name": "verdict", "strict": True, "schema": schema}
+    return {"type": "json_schema", "json_schema": named}
 
 
 def verdict_in(text: str, scale: int, tokens: int) -> Verdict:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -44,6 +44,9 @@ class Judge(Section):
         0.0, description="above 0 for votes that differ"
     )
     max_tokens: Count = Field(512, description="longest reply of the judge")
+    extra_body: Mapping[str, Any] = Field(
+        {}, description="more fields of the request, such as chat_template_kwargs; null: none"
+    )
     api_key_env: Name | None = Field(None, description="environment variable with the API key")
     timeout_s: Positive = Field(
         25.0, description="longest time of a verdict with all attempts; below functions.timeout_s"

@@ -74,6 +74,14 @@ def test_a_verdict_is_asked_for_with_a_schema_and_kept(tmp_path: Path) -> None:
     assert body["response_format"]["json_schema"]["schema"]["required"] == ["explanation", "score"]
 
 
+def test_fields_of_the_request_are_added_and_left_out(tmp_path: Path) -> None:
+    extra = {"max_tokens": None, "max_completion_tokens": 9, "seed": 4}
+    with model_endpoint(lambda _: chat(GOOD)) as endpoint:
+        rated(tmp_path, endpoint.url, trajectory("a"), extra_body=extra)
+    ((_, body),) = endpoint.requests
+    assert "max_tokens" not in body and (body["max_completion_tokens"], body["seed"]) == (9, 4)
+
+
 def by_seed(*contents: str | int) -> Callable[[Any], Reply]:
     """Return what answers the vote of each seed: a content, or an error's status."""
 

@@ -19,6 +19,7 @@ import orjson
 import pytest
 
 from clawstream.ops.preflight import problems_of
+from rewards.registry import Rule
 from runtime.functions.pool import FunctionPool, PoolStopped
 from schemas.records import Trajectory, TrajectoryStep
 from schemas.rule_spec import NamedFunction, NoAnswer
@@ -76,7 +77,7 @@ def pool() -> Iterator[FunctionPool]:
 def test_every_call_has_a_reward_or_says_why_not(
     pool: FunctionPool, name: str, value: float | None, reason: str | None
 ) -> None:
-    rule = NamedFunction(name, "1", pool.find(f"own_functions.py:{name}"))
+    rule = Rule(name, "1", pool.find(f"own_functions.py:{name}"))
     assert [(r.value, r.reason) for r in rewards_of(trajectory(), rule, 0)] == [(value, reason)]
 
 
