@@ -8,7 +8,7 @@ standard input, replies go to standard output, a JSON object a line:
     <- {"ready": true} or {"refused": "why"}                               once
     -> {"id": 7, "task": 3, "base_url": "...", "api_key": "...", "model": "policy", "sampling": {}}
     <- {"id": 7, "rewards": {"exact": 1.0}} or {"id": 7, "error": "why"}
-    -> {"id": 7, "cancel": true}                                           the error is the answer
+    -> {"id": 7, "cancel": true}                                 the answer is an error, at once
 
 The end of standard input ends the process. Written for verifiers 0.4.
 """
@@ -35,6 +35,8 @@ from verifiers.v1.utils.loaders import (
 
 ROLLOUTS_OF_ONE_SERVING = 200
 """`Env.serving()` keeps an HTTP client for each rollout until it ends."""
+LONGEST_ERROR = 2000
+"""Characters: the other process reads lines of limited length."""
 SPLITS = {"train": ("train",), "val": ("val", "validation", "eval", "test")}
 """Names of a channel's split, the preferred one first."""
 Json = dict[str, Any]
@@ -142,10 +144,12 @@ class Player:
             request = json.loads(line)
             if "cancel" not in request:
                 self._requests.put_nowait(request)
-            elif playing := self._playing.get(request["id"]):
+                continue
+            if playing := self._playing.get(request["id"]):
                 playing.cancel()
             else:
-                self._cancelled.add(request["id"])
+                self._cancelled.add(request["id"])  # not begun yet
+            self._reply(request["id"], error="cancelled")
         self._ended = True
         self._requests.put_nowait(None)
         for playing in self._playing.values():
@@ -171,18 +175,15 @@ class Player:
         os.environ[variable] = request["api_key"]
         try:
             if number in self._cancelled:
-                raise asyncio.CancelledError
+                return
             client = vf.EvalClientConfig(base_url=request["base_url"], api_key_var=variable)
             sampling = vf.SamplingConfig(**request["sampling"])
             context = vf.ModelContext(model=request["model"], client=client, sampling=sampling)
             (slot,) = env.slots(self._environment.tasks[request["task"]])
             episode = await env.run_slot(slot, context)
             self._reply(number, **result_of(episode, self._environment.seat))
-        except asyncio.CancelledError:
-            self._reply(number, error="cancelled")
-            raise
         except Exception as error:  # noqa: BLE001 - of the user's environment
-            self._reply(number, error=f"{type(error).__name__}: {error}")
+            self._reply(number, error=_shown(error))
         finally:
             del os.environ[variable], self._playing[number]
 
@@ -195,13 +196,18 @@ def result_of(episode: Any, seat: str) -> Json:
     if not episode.ok:
         errors = [*(e for trace in episode.traces for e in trace.errors), *episode.errors]
         last = f"{errors[-1].type}: {errors[-1].message}" if errors else "a time limit has expired"
-        return {"error": last}
+        return {"error": last[:LONGEST_ERROR]}
     rewards: dict[str, float] = {}
     for trace in episode.traces:
         for name, reward in trace.rewards.items() if trace.agent.name == seat else ():
             if reward is not None:
                 rewards[name] = rewards.get(name, 0.0) + reward.value
     return {"rewards": rewards}
+
+
+def _shown(error: Exception) -> str:
+    name = "" if isinstance(error, Refused) else f"{type(error).__name__}: "
+    return f"{name}{error}"[:LONGEST_ERROR]
 
 
 async def main(argument: Json, out: Any) -> None:
@@ -212,8 +218,7 @@ async def main(argument: Json, out: Any) -> None:
         )
         environment.write_tasks(Path(argument["tasks"]))
     except Exception as error:  # noqa: BLE001 - shown by the process that has started this one
-        name = "" if isinstance(error, Refused) else f"{type(error).__name__}: "
-        print(json.dumps({"refused": f"{name}{error}"}), file=out, flush=True)
+        print(json.dumps({"refused": _shown(error)}), file=out, flush=True)
         return
     print(json.dumps({"ready": True}), file=out, flush=True)
     lines = asyncio.StreamReader()
