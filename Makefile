@@ -50,7 +50,7 @@ test-unit: install ## the fast unit tests, about a minute; `make test` runs the 
 $(UNIT_PARTS):
 	@$(PY) -m pytest $(PART) -m "not slow" -q
 
-test-long: install smollm2 ## faults, soak, and a search for new counterexamples, many minutes
+test-long: install smollm2 environments ## faults, soak, and a search for new counterexamples, many minutes
 	-@$(PY) -m clawstream broker prepare
 	$(PY) -m pytest -m "long" -q --timeout=3600
 	$(PY) -m pytest tests/unit -m "hypothesis and not long" -n 2 -q --hypothesis-profile=searching
