@@ -49,7 +49,7 @@ def made(**settings: Any) -> CodeReward:
 
 @pytest.fixture(scope="module")
 def reward() -> CodeReward:
-    return made()
+    return made(timeout_s=60)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_a_program_that_does_not_end_has_reward_zero() -> None:
 
 
 def test_the_share_of_passed_tests() -> None:
-    said = made(partial=True)(trajectory(WRONG, tests=CHECKS))
+    said = made(partial=True, timeout_s=60)(trajectory(WRONG, tests=CHECKS))
     assert said == (0.5, {"outcome": "failed", "passed": 1, "tests": 2})
 
 

@@ -152,9 +152,8 @@ def test_a_slow_judge_holds_up_only_its_verdict(tmp_path: Path) -> None:
         return chat(GOOD)
 
     with model_endpoint(answer) as endpoint:
-        slow, quick = rated(
-            tmp_path, endpoint.url, trajectory("slow"), trajectory("a"), timeout_s=0.5
-        )
+        (slow,) = rated(tmp_path, endpoint.url, trajectory("slow"), timeout_s=0.5)
+        (quick,) = rated(tmp_path, endpoint.url, trajectory("a"))
         go_on.set()
     assert isinstance(slow, JudgeError) and str(slow) == "no verdict in 0.5 s"
     assert quick[0] == 0.8
