@@ -358,7 +358,8 @@ class Run:
         if not self._leads:
             return
         s, t, log = self._settings, self._settings.trainer, self.versions
-        old = deletable(log, current_version, t.keep_versions, t.keep_best_by)
+        existing = versions_in(s.weights_uri, s.run_id).keys()
+        old = deletable(log, existing, current_version, t.keep_versions, t.keep_best_by)
         prune(s.weights_uri, s.run_id, old)
         complete = versions_in(s.checkpoint_dir, s.run_id).keys()
         keep = t.keep_checkpoints

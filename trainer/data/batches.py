@@ -33,6 +33,11 @@ class FetchedBatch:
     position: Position
     read_seconds: float
 
+    @property
+    def offset(self) -> int:
+        """Of the batch on the ready-batches topic."""
+        return self.position.next_offset - 1
+
 
 def check(
     batch: ReadyBatch, topic: str, offset: int, expected_seq: int, settings: Settings
@@ -76,15 +81,24 @@ class BatchReader:
         self._trajectories = topics.trajectories
         self._group = f"{topics.prefix}-trainer.{settings.run_id}.train"
         self._reader = cluster.reader(self._group, {(self.topic, 0): position.next_offset})
+        self._unread: tuple[Record, ReadyBatch] | None = None
+        """The batch that was read last, until its payload is read, too."""
         self._committed: int | None = None
         self._committed_at = self._checked_at = time.monotonic()
 
     def next(self, batch_seq: int, timeout_s: float) -> FetchedBatch | None:
         """Return the next batch with its payload, or None when there is none yet.
 
+        Args:
+            batch_seq: its number.
+            timeout_s: longest wait for the batch.
+
         Raises:
             BatchGap: its number is not batch_seq.
+            Unavailable: Kafka did not answer; the call may be repeated.
         """
+        if self._unread is not None:
+            return self._with_payload(*self._unread, batch_seq)
         try:
             records = self._reader.poll(1, timeout_s)
         except SourceTruncated:
@@ -108,10 +122,12 @@ class BatchReader:
 
     def _with_payload(self, record: Record, batch: ReadyBatch, batch_seq: int) -> FetchedBatch:
         check(batch, self.topic, record.offset, batch_seq, self._settings)
+        self._unread = record, batch
         began = time.perf_counter()
         trajectories = read_payload(
             self._cluster, self._decoder, self._trajectories, self._group, batch
         )
+        self._unread = None
         return FetchedBatch(
             batch=batch,
             trajectories=trajectories,
@@ -123,17 +139,20 @@ class BatchReader:
             read_seconds=time.perf_counter() - began,
         )
 
-    def commit(self, before: FetchedBatch | None) -> None:
+    def commit(self, before: int | None) -> None:
         """Commit the training position to Kafka when it changed.
 
         The commit is repeated every 5 s, because the last commit may be lost.
 
         Args:
-            before: the first batch that is not trained; None: all that was read is trained.
+            before: offset of the first batch that is not trained; None: all that was read with
+                its payload is trained.
         """
         (position,) = self._reader.positions.values()
         if before is not None:
-            position = before.position.next_offset - 1
+            position = before
+        elif self._unread is not None:
+            position = self._unread[0].offset
         now = time.monotonic()
         if position != self._committed or now - self._committed_at > COMMIT_INTERVAL_S:
             self._reader.commit({(self.topic, 0): position})

@@ -8,7 +8,8 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from queue import SimpleQueue
 from typing import Protocol, Self
 
-from runtime.kafka import Record
+from runtime.kafka import Record, Unavailable
+from runtime.logs import logger
 from trainer.data.batches import DeadLetterSink, FetchedBatch
 
 POLL_S = 0.2
@@ -18,10 +19,10 @@ class BatchSource(Protocol):
     """Where batches come from; `trainer.data.batches.BatchReader` is one."""
 
     def next(self, batch_seq: int, timeout_s: float) -> FetchedBatch | None:
-        """Return the next batch, or None when there is none yet."""
+        """Return the next batch, or None when there is none yet; repeatable after Unavailable."""
 
-    def commit(self, before: FetchedBatch | None) -> None:
-        """Commit the position of training: before a batch, or behind all that was read."""
+    def commit(self, before: int | None) -> None:
+        """Commit the position of training: an offset, or behind all that was read."""
 
     def close(self) -> None:
         """Finish."""
@@ -31,8 +32,9 @@ class Prefetch:
     """Reads one batch ahead, in a thread. Only that thread uses the source until `close`.
 
     An error of the source is raised by the call of `next` that asks for its batch, so the batches
-    before it are trained and published. A batch that was read but not trained is in no position: a
-    resume reads it again.
+    before it are trained and published. While nobody asks for the batch, Kafka may be unavailable:
+    the thread reads again. A batch that was read but not trained is in no position: a resume reads
+    it again.
     """
 
     def __init__(
@@ -70,18 +72,26 @@ class Prefetch:
         self._write_letters()  # all that came before the batch
         if not done or (fetched := self._ahead.result()) is None:
             return None
-        self._ahead = self._thread.submit(self._read, batch_seq + 1, fetched)
+        self._ahead = self._thread.submit(self._read, batch_seq + 1, fetched.offset)
         return fetched
 
-    def _read(self, batch_seq: int, training: FetchedBatch | None) -> FetchedBatch | None:
+    def _read(self, batch_seq: int, training: int | None) -> FetchedBatch | None:
         """Return a batch; None at the end of the block.
 
-        training: the batch that is trained meanwhile.
+        training: offset of the batch that is trained meanwhile.
         """
         if training is not None:
             self._source.commit(training)
         while not self._stopped.is_set():
-            if (fetched := self._source.next(batch_seq, POLL_S)) is not None:
+            try:
+                fetched = self._source.next(batch_seq, POLL_S)
+            except Unavailable as e:
+                if self._waits_for == batch_seq:
+                    raise
+                logger().warning("batch_read_again", batch_seq=batch_seq, error=str(e))
+                self._stopped.wait(POLL_S)
+                continue
+            if fetched is not None:
                 return fetched
             if self._waits_for == batch_seq:
                 self._source.commit(None)
@@ -104,5 +114,6 @@ class Prefetch:
         self._thread.shutdown()
         self._write_letters()
         if self._ahead is None or self._ahead.exception() is None:
-            self._source.commit(None if self._ahead is None else self._ahead.result())
+            fetched = None if self._ahead is None else self._ahead.result()
+            self._source.commit(None if fetched is None else fetched.offset)
         self._source.close()

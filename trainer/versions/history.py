@@ -55,16 +55,29 @@ def best(versions: Sequence[WeightVersion], metric: str | None) -> WeightVersion
 
 
 def deletable(
-    versions: Sequence[WeightVersion], current_version: str, keep: int, best_by: str | None = None
+    versions: Sequence[WeightVersion],
+    existing: Collection[Version],
+    current_version: str,
+    keep: int,
+    best_by: str | None = None,
 ) -> Collection[Version]:
-    """Return versions (log order) whose files may be deleted.
+    """Return versions whose files may be deleted.
 
-    Keeps the newest `keep` of the log and of the current version's ancestors, the best ancestor by
-    the metric `best_by`, and the bases of kept deltas.
+    Keeps the newest `keep` of the log and of the current version's ancestors, the best existing
+    ancestor by the metric `best_by`, and the bases of kept deltas.
+
+    Args:
+        versions: in log order.
+        existing: versions with files. The value of a metric may change, so a version whose files
+            are deleted may become the best one of the log.
+        current_version: the newest version.
+        keep: number of versions.
+        best_by: a metric, or None.
     """
     keep, chain = max(keep, ALWAYS_KEPT), ancestors(versions, current_version)
+    found = best([v for v in chain if version_of(v) in existing], best_by)
     kept = {v.version_id for v in (*versions[-keep:], *chain[:keep])}
-    kept |= {v.version_id for v in (best(chain, best_by),) if v is not None}
+    kept |= {found.version_id} if found is not None else set()
     by_id = {v.version_id: v for v in versions}
     for version_id in tuple(kept):
         base = by_id[version_id].base_version

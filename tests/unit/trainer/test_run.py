@@ -68,7 +68,7 @@ from trainer.versions.directory import (
     new_directory,
     verify,
 )
-from trainer.versions.history import ancestors, deletable, next_sync_index
+from trainer.versions.history import ancestors, deletable, next_sync_index, version_of
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -621,13 +621,17 @@ def version(name: str, parent: str | None, base: str | None = None) -> WeightVer
     )
 
 
+def all_of(log: list[WeightVersion]) -> set[Version]:
+    return {version_of(record) for record in log}
+
+
 def test_what_a_kept_delta_is_based_on_is_kept() -> None:
     log = [version("r/0.0", None), version("r/1.0", "r/0.0"), version("r/2.0", "r/1.0", "r/1.0")]
     log += [version("r/3.0", "r/2.0", "r/2.0"), version("r/4.0", "r/3.0", "r/3.0")]
-    assert set(deletable(log, "r/4.0", 2)) == {Version("r", 0, 0)}
+    assert set(deletable(log, all_of(log), "r/4.0", 2)) == {Version("r", 0, 0)}
     log += [version("r/5.0", "r/4.0"), version("r/6.0", "r/5.0")]
     log[2] = replace(log[2], metrics={"val/reward_mean": 1.0})
-    old = set(deletable(log, "r/6.0", 2, "val/reward_mean"))
+    old = set(deletable(log, all_of(log), "r/6.0", 2, "val/reward_mean"))
     assert old == {Version("r", sync_index, 0) for sync_index in (0, 3, 4)}
 
 
@@ -638,7 +642,7 @@ def test_a_dead_branch_does_not_push_out_the_chain() -> None:
         version("r/2.0", "r/1.0"),
         version("r/2.1", "r/1.0"),
     ]
-    assert set(deletable(log, "r/2.1", 2)) == {Version("r", 0, 0)}, (
+    assert set(deletable(log, all_of(log), "r/2.1", 2)) == {Version("r", 0, 0)}, (
         "1.0 is the parent, 2.0 the last but one of the log"
     )
 

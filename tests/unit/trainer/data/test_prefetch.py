@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.kafka import Record
+from runtime.kafka import Record, Unavailable
 from tests.support.trainer_runs import fetched
 from trainer.data.batches import DeadLetterSink, FetchedBatch
 from trainer.data.prefetch import Prefetch
@@ -22,11 +22,17 @@ LETTER = (Record("t", 0, 0, 0, None, b"", {}), "id", "invalid", "no batch")
 
 @dataclass
 class ListSource:
-    """Batches 0 to `count` - 1; waits for the test before each batch, if `turns` is given."""
+    """Batches 0 to `count` - 1; waits for the test before each batch, if `turns` is given.
+
+    unavailable_at: batch that cannot be read until `returns` is set.
+    """
 
     dead_letter: DeadLetterSink
     count: int
     fails_at: int | None = None
+    unavailable_at: int | None = None
+    failed: threading.Event = field(default_factory=threading.Event)
+    returns: threading.Event = field(default_factory=threading.Event)
     turns: threading.Semaphore | None = None
     taken: list[int] = field(default_factory=list)
     commits: list[int | None] = field(default_factory=list)
@@ -39,14 +45,17 @@ class ListSource:
         if batch_seq == self.fails_at:
             self.dead_letter(*LETTER)
             raise ValueError(f"batch {batch_seq}")
+        if batch_seq == self.unavailable_at and not self.returns.is_set():
+            self.failed.set()
+            raise Unavailable("no broker")
         if batch_seq >= self.count:
             self.idle.set()
             return None
         self.taken.append(batch_seq)
         return fetched(batch_seq)
 
-    def commit(self, before: FetchedBatch | None) -> None:
-        self.commits.append(None if before is None else before.batch.batch_seq)
+    def commit(self, before: int | None) -> None:
+        self.commits.append(before)
 
     def close(self) -> None:
         self.closed = True
@@ -83,7 +92,9 @@ def test_batches_come_in_order_and_all_that_was_trained_is_committed(count: int)
         batches.close()
     assert source.closed and source.commits[-1] is None
     named = [commit for commit in source.commits if commit is not None]
-    assert named == list(range(count)), "while a batch trains, the position is before it"
+    assert named == [fetched(n).offset for n in range(count)], (
+        "while a batch trains, the position is before it"
+    )
 
 
 def test_one_batch_is_read_while_another_trains_and_no_more() -> None:
@@ -95,7 +106,7 @@ def test_one_batch_is_read_while_another_trains_and_no_more() -> None:
         batches._ahead.result(LONG_S)
         assert source.taken == [0, 1], "the thread has ended with one batch ahead"
         batches.close()
-    assert source.commits[-1] == 1, "a batch that was read ahead is not trained"
+    assert source.commits[-1] == fetched(1).offset, "a batch that was read ahead is not trained"
 
 
 @pytest.mark.parametrize("fails_at", [0, 2])
@@ -111,6 +122,26 @@ def test_an_error_is_raised_where_its_batch_is_asked_for_behind_its_dead_letter(
         commits = list(source.commits)
         batches.close()
     assert source.commits == commits, "it is unknown what of the topic is trained"
+
+
+def test_kafka_may_be_unavailable_while_a_batch_trains() -> None:
+    with prefetching(count=2, unavailable_at=1) as (batches, source, _):
+        assert taken(batches, 1) == [0]
+        assert source.failed.wait(LONG_S)
+        source.returns.set()
+        assert batches._ahead is not None
+        read = batches._ahead.result(LONG_S)
+        assert read is not None and read.batch.batch_seq == 1
+        assert batches.next(1, LONG_S) is read
+        batches.close()
+
+
+def test_kafka_is_unavailable_to_a_trainer_that_waits() -> None:
+    with (
+        prefetching(count=1, unavailable_at=0) as (batches, _, _),
+        pytest.raises(Unavailable),
+    ):
+        batches.next(0, LONG_S)
 
 
 def test_the_block_ends_a_thread_that_waits_for_a_batch() -> None:

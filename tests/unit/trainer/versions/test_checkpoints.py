@@ -27,7 +27,13 @@ from schemas.ids import Version, parse_version
 from schemas.records import WeightVersion
 from trainer.errors import CheckpointFailed
 from trainer.versions.directory import INFO
-from trainer.versions.history import ancestors, best, deletable, deletable_checkpoints
+from trainer.versions.history import (
+    ancestors,
+    best,
+    deletable,
+    deletable_checkpoints,
+    version_of,
+)
 
 BATCHES = 7
 
@@ -218,9 +224,18 @@ def test_the_best_version_of_the_chain_is_kept_and_an_abandoned_one_is_not() -> 
     found = best(ancestors(LOG, "r/3.1"), "val/reward_mean")
     assert found is not None and found.version_id == "r/2.1", "the newest of equals"
     assert best(LOG, "val/other") is None and best(LOG, None) is None
-    assert names(deletable(LOG, "r/3.1", 2)) == {"0.0", "1.0", "2.0", "3.0"}
+    existing = {version_of(v) for v in LOG}
+    assert names(deletable(LOG, existing, "r/3.1", 2)) == {"0.0", "1.0", "2.0", "3.0"}
     better = [replace(v, metrics={"m": 1.0}) if v.version_id == "r/0.0" else v for v in LOG]
-    assert names(deletable(better, "r/3.1", 2, "m")) == {"1.0", "2.0", "3.0"}
+    assert names(deletable(better, existing, "r/3.1", 2, "m")) == {"1.0", "2.0", "3.0"}
+
+
+def test_a_deleted_version_that_becomes_the_best_does_not_replace_the_best_that_exists() -> None:
+    log = [version("0.0", None, 0.7), version("1.0", "0.0", 0.6), version("2.0", "1.0", 0.1)]
+    log += [version("3.0", "2.0"), version("4.0", "3.0")]
+    existing = {version_of(v) for v in log[1:]}
+    found = deletable(log, existing, "r/4.0", 2, "val/reward_mean")
+    assert names(found) == {"0.0", "2.0"}
 
 
 def test_of_checkpoints_only_complete_ones_of_the_chain_count() -> None:
