@@ -41,7 +41,8 @@ class PackedRow:
         positions: (packed tokens,), index of the token in each sequence that has it.
         ends: (packed tokens,), one past the last token that has this one in its prefix: the token
             at q attends to the token at k if k <= q < ends[k].
-        blocks: the same as blocks; the causal ones come first, and each token is in one of them.
+        blocks: the same pairs of query and key; the causal blocks come first, and each token is in
+            one of them.
         places: of each sequence, in the given order: where its tokens are in the row.
     """
 

@@ -1,8 +1,8 @@
 """Attention over packed rows: each branch sees itself and its prefix, and no other branch.
 
 On a CPU the blocks of a row are computed one by one with torch's flash kernels and merged by their
-log-sum-exp, so no mask exists. On CUDA it is torch's flex attention with the mask of the same
-blocks.
+log-sum-exp, so no mask exists. On CUDA it is torch's flex attention, which gets the tiles of the
+same blocks. A row of one branch needs no structure: its attention is causal.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from torch.nn.attention.flex_attention import BlockMask
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -24,6 +26,8 @@ from trainer.data.packing import Block, PackedRow
 NAME = "packed"
 """Of this attention in transformers."""
 Structure = tuple[Block, ...] | BlockMask
+_TILE = 128
+"""Queries, and keys, of a tile of flex attention: its default, and a multiple of what it needs."""
 _UNSUPPORTED = ("sliding_window", "softcap", "s_aux", "position_bias")
 """Arguments with which some models change the attention."""
 
@@ -103,17 +107,59 @@ def _lost_structure(model: PreTrainedModel) -> str | None:
     return "layers that do not hand arguments to their attention"
 
 
-def structure_of(row: PackedRow, device: torch.device) -> Structure:
-    """Return the structure of a row in the form that `packed_attention` takes on a device."""
-    if device.type != "cuda":
-        return row.blocks
-    ends = torch.from_numpy(row.ends).to(device)
-    size = len(row.ids)
+def structure_of(row: PackedRow, device: torch.device) -> Structure | None:
+    """Return the structure of a row in the form that `packed_attention` takes on a device.
+
+    Returns:
+        None for a row of one branch, whose attention is causal.
+    """
+    if len(row.blocks) == 1:
+        return None
+    return row.blocks if device.type != "cuda" else block_mask(row.ends, device)
+
+
+def block_mask(ends: NDArray[np.int64], device: torch.device) -> BlockMask:
+    """Return the structure of a row as flex attention takes it.
+
+    It equals that of torch's `create_block_mask`, which would compute each pair of query and key.
+    Left of the diagonal, a tile has a visible pair if one of its keys ends behind its first query,
+    and only visible pairs if none ends before its last one.
+
+    Args:
+        ends: of a `PackedRow`, shape (tokens,).
+        device: of the tensors.
+    """
+    starts = np.arange(0, len(ends), _TILE)
+    first_query = starts[:, np.newaxis]  # tiles have the shape (of queries, of keys)
+    left = starts < first_query
+    some = left & (np.maximum.reduceat(ends, starts) > first_query)
+    # In an unfinished last tile of queries, no end is so high: it is never full.
+    full = left & (np.minimum.reduceat(ends, starts) >= first_query + _TILE)
+    partial = some & ~full | np.eye(len(starts), dtype=bool)
+    end_of = torch.from_numpy(ends).to(device)
 
     def visible(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (key <= query) & (query < ends[key])
+        return (key <= query) & (query < end_of[key])
 
-    return create_block_mask(visible, None, None, size, size, device=device)
+    return BlockMask.from_kv_blocks(
+        *_listed(partial, device),
+        *_listed(full, device),
+        BLOCK_SIZE=_TILE,
+        mask_mod=visible,
+        seq_lengths=(len(ends), len(ends)),
+    )
+
+
+def _listed(tiles: NDArray[np.bool_], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return for each tile of queries the number of its tiles of keys, and their indexes first.
+
+    Returns:
+        int32, shapes (1, 1, tiles) and (1, 1, tiles, tiles).
+    """
+    indexes = np.argsort(~tiles, axis=-1, kind="stable")
+    found = (tiles.sum(-1, dtype=np.int32), indexes.astype(np.int32))
+    number, order = (torch.from_numpy(part).to(device)[None, None] for part in found)
+    return number, order
 
 
 def packed_attention(
@@ -135,7 +181,7 @@ def packed_attention(
         attention_mask: None; transformers builds none for this attention.
         scaling: of the scores.
         dropout: 0.
-        structure: of the packed row; None: padded rows, each causal.
+        structure: of the packed row; None: rows that are causal.
         others: ignored, but arguments that change the attention are refused.
 
     Returns:

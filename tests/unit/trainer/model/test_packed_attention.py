@@ -9,7 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import settings as examples
+from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -24,8 +28,9 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 
 from schemas.settings import TrainerSettings
 from trainer.algorithms.registry import load
+from trainer.data.packing import pack
 from trainer.data.sequences import Tokens, TrainingSequence
-from trainer.model.packed_attention import not_packable, use_packing
+from trainer.model.packed_attention import block_mask, not_packable, structure_of, use_packing
 from trainer.model.policy import Policy
 from trainer.model.update import update
 
@@ -179,3 +184,41 @@ def test_a_model_that_loses_the_structure_of_a_row_gets_rows(
         assert not use_packing(model, settings())
         assert model.config._attn_implementation == "sdpa"
     assert use_packing(model, settings())
+
+
+@examples(max_examples=15)
+@given(st.lists(st.tuples(st.integers(0, 400), st.integers(1, 300)), min_size=1, max_size=4))
+def test_the_tiles_of_a_row_are_those_that_torch_finds_pair_by_pair(
+    forks: list[tuple[int, int]],
+) -> None:
+    """forks: tokens shared with the first sequence, and tokens behind them."""
+    first = np.full(400, 2, np.int32)
+    sequences = [
+        np.concatenate([first[:shared], np.full(added, 3 + i, np.int32)])
+        for i, (shared, added) in enumerate(forks)
+    ]
+    ends = pack([first, *sequences]).ends
+    size, end_of = len(ends), torch.from_numpy(ends)
+    expected = create_block_mask(
+        lambda _b, _h, query, key: (key <= query) & (query < end_of[key]),
+        *(None, None, size, size),
+        device="cpu",
+    )
+    got = block_mask(ends, torch.device("cpu"))
+    assert got.shape == expected.shape and got.BLOCK_SIZE == expected.BLOCK_SIZE
+    for kind in ("kv", "full_kv", "q", "full_q"):
+        assert torch.equal(tiles(got, kind), tiles(expected, kind)), kind
+
+
+def tiles(mask: Any, kind: str) -> Tensor:
+    """Return for each row of tiles the indexes that count, -1 behind them."""
+    number, indexes = getattr(mask, f"{kind}_num_blocks"), getattr(mask, f"{kind}_indices")
+    assert number.dtype == indexes.dtype == torch.int32
+    return torch.where(torch.arange(indexes.shape[-1]) < number.unsqueeze(-1), indexes, -1)
+
+
+def test_a_row_of_one_branch_has_no_structure() -> None:
+    ids = np.arange(300, dtype=np.int32)
+    for device in ("cpu", "cuda"):
+        assert structure_of(pack([ids, ids[:200]]), torch.device(device)) is None
+    assert structure_of(pack([ids, ids[1:]]), torch.device("cpu")) is not None
