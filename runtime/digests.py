@@ -5,6 +5,9 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
+SHA256 = r"\A[0-9a-f]{64}\Z"
+"""Pattern of a SHA-256 in hex digits. Digests of others become paths only if they match."""
+
 
 def sha256(path: Path) -> str:
     """Return the SHA-256 of a file in hex digits."""

@@ -21,12 +21,13 @@ import mmap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Annotated, Any, BinaryIO
 
 import cramjam
 import msgspec
 import numpy as np
 
+from runtime.digests import SHA256
 from runtime.errors import WeightsUnreadable
 from runtime.weights.tensor_file import TensorSlice, read_header
 
@@ -34,11 +35,12 @@ MAGIC = b"CLAWDLT1"
 LEVEL = 3
 """Of zstd. Higher levels cost many times the CPU and save a few percent."""
 _MORE = 255
-_CHUNK = 1 << 22
-"""Elements that are compared at once, so that temporary arrays stay small."""
+_CHUNK = 1 << 20
+"""Elements that are encoded or decoded at once, so that temporary arrays stay small."""
 _TRAILER_BYTES = 32 + 8 + len(MAGIC)
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 Numbers = np.ndarray[Any, np.dtype[Any]]
+Digest = Annotated[str, msgspec.Meta(pattern=SHA256)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,8 +68,8 @@ class Change:
 class Index:
     """The index of a delta. base, result: SHA-256 of each tensor file before and after, by name."""
 
-    base: dict[str, str]
-    result: dict[str, str]
+    base: dict[str, Digest]
+    result: dict[str, Digest]
     changes: list[Change]
 
 
@@ -190,7 +192,9 @@ class DeltaFile:
 
 
 def rebuild(file: str, base: Path, deltas: Sequence[DeltaFile], target: BinaryIO) -> None:
-    """Write a tensor file: that of the base with all deltas applied. One tensor is in memory.
+    """Write a tensor file: that of the base with all deltas applied.
+
+    One tensor, and the changes of one delta to it, are in memory.
 
     Args:
         file: its name.
@@ -265,13 +269,19 @@ def decode(payload: bytes, changed: int, data: Numbers) -> None:
     Raises:
         ValueError, IndexError, cramjam.DecompressionError: the payload is not one for this array.
     """
-    body = np.frombuffer(bytes(cramjam.zstd.decompress(payload)), np.uint8)
+    body = np.frombuffer(cramjam.zstd.decompress(payload), np.uint8)
     gaps = body[: body.size - changed * data.itemsize]
     planes = body[gaps.size :].reshape(data.itemsize, changed)
-    steps = np.ascontiguousarray(planes.T).view(data.dtype).ravel()
-    ends = np.flatnonzero(gaps != _MORE)
-    at = np.cumsum(gaps, dtype=np.int64)[ends] + np.arange(changed)
-    data[at] += _unzigzag(steps)
+    done = skipped = 0  # changed elements before this chunk, and unchanged ones
+    for start in range(0, gaps.size, _CHUNK):
+        part = gaps[start : start + _CHUNK]
+        ends = np.flatnonzero(part != _MORE)
+        sums = skipped + np.cumsum(part, dtype=np.int64)
+        steps = np.ascontiguousarray(planes[:, done : done + ends.size].T).view(data.dtype).ravel()
+        data[sums[ends] + np.arange(done, done + ends.size)] += _unzigzag(steps)
+        done, skipped = done + ends.size, int(sums[-1])
+    if done != changed:
+        raise ValueError(f"{done} changed elements, not {changed}")
 
 
 def _gap_bytes(gaps: np.ndarray[Any, np.dtype[np.int64]]) -> Bytes:

@@ -7,12 +7,13 @@ from the newest one that is in the cache, else from the full one.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
-from runtime.digests import sha256
+from runtime.digests import SHA256, sha256
 from runtime.errors import WeightsUnreadable
 from schemas.records import WeightFile
 
@@ -44,8 +45,11 @@ def get_files(files: Sequence[WeightFile], cache_dir: Path) -> dict[Path, str]:
 
     Raises:
         WeightsUnreadable: A file is missing, can't be read, or isn't what the manifest or its delta
-            says.
+            says; or its name or digest can't be part of a path.
     """
+    for file in files:
+        if _name(file) in ("", "..") or not re.match(SHA256, file.sha256):
+            raise WeightsUnreadable(f"{file.url!r} with sha256 {file.sha256!r}: not a file's")
     deltas = [file for file in files if _name(file).endswith(SUFFIX)]
     whole = {_name(file): file for file in files if file not in deltas}
     try:
@@ -56,7 +60,7 @@ def get_files(files: Sequence[WeightFile], cache_dir: Path) -> dict[Path, str]:
             for name, file in whole.items()
             if name not in rebuilt
         }
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: a path with a null byte
         raise WeightsUnreadable(str(error)) from error
 
 
@@ -102,7 +106,7 @@ def _rebuild(
             rebuild(name, base, chain, data)
     except WeightsUnreadable:
         part.unlink()
-        if base.is_relative_to(cache_dir):
+        if base.resolve().is_relative_to(cache_dir.resolve()):
             base.unlink()  # it may be damaged: the next try begins with an older one
         raise
     part.rename(target)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import itertools
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -19,7 +22,17 @@ from safetensors.torch import load_file, save_file
 
 from runtime.digests import sha256
 from runtime.errors import WeightsUnreadable
-from runtime.weights.delta import DeltaFile, Snapshot, decode, encode, mapped, rebuild, write_delta
+from runtime.weights.delta import (
+    _CHUNK,
+    MAGIC,
+    DeltaFile,
+    Snapshot,
+    decode,
+    encode,
+    mapped,
+    rebuild,
+    write_delta,
+)
 from runtime.weights.files import get_files
 from schemas.records import WeightFile
 
@@ -55,6 +68,17 @@ def test_gaps_around_the_limit_of_a_byte(gap: int) -> None:
     changed, payload = encode(old, new)
     decode(payload, changed, old)
     assert np.array_equal(old, new)
+
+
+def test_changes_of_many_chunks() -> None:
+    old = np.zeros(_CHUNK + 2000, np.uint16)
+    new = old.copy()
+    new[1000:] = 1  # a chunk of gaps ends within a chunk of elements
+    changed, payload = encode(old, new)
+    decode(payload, changed, old)
+    assert np.array_equal(old, new)
+    with pytest.raises(ValueError, match=r"broadcast|changed elements"):
+        decode(payload, changed + 1, old)
 
 
 def test_a_step_of_one_unit_in_the_last_place_costs_little_more_than_a_byte() -> None:
@@ -159,6 +183,30 @@ def test_missing_links_and_wrong_bases_are_refused(chain: Path) -> None:
     with pytest.raises(WeightsUnreadable, match=r"No such file .*2\.delta"):
         get_files([first, *deltas], cache)
     assert not list(cache.rglob("*.*"))
+
+
+def test_an_index_cannot_name_a_file_outside_the_cache(chain: Path) -> None:
+    victim = chain / "victim" / NAME
+    victim.parent.mkdir()
+    victim.write_bytes(b"not a version")
+    index = DeltaFile(chain / f"1{DELTA}").index
+    forged = msgspec.json.encode(replace(index, base={NAME: "../victim"}))
+    trailer = hashlib.sha256(forged).digest() + len(forged).to_bytes(8, "little") + MAGIC
+    (chain / f"1{DELTA}").write_bytes(forged + trailer)
+    with pytest.raises(WeightsUnreadable, match="regex"):
+        get_files(manifest(chain, 1), chain / "cache")
+    assert victim.exists()
+
+
+def test_a_base_beside_the_cache_stays_when_a_delta_is_damaged(chain: Path) -> None:
+    cache, path = chain / "cache", chain / f"1{DELTA}"
+    cache.mkdir()
+    path.write_bytes(b"?" + path.read_bytes()[1:])
+    full, delta = manifest(chain, 1)
+    base = replace(full, url=f"{cache}/../{FULL}/{NAME}")
+    with pytest.raises(WeightsUnreadable, match="damaged"):
+        get_files([base, delta], cache)
+    assert (chain / FULL / NAME).exists()
 
 
 @pytest.mark.slow

@@ -66,3 +66,24 @@ def test_a_damaged_or_short_download_leaves_nothing_and_is_repeated(tmp_path: Pa
     copy.write_bytes(whole[:9])  # damaged on this machine
     assert get_files([file], tmp_path) == {copy: file.sha256}
     assert copy.read_bytes() == whole
+
+
+@pytest.mark.parametrize(
+    ("url", "digest"),
+    [
+        ("memory://v/model.safetensors", "../../x"),
+        ("memory://v/model.safetensors", "a" * 64 + "\n"),
+        ("memory://v/model.safetensors", ""),
+        ("memory://v/..", "a" * 64),
+        ("memory://v/%2E%2E", "a" * 64),
+        ("", "a" * 64),
+    ],
+)
+def test_a_manifest_cannot_name_a_path_outside_the_cache(
+    tmp_path: Path, url: str, digest: str
+) -> None:
+    with pytest.raises(WeightsUnreadable, match="not a file's"):
+        get_files([WeightFile(url=url, sha256=digest, size_bytes=1)], tmp_path / "cache")
+    with pytest.raises(WeightsUnreadable, match="null byte"):
+        get_files([WeightFile(url="file:///%00", sha256="a" * 64, size_bytes=1)], tmp_path)
+    assert not list(tmp_path.iterdir())
