@@ -269,7 +269,7 @@ def decode(payload: bytes, changed: int, data: Numbers) -> None:
     Raises:
         ValueError, IndexError, cramjam.DecompressionError: the payload is not one for this array.
     """
-    body = np.frombuffer(cramjam.zstd.decompress(payload), np.uint8)
+    body = np.asarray(cramjam.zstd.decompress(payload), np.uint8)
     gaps = body[: body.size - changed * data.itemsize]
     planes = body[gaps.size :].reshape(data.itemsize, changed)
     done = skipped = 0  # changed elements before this chunk, and unchanged ones
