@@ -15,7 +15,7 @@ from rollout.errors import (
     EngineUnavailable,
     InvalidWeights,
 )
-from rollout.server.load_weights import engine_label, load_version
+from rollout.server.load_weights import LoadResult, engine_label, load_version
 from rollout.server.process import AttachedServer, VllmServer, served_models
 from rollout.server.weight_files import remove_others
 from rollout.status import Report
@@ -51,7 +51,10 @@ class EngineSupervisor:
         self._serve_base = settings.rollout.serve_base
         self._run_id = settings.run_id
         # A directory of this worker only, because the worker removes files that it needs no longer.
-        self._files = settings.data_dir / "rollout" / settings.rollout.worker_id / "files"
+        # Absolute, because an attached engine has another working directory.
+        data_dir = settings.data_dir.absolute()
+        self._files = data_dir / "rollout" / settings.rollout.worker_id / "files"
+        self._digests: tuple[str, ...] = ()  # of the files of the last version that was loaded
         self._server, self._http = server, http
         self._versions, self._updated = versions, updated
         self._report = report
@@ -170,13 +173,7 @@ class EngineSupervisor:
         except EngineChanged as error:
             self._apply_label(error.label)
         except (InvalidWeights, WeightsUnreadable) as error:
-            if isinstance(error, InvalidWeights):
-                logger().error("version_rejected", version=name, error=str(error))
-                self._versions.reject(name)
-            else:
-                logger().warning("version_deferred", version=name, error=str(error))
-                self._versions.defer(name)
-            self._report.load_failed(self._loaded, str(error))
+            await self._failed(version, error)
         except EngineUnavailable as error:
             logger().warning("version_not_loaded", version=name, error=str(error))
             self._report.set_state(state, self._loaded, str(error))
@@ -184,16 +181,35 @@ class EngineSupervisor:
             # The load may have succeeded although the answer is missing.
             self._apply_label(await self._engine_label())
         else:
-            self._label = self._loaded = name
-            self._report.loaded(name, result.total_ms)
-            await asyncio.to_thread(remove_others, result.digests, result.held, self._files)
-            logger().info(
-                "version_loaded",
-                version=name,
-                verify_ms=round(result.verify_ms, 1),
-                stage_ms=round(result.stage_ms, 1),
-                pause_ms=round(result.pause_ms, 1),
-            )
+            await self._succeeded(name, result)
+
+    async def _failed(
+        self, version: WeightVersion, error: InvalidWeights | WeightsUnreadable
+    ) -> None:
+        """Reject or defer a version and report it; remove what it left of no use on the disk."""
+        name, kept = version.version_id, self._digests
+        if isinstance(error, InvalidWeights):
+            logger().error("version_rejected", version=name, error=str(error))
+            self._versions.reject(name)
+        else:
+            logger().warning("version_deferred", version=name, error=str(error))
+            self._versions.defer(name)
+            kept += tuple(file.sha256 for file in version.files)
+        self._report.load_failed(self._loaded, str(error))
+        await asyncio.to_thread(remove_others, kept, None, self._files)
+
+    async def _succeeded(self, name: str, result: LoadResult) -> None:
+        self._label = self._loaded = name
+        self._digests = result.digests
+        self._report.loaded(name, result.total_ms)
+        await asyncio.to_thread(remove_others, result.digests, result.held, self._files)
+        logger().info(
+            "version_loaded",
+            version=name,
+            verify_ms=round(result.verify_ms, 1),
+            stage_ms=round(result.stage_ms, 1),
+            pause_ms=round(result.pause_ms, 1),
+        )
 
     async def _retry_until_answered(self, request: Callable[[], Awaitable[T]]) -> T:
         """Repeat a request until the engine answers. Another task detects the engine's end."""

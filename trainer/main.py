@@ -18,7 +18,8 @@ Start
     start. With the same id and an end before the position, the process stops (exit 79).
 Loop
  6. The next batch must have the next batch_seq. Its payload is read by offset, in a thread while
-    the batch before is trained, and trained. At most one batch is ahead; it is in no position.
+    the batch before is trained. Then it is trained. At most one batch is ahead; it is in no
+    position.
  7. At each multiple of sync_every: files of the version (atomic), then the manifest on the weights
     log in one transaction, which makes the version valid.
  8. Every save_every versions, after the manifest: the state is copied to CPU memory, and a thread

@@ -23,7 +23,9 @@ from rollout.errors import EngineBroken, EngineChanged, EngineUnavailable, Inval
 from rollout.server.weight_files import adapter_files
 from rollout.vllm_plugin import weight_loader
 from rollout.vllm_plugin.weight_loader import PATH
+from runtime.errors import WeightsUnreadable
 from runtime.weights.files import get_files
+from schemas.errors import ForeseenError
 from schemas.records import WeightFile
 
 TENSORS = ".safetensors"
@@ -92,25 +94,34 @@ async def load_version(
         "base_model": base_model,
     }
     status, answer = await _call(http, "POST", base_url, body)
+    if status != weight_loader.LOADED:
+        raise _refusal(status, answer, base_url, version_id, served)
+    return LoadResult(
+        verify_ms=verify_ms,
+        stage_ms=answer["stage_ms"],
+        pause_ms=answer["pause_ms"],
+        digests=tuple(verified.values()),
+        held=tuple(answer.get("held", ())),
+    )
+
+
+def _refusal(
+    status: int, answer: dict[str, Any], base_url: str, version_id: str, served: str
+) -> ForeseenError:
+    """Return the error that a reply other than LOADED means."""
     match status:
-        case weight_loader.LOADED:
-            return LoadResult(
-                verify_ms=verify_ms,
-                stage_ms=answer["stage_ms"],
-                pause_ms=answer["pause_ms"],
-                digests=tuple(verified.values()),
-                held=tuple(answer.get("held", ())),
-            )
         case weight_loader.CHANGED:
-            raise EngineChanged(base_url, str(answer["weight_version"]), served)
+            return EngineChanged(base_url, str(answer["weight_version"]), served)
         case weight_loader.INVALID_WEIGHTS:
-            raise InvalidWeights(f"{version_id} rejected by the engine: {answer['error']}")
+            return InvalidWeights(f"{version_id} rejected by the engine: {answer['error']}")
+        case weight_loader.UNREADABLE_WEIGHTS:
+            return WeightsUnreadable(f"{version_id} not read by the engine: {answer['error']}")
         case weight_loader.BROKEN:
-            raise EngineBroken(
+            return EngineBroken(
                 f"{base_url} failed while {version_id} was put into its model: {answer['error']}"
             )
         case _:
-            raise EngineUnavailable(f"POST {base_url}{PATH}: {status} {answer}")
+            return EngineUnavailable(f"POST {base_url}{PATH}: {status} {answer}")
 
 
 async def engine_label(http: aiohttp.ClientSession, base_url: str) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import sys
 import time
@@ -32,6 +33,8 @@ from schemas.settings import ENGINE_STOP_S, RolloutSettings
 ONE_PROCESS_EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 _PROJECT = Path(__file__).resolve().parents[2]
 _LOG_TAIL_BYTES = 2000
+_PARALLEL = re.compile(r"(--[^=]*parallel|--nnodes|-(tp|pp|dp|dcp|pcp|n)(=|$))")
+"""Options of vLLM that start several workers."""
 ADAPTERS = 3
 """Versions of LoRA in the engine: the served one, the next one, and one that drains."""
 ENGINE_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
@@ -70,7 +73,7 @@ def server_arguments(
         # train.
         cache_bytes = settings.kv_cache_mb * 1024 * 1024
         arguments += ["--enforce-eager", "--kv-cache-memory-bytes", str(cache_bytes)]
-        if not any("parallel" in argument for argument in settings.extra_args):
+        if not any(_PARALLEL.match(argument) for argument in settings.extra_args):
             # By default, vLLM on CPU runs the only worker in a process of its own, and both poll a
             # shared queue: twice the CPU for each token, and one more import of vLLM at each start.
             arguments += ["--distributed-executor-backend", ONE_PROCESS_EXECUTOR]

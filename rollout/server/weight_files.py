@@ -33,19 +33,23 @@ def adapter_files(
         raise WeightsUnreadable(f"{version_id}: {error}") from error
 
 
-def remove_others(digests: Collection[str], held: Collection[str], cache_dir: Path) -> None:
+def remove_others(digests: Collection[str], held: Collection[str] | None, cache_dir: Path) -> None:
     """Remove downloaded and rebuilt files that are not needed any more.
 
     Args:
-        digests: SHA-256 of the files of the loaded version. The next delta is applied to them.
-        held: versions whose adapters the engine holds. The copies of others are removed.
+        digests: SHA-256 of the files that are kept: those of the loaded version, to which the next
+            delta is applied, and those of a version that is tried again.
+        held: versions whose adapters the engine holds. The copies of others are removed; None: no
+            copy is.
         cache_dir: of the worker.
     """
     kept = {ADAPTERS, *digests}
-    adapters = {_directory_name(version_id) for version_id in held}
     for path in cache_dir.glob("*"):
         if path.name not in kept:
             shutil.rmtree(path, ignore_errors=True)
+    if held is None:
+        return
+    adapters = {_directory_name(version_id) for version_id in held}
     for path in (cache_dir / ADAPTERS).glob("*"):
         if path.name not in adapters:
             shutil.rmtree(path, ignore_errors=True)

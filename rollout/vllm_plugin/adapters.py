@@ -23,6 +23,7 @@ from typing import Any
 from rollout.errors import InvalidWeights
 from rollout.vllm_plugin.engine import adapter_request, check_finite, read_checked
 from runtime.digests import digest_of_model
+from runtime.errors import WeightsUnreadable
 
 BOOT_LABEL = "default"
 """vLLM's label before the first load."""
@@ -100,6 +101,7 @@ class Adapters:
 
         Raises:
             InvalidWeights: the adapter does not fit; nothing has changed.
+            WeightsUnreadable: a file is missing or damaged; nothing has changed.
             AdaptersBusy: try again later; nothing has changed.
         """
         if not self.enabled:
@@ -155,10 +157,10 @@ def _check_files(files: Mapping[str, str], dtype: Any) -> None:
     for path, sha256 in files.items():
         try:
             data = read_checked(path, sha256)
-            if path.endswith(".safetensors"):
-                check_finite(load(data), dtype)
-        except (OSError, SafetensorError) as error:
-            raise InvalidWeights(f"{path}: {error}") from error
+            tensors = load(data) if path.endswith(".safetensors") else {}
+        except (OSError, ValueError, SafetensorError) as error:
+            raise WeightsUnreadable(f"{path}: {error}") from error
+        check_finite(tensors, dtype)
 
 
 def adapters_of(client: Any) -> Adapters:

@@ -21,13 +21,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollout.errors import InvalidWeights
+from runtime.errors import WeightsUnreadable
 from runtime.weights.tensor_file import TensorSlice, read_header
 
 if TYPE_CHECKING:
     import torch
 
 BACKEND = "disk"
-INVALID = "invalid weights: "
+INVALID, UNREADABLE = "invalid weights: ", "unreadable weights: "
+"""Before the text of an error, because only the text of a worker's error reaches the caller."""
 DIE_WITH_PARENT = "CLAWSTREAM_DIE_WITH_PARENT"
 
 INDEX = "model.safetensors.index.json"
@@ -125,7 +127,8 @@ def stage(files: Mapping[str, str], served: Served) -> dict[str, torch.Tensor]:
         Name to tensor in the dtype of the file, without a redundant copy of a tied embedding.
 
     Raises:
-        InvalidWeights: a file or a tensor is invalid. The message names it.
+        InvalidWeights: a tensor does not fit. The message names it.
+        WeightsUnreadable: a file is missing, damaged or no safetensors file.
     """
     found: dict[str, tuple[str, tuple[int, ...]]] = {}
     weights: dict[str, torch.Tensor] = {}
@@ -134,7 +137,7 @@ def stage(files: Mapping[str, str], served: Served) -> dict[str, torch.Tensor]:
             for part, tensor in _read_tensors(path, sha256):
                 found[part.name], weights[part.name] = (part.dtype, part.shape), tensor
         except (OSError, ValueError, KeyError) as error:
-            raise InvalidWeights(f"{path}: {error}") from error
+            raise WeightsUnreadable(f"{path}: {error}") from error
     expected = dict(served.layout)
     if served.tied:
         _drop_tied_heads(weights)
@@ -152,8 +155,7 @@ def _read_tensors(path: str, sha256: str) -> Iterator[tuple[TensorSlice, torch.T
     """Yield the tensors of a file. They are invalid unless the iterator ends.
 
     Raises:
-        InvalidWeights: the SHA-256 (hex) of the file is another one.
-        OSError, ValueError, KeyError: it is no readable safetensors file.
+        OSError, ValueError, KeyError: it is no safetensors file with this SHA-256 (hex).
     """
     import torch
     from safetensors.torch import _getdtype
@@ -164,26 +166,26 @@ def _read_tensors(path: str, sha256: str) -> Iterator[tuple[TensorSlice, torch.T
         for part in parts:
             dtype, data = _getdtype(part.dtype), torch.empty(part.size_bytes, dtype=torch.uint8)
             if part.size_bytes != math.prod(part.shape) * dtype.itemsize:
-                raise InvalidWeights(f"{path}: {part.name} has {part.size_bytes} bytes")
+                raise ValueError(f"{part.name} has {part.size_bytes} bytes")
             if file.readinto(data.numpy().data) < part.size_bytes:
-                raise InvalidWeights(f"{path}: it ends within {part.name}")
+                raise ValueError(f"it ends within {part.name}")
             digest.update(data.numpy().data)
             yield part, data.view(dtype).reshape(part.shape)
         digest.update(file.read())
     if digest.hexdigest() != sha256:
-        raise InvalidWeights(f"{path}: sha256 is {digest.hexdigest()}, not {sha256}")
+        raise ValueError(f"sha256 is {digest.hexdigest()}, not {sha256}")
 
 
 def read_checked(path: str, sha256: str) -> bytes:
     """Return the content of a file.
 
     Raises:
-        InvalidWeights: its SHA-256 (hex) is another one.
+        OSError, ValueError: it can't be read, or its SHA-256 (hex) is another one.
     """
     data = Path(path).read_bytes()
     digest = hashlib.sha256(data).hexdigest()
     if digest != sha256:
-        raise InvalidWeights(f"{path}: sha256 is {digest}, not {sha256}")
+        raise ValueError(f"sha256 is {digest}, not {sha256}")
     return data
 
 
@@ -307,8 +309,9 @@ def _disk_backend() -> type[Any]:
             try:
                 self.staged = stage(update_info.files, self.served)
             except InvalidWeights as error:
-                # Only the text of a worker's error reaches the caller.
                 raise RuntimeError(f"{INVALID}{error}") from error
+            except WeightsUnreadable as error:
+                raise RuntimeError(f"{UNREADABLE}{error}") from error
 
         def finish_weight_update(self) -> None:
             if self.staged is None:

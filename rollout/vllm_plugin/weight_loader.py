@@ -32,11 +32,14 @@ import orjson
 
 from rollout.errors import InvalidWeights
 from rollout.vllm_plugin.adapters import AdaptersBusy, adapters_of
-from rollout.vllm_plugin.engine import INVALID
+from rollout.vllm_plugin.engine import INVALID, UNREADABLE
 from rollout.vllm_plugin.token_capture import App, Receive, Scope, Send
+from runtime.errors import WeightsUnreadable
 
 PATH = "/clawstream/weights"
-LOADED, CHANGED, INVALID_WEIGHTS, UNAVAILABLE, BROKEN = 200, 409, 422, 503, 500
+LOADED, CHANGED, INVALID_WEIGHTS, UNREADABLE_WEIGHTS, UNAVAILABLE, BROKEN = (
+    200, 409, 422, 424, 503, 500,
+)  # fmt: skip
 """Status of a reply to POST."""
 _WORKER_HINT = "', please check the stack trace"
 """vLLM appends it to the text of an error that a worker raised."""
@@ -92,9 +95,10 @@ async def _load(
         # vLLM closes the update itself when this fails.
         await client.update_weights(SimpleNamespace(update_info={"files": files}))
     except Exception as error:  # noqa: BLE001 - vLLM raises whatever its processes raised
-        _, invalid, reason = str(error).partition(INVALID)
-        if invalid:
-            return INVALID_WEIGHTS, {"error": reason.partition(_WORKER_HINT)[0]}
+        for mark, status in ((INVALID, INVALID_WEIGHTS), (UNREADABLE, UNREADABLE_WEIGHTS)):
+            _, found, reason = str(error).partition(mark)
+            if found:
+                return status, {"error": reason.partition(_WORKER_HINT)[0]}
         return UNAVAILABLE, {"error": f"{type(error).__name__}: {error}"}
     staged = time.perf_counter()
     try:
@@ -123,6 +127,8 @@ async def _load_adapter(
         await adapters.load(version_id, files, base_model)
     except InvalidWeights as error:
         return INVALID_WEIGHTS, {"error": str(error).partition(_WORKER_HINT)[0]}
+    except WeightsUnreadable as error:
+        return UNREADABLE_WEIGHTS, {"error": str(error)}
     except AdaptersBusy as error:
         return UNAVAILABLE, {"error": str(error)}
     except Exception as error:  # noqa: BLE001 - vLLM raises whatever its processes raised

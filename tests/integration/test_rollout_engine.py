@@ -346,24 +346,46 @@ def rewrite(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Pa
 
 
 @pytest.mark.parametrize(
-    ("damage", "after_publishing", "reason"),
+    ("damage", "after_publishing", "error", "reason"),
     [
-        (break_file, True, "sha256"),
-        (lambda files: (files / "model.safetensors").unlink(), True, "No such file"),
-        (lambda files: (files / "model.safetensors").write_bytes(b"\x08"), False, "deserializ"),
-        (rewrite(lambda t: t.pop("model.norm.weight")), False, "missing: model.norm.weight"),
-        (rewrite(lambda t: t.update(more=torch.zeros(1))), False, "unknown: more"),
+        (break_file, True, WeightsUnreadable, "sha256"),
+        (
+            lambda files: (files / "model.safetensors").unlink(),
+            True,
+            WeightsUnreadable,
+            "No such file",
+        ),
+        (
+            lambda files: (files / "model.safetensors").write_bytes(b"\x08"),
+            False,
+            WeightsUnreadable,
+            "deserializ",
+        ),
+        (
+            rewrite(lambda t: t.pop("model.norm.weight")),
+            False,
+            InvalidWeights,
+            "missing: model.norm.weight",
+        ),
+        (rewrite(lambda t: t.update(more=torch.zeros(1))), False, InvalidWeights, "unknown: more"),
         (
             rewrite(lambda t: t.update({"lm_head.weight": t["lm_head.weight"][1:].clone()})),
             False,
+            InvalidWeights,
             "dtype or shape",
         ),
         (
             rewrite(lambda t: t.update({"model.norm.weight": t["model.norm.weight"].int()})),
             False,
+            InvalidWeights,
             "dtype or shape",
         ),
-        (rewrite(lambda t: t["model.norm.weight"].fill_(float("nan"))), False, "not finite"),
+        (
+            rewrite(lambda t: t["model.norm.weight"].fill_(float("nan"))),
+            False,
+            InvalidWeights,
+            "not finite",
+        ),
     ],
 )
 def test_a_bad_version_is_refused_and_the_old_one_serves_on(
@@ -371,6 +393,7 @@ def test_a_bad_version_is_refused_and_the_old_one_serves_on(
     tmp_path: Path,
     damage: Callable[[Path], None],
     after_publishing: bool,
+    error: type[Exception],
     reason: str,
 ) -> None:
     good = random_version(engine.work, 0)
@@ -382,7 +405,6 @@ def test_a_bad_version_is_refused_and_the_old_one_serves_on(
     if after_publishing:
         damage(bad)
     engine.run(engine.load("run/7.0", good))
-    error = WeightsUnreadable if after_publishing else InvalidWeights
     with pytest.raises(error, match=reason):
         engine.run(load_version(engine.http, engine.url, "run/8.0", files, engine.work, "run/7.0"))
     reply = engine.run(chat(engine, request(temperature=1.0, ignore_eos=True)))

@@ -10,26 +10,35 @@ import itertools
 import json
 import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
 import pytest
 import torch
+from aiohttp import ClientSession
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save
 
+from rollout.engine_supervisor import EngineSupervisor
 from rollout.errors import InvalidWeights
 from rollout.main import create_server
-from rollout.server.process import is_cpu_build, server_arguments, server_environment
+from rollout.server.process import (
+    AttachedServer,
+    is_cpu_build,
+    server_arguments,
+    server_environment,
+)
 from rollout.server.weight_files import ADAPTERS, adapter_files, remove_others
+from rollout.status import Report
 from rollout.versions import DEFER_MAX_S, DEFER_S, KEPT_VERSIONS, Versions, WeightsFeed
 from rollout.vllm_plugin.engine import Served, read_layout, stage
 from runtime.errors import WeightsUnreadable
 from runtime.kafka import Cluster, Record, Unavailable
 from schemas.codec.single_object import Codec
 from schemas.errors import SettingsError
-from schemas.records import WeightVersion
+from schemas.records import WeightFile, WeightVersion
 from schemas.settings import RolloutSettings, Settings
 from schemas.topics import Topics
 
@@ -190,6 +199,40 @@ def test_files_that_the_loaded_version_does_not_need_are_removed(tmp_path: Path)
     remove_others((), (), tmp_path / "never made")
 
 
+def test_versions_that_the_engine_refuses_leave_no_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a rejected version nothing stays; of a deferred one, what was downloaded."""
+    monkeypatch.chdir(tmp_path)
+    settings = Settings.model_validate({"rollout": {"attach_url": "http://127.0.0.1:9"}})
+    versions, report = Versions(settings.run_id), Report(settings, "http://127.0.0.1:9")
+    file = WeightFile(url="memory://v/model.safetensors", sha256="downloaded", size_bytes=1)
+    failed = replace(version(settings.run_id, 1), files=(file,))
+
+    async def scenario() -> None:
+        supervisor = EngineSupervisor(
+            settings,
+            AttachedServer("http://127.0.0.1:9"),
+            cast("ClientSession", None),
+            versions,
+            asyncio.Event(),
+            report,
+        )
+        cache = supervisor._files
+        assert cache.is_relative_to(tmp_path), "an engine elsewhere is told absolute paths"
+        for digest in ("loaded", "downloaded", "rebuilt"):
+            (cache / digest).mkdir(parents=True)
+        (cache / ADAPTERS / "r@0.0").mkdir(parents=True)
+        supervisor._digests = ("loaded",)
+        await supervisor._failed(failed, WeightsUnreadable("gone"))
+        assert {path.name for path in cache.iterdir()} == {ADAPTERS, "loaded", "downloaded"}
+        await supervisor._failed(failed, InvalidWeights("other"))
+        assert {path.name for path in cache.rglob("*")} == {ADAPTERS, "r@0.0", "loaded"}
+        assert report.status.failed_loads == 2
+
+    asyncio.run(scenario())
+
+
 def test_an_adapter_has_a_directory_of_its_own_while_the_engine_holds_it(tmp_path: Path) -> None:
     published = tmp_path / "published"
     published.mkdir()
@@ -253,8 +296,11 @@ def test_a_file_is_read_to_its_end_or_refused(tmp_path: Path) -> None:
         (whole[:30], "deserializing"),
     ):
         path.write_bytes(damaged)
-        with pytest.raises(InvalidWeights, match=reason):
+        with pytest.raises(WeightsUnreadable, match=reason):
             stage(files, served)
+    path.unlink()
+    with pytest.raises(WeightsUnreadable, match="No such file"):
+        stage(files, served)
 
 
 BF16 = {"model.embed_tokens.weight": ("BF16", (4, 2)), "model.norm.weight": ("BF16", (2,))}
@@ -376,8 +422,10 @@ def test_settings_become_arguments(tmp_path: Path) -> None:
 def test_the_worker_of_a_cpu_build_is_in_the_process_of_the_engine(tmp_path: Path) -> None:
     backend = "--distributed-executor-backend"
     assert backend in server_arguments(RolloutSettings(), tmp_path)
-    parallel = RolloutSettings(extra_args=("--tensor-parallel-size", "2"))
-    assert backend not in server_arguments(parallel, tmp_path)
+    for several in (("--tensor-parallel-size", "2"), ("-tp=2",), ("-pp", "2")):
+        assert backend not in server_arguments(RolloutSettings(extra_args=several), tmp_path)
+    template = RolloutSettings(extra_args=("--chat-template=parallel.jinja", "-x", "parallel"))
+    assert backend in server_arguments(template, tmp_path)
     assert int(server_environment({})["OMP_NUM_THREADS"]) >= 1
     assert server_environment({"OMP_NUM_THREADS": "7"})["OMP_NUM_THREADS"] == "7"
 

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from rollout.errors import InvalidWeights
 from rollout.vllm_plugin.adapters import BOOT_LABEL, Adapters, AdaptersBusy
 from runtime.digests import digest_of_model
+from runtime.errors import WeightsUnreadable
 
 SLOTS = 2
 
@@ -158,7 +159,7 @@ def test_an_adapter_that_is_refused_changes_nothing(client: Client, tmp_path: Pa
             await adapters.load("r/1.0", good, "0" * 64)
         with pytest.raises(InvalidWeights, match="not finite"):
             await adapters.load("r/1.0", files(tmp_path / "nan", float("nan")), base)
-        with pytest.raises(InvalidWeights, match="sha256"):
+        with pytest.raises(WeightsUnreadable, match="sha256"):
             await adapters.load("r/1.0", dict.fromkeys(good, "0" * 64), base)
         client.refused = "rank 64 is greater than 8"
         with pytest.raises(InvalidWeights, match="rank 64"):

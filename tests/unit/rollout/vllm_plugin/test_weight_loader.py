@@ -8,7 +8,7 @@ from typing import Any
 import orjson
 import pytest
 
-from rollout.vllm_plugin.engine import INVALID
+from rollout.vllm_plugin.engine import INVALID, UNREADABLE
 from rollout.vllm_plugin.weight_loader import (
     BROKEN,
     CHANGED,
@@ -16,6 +16,7 @@ from rollout.vllm_plugin.weight_loader import (
     LOADED,
     PATH,
     UNAVAILABLE,
+    UNREADABLE_WEIGHTS,
     WeightLoader,
 )
 
@@ -125,6 +126,8 @@ def test_two_workers_never_mix_their_updates() -> None:
     [
         ("update", RuntimeError(f"x {INVALID}no tensors', please check "
             "the stack trace"), INVALID_WEIGHTS, "no tensors", False),
+        ("update", RuntimeError(f"x {UNREADABLE}gone', please check "
+            "the stack trace"), UNREADABLE_WEIGHTS, "gone", False),
         ("start", RuntimeError("busy"), UNAVAILABLE, "RuntimeError: busy", False),
         ("pause", RuntimeError("dead"), BROKEN, "RuntimeError: dead", True),
         ("finish", RuntimeError("in pieces"), BROKEN, "RuntimeError: in pieces", True),
