@@ -23,13 +23,21 @@ def check_template(template: str) -> None:
             raise ValueError(f"template: no placeholder {name}; there are {', '.join(PLACES)}")
 
 
-def filled(template: str, trajectory: Trajectory, steps: Sequence[TrajectoryStep]) -> str:
+def filled(
+    template: str,
+    trajectory: Trajectory,
+    steps: Sequence[TrajectoryStep],
+    *,
+    as_json: bool = False,
+) -> str:
     """Return the template with its placeholders replaced, once: what replaces them is not read.
 
     Args:
         template: `{metadata}` is the metadata as JSON, `{metadata.KEY}` one field of it,
             `{replies}` what the agent said and called in `steps`, `{answer}` the last of these.
         steps: One or more.
+        as_json: Whether `{replies}` is a JSON array of strings and `{answer}` a JSON string, so
+            that no reply can look like another one, or like the text around it.
 
     Raises:
         ValueError: The metadata lacks the field, or is no JSON object.
@@ -38,12 +46,15 @@ def filled(template: str, trajectory: Trajectory, steps: Sequence[TrajectoryStep
     def value(match: re.Match[str]) -> str:
         name, key = match.groups()
         if name == "answer":
-            return said_in(steps[-1])
+            return _json(said_in(steps[-1])) if as_json else said_in(steps[-1])
         if name == "replies":
-            return "\n\n".join(f"[{i}] {said_in(step)}" for i, step in enumerate(steps, start=1))
+            replies = [said_in(step) for step in steps]
+            if as_json:
+                return _json(replies)
+            return "\n\n".join(f"[{i}] {reply}" for i, reply in enumerate(replies, start=1))
         fields = metadata(trajectory)
         if key is None:
-            return orjson.dumps(fields).decode()
+            return _json(fields)
         if key not in fields:
             raise ValueError(f"metadata has no {key}")
         return _text(fields[key])
@@ -72,4 +83,8 @@ def said_in(step: TrajectoryStep) -> str:
 
 def _text(value: Any) -> str:
     """Return text as it is, anything else as JSON."""
-    return value if isinstance(value, str) else orjson.dumps(value).decode()
+    return value if isinstance(value, str) else _json(value)
+
+
+def _json(value: Any) -> str:
+    return orjson.dumps(value).decode()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -42,7 +41,7 @@ def texts(settings: Classifier, trajectory: Trajectory) -> tuple[str | None, str
 
 
 def _at_endpoint(settings: Classifier, url: str) -> Callable[[Trajectory], Any]:
-    endpoint = Endpoint(url, settings.api_key_env, settings.attempts)
+    endpoint = Endpoint(url, settings.api_key_env, settings.attempts, settings.timeout_s)
 
     async def reward(trajectory: Trajectory) -> float:
         """Return the score.
@@ -57,11 +56,7 @@ def _at_endpoint(settings: Classifier, url: str) -> Callable[[Trajectory], Any]:
             path, body["input"] = "/classify", [text]
         else:
             path, body["text_1"], body["text_2"] = "/score", query, text
-        try:
-            async with asyncio.timeout(settings.timeout_s):
-                reply = await endpoint.post(path, body)
-        except TimeoutError as e:
-            raise EndpointError(f"no reply of {url}{path} in {settings.timeout_s:g} s") from e
+        reply = await endpoint.post(path, body)
         try:
             (found,) = reply["data"]
             return float(found["probs"][settings.label] if query is None else found["score"])

@@ -33,7 +33,7 @@ class OverBudget(Exception):
 class Budget:
     """The most that one judge may spend.
 
-    calls, tokens: None: no limit. window_s: in any time of this length; None: in one run.
+    calls, tokens: None: no limit. window_s: In any time of this length; None: in one run.
     """
 
     calls: int | None
@@ -49,7 +49,7 @@ class Ledger:
 
         Args:
             path: The file.
-            judge: Whose spending this is.
+            judge: Whose spending this is, with all of the same name and window.
             budget: Of this judge.
             replies_max: Of all judges; the oldest replies are dropped.
         """
@@ -58,7 +58,8 @@ class Ledger:
         self._db.execute("pragma journal_mode = wal")
         self._db.execute("pragma synchronous = normal")
         self._db.executescript(_TABLES)
-        self._judge, self._budget, self._replies_max = judge, budget, replies_max
+        self._judge = f"{judge} {budget.window_s}"
+        self._budget, self._replies_max = budget, replies_max
 
     def reply(self, request: bytes) -> bytes | None:
         """Return the reply to an equal request."""
@@ -91,18 +92,27 @@ class Ledger:
                     raise OverBudget(f"over budget: {spent} of {limit} {name} in {where}")
             self._count(run_id, 1, 0)
 
+    def give_call_back(self, run_id: str) -> None:
+        """Take back one call, which the endpoint has not begun."""
+        with self._transaction():
+            self._count(run_id, -1, 0)
+
     def spend_tokens(self, run_id: str, tokens: int) -> None:
         """Count the tokens of a reply; they are known when it is there."""
         with self._transaction():
             self._count(run_id, 0, tokens)
 
+    def _row(self, run_id: str, age_s: float) -> tuple[str, str, int]:
+        """Return the row of a time: one of each minute for a window, else one of each run."""
+        if self._budget.window_s is None:
+            return self._judge, run_id, 0
+        return self._judge, "", int((time.time() - age_s) // 60)
+
     def _spent(self, run_id: str) -> tuple[int, int]:
-        window_s = self._budget.window_s
-        since = 0 if window_s is None else int((time.time() - window_s) // 60)
         row = self._db.execute(
             "select coalesce(sum(calls), 0), coalesce(sum(tokens), 0) from spending "
-            "where judge = ? and minute >= ? and (? or run = ?)",
-            (self._judge, since, window_s is not None, run_id),
+            "where judge = ? and run = ? and minute >= ?",
+            self._row(run_id, self._budget.window_s or 0),
         ).fetchone()
         return int(row[0]), int(row[1])
 
@@ -110,7 +120,11 @@ class Ledger:
         self._db.execute(
             "insert into spending values (?, ?, ?, ?, ?) on conflict do update "
             "set calls = calls + excluded.calls, tokens = tokens + excluded.tokens",
-            (self._judge, run_id, int(time.time() // 60), calls, tokens),
+            (*self._row(run_id, 0), calls, tokens),
+        )
+        self._db.execute(
+            "delete from spending where judge = ? and run = ? and minute < ?",
+            self._row(run_id, self._budget.window_s or 0),
         )
 
     @contextmanager

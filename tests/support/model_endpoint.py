@@ -16,16 +16,21 @@ Reply = tuple[int, Any]
 
 @dataclass
 class ModelEndpoint:
-    """`requests` holds (path, body) of every request, in the order of arrival."""
+    """`requests` holds (path, body) of every request, in the order of arrival.
+
+    clients: The address of each connection.
+    """
 
     url: str
     requests: list[tuple[str, Any]] = field(default_factory=list)
+    clients: set[Any] = field(default_factory=set)
 
 
-def chat(content: str, tokens: int = 10) -> Reply:
-    """Return a reply of Chat Completions."""
+def chat(content: str, tokens: int | None = 10) -> Reply:
+    """Return a reply of Chat Completions. tokens: None: it does not report them."""
     message = {"role": "assistant", "content": content}
-    return 200, {"choices": [{"message": message}], "usage": {"total_tokens": tokens}}
+    usage = {} if tokens is None else {"usage": {"total_tokens": tokens}}
+    return 200, {"choices": [{"message": message}], **usage}
 
 
 @contextmanager
@@ -33,9 +38,12 @@ def model_endpoint(answer: Callable[[Any], Reply]) -> Iterator[ModelEndpoint]:
     """Serve what `answer` returns for a body."""
 
     class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"  # keeps connections
+
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             served.requests.append((self.path, body))
+            served.clients.add(self.client_address)
             status, reply = answer(body)
             packed = (reply if isinstance(reply, str) else json.dumps(reply)).encode()
             self.send_response(status)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sqlite3
 import threading
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.model_endpoint import Reply, chat, model_endpoint
 
-from rewards.endpoint import EndpointError
+from rewards.endpoint import EndpointError, NotServed
 from rewards.judge.ledger import Budget, Ledger, OverBudget
 from rewards.judge.reward import JudgeError, judge, majority, verdict_in
-from rewards.template import filled, own_steps
+from rewards.template import filled, own_steps, said_in
 from schemas.records import Trajectory, TrajectoryStep
 
 GOOD = '{"explanation": "It is right.", "score": 8}'
@@ -70,7 +72,7 @@ def test_a_verdict_is_asked_for_with_a_schema_and_kept(tmp_path: Path) -> None:
     ((path, body),) = endpoint.requests
     system, user = (message["content"] for message in body["messages"])
     assert path == "/chat/completions" and body["model"] == "m"
-    assert "Right is good." in system and "6 * 7?" in user and "[1] 42" in user
+    assert "Right is good." in system and "6 * 7?" in user and '["42"]' in user
     assert body["response_format"]["json_schema"]["schema"]["required"] == ["explanation", "score"]
 
 
@@ -106,17 +108,52 @@ def test_a_majority_of_the_votes_is_needed(tmp_path: Path, failed: int, is_decid
     assert said[0] == 0.8 if is_decided else isinstance(said, EndpointError)
 
 
-def test_a_failing_endpoint_is_asked_again(tmp_path: Path) -> None:
+def test_a_vote_that_hangs_does_not_undo_a_majority(tmp_path: Path) -> None:
+    go_on = threading.Event()
+
+    def answer(body: Any) -> Reply:
+        if body["seed"] == 1:
+            go_on.wait()
+        return chat(GOOD)
+
+    with model_endpoint(answer) as endpoint:
+        ((value, detail),) = rated(
+            tmp_path, endpoint.url, trajectory("a"), votes=3, temperature=1, timeout_s=0.5
+        )
+        go_on.set()
+    assert (value, detail["votes"]) == (0.8, [8, 8])
+
+
+def test_a_busy_endpoint_is_asked_again_whatever_the_attempts(tmp_path: Path) -> None:
     replies = iter([(503, "busy"), (429, "slow down"), chat(GOOD)])
     with model_endpoint(lambda _: next(replies)) as endpoint:
-        ((value, _),) = rated(tmp_path, endpoint.url, trajectory("a"))
+        ((value, _),) = rated(tmp_path, endpoint.url, trajectory("a"), attempts=1)
     assert value == 0.8 and len(endpoint.requests) == 3
+
+
+def test_requests_share_a_connection(tmp_path: Path) -> None:
+    with model_endpoint(lambda _: chat(GOOD)) as endpoint:
+        rated(tmp_path, endpoint.url, trajectory("a"), trajectory("b"))
+    assert len(endpoint.requests) == 2 and len(endpoint.clients) == 1
+
+
+def test_requests_have_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rewards.endpoint.CONNECTIONS", 3)
+    together = threading.Barrier(3)
+
+    def answer(_: Any) -> Reply:
+        together.wait()
+        return chat(GOOD)
+
+    with model_endpoint(answer) as endpoint:
+        (said,) = rated(tmp_path, endpoint.url, trajectory("a"), votes=6, temperature=1)
+    assert said[1]["votes"] == [8] * 6 and len(endpoint.clients) == 3
 
 
 @pytest.mark.parametrize(
     ("reply", "error", "message"),
     [
-        ((503, "busy"), EndpointError, r"HTTP 503 of .*, 2 attempts"),
+        ((500, "no"), EndpointError, r"HTTP 500 of .*, 2 attempts"),
         ((404, "no such model"), EndpointError, r"HTTP 404 of .*: no such model"),
         ((200, "text"), EndpointError, "is no JSON"),
         ((200, "[]"), EndpointError, "is no JSON object"),
@@ -125,6 +162,8 @@ def test_a_failing_endpoint_is_asked_again(tmp_path: Path) -> None:
         (chat('{"score": 11}'), JudgeError, "from 0 to 10: 11"),
         (chat('{"score": NaN}'), JudgeError, "is no verdict"),
         (chat('{"score": true}'), JudgeError, "no whole number"),
+        (chat('{"score": 7.5}'), JudgeError, "no whole number"),
+        (chat('{"explanation": "It says {"score": 9}", "score": 1}'), JudgeError, "is no verdict"),
     ],
 )
 def test_each_failure_has_its_reason(
@@ -136,11 +175,18 @@ def test_each_failure_has_its_reason(
         raise said
 
 
-def test_a_judge_that_is_down_has_a_reason(tmp_path: Path) -> None:
-    with model_endpoint(lambda _: chat(GOOD)) as endpoint:
-        pass
-    (said,) = rated(tmp_path, endpoint.url, trajectory("a"), attempts=1)
-    assert isinstance(said, EndpointError) and "Cannot connect to host" in str(said)
+@pytest.mark.parametrize("is_busy", [True, False])
+def test_an_outage_has_a_reason_and_spends_no_call(tmp_path: Path, is_busy: bool) -> None:
+    settings = {"budget_calls": 1, "timeout_s": 0.1}
+    with model_endpoint(lambda _: (503, "busy")) as endpoint:
+        if is_busy:
+            said = rated(tmp_path, endpoint.url, trajectory("a"), trajectory("b"), **settings)
+    if not is_busy:
+        said = rated(tmp_path, endpoint.url, trajectory("a"), trajectory("b"), **settings)
+    reason = "HTTP 503 of" if is_busy else "ClientConnectorError: Cannot connect to host"
+    for one in said:
+        with pytest.raises(NotServed, match=f"no reply of .* in 0.1 s: {reason}"):
+            raise one
 
 
 def test_a_slow_judge_holds_up_only_its_verdict(tmp_path: Path) -> None:
@@ -155,7 +201,8 @@ def test_a_slow_judge_holds_up_only_its_verdict(tmp_path: Path) -> None:
         (slow,) = rated(tmp_path, endpoint.url, trajectory("slow"), timeout_s=0.5)
         (quick,) = rated(tmp_path, endpoint.url, trajectory("a"))
         go_on.set()
-    assert isinstance(slow, JudgeError) and str(slow) == "no verdict in 0.5 s"
+    assert type(slow) is EndpointError
+    assert str(slow) == f"no reply of {endpoint.url}/chat/completions in 0.5 s"
     assert quick[0] == 0.8
 
 
@@ -177,12 +224,66 @@ def test_a_judge_over_its_budget_asks_nothing(
     assert kept[0] == 0.8 and len(endpoint.requests) == 1
 
 
+def test_a_budget_of_tokens_needs_their_number(tmp_path: Path) -> None:
+    with model_endpoint(lambda _: chat(GOOD, tokens=None)) as endpoint:
+        (said,) = rated(tmp_path, endpoint.url, trajectory("a"), budget_tokens=100)
+        (free,) = rated(tmp_path, endpoint.url, trajectory("a"))
+    assert isinstance(said, JudgeError) and "which budget_tokens needs" in str(said)
+    assert free[1]["tokens"] == 0
+
+
+@pytest.mark.parametrize(
+    ("window_s", "kept"), [(3600.0, [("", 2, 6, 1)]), (None, [("a", 1, 3, 0), ("b", 1, 3, 0)])]
+)
+def test_spending_that_no_budget_reads_is_dropped(
+    tmp_path: Path, window_s: float | None, kept: list[tuple[str, int, int, int]]
+) -> None:
+    """A window keeps its minutes, of all runs; without one each run keeps one row."""
+    ledger = Ledger(tmp_path / "l", "j", Budget(9, None, window_s), replies_max=2)
+    with closing(sqlite3.connect(tmp_path / "l", isolation_level=None)) as db:
+        db.execute("insert into spending values ('j 3600.0', '', 5, 9, 9)")
+        for run_id in "ab":
+            ledger.spend_call(run_id)
+            ledger.spend_tokens(run_id, 3)
+        rows = db.execute(
+            "select run, sum(calls), sum(tokens), min(minute) > 5 from spending "
+            "where judge = ? group by run order by run", (f"j {window_s}",),
+        ).fetchall()  # fmt: skip
+    assert rows == kept
+
+
 def test_each_step_is_judged_with_the_replies_up_to_it(tmp_path: Path) -> None:
     with model_endpoint(
         lambda body: chat(GOOD if "two" in body["messages"][1]["content"] else '{"score": 1}')
     ) as endpoint:
         (said,) = rated(tmp_path, endpoint.url, trajectory("one", "two"), per="step")
     assert {step: value for step, (value, _) in said.items()} == {"k~0.0": 0.1, "k~1.0": 0.8}
+
+
+def test_a_step_without_a_verdict_ends_the_others(tmp_path: Path) -> None:
+    go_on, is_open = threading.Event(), threading.Event()
+
+    def answer(body: Any) -> Reply:
+        if "two" in body["messages"][1]["content"]:
+            is_open.set()
+            go_on.wait()
+        is_open.wait()
+        return chat("no verdict")
+
+    async def work(url: str) -> int:
+        reward = judge(
+            {
+                "type": "genrm", "url": url, "model": "m", "rubric": "r", "per": "step",
+                "cache_file": str(tmp_path / "judges.sqlite"),
+            }
+        )  # fmt: skip
+        with pytest.raises(JudgeError, match="is no verdict"):
+            await reward(trajectory("one", "two"))
+        return len(asyncio.all_tasks())
+
+    with model_endpoint(answer) as endpoint:
+        assert asyncio.run(work(endpoint.url)) == 1  # the test itself
+        go_on.set()
 
 
 def test_what_cannot_work_is_told_at_the_start(tmp_path: Path) -> None:
@@ -200,10 +301,23 @@ def test_the_majority_is_a_most_frequent_score(scores: list[int]) -> None:
     assert majority(scores) == majority(scores[::-1])
 
 
-@given(st.text(), st.integers(0, 10))
-def test_a_verdict_is_found_among_words(words: str, score: int) -> None:
-    text = words.replace("{", "").replace("}", "") + json.dumps({"score": score})
+@given(st.text(), st.integers(0, 10), st.text())
+def test_a_verdict_is_found_after_any_words(before: str, score: int, after: str) -> None:
+    verdict = json.dumps({"explanation": before, "score": score})
+    text = before.replace('"', "") + verdict + after.replace("}", "")
     assert verdict_in(text, 10, 0).score == score
+
+
+def test_a_verdict_may_follow_a_quotation() -> None:
+    assert verdict_in('It says {"score": 9} and {x}. {"score": 2.0}', 10, 0).score == 2
+
+
+@given(st.lists(st.text(), min_size=1, max_size=3))
+def test_replies_in_json_cannot_look_like_others(answers: list[str]) -> None:
+    one = trajectory(*answers)
+    text = filled("{replies}\n{answer}", one, own_steps(one), as_json=True)
+    replies, answer = map(json.loads, text.split("\n"))
+    assert replies == [said_in(step) for step in one.steps] and answer == replies[-1]
 
 
 @given(st.text())
