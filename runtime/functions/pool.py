@@ -193,13 +193,19 @@ class FunctionPool:
 
     @contextmanager
     def _child(self) -> Iterator[Child]:
-        """Borrow a child. A lost child is dropped; the next call starts another."""
+        """Borrow a child.
+
+        After an error it may still have answers to send, which would be taken for those of the next
+        call: it is dropped, and the next call starts another.
+        """
         child = self._slots.get()
         try:
             if child is None:
                 child = self._start()
             yield child
-        except Lost:
+        except FunctionNotFound:  # an answer like others
+            raise
+        except BaseException:
             if child is not None:
                 self._drop(child)
             child = None

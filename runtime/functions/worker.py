@@ -44,8 +44,10 @@ def to_builtins(answer: Any, depth: int = 0) -> Any:
     """
     if answer is None or isinstance(answer, bool):
         return answer
-    if isinstance(answer, str | bytes):
-        return answer[:REASON_CHARS]
+    if isinstance(answer, str):  # never a user's subclass, which the parent may fail to load
+        return str.__getitem__(answer, slice(REASON_CHARS))
+    if isinstance(answer, bytes):
+        return bytes.__getitem__(answer, slice(REASON_CHARS))
     if isinstance(answer, int | float):
         return int(answer) if isinstance(answer, int) else float(answer)
     if depth < DEPTH_MAX and isinstance(answer, Mapping):

@@ -20,6 +20,7 @@ import pytest
 
 from clawstream.ops.preflight import problems_of
 from rewards.registry import Rule
+from runtime.functions.child import Source
 from runtime.functions.pool import FunctionPool, PoolStopped
 from schemas.records import Trajectory, TrajectoryStep
 from schemas.rule_spec import NamedFunction, NoAnswer
@@ -156,6 +157,15 @@ def test_a_function_keeps_its_process_until_it_fails(pool: FunctionPool) -> None
     with pytest.raises(NoAnswer, match="crashed"):
         crash(trajectory())
     assert process(trajectory()) != before
+
+
+def test_a_process_with_unread_answers_gets_no_further_call(pool: FunctionPool) -> None:
+    process = pool.find("own_functions.py:says_its_process")
+    source = Source("own_functions.py:says_its_process")
+    with pytest.raises(ValueError, match="unread"), pool._child() as child:
+        child._connection.send(("call", tuple(source), [trajectory()], 1))
+        raise ValueError("unread")
+    assert process(trajectory()) != child.pid
 
 
 @pytest.mark.slow
