@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
@@ -12,12 +13,15 @@ from schemas.records import Trajectory
 from schemas.settings.reward_models import Classifier
 from schemas.user_function import batched
 
+Value = float | tuple[None, dict[str, Any]]
 
-def local_classifier(settings: Classifier) -> Callable[[Sequence[Trajectory]], list[float]]:
+
+def local_classifier(settings: Classifier) -> Callable[[Sequence[Trajectory]], list[Value]]:
     """Load the model; return the reward function of a batch.
 
     Raises:
         OSError: There is no model in the folder.
+        ValueError: The model has no such output.
     """
     tokenizer = AutoTokenizer.from_pretrained(settings.model)
     model = AutoModelForSequenceClassification.from_pretrained(settings.model)
@@ -26,22 +30,32 @@ def local_classifier(settings: Classifier) -> Callable[[Sequence[Trajectory]], l
         tokenizer.pad_token = tokenizer.eos_token
     if model.config.pad_token_id is None:
         model.config.pad_token_id = tokenizer.pad_token_id
+    outputs = model.config.num_labels
+    if not -outputs <= settings.label < outputs:
+        raise ValueError(f"label={settings.label}: {settings.model} has {outputs} outputs")
     longest = getattr(model.config, "max_position_embeddings", None)
 
     @batched(settings.batch_size)
-    def rewards(trajectories: Sequence[Trajectory]) -> list[float]:
-        """Return the score of each trajectory.
+    def rewards(trajectories: Sequence[Trajectory]) -> list[Value]:
+        """Return the score of each trajectory; None with the length of a text that is too long.
 
         Raises:
-            ValueError: A text is too long, or a trajectory lacks what the templates need.
+            ValueError: A trajectory lacks what the templates need.
         """
         pairs = [reward.texts(settings, trajectory) for trajectory in trajectories]
-        firsts = [text if query is None else query for query, text in pairs]
-        seconds = None if settings.query is None else [text for _, text in pairs]
-        given = tokenizer(firsts, seconds, padding=True, return_tensors="pt").to(settings.device)
-        length = given["input_ids"].shape[1]
-        if longest is not None and length > longest:
-            raise ValueError(f"the text has {length} tokens; the model takes {longest}")
+        inputs = [
+            tokenizer(text) if query is None else tokenizer(query, text) for query, text in pairs
+        ]
+        lengths = [len(each["input_ids"]) for each in inputs]
+        fit = [i for i, n in enumerate(lengths) if longest is None or n <= longest]
+        results: list[Value] = [(None, {"tokens": n, "tokens_max": longest}) for n in lengths]
+        if fit:
+            given = tokenizer.pad([inputs[i] for i in fit], return_tensors="pt")
+            for i, value in zip(fit, scores(given.to(settings.device)), strict=True):
+                results[i] = value
+        return results
+
+    def scores(given: Any) -> list[float]:
         with torch.inference_mode():
             logits = model(**given).logits.float()
         if not settings.raw:

@@ -32,6 +32,7 @@ _NOBODY = 65534
 _OPEN_FILES = 64
 _POLL_S = 0.05
 _PROBE_S = 20.0
+_RETRY_S = 0.5
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _PROGRAM = "/program.py"
 
@@ -39,7 +40,7 @@ Ending = Literal["exited", "timeout", "memory"]
 
 
 class SandboxError(Exception):
-    """The sandbox cannot be had on this machine; the program did not run."""
+    """The sandbox is not available on this machine; the program did not run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +92,10 @@ class Sandbox:
                 "on another machine"
             ) from e
         if probed.stdout != b"42\n":
-            raise SandboxError(f"the probe of the sandbox gave {probed}, not 42")
+            raise SandboxError(
+                f"the probe of the sandbox gave {probed}, not 42; memory_mb={limits.memory_mb} or "
+                f"processes={limits.processes} may be too few for Python"
+            )
 
     def run(self, program: str, stdin: bytes, deadline: float) -> Result:
         """Run a program until it ends, exceeds its memory or reaches the deadline.
@@ -102,21 +106,22 @@ class Sandbox:
             deadline: As of `time.monotonic()`.
 
         Raises:
-            SandboxError: The sandbox could not start; the program did not run.
+            SandboxError: The sandbox could not start, twice; the program did not run.
         """
+        try:
+            return self._run(program, stdin, deadline)
+        except (SandboxError, OSError):  # a machine that is short of processes for a moment
+            time.sleep(_RETRY_S)
+            return self._run(program, stdin, deadline)
+
+    def _run(self, program: str, stdin: bytes, deadline: float) -> Result:
         with ExitStack() as stack:
-            files = [
-                stack.enter_context(tempfile.TemporaryFile())
-                for _ in ("stdin", "program", "filter", "stdout", "stderr", "status")
-            ]
-            given, source, seccomp, stdout, stderr, status = files
-            for file, content in (
-                (given, stdin),
-                (source, program.encode("utf-8", "replace")),
-                (seccomp, filter_program()),
-            ):
+            contents = (stdin, program.encode("utf-8", "replace"), filter_program(), b"", b"", b"")
+            files = [stack.enter_context(tempfile.TemporaryFile()) for _ in contents]
+            for file, content in zip(files, contents, strict=True):
                 file.write(content)
                 file.seek(0)
+            given, source, seccomp, stdout, stderr, status = files
             seconds = max(1, math.ceil(deadline - time.monotonic()))
             passed = [file.fileno() for file in (source, seccomp, status)]
             process = subprocess.Popen(
@@ -164,6 +169,7 @@ def _command(limits: Limits, cpu_s: int, source: int, seccomp: int, status: int)
         *("--clearenv", "--setenv", "PATH", "/usr/bin", "--setenv", "HOME", "/tmp"),
         *_read_only(),
         *("--proc", "/proc", "--dev", "/dev", "--size", size, "--tmpfs", "/dev/shm"),
+        *("--ro-bind", "/dev/null", "/dev/zero"),  # mapped it is memory that nothing counts
         *("--remount-ro", "/dev", "--size", size, "--tmpfs", "/tmp", "--chdir", "/tmp"),
         *("--ro-bind-data", str(source), _PROGRAM, "--remount-ro", "/"),
         *("--seccomp", str(seccomp), "--json-status-fd", str(status)),

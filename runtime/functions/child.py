@@ -51,6 +51,7 @@ class Child:
     """One child process, asked by one thread at a time."""
 
     def __init__(self, settings: FunctionSettings) -> None:
+        """Start the process. Raises OSError when the machine has no room for it."""
         self._connection, theirs = Pipe()
         self._memory_mb = settings.memory_mb
         with theirs:
@@ -59,13 +60,17 @@ class Child:
                 *(str(theirs.fileno()), str(settings.memory_mb)),
                 *map(str, settings.folders),
             ]
-            self._process = subprocess.Popen(
-                die_with_parent(words),
-                stdin=subprocess.DEVNULL,
-                stdout=STDERR,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-            )
+            try:
+                self._process = subprocess.Popen(
+                    die_with_parent(words),
+                    stdin=subprocess.DEVNULL,
+                    stdout=STDERR,
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=True,
+                )
+            except OSError:
+                self._connection.close()
+                raise
         self._batch_sizes = dict[Source, int]()
 
     @property

@@ -5,14 +5,18 @@ this affects only its own call: the child is killed with everything it has start
 answer, and the next call gets a new child.
 
 Calls of a function that takes several arguments at once, an async one or one with a batch size, are
-sent together when they wait together. When a child is lost, each of its unanswered calls is tried
-once more, alone, so that only the call that caused the loss stays without an answer.
+sent together when they wait together. When a child is lost or a batch fails, each of the unanswered
+calls is tried once more, alone, so that only the call that caused it stays without an answer.
+
+Such a function holds its child until the slowest call ends. It leaves one child to other functions;
+a free child goes to the function that holds fewest, then to the call that waits longest.
 """
 
 from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
@@ -40,20 +44,22 @@ class _Call:
     """One argument that waits for its answer. alone: not to be sent beside others."""
 
     argument: object
+    since: float = field(default_factory=time.monotonic)
     alone: bool = False
     answer: Future[Any] = field(default_factory=Future)
 
 
 @dataclass(eq=False, slots=True)
 class _Function:
-    """A function of the pool and its waiting calls."""
+    """A function of the pool, its waiting calls, and how many children answer others."""
 
     source: Source
     batch_max: int
     waiting: deque[_Call] = field(default_factory=deque)
+    children: int = 0
 
     def take(self) -> list[_Call]:
-        """Remove the calls that are sent together; empty if other threads have taken all."""
+        """Remove the calls that are sent together."""
         taken = list[_Call]()
         while self.waiting and len(taken) < self.batch_max:
             if taken and (taken[0].alone or self.waiting[0].alone):
@@ -76,7 +82,7 @@ class FunctionPool:
             self._slots.put(None)
         self._lock = threading.Lock()
         self._children = set[Child]()
-        self._functions = list[_Function]()
+        self._functions = dict[Source, _Function]()
         self._stopped = False
 
     def find(self, target: str, configuration: str | None = None) -> Callable[[Any], Any]:
@@ -99,8 +105,10 @@ class FunctionPool:
                 batch_max = child.load(source)
         except Lost as e:
             raise FunctionNotFound(f"loading it: {e}") from e
-        function = _Function(source, min(batch_max, self._settings.concurrency))
-        self._functions.append(function)
+        with self._lock:
+            function = self._functions.setdefault(
+                source, _Function(source, min(batch_max, self._settings.concurrency))
+            )
         return partial(self._call, function)
 
     def stop(self) -> None:
@@ -110,7 +118,7 @@ class FunctionPool:
         """
         with self._lock:
             self._stopped = True
-            waiting = [call for function in self._functions for call in function.waiting]
+            waiting = [call for function in self._functions.values() for call in function.waiting]
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._starter.shutdown(cancel_futures=True)  # waits for the child that is being started
         for call in waiting:
@@ -144,18 +152,43 @@ class FunctionPool:
             if self._stopped:
                 raise PoolStopped
             function.waiting.extend(calls)
-            for _ in calls:  # whoever comes first takes several of them
-                self._threads.submit(self._answer_some, function)
+            for _ in calls:  # a thread may answer several of them, or those of another function
+                self._threads.submit(self._answer_waiting)
 
-    def _answer_some(self, function: _Function) -> None:
-        """Answer waiting calls of a function, as many as one request may have."""
-        with self._lock:
-            calls = [] if self._stopped else function.take()
-        if not calls:
-            return
+    def _answer_waiting(self) -> None:
+        """Answer calls until none waits that may have a child now."""
+        while True:
+            with self._lock:
+                function = self._next()
+                if function is None:
+                    return
+                calls = function.take()
+                function.children += 1
+            try:
+                self._answer_some(function, calls)
+            finally:
+                with self._lock:
+                    function.children -= 1
+
+    def _next(self) -> _Function | None:
+        """Return the function whose calls are answered next. Requires the lock."""
+        processes = self._settings.processes
+        shared = max(1, processes - 1) if len(self._functions) > 1 else processes
+        ready = [
+            function
+            for function in self._functions.values()
+            if function.waiting
+            and function.children < (processes if function.batch_max == 1 else shared)
+        ]
+        if self._stopped or not ready:
+            return None
+        return min(ready, key=lambda function: (function.children, function.waiting[0].since))
+
+    def _answer_some(self, function: _Function, calls: list[_Call]) -> None:
+        """Answer calls in one request; those that a failure leaves are to be answered alone."""
+        error: BaseException
         try:
-            self._answer(function.source, calls)
-            return
+            error = NoAnswer(self._answer(function.source, calls))
         except Lost as e:
             logger().warning(
                 "function_gave_no_answer",
@@ -163,13 +196,13 @@ class FunctionPool:
                 reason=e.reason,
                 detail=e.detail,
             )
-            error: BaseException = NoAnswer(e.reason)
+            error = NoAnswer(e.reason)
         except FunctionNotFound as e:  # it was there at the start
             error = NoAnswer(str(e))
         except BaseException as e:  # noqa: BLE001 - to the callers, who wait for it
             error = e
         left = [call for call in calls if not call.answer.done()]
-        if isinstance(error, NoAnswer) and len(calls) > 1:
+        if left and isinstance(error, NoAnswer) and len(calls) > 1:
             for call in left:
                 call.alone = True
             try:
@@ -180,16 +213,27 @@ class FunctionPool:
         for call in left:
             call.answer.set_exception(error)
 
-    def _answer(self, source: Source, calls: list[_Call]) -> None:
-        """Send calls to a child and set their answers. Raises Lost or FunctionNotFound."""
+    def _answer(self, source: Source, calls: list[_Call]) -> str:
+        """Send calls to a child and set their answers.
+
+        Returns:
+            The reason for calls without an answer, whose batch failed.
+
+        Raises:
+            Lost, FunctionNotFound: From the child.
+        """
+        reason = ""
         with self._child() as child:
             child.load(source)
             arguments = [call.argument for call in calls]
             for index, kind, answer in child.call(source, arguments, self._settings.timeout_s):
                 if kind == "answer":
                     calls[index].answer.set_result(answer)
-                else:
+                elif kind == "raised":
                     calls[index].answer.set_exception(NoAnswer(answer))
+                else:
+                    reason = answer
+        return reason
 
     @contextmanager
     def _child(self) -> Iterator[Child]:
@@ -232,10 +276,16 @@ class FunctionPool:
             raise
 
     def _begin(self) -> Child:
-        """Start a child, on the starter's thread: `stop` waits for that one, and then knows all
-        children.
+        """Start a child, on the starter's thread: `stop` waits for it, and then knows all children.
+
+        Raises:
+            MemoryError: The machine has no room for it. That says nothing about the call: the
+                process of the job ends and resumes from its position.
         """
-        child = Child(self._settings)
+        try:
+            child = Child(self._settings)
+        except OSError as e:
+            raise MemoryError(f"a process for functions does not start: {e}") from e
         with self._lock:
             self._children.add(child)
         return child

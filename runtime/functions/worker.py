@@ -30,8 +30,8 @@ FAILURES = (Exception, SystemExit, asyncio.CancelledError)
 """What a function may raise; more than these ends its process."""
 
 Answer = tuple[str, Any]
-"""`("answer", value)`, `("missing", why)` for a function that does not exist, or `("raised",
-reason)`."""
+"""`("answer", value)`, `("missing", why)` for a function that does not exist, `("raised", reason)`,
+or `("batch_raised", reason)` for all arguments of a batch."""
 Tell = Callable[[int, Answer], None]
 """Sends the answer for the argument of an index."""
 
@@ -106,7 +106,7 @@ async def _answer_all(
 def _answers_of_batch(
     function: Callable[..., Any], arguments: Sequence[Any], runner: asyncio.Runner
 ) -> list[Answer]:
-    """Call a batched function once; if it fails for several arguments, once for each of them."""
+    """Call a batched function; if it fails, that is the answer for each argument."""
     try:
         result = function(arguments)
         if inspect.iscoroutine(result):
@@ -116,10 +116,7 @@ def _answers_of_batch(
             raise ValueError(f"{len(answers)} results for {len(arguments)} trajectories")
         return answers
     except FAILURES as e:
-        failed = failure(e)
-    if len(arguments) == 1:
-        return [failed]
-    return [one for each in arguments for one in _answers_of_batch(function, [each], runner)]
+        return [("batch_raised", failure(e)[1])] * len(arguments)
 
 
 def answer_call(

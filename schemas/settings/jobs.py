@@ -29,7 +29,7 @@ class FunctionSettings(Section):
         32, description="calls of an async function at once in a process, and the largest batch"
     )
     memory_mb: Annotated[int, Field(ge=64)] = Field(
-        4096, description="memory of a process; a function that needs more gives no reward"
+        4096, description="private memory of a process; a function that needs more gives no reward"
     )
 
     @property

@@ -17,7 +17,7 @@ from schemas.settings.gateway import GatewaySettings
 from schemas.settings.jobs import FunctionSettings, JobsSettings
 from schemas.settings.kafka import BrokerSettings, KafkaSettings
 from schemas.settings.lake import LakeSettings
-from schemas.settings.reward_models import Judge, RewardModel
+from schemas.settings.reward_models import Classifier, CodeTests, Judge, RewardModel
 from schemas.settings.rollout import ENGINE_STOP_S, RolloutSettings
 from schemas.settings.trainer import TrainerSettings
 from schemas.settings.up import UpSettings
@@ -154,9 +154,17 @@ class Settings(Section):
         }
 
     def _check_reward_models(self) -> None:
-        """Refuse a time-out that the process of the function would not live to see."""
+        """Refuse limits above those of the process in which the reward model runs."""
         longest = self.functions.timeout_s - REWARD_ROOM_S
         for name, model in self.jobs.reward_models.items():
+            if isinstance(model, CodeTests) and model.memory_mb > self.functions.memory_mb:
+                raise ValueError(
+                    f"jobs.reward_models.{name}.memory_mb={model.memory_mb} is above "
+                    f"functions.memory_mb={self.functions.memory_mb}, which also limits what its "
+                    "process starts"
+                )
+            if isinstance(model, Classifier) and model.url is None:
+                continue  # its time-out is that of the function
             if model.timeout_s > longest:
                 raise ValueError(
                     f"jobs.reward_models.{name}.timeout_s={model.timeout_s:g} must be at least "

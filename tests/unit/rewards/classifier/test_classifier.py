@@ -84,5 +84,8 @@ def test_a_model_of_hugging_face_rates_a_batch_as_it_rates_each(
     assert [raw([one])[0] for one in many] == pytest.approx(expected, abs=1e-4)
     shares = [one.sigmoid()[0] if labels == 1 else one.softmax(0)[-1] for one in logits]
     assert rated(many) == pytest.approx([float(share) for share in shares], abs=1e-4)
-    with pytest.raises(ValueError, match="the model takes"):
-        raw([trajectory("x" * 10_000)])
+    long, short = raw([trajectory("x" * 10_000), trajectory("short")])
+    assert long[0] is None and long[1]["tokens"] > long[1]["tokens_max"]
+    assert short == pytest.approx(expected[0], abs=1e-4)
+    with pytest.raises(ValueError, match="label=2: "):
+        classifier({"type": "disrm", "model": str(tmp_path), "label": 2})

@@ -108,6 +108,26 @@ def test_a_program_cannot_make_namespaces_or_uncounted_memory(sandbox: Sandbox) 
     assert run(sandbox, CALLS).stdout == b"-1\n" * 4
 
 
+SHARES = """
+import mmap, multiprocessing, socket
+def allowed(call, *given):
+    try:
+        call(*given)
+        return True
+    except OSError:
+        return False
+print(allowed(mmap.mmap, -1, 4096), allowed(open, "/dev/zero", "r+b"))
+print(allowed(socket.socket, socket.AF_INET), allowed(socket.socketpair, socket.AF_INET6))
+print(allowed(socket.socketpair), allowed(mmap.mmap, -1, 4096, mmap.MAP_PRIVATE))
+print(allowed(multiprocessing.Lock))
+"""
+
+
+def test_a_program_has_no_shared_memory_that_is_not_counted(sandbox: Sandbox) -> None:
+    said = run(sandbox, SHARES).stdout.decode().splitlines()
+    assert said == ["False False", "False False", "True True", "True"]
+
+
 def test_a_program_sees_nothing_of_the_machine(sandbox: Sandbox) -> None:
     seen = run(sandbox, LOOKS).stdout.decode().splitlines()
     assert seen[0].startswith("65534 ") and "'root'" not in seen[0] and "'home'" not in seen[0]
@@ -167,8 +187,10 @@ def test_the_refusal_names_the_setting() -> None:
         rules_of(Settings(jobs=jobs), find)  # type: ignore[arg-type]
 
 
-def test_a_time_limit_that_its_process_would_not_live_to_see_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"jobs\.reward_models\.tests\.timeout_s=29 must be"):
-        Settings.model_validate(
-            {"jobs": {"reward_models": {"tests": {"type": "code", "timeout_s": 29}}}}
-        )
+@pytest.mark.parametrize(
+    ("limit", "message"),
+    [({"timeout_s": 29}, "timeout_s=29 must be"), ({"memory_mb": 5000}, "memory_mb=5000 is above")],
+)
+def test_a_limit_above_that_of_its_process_is_refused(limit: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=rf"jobs\.reward_models\.tests\.{message}"):
+        Settings.model_validate({"jobs": {"reward_models": {"tests": {"type": "code", **limit}}}})

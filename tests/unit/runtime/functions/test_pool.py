@@ -21,7 +21,7 @@ import pytest
 from clawstream.ops.preflight import problems_of
 from rewards.registry import Rule
 from runtime.functions.child import Source
-from runtime.functions.pool import FunctionPool, PoolStopped
+from runtime.functions.pool import FunctionPool, PoolStopped, _Call, _Function
 from schemas.records import Trajectory, TrajectoryStep
 from schemas.rule_spec import NamedFunction, NoAnswer
 from schemas.settings import FunctionSettings, Settings
@@ -166,6 +166,37 @@ def test_a_process_with_unread_answers_gets_no_further_call(pool: FunctionPool) 
         child._connection.send(("call", tuple(source), [trajectory()], 1))
         raise ValueError("unread")
     assert process(trajectory()) != child.pid
+
+
+def test_a_function_of_many_calls_leaves_a_process_to_others() -> None:
+    pool = FunctionPool(FunctionSettings(processes=2))
+    judge, plain = (_Function(Source(name), n) for name, n in (("judge", 32), ("plain", 1)))
+    pool._functions = {judge.source: judge}
+    judge.waiting.append(_Call(0))
+    judge.children = 1
+    assert pool._next() is judge, "alone it may have all processes"
+    pool._functions[plain.source] = plain
+    assert pool._next() is None
+    plain.waiting.append(_Call(1))
+    assert pool._next() is plain
+    plain.children = 1
+    assert pool._next() is plain
+    judge.children = 0
+    assert pool._next() is judge, "it has the fewest"
+    plain.children = 0
+    assert pool._next() is judge, "it waits longest"
+    pool.stop()
+
+
+def test_a_process_that_does_not_start_is_no_answer_of_the_function(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    with (
+        FunctionPool(FunctionSettings(processes=1)) as pool,
+        pytest.raises(MemoryError, match="a process for functions does not start"),
+    ):
+        pool.find("own_functions.py:speaks")
 
 
 @pytest.mark.slow
