@@ -18,18 +18,29 @@ from rewards.code.sandbox import Limits, Result, Sandbox
 from schemas.records import Trajectory
 from schemas.settings.reward_models import CodeTests
 
-_FENCED = re.compile(r"```(?:python|python3|py)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
+_FENCED = re.compile(r"^ {0,3}```([^\n`]*)\n(.*?)^ {0,3}```[ \t\r]*$", re.DOTALL | re.MULTILINE)
+"""A fenced block of CommonMark: its label and its content."""
+_PYTHON = {"python", "python3", "py"}
 _CHECKED = """\
-import json, os, sys
-given = json.loads(sys.stdin.buffer.read())
-os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-scope = {"__name__": "answer"}
-exec(compile(given["code"], "answer", "exec"), scope)
-exec(compile(given["test"], "test", "exec"), scope)
-sys.stdout.flush()
-os.write(1, b"\\n" + given["passed"].encode())
+def run():
+    import json, os, sys
+    given = json.loads(sys.stdin.buffer.read())
+    code, test, passed = given["code"], given["test"], given["passed"]
+    del given
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    flush, write, end = sys.stdout.flush, os.write, os._exit
+    scope = {"__name__": "answer"}
+    exec(compile(code, "answer", "exec"), scope)
+    exec(compile(test, "test", "exec"), scope)
+    flush()
+    write(1, b"\\n" + passed.encode())
+    end(0)
+run()
 """
-"""Runs the answer, then the test, then writes a word that the answer has not been told."""
+"""Runs the answer, then the test, then writes a word that the answer has not been told.
+
+It ends at once: what the answer has left running writes nothing after the word.
+"""
 
 CodeReward = Callable[[Trajectory], tuple[float, dict[str, Any]]]
 
@@ -67,13 +78,17 @@ def code_tests(configuration: Mapping[str, Any]) -> CodeReward:
 def tests_of(trajectory: Trajectory) -> list[str | dict[str, str]]:
     """Return the tests in the metadata: `tests`, Python text or {"input", "output"} of a program.
 
+    Text that is JSON, as data sets in Parquet have it, is read as such: as Python it is a literal,
+    which passes for every answer.
+
     Raises:
         ValueError: There are none, or one has another form.
     """
-    tests = metadata(trajectory).get("tests")
+    tests = _parsed(metadata(trajectory).get("tests"))
     tests = [tests] if isinstance(tests, str | dict) else tests
     if not tests or not isinstance(tests, list):
         raise ValueError("metadata has no tests")
+    tests = [_parsed(test) for test in tests]
     for test in tests:
         is_pair = isinstance(test, dict) and all(
             isinstance(test.get(name), str) for name in ("input", "output")
@@ -83,10 +98,26 @@ def tests_of(trajectory: Trajectory) -> list[str | dict[str, str]]:
     return tests
 
 
+def _parsed(tests: Any) -> Any:
+    if not isinstance(tests, str):
+        return tests
+    try:
+        return json.loads(tests)
+    except ValueError:
+        return tests
+
+
 def code_in(answer: str) -> str:
-    """Return the last fenced block of Python in an answer; the whole answer without one."""
-    blocks = _FENCED.findall(answer)
-    return str(blocks[-1]) if blocks else answer
+    """Return the last fenced block of Python in an answer.
+
+    Without one: the last block without a label, else the whole answer.
+    """
+    blocks = [(label.strip().lower(), code) for label, code in _FENCED.findall(answer)]
+    for accepted in (_PYTHON, {""}):
+        found = [str(code) for label, code in blocks if label in accepted]
+        if found:
+            return found[-1]
+    return answer
 
 
 def _run(sandbox: Sandbox, code: str, test: str | dict[str, str], deadline: float) -> str:

@@ -61,6 +61,15 @@ def reward() -> CodeReward:
         (DOUBLE, PAIRS, 1.0, "passed"),
         ("print(8)", PAIRS, 0.0, "failed"),
         ("I cannot do this.", CHECKS, 0.0, "failed"),
+        (
+            ADD.replace("def", "import atexit; atexit.register(print, 1)\ndef"),
+            CHECKS,
+            1.0,
+            "passed",
+        ),
+        (WRONG, orjson.dumps(CHECKS).decode(), 0.0, "failed"),
+        (DOUBLE, orjson.dumps(PAIRS).decode(), 1.0, "passed"),
+        ("print(8)", [orjson.dumps(pair).decode() for pair in PAIRS], 0.0, "failed"),
         ("```python\nimport os; os._exit(0)\n```", CHECKS, 0.0, "failed"),
         ("```python\nimport sys; sys.exit()\n```", CHECKS, 0.0, "failed"),
         ("```python\nimport os; os.kill(os.getpid(), 9)\n```", CHECKS, 0.0, "killed"),
@@ -83,7 +92,7 @@ def test_the_share_of_passed_tests() -> None:
     assert said == (0.5, {"outcome": "failed", "passed": 1, "tests": 2})
 
 
-@pytest.mark.parametrize("tests", [None, [], [3], [{"input": "1"}]])
+@pytest.mark.parametrize("tests", [None, [], [3], [{"input": "1"}], "[]", '{"input": 1}'])
 def test_without_tests_there_is_no_reward(reward: CodeReward, tests: Any) -> None:
     with pytest.raises(ValueError, match="test"):
         reward(trajectory(ADD, tests=tests))
@@ -121,7 +130,20 @@ def test_to_stop_ends_a_program_that_runs(reward: CodeReward) -> None:
     threads.shutdown()
 
 
-@given(st.lists(st.text(alphabet="ab c\n", max_size=20), max_size=3))
-def test_the_last_block_is_the_code(blocks: list[str]) -> None:
-    answer = "text".join(f"```py\n{block}\n```" for block in blocks) or "text"
-    assert code_in(answer) == (f"{blocks[-1]}\n" if blocks else "text")
+LABELS = ["py", "python3 ", "Python", "", "bash", "cpp", "text"]
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(LABELS), st.text(alphabet="ab c\n", max_size=20))),
+    st.sampled_from(["\n", "\r\n"]),
+)
+def test_the_last_block_of_python_is_the_code(blocks: list[tuple[str, str]], end: str) -> None:
+    answer = "".join(f"text:{end}```{label}{end}{code}\n```{end}" for label, code in blocks)
+    python = [code for label, code in blocks if label.strip().lower().startswith("py")]
+    bare = [code for label, code in blocks if not label]
+    expected = next(reversed(python or bare), None)
+    assert code_in(answer) == (answer if expected is None else f"{expected}\n")
+
+
+def test_a_fence_inside_a_line_is_no_block() -> None:
+    assert code_in("```py\nx = '```'\n```\nIt prints ```1```.") == "x = '```'\n"
