@@ -141,10 +141,7 @@ def lead(settings: Settings, stop: threading.Event, processes: Processes) -> Non
     with Prefetch(source, weight_log.dead_letter) as batches:
         while not stop.is_set() and not run.finished:
             validate()
-            fetched = batches.next(run.position.next_batch_seq, POLL_S)
-            fetched = processes.broadcast(Next(fetched)).batch
-            if fetched is not None:
-                train_batch(run, fetched)
+            if train_next(run, batches, processes):
                 monitor.versions(run.versions)
         processes.broadcast(Next(None, ends=True))
         run.end()
@@ -157,6 +154,15 @@ def lead(settings: Settings, stop: threading.Event, processes: Processes) -> Non
         version=str(run.current_version.version),
         finished=run.finished,
     )
+
+
+def train_next(run: Run, batches: Prefetch, processes: Processes) -> bool:
+    """Train the next batch with the other processes; return whether there was one."""
+    fetched = batches.next(run.position.next_batch_seq, POLL_S)
+    fetched = processes.broadcast(Next(fetched)).batch
+    if fetched is not None:
+        train_batch(run, fetched)
+    return fetched is not None
 
 
 def follow(settings: Settings, processes: Processes) -> None:

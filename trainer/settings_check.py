@@ -48,11 +48,9 @@ def check_named_algorithm(name: str, settings: TrainerSettings) -> dict[str | No
     Raises:
         SettingsError: one is unknown, or it needs a model that this trainer does not have.
     """
-    found = {
-        environment: specification(base, overrides, environment)
-        for environment, (base, overrides) in settings.algorithms(name).items()
-    }
-    for environment, (base, _) in settings.algorithms(name).items():
+    found = {}
+    for environment, (base, overrides) in settings.algorithms(name).items():
+        found[environment] = specification(base, overrides, environment)
         setting = f"setting {setting_of('algorithm', environment)}={base!r}"
         _check_models(needs(found[environment]), setting, settings)
     return found
@@ -123,11 +121,18 @@ def check_learning_rate(settings: TrainerSettings) -> None:
 
 def check_best_by(settings: TrainerSettings) -> None:
     """Raise SettingsError when the best version is sought by a metric that does not exist."""
-    name = settings.keep_best_by
-    if name is not None and environment_of(name)[0] not in METRICS:
+    if settings.keep_best_by is None:
+        return
+    setting = f"setting trainer.keep_best_by={settings.keep_best_by}"
+    metric, environment = environment_of(settings.keep_best_by)
+    if metric not in METRICS:
         raise SettingsError(
-            f"setting trainer.keep_best_by={name}: there is no such metric; docs/trainer.md lists "
-            "all of them"
+            f"{setting}: there is no such metric; docs/trainer.md lists all of them"
+        )
+    if environment is not None and environment not in settings.environments:
+        raise SettingsError(
+            f"{setting}: {environment!r} is not in trainer.environments; add it (without settings "
+            "it has the run's algorithm)"
         )
 
 

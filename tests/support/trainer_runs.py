@@ -21,13 +21,13 @@ from schemas.records import (
 from schemas.settings import Settings
 from schemas.tokens import pack_ids, pack_logprobs
 from trainer.data.batches import FetchedBatch
-from trainer.data.sequences import Readable
+from trainer.data.sequences import ReadableIds
 from trainer.position import Position, start_of
 from trainer.run import Run
 from trainer.start import open_run
 
 GROUPS, MEMBERS = 2, 3
-ANY_ID = Readable(2**31 - 1)
+ANY_ID = ReadableIds(2**31 - 1)
 
 
 @dataclass

@@ -10,6 +10,7 @@ from torch import Tensor
 from schemas.errors import SettingsError
 from trainer.algorithms.batch import LossBatch
 from trainer.algorithms.kl import kl
+from trainer.algorithms.registry import setting_of
 from trainer.algorithms.settings import AlgorithmSettings
 
 Loss = Callable[[LossBatch, AlgorithmSettings], Tensor]
@@ -24,12 +25,23 @@ class MinibatchSize(NamedTuple):
 
 
 def objective(
-    batch: LossBatch, loss: Loss, settings: AlgorithmSettings, size: MinibatchSize
+    batch: LossBatch,
+    loss: Loss,
+    settings: AlgorithmSettings,
+    size: MinibatchSize,
+    environment: str | None = None,
 ) -> Tensor:
     """Return the share of one forward pass in the loss of its minibatch, a scalar.
 
     The shares of all passes add up to
     aggregate(policy loss + kl_coef * divergence - entropy_coef * entropy).
+
+    Args:
+        batch: tokens of the pass.
+        loss: of the algorithm.
+        settings: of the algorithm.
+        size: of the whole minibatch.
+        environment: that has the algorithm; None: the run.
 
     Raises:
         SettingsError: the loss does not return one value for each token.
@@ -38,8 +50,8 @@ def objective(
     losses = loss(batch, settings)
     if losses.shape != batch.logprobs.shape:
         raise SettingsError(
-            f"setting trainer.algorithm.loss: it returned shape {tuple(losses.shape)} for "
-            f"{len(batch.logprobs)} tokens; one loss for each token is needed"
+            f"setting {setting_of('loss', environment)}: it returned shape {tuple(losses.shape)} "
+            f"for {len(batch.logprobs)} tokens; one loss for each token is needed"
         )
     if settings.kl_coef and settings.kl_in == "loss":
         if batch.ref_logprobs is None:

@@ -39,6 +39,8 @@ def by_environment(
     Returns:
         Only batches with groups; the others first, then in the order of the names.
     """
+    if not names:
+        return {None: batch}
     groups: dict[str | None, list[BatchGroup]] = {name: [] for name in (None, *names)}
     for group in batch.groups:
         environment = environment_of(trajectories[group.members[0].trajectory_id])

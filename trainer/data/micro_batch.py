@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trainer.data.packing import PackedRow, pack
-from trainer.data.sequences import TrainingSequence, concatenated
+from trainer.data.sequences import Tokens, TrainingSequence, concatenated
 
 PADDING = 0  # any id: it is on the right, so no token attends to it, and it is never trained
 
@@ -87,31 +88,12 @@ def collate(
         where[np.flatnonzero(sequence.tokens.mask) - 1]
         for sequence, where in zip(sequences, places, strict=True)
     ]
-    parts = [sequence.tokens.trained() for sequence in sequences]
-    trained = concatenated(parts)
+    trained = concatenated(sequence.tokens.trained() for sequence in sequences)
     trained.temperatures[np.isnan(trained.temperatures)] = temperature
-    lengths = np.array([len(tokens.ids) for tokens in parts], np.int64)
     columns = {
         "token_ids": token_ids,
         "before": np.concatenate(before),
-        "targets": trained.ids.astype(np.int64),
-        "logprobs": trained.logprobs,
-        "temperatures": trained.temperatures,
-        "old_logprobs": np.concatenate(
-            [
-                tokens.logprobs if sequence.old_logprobs is None else sequence.old_logprobs
-                for sequence, tokens in zip(sequences, parts, strict=True)
-            ]
-        ),
-        "advantages": np.concatenate(
-            [
-                np.zeros(n, np.float32) if sequence.advantages is None else sequence.advantages
-                for sequence, n in zip(sequences, lengths, strict=True)
-            ]
-        ),
-        "sequence": np.repeat(np.arange(len(parts)), lengths),
-        "step": trained.steps.astype(np.int64),
-        "lengths": lengths,
+        **_columns(sequences, trained),
     }
     tensors = {name: torch.from_numpy(column).to(device) for name, column in columns.items()}
     return MicroBatch(
@@ -125,6 +107,38 @@ def collate(
         computed_tokens=sum(sizes) if row is None else len(row.ids),
         attended_pairs=sum(n * n / 2 for n in sizes) if row is None else row.pairs,
     )
+
+
+def _columns(sequences: Sequence[TrainingSequence], trained: Tokens) -> dict[str, NDArray[Any]]:
+    """Return the columns that every pass has, with a value for each trained token.
+
+    Args:
+        sequences: of the pass.
+        trained: their trained tokens, in order.
+    """
+    lengths = np.array([sequence.trained_tokens for sequence in sequences], np.int64)
+    old = [
+        sequence.tokens.trained().logprobs
+        if sequence.old_logprobs is None
+        else sequence.old_logprobs
+        for sequence in sequences
+    ]
+    advantages = [
+        np.zeros(sequence.trained_tokens, np.float32)
+        if sequence.advantages is None
+        else sequence.advantages
+        for sequence in sequences
+    ]
+    return {
+        "targets": trained.ids.astype(np.int64),
+        "logprobs": trained.logprobs,
+        "temperatures": trained.temperatures,
+        "old_logprobs": np.concatenate(old),
+        "advantages": np.concatenate(advantages),
+        "sequence": np.repeat(np.arange(len(sequences)), lengths),
+        "step": trained.steps.astype(np.int64),
+        "lengths": lengths,
+    }
 
 
 def _padded(

@@ -25,7 +25,7 @@ from trainer.errors import PayloadUnreadable, TooFewMembers
 Reason = Literal["at zero", "vocabulary", "media"]
 
 
-class Readable(NamedTuple):
+class ReadableIds(NamedTuple):
     """The token ids that the trainer can pass to its model.
 
     Attributes:
@@ -155,7 +155,7 @@ def sequences_of_batch(
     trajectories: Mapping[str, Trajectory],
     smallest_group: int,
     rewards_used: RewardUse,
-    readable: Readable,
+    readable: ReadableIds,
     environment: str | None = None,
 ) -> BatchSequences:
     """Return all sequences of a batch.
@@ -193,12 +193,9 @@ def sequences_of_batch(
             if name not in names:
                 unrewarded.append(name)
                 continue
-            tree = _segment_tokens(trajectories[name], member.untrainable_steps)
-            for reason, tokens in _lost_tokens(trajectories[name], tree, readable).items():
-                lost[reason][name] = tokens
             sequences += (
                 replace(path, group=groups, environment=environment)
-                for path in _paths(trajectories[name], tree)
+                for path in _readable_paths(trajectories[name], member, readable, lost)
             )
         groups += bool(usable)
     return BatchSequences(
@@ -210,6 +207,19 @@ def sequences_of_batch(
         outside_vocabulary=lost["vocabulary"],
         with_media=lost["media"],
     )
+
+
+def _readable_paths(
+    trajectory: Trajectory,
+    member: BatchMember,
+    readable: ReadableIds,
+    lost: Mapping[Reason, dict[str, int]],
+) -> Iterator[TrainingSequence]:
+    """Return the sequences of a member; its tokens that are not trained are added to `lost`."""
+    tree = _segment_tokens(trajectory, member.untrainable_steps)
+    for reason, tokens in _lost_tokens(trajectory, tree, readable).items():
+        lost[reason][trajectory.trajectory_id] = tokens
+    return _paths(trajectory, tree)
 
 
 def _usable(
@@ -312,7 +322,9 @@ def _segment_tokens(trajectory: Trajectory, untrainable_steps: Collection[str]) 
     return found
 
 
-def _lost_tokens(trajectory: Trajectory, tree: list[Tokens], readable: Readable) -> Counter[Reason]:
+def _lost_tokens(
+    trajectory: Trajectory, tree: list[Tokens], readable: ReadableIds
+) -> Counter[Reason]:
     """Train nothing at and behind a segment with an id that the model cannot compute.
 
     An agent can submit any id, and an engine can serve another model than the trained one. Paths

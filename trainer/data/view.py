@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from schemas.errors import SettingsError
 from schemas.ids import parse_version
 from trainer.algorithms.batch import BatchView, Floats
+from trainer.algorithms.registry import setting_of
 from trainer.data.sequences import TrainedMember, TrainingSequence
 
 
@@ -77,7 +78,7 @@ def with_advantages(
     """Return the sequences with their share of the advantages of a batch.
 
     Args:
-        sequences: those of the view, in its order.
+        sequences: those of the view, in its order; all of one environment.
         advantages: shape (trained tokens of all sequences,).
 
     Raises:
@@ -85,9 +86,10 @@ def with_advantages(
     """
     tokens = sum(sequence.trained_tokens for sequence in sequences)
     if np.shape(advantages) != (tokens,):
+        setting = setting_of("advantage", next((s.environment for s in sequences), None))
         raise SettingsError(
-            f"setting trainer.algorithm.advantage: it returned shape {np.shape(advantages)} for "
-            f"{tokens} tokens; one advantage for each trained token is needed"
+            f"setting {setting}: it returned shape {np.shape(advantages)} for {tokens} tokens; one "
+            "advantage for each trained token is needed"
         )
     return tuple(
         replace(sequence, advantages=share)

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from runtime.digests import digest_of_model
 from schemas.settings import TrainerSettings
 from trainer.data.micro_batch import MicroBatch
-from trainer.data.sequences import Readable
+from trainer.data.sequences import ReadableIds
 from trainer.model.files import (
     TensorDtypes,
     auxiliary_files,
@@ -104,10 +104,10 @@ class Policy:
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
     @property
-    def readable(self) -> Readable:
+    def readable(self) -> ReadableIds:
         """The ids with an embedding, and those of them that stand for images, videos and sounds."""
         embeddings = self.model.get_input_embeddings().num_embeddings
-        return Readable(int(embeddings), media_placeholders(self.model.config))
+        return ReadableIds(int(embeddings), media_placeholders(self.model.config))
 
     def save(self, directory: Path, dtypes: TensorDtypes) -> None:
         """Write a Hugging Face directory: safetensors, configuration and tokenizer files.

@@ -106,22 +106,17 @@ def _step(
         environment: _backward(policy, found, algorithms[environment], size, parent_version)
         for environment, found in learned.items()
     }
-    total = sum(part.loss for part in parts.values())
-    norm = whole(
-        torch.nn.utils.clip_grad_norm_(policy.trained, policy.settings.max_grad_norm)
-    ).item()
-    finite = math.isfinite(total) and math.isfinite(norm)
-    if finite:
-        policy.optimizer.step()
+    loss = sum(part.loss for part in parts.values())
+    norm, taken = _optimizer_step(policy, loss)
     computed = sum(part.computed_tokens for part in parts.values())
     passed = [sequence for found in learned.values() for sequence in found]
-    stats = [part.measurement.stats() for part in parts.values()] if finite else []
+    stats = [part.measurement.stats() for part in parts.values()] if taken else []
     return StepStats(
         tokens=size.tokens,
         passed_tokens=sum(sequence.trained_tokens for sequence in passed),
-        loss=total if finite else None,
-        grad_norm=norm if finite else None,
-        skipped=None if finite else f"loss {total}, gradient norm {norm}",
+        loss=loss if taken else None,
+        grad_norm=norm if taken else None,
+        skipped=None if taken else f"loss {loss}, gradient norm {norm}",
         now_at_zero=sum(part.measurement.now_at_zero for part in parts.values()),
         sequence_tokens=sum(len(sequence.tokens.ids) for sequence in passed),
         computed_tokens=computed,
@@ -129,6 +124,21 @@ def _step(
         measured=tuple(found for found in stats if found is not None),
         environment_losses={name: part.loss for name, part in parts.items() if name is not None},
     )
+
+
+def _optimizer_step(policy: Policy, loss: float) -> tuple[float, bool]:
+    """Clip the gradient and step, unless the loss or the gradient is not finite.
+
+    Returns:
+        The norm of the gradient before clipping, and whether the step was taken.
+    """
+    norm = whole(
+        torch.nn.utils.clip_grad_norm_(policy.trained, policy.settings.max_grad_norm)
+    ).item()
+    taken = math.isfinite(loss) and math.isfinite(norm)
+    if taken:
+        policy.optimizer.step()
+    return norm, taken
 
 
 def _learned(
@@ -184,7 +194,7 @@ def _backward(
     for part, counts in processes.passes(sequences, s.micro_batch_tokens, packed=packed):
         batch = collate(part, s.temperature, policy.device, packed=packed)
         view = _loss_batch(policy, batch, algorithm)
-        mean = objective(view, algorithm.loss, algorithm.settings, size)
+        mean = objective(view, algorithm.loss, algorithm.settings, size, sequences[0].environment)
         # FSDP averages the gradients of the processes; the loss is a sum of their shares.
         scaled = mean * processes.size if counts else view.logprobs.sum() * 0.0
         scaled.backward()  # type: ignore[no-untyped-call]

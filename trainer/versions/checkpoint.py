@@ -38,7 +38,7 @@ from trainer.versions.directory import (
 from trainer.versions.history import version_of
 
 MODEL, CRITIC = "model", "critic"
-ENVIRONMENT = "environment.json"
+PLATFORM = "platform.json"
 State = Mapping[str, Stateful]
 """The parts of a checkpoint by name. Parts hand out tensors, `DTensor`s included, by reference."""
 
@@ -111,7 +111,7 @@ class CheckpointWriter:
             with new_directory(self._root, version) as tmp:
                 for name, save_configuration in models.items():
                     save_configuration(tmp / name)
-                (tmp / ENVIRONMENT).write_text(json.dumps(environment(self._group)))
+                (tmp / PLATFORM).write_text(json.dumps(platform(self._group)))
                 self._write_shards(copy, tmp)
         self.newest = version
 
@@ -163,7 +163,7 @@ def load(directory: Path, state: State, group: ProcessGroup | None = None) -> No
     Raises:
         CheckpointFailed: The shards cannot be read.
     """
-    wrote, here = json.loads((directory / ENVIRONMENT).read_text()), environment(group)
+    wrote, here = json.loads((directory / PLATFORM).read_text()), platform(group)
     differing = {
         name: (wrote.get(name), here[name]) for name in here if wrote.get(name) != here[name]
     }
@@ -189,7 +189,7 @@ def _explained(directory: Path) -> Iterator[None]:
         raise CheckpointFailed(f"{directory}: {causes}") from e
 
 
-def environment(group: ProcessGroup | None) -> dict[str, str | int]:
+def platform(group: ProcessGroup | None) -> dict[str, str | int]:
     """Return what the rounding of sums depends on besides the settings."""
     return {
         "torch": torch.__version__,

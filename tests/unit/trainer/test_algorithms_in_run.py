@@ -393,6 +393,9 @@ def test_a_part_that_does_not_give_one_number_a_token_is_refused(
     policy = Policy(model_dir, settings(model_dir).trainer)
     with pytest.raises(SettingsError, match=r"algorithm\.loss: it returned shape \(\)"):
         update(policy, sequences_for(algorithm), 0, {None: algorithm}, 1e-3, None)
+    named = [replace(sequence, environment="math") for sequence in sequences_for(algorithm)]
+    with pytest.raises(SettingsError, match=r"trainer\.environments\.math\.loss: it returned"):
+        update(policy, named, 0, {"math": algorithm}, 1e-3, None)
 
 
 def test_an_algorithm_that_cannot_be_trained_is_refused_before_a_batch(model_dir: Path) -> None:

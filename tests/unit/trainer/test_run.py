@@ -562,6 +562,10 @@ def test_settings_that_cannot_work_are_refused(tmp_path: Path, model_dir: Path) 
     with pytest.raises(SettingsError, match=r"trainer\.keep_best_by=val/reward: "):
         check_settings(settings(tmp_path, model_dir, keep_best_by="val/reward").trainer)
     check_settings(settings(tmp_path, model_dir, keep_best_by="val/reward_mean").trainer)
+    best = {"keep_best_by": "environment/math/reward_mean"}
+    with pytest.raises(SettingsError, match=r"'math' is not in trainer\.environments"):
+        check_settings(settings(tmp_path, model_dir, **best).trainer)
+    check_settings(settings(tmp_path, model_dir, **best, environments={"math": {}}).trainer)
 
 
 # -- directories and lineage

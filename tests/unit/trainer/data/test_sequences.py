@@ -31,7 +31,7 @@ from trainer.algorithms.advantages.grpo import grpo
 from trainer.algorithms.settings import AlgorithmSettings
 from trainer.data.minibatches import micro_batches, minibatches
 from trainer.data.sequences import (
-    Readable,
+    ReadableIds,
     Tokens,
     TrainingSequence,
     sequences_of,
@@ -392,7 +392,7 @@ def test_paths_end_before_ids_that_the_model_cannot_compute_and_the_others_are_w
     ]
     payload = {n: trajectory(tree, [step(0), step(1), step(2)], n) for n in "ab"}
     group = BatchGroup(group_id="1", round=0, n=2, members=(member("a", 1.0), member("b", 0.0)))
-    found = sequences_of_batch(batch(group), payload, 2, "trajectory", Readable(5000, {99}))
+    found = sequences_of_batch(batch(group), payload, 2, "trajectory", ReadableIds(5000, {99}))
     trained = [s.tokens.trained().ids.tolist() for s in found.sequences]
     assert trained == [[2, 3], [9]] * 2
     assert not any(bad in s.tokens.ids for s in found.sequences)
