@@ -23,4 +23,5 @@ def environment(name, split):
         return {"right": right, "brief": 0.1 * (words <= FEW_WORDS)}
 
     brief.tasks(scored.source)
+    brief.lifespan(scored.while_played)
     return brief

@@ -174,6 +174,41 @@ def test_reasoning_gym_scores_the_answer_in_its_tags(tmp_path: Path) -> None:
     assert sorted(rewards(records)) == [0.0, 1.0]
 
 
+def test_reasoning_gym_evaluates_no_answer_in_the_flow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """spiral_matrix evaluates the answer."""
+    pytest.importorskip("reasoning_gym")
+    from agent_flow.environments.reasoning_gym import Scorer
+
+    monkeypatch.setenv("CLAWSTREAM_API_KEY", "claw-secret")
+    file = tmp_path / "written"
+    system = "__import__('os')"
+    answers = [
+        f"[open('{file}', 'w').write({system}.environ['CLAWSTREAM_API_KEY'])]",
+        f"[{system}._exit(1)]",
+        f"[{system}.kill({system}.getppid(), 9)]",
+        "[9**9**9]",
+    ]
+
+    async def scenario() -> None:
+        split = Split("train", 1)
+        task = next(iter(load_environment("reasoning_gym:spiral_matrix", split).source()))
+        entry = {"question": task["question"], "answer": task["answer"], "metadata": {}}
+        entry["metadata"] = {"solution": json.loads(f"[{task['answer'].replace(' ', ',')}]")}
+        scorer = Scorer("spiral_matrix", {"seed": split.seed, "size": 1})
+        async with scorer.running():
+            for answer in answers:
+                try:
+                    assert await scorer.score(answer, entry) < 0.1
+                except FlowError as error:
+                    assert "ended" in str(error) and "kill" in answer
+            assert await scorer.score(task["answer"], entry) == 1.0
+
+    asyncio.run(scenario())
+    assert not file.exists() or not file.read_text()
+
+
 @pytest.mark.parametrize(
     ("name", "error"),
     [("chain_sums", "not registered"), ("chain_sum", "max_terms must be")],
