@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-IDLE_S = 60.0
-"""Seconds without a decision and without a group to play, after which a process is counted out."""
+LEAST_IDLE_S = 60.0
+"""Weight updates and restarts take this long without any death."""
 
 
 class GroupBudget:
@@ -19,13 +19,22 @@ class GroupBudget:
     Each process counts the decided groups as if all processes had the same share of them, so the
     processes together keep within the capacity, give or take a group each. Another process that has
     died or has played all its tasks starts none of its share. It is noticed when this one may not
-    start a group for `IDLE_S`, has none in progress and sees none decided, although training has
-    capacity: then one process less is counted. If the other was only slow, at most one capacity of
-    groups is started too early. Admission's check of staleness stays exact.
+    start a group for the idle time, has none in progress and sees none decided, although training
+    has capacity: then one process less is counted. A process that lives decides a group within the
+    time that one rollout may take with all its attempts. If it takes longer, for example because
+    its rollouts wait for a place, groups are started too early, and the count of processes stays
+    too low. Admission's check of staleness stays exact.
     """
 
-    def __init__(self, processes: int = 1) -> None:
+    def __init__(self, processes: int = 1, rollout_s: float = 0.0) -> None:
+        """Start without capacity.
+
+        Args:
+            processes: that share the run.
+            rollout_s: time that a rollout may take, with all its attempts, seconds.
+        """
         self._processes = processes
+        self._idle_s = max(LEAST_IDLE_S, rollout_s)
         self._journal: str | None = None
         self._decided_before = 0
         self._started = 0
@@ -55,7 +64,7 @@ class GroupBudget:
             self._idle_since = None
         elif self._idle_since is None:
             self._idle_since = now
-        elif now - self._idle_since >= IDLE_S and self._processes > 1:
+        elif now - self._idle_since >= self._idle_s and self._processes > 1:
             self._processes -= 1
             self._idle_since = None
             self._count_from(decided)

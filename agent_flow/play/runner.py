@@ -63,7 +63,8 @@ class Runner:
         self._flow, self._gateway, self._options = flow, gateway, options
         self._progress = progress
         self._free = asyncio.Semaphore(options.limits.concurrency)
-        self._budget = GroupBudget(options.shard[1])
+        limits = options.limits
+        self._budget = GroupBudget(options.shard[1], limits.timeout_s * limits.attempts)
         # Keys of another call of the command must differ: a key names one trajectory for ever.
         self._nonce = secrets.token_hex(4)
         self.last: Rollout | None = None

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent_flow.gateway.budget import IDLE_S, GroupBudget
+from agent_flow.gateway.budget import LEAST_IDLE_S, GroupBudget
 
 
 def answer(capacity: int | None, decided: int = 0, **changes: Any) -> dict[str, Any]:
@@ -72,13 +72,25 @@ def play_all(budget: GroupBudget) -> int:
 def test_one_process_goes_on_when_all_others_have_died(batch: int, processes: int) -> None:
     """Each batch needs as many groups as the capacity; only this process plays any."""
     budget, now, waiting, decided = GroupBudget(processes), 0.0, 0, 0
-    while decided < 5 * batch and now < 100 * IDLE_S:
+    while decided < 5 * batch and now < 100 * LEAST_IDLE_S:
         budget.update(answer(batch, decided), now)
         waiting += play_all(budget)
         if waiting >= batch:
             decided, waiting = decided + waiting, 0
-        now += IDLE_S / 4
+        now += LEAST_IDLE_S / 4
     assert decided >= 5 * batch
+
+
+def test_a_process_whose_rollouts_take_minutes_is_not_counted_out() -> None:
+    """The other process ends its group after a rollout's whole time."""
+    budget, rollout_s = GroupBudget(2, 10 * LEAST_IDLE_S), 10 * LEAST_IDLE_S
+    budget.update(answer(4), 0.0)
+    assert play_all(budget) == 2
+    for tenth in range(1, 10):
+        budget.update(answer(4), tenth / 10 * rollout_s)
+        assert not budget.free
+    budget.update(answer(4), 0.1 * rollout_s + rollout_s)
+    assert budget.free
 
 
 @pytest.mark.parametrize(
@@ -93,5 +105,5 @@ def test_waiting_is_no_sign_of_a_death(processes: int, capacity: int, playing: b
     if playing:
         budget.group_started()
     for now in range(1, 20):
-        budget.update(answer(capacity), now * IDLE_S)
+        budget.update(answer(capacity), now * LEAST_IDLE_S)
         assert not budget.free
