@@ -50,8 +50,8 @@ class CheckpointFailed(TrainerError):
     """
 
 
-class WeightsNotWritten(TrainerError):
-    """The files of a version could not be uploaded to trainer.weights_uri.
+class StorageFailed(TrainerError):
+    """The file system of versions or checkpoints failed, for example during an upload.
 
     A restart resumes from the last checkpoint.
     """

@@ -28,7 +28,7 @@ from trainer.data.sequences import (
 )
 from trainer.data.tokenizer_check import check_tokenizer
 from trainer.data.view import batch_view, with_advantages
-from trainer.errors import CheckpointFailed, InvalidCheckpoint, WeightsNotWritten
+from trainer.errors import CheckpointFailed, InvalidCheckpoint, StorageFailed
 from trainer.learning_rate import learning_rate
 from trainer.memory import explain_out_of_memory
 from trainer.metrics.definitions import headline
@@ -290,14 +290,14 @@ class Run:
         )
         with self._fenced_first():
             self._checkpoints.raise_if_failed()
-            files = self._publisher.export(state)
+            exported = self._publisher.export(state)
         metrics = version_metrics(self.unpublished, lr, time.perf_counter() - began)
         first_batch_seq = parent.position.next_batch_seq if parent else 0
         if parent is None:  # a run that has versions always has a checkpoint
             self._checkpoint(state)
             self._complete_checkpoint()
         newest, base_model = self._checkpoints.newest, self._policy.base_model
-        version = manifest(state, first_batch_seq, files, newest, metrics, base_model)
+        version = manifest(state, first_batch_seq, exported, newest, metrics, base_model)
         self._weight_log.publish(version)
         self._versions.append(version)
         self.current_version, self.unpublished = state, []
@@ -349,14 +349,25 @@ class Run:
         """
         try:
             yield
-        except (OSError, SafetensorError, CheckpointFailed, InvalidCheckpoint, WeightsNotWritten):
+        except (OSError, SafetensorError, CheckpointFailed, InvalidCheckpoint, StorageFailed):
             self._weight_log.raise_if_fenced()
             raise
 
     def _prune(self, current_version: str) -> None:
-        """Delete the files of old versions and checkpoints."""
+        """Delete the files of old versions and checkpoints, or those left at the next call."""
         if not self._leads:
             return
+        try:
+            self._delete_old(current_version)
+        except StorageFailed as e:
+            self._weight_log.raise_if_fenced()
+            logger().warning(
+                "versions_not_deleted",
+                error=str(e),
+                action="none needed: they are deleted after the next version",
+            )
+
+    def _delete_old(self, current_version: str) -> None:
         s, t, log = self._settings, self._settings.trainer, self.versions
         existing = versions_in(s.weights_uri, s.run_id).keys()
         old = deletable(log, existing, current_version, t.keep_versions, t.keep_best_by)

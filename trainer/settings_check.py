@@ -136,14 +136,6 @@ def check_best_by(settings: TrainerSettings) -> None:
         )
 
 
-CHECKS: tuple[Callable[[Settings], None], ...] = (
-    check_algorithm,
-    check_model,
-    lambda settings: check_learning_rate(settings.trainer),
-    lambda settings: check_best_by(settings.trainer),
-)
-
-
 def check_versions(settings: Settings) -> None:
     """Raise SettingsError when versions cannot be published as the settings say."""
     from fsspec import get_filesystem_class  # type: ignore[import-untyped]  # heavy for the CLI
@@ -158,3 +150,12 @@ def check_versions(settings: Settings) -> None:
         get_filesystem_class(scheme if is_url else "file")
     except (ValueError, ImportError) as e:
         raise SettingsError(f"setting trainer.weights_uri={settings.weights_uri}: {e}") from e
+
+
+CHECKS: tuple[Callable[[Settings], None], ...] = (
+    check_algorithm,
+    check_model,
+    lambda settings: check_learning_rate(settings.trainer),
+    lambda settings: check_best_by(settings.trainer),
+    check_versions,
+)

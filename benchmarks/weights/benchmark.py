@@ -81,7 +81,7 @@ def _steps(model: Path, directory: Path, lr: float, steps: int) -> Sequence[Mapp
         measured, digests = dict[str, float](), list[set[str]]()
         for name, publisher in sides.items():
             began = time.process_time()
-            files = publisher.export(_state(number))
+            files = publisher.export(_state(number)).files
             read = get_files(files, directory / "cache" / name)
             measured[f"{name}_seconds"] = time.process_time() - began
             measured[f"{name}_bytes"] = _own_bytes(files)

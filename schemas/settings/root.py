@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import unquote, urlsplit
 
 from pydantic import Field, model_validator
 
@@ -259,6 +260,8 @@ class Settings(Section):
     def weights_uri(self) -> str:
         """A URL, or an absolute path."""
         uri = self.trainer.weights_uri or str(self.data_dir / "weights")
+        if (parts := urlsplit(uri)).scheme == "file":
+            uri = unquote(parts.path)
         return uri.rstrip("/") if "://" in uri else str(Path(uri).absolute())
 
     @property

@@ -136,7 +136,7 @@ class TrainerSettings(Section):
         description="where versions are published: a path, or a URL of fsspec for workers on other "
         "machines; default <data_dir>/weights",
     )
-    full_every: Count = Field(
+    full_every: Annotated[int, Field(ge=1, le=1000)] = Field(
         1,
         description="every so many versions is full, the others are deltas; raise it where weights "
         "go over a network",

@@ -9,7 +9,7 @@ file system of fsspec; then a directory is made on this machine and uploaded.
 
 A process killed before step 3 leaves only a `.tmp-` directory, which the next start deletes. Every
 directory has a `clawstream.json`: the version, and the checksums of all other files. It is uploaded
-first, so an incomplete upload is known to be ours, and deleted likewise.
+first, and of an unpublished version deleted last, so what a kill leaves is known to be ours.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ from pydantic import TypeAdapter, ValidationError
 from runtime.atomic_file import fsync_path
 from runtime.digests import sha256
 from runtime.logs import logger
+from schemas.errors import ForeseenError
 from schemas.ids import Version
-from trainer.errors import InvalidCheckpoint
+from trainer.errors import InvalidCheckpoint, StorageFailed
 from trainer.position import Position
 
 INFO = "clawstream.json"
@@ -135,19 +136,39 @@ def file_system(uri: str | Path) -> tuple[Any, str]:
     return files, path.rstrip("/")
 
 
-def versions_in(root: str | Path, run_id: str) -> dict[Version, str]:
-    """Return the directories of a run, as paths in their file system."""
-    files, path = file_system(f"{root}/{run_id}")
+@contextmanager
+def storage(uri: str | Path) -> Iterator[None]:
+    """Raise StorageFailed instead of the errors of a file system: each of fsspec has its own."""
     try:
-        entries = files.ls(path, detail=True)
-    except (FileNotFoundError, NotADirectoryError):
-        return {}
+        yield
+    except (MemoryError, FileExistsError, ForeseenError):
+        raise
+    except Exception as e:
+        raise StorageFailed(f"{uri}: {type(e).__name__}: {e}") from e
+
+
+def versions_in(root: str | Path, run_id: str) -> dict[Version, str]:
+    """Return the directories of a run, as paths in their file system.
+
+    Raises:
+        StorageFailed: they can't be listed.
+    """
     found = {}
-    for entry in sorted(entries, key=lambda entry: entry["name"]):
-        at = entry["name"].rstrip("/")
-        if entry["type"] == "directory" and (match := _NAME.fullmatch(at.rpartition("/")[2])):
-            found[Version(run_id, int(match[1]), int(match[2]))] = at
+    for path, kind in _entries(root, run_id):
+        if kind == "directory" and (match := _NAME.fullmatch(path.rpartition("/")[2])):
+            found[Version(run_id, int(match[1]), int(match[2]))] = path
     return found
+
+
+def _entries(root: str | Path, run_id: str) -> list[tuple[str, str]]:
+    """Return path and type of what a run has."""
+    files, path = file_system(f"{root}/{run_id}")
+    with storage(f"{root}/{run_id}"):
+        try:
+            entries = files.ls(path, detail=True)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+    return sorted((entry["name"].rstrip("/"), entry["type"]) for entry in entries)
 
 
 def delete_unpublished(
@@ -173,10 +194,15 @@ def delete_unpublished(
 
     Returns:
         Deleted and kept versions. The ids of both are taken.
+
+    Raises:
+        StorageFailed: one can't be deleted.
     """
-    files, path = file_system(f"{root}/{run_id}")
-    for tmp in files.glob(f"{path}/{_TMP}*"):
-        files.rm(tmp, recursive=True)
+    files, _ = file_system(root)
+    with storage(root):
+        for path, _ in _entries(root, run_id):
+            if path.rpartition("/")[2].startswith(_TMP):
+                files.rm(path, recursive=True)
     deleted, foreign = [], []
     for version, directory in versions_in(root, run_id).items():
         if version in published:
@@ -190,19 +216,27 @@ def delete_unpublished(
             continue
         check(state.position)
         logger().info("unpublished_directory_deleted", path=directory)
-        files.rm(directory, recursive=True)
+        with storage(directory):
+            for path in files.ls(directory, detail=False):
+                if path.rstrip("/") != f"{directory}/{INFO}":
+                    files.rm(path, recursive=True)
+            files.rm(directory, recursive=True)
         deleted.append(version)
     return deleted, foreign
 
 
 def prune(root: str | Path, run_id: str, delete: Collection[Version]) -> None:
-    """Delete the directories of these versions.
+    """Delete the directories of these versions, the newest first: a delta goes before its base.
 
     clawstream.json goes first, so a directory that a kill leaves half deleted is invalid.
+
+    Raises:
+        StorageFailed: one can't be deleted.
     """
     files, _ = file_system(root)
-    for version, directory in versions_in(root, run_id).items():
-        if version in delete:
-            if files.exists(f"{directory}/{INFO}"):
-                files.rm_file(f"{directory}/{INFO}")
-            files.rm(directory, recursive=True)
+    found = versions_in(root, run_id)
+    with storage(root):
+        for version in sorted(found.keys() & set(delete), reverse=True):
+            if files.exists(f"{found[version]}/{INFO}"):
+                files.rm_file(f"{found[version]}/{INFO}")
+            files.rm(found[version], recursive=True)

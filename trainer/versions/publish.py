@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-import mmap
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
+from runtime.digests import sha256
 from runtime.topics.records import now_micros
 from runtime.weights.delta import Snapshot, mapped, write_delta
 from runtime.weights.files import SUFFIX, local_path
 from schemas.ids import Version, parse_version
 from schemas.records import WeightFile, WeightVersion
 from schemas.settings import Settings
-from trainer.errors import InvalidCheckpoint, WeightsNotWritten
+from trainer.errors import InvalidCheckpoint
 from trainer.model.policy import Policy
 from trainer.versions.directory import (
     INFO,
+    DirectoryInfo,
     VersionState,
     directory_of,
     file_system,
     new_directory,
     read_info,
+    storage,
 )
 
 DELTA = f"model{SUFFIX}"
@@ -29,25 +32,36 @@ DELTA = f"model{SUFFIX}"
 STAGING = "weights-staging"
 
 
+class Exported(NamedTuple):
+    """The files that a version needs, its bases first; whether it is a delta."""
+
+    files: tuple[WeightFile, ...]
+    is_delta: bool
+
+
 class Publisher:
     """Write the files of a run's versions to `trainer.weights_uri`.
 
-    With `trainer.full_every` above 1 the tensors of the last version are kept to compare the next
-    one with: as memory maps of its files, which take disk space even after the files are deleted.
-    After a start there are none, so the first version is full.
+    With `trainer.full_every` above 1 each model is saved to `<data_dir>/weights-staging` first. The
+    one of the last version stays there as memory maps, to compare the next one with. Nothing in the
+    directory of a version is mapped or deleted before it is published: a network file system keeps
+    deleted files that are in use, under other names in the same directory. After a start there is
+    no last model, so the first version is full.
     """
 
     def __init__(self, settings: Settings, policy: Policy) -> None:
         self._settings, self._policy = settings, policy
+        self._staging = settings.data_dir.absolute() / STAGING
         local = local_path(settings.weights_uri)
         self._remote = local is None
-        self._root = settings.data_dir.absolute() / STAGING if local is None else local
+        self._root = self._staging if local is None else local
         self._last: Snapshot | None = None
+        self._files: tuple[WeightFile, ...] = ()
         self._deltas = 0
-        if self._remote and policy.processes.leads:
-            shutil.rmtree(self._root, ignore_errors=True)
+        if policy.processes.leads:
+            shutil.rmtree(self._staging / settings.run_id, ignore_errors=True)
 
-    def export(self, state: VersionState) -> tuple[WeightFile, ...]:
+    def export(self, state: VersionState) -> Exported:
         """Write the policy's model, its weights rounded to the served dtypes, or a delta of it.
 
         Every process must call this; the files are the leader's.
@@ -61,57 +75,63 @@ class Publisher:
 
         Raises:
             FileExistsError: the version has a directory.
-            WeightsNotWritten: the upload failed.
+            StorageFailed: the upload failed.
         """
-        dtypes = self._policy.served_dtypes(self._settings.rollout.dtype)
+        settings, version = self._settings, state.version
+        dtypes = self._policy.served_dtypes(settings.rollout.dtype)
         if not self._policy.processes.leads:
             self._policy.save(self._root, dtypes)
-            return ()
-        makes_deltas = self._settings.trainer.full_every > 1 and self._policy.base_model is None
+            return Exported((), is_delta=False)
+        is_delta = False
         with new_directory(self._root, state) as directory:
-            self._policy.save(directory, dtypes)
-            content = mapped(directory) if makes_deltas else {}
-            snapshot = self._replace_by_delta(directory, content)
-        if snapshot is None:
-            digests = read_info(directory_of(self._root, state.version)).files
-            snapshot = Snapshot(content, {name: digests[name] for name in content})
-            self._deltas = 0
-        else:
-            self._deltas += 1
-        self._last = snapshot if makes_deltas else None
+            if settings.trainer.full_every > 1 and self._policy.base_model is None:
+                model = self._staging / version.run_id / f"model-{version.sync_index}"
+                model.mkdir(parents=True)
+                self._policy.save(model, dtypes)
+                is_delta = self._write(model, directory)
+            else:
+                self._policy.save(directory, dtypes)
+        self._deltas = self._deltas + 1 if is_delta else 0
+        _, own = _files_in(directory_of(self._root, version), settings.weights_uri, version)
+        self._files = (*self._files, *own) if is_delta else own
         if self._remote:
-            self._upload(state.version)
-        return files_of(self._settings.weights_uri, state.version)
+            self._upload(version)
+        return Exported(self._files, is_delta)
 
-    def _replace_by_delta(
-        self, directory: Path, content: Mapping[str, mmap.mmap]
-    ) -> Snapshot | None:
-        """Replace the files of a model by a delta; return None if the version stays full."""
-        if self._last is None or self._deltas + 1 >= self._settings.trainer.full_every:
-            return None
-        with (directory / DELTA).open("wb") as target:
-            snapshot = write_delta(self._last, content, target)
-        for path in directory.iterdir():
-            if (path.name == DELTA) == (snapshot is None):
-                path.unlink()
-        return snapshot
+    def _write(self, model: Path, directory: Path) -> bool:
+        """Write a model, or its delta to the last one, to a directory; return whether a delta.
+
+        The model becomes the last one.
+        """
+        content, delta = mapped(model), None
+        if self._last is not None and self._deltas + 1 < self._settings.trainer.full_every:
+            with (directory / DELTA).open("wb") as target:
+                delta = write_delta(self._last, content, target)
+            if delta is None:
+                (directory / DELTA).unlink()
+        if delta is None:
+            shutil.copytree(model, directory, dirs_exist_ok=True)
+        self._last = delta or Snapshot(content, {name: sha256(model / name) for name in content})
+        for other in model.parent.glob("model-*"):  # no longer mapped
+            if other != model:
+                shutil.rmtree(other, ignore_errors=True)
+        return delta is not None
 
     def _upload(self, version: Version) -> None:
         """Move the directory of a version from the staging directory to the remote one."""
-        source, target = (
-            directory_of(self._root, version),
-            f"{self._settings.weights_uri}/{version}",
-        )
+        source = directory_of(self._root, version)
+        target = f"{self._settings.weights_uri}/{version}"
         names = (INFO, *sorted(read_info(source).files))
-        try:
-            files, path = file_system(target)
+        files, path = file_system(target)
+        with storage(target):
+            if files.exists(f"{path}/{INFO}"):
+                raise FileExistsError(
+                    f"{target} is there already: another trainer of this run writes to the same "
+                    "place"
+                )
             files.makedirs(path, exist_ok=True)
             for name in names:
                 files.put_file(str(source / name), f"{path}/{name}")
-        except MemoryError:
-            raise
-        except Exception as e:  # every file system of fsspec has errors of its own
-            raise WeightsNotWritten(f"{target}: {type(e).__name__}: {e}") from e
         shutil.rmtree(source)
 
 
@@ -125,9 +145,30 @@ def files_of(uri: str, version: Version) -> tuple[WeightFile, ...]:
     Raises:
         InvalidCheckpoint: the directory of the version, or of a base, is absent or unreadable.
     """
-    info, root = read_info(f"{uri}/{version}"), local_path(uri)
-    files, path = file_system(f"{uri}/{version}")
-    own = tuple(
+    found: tuple[WeightFile, ...] = ()
+    at: Version | None = version
+    while at is not None:
+        info, own = _files_in(f"{uri}/{at}", uri, at)
+        found = (*own, *found)
+        if DELTA not in info.files:
+            return found
+        at = parse_version(info.state.parent_version or "")
+    raise InvalidCheckpoint(f"{uri}/{version}: a delta without a parent")
+
+
+def _files_in(
+    directory: str | Path, uri: str, version: Version
+) -> tuple[DirectoryInfo, tuple[WeightFile, ...]]:
+    """Return the content of a version's directory, and its files as a manifest names them.
+
+    Args:
+        directory: to read.
+        uri: of all versions.
+        version: of the directory.
+    """
+    info, root = read_info(directory), local_path(uri)
+    files, path = file_system(directory)
+    return info, tuple(
         WeightFile(
             url=f"{uri}/{version}/{name}"
             if root is None
@@ -137,18 +178,12 @@ def files_of(uri: str, version: Version) -> tuple[WeightFile, ...]:
         )
         for name, digest in sorted(info.files.items())
     )
-    if DELTA not in info.files:
-        return own
-    parent = parse_version(info.state.parent_version or "")
-    if parent is None:
-        raise InvalidCheckpoint(f"{uri}/{version}: a delta without a parent")
-    return (*files_of(uri, parent), *own)
 
 
 def manifest(
     state: VersionState,
     first_batch_seq: int,
-    files: tuple[WeightFile, ...],
+    exported: Exported,
     checkpoint: VersionState | None,
     metrics: Mapping[str, float],
     base_model: str | None,
@@ -160,21 +195,21 @@ def manifest(
     Args:
         state: of the version.
         first_batch_seq: first batch since the parent.
-        files: from `export`.
+        exported: from `export`.
         checkpoint: the newest complete checkpoint.
         metrics: of the version.
         base_model: digest of the model that an adapter belongs to; None: no adapter.
     """
     last = state.position.next_batch_seq - 1
-    trained, delta = first_batch_seq <= last, bool(files) and files[-1].url.endswith(f"/{DELTA}")
+    trained, is_delta = first_batch_seq <= last, exported.is_delta
     return WeightVersion(
         version_id=str(state.version),
         **state.version._asdict(),
         parent_version=state.parent_version,
-        format="full" if base_model is None and not delta else "delta",
-        base_version=state.parent_version if delta else None,
+        format="full" if base_model is None and not is_delta else "delta",
+        base_version=state.parent_version if is_delta else None,
         base_model=base_model,
-        files=files,
+        files=exported.files,
         checkpoint_version=str(checkpoint.version) if checkpoint else None,
         channel="train",
         batches_topic_id=state.position.topic_id,

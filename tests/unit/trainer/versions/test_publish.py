@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import torch
+from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
+from fsspec.implementations.memory import MemoryFileSystem  # type: ignore[import-untyped]
+from safetensors.torch import save_file
+from structlog.testing import capture_logs
 from support.trainer_runs import MemoryWeightLog, begin, fetched, go, ids, settings
 
 from demo.model import make_random_model
@@ -14,12 +20,19 @@ from runtime.digests import sha256
 from runtime.kafka import Fenced
 from runtime.weights.files import get_files
 from schemas.errors import SettingsError
+from schemas.ids import Version
 from schemas.records import WeightVersion
 from schemas.settings import Settings
-from trainer.errors import InvalidCheckpoint
-from trainer.settings_check import check_versions
-from trainer.versions.directory import versions_in
+from trainer.errors import InvalidCheckpoint, StorageFailed
+from trainer.parallel.processes import ONE
+from trainer.position import Position
+from trainer.settings_check import CHECKS, check_versions
+from trainer.versions.directory import VersionState, delete_unpublished, prune, versions_in
+from trainer.versions.publish import Publisher, files_of
 from trainer.versions.save_model import save_model
+
+if TYPE_CHECKING:
+    from trainer.model.policy import Policy
 
 NAME = "model.safetensors"
 
@@ -100,7 +113,8 @@ def test_a_resumed_trainer_begins_with_a_full_version(tmp_path: Path, model_dir:
     (full,) = (f for f in log.published[2].files if f.url == f"{uri}/r/2.2/{NAME}")
     found = weights_of(log.published[3], tmp_path / "cache")
     assert found[NAME] != full.sha256
-    assert not list((s.data_dir / "weights-staging").rglob("*.*"))
+    staging = s.data_dir / "weights-staging" / "r"
+    assert [path.name for path in staging.iterdir()] == ["model-3"], "what the next is compared to"
 
 
 @pytest.mark.slow
@@ -123,6 +137,7 @@ def test_settings_that_publish_nothing_are_refused(
 ) -> None:
     with pytest.raises(SettingsError, match=problem):
         check_versions(settings(tmp_path, tmp_path, **trainer))
+    assert check_versions in CHECKS, "clawstream up finds them, too"
     check_versions(settings(tmp_path, tmp_path, full_every=2, weights_uri="memory://bucket"))
 
 
@@ -133,3 +148,149 @@ def test_a_delta_whose_base_is_gone_is_not_saved(tmp_path: Path, model_dir: Path
     (Path(s.weights_uri) / "r" / "0.0" / "clawstream.json").unlink()
     with pytest.raises(InvalidCheckpoint, match=r"r/0\.0"):
         save_model(s, "r/1.0", tmp_path / "saved")
+
+
+class TinyPolicy:
+    """A policy with one tensor, which differs a little from version to version."""
+
+    processes = ONE
+    base_model = None
+
+    def __init__(self) -> None:
+        self.saved = 0
+
+    def served_dtypes(self, dtype: str) -> None:
+        pass
+
+    def save(self, directory: Path, dtypes: None) -> None:
+        tensor = torch.zeros(9999)
+        tensor[0] = self.saved
+        self.saved += 1
+        save_file({"a": tensor}, directory / NAME)
+
+
+def state(number: int, topic_id: str = "log") -> VersionState:
+    return VersionState(
+        version=Version("r", number, 0),
+        parent_version=f"r/{number - 1}.0" if number else None,
+        weights_topic_id=topic_id,
+        position=Position(topic_id="b", next_offset=0, next_batch_seq=0),
+    )
+
+
+def publisher(data_dir: Path, **trainer: object) -> Publisher:
+    s = Settings.model_validate({"run_id": "r", "data_dir": data_dir, "trainer": trainer})
+    return Publisher(s, cast("Policy", TinyPolicy()))
+
+
+def test_a_file_system_that_renames_deleted_files_in_use_adds_none_to_a_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As NFS does with files that are mapped."""
+    delete, numbers = Path.unlink, itertools.count()
+
+    def unlink(path: Path, missing_ok: bool = False) -> None:
+        if path.suffix == ".safetensors":
+            path.rename(path.with_name(f".nfs{next(numbers)}"))
+        else:
+            delete(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", unlink)
+    publishing = publisher(tmp_path, full_every=3)
+    found = [publishing.export(state(number)) for number in range(4)]
+    assert [exported.is_delta for exported in found] == [False, True, True, False]
+    names = [[f.url.rpartition("/r/")[2] for f in exported.files] for exported in found]
+    full = f"0.0/{NAME}"
+    deltas = ["1.0/model.delta", "2.0/model.delta"]
+    assert names == [[full], [full, deltas[0]], [full, *deltas], [f"3.0/{NAME}"]]
+    assert found[2].files == files_of(str(tmp_path / "weights"), Version("r", 2, 0))
+
+
+def test_a_start_leaves_the_staging_files_of_other_runs(tmp_path: Path) -> None:
+    for run in ("r", "other"):
+        (tmp_path / "weights-staging" / run / ".tmp-1.0").mkdir(parents=True)
+    publisher(tmp_path, weights_uri="memory://bucket")
+    assert [path.name for path in (tmp_path / "weights-staging").iterdir()] == ["other"]
+
+
+def test_an_upload_never_overwrites_a_version(tmp_path: Path) -> None:
+    uri = f"memory://{tmp_path.name}"
+    publisher(tmp_path / "a", weights_uri=uri).export(state(0))
+    with pytest.raises(FileExistsError, match=r"r/0\.0 is there already"):
+        publisher(tmp_path / "b", weights_uri=uri).export(state(0))
+
+
+def test_a_path_as_a_file_url_is_a_path(tmp_path: Path) -> None:
+    url = (tmp_path / "with space").as_uri()
+    ((file,), _) = publisher(tmp_path, weights_uri=url).export(state(0))
+    assert file.url == f"{url}/r/0.0/{NAME}"
+    assert list(versions_in(tmp_path / "with space", "r")) == [Version("r", 0, 0)]
+
+
+def test_only_the_files_of_this_root_are_deleted(tmp_path: Path) -> None:
+    """A path is no pattern."""
+    for name in ("[x]", "x"):
+        (tmp_path / name / "r" / ".tmp-1.0").mkdir(parents=True)
+    assert delete_unpublished(tmp_path / "[x]", "r", (), "log", repr) == ([], [])
+    assert not list((tmp_path / "[x]" / "r").iterdir())
+    assert list((tmp_path / "x" / "r").iterdir())
+
+
+def test_a_deletion_that_fails_is_repeated_at_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uri = f"memory://{tmp_path.name}"
+    publisher(tmp_path, weights_uri=uri).export(state(0))
+    rm = MemoryFileSystem.rm
+
+    def fails(files: MemoryFileSystem, path: str, **how: Any) -> None:
+        rm(files, path, **how)
+        raise RuntimeError("connection reset")  # an error of the file system's own
+
+    monkeypatch.setattr(MemoryFileSystem, "rm", fails)
+    with pytest.raises(StorageFailed, match="connection reset"):
+        delete_unpublished(uri, "r", (), "log", repr)
+    assert not MemoryFileSystem().exists(f"/{tmp_path.name}/r/0.0/{NAME}")
+    monkeypatch.undo()
+    assert delete_unpublished(uri, "r", (), "log", repr) == ([Version("r", 0, 0)], [])
+    assert not versions_in(uri, "r")
+
+
+def test_of_deltas_the_newest_is_deleted_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in (9, 10):
+        (tmp_path / "r" / f"{number}.0").mkdir(parents=True)
+    deleted, rm = list[str](), LocalFileSystem.rm
+
+    def noted(files: LocalFileSystem, path: str, **how: Any) -> None:
+        deleted.append(Path(path).name)
+        rm(files, path, **how)
+
+    monkeypatch.setattr(LocalFileSystem, "rm", noted)
+    prune(tmp_path, "r", [Version("r", 9, 0), Version("r", 10, 0)])
+    assert deleted == ["10.0", "9.0"]
+
+
+@pytest.mark.slow
+def test_old_versions_that_cannot_be_deleted_now_are_deleted_later(
+    tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    s = small_steps(tmp_path, model_dir, weights_uri=f"memory://{tmp_path.name}", keep_versions=2)
+    log = MemoryWeightLog()
+
+    def fails(files: MemoryFileSystem, path: str) -> None:
+        raise RuntimeError("connection reset")
+
+    run = begin(s, log)
+    with monkeypatch.context() as patch, capture_logs() as logs:
+        patch.setattr(MemoryFileSystem, "rm_file", fails)
+        go(run, 0, 1)
+        log.fenced = True
+        with pytest.raises(Fenced):
+            run._prune(log.published[-1].version_id)
+    assert [line["event"] for line in logs].count("versions_not_deleted") == 1
+    assert kept(s) == ["0.0", "1.0", "2.0"]
+    log.fenced = False
+    go(run, 2, 2)
+    assert kept(s) == ["2.0", "3.0"]
