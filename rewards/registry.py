@@ -64,6 +64,8 @@ def rule_of(
     Raises:
         SettingsError: There is no such function, or the spec has another form.
     """
+    for name in models.keys() & BUILT_IN.keys():
+        raise SettingsError(f"setting jobs.reward_models.{name}: a built-in function has that name")
     known = {**BUILT_IN, **dict.fromkeys(models, _not_made)}
     named = function_of(spec, setting, known, "reward", find)
     if named.function is not _not_made:

@@ -16,8 +16,12 @@ def without_claw_r1(tree: Mapping[str, Any]) -> dict[str, Any]:
             settings of a reward model of its type, such as `url`.
 
     Raises:
-        ValueError: The section lacks a key, or has one that its type does not use.
+        ValueError: The section is no mapping, lacks a key, or has one that its type does not use.
     """
+    if not isinstance(tree[SECTION], Mapping):
+        raise ValueError(
+            f"reward={tree[SECTION]!r:.80}: the section has keys, such as type; see docs/claw-r1.md"
+        )
     given = dict(tree[SECTION])
     kind = given.pop("type", "rule")
     if kind not in ("rule", "disrm", "genrm"):
@@ -30,7 +34,9 @@ def without_claw_r1(tree: Mapping[str, Any]) -> dict[str, Any]:
         jobs["reward_models"] = {kind: _model_in(kind, given), **(jobs.get("reward_models") or {})}
     named = {"*": (), **(jobs.get("reward_functions") or {})}
     jobs["reward_functions"] = {
-        run: tuple(dict.fromkeys([*specs, spec])) for run, specs in named.items()
+        # Anything but a list is left to the validation.
+        run: tuple(dict.fromkeys([*specs, spec])) if isinstance(specs, list | tuple) else specs
+        for run, specs in named.items()
     }
     return {name: value for name, value in tree.items() if name != SECTION} | {"jobs": jobs}
 

@@ -80,7 +80,7 @@ class JobsSettings(Section):
         description="run id (or *) to `name@version`, `file.py:function@version` or "
         "`module:function@version`",
     )
-    reward_models: Mapping[str, RewardModel] = Field(
+    reward_models: Mapping[Annotated[Name, Field(pattern=r"^[^:@]+$")], RewardModel] = Field(
         {}, description="name for `reward_functions` to a reward with settings, by its `type`"
     )
     quality_functions: Mapping[str, tuple[str, ...]] = Field(

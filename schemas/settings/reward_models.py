@@ -97,6 +97,15 @@ class Classifier(Section):
     )
     attempts: Count = Field(3, description="of a request that fails, with growing pauses")
 
+    @model_validator(mode="after")
+    def _has_effect(self) -> Classifier:
+        local, remote = ("device", "batch_size"), ("timeout_s", "attempts", "api_key_env")
+        for name in remote if self.url is None else local:
+            if getattr(self, name) != type(self).model_fields[name].default:
+                given = "without" if self.url is None else "with"
+                raise ValueError(f"{name} has no effect {given} url: leave it out")
+        return self
+
 
 RewardModel = Annotated[CodeTests | Judge | Classifier, Field(discriminator="type")]
 SOURCES: Mapping[str, RewardSource] = {"code": "rule", "genrm": "judge", "disrm": "model"}

@@ -260,7 +260,12 @@ class RewardJob:
                 self._send(await loop.run_in_executor(self._threads, self._evaluate, [trajectory]))
             )
 
-        await asyncio.gather(*map(evaluate_one, slow))
+        tasks = [asyncio.ensure_future(evaluate_one(trajectory)) for trajectory in slow]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:  # after an error: evaluations that have not begun
+                task.cancel()
         return acks
 
     def _send(self, results: Sequence[Reward | Assessment]) -> list[asyncio.Future[Ack]]:
@@ -291,7 +296,10 @@ class RewardJob:
             await asyncio.to_thread(self._skip_control_records)
 
     def close(self) -> None:
-        """Stop the evaluator and wait for records in flight."""
+        """Stop the evaluator and wait for records in flight, not for evaluations.
+
+        The worker's time limit for its end cannot fire while this blocks.
+        """
         self.evaluator.close()
-        self._threads.shutdown()
+        self._threads.shutdown(wait=False, cancel_futures=True)
         self._producer.close()

@@ -25,4 +25,19 @@ def main(settings: Settings) -> None:
 
 async def _serve(settings: Settings, stop: asyncio.Event) -> None:
     evaluator = RuleEvaluator(settings)  # first: an unknown name needs no Kafka to be reported
+    settings = with_short_batches(settings, evaluator)
     await serve(settings, stop, group="reward", make=partial(RewardJob, evaluator=evaluator))
+
+
+def with_short_batches(settings: Settings, evaluator: RuleEvaluator) -> Settings:
+    """Limit a batch to what the child processes take at once, if there is any work for them.
+
+    A position is committed after each batch, so a restart repeats at most one.
+    """
+    jobs, functions = settings.jobs, settings.functions
+    runs = {*jobs.reward_functions, *jobs.quality_functions}
+    if not any(map(evaluator.uses_child_processes, runs)):
+        return settings
+    records = min(jobs.batch_records, functions.processes * functions.concurrency)
+    short = jobs.model_copy(update={"batch_records": records})
+    return settings.model_copy(update={"jobs": short})

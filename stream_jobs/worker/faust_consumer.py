@@ -35,6 +35,10 @@ METADATA_MS = 5000
 """Interval for detecting a missing topic that was created after the assignment. The default is five
 minutes.
 """
+POLL_INTERVAL_S = 86400.0
+"""Nothing is polled while a batch waits for slow reward functions. A slow worker must not lose its
+partitions: the next one would take as long. Heartbeats detect a dead one.
+"""
 
 NO_HEADERS: Mapping[str, bytes] = MappingProxyType({})
 
@@ -72,6 +76,7 @@ def make_app(settings: Settings, group: str) -> Any:
             40.0, jobs.session_timeout_s + 10
         ),  # Kafka wants it above the session's
         broker_max_poll_records=jobs.batch_records,
+        broker_max_poll_interval=POLL_INTERVAL_S,
         producer_acks=-1,
     )
 

@@ -57,6 +57,9 @@ def test_read_twice_it_names_its_function_once() -> None:
     ("words", "message"),
     [
         (["reward.type=model"], "it is rule, disrm or genrm"),
+        (["reward="], "the section has keys"),
+        (["reward=last_number"], "the section has keys"),
+        (["reward.type=rule", "jobs.reward_functions={'*': exact_match@1}"], "reward_functions"),
         (["reward.type=disrm"], r"needs reward\.model_path"),
         (["reward.type=genrm", "reward.model_path=m"], "rubric"),
         (["reward.type=rule", "reward.model_path=m"], "does not use model_path"),

@@ -12,7 +12,10 @@ from support.model_endpoint import model_endpoint
 
 from rewards.classifier.reward import classifier
 from rewards.endpoint import EndpointError
+from rewards.registry import rule_of
+from schemas.errors import SettingsError
 from schemas.records import Trajectory, TrajectoryStep
+from schemas.settings import JobsSettings, Settings
 
 
 def trajectory(answer: str, **metadata: Any) -> Trajectory:
@@ -55,6 +58,35 @@ def test_a_reply_without_a_score_is_no_reward(data: Any) -> None:
         reward = classifier({"type": "disrm", "model": "m", "url": endpoint.url})
         with pytest.raises(EndpointError, match="has no score"):
             asyncio.run(reward(trajectory("42")))
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("a:b", {}, "pattern"),
+        ("rm", {"url": "http://rm", "device": "cuda"}, "device has no effect with url"),
+        ("rm", {"attempts": 5}, "attempts has no effect without url"),
+    ],
+)
+def test_a_setting_without_effect_is_refused(
+    name: str, settings: dict[str, Any], message: str
+) -> None:
+    model = {"type": "disrm", "model": "m", **settings}
+    with pytest.raises(ValueError, match=message):
+        JobsSettings.model_validate({"reward_models": {name: model}})
+
+
+def test_a_reward_model_hides_no_built_in_function() -> None:
+    models = JobsSettings.model_validate(
+        {"reward_models": {"exact_match": {"type": "disrm", "model": "m"}}}
+    ).reward_models
+    with pytest.raises(SettingsError, match=r"^setting jobs\.reward_models\.exact_match: "):
+        rule_of("last_number@1", "s", lambda *_: lambda _: None, models)
+
+
+def test_a_local_model_may_have_any_time_of_its_function() -> None:
+    models = {"rm": {"type": "disrm", "model": "m"}}
+    Settings.model_validate({"functions": {"timeout_s": 5}, "jobs": {"reward_models": models}})
 
 
 @pytest.mark.slow
