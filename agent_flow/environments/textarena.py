@@ -22,10 +22,11 @@ _RANDOM = threading.Lock()
 
 
 class Game:
-    """A game that depends on nothing but its seed and the moves.
+    """A game that depends on its seed and the moves.
 
     textarena draws from the global random generator, so the generator's state is exchanged for
-    the game's own around every call.
+    the game's own around every call, one call at a time. Other threads that draw from it meanwhile
+    change the game, and a call that hangs stops all games.
 
     Attributes:
         observation: what the game has said since the last move.

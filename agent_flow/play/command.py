@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from agent_flow.child_environment import child_environment
 from agent_flow.errors import FlowError, RolloutFailed
 from agent_flow.flow import Flow, Limits
-from agent_flow.gateway.client import API_KEY
 from agent_flow.rollout import Rollout
 from agent_flow.tasks import Task
 from agent_flow.threads import in_thread
@@ -97,9 +97,8 @@ async def _run(
 ) -> CommandResult:
     work = Path(directory) / "work"
     work.mkdir()
-    # Without the caller's key, which reaches more than this trajectory.
     environment: Mapping[str, str] = {
-        **{name: value for name, value in os.environ.items() if name != API_KEY},
+        **child_environment(),
         **rollout.environment,
         "CLAWSTREAM_TASK": json.dumps(dict(task), default=str),
         "CLAWSTREAM_REWARD_FILE": str(work / "reward"),

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import json
 import os
+import re
 import signal
 import tempfile
 from collections.abc import AsyncIterator
@@ -13,10 +14,10 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from agent_flow.child_environment import child_environment
 from agent_flow.environments.environment import Split
 from agent_flow.errors import FlowError, RolloutFailed
 from agent_flow.flow import Flow, Limits
-from agent_flow.gateway.client import API_KEY
 from agent_flow.rollout import Rollout
 from agent_flow.tasks import Task, tasks_of_file
 
@@ -25,9 +26,12 @@ PYTHON = "CLAWSTREAM_VERIFIERS_PYTHON"
 DEFAULT_PYTHON = Path(".venv-verifiers/bin/python")
 START_S = 600.0
 """Also for a data set that is downloaded."""
-STOP_S = 5.0
+CANCEL_S = 5.0
+STOP_S = 10.0
+"""verifiers itself waits 5 s before it kills a tool server."""
+LONGEST_LINE = 1 << 24
 SHOWN_ERROR = 500
-"""Characters of the process's standard error that a reason shows."""
+"""Bytes of the process's standard error that a reason shows."""
 
 
 def environment(name: str, split: Split) -> Flow:
@@ -40,9 +44,14 @@ def environment(name: str, split: Split) -> Flow:
             `{"taskset": {"difficulty": 3}, "agent": {"max_turns": 8}}`.
 
     Raises:
-        FlowError: There is no Python that has verifiers.
+        FlowError: There is no Python that has verifiers, or `split` has a seed.
     """
     python = _python(name)
+    if split.seed:
+        raise FlowError(
+            f"env=verifiers:{name}: seed={split.seed} has no effect; a taskset has its own tasks. "
+            "Remove it, or set the taskset's own seed in env_config"
+        )
     path = Path(name).resolve() if name.endswith(".py") else None
     if path is not None and not path.is_file():
         raise FlowError(f"env=verifiers:{name}: no such file")
@@ -124,10 +133,11 @@ class Worker:
                     stderr=stderr,
                     env=self._environment(),
                     start_new_session=True,
+                    limit=LONGEST_LINE,
                 )
             first = await self._first_line(self._process)
             if "ready" not in first:
-                self._kill()
+                _kill(self._process)
                 what = first.get("refused") or f"the process ended: {self._last_error()}"
                 raise FlowError(f"env=verifiers:{self._argument['id']}: {what}")
             self._reading = asyncio.create_task(self._read(self._process))
@@ -172,7 +182,7 @@ class Worker:
         with suppress(TimeoutError):
             async with asyncio.timeout(STOP_S):
                 await process.wait()
-        self._kill()
+        _kill(process)
         await process.wait()
         if self._reading is not None:
             await self._reading
@@ -180,20 +190,23 @@ class Worker:
     async def _cancel(self, number: int, replied: asyncio.Future[dict[str, Any]]) -> None:
         """Stop a rollout. A process that does not answer is blocked by a function: kill it."""
         try:
-            async with asyncio.timeout(STOP_S):
+            async with asyncio.timeout(CANCEL_S):
                 await self._write(id=number, cancel=True)
                 await replied
         except TimeoutError:
             self._blocked = True
-            self._kill()
+            if self._process is not None:
+                _kill(self._process)
             if self._reading is not None:
                 await self._reading
         except RolloutFailed:
             pass
 
     def _environment(self) -> dict[str, str]:
-        left_out = {API_KEY, "PYTHONPATH", "PYTHONHOME", "PYTHONDONTWRITEBYTECODE", "VIRTUAL_ENV"}
-        kept = {name: value for name, value in os.environ.items() if name not in left_out}
+        # A client of another agent names the variable that has its key.
+        kept = child_environment(re.findall(r'"(\w+)"', json.dumps(self._argument["config"])))
+        for name in ("PYTHONHOME", "PYTHONDONTWRITEBYTECODE", "VIRTUAL_ENV"):
+            kept.pop(name, None)
         # verifiers calls uv, which is in its environment.
         path = f"{self._python.parent}{os.pathsep}{kept.get('PATH', '')}"
         return {**kept, "PATH": path, "PYTHONPATH": str(self._modules)}
@@ -203,27 +216,33 @@ class Worker:
         try:
             async with asyncio.timeout(START_S):
                 line = await process.stdout.readline()
+            first: dict[str, Any] = json.loads(line) if line else {}
         except TimeoutError:
             return {"refused": f"not loaded within {START_S:g} s: {self._last_error()}"}
         except asyncio.CancelledError:
-            self._kill()
+            _kill(process)
             raise
-        first: dict[str, Any] = json.loads(line) if line else {}
+        except ValueError as error:
+            return {"refused": f"its process wrote no reply ({error})"}
         return first
 
     async def _read(self, process: asyncio.subprocess.Process) -> None:
-        """Hand out the replies; at the end of the process, fail what waits for it."""
+        """Hand out the replies; then end the process, and fail what waits for it."""
         assert process.stdout is not None
-        while line := await process.stdout.readline():
-            reply = json.loads(line)
-            waiting = self._waiting.get(reply["id"])
-            if waiting is not None and not waiting.done():
-                waiting.set_result(reply)
+        reason = "the process of verifiers ended"
+        try:
+            while line := await process.stdout.readline():
+                reply = json.loads(line)
+                waiting = self._waiting.get(reply["id"])
+                if waiting is not None and not waiting.done():
+                    waiting.set_result(reply)
+        except (ValueError, KeyError, TypeError) as error:
+            reason = f"the process of verifiers wrote no reply ({error!r})"
+            _kill(process)
         await process.wait()
         for waiting in self._waiting.values():
             if not waiting.done():
-                reason = f"the process of verifiers ended: {self._last_error()}"
-                waiting.set_exception(RolloutFailed(reason))
+                waiting.set_exception(RolloutFailed(f"{reason}: {self._last_error()}"))
                 waiting.exception()  # one that is being cancelled does not wait for it
 
     async def _write(self, **request: Any) -> None:
@@ -233,13 +252,28 @@ class Worker:
             process.stdin.write(json.dumps(request).encode() + b"\n")
             await process.stdin.drain()
 
-    def _kill(self) -> None:
-        if self._process is not None and self._process.returncode is None:
-            with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-
     def _last_error(self) -> str:
         if self._blocked:
             return "a function of the environment blocked it and all other rollouts"
-        text = self._stderr.read_text(errors="replace").strip()
-        return text[-SHOWN_ERROR:] or "it wrote no error"
+        with self._stderr.open("rb") as file:
+            file.seek(max(0, self._stderr.stat().st_size - SHOWN_ERROR))
+            return file.read().decode(errors="replace").strip() or "it wrote no error"
+
+
+def _kill(process: asyncio.subprocess.Process) -> None:
+    """Kill a process and all that it started: tool servers and agents have groups of their own."""
+    if process.returncode is not None:
+        return
+    killed = {process.pid}
+    waiting = [process.pid]
+    while waiting:
+        pid = waiting.pop()
+        with suppress(OSError):
+            for task in Path(f"/proc/{pid}/task").iterdir():
+                children = set(map(int, (task / "children").read_text().split())) - killed
+                killed |= children
+                waiting += children
+    for pid in killed:
+        for kill in (os.killpg, os.kill):
+            with suppress(ProcessLookupError):
+                kill(pid, signal.SIGKILL)

@@ -17,10 +17,13 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import ctypes
 import inspect
 import json
 import os
+import signal
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -57,7 +60,10 @@ class Environment:
         _check_tool_servers(env.taskset)
         if size is None and not env.taskset.bounded:
             raise Refused(f"{ident} has tasks without end; set size=NUMBER")
-        self.tasks = list(env.taskset if size is None else env.taskset.take(size))
+        if env.taskset.bounded or size is None:
+            self.tasks = list(env.taskset if size is None else env.taskset.take(size))
+        else:  # every second one for each channel
+            self.tasks = list(env.taskset.take(2 * size))[int(channel == "val") :: 2]
 
     def load(self) -> Any:
         """Return a new `Env`."""
@@ -125,7 +131,7 @@ class Player:
     def __init__(self, environment: Environment, out: Any) -> None:
         self._environment, self._out = environment, out
         self._requests: asyncio.Queue[Json | None] = asyncio.Queue()
-        self._playing: dict[int, asyncio.Task[None]] = {}
+        self._playing: dict[int, asyncio.Task[None] | None] = {}  # None: not begun yet
         self._cancelled: set[int] = set()
         self._ended = False
 
@@ -143,17 +149,18 @@ class Player:
         while line := await lines.readline():
             request = json.loads(line)
             if "cancel" not in request:
+                self._playing[request["id"]] = None
                 self._requests.put_nowait(request)
                 continue
-            if playing := self._playing.get(request["id"]):
-                playing.cancel()
-            else:
-                self._cancelled.add(request["id"])  # not begun yet
+            if request["id"] in self._playing:
+                self._cancelled.add(request["id"])
+                if playing := self._playing[request["id"]]:
+                    playing.cancel()
             self._reply(request["id"], error="cancelled")
         self._ended = True
         self._requests.put_nowait(None)
-        for playing in self._playing.values():
-            playing.cancel()
+        for task in filter(None, self._playing.values()):
+            task.cancel()
 
     async def _serving(self, full: asyncio.Event) -> None:
         """Play some rollouts with the tool servers and HTTP clients of one `Env.serving()`."""
@@ -164,7 +171,9 @@ class Player:
                     request = await self._requests.get()
                     if request is None:
                         return
-                    self._playing[request["id"]] = rollouts.create_task(self._play(env, request))
+                    playing = rollouts.create_task(self._play(env, request))
+                    playing.add_done_callback(partial(self._forget, request["id"]))
+                    self._playing[request["id"]] = playing
                 full.set()
         finally:
             full.set()
@@ -184,8 +193,17 @@ class Player:
             self._reply(number, **result_of(episode, self._environment.seat))
         except Exception as error:  # noqa: BLE001 - of the user's environment
             self._reply(number, error=_shown(error))
+        except asyncio.CancelledError:
+            current = asyncio.current_task()
+            if current and current.cancelling():
+                raise
+            self._reply(number, error="verifiers cancelled the rollout")
         finally:
-            del os.environ[variable], self._playing[number]
+            del os.environ[variable]
+
+    def _forget(self, number: int, _: asyncio.Task[None]) -> None:
+        self._playing.pop(number, None)
+        self._cancelled.discard(number)
 
     def _reply(self, number: int, **reply: Any) -> None:
         print(json.dumps({"id": number, **reply}), file=self._out, flush=True)
@@ -229,7 +247,7 @@ async def main(argument: Json, out: Any) -> None:
 
 
 if __name__ == "__main__":
-    # Whatever a library prints must not get among the replies.
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with the flow
     replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
+    os.dup2(2, 1)  # whatever a library prints must not get among the replies
     asyncio.run(main(json.loads(sys.argv[1]), replies))
