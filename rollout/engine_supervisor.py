@@ -196,7 +196,8 @@ class EngineSupervisor:
             self._versions.defer(name)
             kept += tuple(file.sha256 for file in version.files)
         self._report.load_failed(self._loaded, str(error))
-        await asyncio.to_thread(remove_others, kept, None, self._files)
+        if self._digests:  # else the files of the loaded version are not known
+            await asyncio.to_thread(remove_others, kept, None, self._files)
 
     async def _succeeded(self, name: str, result: LoadResult) -> None:
         self._label = self._loaded = name

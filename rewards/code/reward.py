@@ -20,6 +20,7 @@ from schemas.settings.reward_models import CodeTests
 
 _FENCED = re.compile(r"^ {0,3}```([^\n`]*)\n(.*?)^ {0,3}```[ \t\r]*$", re.DOTALL | re.MULTILINE)
 """A fenced block of CommonMark: its label and its content."""
+_TAG_AT_FENCE = re.compile(r"(?<=>)(?=```)|(?<=```)(?=<)")
 _PYTHON = {"python", "python3", "py"}
 _CHECKED = """\
 def run():
@@ -110,8 +111,10 @@ def _parsed(tests: Any) -> Any:
 def code_in(answer: str) -> str:
     """Return the last fenced block of Python in an answer.
 
-    Without one: the last block without a label, else the whole answer.
+    Without one: the last block without a label, else the whole answer. A tag, such as <answer>, may
+    stand in the line of a fence.
     """
+    answer = _TAG_AT_FENCE.sub("\n", answer)
     blocks = [(label.strip().lower(), code) for label, code in _FENCED.findall(answer)]
     for accepted in (_PYTHON, {""}):
         found = [str(code) for label, code in blocks if label in accepted]

@@ -111,6 +111,8 @@ class Sandbox:
         try:
             return self._run(program, stdin, deadline)
         except (SandboxError, OSError):  # a machine that is short of processes for a moment
+            if time.monotonic() + _RETRY_S >= deadline:
+                raise
             time.sleep(_RETRY_S)
             return self._run(program, stdin, deadline)
 

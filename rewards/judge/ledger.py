@@ -24,6 +24,9 @@ create table if not exists spending (
 """
 _BUSY_S = 10.0
 
+Row = tuple[str, str, int]
+"""Key of a row of spending: judge, run and minute."""
+
 
 class OverBudget(Exception):
     """The judge has spent its budget; the message says which."""
@@ -74,8 +77,8 @@ class Ledger:
             oldest = "(select max(rowid) from replies) - ?"
             self._db.execute(f"delete from replies where rowid <= {oldest}", (self._replies_max,))
 
-    def spend_call(self, run_id: str) -> None:
-        """Count one call.
+    def spend_call(self, run_id: str) -> Row:
+        """Count one call; return its row, for `give_call_back`.
 
         Raises:
             OverBudget: The budget has no call or no token left; nothing is counted.
@@ -90,19 +93,24 @@ class Ledger:
                     window = self._budget.window_s
                     where = f"run {run_id}" if window is None else f"{window:g} s"
                     raise OverBudget(f"over budget: {spent} of {limit} {name} in {where}")
-            self._count(run_id, 1, 0)
+            row = self._row(run_id, 0)
+            self._count(row, 1, 0)
+            return row
 
-    def give_call_back(self, run_id: str) -> None:
-        """Take back one call, which the endpoint has not begun."""
+    def give_call_back(self, row: Row) -> None:
+        """Take back a call that the endpoint has not begun. row: what `spend_call` returned."""
         with self._transaction():
-            self._count(run_id, -1, 0)
+            self._db.execute(
+                "update spending set calls = calls - 1 where judge = ? and run = ? and minute = ?",
+                row,
+            )
 
     def spend_tokens(self, run_id: str, tokens: int) -> None:
         """Count the tokens of a reply; they are known when it is there."""
         with self._transaction():
-            self._count(run_id, 0, tokens)
+            self._count(self._row(run_id, 0), 0, tokens)
 
-    def _row(self, run_id: str, age_s: float) -> tuple[str, str, int]:
+    def _row(self, run_id: str, age_s: float) -> Row:
         """Return the row of a time: one of each minute for a window, else one of each run."""
         if self._budget.window_s is None:
             return self._judge, run_id, 0
@@ -116,15 +124,15 @@ class Ledger:
         ).fetchone()
         return int(row[0]), int(row[1])
 
-    def _count(self, run_id: str, calls: int, tokens: int) -> None:
+    def _count(self, row: Row, calls: int, tokens: int) -> None:
         self._db.execute(
             "insert into spending values (?, ?, ?, ?, ?) on conflict do update "
             "set calls = calls + excluded.calls, tokens = tokens + excluded.tokens",
-            (*self._row(run_id, 0), calls, tokens),
+            (*row, calls, tokens),
         )
+        oldest = row[2] - int((self._budget.window_s or 0) // 60) - 1
         self._db.execute(
-            "delete from spending where judge = ? and run = ? and minute < ?",
-            self._row(run_id, self._budget.window_s or 0),
+            "delete from spending where judge = ? and run = ? and minute < ?", (*row[:2], oldest)
         )
 
     @contextmanager

@@ -123,11 +123,11 @@ class _JudgeClient:
         kept = self._ledger.reply(packed)
         if kept is not None:
             return verdict_in(kept.decode(), self._settings.scale, 0)
-        self._ledger.spend_call(run_id)
+        spent = self._ledger.spend_call(run_id)
         try:
             reply = await self._endpoint.post("/chat/completions", request)
         except NotServed:
-            self._ledger.give_call_back(run_id)
+            self._ledger.give_call_back(spent)
             raise
         tokens = self._tokens_of(reply)
         self._ledger.spend_tokens(run_id, tokens)

@@ -118,7 +118,10 @@ class FunctionPool:
         """
         with self._lock:
             self._stopped = True
-            waiting = [call for function in self._functions.values() for call in function.waiting]
+            waiting = list[_Call]()
+            for function in self._functions.values():
+                waiting += function.waiting
+                function.waiting.clear()
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._starter.shutdown(cancel_futures=True)  # waits for the child that is being started
         for call in waiting:

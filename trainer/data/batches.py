@@ -81,7 +81,7 @@ class BatchReader:
         self._trajectories = topics.trajectories
         self._group = f"{topics.prefix}-trainer.{settings.run_id}.train"
         self._reader = cluster.reader(self._group, {(self.topic, 0): position.next_offset})
-        self._unread: tuple[Record, ReadyBatch] | None = None
+        self._unread: Record | None = None
         """The batch that was read last, until its payload is read, too."""
         self._committed: int | None = None
         self._committed_at = self._checked_at = time.monotonic()
@@ -97,16 +97,27 @@ class BatchReader:
             BatchGap: its number is not batch_seq.
             Unavailable: Kafka did not answer; the call may be repeated.
         """
-        if self._unread is not None:
-            return self._with_payload(*self._unread, batch_seq)
+        if self._unread is None:
+            self._unread = self._poll(timeout_s)
+        fetched = None if self._unread is None else self._read(self._unread, batch_seq)
+        self._unread = None
+        return fetched
+
+    def _poll(self, timeout_s: float) -> Record | None:
         try:
             records = self._reader.poll(1, timeout_s)
         except SourceTruncated:
-            self._check_topic()
+            with suppress(Unavailable):  # it is not repeated by the next poll
+                self._check_topic()
             raise
         if not records:
             self._check_topic_sometimes()
-        for record, event in decode_all(self._decoder, records, self._dead_letter):
+            return None
+        return records[0]
+
+    def _read(self, record: Record, batch_seq: int) -> FetchedBatch | None:
+        """Return the batch of a record with its payload; None if it is another kind of record."""
+        for _, event in decode_all(self._decoder, [record], self._dead_letter):
             match event:
                 case ReadyBatch(run_id=self._settings.run_id, channel="train"):
                     return self._with_payload(record, event, batch_seq)
@@ -122,12 +133,10 @@ class BatchReader:
 
     def _with_payload(self, record: Record, batch: ReadyBatch, batch_seq: int) -> FetchedBatch:
         check(batch, self.topic, record.offset, batch_seq, self._settings)
-        self._unread = record, batch
         began = time.perf_counter()
         trajectories = read_payload(
             self._cluster, self._decoder, self._trajectories, self._group, batch
         )
-        self._unread = None
         return FetchedBatch(
             batch=batch,
             trajectories=trajectories,
@@ -152,7 +161,7 @@ class BatchReader:
         if before is not None:
             position = before
         elif self._unread is not None:
-            position = self._unread[0].offset
+            position = self._unread.offset
         now = time.monotonic()
         if position != self._committed or now - self._committed_at > COMMIT_INTERVAL_S:
             self._reader.commit({(self.topic, 0): position})

@@ -83,10 +83,11 @@ class Prefetch:
         if training is not None:
             self._source.commit(training)
         while not self._stopped.is_set():
+            waited_for = self._waits_for == batch_seq
             try:
                 fetched = self._source.next(batch_seq, POLL_S)
             except Unavailable as e:
-                if self._waits_for == batch_seq:
+                if waited_for:
                     raise
                 logger().warning("batch_read_again", batch_seq=batch_seq, error=str(e))
                 self._stopped.wait(POLL_S)

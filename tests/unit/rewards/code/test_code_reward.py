@@ -145,5 +145,10 @@ def test_the_last_block_of_python_is_the_code(blocks: list[tuple[str, str]], end
     assert code_in(answer) == (answer if expected is None else f"{expected}\n")
 
 
+@pytest.mark.parametrize("gap", ["", "\n"])
+def test_a_block_in_tags_is_the_code(gap: str) -> None:
+    assert code_in(f"So:\n<answer>{gap}```python\nprint(1)\n```{gap}</answer>") == "print(1)\n"
+
+
 def test_a_fence_inside_a_line_is_no_block() -> None:
     assert code_in("```py\nx = '```'\n```\nIt prints ```1```.") == "x = '```'\n"

@@ -263,6 +263,7 @@ def test_to_stop_ends_what_runs_and_what_waits(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert len(stopped) == 3
+    pool.stop()  # as the reward job does: when it is asked to stop, and at its end
     until(lambda: ended(int(begun.read_text())))
     with pytest.raises(PoolStopped):
         waits(trajectory())
