@@ -124,7 +124,8 @@ class Sandbox:
                 file.write(content)
                 file.seek(0)
             given, source, seccomp, stdout, stderr, status = files
-            seconds = max(1, math.ceil(deadline - time.monotonic()))
+            # Above the deadline, so that a program in a loop ends by the deadline.
+            seconds = max(0, math.ceil(deadline - time.monotonic())) + 1
             passed = [file.fileno() for file in (source, seccomp, status)]
             process = subprocess.Popen(
                 _command(self._limits, seconds, *passed),
