@@ -142,7 +142,7 @@ def test_a_program_that_eats_memory_ends(sandbox: Sandbox) -> None:
 import os, time
 for _ in range(4):
     if os.fork() == 0:
-        held = bytearray(b"x" * (60 << 20))
+        held = bytearray(b"x") * (40 << 20)
         time.sleep(3600)
 time.sleep(3600)
 """
