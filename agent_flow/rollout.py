@@ -144,7 +144,7 @@ class Rollout:
         return await asyncio.shield(self.agents[name])
 
     async def opened_agents(self) -> list[Rollout]:
-        """Return the other agents' rollouts; wait for those that are being opened."""
+        """Return the rollouts of other agents, after all pending session requests have ended."""
         opened = await asyncio.gather(*self.agents.values(), return_exceptions=True)
         return [rollout for rollout in opened if isinstance(rollout, Rollout)]
 

@@ -103,7 +103,7 @@ def _of_file(path: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except MemoryError:
         raise
-    except Exception as e:
+    except Exception as e:  # a user's module: any error of its import is the reason
         del sys.modules[name]
         raise FunctionNotFound(_told(e)) from e
     return module
@@ -120,7 +120,7 @@ def _of_module(name: str, folders: Sequence[Path]) -> ModuleType:
         module = importlib.import_module(name)
     except MemoryError:
         raise
-    except Exception as e:
+    except Exception as e:  # as in `_of_file`
         if meant is None or not _is_hidden(parts[0], meant):
             raise FunctionNotFound(_told(e)) from e
         module = sys.modules[parts[0]]

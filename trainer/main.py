@@ -176,8 +176,8 @@ def follow(settings: Settings, processes: Processes) -> None:
             if received.batch is not None:
                 train_batch(run, received.batch)
         run.end()
-    except Exception:
-        configure(name, "error")  # why this process ends
+    except Exception:  # every error ends this process: log the reason
+        configure(name, "error")
         raise
 
 

@@ -240,7 +240,7 @@ class Run:
         return update(self._policy, sequences, batch_seq, algorithms, self._lr, parent)
 
     def _log_left_out(self, batch_seq: int, data: BatchSequences) -> None:
-        """Log what is not trained: members and tokens."""
+        """Log the members and tokens that are excluded from training."""
         if data.unrewarded:
             logger().warning(
                 "members_not_trained", batch_seq=batch_seq, trajectories=data.unrewarded[:20]

@@ -188,7 +188,7 @@ class FunctionPool:
         return min(ready, key=lambda function: (function.children, function.waiting[0].since))
 
     def _answer_some(self, function: _Function, calls: list[_Call]) -> None:
-        """Answer calls in one request; those that a failure leaves are to be answered alone."""
+        """Answer calls in one request. After a failure, queue each unanswered call alone."""
         error: BaseException
         try:
             error = NoAnswer(self._answer(function.source, calls))
@@ -252,7 +252,7 @@ class FunctionPool:
             yield child
         except FunctionNotFound:  # an answer like others
             raise
-        except BaseException:
+        except BaseException:  # whatever ended the call, answers may be unread
             if child is not None:
                 self._drop(child)
             child = None

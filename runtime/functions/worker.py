@@ -76,7 +76,7 @@ def _load(target: str, configuration: str | None, folders: Sequence[Path]) -> Ca
         return loaded
     try:
         return loaded(json.loads(configuration))  # type: ignore[no-any-return]
-    except Exception as e:
+    except Exception as e:  # a user's function: any error is the reason
         raise FunctionNotFound(str(failure(e)[1])) from e
 
 

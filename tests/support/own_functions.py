@@ -118,7 +118,7 @@ endless = Endless()
 
 @batched(3)
 def by_batch(trajectories: list[Trajectory]) -> list[float]:
-    """Return the size of the batch; raise or crash if any of its trajectories says so."""
+    """Return the size of the batch. A trajectory can request an exception or a crash."""
     for do in map(told, trajectories):
         if do == "crash":
             crashes(trajectories[0])

@@ -219,7 +219,7 @@ def test_versions_that_the_engine_refuses_leave_no_files(
             report,
         )
         cache = supervisor._files
-        assert cache.is_relative_to(tmp_path), "an engine elsewhere is told absolute paths"
+        assert cache.is_relative_to(tmp_path), "an engine in another directory needs absolute paths"
         for digest in ("loaded", "downloaded", "rebuilt"):
             (cache / digest).mkdir(parents=True)
         (cache / ADAPTERS / "r@0.0").mkdir(parents=True)
