@@ -187,8 +187,7 @@ def claw_r1_flow(
             await player.run({**(sampling_params or {}), **rollout.sampling}, **fields)
         return player.reward
 
-    play.__name__ = agent
-    return Flow(play, limits or Limits())
+    return Flow(play, limits or Limits(), agent)
 
 
 def _tokenizer(tokenizer: Any) -> Any:

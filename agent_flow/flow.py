@@ -50,14 +50,14 @@ class Flow:
     """What plays a task. Made by `flow`; also a way to call the function itself.
 
     Attributes:
-        name: of the function; group ids start with it.
+        name: given, or of the function; group ids start with it.
         limits: defaults of `clawstream flow run`.
         while_played: async context manager that is entered before the first task is taken, and left
             when all rollouts have ended.
     """
 
-    def __init__(self, play: Play, limits: Limits) -> None:
-        self.name = getattr(play, "__name__", type(play).__name__)
+    def __init__(self, play: Play, limits: Limits, name: str | None = None) -> None:
+        self.name = name or getattr(play, "__name__", type(play).__name__)
         self.limits = limits
         self._play = play
         self._source: TaskSource | None = None

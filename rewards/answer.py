@@ -50,15 +50,23 @@ def last_answer(trajectory: Trajectory) -> str:
     """
     if not trajectory.steps:
         raise ValueError("no steps")
-    last = next((step for step in reversed(trajectory.steps) if is_own_step(step)), None)
-    if last is None:
-        raise ValueError("no step but auxiliary and retried calls")
-    text = answer_in(loaded(last.response_json))
+    text = answer_in(loaded(own_steps(trajectory)[-1].response_json))
     if text is None:
         raise ValueError("the last reply has no text")
     return text
 
 
-def is_own_step(step: TrajectoryStep) -> bool:
-    """Return whether the step belongs to the agent's main conversation."""
+def own_steps(trajectory: Trajectory) -> list[TrajectoryStep]:
+    """Return the steps of the agent's main conversation.
+
+    Raises:
+        ValueError: There are none.
+    """
+    steps = [step for step in trajectory.steps if _is_own_step(step)]
+    if not steps:
+        raise ValueError("no step but auxiliary and retried calls")
+    return steps
+
+
+def _is_own_step(step: TrajectoryStep) -> bool:
     return not step.marks and not any(tag.name in AUXILIARY_TAGS for tag in step.tags)

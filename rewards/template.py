@@ -8,7 +8,7 @@ from typing import Any
 
 import orjson
 
-from rewards.answer import is_own_step, metadata
+from rewards.answer import metadata
 from schemas.records import Trajectory, TrajectoryStep
 from schemas.replies import calls_in, loaded, texts_in
 
@@ -60,18 +60,6 @@ def filled(
         return _text(fields[key])
 
     return _PLACE.sub(value, template)
-
-
-def own_steps(trajectory: Trajectory) -> list[TrajectoryStep]:
-    """Return the steps of the agent's main conversation.
-
-    Raises:
-        ValueError: There are none.
-    """
-    steps = [step for step in trajectory.steps if is_own_step(step)]
-    if not steps:
-        raise ValueError("no step but auxiliary and retried calls")
-    return steps
 
 
 def said_in(step: TrajectoryStep) -> str:

@@ -69,8 +69,7 @@ def environment(name: str, split: Split) -> Flow:
                 "answer": str(entry["answer"]),
             }
 
-    play.__name__ = name
-    flow = Flow(play, Limits())
+    flow = Flow(play, Limits(), name)
     flow.tasks(tasks)
     flow.lifespan(scorer.running)
     return flow

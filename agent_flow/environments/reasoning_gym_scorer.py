@@ -39,7 +39,7 @@ LONGEST_REPLY = 2000
 
 def main() -> None:
     """Score the answers of standard input until its end."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with the flow
+    _die_with_parent()
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever a library prints must not get among the replies
     argument = json.loads(sys.argv[1])
@@ -68,14 +68,14 @@ def reply_to(dataset: Any, answer: str | None, entry: Any, replies: int) -> dict
     pid = os.fork()
     if pid == 0:
         try:
-            ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))  # dies with the scorer
+            _die_with_parent()
             os.setsid()
             os.close(replies)
             null = os.open(os.devnull, os.O_RDWR)
             for number in (0, 1, 2):
                 os.dup2(null, number)
             _limit()
-            os.write(writing, _scored(dataset, answer, entry))
+            os.write(writing, json.dumps(_scored(dataset, answer, entry)).encode())
         finally:
             os._exit(0)
     os.close(writing)
@@ -90,6 +90,11 @@ def reply_to(dataset: Any, answer: str | None, entry: Any, replies: int) -> dict
     return reply
 
 
+def _die_with_parent() -> None:
+    """Ask the kernel for a SIGKILL when the parent dies: the flow, or the scorer of a fork."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
 def _limit() -> None:
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     memory = pages * resource.getpagesize() + MEMORY_BYTES
@@ -101,14 +106,13 @@ def _limit() -> None:
         resource.setrlimit(limit, (value, value))
 
 
-def _scored(dataset: Any, answer: str | None, entry: Any) -> bytes:
+def _scored(dataset: Any, answer: str | None, entry: Any) -> dict[str, Any]:
     try:
-        reply = {"score": float(dataset.score_answer(answer, entry))}
+        return {"score": float(dataset.score_answer(answer, entry))}
     except MemoryError:
-        reply = {"score": 0.0}
+        return {"score": 0.0}
     except Exception as error:  # noqa: BLE001 - of the data set
-        return json.dumps({"error": f"{type(error).__name__}: {error}"[:300]}).encode()
-    return json.dumps(reply).encode()
+        return {"error": f"{type(error).__name__}: {error}"[:300]}
 
 
 if __name__ == "__main__":

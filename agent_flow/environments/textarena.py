@@ -97,7 +97,6 @@ def environment(name: str, split: Split) -> Flow:
             await in_thread(game.move, reply.text)
         return game.reward
 
-    play.__name__ = name
-    flow = Flow(play, Limits())
+    flow = Flow(play, Limits(), name)
     flow.tasks(lambda: ({"id": seed, "seed": seed} for seed in split.seeds))
     return flow

@@ -16,6 +16,7 @@ from typing import Any
 
 from agent_flow.child_environment import child_environment
 from agent_flow.errors import FlowError, RolloutFailed
+from agent_flow.file_tail import tail
 from agent_flow.flow import Flow, Limits
 from agent_flow.rollout import Rollout
 from agent_flow.tasks import Task
@@ -75,8 +76,7 @@ def command_flow(command: Sequence[str], reward: str, grader: Grader | None) -> 
                 return await graded if asyncio.iscoroutine(graded) else graded
             return _written(result.directory / "reward") if reward == "file" else None
 
-    play.__name__ = Path(command[0]).stem
-    return Flow(play, Limits())
+    return Flow(play, Limits(), Path(command[0]).stem)
 
 
 def _filled(word: str, task: Task) -> str:
@@ -124,13 +124,7 @@ async def _run(
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             await process.wait()
-    return CommandResult(code, _tail(out), _tail(err), work)
-
-
-def _tail(path: Path) -> str:
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - MAX_OUTPUT))
-        return file.read().decode(errors="replace")
+    return CommandResult(code, tail(out, MAX_OUTPUT), tail(err, MAX_OUTPUT), work)
 
 
 def _written(path: Path) -> Any:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from rewards.answer import own_steps
 from rewards.endpoint import Endpoint, EndpointError
-from rewards.template import check_template, filled, own_steps
+from rewards.template import check_template, filled
 from schemas.records import Trajectory
 from schemas.settings.reward_models import Classifier
 

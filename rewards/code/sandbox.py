@@ -18,7 +18,7 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -218,8 +218,11 @@ def _tree(pid: int) -> Iterator[int]:
         pid = waiting.pop()
         yield pid
         try:
-            tasks: Sequence[Path] = list(Path(f"/proc/{pid}/task").iterdir())
-            waiting += [int(n) for task in tasks for n in (task / "children").read_text().split()]
+            waiting += [
+                int(child)
+                for task in Path(f"/proc/{pid}/task").iterdir()
+                for child in (task / "children").read_text().split()
+            ]
         except OSError:
             continue
 

@@ -11,9 +11,10 @@ from typing import Any
 
 import orjson
 
+from rewards.answer import own_steps
 from rewards.endpoint import Endpoint, NotServed
 from rewards.judge.ledger import Budget, Ledger, canonical
-from rewards.template import check_template, filled, own_steps
+from rewards.template import check_template, filled
 from schemas.records import Trajectory, TrajectoryStep
 from schemas.settings.reward_models import Judge
 

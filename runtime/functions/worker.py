@@ -147,6 +147,10 @@ def answer_call(
 def _serve(parent: Connection, folders: Sequence[Path], runner: asyncio.Runner) -> None:
     """Answer requests until the parent closes the socket."""
     loaded = dict[tuple[str, str | None], Callable[..., Any]]()
+
+    def tell(index: int, answer: Answer) -> None:
+        parent.send((index, *answer))
+
     while True:
         try:
             kind, source, *call = parent.recv()
@@ -154,7 +158,6 @@ def _serve(parent: Connection, folders: Sequence[Path], runner: asyncio.Runner) 
             return
         if kind == "call":
             arguments, timeout_s = call
-            tell: Tell = lambda index, answer: parent.send((index, *answer))  # noqa: E731
             answer_call(loaded[source], arguments, timeout_s, runner, tell)
             continue
         try:

@@ -33,6 +33,11 @@ class FunctionSettings(Section):
     )
 
     @property
+    def calls_at_once(self) -> int:
+        """Return the largest number of calls in progress."""
+        return self.processes * self.concurrency
+
+    @property
     def folders(self) -> tuple[Path, ...]:
         return tuple(folder.absolute() for folder in self.dirs or (Path(),))
 
@@ -89,7 +94,11 @@ class JobsSettings(Section):
         "docs/quality.md",
     )
 
+    def model_of(self, spec: str) -> RewardModel | None:
+        """Return the reward model that a function in `reward_functions` names, if it is one."""
+        return None if is_own(spec) else self.reward_models.get(name_in(spec))
+
     def reward_name(self, spec: str) -> str:
         """Return the `source/name` of the rewards of a function in `reward_functions`."""
-        model = self.reward_models.get(name_in(spec)) if not is_own(spec) else None
+        model = self.model_of(spec)
         return f"{SOURCES[model.type] if model is not None else 'rule'}/{name_in(spec)}"

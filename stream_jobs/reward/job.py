@@ -105,8 +105,7 @@ class RewardJob:
     def __init__(self, settings: Settings, cluster: Cluster, evaluator: RuleEvaluator) -> None:
         """Create the job. It closes `evaluator`."""
         self.evaluator = evaluator
-        functions = settings.functions
-        self._threads = ThreadPoolExecutor(functions.processes * functions.concurrency, "answers")
+        self._threads = ThreadPoolExecutor(settings.functions.calls_at_once, "answers")
         self._topics = settings.kafka.topics
         self.inputs: tuple[str, ...] = (self._topics.trajectories,)
         self.tick_interval_s = 60.0

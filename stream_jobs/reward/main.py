@@ -34,10 +34,10 @@ def with_short_batches(settings: Settings, evaluator: RuleEvaluator) -> Settings
 
     A position is committed after each batch, so a restart repeats at most one.
     """
-    jobs, functions = settings.jobs, settings.functions
+    jobs = settings.jobs
     runs = {*jobs.reward_functions, *jobs.quality_functions}
     if not any(map(evaluator.uses_child_processes, runs)):
         return settings
-    records = min(jobs.batch_records, functions.processes * functions.concurrency)
+    records = min(jobs.batch_records, settings.functions.calls_at_once)
     short = jobs.model_copy(update={"batch_records": records})
     return settings.model_copy(update={"jobs": short})

@@ -30,11 +30,9 @@ def rules_of(settings: Settings, find: Find) -> dict[str, tuple[Rule, ...]]:
     Raises:
         SettingsError: There is no such function; the message names the setting.
     """
+    models = settings.reward_models
     return {
-        run: tuple(
-            rule_of(spec, f"jobs.reward_functions.{run}", find, settings.reward_models)
-            for spec in specs
-        )
+        run: tuple(rule_of(spec, f"jobs.reward_functions.{run}", find, models) for spec in specs)
         for run, specs in settings.jobs.reward_functions.items()
     }
 

@@ -17,6 +17,7 @@ from typing import Any
 from agent_flow.child_environment import child_environment
 from agent_flow.environments.environment import Split
 from agent_flow.errors import FlowError, RolloutFailed
+from agent_flow.file_tail import tail
 from agent_flow.flow import Flow, Limits
 from agent_flow.rollout import Rollout
 from agent_flow.tasks import Task, tasks_of_file
@@ -81,8 +82,7 @@ def environment(name: str, split: Split) -> Flow:
             finally:
                 await worker.stop()
 
-    play.__name__ = Path(name).stem
-    flow = Flow(play, Limits())
+    flow = Flow(play, Limits(), Path(name).stem)
     flow.tasks(lambda: tasks_of_file(files / "tasks.jsonl"))
     flow.lifespan(running)
     return flow
@@ -255,9 +255,7 @@ class Worker:
     def _last_error(self) -> str:
         if self._blocked:
             return "a function of the environment blocked it and all other rollouts"
-        with self._stderr.open("rb") as file:
-            file.seek(max(0, self._stderr.stat().st_size - SHOWN_ERROR))
-            return file.read().decode(errors="replace").strip() or "it wrote no error"
+        return tail(self._stderr, SHOWN_ERROR).strip() or "it wrote no error"
 
 
 def _kill(process: asyncio.subprocess.Process) -> None:

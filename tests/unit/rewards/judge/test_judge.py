@@ -17,10 +17,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.model_endpoint import Reply, chat, model_endpoint
 
+from rewards.answer import own_steps
 from rewards.endpoint import EndpointError, NotServed
 from rewards.judge.ledger import Budget, Ledger, OverBudget
 from rewards.judge.reward import JudgeError, judge, majority, verdict_in
-from rewards.template import filled, own_steps, said_in
+from rewards.template import filled, said_in
 from schemas.records import Trajectory, TrajectoryStep
 
 GOOD = '{"explanation": "It is right.", "score": 8}'
