@@ -100,3 +100,22 @@ def eventually() -> Callable[..., object]:
         return value
 
     return poll
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Use one torch thread: bit-for-bit repeatable. For a module, as `usefixtures`."""
+    import torch  # as for `model_dir`: not for every test
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a tiny language model with random weights."""
+    from demo.model import make_random_model  # torch and transformers: 10 s
+
+    return make_random_model(tmp_path_factory.mktemp("model") / "m")

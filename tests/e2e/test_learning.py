@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from benchmarks.learning.experiments import ALGORITHMS
 from benchmarks.learning.run import Experiment, learn
 from benchmarks.learning.task import make_model
 
-pytestmark = pytest.mark.long
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("one_thread")]
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,6 @@ import torch
 from support.ports import free_port
 from support.trainer_runs import MemoryWeightLog
 
-from demo.model import make_random_model
 from runtime.exit_codes import EXIT_FENCED
 from runtime.kafka import Cluster, Producer, SourceTruncated
 from runtime.process.config import overrides_of
@@ -72,11 +71,6 @@ for line in sys.stdin:
 """
 GROUPS, MEMBERS = 2, 3
 Eventually = Callable[..., object]
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_random_model(tmp_path_factory.mktemp("model") / "m")
 
 
 @dataclass

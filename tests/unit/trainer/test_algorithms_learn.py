@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from demo.model import make_random_model
 from schemas.settings import TrainerSettings
 from trainer.algorithms.registry import load
 from trainer.data.sequences import Tokens, TrainedMember, TrainingSequence
@@ -20,19 +18,7 @@ from trainer.model.policy import Policy
 from trainer.model.update import update
 
 PROMPT, GOOD, GROUPS, MEMBERS, BATCHES = (2, 9, 10), 17, 4, 16, 30
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_random_model(tmp_path_factory.mktemp("model") / "m")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def probabilities(policy: Policy) -> torch.Tensor:

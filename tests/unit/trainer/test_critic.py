@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +11,6 @@ import torch
 from support.trainer_runs import ANY_ID
 
 from benchmarks.learning.batches import RUN, MemoryWeightLog, Reply, batch_of, resume
-from demo.model import make_random_model
 from schemas.errors import SettingsError
 from schemas.ids import parse_version
 from schemas.records import WeightVersion
@@ -28,19 +26,7 @@ from trainer.run import Run
 from trainer.start import open_run
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_random_model(tmp_path_factory.mktemp("model") / "m")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def settings(data_dir: Path, model_dir: Path, **trainer: object) -> Settings:

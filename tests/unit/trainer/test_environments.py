@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.trainer_runs import MemoryWeightLog, begin, fetched
 
-from demo.model import make_random_model
 from schemas.errors import SettingsError
 from schemas.settings import Settings, TrainerSettings
 from trainer.algorithms.registry import ALGORITHMS, load, load_all
@@ -26,18 +25,7 @@ from trainer.model.policy import Policy
 from trainer.model.update import Algorithms, update
 from trainer.settings_check import check_algorithm, check_named_algorithm
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_random_model(tmp_path_factory.mktemp("model") / "m")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def settings(**trainer: object) -> TrainerSettings:

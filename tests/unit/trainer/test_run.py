@@ -7,7 +7,6 @@ from __future__ import annotations
 import math
 import os
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
@@ -70,18 +69,7 @@ from trainer.versions.directory import (
 )
 from trainer.versions.history import ancestors, deletable, next_sync_index, version_of
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_random_model(tmp_path_factory.mktemp("model") / "m")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.slow

@@ -17,7 +17,6 @@ from support.small_lake import SmallLake
 from support.trainer_runs import ANY_ID
 from transformers import AutoModelForCausalLM
 
-from demo.model import make_random_model
 from schemas.records import (
     BatchGroup,
     BatchMember,
@@ -148,11 +147,6 @@ def steps_of(kind: str, key: str, m: int) -> list[Step]:
         sampled = pack_logprobs([-2.0 - 0.25 * ((n + m + i) % 9) for i in range(len(reply))])
         made.append(step(key, n, prompt, reply, response_logprobs=sampled, **{**at(1.0), **more}))
     return made
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_random_model(tmp_path_factory.mktemp("model") / "m")
 
 
 @pytest.mark.slow

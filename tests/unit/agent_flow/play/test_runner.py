@@ -79,6 +79,36 @@ def ends(records: list[Any]) -> Counter[str]:
     return Counter(r.kind for r in records if isinstance(r, SessionEvent))
 
 
+def stop(
+    tmp_path: Path,
+    played: Flow,
+    begun: asyncio.Event,
+    kind: type[Gateway] = Gateway,
+    then: Callable[[], None] = lambda: None,
+) -> Counter[str]:
+    """Stop a run when `begun` is set; return the ends of its rollouts.
+
+    then: Called after the stop, before the player has ended.
+    """
+    records: list[Any] = []
+
+    async def scenario(fixture: GatewayFixture) -> None:
+        async with kind(fixture.url, None) as gateway:
+            options = Options(Limits(group_size=1), "default", "val")
+            playing = asyncio.create_task(
+                Runner(played, gateway, options, Progress()).play(lambda: TASKS)
+            )
+            await begun.wait()
+            playing.cancel()
+            then()
+            with pytest.raises(asyncio.CancelledError):
+                await playing
+        records.extend(fixture.records())
+
+    run_gateway(tmp_path, CODEC, scenario, hello)
+    return ends(records)
+
+
 @pytest.mark.slow
 def test_chat_with_a_tool_is_recorded_and_rewarded(tmp_path: Path) -> None:
     @flow()
@@ -218,19 +248,7 @@ def test_stopping_ends_rollouts_in_progress(tmp_path: Path) -> None:
         begun.set()
         await asyncio.Event().wait()
 
-    async def scenario(fixture: GatewayFixture) -> None:
-        async with Gateway(fixture.url, None) as gateway:
-            options = Options(Limits(group_size=1), "default", "val")
-            playing = asyncio.create_task(
-                Runner(stuck, gateway, options, Progress()).play(lambda: TASKS)
-            )
-            await begun.wait()
-            playing.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await playing
-        assert ends(fixture.records()) == {"opened": 1, "abandoned": 1}
-
-    run_gateway(tmp_path, CODEC, scenario, hello)
+    assert stop(tmp_path, stuck, begun) == {"opened": 1, "abandoned": 1}
 
 
 def test_stopping_ends_a_rollout_whose_reward_is_on_its_way(tmp_path: Path) -> None:
@@ -245,19 +263,7 @@ def test_stopping_ends_a_rollout_whose_reward_is_on_its_way(tmp_path: Path) -> N
     async def named(task: Any, rollout: Any) -> dict[str, float]:
         return {"exact": 1.0}
 
-    async def scenario(fixture: GatewayFixture) -> None:
-        async with SlowGateway(fixture.url, None) as gateway:
-            options = Options(Limits(group_size=1), "default", "val")
-            playing = asyncio.create_task(
-                Runner(named, gateway, options, Progress()).play(lambda: TASKS)
-            )
-            await asked.wait()
-            playing.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await playing
-        assert ends(fixture.records()) == {"opened": 1, "abandoned": 1}
-
-    run_gateway(tmp_path, CODEC, scenario, hello)
+    assert stop(tmp_path, named, asked, SlowGateway) == {"opened": 1, "abandoned": 1}
 
 
 def test_stopping_ends_a_rollout_that_is_being_opened(tmp_path: Path) -> None:
@@ -274,20 +280,7 @@ def test_stopping_ends_a_rollout_that_is_being_opened(tmp_path: Path) -> None:
     async def never(task: Any, rollout: Any) -> None:
         raise AssertionError
 
-    async def scenario(fixture: GatewayFixture) -> None:
-        async with SlowGateway(fixture.url, None) as gateway:
-            options = Options(Limits(group_size=1), "default", "val")
-            playing = asyncio.create_task(
-                Runner(never, gateway, options, Progress()).play(lambda: TASKS)
-            )
-            await asked.wait()
-            playing.cancel()
-            answered.set()
-            with pytest.raises(asyncio.CancelledError):
-                await playing
-        assert ends(fixture.records()) == {"opened": 1, "abandoned": 1}
-
-    run_gateway(tmp_path, CODEC, scenario, hello)
+    assert stop(tmp_path, never, asked, SlowGateway, answered.set) == {"opened": 1, "abandoned": 1}
 
 
 def test_time_out_while_another_agent_is_opened_ends_both(tmp_path: Path) -> None:

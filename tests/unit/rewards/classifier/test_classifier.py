@@ -6,28 +6,15 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-import orjson
 import pytest
 from support.model_endpoint import model_endpoint
+from support.trajectories import answered
 
 from rewards.classifier.reward import classifier
 from rewards.endpoint import EndpointError
 from rewards.registry import rule_of
 from schemas.errors import SettingsError
-from schemas.records import Trajectory, TrajectoryStep
 from schemas.settings import JobsSettings, Settings
-
-
-def trajectory(answer: str, **metadata: Any) -> Trajectory:
-    step = TrajectoryStep(
-        step_id="k~1.0", index=0, status="ok", drift="root", prompt_tokens=1, response_tokens=1,
-        response_json=orjson.dumps({"content": answer}), trainable=True, offset=0,
-    )  # fmt: skip
-    return Trajectory(
-        run_id="r", trajectory_key="k", trajectory_id="k", group_id="g", channel="train",
-        outcome="completed", opened_at=0, closed_at=1, metadata_json=orjson.dumps(metadata),
-        part=0, parts=1, segments=(), steps=(step,),
-    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -47,7 +34,7 @@ def test_an_endpoint_rates_the_answer(
 ) -> None:
     with model_endpoint(lambda _: (200, {"data": [reply]})) as endpoint:
         reward = classifier({"type": "disrm", "model": "m", "url": endpoint.url, **settings})
-        assert asyncio.run(reward(trajectory("42", question="6 * 7?"))) == value
+        assert asyncio.run(reward(answered("42", question="6 * 7?"))) == value
     ((asked, body),) = endpoint.requests
     assert asked == path and body["model"] == "m" and sent.items() <= body.items()
 
@@ -57,7 +44,7 @@ def test_a_reply_without_a_score_is_no_reward(data: Any) -> None:
     with model_endpoint(lambda _: (200, {"data": data})) as endpoint:
         reward = classifier({"type": "disrm", "model": "m", "url": endpoint.url})
         with pytest.raises(EndpointError, match="has no score"):
-            asyncio.run(reward(trajectory("42")))
+            asyncio.run(reward(answered("42")))
 
 
 @pytest.mark.parametrize(
@@ -105,7 +92,7 @@ def test_a_model_of_hugging_face_rates_a_batch_as_it_rates_each(
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
 
-    many = [trajectory("short"), trajectory("a longer answer"), trajectory("no")]
+    many = [answered("short"), answered("a longer answer"), answered("no")]
     raw = classifier({"type": "disrm", "model": str(tmp_path), "raw": True, "batch_size": 8})
     rated = classifier({"type": "disrm", "model": str(tmp_path)})
     assert raw.batch_size == 8
@@ -116,7 +103,7 @@ def test_a_model_of_hugging_face_rates_a_batch_as_it_rates_each(
     assert [raw([one])[0] for one in many] == pytest.approx(expected, abs=1e-4)
     shares = [one.sigmoid()[0] if labels == 1 else one.softmax(0)[-1] for one in logits]
     assert rated(many) == pytest.approx([float(share) for share in shares], abs=1e-4)
-    long, short = raw([trajectory("x" * 10_000), trajectory("short")])
+    long, short = raw([answered("x" * 10_000), answered("short")])
     assert long[0] is None and long[1]["tokens"] > long[1]["tokens_max"]
     assert short == pytest.approx(expected[0], abs=1e-4)
     with pytest.raises(ValueError, match="label=2: "):

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.processes import pids_with, until
+from support.trajectories import answered
 
 from rewards.code.reward import CodeReward, code_in, code_tests
 from rewards.code.sandbox import SandboxError
 from runtime.functions.pool import FunctionPool, PoolStopped
-from schemas.records import Trajectory, TrajectoryStep
 from schemas.settings import FunctionSettings, JobsSettings, Settings
 from stream_jobs.reward.rewards import rewards_of, rules_of
 
@@ -26,18 +26,6 @@ WAITS = "import time; time.sleep(3600)"
 CHECKS = ["assert add(1, 2) == 3", "assert add(2, 0) == 2"]
 DOUBLE = "```\nprint(2 * int(input()))\n```"
 PAIRS = [{"input": "4\n", "output": "8"}, {"input": "1", "output": "2 \n\n"}]
-
-
-def trajectory(answer: str, **metadata: Any) -> Trajectory:
-    step = TrajectoryStep(
-        step_id="k~1.0", index=0, status="ok", drift="root", prompt_tokens=1, response_tokens=1,
-        response_json=orjson.dumps({"content": answer}), trainable=True, offset=0,
-    )  # fmt: skip
-    return Trajectory(
-        run_id="r", trajectory_key="k", trajectory_id="k", group_id="g", channel="train",
-        outcome="completed", opened_at=0, closed_at=1, metadata_json=orjson.dumps(metadata),
-        part=0, parts=1, segments=(), steps=(step,),
-    )  # fmt: skip
 
 
 def made(**settings: Any) -> CodeReward:
@@ -78,24 +66,24 @@ def reward() -> CodeReward:
 def test_the_tests_decide(
     reward: CodeReward, answer: str, tests: Any, value: float, outcome: str
 ) -> None:
-    said = reward(trajectory(answer, tests=tests))
+    said = reward(answered(answer, tests=tests))
     assert (said[0], said[1]["outcome"]) == (value, outcome)
 
 
 def test_a_program_that_does_not_end_has_reward_zero() -> None:
-    said = made(timeout_s=1)(trajectory("while True: pass", tests=CHECKS))
+    said = made(timeout_s=1)(answered("while True: pass", tests=CHECKS))
     assert said == (0.0, {"outcome": "timeout", "passed": 0, "tests": 2})
 
 
 def test_the_share_of_passed_tests() -> None:
-    said = made(partial=True, timeout_s=60)(trajectory(WRONG, tests=CHECKS))
+    said = made(partial=True, timeout_s=60)(answered(WRONG, tests=CHECKS))
     assert said == (0.5, {"outcome": "failed", "passed": 1, "tests": 2})
 
 
 @pytest.mark.parametrize("tests", [None, [], [3], [{"input": "1"}], "[]", '{"input": 1}'])
 def test_without_tests_there_is_no_reward(reward: CodeReward, tests: Any) -> None:
     with pytest.raises(ValueError, match="test"):
-        reward(trajectory(ADD, tests=tests))
+        reward(answered(ADD, tests=tests))
 
 
 def test_a_configured_reward_runs_in_a_child_process(reward: CodeReward) -> None:
@@ -105,8 +93,8 @@ def test_a_configured_reward_runs_in_a_child_process(reward: CodeReward) -> None
     assert jobs.reward_name("tests@3") == "rule/tests"
     with FunctionPool(FunctionSettings()) as pool:
         (rule,) = rules_of(Settings(jobs=jobs), pool.find)["*"]
-        (given,) = rewards_of(trajectory(ADD, tests=CHECKS), rule, 0)
-        (bare,) = rewards_of(trajectory(ADD), rule, 0)
+        (given,) = rewards_of(answered(ADD, tests=CHECKS), rule, 0)
+        (bare,) = rewards_of(answered(ADD), rule, 0)
     assert (given.source, given.name, given.value, given.reward_revision) == ("rule", "tests", 1, 3)
     assert orjson.loads(given.detail_json or b"") == {"outcome": "passed", "passed": 2, "tests": 2}
     assert (bare.value, bare.reason) == (None, "ValueError: metadata has no tests")
@@ -122,7 +110,7 @@ def test_to_stop_ends_a_program_that_runs(reward: CodeReward) -> None:
     settings = Settings(jobs=jobs, functions=FunctionSettings(timeout_s=3600))
     pool, threads = FunctionPool(settings.functions), ThreadPoolExecutor(1)
     (rule,) = rules_of(settings, pool.find)["*"]
-    call = threads.submit(rule.function, trajectory(program, tests=CHECKS))
+    call = threads.submit(rule.function, answered(program, tests=CHECKS))
     until(lambda: bool(pids_with(word)))
     pool.stop()
     assert isinstance(call.exception(), PoolStopped)

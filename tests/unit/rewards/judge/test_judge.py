@@ -11,36 +11,20 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.model_endpoint import Reply, chat, model_endpoint
+from support.trajectories import answered
 
 from rewards.answer import own_steps
 from rewards.endpoint import EndpointError, NotServed
 from rewards.judge.ledger import Budget, Ledger, OverBudget
 from rewards.judge.reward import JudgeError, judge, majority, verdict_in
 from rewards.template import filled, said_in
-from schemas.records import Trajectory, TrajectoryStep
+from schemas.records import Trajectory
 
 GOOD = '{"explanation": "It is right.", "score": 8}'
-
-
-def trajectory(*answers: str, **metadata: Any) -> Trajectory:
-    steps = tuple(
-        TrajectoryStep(
-            step_id=f"k~{i}.0", index=i, status="ok", drift="root", prompt_tokens=1,
-            response_tokens=1, response_json=orjson.dumps({"content": answer}), trainable=True,
-            offset=i,
-        )
-        for i, answer in enumerate(answers)
-    )  # fmt: skip
-    return Trajectory(
-        run_id="r", trajectory_key="k", trajectory_id="k", group_id="g", channel="train",
-        outcome="completed", opened_at=0, closed_at=1, metadata_json=orjson.dumps(metadata),
-        part=0, parts=1, segments=(), steps=steps,
-    )  # fmt: skip
 
 
 def rated(folder: Path, url: str, *trajectories: Trajectory, **settings: Any) -> list[Any]:
@@ -64,7 +48,7 @@ def rated(folder: Path, url: str, *trajectories: Trajectory, **settings: Any) ->
 
 
 def test_a_verdict_is_asked_for_with_a_schema_and_kept(tmp_path: Path) -> None:
-    one = trajectory("42", question="6 * 7?")
+    one = answered("42", question="6 * 7?")
     with model_endpoint(lambda _: chat(GOOD)) as endpoint:
         first, second = rated(tmp_path, endpoint.url, one, one)
         (again,) = rated(tmp_path, endpoint.url, one)  # another process
@@ -80,7 +64,7 @@ def test_a_verdict_is_asked_for_with_a_schema_and_kept(tmp_path: Path) -> None:
 def test_fields_of_the_request_are_added_and_left_out(tmp_path: Path) -> None:
     extra = {"max_tokens": None, "max_completion_tokens": 9, "seed": 4}
     with model_endpoint(lambda _: chat(GOOD)) as endpoint:
-        rated(tmp_path, endpoint.url, trajectory("a"), extra_body=extra)
+        rated(tmp_path, endpoint.url, answered("a"), extra_body=extra)
     ((_, body),) = endpoint.requests
     assert "max_tokens" not in body and (body["max_completion_tokens"], body["seed"]) == (9, 4)
 
@@ -98,14 +82,14 @@ def by_seed(*contents: str | int) -> Callable[[Any], Reply]:
 def test_the_majority_of_the_votes_counts(tmp_path: Path) -> None:
     votes = [json.dumps({"explanation": f"{n}", "score": n}) for n in (2, 9, 9)]
     with model_endpoint(by_seed(*votes)) as endpoint:
-        ((value, detail),) = rated(tmp_path, endpoint.url, trajectory("a"), votes=3, temperature=1)
+        ((value, detail),) = rated(tmp_path, endpoint.url, answered("a"), votes=3, temperature=1)
     assert (value, sorted(detail["votes"]), detail["explanation"]) == (0.9, [2, 9, 9], "9")
 
 
 @pytest.mark.parametrize(("failed", "is_decided"), [(1, True), (2, False)])
 def test_a_majority_of_the_votes_is_needed(tmp_path: Path, failed: int, is_decided: bool) -> None:
     with model_endpoint(by_seed(*[400] * failed, *[GOOD] * (3 - failed))) as endpoint:
-        (said,) = rated(tmp_path, endpoint.url, trajectory("a"), votes=3, temperature=1)
+        (said,) = rated(tmp_path, endpoint.url, answered("a"), votes=3, temperature=1)
     assert said[0] == 0.8 if is_decided else isinstance(said, EndpointError)
 
 
@@ -119,7 +103,7 @@ def test_a_vote_that_hangs_does_not_undo_a_majority(tmp_path: Path) -> None:
 
     with model_endpoint(answer) as endpoint:
         ((value, detail),) = rated(
-            tmp_path, endpoint.url, trajectory("a"), votes=3, temperature=1, timeout_s=0.5
+            tmp_path, endpoint.url, answered("a"), votes=3, temperature=1, timeout_s=0.5
         )
         go_on.set()
     assert (value, detail["votes"]) == (0.8, [8, 8])
@@ -128,13 +112,13 @@ def test_a_vote_that_hangs_does_not_undo_a_majority(tmp_path: Path) -> None:
 def test_a_busy_endpoint_is_asked_again_whatever_the_attempts(tmp_path: Path) -> None:
     replies = iter([(503, "busy"), (429, "slow down"), chat(GOOD)])
     with model_endpoint(lambda _: next(replies)) as endpoint:
-        ((value, _),) = rated(tmp_path, endpoint.url, trajectory("a"), attempts=1)
+        ((value, _),) = rated(tmp_path, endpoint.url, answered("a"), attempts=1)
     assert value == 0.8 and len(endpoint.requests) == 3
 
 
 def test_requests_share_a_connection(tmp_path: Path) -> None:
     with model_endpoint(lambda _: chat(GOOD)) as endpoint:
-        rated(tmp_path, endpoint.url, trajectory("a"), trajectory("b"))
+        rated(tmp_path, endpoint.url, answered("a"), answered("b"))
     assert len(endpoint.requests) == 2 and len(endpoint.clients) == 1
 
 
@@ -147,7 +131,7 @@ def test_requests_have_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         return chat(GOOD)
 
     with model_endpoint(answer) as endpoint:
-        (said,) = rated(tmp_path, endpoint.url, trajectory("a"), votes=6, temperature=1)
+        (said,) = rated(tmp_path, endpoint.url, answered("a"), votes=6, temperature=1)
     assert said[1]["votes"] == [8] * 6 and len(endpoint.clients) == 3
 
 
@@ -171,7 +155,7 @@ def test_each_failure_has_its_reason(
     tmp_path: Path, reply: Reply, error: type[Exception], message: str
 ) -> None:
     with model_endpoint(lambda _: reply) as endpoint:
-        (said,) = rated(tmp_path, endpoint.url, trajectory("a"), attempts=2)
+        (said,) = rated(tmp_path, endpoint.url, answered("a"), attempts=2)
     with pytest.raises(error, match=message):
         raise said
 
@@ -181,9 +165,9 @@ def test_an_outage_has_a_reason_and_spends_no_call(tmp_path: Path, is_busy: bool
     settings = {"budget_calls": 1, "timeout_s": 0.1}
     with model_endpoint(lambda _: (503, "busy")) as endpoint:
         if is_busy:
-            said = rated(tmp_path, endpoint.url, trajectory("a"), trajectory("b"), **settings)
+            said = rated(tmp_path, endpoint.url, answered("a"), answered("b"), **settings)
     if not is_busy:
-        said = rated(tmp_path, endpoint.url, trajectory("a"), trajectory("b"), **settings)
+        said = rated(tmp_path, endpoint.url, answered("a"), answered("b"), **settings)
     reason = "HTTP 503 of" if is_busy else "ClientConnectorError: Cannot connect to host"
     for one in said:
         with pytest.raises(NotServed, match=f"no reply of .* in 0.1 s: {reason}"):
@@ -199,8 +183,8 @@ def test_a_slow_judge_holds_up_only_its_verdict(tmp_path: Path) -> None:
         return chat(GOOD)
 
     with model_endpoint(answer) as endpoint:
-        (slow,) = rated(tmp_path, endpoint.url, trajectory("slow"), timeout_s=0.5)
-        (quick,) = rated(tmp_path, endpoint.url, trajectory("a"))
+        (slow,) = rated(tmp_path, endpoint.url, answered("slow"), timeout_s=0.5)
+        (quick,) = rated(tmp_path, endpoint.url, answered("a"))
         go_on.set()
     assert type(slow) is EndpointError
     assert str(slow) == f"no reply of {endpoint.url}/chat/completions in 0.5 s"
@@ -217,7 +201,7 @@ def test_a_slow_judge_holds_up_only_its_verdict(tmp_path: Path) -> None:
 def test_a_judge_over_its_budget_asks_nothing(
     tmp_path: Path, budget: dict[str, Any], reason: str
 ) -> None:
-    one, other = trajectory("a"), trajectory("b")
+    one, other = answered("a"), answered("b")
     with model_endpoint(lambda _: chat(GOOD)) as endpoint:
         _, over, kept = rated(tmp_path, endpoint.url, one, other, one, **budget)
         (restarted,) = rated(tmp_path, endpoint.url, other, **budget)
@@ -227,8 +211,8 @@ def test_a_judge_over_its_budget_asks_nothing(
 
 def test_a_budget_of_tokens_needs_their_number(tmp_path: Path) -> None:
     with model_endpoint(lambda _: chat(GOOD, tokens=None)) as endpoint:
-        (said,) = rated(tmp_path, endpoint.url, trajectory("a"), budget_tokens=100)
-        (free,) = rated(tmp_path, endpoint.url, trajectory("a"))
+        (said,) = rated(tmp_path, endpoint.url, answered("a"), budget_tokens=100)
+        (free,) = rated(tmp_path, endpoint.url, answered("a"))
     assert isinstance(said, JudgeError) and "which budget_tokens needs" in str(said)
     assert free[1]["tokens"] == 0
 
@@ -257,7 +241,7 @@ def test_each_step_is_judged_with_the_replies_up_to_it(tmp_path: Path) -> None:
     with model_endpoint(
         lambda body: chat(GOOD if "two" in body["messages"][1]["content"] else '{"score": 1}')
     ) as endpoint:
-        (said,) = rated(tmp_path, endpoint.url, trajectory("one", "two"), per="step")
+        (said,) = rated(tmp_path, endpoint.url, answered("one", "two"), per="step")
     assert {step: value for step, (value, _) in said.items()} == {"k~0.0": 0.1, "k~1.0": 0.8}
 
 
@@ -279,7 +263,7 @@ def test_a_step_without_a_verdict_ends_the_others(tmp_path: Path) -> None:
             }
         )  # fmt: skip
         with pytest.raises(JudgeError, match="is no verdict"):
-            await reward(trajectory("one", "two"))
+            await reward(answered("one", "two"))
         return len(asyncio.all_tasks())
 
     with model_endpoint(answer) as endpoint:
@@ -315,7 +299,7 @@ def test_a_verdict_may_follow_a_quotation() -> None:
 
 @given(st.lists(st.text(), min_size=1, max_size=3))
 def test_replies_in_json_cannot_look_like_others(answers: list[str]) -> None:
-    one = trajectory(*answers)
+    one = answered(*answers)
     text = filled("{replies}\n{answer}", one, own_steps(one), as_json=True)
     replies, answer = map(json.loads, text.split("\n"))
     assert replies == [said_in(step) for step in one.steps] and answer == replies[-1]
@@ -323,7 +307,7 @@ def test_replies_in_json_cannot_look_like_others(answers: list[str]) -> None:
 
 @given(st.text())
 def test_a_template_is_filled_once(answer: str) -> None:
-    one = trajectory(answer + "{answer}", question="{replies}")
+    one = answered(answer + "{answer}", question="{replies}")
     text = filled("{metadata.question}|{answer}", one, own_steps(one))
     assert text == "{replies}|" + answer + "{answer}"
 
