@@ -9,7 +9,7 @@ from runtime.kafka import Cluster
 from runtime.topics.positions import StoredPosition
 from schemas.settings import Settings
 from trainer.errors import InvalidCheckpoint
-from trainer.versions.directory import VersionState, read_info, versions_in
+from trainer.versions.directory import VersionState, directory_of, read_info, versions_in
 
 PROCESS = "trainer"
 
@@ -29,7 +29,7 @@ def positions(settings: Settings, cluster: Cluster) -> list[StoredPosition]:
         newest = max(directories, key=lambda v: (v.attempt, v.sync_index))
         place, batches = f"checkpoint {newest}", topics.ready_batches(run, "train")
         try:
-            state = read_info(root / str(newest)).state
+            state = read_info(directory_of(root, newest)).state
         except InvalidCheckpoint as e:
             found.append(StoredPosition(PROCESS, place, batches, None, 0, 0, str(e)))
             continue

@@ -369,13 +369,12 @@ class Run:
 
     def _delete_old(self, current_version: str) -> None:
         s, t, log = self._settings, self._settings.trainer, self.versions
-        existing = versions_in(s.weights_uri, s.run_id).keys()
-        old = deletable(log, existing, current_version, t.keep_versions, t.keep_best_by)
-        prune(s.weights_uri, s.run_id, old)
-        complete = versions_in(s.checkpoint_dir, s.run_id).keys()
-        keep = t.keep_checkpoints
-        old = deletable_checkpoints(log, complete, current_version, keep, t.keep_best_by)
-        prune(s.checkpoint_dir, s.run_id, old)
+        found = versions_in(s.weights_uri, s.run_id)
+        old = deletable(log, found.keys(), current_version, t.keep_versions, t.keep_best_by)
+        prune(s.weights_uri, found, old)
+        found, keep = versions_in(s.checkpoint_dir, s.run_id), t.keep_checkpoints
+        old = deletable_checkpoints(log, found.keys(), current_version, keep, t.keep_best_by)
+        prune(s.checkpoint_dir, found, old)
 
     def _check_ids(self, versions: Set[str], batch_seq: int) -> None:
         """Refuse tokens of versions with ids that this trainer gives to its own versions.

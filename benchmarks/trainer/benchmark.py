@@ -188,7 +188,3 @@ def main() -> None:
     rounds = asked.rounds or (1 if asked.check else 3)
     with tempfile.TemporaryDirectory(prefix="clawstream-bench-") as directory:
         print(json.dumps(run(Path(directory), check=asked.check, rounds=rounds)))
-
-
-if __name__ == "__main__":
-    main()

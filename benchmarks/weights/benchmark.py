@@ -42,7 +42,7 @@ from schemas.settings import Settings
 from trainer.model.policy import Policy
 from trainer.position import Position
 from trainer.versions.directory import VersionState
-from trainer.versions.publish import Publisher
+from trainer.versions.publish import DELTA, Publisher
 
 RUN, STEPS = "bench", 3
 RATES = {"delta_bytes_ratio": 1e-6, "delta_bytes_ratio_1e5": 1e-5}
@@ -106,7 +106,7 @@ def _step(policy: Policy) -> None:
 
 def _own_bytes(files: Sequence[WeightFile]) -> float:
     """Return the bytes that the last version added: its delta, or its tensor files."""
-    if files[-1].url.endswith(".delta"):
+    if files[-1].url.endswith(DELTA):
         return files[-1].size_bytes
     return sum(file.size_bytes for file in files if file.url.endswith(".safetensors"))
 

@@ -21,6 +21,7 @@ from runtime.digests import sha256
 from runtime.weights.delta import Snapshot, mapped, write_delta
 from schemas.records import WeightFile
 from schemas.settings import RolloutSettings
+from trainer.versions.publish import DELTA
 
 LOADS, CLIENTS, TOKENS = 20, 8, 120
 NAME = "model.safetensors"
@@ -49,10 +50,10 @@ def _chain(model: Path, directory: Path) -> list[WeightFile]:
         new = directory / str(number)
         new.mkdir()
         save_file(tensors, new / NAME, {"format": "pt"})
-        with (new / "model.delta").open("wb") as target:
+        with (new / DELTA).open("wb") as target:
             following = write_delta(base, mapped(new), target)
         assert following is not None
-        files.append(_file(new / "model.delta"))
+        files.append(_file(new / DELTA))
         base = following
     return files
 

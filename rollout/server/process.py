@@ -21,7 +21,6 @@ from importlib import metadata
 from pathlib import Path
 
 import aiohttp
-import psutil
 
 from rollout.errors import EngineUnavailable, ServerFailed
 from rollout.server.drain import wait_drained
@@ -113,6 +112,8 @@ def server_environment(base: Mapping[str, str]) -> dict[str, str]:
 
 def _cpu_environment(base: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of the CPU build, with the number of threads of the caller if set."""
+    import psutil  # comes with vLLM, which a worker of an attached server lacks
+
     # vLLM limits the threads of a worker's own process only. One core stays free for the API
     # server, as vLLM would leave it: with a thread on every core, each waits for the others.
     physical = psutil.cpu_count(logical=False) or len(os.sched_getaffinity(0))

@@ -8,6 +8,7 @@ from the newest one that is in the cache, else from the full one.
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -137,8 +138,7 @@ def _download(file: WeightFile, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         with fsspec.open(file.url, "rb") as source, part.open("wb") as target:
-            while block := source.read(_READ_BYTES):
-                target.write(block)
+            shutil.copyfileobj(source, target, _READ_BYTES)
     except MemoryError:
         raise
     except Exception as error:  # every file system of fsspec has errors of its own

@@ -118,7 +118,7 @@ def _columns(sequences: Sequence[TrainingSequence], trained: Tokens) -> dict[str
     """
     lengths = np.array([sequence.trained_tokens for sequence in sequences], np.int64)
     old = [
-        sequence.tokens.trained().logprobs
+        sequence.tokens.logprobs[sequence.tokens.mask]
         if sequence.old_logprobs is None
         else sequence.old_logprobs
         for sequence in sequences

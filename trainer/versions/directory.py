@@ -225,16 +225,20 @@ def delete_unpublished(
     return deleted, foreign
 
 
-def prune(root: str | Path, run_id: str, delete: Collection[Version]) -> None:
-    """Delete the directories of these versions, the newest first: a delta goes before its base.
+def prune(root: str | Path, found: Mapping[Version, str], delete: Collection[Version]) -> None:
+    """Delete the directories of versions, the newest first: a delta goes before its base.
 
     clawstream.json goes first, so a directory that a kill leaves half deleted is invalid.
+
+    Args:
+        root: of the directories.
+        found: from `versions_in`.
+        delete: versions; those without a directory are left out.
 
     Raises:
         StorageFailed: one can't be deleted.
     """
     files, _ = file_system(root)
-    found = versions_in(root, run_id)
     with storage(root):
         for version in sorted(found.keys() & set(delete), reverse=True):
             if files.exists(f"{found[version]}/{INFO}"):

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from runtime.digests import sha256
 from runtime.topics.records import now_micros
 from runtime.weights.delta import Snapshot, mapped, write_delta
 from runtime.weights.files import SUFFIX, local_path
@@ -57,7 +56,6 @@ class Publisher:
         self._root = self._staging if local is None else local
         self._last: Snapshot | None = None
         self._files: tuple[WeightFile, ...] = ()
-        self._deltas = 0
         if policy.processes.leads:
             shutil.rmtree(self._staging / settings.run_id, ignore_errors=True)
 
@@ -82,46 +80,61 @@ class Publisher:
         if not self._policy.processes.leads:
             self._policy.save(self._root, dtypes)
             return Exported((), is_delta=False)
-        is_delta = False
+        delta = model = None
         with new_directory(self._root, state) as directory:
             if settings.trainer.full_every > 1 and self._policy.base_model is None:
                 model = self._staging / version.run_id / f"model-{version.sync_index}"
                 model.mkdir(parents=True)
                 self._policy.save(model, dtypes)
-                is_delta = self._write(model, directory)
+                delta = self._write(model, directory)
             else:
                 self._policy.save(directory, dtypes)
-        self._deltas = self._deltas + 1 if is_delta else 0
-        _, own = _files_in(directory_of(self._root, version), settings.weights_uri, version)
-        self._files = (*self._files, *own) if is_delta else own
+        info, own = _files_in(directory_of(self._root, version), settings.weights_uri, version)
+        if model is not None:
+            self._keep(model, delta, info.files)
+        self._files = own if delta is None else (*self._files, *own)
         if self._remote:
-            self._upload(version)
-        return Exported(self._files, is_delta)
+            self._upload(version, info)
+        return Exported(self._files, delta is not None)
 
-    def _write(self, model: Path, directory: Path) -> bool:
-        """Write a model, or its delta to the last one, to a directory; return whether a delta.
+    def _write(self, model: Path, directory: Path) -> Snapshot | None:
+        """Write a model, or its delta to the last one, to a directory.
 
-        The model becomes the last one.
+        Returns:
+            The model, if it was written as a delta.
         """
-        content, delta = mapped(model), None
-        if self._last is not None and self._deltas + 1 < self._settings.trainer.full_every:
+        delta = None
+        deltas = sum(file.url.endswith(f"/{DELTA}") for file in self._files)
+        if self._last is not None and deltas + 1 < self._settings.trainer.full_every:
             with (directory / DELTA).open("wb") as target:
-                delta = write_delta(self._last, content, target)
+                delta = write_delta(self._last, mapped(model), target)
             if delta is None:
                 (directory / DELTA).unlink()
         if delta is None:
             shutil.copytree(model, directory, dirs_exist_ok=True)
-        self._last = delta or Snapshot(content, {name: sha256(model / name) for name in content})
+        return delta
+
+    def _keep(self, model: Path, delta: Snapshot | None, digests: Mapping[str, str]) -> None:
+        """Let a model be the last one, and delete the one before.
+
+        Args:
+            model: its directory.
+            delta: the model, if it was written as a delta.
+            digests: SHA-256 of the files of its version, by name.
+        """
+        if delta is None:
+            content = mapped(model)
+            delta = Snapshot(content, {name: digests[name] for name in content})
+        self._last = delta
         for other in model.parent.glob("model-*"):  # no longer mapped
             if other != model:
                 shutil.rmtree(other, ignore_errors=True)
-        return delta is not None
 
-    def _upload(self, version: Version) -> None:
+    def _upload(self, version: Version, info: DirectoryInfo) -> None:
         """Move the directory of a version from the staging directory to the remote one."""
         source = directory_of(self._root, version)
         target = f"{self._settings.weights_uri}/{version}"
-        names = (INFO, *sorted(read_info(source).files))
+        names = (INFO, *sorted(info.files))
         files, path = file_system(target)
         with storage(target):
             if files.exists(f"{path}/{INFO}"):

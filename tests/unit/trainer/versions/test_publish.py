@@ -261,7 +261,7 @@ def test_of_deltas_the_newest_is_deleted_first(
         rm(files, path, **how)
 
     monkeypatch.setattr(LocalFileSystem, "rm", noted)
-    prune(tmp_path, "r", [Version("r", 9, 0), Version("r", 10, 0)])
+    prune(tmp_path, versions_in(tmp_path, "r"), [Version("r", 9, 0), Version("r", 10, 0)])
     assert deleted == ["10.0", "9.0"]
 
 
