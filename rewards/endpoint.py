@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import aiohttp
@@ -53,12 +53,20 @@ class Endpoint:
         self._connections = asyncio.Semaphore(CONNECTIONS)
         self._session = self._open()
 
-    async def post(self, path: str, body: Any) -> dict[str, Any]:
+    async def post(
+        self, path: str, body: Any, give_back: Callable[[], None] = lambda: None
+    ) -> dict[str, Any]:
         """Return the reply as JSON.
 
         Until the time-out, repeats a request that the endpoint does not begin: no connection, 429
         and 503. Repeats after 408, other 5xx and broken connections while attempts are left. The
         pauses grow up to 8 s; Retry-After lengthens them.
+
+        Args:
+            path: Below the base URL.
+            body: Sent as JSON.
+            give_back: Called if this ends, also by cancellation, and the endpoint has begun no
+                attempt.
 
         Raises:
             NotServed: The time-out, and the endpoint has begun no attempt.
@@ -82,6 +90,9 @@ class Endpoint:
             late = f"no reply of {self._url}{path} in {self._timeout_s:g} s"
             error = EndpointError if begun else NotServed
             raise error(late if last is None else f"{late}: {last}") from e
+        finally:
+            if not begun:
+                give_back()
 
     async def _post(self, path: str, body: Any) -> dict[str, Any]:
         session = await anext(self._session)

@@ -6,13 +6,14 @@ import asyncio
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median_low, multimode
 from typing import Any
 
 import orjson
 
 from rewards.answer import own_steps
-from rewards.endpoint import Endpoint, NotServed
+from rewards.endpoint import Endpoint
 from rewards.judge.ledger import Budget, Ledger, canonical
 from rewards.template import check_template, filled
 from schemas.records import Trajectory, TrajectoryStep
@@ -124,12 +125,8 @@ class _JudgeClient:
         kept = self._ledger.reply(packed)
         if kept is not None:
             return verdict_in(kept.decode(), self._settings.scale, 0)
-        spent = self._ledger.spend_call(run_id)
-        try:
-            reply = await self._endpoint.post("/chat/completions", request)
-        except NotServed:
-            self._ledger.give_call_back(spent)
-            raise
+        give_back = partial(self._ledger.give_call_back, self._ledger.spend_call(run_id))
+        reply = await self._endpoint.post("/chat/completions", request, give_back)
         tokens = self._tokens_of(reply)
         self._ledger.spend_tokens(run_id, tokens)
         try:

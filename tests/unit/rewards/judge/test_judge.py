@@ -174,6 +174,17 @@ def test_an_outage_has_a_reason_and_spends_no_call(tmp_path: Path, is_busy: bool
             raise one
 
 
+def test_cancelled_requests_of_an_outage_spend_no_call(tmp_path: Path) -> None:
+    """The first step without a reply cancels the requests of the others."""
+    with model_endpoint(lambda _: chat(GOOD)) as endpoint:
+        pass  # it is down
+    steps, settings = answered("a", "b", "c"), {"budget_calls": 8, "timeout_s": 0.2}
+    (said,) = rated(tmp_path, endpoint.url, steps, per="step", **settings)
+    assert isinstance(said, NotServed)
+    with closing(sqlite3.connect(tmp_path / "judges.sqlite")) as db:
+        assert db.execute("select sum(calls) from spending").fetchone() == (0,)
+
+
 def test_a_slow_judge_holds_up_only_its_verdict(tmp_path: Path) -> None:
     go_on = threading.Event()
 
