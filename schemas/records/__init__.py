@@ -32,6 +32,7 @@ from schemas.records.parts import (
 from schemas.records.rewards import Assessment, Curation, Finding, Reward
 from schemas.records.runs import BudgetRefusal, IndexedRun, RolloutBudget, RunIndex
 from schemas.records.steps import (
+    Continuation,
     FailedCall,
     FailureSource,
     Sampling,
@@ -71,6 +72,7 @@ __all__ = [
     "BudgetRefusal",
     "Candidate",
     "CandidateStep",
+    "Continuation",
     "Channel",
     "Curation",
     "DeadLetter",

@@ -40,6 +40,15 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Continuation:
+    """Whether the prompt continues the tokens of an earlier step (exact continuation)."""
+
+    previous_step_id: str | None = None
+    kept_tokens: int | None = None
+    reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
     """One sampled choice of one LLM call, as the gateway saw it. Key: trajectory key."""
 
@@ -80,6 +89,7 @@ class Step:
     sampling: Sampling | None = None
     usage: Usage | None = None
     tokenizer_fingerprint: str | None = None
+    continuation: Continuation | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
