@@ -30,6 +30,7 @@ from gateway.auth.key_limits import KeyLimits
 from gateway.auth.session_keys import secret_of
 from gateway.claw_r1.api import LARGE_BODIES, claw_r1_routes
 from gateway.clock import Clock
+from gateway.continuation.memory import ContinuationMemory
 from gateway.durability.blobs import Blobs
 from gateway.durability.delivery import DeliveryManager
 from gateway.durability.log import LogProducer, Message
@@ -129,7 +130,7 @@ def create_app(
     limits = KeyLimits(clock)
     services = Services(
         settings, authenticator, trajectories, delivery, log, upstream, clock, metrics, in_flight,
-        failed, limits,
+        failed, limits, ContinuationMemory(settings.gateway.continuation_memory_bytes),
     )  # fmt: skip
 
     @asynccontextmanager

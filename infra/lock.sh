@@ -14,7 +14,7 @@ grep -E '^uv==' requirements/all.lock | tr -d ' \\' | $compile - -o requirements
 $compile --no-deps requirements/exports.in -o requirements/exports.lock
 # Libraries of environments. Some have no wheels, so that an ordinary installation does without them.
 $compile --constraint requirements/all.lock requirements/environments.in -o requirements/environments.lock
-# In an environment of its own: it needs other versions of openai and mcp.
-$compile requirements/verifiers.in -o requirements/verifiers.lock
+# In an environment of its own, without our overrides: it needs other versions of openai and mcp.
+$compile --no-config requirements/verifiers.in -o requirements/verifiers.lock
 # Alone: of the first only the model file is read.
 $compile --no-deps requirements/smollm2.in -o requirements/smollm2.lock

@@ -31,6 +31,10 @@ Frames follow each other without a gap; choices without news are omitted.
                       blank line. Tokens, finish reason and versions come before the event that
                       shows them, or with it, never after it.
 
+Exact continuation: a request with the header `CONTINUE: 1` has `PRIOR_FIELD` as the last field of
+its body (`prior_fields`). The engine removes it and samples from these ids and the tokens of the
+new turn, or from the rendered prompt, and then reports why ("r").
+
 A reader that finds "a", or no frame with "f" for a choice, has no complete tokens for it. Packing
 is that of `schemas.tokens`.
 """
@@ -50,6 +54,8 @@ OWN_BODY = "x-clawstream-body"
 VERSION_START = "x-clawstream-version-start"
 TOKENIZER = "x-clawstream-tokenizer"
 COMMENT = b": clawstream "
+CONTINUE = "x-clawstream-continue"
+PRIOR_FIELD = "clawstream_prior"
 
 Span = tuple[str, int, int]
 """Output ids [start, end) were sampled by this weight version: version, start, end."""
@@ -72,7 +78,8 @@ class Choice(NamedTuple):
 class Frame(NamedTuple):
     """New tokens of one generation.
 
-    prompt_ids (packed), sampling and cached are sent once. absent: Why there are no tokens.
+    prompt_ids (packed), sampling, cached and rendered are sent once. absent: Why there are no
+    tokens. rendered: Why the prompt does not continue the ids that the request gave.
     """
 
     generation: int
@@ -81,6 +88,39 @@ class Frame(NamedTuple):
     absent: str | None = None
     sampling: Sampling | None = None
     cached: int | None = None
+    rendered: str | None = None
+
+
+class Prior(NamedTuple):
+    """The tokens of the turn that a request continues.
+
+    renderer: Family of the chat template, a name of the library `renderers`.
+    prompt_ids, sampled_ids: Packed.
+    limit: Longest prompt in tokens; None: the engine's own limit.
+    """
+
+    renderer: str
+    prompt_ids: bytes
+    sampled_ids: bytes
+    limit: int | None = None
+
+
+def prior_fields(prior: Prior) -> dict[str, Any]:
+    """Return the field for the end of a request's body."""
+    ids = (b2a_base64(ids, newline=False).decode() for ids in (prior.prompt_ids, prior.sampled_ids))
+    return {PRIOR_FIELD: [prior.renderer, *ids, prior.limit]}
+
+
+def split_prior(body: bytes) -> tuple[bytes, Prior | None]:
+    """Remove the field of `prior_fields` from a body; None: it is not at the end of the body."""
+    own, found, field = body.rpartition(b',"%b":' % PRIOR_FIELD.encode())
+    try:
+        if not found:
+            raise ValueError(PRIOR_FIELD)
+        renderer, prompt, sampled, limit = orjson.loads(field.removesuffix(b"}"))
+        return own + b"}", Prior(renderer, a2b_base64(prompt), a2b_base64(sampled), limit)
+    except (ValueError, TypeError):
+        return body, None
 
 
 def encode(frame: Frame) -> bytes:
@@ -100,6 +140,8 @@ def encode(frame: Frame) -> bytes:
         head["s"] = _plain_sampling(frame.sampling)
     if frame.cached is not None:
         head["h"] = frame.cached
+    if frame.rendered is not None:
+        head["r"] = frame.rendered
     entries = []
     for which, ids, logprobs, finish, spans in frame.choices:
         choice: dict[str, Any] = {"i": which, "n": len(ids) // 4}
@@ -156,8 +198,12 @@ def decode(data: bytes) -> list[Frame]:
             sampling, cached = head.get("s"), head.get("h")
             if cached is not None and (type(cached) is not int or not 0 <= cached < 1 << 31):
                 raise ValueError(f"capture frame: {cached!r:.20} cached tokens")
+            rendered = head.get("r")
+            if rendered is not None and (type(rendered) is not str or len(rendered) > MAX_WORD):
+                raise ValueError(f"capture frame: rendered because {rendered!r:.20}")
             how = sampling if sampling is None else _sampling(sampling)
-            frames.append(Frame(head["g"], prompt, tuple(choices), head.get("a"), how, cached))
+            absent = head.get("a")
+            frames.append(Frame(head["g"], prompt, tuple(choices), absent, how, cached, rendered))
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"capture frame: malformed head: {error!r}") from error
     if at != end:

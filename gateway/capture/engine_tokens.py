@@ -36,7 +36,9 @@ class CapturedTokens:
     absent: Reason for missing tokens when no frame arrives.
     """
 
-    __slots__ = ("_absent", "_cached", "_choices", "_prompts", "_sampling", "_why", "wrong")
+    __slots__ = (
+        "_absent", "_cached", "_choices", "_prompts", "_rendered", "_sampling", "_why", "wrong",
+    )  # fmt: skip
 
     def __init__(self, absent: str = NOT_REPORTED) -> None:
         self._absent = absent
@@ -44,6 +46,7 @@ class CapturedTokens:
         self._why: dict[int, str] = {}
         self._sampling: dict[int, Sampling] = {}
         self._cached: dict[int, int] = {}
+        self._rendered: dict[int, str] = {}
         self._choices: dict[tuple[int, int], _ChoiceTokens] = {}
         self.wrong: str | None = None
         """Error of an invalid frame; the call then has no tokens."""
@@ -72,7 +75,7 @@ class CapturedTokens:
 
     def add(self, frames: Iterable[engine_frames.Frame]) -> None:
         """Add frames."""
-        for generation, prompt_ids, choices, absent, sampling, cached in frames:
+        for generation, prompt_ids, choices, absent, sampling, cached, rendered in frames:
             if prompt_ids is not None:
                 self._prompts[generation] = prompt_ids
             if absent is not None:
@@ -81,6 +84,8 @@ class CapturedTokens:
                 self._sampling[generation] = sampling
             if cached is not None:
                 self._cached[generation] = cached
+            if rendered is not None:
+                self._rendered[generation] = rendered
             for which, ids, logprobs, finish, spans in choices:
                 tokens = self._choices.get((generation, which))
                 if tokens is None:
@@ -104,6 +109,10 @@ class CapturedTokens:
         if self.wrong is not None:
             return None
         return self._sampling.get(index // (request.n // request.prompts))
+
+    def rendered(self, index: int, request: Request) -> str | None:
+        """Return why the prompt of a choice was rendered; None when not reported."""
+        return self._rendered.get(index // (request.n // request.prompts))
 
     def usage(self) -> Usage | None:
         """Count the reported tokens; None when the engine reported none."""

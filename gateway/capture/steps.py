@@ -10,6 +10,7 @@ from gateway.attribution.resolver import TrajectoryRef
 from gateway.capture.engine_tokens import CapturedTokens
 from gateway.capture.sampling import requested_sampling
 from gateway.capture.unread import Unread
+from gateway.continuation.memory import Lookup
 from gateway.protocols.base import Choice, ParsedReply, Request
 from gateway.protocols.usage import merged
 from schemas.ids import step_id
@@ -20,7 +21,10 @@ ABORTED = ("abort", "error")
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One accepted call. received_at: microseconds. body: the client's bytes."""
+    """One accepted call. received_at: microseconds. body: the client's bytes.
+
+    continues: None: the run does not ask for exact continuation, or the protocol has no turns.
+    """
 
     trajectory: TrajectoryRef
     call_id: str
@@ -33,6 +37,7 @@ class Call:
     retry_count: int | None = None
     user_agent: str | None = None
     tags: tuple[Tag, ...] = ()
+    continues: Lookup | None = None
 
     @property
     def step_ids(self) -> list[str]:
@@ -110,6 +115,10 @@ def _step(
     # Some protocols report an aborted reply as finished; the middleware reports the abort.
     engine_finish = captured.finish(choice.index, call.request)
     finish_reason = engine_finish if engine_finish in ABORTED else choice.finish_reason
+    continuation = None
+    if call.continues is not None:
+        rendered = captured.rendered(choice.index, call.request)
+        continuation = call.continues.outcome(tokens.prompt_ids, rendered)
     return Step(
         step_id=step_id(call.call_id, choice.index),
         run_id=call.trajectory.run_id,
@@ -143,6 +152,7 @@ def _step(
         or requested_sampling(call.request.payload),
         usage=usage,
         tokenizer_fingerprint=sampler.tokenizer,
+        continuation=continuation,
     )
 
 

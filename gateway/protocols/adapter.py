@@ -74,6 +74,8 @@ class ProtocolAdapter(ABC):
     reply_noun: str
     """Noun for its reply, for messages."""
     errors: ErrorFormat = OPENAI_ERRORS
+    has_turns = True
+    """Whether a request is a conversation, which a later request can continue."""
 
     def parse_request(self, body: bytes) -> Request:
         """Parse and check a request body.

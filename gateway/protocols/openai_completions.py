@@ -34,6 +34,7 @@ class OpenAICompletions(ChoicesAdapter):
     name = "openai.completions"
     path = "/v1/completions"
     reply_noun = "a completion"
+    has_turns = False
 
     def token_fields(self, payload: Mapping[str, Any]) -> dict[str, Any]:
         if payload.get("echo"):

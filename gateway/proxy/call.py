@@ -28,6 +28,7 @@ from gateway.engines.registry import EngineSpec
 from gateway.errors import ClientGone, NotRecorded, UpstreamFailed, UpstreamTimeout
 from gateway.protocols.adapter import ProtocolAdapter
 from gateway.protocols.base import ParsedReply
+from gateway.protocols.request_fields import with_fields
 from gateway.proxy.failed_calls import Attempt, Failure, engine_failure, failure_of
 from gateway.proxy.forwarding import (
     content_headers,
@@ -93,13 +94,26 @@ class ProxiedCall:
         return await reply.finish()
 
     def _request(self) -> UpstreamCall:
-        call, adapter, headers = self.call, self.adapter, self.attempt.headers
+        call, headers = self.call, self.attempt.headers
+        sent = forwarded(headers, has_body=True)
+        gateway = self.services.settings.gateway
+        family, prior = gateway.exact_continuation, None
+        if family is not None and call.continues is not None:
+            prior = call.continues.prior(family, gateway.max_prompt_tokens)
+        if prior is not None:
+            sent[engine_frames.CONTINUE] = "1"
         return self.services.upstream.call(
-            "POST", self._path, lambda spec: adapter.engine_body(call.request, spec.kind),
-            forwarded(headers, has_body=True), key=call.trajectory.trajectory_key,
-            run_id=call.trajectory.run_id, model=call.request.model, on_engine=self._on_engine,
+            "POST", self._path, lambda spec: self._engine_body(spec, prior), sent,
+            key=call.trajectory.trajectory_key, run_id=call.trajectory.run_id,
+            model=call.request.model, on_engine=self._on_engine,
             credentials=credentials_of(headers),
         )  # fmt: skip
+
+    def _engine_body(self, spec: EngineSpec, prior: engine_frames.Prior | None) -> bytes:
+        request = self.call.request
+        if prior is not None and spec.kind == "captured":
+            return with_fields(request, engine_frames.prior_fields(prior))
+        return self.adapter.engine_body(request, spec.kind)
 
     def _on_engine(self, spec: EngineSpec | None) -> None:
         self._engine = spec
@@ -160,6 +174,8 @@ class ProxiedCall:
         delivery = await services.record_writer.record(steps)
         for step in steps:
             services.metrics.recorded[step.status].inc()
+            if self.call.continues is not None:
+                services.continuations.remember(self.call.continues, step)
         if delivery == "spooled":
             services.metrics.steps_spooled.inc(len(steps))
 

@@ -129,6 +129,9 @@ class CallEndpoint:
         trajectory = services.trajectories.resolve(
             caller, headers, attempt.key, attempt.group, request.payload
         )
+        continues = None
+        if services.settings.gateway.exact_continuation is not None and adapter.has_turns:
+            continues = services.continuations.look_up(trajectory, request.payload)
         return Call(
             trajectory=trajectory,
             call_id=new_call_id(trajectory.trajectory_key),
@@ -141,6 +144,7 @@ class CallEndpoint:
             retry_count=_retry_count(headers),
             user_agent=headers.get("user-agent"),
             tags=tags_of(headers, request.payload),
+            continues=continues,
         )
 
 

@@ -11,6 +11,7 @@ from gateway.attribution.resolver import TrajectoryResolver
 from gateway.auth.authenticator import Authenticator
 from gateway.auth.key_limits import KeyLimits
 from gateway.clock import Clock
+from gateway.continuation.memory import ContinuationMemory
 from gateway.durability.delivery import DeliveryManager
 from gateway.durability.record_writer import RecordWriter
 from gateway.engines.client import Upstream
@@ -34,6 +35,7 @@ class Services:
     in_flight: InFlightLimits
     failed: FailedCalls
     limits: KeyLimits
+    continuations: ContinuationMemory
 
 
 def held_body(receive: Receive, services: Services) -> HeldBody:

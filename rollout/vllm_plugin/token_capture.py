@@ -22,6 +22,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from rollout.vllm_plugin.adapters import adapters_of
+from rollout.vllm_plugin.continuation import Exchange, PromptTap
 from rollout.vllm_plugin.sampling import ServerOptions, sampling_of, server_options
 from schemas import engine_frames as wire
 from schemas.records import Sampling
@@ -35,6 +36,7 @@ Labels = Sequence[tuple[bytes, bytes]]
 """Headers that every reply carries."""
 
 _CAPTURE_HEADER = (wire.ASK.encode(), b"1")
+_CONTINUE_HEADER = (wire.CONTINUE.encode(), b"1")
 BEAM_SEARCH = "beam search: its tokens are searched, not sampled"
 EMBEDDINGS = "the prompt is embeddings, not tokens"
 _BEAM = re.compile(r"-beam-\d+$")
@@ -105,13 +107,19 @@ def sampled_logprobs(ids: Sequence[int], logprobs: Any) -> list[float] | None:
 class Generation:
     """The output of one `generate` call since the last frame.
 
-    absent: Why its tokens must not be reported.
+    absent: Why its tokens must not be reported. rendered: See `Frame`.
     """
 
     def __init__(
-        self, index: int, delta: bool, sampling: Sampling | None = None, absent: str | None = None
+        self,
+        index: int,
+        delta: bool,
+        sampling: Sampling | None = None,
+        absent: str | None = None,
+        rendered: str | None = None,
     ) -> None:
         self._index, self._delta, self._sampling, self._absent = index, delta, sampling, absent
+        self._rendered = rendered
         self._prompt: Sequence[int] | None = None
         self._cached: int | None = None
         self._choices: dict[int, ChoiceBuffer] = {}
@@ -144,8 +152,11 @@ class Generation:
             return None
         prompt = None if self._prompt is None else pack_ids(self._prompt)
         choices = tuple(self._choices[which].flush(which) for which in sorted(self._news))
-        frame = wire.Frame(self._index, prompt, choices, None, self._sampling, self._cached)
+        frame = wire.Frame(
+            self._index, prompt, choices, None, self._sampling, self._cached, self._rendered
+        )
         self._begun, self._prompt, self._sampling, self._cached = True, None, None, None
+        self._rendered = None
         self._news.clear()
         return frame
 
@@ -155,6 +166,7 @@ class Call:
 
     def __init__(self) -> None:
         self.generations: list[Generation] = []
+        self.exchange = Exchange()
 
     def begin(
         self, prompt: Any, sampling_params: Any, request_id: str, server: ServerOptions
@@ -174,7 +186,11 @@ class Call:
             absent = EMBEDDINGS  # vLLM would name zeros as the prompt's ids
         delta = sampling_params.output_kind.name == "DELTA"
         generation = Generation(
-            len(self.generations), delta, sampling_of(sampling_params, server), absent
+            len(self.generations),
+            delta,
+            sampling_of(sampling_params, server),
+            absent,
+            self.exchange.reason,
         )
         self.generations.append(generation)
         return generation
@@ -189,6 +205,11 @@ _call: ContextVar[Call | None] = ContextVar("clawstream_capture", default=None)
 """The captured call that this task serves, if any. Tasks that an endpoint starts inherit it."""
 
 
+def _exchange() -> Exchange | None:
+    call = _call.get()
+    return None if call is None else call.exchange
+
+
 class EngineTap:
     """Wraps vLLM's engine client: records outputs of captured calls, and new version labels.
 
@@ -199,6 +220,8 @@ class EngineTap:
         self._client = client
         self._label: str | None = None
         adapters_of(client)
+        if (renderer := getattr(client, "renderer", None)) is not None:
+            PromptTap(renderer, _exchange)
         self._server = server_options(client)
         tokenizer = client.tokenizer
         self.tokenizer = None if tokenizer is None else fingerprint(tokenizer.get_vocab())
@@ -269,11 +292,34 @@ class Capture:
             await self._app(scope, receive, _labelled(labels, send))
             return
         call = Call()
+        if _CONTINUE_HEADER in scope["headers"]:
+            receive = _without_prior(call.exchange, receive)
         token = _call.set(call)
         try:
             await self._app(scope, receive, Reply(call, labels, send).send)
         finally:
             _call.reset(token)
+
+
+def _without_prior(exchange: Exchange, receive: Receive) -> Receive:
+    """Return a `receive` that gives the body without the earlier turn's tokens."""
+    begun = False
+
+    async def received() -> MutableMapping[str, Any]:
+        nonlocal begun
+        message = await receive()
+        if begun or message["type"] != "http.request":
+            return message
+        begun, parts = True, [message.get("body", b"")]
+        while message.get("more_body"):
+            message = await receive()
+            if message["type"] != "http.request":
+                return message
+            parts.append(message.get("body", b""))
+        body, exchange.prior = wire.split_prior(b"".join(parts))
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return received
 
 
 def _labelled(labels: Labels, send: Send) -> Send:

@@ -12,6 +12,14 @@ from pydantic import Field, model_validator
 
 from schemas.settings.base import Count, Name, Port, Positive, Section
 
+TemplateFamily = Literal[
+    "qwen3", "qwen3.5", "qwen3.6", "qwen3.8", "prime-qwen3", "llama-3", "gpt-oss", "gemma4",
+    "glm-4.5", "glm-5", "glm-5.1", "glm-5.3", "minimax-m2", "kimi-k2", "kimi-k2.5", "deepseek-v3",
+    "deepseek-r1", "deepseek-v4", "hy3", "inkling", "nemotron-3", "nemotron-3-ultra",
+    "nemotron-3.5",
+]  # fmt: skip
+"""Families of chat templates: names of the library `renderers`."""
+
 
 class UpstreamSettings(Section):
     """An engine or provider outside the workers topic.
@@ -185,6 +193,16 @@ class GatewaySettings(Section):
         None,
         description="directory with tokenizer.json, to decode submitted steps and for "
         "compute_reward",
+    )
+    exact_continuation: TemplateFamily | None = Field(
+        None,
+        description="family of the model's chat template: turns keep the token ids of earlier "
+        "turns; default: the template renders every prompt",
+    )
+    continuation_memory_bytes: Count = Field(
+        256 << 20,
+        description="memory of exact_continuation: token ids of replies; less forgets long or many "
+        "conversations",
     )
     redaction: RedactionSettings = RedactionSettings()
     compute_reward: str | None = Field(

@@ -52,6 +52,7 @@ ONLY_IN = {
         "demo/tool_parser.py",
     },  # the parser runs inside the engine
     "fastavro": {"schemas/codec/foreign.py"},
+    "renderers": {"rollout/vllm_plugin/continuation.py"},
 }
 FILES = sorted(p for package in ALLOWED for p in (ROOT / package).rglob("*.py"))
 MODULE_NAME = re.compile(r"[a-z_][a-z0-9_]*(\.[a-z_][a-z0-9_]*)+(:[A-Za-z_][A-Za-z0-9_]*)?")

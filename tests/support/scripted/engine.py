@@ -213,9 +213,9 @@ def frames_of(
         )
         if shown or with_prompts:
             told = (
-                (pack_ids(script.prompt_ids), script.sampling, script.cached)
+                (pack_ids(script.prompt_ids), script.sampling, script.cached, script.rendered)
                 if with_prompts
-                else (None, None, None)
+                else (None, None, None, None)
             )
             frames.append(engine_frames.Frame(g, told[0], shown, None, *told[1:]))
     return frames

@@ -54,7 +54,8 @@ class Script:
     many chunks. gate: acquired before each chunk except the first. no_tokens: the engine reports
     neither ids nor log-probabilities. number: part of the reply's ids; agents treat replies with
     the same id as one reply. sampling: sampling parameters that the middleware reports. cached:
-    prompt tokens that the engine had in its cache. tokenizer: its fingerprint.
+    prompt tokens that the engine had in its cache. tokenizer: its fingerprint. rendered: why the
+    prompt does not continue the ids of the request.
     """
 
     choices: Sequence[ScriptedChoice]
@@ -70,6 +71,7 @@ class Script:
     number: int = 1
     sampling: Sampling | None = None
     cached: int | None = None
+    rendered: str | None = None
 
 
 class Event(NamedTuple):

@@ -67,6 +67,7 @@ FRAME = st.builds(
     st.none() | TEXT,
     st.none() | SAMPLING,
     st.none() | st.integers(0, 2**31 - 1),
+    st.none() | TEXT,
 )
 FRAMES = st.lists(FRAME, max_size=4)
 EVENTS = st.sampled_from(
@@ -133,6 +134,7 @@ def test_a_frame_that_is_none_is_an_error(bad: bytes) -> None:
         b'"h":-1',
         b'"h":"1"',
         b'"h":true',
+        b'"r":1',
     ],
 )
 def test_sampling_parameters_of_a_wrong_type_are_an_error(more: bytes) -> None:
