@@ -136,12 +136,8 @@ def _is_system(item: Any) -> bool:
 
 
 def _model_turn(items: Sequence[Mapping[str, Any]]) -> Any:
-    """Return the words and calls of the model. Reasoning is left out: agents drop it."""
-    calls = []
-    for item in items:
-        for call in calls_of(item):
-            letters = "".join(filter(str.isalnum, call.call_id or ""))
-            calls.append([letters, call.name, _plain(_parsed(call.given))])
+    """Return the words and calls of the model. Agents drop reasoning and give calls other ids."""
+    calls = [[call.name, _plain(_parsed(call.given))] for item in items for call in calls_of(item)]
     return ["model", "\n".join(text for item in items for text in texts_of(item)).strip(), calls]
 
 
