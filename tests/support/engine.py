@@ -200,7 +200,7 @@ def folded(own: bytes, frames: Sequence[engine_frames.Frame]) -> Told:
     how: dict[int, Sampling] = {}
     choices: dict[tuple[int, int], Sampled] = {}
     absent = []
-    for generation, prompt_ids, news, reason, sampling, cached in frames:
+    for generation, prompt_ids, news, reason, sampling, cached, _ in frames:
         if prompt_ids is not None:
             assert generation not in prompts and sampling is not None
             prompts[generation], how[generation] = unpack_ids(prompt_ids), sampling
