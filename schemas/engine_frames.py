@@ -97,18 +97,20 @@ class Prior(NamedTuple):
     renderer: Family of the chat template, a name of the library `renderers`.
     prompt_ids, sampled_ids: Packed.
     limit: Longest prompt in tokens; None: the engine's own limit.
+    tokenizer: Fingerprint of the tokenizer that the ids belong to; None: not known.
     """
 
     renderer: str
     prompt_ids: bytes
     sampled_ids: bytes
     limit: int | None = None
+    tokenizer: str | None = None
 
 
 def prior_fields(prior: Prior) -> dict[str, Any]:
     """Return the field for the end of a request's body."""
     ids = (b2a_base64(ids, newline=False).decode() for ids in (prior.prompt_ids, prior.sampled_ids))
-    return {PRIOR_FIELD: [prior.renderer, *ids, prior.limit]}
+    return {PRIOR_FIELD: [prior.renderer, *ids, prior.limit, prior.tokenizer]}
 
 
 def split_prior(body: bytes) -> tuple[bytes, Prior | None]:
@@ -117,8 +119,8 @@ def split_prior(body: bytes) -> tuple[bytes, Prior | None]:
     try:
         if not found:
             raise ValueError(PRIOR_FIELD)
-        renderer, prompt, sampled, limit = orjson.loads(field.removesuffix(b"}"))
-        return own + b"}", Prior(renderer, a2b_base64(prompt), a2b_base64(sampled), limit)
+        renderer, prompt, sampled, *rest = orjson.loads(field.removesuffix(b"}"))
+        return own + b"}", Prior(renderer, a2b_base64(prompt), a2b_base64(sampled), *rest)
     except (ValueError, TypeError):
         return body, None
 

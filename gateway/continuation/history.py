@@ -161,6 +161,8 @@ def _given(item: Any) -> Any:
 
 def _plain(value: Any) -> Any:
     """Return a value without marks for caches, nulls, and the difference between 1 and 1.0."""
+    if isinstance(value, str):  # as a rule
+        return value
     if isinstance(value, dict):
         return {k: _plain(v) for k, v in value.items() if v is not None and k != "cache_control"}
     if isinstance(value, list):

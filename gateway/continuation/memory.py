@@ -31,12 +31,14 @@ class Reply(NamedTuple):
 
     parent: The reply whose tokens begin the prompt; None: `prompt` is all of it.
     prompt: Ids of the prompt behind those of the parent.
+    tokenizer: Fingerprint of the engine's tokenizer; None: not known.
     """
 
     step_id: str
     parent: Reply | None
     prompt: bytes
     sampled: bytes
+    tokenizer: str | None
 
     def prompt_ids(self) -> bytes:
         """Return all ids of the prompt."""
@@ -63,9 +65,10 @@ class Lookup:
 
     def prior(self, renderer: str, limit: int | None) -> Prior | None:
         """Return the tokens for the engine; see `Prior`."""
-        if self.reply is None:
+        reply = self.reply
+        if reply is None:
             return None
-        return Prior(renderer, self.prompt_ids, self.reply.sampled, limit)
+        return Prior(renderer, self.prompt_ids, reply.sampled, limit, reply.tokenizer)
 
     def outcome(self, prompt_ids: bytes | None, rendered: str | None) -> Continuation:
         """Return what a step records.
@@ -155,7 +158,9 @@ class ContinuationMemory:
         self._trajectories.move_to_end(key)
         place = digest, lookup.history.context
         known.replies.pop(place, None)  # the newest one is the last one
-        known.replies[place] = Reply(step.step_id, parent, prompt, sampled)
+        known.replies[place] = Reply(
+            step.step_id, parent, prompt, sampled, step.tokenizer_fingerprint
+        )
         size = len(prompt) + len(sampled) + OVERHEAD_BYTES
         known.size += size
         self.size += size

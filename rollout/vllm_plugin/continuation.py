@@ -22,9 +22,12 @@ from schemas.tokens import unpack_ids
 
 MEDIA = "media"
 NO_BRIDGE = "no_bridge"
+TOKENIZER_CHANGED = "tokenizer_changed"
 TOO_LONG = "too_long"
 UNKNOWN_TEMPLATE = "unknown_template"
 MAX_RENDERERS = 64
+SEARCHED = 1024
+"""Last ids of the earlier prompt in which `renderers` looks for the beginning of the reply."""
 
 
 class Rendered(NamedTuple):
@@ -55,14 +58,16 @@ def continued(prior: Prior, rendered: Rendered, renderer: Any) -> list[int] | st
         return MEDIA
     prompt, sampled = unpack_ids(prior.prompt_ids), unpack_ids(prior.sampled_ids)
     new = new_turn(rendered.conversation)
-    bridged = renderer.bridge_to_next_turn(prompt, sampled, new, tools=rendered.tools)
-    kept = len(prompt) + len(sampled)
-    if bridged is None or list(bridged.token_ids[:kept]) != [*prompt, *sampled]:
+    end = prompt[-SEARCHED:]
+    bridged = renderer.bridge_to_next_turn(end, sampled, new, tools=rendered.tools)
+    kept = len(end) + len(sampled)
+    if bridged is None or list(bridged.token_ids[:kept]) != [*end, *sampled]:
         return NO_BRIDGE
-    ids = list(bridged.token_ids)
-    turn = _without_close(ids[kept:], sampled, renderer.get_stop_token_ids())
+    added = list(bridged.token_ids[kept:])
+    turn = _without_close(added, sampled, renderer.get_stop_token_ids())
     if not turn or list(rendered.ids[-len(turn) :]) != turn:
         return UNKNOWN_TEMPLATE
+    ids = [*prompt, *sampled, *added]
     return ids if _fits(len(ids), prior.limit, rendered) else TOO_LONG
 
 
@@ -93,10 +98,17 @@ def _fits(length: int, limit: int | None, rendered: Rendered) -> bool:
 
 
 class PromptTap:
-    """Wraps vLLM's renderer. current: Returns the `Exchange` of the current request, if any."""
+    """Wraps vLLM's renderer.
 
-    def __init__(self, renderer: Any, current: Callable[[], Exchange | None]) -> None:
+    current: Returns the `Exchange` of the current request, if any.
+    fingerprint: Of the engine's tokenizer.
+    """
+
+    def __init__(
+        self, renderer: Any, current: Callable[[], Exchange | None], fingerprint: str | None
+    ) -> None:
         self._tokenizer, self._current = renderer.tokenizer, current
+        self._fingerprint = fingerprint
         self._render = renderer.render_chat_async
         renderer.render_chat_async = self.render_chat_async
         self._renderer_of = lru_cache(MAX_RENDERERS)(self._make_renderer)
@@ -124,6 +136,8 @@ class PromptTap:
     def _exchanged(
         self, prior: Prior, conversation: Any, prompt: Any, chat_params: Any, tok_params: Any
     ) -> list[int] | str:
+        if prior.tokenizer not in (None, self._fingerprint):
+            return TOKENIZER_CHANGED
         options = chat_params.chat_template_kwargs
         rendered = Rendered(
             conversation,

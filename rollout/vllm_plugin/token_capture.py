@@ -220,11 +220,11 @@ class EngineTap:
         self._client = client
         self._label: str | None = None
         adapters_of(client)
-        if (renderer := getattr(client, "renderer", None)) is not None:
-            PromptTap(renderer, _exchange)
         self._server = server_options(client)
         tokenizer = client.tokenizer
         self.tokenizer = None if tokenizer is None else fingerprint(tokenizer.get_vocab())
+        if (renderer := getattr(client, "renderer", None)) is not None:
+            PromptTap(renderer, _exchange, self.tokenizer)
         self._generate = client.generate
         self._update_weight_version = client.update_weight_version
         client.generate = self.generate

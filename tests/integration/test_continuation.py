@@ -134,7 +134,7 @@ def prompt_of(renderer: Any, name: str) -> list[int]:
 @pytest.mark.filterwarnings("default")
 def test_vllm_keeps_the_ids_on_every_endpoint(online_renderer: Any) -> None:
     exchange = Exchange()
-    PromptTap(online_renderer.renderer, lambda: exchange)
+    PromptTap(online_renderer.renderer, lambda: exchange, None)
     prompt = ids_of("<|im_start|>user\nadd<|im_end|>\n<|im_start|>assistant\n")
     call = f'<tool_call>\n{{"name":"add","arguments":{ARGUMENTS}}}\n</tool_call><|im_end|>'
     sampled = ids_of("<think>\nhm\n</think>\n\n" + call)

@@ -16,6 +16,7 @@ from support.qwen3_chat import qwen3_tokenizer
 from rollout.vllm_plugin.continuation import (
     MEDIA,
     NO_BRIDGE,
+    TOKENIZER_CHANGED,
     TOO_LONG,
     UNKNOWN_TEMPLATE,
     Exchange,
@@ -205,16 +206,16 @@ class VllmRenderer:
 
 
 def tapped(exchange: Exchange | None, renderer: VllmRenderer, *conversations: Any) -> Any:
-    PromptTap(renderer, lambda: exchange)
+    PromptTap(renderer, lambda: exchange, "f00d")
     asked = renderer.render_chat_async(
         conversations, ChatParams({"tools": None}), TokenizeParams(), cache_salt="s"
     )
     return asyncio.run(asked)
 
 
-def exchange_of(family: str = "qwen3") -> Exchange:
+def exchange_of(family: str = "qwen3", tokenizer: str | None = "f00d") -> Exchange:
     exchange = Exchange()
-    exchange.prior = prior(PROMPT, SAMPLED)._replace(renderer=family)
+    exchange.prior = prior(PROMPT, SAMPLED)._replace(renderer=family, tokenizer=tokenizer)
     return exchange
 
 
@@ -236,6 +237,7 @@ def test_a_prompt_is_exchanged_once() -> None:
         (Exchange(), "token", [NEXT], None),
         (exchange_of(), "multimodal", [NEXT], MEDIA),
         (exchange_of(), "token", [NEXT, NEXT], NO_BRIDGE),
+        (exchange_of(tokenizer="beef"), "token", [NEXT], TOKENIZER_CHANGED),
         (exchange_of("llama-3"), "token", [NEXT], UNKNOWN_TEMPLATE),
         (exchange_of("no-such-family"), "token", [NEXT], UNKNOWN_TEMPLATE),
     ],
@@ -251,7 +253,10 @@ def test_other_prompts_stay_as_rendered(
 # ---------------------------------------------------------------- in the body of a request
 
 IDS = st.lists(st.integers(0, 2**31 - 1), max_size=5).map(pack_ids)
-PRIOR = st.builds(Prior, st.sampled_from(["qwen3", "glm-5.1"]), IDS, IDS, st.none() | st.just(7))
+TEXT = st.text("0123456789abcdef", max_size=4)
+PRIOR = st.builds(
+    Prior, st.sampled_from(["qwen3", "glm-5.1"]), IDS, IDS, st.none() | st.just(7), st.none() | TEXT
+)
 
 
 @given(PRIOR, st.sampled_from([{"a": 1}, {"a": {"b": [1, "}"]}}]))
