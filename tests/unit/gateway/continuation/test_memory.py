@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import orjson
@@ -10,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.attribution.resolver import TrajectoryRef
+from gateway.continuation import history, memory
 from gateway.continuation.history import FIRST_TURN, UNREADABLE
 from gateway.continuation.memory import (
     ENGINE,
@@ -19,6 +22,7 @@ from gateway.continuation.memory import (
     ContinuationMemory,
     Lookup,
 )
+from rollout.vllm_plugin import continuation
 from schemas.records import Continuation, Step
 from schemas.tokens import pack_ids
 
@@ -168,3 +172,16 @@ def test_the_trajectory_used_least_recently_is_forgotten() -> None:
     memory.remember(lookup, step(lookup, "s", [1], [2], "a"))
     assert [ask(memory, *turns, ref=ref).reason for ref in refs] == [None, NO_MEMORY, None]
     assert memory.size == 2 * (OVERHEAD_BYTES + 8)
+
+
+def test_the_page_explains_every_reason() -> None:
+    modules = (history, memory, continuation)
+    reasons = {
+        value
+        for module in modules
+        for name, value in vars(module).items()
+        if name.isupper() and isinstance(value, str) and value != history.BILLING
+    } | {f"{name}_changed" for name in history.Context._fields}
+    page = (Path(__file__).parents[4] / "docs" / "exact-continuation.md").read_text()
+    explained = re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)
+    assert sorted(set(explained) - set(Continuation.__slots__)) == sorted(reasons)

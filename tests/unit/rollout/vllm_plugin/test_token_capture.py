@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import json
 from collections.abc import AsyncIterator, MutableMapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -609,3 +610,73 @@ def test_a_client_that_leaves_closes_the_generation_at_once() -> None:
         return client.closed
 
     assert asyncio.run(leave())
+
+
+# ---------------------------------------------------------------- exact continuation
+
+
+class Renderer:
+    """What the middleware needs of vLLM's renderer; its tokenizer is of no known family."""
+
+    tokenizer = VocabularyOnly()
+
+    async def render_chat_async(self, conversations: Any, *given: Any, **more: Any) -> Any:
+        return conversations, [{"type": "token", "prompt_token_ids": PROMPT} for _ in conversations]
+
+
+class ChatParams:
+    chat_template_kwargs: MutableMapping[str, Any] = {}  # noqa: RUF012 - as vLLM's
+
+
+class ChatApp(App):
+    """Reads its body, renders once, and generates."""
+
+    def __init__(self, *params: Params, stream: bool) -> None:
+        super().__init__(*params, stream=stream)
+        self.client.renderer = Renderer()  # type: ignore[attr-defined]
+        self.body = b""
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
+        more = True
+        while more:
+            message = await receive()
+            self.body, more = self.body + message["body"], message["more_body"]
+        assert (await receive())["type"] == "http.disconnect"
+        await self.client.renderer.render_chat_async([[]], ChatParams())  # type: ignore[attr-defined]
+        await super().__call__(scope, receive, send)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("asking", [False, True])
+def test_a_request_that_continues_reaches_the_app_without_the_ids(
+    asking: bool, stream: bool
+) -> None:
+    app = ChatApp(Params(output_kind=Kind.FINAL_ONLY), stream=stream)
+    own = b'{"messages":[]}'
+    field = json.dumps(engine_frames.prior_fields(engine_frames.Prior("qwen3", b"", b"")))
+    whole = own[:-1] + b"," + field.encode().replace(b'": ', b'":')[1:]
+    incoming = [
+        {"type": "http.request", "body": whole[:20], "more_body": True},
+        {"type": "http.request", "body": whole[20:], "more_body": False},
+        {"type": "http.disconnect"},
+    ]
+    sent: list[MutableMapping[str, Any]] = []
+
+    async def receive() -> MutableMapping[str, Any]:
+        return incoming.pop(0)
+
+    async def send(message: MutableMapping[str, Any]) -> None:
+        sent.append(message)
+
+    names = [engine_frames.ASK, *([engine_frames.CONTINUE] if asking else [])]
+    headers = [(name.encode(), b"1") for name in names]
+    scope = {"type": "http", "path": "/v1/chat/completions", "app": app, "headers": headers}
+    asyncio.run(Capture(app)(scope, receive, send))
+    assert app.body == (own if asking else whole)
+    body = b"".join(message.get("body", b"") for message in sent)
+    if stream:
+        frames = engine_frames.read_comment(body.split(b"\n\n")[0] + b"\n\n")
+    else:
+        found = dict(sent[0]["headers"])
+        _, frames = engine_frames.split(body, found[engine_frames.OWN_BODY.encode()].decode())
+    assert [frame.rendered for frame in frames] == ["unknown_template" if asking else None]
