@@ -170,47 +170,42 @@ def decode(data: bytes) -> list[Frame]:
     at, end = 0, len(data)
     try:
         while at < end:
-            line = data.index(b"\n", at)
-            head = orjson.loads(data[at:line])
-            at = line + 1
-            prompt = None
-            if (count := head.get("p")) is not None:
-                prompt, at = data[at : at + 4 * count], at + 4 * count
-            choices = []
-            for entry in head["c"]:
-                which, size = entry["i"], 4 * entry["n"]
-                if type(which) is not int or type(size) is not int or which < 0 or size < 0:
-                    raise ValueError(
-                        f"capture frame: choice {which!r:.20} with {size!r:.20} bytes of ids"
-                    )
-                ids, at = data[at : at + size], at + size
-                logprobs = None
-                if "l" in entry:
-                    logprobs, at = data[at : at + size], at + size
-                spans = entry.get("v")
-                choices.append(
-                    Choice(
-                        which,
-                        ids,
-                        logprobs,
-                        entry.get("f"),
-                        spans if spans is None else _spans(spans),
-                    )
-                )
-            sampling, cached = head.get("s"), head.get("h")
-            if cached is not None and (type(cached) is not int or not 0 <= cached < 1 << 31):
-                raise ValueError(f"capture frame: {cached!r:.20} cached tokens")
-            rendered = head.get("r")
-            if rendered is not None and (type(rendered) is not str or len(rendered) > MAX_WORD):
-                raise ValueError(f"capture frame: rendered because {rendered!r:.20}")
-            how = sampling if sampling is None else _sampling(sampling)
-            absent = head.get("a")
-            frames.append(Frame(head["g"], prompt, tuple(choices), absent, how, cached, rendered))
+            frame, at = _frame(data, at)
+            frames.append(frame)
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"capture frame: malformed head: {error!r}") from error
     if at != end:
         raise ValueError(f"capture frame: {at - end} bytes are missing at the end")
     return frames
+
+
+def _frame(data: bytes, at: int) -> tuple[Frame, int]:
+    """Return the frame at an offset, and the offset behind it."""
+    line = data.index(b"\n", at)
+    head = orjson.loads(data[at:line])
+    at = line + 1
+    prompt = None
+    if (count := head.get("p")) is not None:
+        prompt, at = data[at : at + 4 * count], at + 4 * count
+    choices = []
+    for entry in head["c"]:
+        which, size = entry["i"], 4 * entry["n"]
+        if type(which) is not int or type(size) is not int or which < 0 or size < 0:
+            raise ValueError(f"capture frame: choice {which!r:.20} with {size!r:.20} bytes of ids")
+        ids, at = data[at : at + size], at + size
+        logprobs = None
+        if "l" in entry:
+            logprobs, at = data[at : at + size], at + size
+        spans = entry.get("v")
+        told = spans if spans is None else _spans(spans)
+        choices.append(Choice(which, ids, logprobs, entry.get("f"), told))
+    sampling, cached, rendered = head.get("s"), head.get("h"), head.get("r")
+    if cached is not None and (type(cached) is not int or not 0 <= cached < 1 << 31):
+        raise ValueError(f"capture frame: {cached!r:.20} cached tokens")
+    if rendered is not None and (type(rendered) is not str or len(rendered) > MAX_WORD):
+        raise ValueError(f"capture frame: rendered because {rendered!r:.20}")
+    how = sampling if sampling is None else _sampling(sampling)
+    return Frame(head["g"], prompt, tuple(choices), head.get("a"), how, cached, rendered), at
 
 
 def _spans(spans: Sequence[Any]) -> tuple[Span, ...]:

@@ -11,10 +11,10 @@ from gateway.capture.engine_tokens import CapturedTokens
 from gateway.capture.sampling import requested_sampling
 from gateway.capture.unread import Unread
 from gateway.continuation.memory import Lookup
-from gateway.protocols.base import Choice, ParsedReply, Request
+from gateway.protocols.base import Choice, ParsedReply, Request, Tokens
 from gateway.protocols.usage import merged
 from schemas.ids import step_id
-from schemas.records import Step, StepStatus, Tag, Usage
+from schemas.records import Continuation, Step, StepStatus, Tag, Usage
 
 ABORTED = ("abort", "error")
 
@@ -115,10 +115,6 @@ def _step(
     # Some protocols report an aborted reply as finished; the middleware reports the abort.
     engine_finish = captured.finish(choice.index, call.request)
     finish_reason = engine_finish if engine_finish in ABORTED else choice.finish_reason
-    continuation = None
-    if call.continues is not None:
-        rendered = captured.rendered(choice.index, call.request)
-        continuation = call.continues.outcome(tokens.prompt_ids, rendered)
     return Step(
         step_id=step_id(call.call_id, choice.index),
         run_id=call.trajectory.run_id,
@@ -152,8 +148,12 @@ def _step(
         or requested_sampling(call.request.payload),
         usage=usage,
         tokenizer_fingerprint=sampler.tokenizer,
-        continuation=continuation,
+        continuation=_continuation(call, tokens, captured.rendered(choice.index, call.request)),
     )
+
+
+def _continuation(call: Call, tokens: Tokens, rendered: str | None) -> Continuation | None:
+    return None if call.continues is None else call.continues.outcome(tokens.prompt_ids, rendered)
 
 
 def has_text(step: Step) -> bool:
