@@ -33,8 +33,16 @@ from schemas.tokens import pack_ids, unpack_ids
 
 Json = dict[str, Any]
 TOKENIZER = qwen3_tokenizer()
-PARAMETERS: Json = {"type": "object", "properties": {"a": {"type": "integer"}}}
-TOOLS: list[Any] = [{"type": "function", "function": {"name": "add", "parameters": PARAMETERS}}]
+PARAMETERS: Json = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": "add", "strict": True, "parameters": PARAMETERS}}
+]
+"""Strict, because the helpers of the OpenAI client accept no other tools."""
 ARGUMENTS = '{"a":1,"b":30}'
 """The template would write it with spaces."""
 
@@ -168,14 +176,15 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         tool_parser="hermes",
         tool_parser_plugin=None,
         reasoning_parser="qwen3",
-        extra_args=("--logits-processors", "support.forced_reply.ForcedReply"),
+        extra_args=(
+            *("--logits-processors", "support.forced_reply:ForcedReply"),
+            "--no-async-scheduling",  # the processor must see every sampled token
+        ),
     )
     server = VllmServer(settings, write_model(work / "model"), work / "vllm.log")
-    tests = str(Path(__file__).parents[1])
-    os.environ["PYTHONPATH"] = os.pathsep.join(
-        filter(None, (tests, os.environ.get("PYTHONPATH", "")))
-    )
-    with closing(asyncio.Runner()) as runner:
+    paths = (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH"))
+    with closing(asyncio.Runner()) as runner, pytest.MonkeyPatch.context() as environment:
+        environment.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
 
         async def begin() -> None:
             async with aiohttp.ClientSession() as http:

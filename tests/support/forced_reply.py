@@ -1,6 +1,6 @@
 """A logits processor of vLLM: a request names the ids of its reply.
 
-    --logits-processors support.forced_reply.ForcedReply
+    --logits-processors support.forced_reply:ForcedReply
     {"vllm_xargs": {"reply_ids": [5, 6, 7]}, ...}
 
 A model with random weights then calls tools and reasons as a trained one does.
