@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from schemas.engine_frames import Prior
 from schemas.tokens import unpack_ids
 
+_LOG = logging.getLogger(__name__)
 MEDIA = "media"
 NO_BRIDGE = "no_bridge"
 TOKENIZER_CHANGED = "tokenizer_changed"
@@ -28,6 +29,10 @@ UNKNOWN_TEMPLATE = "unknown_template"
 MAX_RENDERERS = 64
 SEARCHED = 1024
 """Last ids of the earlier prompt in which `renderers` looks for the beginning of the reply."""
+FAILURES = (
+    ImportError, AssertionError, ValueError, TypeError, LookupError, AttributeError, RuntimeError,
+)  # fmt: skip
+"""Exceptions of `renderers` for a family, tokenizer or message that it does not know."""
 
 
 class Rendered(NamedTuple):
@@ -59,7 +64,11 @@ def continued(prior: Prior, rendered: Rendered, renderer: Any) -> list[int] | st
     prompt, sampled = unpack_ids(prior.prompt_ids), unpack_ids(prior.sampled_ids)
     new = new_turn(rendered.conversation)
     end = prompt[-SEARCHED:]
-    bridged = renderer.bridge_to_next_turn(end, sampled, new, tools=rendered.tools)
+    try:
+        bridged = renderer.bridge_to_next_turn(end, sampled, new, tools=rendered.tools)
+    except FAILURES as error:
+        _LOG.warning("renderers can't add the new messages: %r", error)
+        return NO_BRIDGE
     kept = len(end) + len(sampled)
     if bridged is None or list(bridged.token_ids[:kept]) != [*end, *sampled]:
         return NO_BRIDGE
@@ -138,6 +147,9 @@ class PromptTap:
     ) -> list[int] | str:
         if prior.tokenizer not in (None, self._fingerprint):
             return TOKENIZER_CHANGED
+        truncated = getattr(tok_params, "truncate_prompt_tokens", None)
+        limits = [n for n in (prior.limit, truncated) if n is not None and n > 0]
+        prior = prior._replace(limit=min(limits, default=None))
         options = chat_params.chat_template_kwargs
         rendered = Rendered(
             conversation,
@@ -153,8 +165,8 @@ class PromptTap:
     def _make_renderer(self, name: str, options: frozenset[tuple[str, Any]]) -> Any:
         try:
             return renderer_of(self._tokenizer, name, dict(options))
-        except (ImportError, AssertionError, ValueError, TypeError, KeyError, AttributeError) as e:
-            logging.getLogger(__name__).warning("no renderer %r for this tokenizer: %r", name, e)
+        except FAILURES as error:
+            _LOG.warning("no renderer %r for this tokenizer: %r", name, error)
             return None
 
 
@@ -178,8 +190,7 @@ def renderer_of(tokenizer: Any, name: str, options: Mapping[str, Any]) -> Any:
 
     Raises:
         ImportError: The library `renderers` is not installed.
-        AssertionError, ValueError, TypeError, KeyError, AttributeError: There is no such family, or
-            the tokenizer is not of it.
+        FAILURES: There is no such family, or the tokenizer is not of it.
     """
     from renderers import (
         config_from_name,

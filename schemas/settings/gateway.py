@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 from schemas.settings.base import Count, Name, Port, Positive, Section
 
 TemplateFamily = Literal[
-    "qwen3", "qwen3.5", "qwen3.6", "qwen3.8", "prime-qwen3", "llama-3", "gpt-oss", "gemma4",
+    "qwen3", "qwen3.5", "qwen3.6", "qwen3.8", "prime-qwen3", "llama-3", "gemma4",
     "glm-4.5", "glm-5", "glm-5.1", "glm-5.3", "minimax-m2", "kimi-k2", "kimi-k2.5", "deepseek-v3",
     "deepseek-r1", "deepseek-v4", "hy3", "inkling", "nemotron-3", "nemotron-3-ultra",
     "nemotron-3.5",
