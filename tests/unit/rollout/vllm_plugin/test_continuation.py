@@ -171,6 +171,25 @@ def test_reasons_to_render_the_prompt(
     assert reason is not None or len(found) == LENGTH
 
 
+class Failing:
+    """A renderer that does not know what a message contains."""
+
+    def bridge_to_next_turn(self, *given: Any, **more: Any) -> Any:
+        raise NotImplementedError("audio")
+
+
+def test_an_error_of_renderers_is_a_reason() -> None:
+    assert continued(prior(PROMPT, SAMPLED), rendered(NEXT), Failing()) == NO_BRIDGE
+
+
+def test_a_truncated_prompt_bounds_the_exchange() -> None:
+    exchange, renderer = exchange_of(), VllmRenderer()
+    PromptTap(renderer, lambda: exchange, "f00d")
+    bounded = TokenizeParams(truncate_prompt_tokens=LENGTH - 1)
+    asyncio.run(renderer.render_chat_async([NEXT], ChatParams(), bounded))
+    assert exchange.reason == TOO_LONG
+
+
 def test_the_new_turn_is_what_follows_the_model() -> None:
     assert new_turn(NEXT) == NEXT[2:] and new_turn(FIRST) == FIRST and new_turn(NEXT[:2]) == []
 
@@ -187,6 +206,7 @@ class ChatParams:
 class TokenizeParams:
     max_total_tokens: int = 1000
     max_output_tokens: int | None = 0
+    truncate_prompt_tokens: int | None = None
 
 
 class VllmRenderer:
