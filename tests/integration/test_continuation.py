@@ -33,16 +33,8 @@ from schemas.tokens import pack_ids, unpack_ids
 
 Json = dict[str, Any]
 TOKENIZER = qwen3_tokenizer()
-PARAMETERS: Json = {
-    "type": "object",
-    "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
-    "required": ["a", "b"],
-    "additionalProperties": False,
-}
-TOOLS: list[Any] = [
-    {"type": "function", "function": {"name": "add", "strict": True, "parameters": PARAMETERS}}
-]
-"""Strict, because the helpers of the OpenAI client accept no other tools."""
+PARAMETERS: Json = {"type": "object", "properties": {"a": {"type": "integer"}}}
+TOOLS: list[Any] = [{"type": "function", "function": {"name": "add", "parameters": PARAMETERS}}]
 ARGUMENTS = '{"a":1,"b":30}'
 """The template would write it with spaces."""
 
@@ -209,6 +201,29 @@ async def gateway_of(served: Served, work: Path, family: str | None) -> Any:
         yield url, lambda: [codec.decode(m.value) for m in producer.messages]
 
 
+async def plain(client: AsyncOpenAI, body: Json) -> Json:
+    """Return the message of a reply, as most agents send it back."""
+    message = (await client.chat.completions.create(**body)).choices[0].message
+    assert message.tool_calls is not None
+    calls = [call.model_dump() for call in message.tool_calls]
+    return {"role": "assistant", "content": message.content, "tool_calls": calls}
+
+
+async def streamed(client: AsyncOpenAI, body: Json) -> Json:
+    """Return the message of a stream with one call."""
+    content, call_id, function = "", None, {"name": "", "arguments": ""}
+    async for chunk in await client.chat.completions.create(stream=True, **body):
+        for choice in chunk.choices:
+            content += choice.delta.content or ""
+            for part in choice.delta.tool_calls or ():
+                call_id = call_id or part.id
+                if part.function is not None:
+                    function["name"] += part.function.name or ""
+                    function["arguments"] += part.function.arguments or ""
+    call = {"id": call_id, "type": "function", "function": function}
+    return {"role": "assistant", "content": content or None, "tool_calls": [call]}
+
+
 async def ten_turns(client: AsyncOpenAI, stream: bool) -> None:
     """Talk as an agent does: each reply goes back without its reasoning."""
     messages: list[Any] = [{"role": "user", "content": "count"}]
@@ -219,18 +234,9 @@ async def ten_turns(client: AsyncOpenAI, stream: bool) -> None:
             "model": "policy", "messages": messages, "tools": TOOLS, "max_tokens": 300,
             "extra_body": {"vllm_xargs": {"reply_ids": ids_of(text)}},
         }  # fmt: skip
-        if stream:
-            async with client.chat.completions.stream(**body) as events:
-                message = (await events.get_final_completion()).choices[0].message
-        else:
-            message = (await client.chat.completions.create(**body)).choices[0].message
-        assert message.tool_calls is not None
-        (made,) = message.tool_calls
-        echo = {"id": made.id, "type": "function", "function": made.function.model_dump()}
-        messages += [
-            {"role": "assistant", "content": message.content, "tool_calls": [echo]},
-            {"role": "tool", "tool_call_id": made.id, "content": str(a + 30)},
-        ]
+        echo = await (streamed if stream else plain)(client, body)
+        result = {"role": "tool", "tool_call_id": echo["tool_calls"][0]["id"]}
+        messages += [echo, result | {"content": str(a + 30)}]
         if a % 3 == 2:
             messages.append({"role": "user", "content": "go on"})
 
