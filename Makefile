@@ -21,7 +21,7 @@ test-unit-sockets: PART := $(GATEWAY_SOCKETS)
 test-unit-gateway: PART := tests/unit/gateway $(GATEWAY_SOCKETS:%=--ignore=%)
 test-unit-others: PART := tests/unit --ignore=tests/unit/gateway
 
-.PHONY: help install demo up down test test-unit $(UNIT_PARTS) test-long test-compose test-exports smollm2 environments test-environments lint format lock bench-gateway bench-jobs bench-trainer bench-weights bench-check clean
+.PHONY: help install demo up down test test-unit $(UNIT_PARTS) test-long test-compose test-exports test-readers smollm2 environments test-environments lint format lock bench-gateway bench-jobs bench-trainer bench-weights bench-check clean
 
 help: ## this list
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -61,6 +61,10 @@ test-compose: install ## the containers on a Docker engine; BASE_IMAGE=... where
 test-exports: install ## exports load in datasets, TRL and verl, and losses equal theirs; installed outside of .venv
 	.venv/bin/uv pip install -q --python $(PY) --target .cache/exports --no-deps --require-hashes -r requirements/exports.lock
 	PYTHONPATH=$(CURDIR):.cache/exports $(PY) -m pytest tests/unit/clawstream/export/test_target_libraries.py tests/unit/trainer/algorithms/test_reference_libraries.py -q -W default
+
+test-readers: install ## the tables in Polars, pandas and DuckDB's delta extension; installed outside of .venv
+	.venv/bin/uv pip install -q --python $(PY) --target .cache/readers --no-deps --require-hashes -r requirements/readers.lock
+	PYTHONPATH=$(CURDIR):.cache/readers $(PY) -m pytest tests/unit/stream_jobs/lake/test_other_readers.py -q -W default
 
 environments: install ## reasoning-gym and textarena into .venv, verifiers into .venv-verifiers
 	.venv/bin/uv pip install -q --no-deps --compile-bytecode --require-hashes -r requirements/environments.lock

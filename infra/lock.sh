@@ -12,6 +12,7 @@ printf 'hatchling>=1.27\neditables>=0.5\n' | $compile --extra broker --extra gat
 grep -E '^uv==' requirements/all.lock | tr -d ' \\' | $compile - -o requirements/uv.lock.txt
 # Alone: .venv has the other packages that these need.
 $compile --no-deps requirements/exports.in -o requirements/exports.lock
+$compile --no-deps requirements/readers.in -o requirements/readers.lock
 # Libraries of environments. Some have no wheels, so that an ordinary installation does without them.
 $compile --constraint requirements/all.lock requirements/environments.in -o requirements/environments.lock
 # In an environment of its own, without our overrides: it needs other versions of openai and mcp.
