@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -39,10 +40,18 @@ Since = Annotated[
 Until = Annotated[
     str | None, typer.Option("--until", help="End before this time; default: everything so far.")
 ]
-At = Annotated[
+AsOf = Annotated[
     str | None,
     typer.Option(
-        "--at", help="The lake as of a time, a named snapshot, or a file of `tables snapshot`."
+        "--as-of", help="The lake as of a time, a named snapshot, or a file of `tables snapshot`."
+    ),
+]
+AtVersion = Annotated[
+    str | None,
+    typer.Option(
+        "--at-version",
+        metavar="TABLE=VERSION",
+        help="The lake as of the commit of a Delta version of a table.",
     ),
 ]
 
@@ -97,6 +106,15 @@ def _options(function: Callable[..., Any]) -> list[inspect.Parameter]:
 
 def _settings(overrides: Overrides = None, config: Config = None) -> Settings:
     return settings_of(config, overrides)
+
+
+def lake_state(as_of: AsOf = None, at_version: AtVersion = None) -> str | None:
+    """Return which state of the lake to read, for `resolve_versions`; None: the newest."""
+    if at_version is None:
+        return as_of
+    if as_of is not None or not re.fullmatch(r"\w+=\d+", at_version):
+        fail("--at-version takes TABLE=VERSION, for example steps=12, and goes without --as-of", 2)
+    return at_version
 
 
 def names_and_overrides(words: Sequence[str] | None) -> tuple[list[str], list[str]]:

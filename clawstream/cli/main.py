@@ -11,7 +11,6 @@ import typer
 from typer.core import TyperGroup
 
 from clawstream.cli.common_options import (
-    At,
     Config,
     Form,
     Overrides,
@@ -19,6 +18,7 @@ from clawstream.cli.common_options import (
     command,
     fail,
     group,
+    lake_state,
     load,
     plain_errors,
     print_json,
@@ -230,7 +230,7 @@ def doctor(
         raise SystemExit(1)
 
 
-@app.command()
+@command(app, at=lake_state)
 def sql(
     query: Annotated[str, typer.Argument(help="DuckDB SQL over the tables of the lake.")],
     overrides: Overrides = None,
@@ -239,7 +239,7 @@ def sql(
         Literal["table", "json", "csv", "parquet"],
         typer.Option("--format", "-f", help="How to print it."),
     ] = "table",
-    at: At = None,
+    at: str | None = None,
 ) -> None:
     """Query the lake."""
     # The query process starts up while this process reads its settings.
@@ -253,7 +253,7 @@ def sql(
 
 
 command(app)(curate)
-command(app)(export)
+command(app, at=lake_state)(export)
 
 
 def main() -> None:

@@ -9,7 +9,6 @@ from typing import Annotated, Any, Literal
 import typer
 
 from clawstream.cli.common_options import (
-    At,
     Since,
     Until,
     cluster_of,
@@ -17,6 +16,7 @@ from clawstream.cli.common_options import (
     fail,
     group,
     instant,
+    lake_state,
     load,
     print_json,
 )
@@ -35,14 +35,14 @@ Channel = Annotated[Literal["train", "val"], typer.Option("--channel", help="Of 
 Format = Annotated[Literal["text", "json"], typer.Option("--format", "-f", help="How to print it.")]
 
 
-@command(app, "run")
+@command(app, "run", at=lake_state)
 def replay_run(
     name: Name,
     settings: Settings,
     source: Annotated[
         Literal["topics", "lake"], typer.Option("--from", help="Where the recorded data is.")
     ] = "topics",
-    at: At = None,
+    at: str | None = None,
     since: Since = None,
     until: Until = None,
     as_run: Annotated[
@@ -64,7 +64,7 @@ def replay_run(
     output: Format = "text",
 ) -> None:
     """Process a recorded run again by assemble, reward and admit, with other settings if given."""
-    for option, given in (("--at", at), ("--where", where)):
+    for option, given in (("--as-of", at), ("--where", where)):
         if given and source != "lake":
             fail(f"{option} needs --from lake", 2)
     span = instant(since, "--since"), instant(until, "--until")

@@ -1,7 +1,7 @@
 """What an export was made of: Delta versions, condition, counts and files.
 
-The sidecar `provenance.json` is also a snapshot file: `clawstream sql --at provenance.json` reads
-the tables at the versions of the export, as long as these versions can be read.
+The sidecar `provenance.json` is also a snapshot file: `clawstream sql --as-of provenance.json`
+reads the tables at the versions of the export, as long as these versions can be read.
 """
 
 from __future__ import annotations

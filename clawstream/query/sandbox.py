@@ -88,7 +88,8 @@ def write_sql(
     """Write the result of a query as it arrives.
 
     Args:
-        at: a named snapshot, a snapshot file, or a time, as of which all tables are read.
+        at: state of the lake for `stream_jobs.lake.delta.snapshots.resolve_versions`; None: the
+            newest.
         worker: a process that was started before and not used yet.
 
     Raises:

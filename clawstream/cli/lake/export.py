@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from clawstream.cli.common_options import At, Form, fail, load, print_json
+from clawstream.cli.common_options import Form, fail, load, print_json
 
 if TYPE_CHECKING:
     from schemas.settings import Settings
@@ -23,7 +23,7 @@ def export(
     where: Annotated[
         str, typer.Option("--where", "-w", help='SQL condition, e.g. "reward > 0.5 and trainable".')
     ] = "",
-    at: At = None,
+    at: str | None = None,
     rows_per_file: Annotated[
         int | None, typer.Option("--rows-per-file", min=1, help="Of verl and prime-rl.")
     ] = None,

@@ -136,7 +136,7 @@ def snapshot(
         str | None, typer.Option("--name", help="Keep these versions until `delete-snapshot`.")
     ] = None,
 ) -> None:
-    """Print the versions of all tables now, as JSON, which `sql --at` accepts."""
+    """Print the versions of all tables now, as JSON, which `sql --as-of` accepts."""
     print_json(snapshots.take_snapshot(settings, name))
 
 

@@ -35,6 +35,7 @@ Versions = Mapping[str, int | None]
 _DIRECTORY = "_snapshots"
 _LISTED = ("table", "rows", "files", "bytes", "version", "newest_row", "damage")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_TABLE_VERSION = re.compile(r"(?P<table>\w+)=(?P<version>\d{1,18})")
 
 
 class SnapshotError(LakeError):
@@ -89,8 +90,7 @@ def history(settings: Settings, name: str, limit: int) -> list[dict[str, Any]]:
     Raises:
         LakeMissing: There is no such table.
     """
-    if name not in catalog():
-        raise LakeMissing(f"no table {name}; there are {', '.join(catalog())}")
+    _check_table(name)
     entries = open_table(settings.lake_uri, name, settings.lake.storage_options).history(limit)
     return [
         {
@@ -103,6 +103,11 @@ def history(settings: Settings, name: str, limit: int) -> list[dict[str, Any]]:
         }
         for e in entries
     ]
+
+
+def _check_table(name: str) -> None:
+    if name not in catalog():
+        raise LakeMissing(f"no table {name}; there are {', '.join(catalog())}")
 
 
 def take_snapshot(settings: Settings, name: str | None = None) -> dict[str, Any]:
@@ -278,6 +283,7 @@ def versions_with(settings: Settings, name: str, version: int) -> Versions:
     Raises:
         LakeMissing: the table has no such version, or the log of a table does not go back so far.
     """
+    _check_table(name)
     options = settings.lake.storage_options
     open_table(settings.lake_uri, name, options, version)
     moment = committed_at(settings.lake_uri, name, version, options)
@@ -287,19 +293,23 @@ def versions_with(settings: Settings, name: str, version: int) -> Versions:
 
 
 def resolve_versions(settings: Settings, word: str) -> Versions:
-    """Resolve a named snapshot, a file of `tables snapshot`, or a time of `runtime.times`.
+    """Return the version of each table in a state of the lake; None for one that did not exist.
 
-    Returns:
-        The version of each table; None for one that did not exist.
+    Args:
+        word: a named snapshot, a file of `tables snapshot`, a time of `runtime.times`, or
+            `TABLE=VERSION`: the commit of one version of one table.
 
     Raises:
         SnapshotError: none of these, or the file is of another lake.
+        LakeMissing: there is no such version, or the log of a table does not go back so far.
     """
     found = _find_versions(settings, word)
     return {name: found.get(name) for name in catalog()}
 
 
 def _find_versions(settings: Settings, word: str) -> Versions:
+    if found := _TABLE_VERSION.fullmatch(word):
+        return versions_with(settings, found["table"], int(found["version"]))
     if _NAME.fullmatch(word) and _exists(settings, word):
         return dict(_read(settings, word)["versions"])
     try:
