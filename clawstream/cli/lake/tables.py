@@ -121,11 +121,25 @@ def compact(tables: tuple[list[str], Settings]) -> None:
         )
 
 
+def _existing(names: Sequence[str], settings: Settings) -> Sequence[str]:
+    return names or [t["table"] for t in snapshots.tables(settings)]
+
+
+@command(app, tables=_tables)
+def checkpoint(tables: tuple[list[str], Settings]) -> None:
+    """Write a checkpoint of each log now, so that readers open it fast; the writer does so every
+    20 commits.
+    """
+    names, settings = tables
+    for name in _existing(names, settings):
+        typer.echo(f"{name}: checkpoint of version {maintenance.checkpoint(settings, name)}")
+
+
 @command(app, tables=_tables)
 def vacuum(tables: tuple[list[str], Settings]) -> None:
     """Delete files that no version within lake.history_days and no named snapshot needs."""
     names, settings = tables
-    for name in names or [t["table"] for t in snapshots.tables(settings)]:
+    for name in _existing(names, settings):
         typer.echo(f"{name}: {maintenance.vacuum(settings, name)} files deleted")
 
 

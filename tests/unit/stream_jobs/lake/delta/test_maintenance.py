@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import typer
 from deltalake import DeltaTable
+from typer.testing import CliRunner
 
 from clawstream.cli.lake.tables import app
 from clawstream.ops.replay.lake_source import snapshot_versions
@@ -532,6 +533,22 @@ def test_a_full_disk_is_said_and_costs_nothing(tmp_path: Path) -> None:
     assert (done.stdout + done.stderr).count(
         "free disk space; the writer then continues by itself"
     ) >= 3
+
+
+@pytest.mark.slow
+def test_a_checkpoint_replaces_the_log_before_it(settings: Settings, lake: Lake) -> None:
+    for i in range(3):
+        put(lake, i, f"e{i}")
+    version = open_table(settings.lake_uri, "rewards", {}).version()
+    done = CliRunner().invoke(app, ["checkpoint", "rewards", f"data_dir={settings.data_dir}"])
+    assert done.stdout == f"rewards: checkpoint of version {version}\n"
+    log = Path(settings.lake_uri) / "rewards" / "_delta_log"
+    for commit in range(version):
+        (log / f"{commit:020}.json").unlink()
+    assert ids(settings) == ["e0", "e1", "e2"]
+    newer = Lake(settings.lake_uri, {}, 100)
+    newer.acquire()
+    assert put(newer, 0, "e0", "e1", "e2", "e3") == 1  # offsets are in the checkpoint too
 
 
 def test_every_tables_command_takes_settings() -> None:
