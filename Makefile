@@ -21,7 +21,7 @@ test-unit-sockets: PART := $(GATEWAY_SOCKETS)
 test-unit-gateway: PART := tests/unit/gateway $(GATEWAY_SOCKETS:%=--ignore=%)
 test-unit-others: PART := tests/unit --ignore=tests/unit/gateway
 
-.PHONY: help install demo up down test test-unit $(UNIT_PARTS) test-long test-compose test-exports test-readers smollm2 environments test-environments lint format lock bench-gateway bench-jobs bench-trainer bench-weights bench-check clean
+.PHONY: help install demo up down test test-unit $(UNIT_PARTS) test-long test-compose test-exports test-readers smollm2 environments test-environments lint format lock bench-gateway bench-jobs bench-trainer bench-weights bench-check docs clean
 
 help: ## this list
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -107,6 +107,13 @@ lint: install ## format, style, types
 format: install ## mend format and style
 	.venv/bin/ruff format .
 	.venv/bin/ruff check --fix .
+
+docs: install ## the documentation site, with the generated reference, in .cache/docs/site; a broken link is an error
+	@[ -x .venv-docs/bin/python ] || .venv/bin/uv venv -q --python $(PY) .venv-docs
+	@.venv/bin/uv pip sync -q --python .venv-docs/bin/python --compile-bytecode --require-hashes requirements/docs.lock
+	@$(PY) infra/docs/pages.py .cache/docs
+	@cd .cache/docs && NO_MKDOCS_2_WARNING=1 $(CURDIR)/.venv-docs/bin/mkdocs build --strict --quiet
+	@echo "open .cache/docs/site/index.html"
 
 lock: install ## resolve requirements/*.lock again
 	@bash infra/lock.sh

