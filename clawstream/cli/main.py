@@ -30,6 +30,8 @@ from clawstream.cli.lake.export import export
 from clawstream.cli.train import save_model, train
 
 if TYPE_CHECKING:
+    from runtime.kafka import Cluster
+    from runtime.topics.positions import StoredPosition
     from schemas.settings import Settings
 
 POSITIONS = ("stream_jobs.lake.positions", "clawstream.ops.job_positions", "trainer.positions")
@@ -188,12 +190,30 @@ def down(
 
 
 @command(app)
-def lag(settings: Settings) -> None:
-    """How far every consumer group is behind, in records."""
-    from clawstream.ops.lag import format_lag
-    from clawstream.ops.lag import lag as group_lag
+def lag(
+    settings: Settings,
+    watch: Annotated[
+        bool, typer.Option("--watch", "-w", help="Repeat until Ctrl-C, with a status.")
+    ] = False,
+) -> None:
+    """How far every consumer group is behind, in records and seconds."""
+    import time
 
-    typer.echo(format_lag(group_lag(cluster_of(settings), settings)))
+    from clawstream.ops.lag import by_topic, format_lag
+    from clawstream.ops.lag import lag as group_lag
+    from clawstream.ops.lag_watch import INTERVAL_S, LagWatch
+
+    cluster = cluster_of(settings)
+    if not watch:
+        typer.echo(format_lag(group_lag(cluster, settings)))
+        return
+    watcher = LagWatch(cluster, settings)
+    while True:
+        table = format_lag(by_topic(watcher.look(), time.time()))
+        if sys.stdout.isatty():
+            typer.echo("\x1b[H\x1b[2J", nl=False)
+        typer.echo(f"{time.strftime('%H:%M:%S')}\n{table}\n")
+        time.sleep(INTERVAL_S)
 
 
 @command(app)
@@ -203,14 +223,33 @@ def doctor(
         bool, typer.Option("--all", help="A line for every partition, also without a problem.")
     ] = False,
 ) -> None:
-    """Compare stored positions with the topics and look for damaged spools.
+    """Look for positions that do not fit the topics, consumers and processes that stand still, and
+    damaged spools.
 
     Exit code 1 on a problem.
     """
     spools = load("clawstream.ops.spool_drain")
     from clawstream.ops.doctor import SERIOUS, examine, format_diagnoses
+    from clawstream.ops.lag_watch import process_problems, watch_for_standing
+    from clawstream.ops.status import processes_of
 
     cluster = cluster_of(settings)
+    diagnoses = examine(cluster, _stored_positions(settings, cluster))
+    typer.echo(format_diagnoses(diagnoses, every))
+    _, processes = processes_of(settings.data_dir)
+    problems = [
+        *process_problems(processes, settings),
+        *map(str, watch_for_standing(cluster, settings, processes)),
+        *map(str, spools.damaged(settings)),
+    ]
+    for problem in problems:
+        typer.echo(problem)
+    if problems or any(d.verdict in SERIOUS for d in diagnoses):
+        raise SystemExit(1)
+
+
+def _stored_positions(settings: Settings, cluster: Cluster) -> list[StoredPosition]:
+    """Return the positions of all processes whose libraries are installed here."""
     found = []
     for name in POSITIONS:
         try:
@@ -221,13 +260,7 @@ def doctor(
             typer.echo(f"{name} left out: {e.name} is not installed here", err=True)
         else:
             found += module.positions(settings, cluster)
-    diagnoses = examine(cluster, found)
-    damaged = spools.damaged(settings)
-    typer.echo(format_diagnoses(diagnoses, every))
-    for segment in damaged:
-        typer.echo(str(segment))
-    if damaged or any(d.verdict in SERIOUS for d in diagnoses):
-        raise SystemExit(1)
+    return found
 
 
 @command(app, at=lake_state)

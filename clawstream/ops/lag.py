@@ -1,4 +1,4 @@
-"""Compute the lag of every consumer group, in offsets and in records.
+"""Compute the lag of every consumer group, in offsets, in records and in seconds.
 
 The name of a group defines its inputs, so a group without commits lags by the whole log:
 
@@ -21,6 +21,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 
+from clawstream.ops.lag_rules import Status, worst
 from clawstream.text_table import text_table
 from runtime.kafka import Cluster, Record
 from schemas.codec.single_object import Codec
@@ -35,8 +36,12 @@ SCAN_TIMEOUT_S = 10.0
 class GroupLag:
     """One group on one topic, summed over partitions.
 
-    committed: Sum of the positions, with the log's start for partitions without a commit; None
-    without any commit. records: Data records left, an upper bound if `exact` is False.
+    Attributes:
+        committed: Sum of the positions, with the log's start for partitions without a commit; None
+            without any commit.
+        records: Data records left, an upper bound if `exact` is False.
+        waiting_s: Age of the oldest record left, in seconds; 0 without any.
+        status: The worst of its partitions; None: not watched.
     """
 
     group: str
@@ -47,21 +52,35 @@ class GroupLag:
     offsets: int
     records: int
     exact: bool
+    waiting_s: float
+    status: Status | None
 
 
 @dataclass(slots=True)
-class _Backlog:
-    """One group on one partition: offsets [position, end) are left."""
+class Backlog:
+    """One group on one partition: offsets [position, end) are left.
+
+    Attributes:
+        start: First offset of the log.
+        committed: Whether the group has committed a position; without one it is `start`.
+        key: Only records with this key are work for the group; None: all.
+        records: Data records left, an upper bound if `exact` is False.
+        oldest_ms: Log timestamp of the oldest one; None: none is left, or it is unknown.
+        status: None: not watched.
+    """
 
     group: str
     topic: str
     partition: int
     position: int
+    start: int
     end: int
     committed: bool
     key: bytes | None
     records: int = 0
     exact: bool = True
+    oldest_ms: int | None = None
+    status: Status | None = None
 
 
 def expected_groups(settings: Settings) -> list[str]:
@@ -106,9 +125,7 @@ def lag(cluster: Cluster, settings: Settings, scan_records: int = SCAN_RECORDS) 
     Includes expected groups that do not exist yet. A partition with more than `scan_records`
     offsets left is not read: its lag in offsets is the upper bound of its lag in records.
     """
-    prefix = f"{settings.kafka.topic_prefix}-"
-    seen = (g for g in cluster.groups() if g.startswith(prefix))
-    return _lag(cluster, settings, sorted({*seen, *expected_groups(settings)}), scan_records)
+    return by_topic(backlogs(cluster, settings, scan_records), time.time())
 
 
 def data_lag(cluster: Cluster, settings: Settings, group: str) -> int:
@@ -116,16 +133,34 @@ def data_lag(cluster: Cluster, settings: Settings, group: str) -> int:
 
     It is an upper bound when large.
     """
-    return sum(row.records for row in _lag(cluster, settings, [group], SCAN_RECORDS))
+    found = _measure(cluster, settings, [group])
+    _count_records(cluster, found, SCAN_RECORDS)
+    return sum(b.records for b in found)
 
 
-def _lag(
-    cluster: Cluster, settings: Settings, groups: Iterable[str], scan_records: int
-) -> list[GroupLag]:
-    backlogs = _backlogs(cluster, settings, groups)
-    _count_records(cluster, backlogs, scan_records)
-    rows: dict[tuple[str, str], list[_Backlog]] = {}
-    for b in backlogs:
+def backlogs(
+    cluster: Cluster, settings: Settings, scan_records: int = SCAN_RECORDS
+) -> list[Backlog]:
+    """Return the backlog of every group on every partition, as `lag` does for topics."""
+    prefix = f"{settings.kafka.topic_prefix}-"
+    seen = (g for g in cluster.groups() if g.startswith(prefix))
+    found = _measure(cluster, settings, sorted({*seen, *expected_groups(settings)}))
+    _count_records(cluster, found, scan_records)
+    for b in found:
+        if b.records and b.oldest_ms is None:  # too many to be counted
+            times = cluster.timestamps_at(b.topic, {b.partition: b.position})
+            b.oldest_ms = times.get(b.partition)
+    return found
+
+
+def by_topic(found: Iterable[Backlog], now_s: float) -> list[GroupLag]:
+    """Sum the partitions of each group and topic. Pure.
+
+    Args:
+        now_s: Seconds since the epoch.
+    """
+    rows: dict[tuple[str, str], list[Backlog]] = {}
+    for b in found:
         rows.setdefault((b.group, b.topic), []).append(b)
     return [
         GroupLag(
@@ -137,12 +172,22 @@ def _lag(
             offsets=sum(b.end - b.position for b in parts),
             records=sum(b.records for b in parts),
             exact=all(b.exact for b in parts),
+            waiting_s=max(waiting_s(b, now_s) for b in parts),
+            status=worst([b.status for b in parts if b.status is not None])
+            if any(b.status for b in parts)
+            else None,
         )
         for (group, topic), parts in sorted(rows.items())
     ]
 
 
-def _backlogs(cluster: Cluster, settings: Settings, groups: Iterable[str]) -> list[_Backlog]:
+def waiting_s(backlog: Backlog, now_s: float) -> float:
+    """Return the age of the oldest record left, in seconds; 0 without any."""
+    return 0.0 if backlog.oldest_ms is None else max(0.0, now_s - backlog.oldest_ms / 1000)
+
+
+def _measure(cluster: Cluster, settings: Settings, groups: Iterable[str]) -> list[Backlog]:
+    """Return the positions and ends of some groups, without records."""
     topics, prefix = settings.kafka.topics, settings.kafka.topic_prefix
     there = {t: n for t, n in cluster.topics().items() if t.startswith(f"{prefix}.")}
     # All positions before any end: a group that continues to read would otherwise be past an end.
@@ -160,13 +205,13 @@ def _backlogs(cluster: Cluster, settings: Settings, groups: Iterable[str]) -> li
             # A position past the end belongs to a deleted topic of the same name.
             known = position is not None and position <= high
             start = max(position, low) if position is not None and known else low
-            out.append(_Backlog(group, topic, partition, start, high, known, key))
+            out.append(Backlog(group, topic, partition, start, low, high, known, key))
     return out
 
 
-def _count_records(cluster: Cluster, backlogs: Iterable[_Backlog], scan_records: int) -> None:
+def _count_records(cluster: Cluster, backlogs: Iterable[Backlog], scan_records: int) -> None:
     """Fill in `records` and `exact` by one pass over the rest of each partition for all groups."""
-    by_partition: dict[tuple[str, int], list[_Backlog]] = {}
+    by_partition: dict[tuple[str, int], list[Backlog]] = {}
     for b in backlogs:
         b.records, b.exact = b.end - b.position, b.end == b.position
         if 0 < b.records <= scan_records:
@@ -186,8 +231,9 @@ def _count_records(cluster: Cluster, backlogs: Iterable[_Backlog], scan_records:
         while not all_read() and time.monotonic() < deadline:
             for record in reader.poll(2_000, 0.1):
                 for b in by_partition[record.topic, record.partition]:
-                    if b.position <= record.offset < b.end:
-                        b.records += _counts(codec, record, b.key)
+                    if b.position <= record.offset < b.end and _counts(codec, record, b.key):
+                        b.records += 1
+                        b.oldest_ms = b.oldest_ms or record.timestamp_ms
         for tp, waiting in by_partition.items():
             for b in waiting:
                 unread = b.end - max(b.position, reader.positions[tp])
@@ -205,12 +251,16 @@ def _counts(codec: Codec, record: Record, key: bytes | None) -> bool:
 
 def format_lag(rows: Iterable[GroupLag]) -> str:
     """Return a table with a line for each group and topic."""
-    head = ("GROUP", "TOPIC", "PARTITIONS", "COMMITTED", "END", "OFFSETS", "RECORDS")
+    head = (
+        *("GROUP", "TOPIC", "PARTITIONS", "COMMITTED", "END"),
+        *("OFFSETS", "RECORDS", "SECONDS", "STATUS"),
+    )
     body = (
         (
             *(r.group, r.topic, r.partitions, "-" if r.committed is None else r.committed),
             *(r.end, r.offsets, r.records if r.exact else f"<={r.records}"),
+            *(f"{r.waiting_s:.0f}", r.status or "-"),
         )
         for r in rows
     )
-    return text_table(head, body, right=range(2, len(head)))
+    return text_table(head, body, right=range(2, len(head) - 1))

@@ -88,6 +88,7 @@ def test_lag_counts_work_and_reaches_zero(settings: Settings, cluster: Cluster) 
         ("lake", "ready-batches.default.train"): (2, 1),
     }
     assert all(r.exact and r.committed is None for r in rows.values())
+    assert all((r.waiting_s > 0) == (r.records > 0) for r in rows.values())
     assert rows["assemble", "rewards"].partitions == 4
     assert data_lag(cluster, settings, f"{prefix}-lake") == 5 + 26
 
@@ -119,8 +120,11 @@ def test_lag_counts_work_and_reaches_zero(settings: Settings, cluster: Cluster) 
         "END",
         "OFFSETS",
         "RECORDS",
+        "SECONDS",
+        "STATUS",
     ]
-    assert printed[1].split() == [f"{prefix}-by-hand", topics.steps, "4", "22", "23", "1", "0"]
+    row = [f"{prefix}-by-hand", topics.steps, "4", "22", "23", "1", "0", "0", "-"]
+    assert printed[1].split() == row
 
 
 def test_a_long_backlog_is_an_upper_bound_and_an_open_transaction_is_not_there_yet(
@@ -141,6 +145,7 @@ def test_a_long_backlog_is_an_upper_bound_and_an_open_transaction_is_not_there_y
             if r.group == f"{prefix}-lake"
         }
     assert (rows[topics.weights].records, rows[topics.weights].exact) == (11, False)
+    assert rows[topics.weights].waiting_s > 0
     assert (rows[topics.dead_letters].offsets, rows[topics.dead_letters].exact) == (0, True)
     assert "<=11" in format_lag(rows.values())
     wait_for_end(cluster, topics.dead_letters, 2)

@@ -1,0 +1,172 @@
+"""Watch the lag of every consumer group, and name the consumers that stand still."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from clawstream.ops.lag import Backlog, backlogs, expected_groups, waiting_s
+from clawstream.ops.lag_rules import PROBLEMS, Sample, Status, patience_s, status_of, worst
+from runtime.kafka import Cluster
+from schemas.settings import Settings
+
+INTERVAL_S = 5.0
+SCAN_RECORDS = 100
+"""Records of a partition that each look may read: more are counted by their offsets."""
+DOCTOR_LOOK_S = 2.0
+DOCTOR_PATIENCE_S = 60.0
+"""`clawstream doctor` waits for no consumer that may stand still for longer."""
+
+
+class LagWatch:
+    """Judges the consumers of this run, and those of all runs, by repeated looks at their lag.
+
+    Groups of other runs have no status: whether somebody still runs them is not known.
+    """
+
+    def __init__(self, cluster: Cluster, settings: Settings) -> None:
+        self._cluster, self._settings = cluster, settings
+        self._judged = frozenset(expected_groups(settings))
+        self._windows: dict[tuple[str, str, int], deque[Sample]] = {}
+
+    def look(self) -> list[Backlog]:
+        """Measure all backlogs and judge each. Raises KafkaError."""
+        found = backlogs(self._cluster, self._settings, SCAN_RECORDS)
+        now_s = time.monotonic()
+        for b in found:
+            if b.group in self._judged:
+                b.status = self._judge(b, now_s)
+        return found
+
+    def _judge(self, b: Backlog, now_s: float) -> Status:
+        window = self._windows.setdefault((b.group, b.topic, b.partition), deque())
+        window.append(Sample(now_s, b.position if b.committed else None, b.end, b.records))
+        patience = patience_s(self._settings, role_of(b.group, self._settings))
+        # Twice the patience: long enough to tell a consumer that stopped from one that never read.
+        while now_s - window[0].time_s > 2 * patience + INTERVAL_S:
+            window.popleft()
+        return status_of(window, patience)
+
+
+@dataclass(frozen=True, slots=True)
+class StandingConsumer:
+    """A consumer group that does not read a topic on which records wait."""
+
+    group: str
+    topic: str
+    partitions: Sequence[int]
+    records: int
+    waiting_s: float
+    status: Status
+    remedy: str
+
+    def __str__(self) -> str:
+        where = ", ".join(map(str, self.partitions))
+        return (
+            f"{self.status}: {self.group} does not read {self.topic} (partition {where}): "
+            f"{self.records} records wait, the oldest for {self.waiting_s:.0f} s; {self.remedy}"
+        )
+
+
+def standing_consumers(
+    found: Sequence[Backlog],
+    settings: Settings,
+    processes: Mapping[str, Mapping[str, Any]],
+    now_s: float,
+) -> list[StandingConsumer]:
+    """Return the consumers of a look that stopped or stalled, one for each group and topic.
+
+    Args:
+        processes: Rows of the supervisor's table by process; empty without a supervisor.
+        now_s: Seconds since the epoch.
+    """
+    standing: dict[tuple[str, str], list[Backlog]] = {}
+    for b in found:
+        if b.status in PROBLEMS:
+            standing.setdefault((b.group, b.topic), []).append(b)
+    return [
+        StandingConsumer(
+            group=group,
+            topic=topic,
+            partitions=[b.partition for b in parts],
+            records=sum(b.records for b in parts),
+            waiting_s=max(waiting_s(b, now_s) for b in parts),
+            status=worst([b.status for b in parts if b.status is not None]),
+            remedy=_remedy(role_of(group, settings).partition(".")[0], settings, processes),
+        )
+        for (group, topic), parts in standing.items()
+    ]
+
+
+def watch_for_standing(
+    cluster: Cluster, settings: Settings, processes: Mapping[str, Mapping[str, Any]]
+) -> list[StandingConsumer]:
+    """Watch until every consumer has moved, has nothing to read, or is judged.
+
+    A consumer whose patience exceeds `DOCTOR_PATIENCE_S`, such as the trainer's, is not waited for.
+    """
+    watch = LagWatch(cluster, settings)
+    first = {_place(b): b.position for b in watch.look() if b.status and b.committed}
+
+    def is_open(b: Backlog) -> bool:
+        patience = patience_s(settings, role_of(b.group, settings))
+        moved = first.get(_place(b)) != b.position
+        return bool(b.records) and not moved and patience <= DOCTOR_PATIENCE_S
+
+    while True:
+        found = watch.look()
+        if not any(is_open(b) and b.status not in PROBLEMS for b in found):
+            return standing_consumers(found, settings, processes, time.time())
+        time.sleep(DOCTOR_LOOK_S)
+
+
+def process_problems(
+    processes: Mapping[str, Mapping[str, Any]], settings: Settings
+) -> Iterator[str]:
+    """Yield a line for each process of this machine that is suspended or does not run.
+
+    Args:
+        processes: Rows of the supervisor's table by process.
+    """
+    for name, row in processes.items():
+        if row["state"] == "running" and not _is_suspended(row["pid"]):
+            continue
+        if row["state"] == "running" or row["exit_code"]:
+            yield _remedy(name, settings, processes)
+
+
+def role_of(group: str, settings: Settings) -> str:
+    """Return a group's name without the prefix of the installation."""
+    return group.removeprefix(f"{settings.kafka.topic_prefix}-")
+
+
+def _place(b: Backlog) -> tuple[str, str, int]:
+    return b.group, b.topic, b.partition
+
+
+def _remedy(process: str, settings: Settings, processes: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return what to do about a process that does not read."""
+    row, log = processes.get(process), settings.data_dir / "logs" / f"{process}.log"
+    if row is None:
+        return f"start {process}, or look at its log where it runs; it continues where it stopped"
+    if row["state"] != "running":
+        return f"{process} is {row['state']}: {row['error'] or 'no error was logged'}; see {log}"
+    if _is_suspended(row["pid"]):
+        return f"{process} (pid {row['pid']}) is suspended by a signal: kill -CONT {row['pid']}"
+    return (
+        f"{process} (pid {row['pid']}) runs without progress: see {log}; "
+        f"kill -9 {row['pid']} restarts it without loss"
+    )
+
+
+def _is_suspended(pid: int) -> bool:
+    """Return whether a process of this machine is stopped (state T of proc_pid_stat(5))."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] == "T"

@@ -1,0 +1,44 @@
+"""A consumer that stands still on a real Kafka is named, with its remedy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import psutil
+from support.jobs import session
+from support.up import call, up
+
+from runtime.kafka import Cluster
+from schemas.codec.single_object import Codec
+from schemas.settings import Settings
+
+
+def test_a_suspended_job_is_named_by_lag_and_doctor(settings: Settings, cluster: Cluster) -> None:
+    tree: dict[str, Any] = settings.model_dump()
+    tree |= {"run_id": "run", "up": {"processes": ("assemble",)}}
+    settings = Settings.model_validate(tree)
+    steps, here = settings.kafka.topics.steps, f"data_dir={settings.data_dir}"
+    group = f"{settings.kafka.topic_prefix}-assemble"
+    with up(settings) as started:
+        started.until(lambda: started.table.get("assemble", {}).get("ready"), "assemble is ready")
+        started.until(lambda: cluster.committed(group), "assemble has committed")
+        job = psutil.Process(started.table["assemble"]["pid"])
+        job.suspend()
+        producer = cluster.producer()
+        producer.put(steps, b"k", Codec().encode(session("k", "opened")))
+        producer.flush()
+        started.alone("lag", "lag", "--watch")
+        doctor = call("doctor", here)
+        named = f": {group} does not read {steps}"
+        assert (doctor.returncode, named in doctor.stdout) == (1, True), doctor
+        assert f"kill -CONT {job.pid}" in doctor.stdout
+        started.until(
+            lambda: any(
+                {group, steps} < {*words} and words[-1] in ("stopped", "stalled")
+                for line in started.log("lag").splitlines()
+                if (words := line.split())
+            ),
+            "lag --watch shows it",
+        )
+        job.resume()
+        started.stop()

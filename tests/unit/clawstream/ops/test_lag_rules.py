@@ -1,0 +1,156 @@
+"""Test the rules that name consumers that stand still, over windows of samples."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from clawstream.ops.lag import Backlog, by_topic, format_lag
+from clawstream.ops.lag_rules import (
+    PROBLEMS,
+    STATUSES,
+    Sample,
+    Status,
+    patience_s,
+    status_of,
+    worst,
+)
+from clawstream.ops.lag_watch import process_problems, standing_consumers
+from schemas.settings import Settings
+
+PATIENCE_S = 15.0
+
+
+def samples(*looks: tuple[int | None, int], every_s: float = 5.0) -> list[Sample]:
+    """Return a window. looks: The committed offset and the records left of each."""
+    return [
+        Sample(i * every_s, committed, (committed or 0) + records, records)
+        for i, (committed, records) in enumerate(looks)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("looks", "status"),
+    [
+        ([], "ok"),
+        ([(5, 9)], "ok"),
+        ([(5, 9)] * 3, "ok"),
+        ([(5, 9)] * 4, "stalled"),
+        ([(5, 1), (5, 3), (5, 7), (5, 9)], "stalled"),
+        ([(5, 9), (5, 9), (5, 0), (5, 9)], "ok"),
+        ([(5, 0), (5, 9), (5, 9), (5, 9), (5, 9)], "stalled"),
+        ([(4, 9), (5, 9), (5, 9), (5, 9), (5, 9)], "stopped"),
+        ([(4, 9), (5, 9), (5, 9), (5, 9)], "ok"),
+        ([(9, 1), (3, 9), (3, 9), (3, 9), (3, 9)], "stopped"),
+        ([(None, 9)] * 4, "absent"),
+        ([(None, 0)] * 4, "ok"),
+        ([(1, 1), (2, 2), (3, 3), (4, 4), (5, 5)], "behind"),
+        ([(1, 5), (2, 5), (3, 5), (4, 5), (5, 5)], "ok"),
+        ([(1, 1), (2, 2), (3, 3), (4, 2), (5, 5)], "ok"),
+    ],
+)
+def test_statuses(looks: Sequence[tuple[int | None, int]], status: Status) -> None:
+    assert status_of(samples(*looks), PATIENCE_S) == status
+
+
+windows = st.lists(
+    st.tuples(
+        st.floats(0.1, 20), st.none() | st.integers(0, 3), st.integers(0, 5), st.integers(0, 3)
+    ),
+    min_size=1,
+    max_size=12,
+).map(
+    lambda looks: [
+        Sample(sum(gap for gap, *_ in looks[: i + 1]), committed, end, records)
+        for i, (_, committed, end, records) in enumerate(looks)
+    ]
+)
+
+
+@given(windows)
+def test_a_problem_stands_still_for_its_patience_with_work_left(window: list[Sample]) -> None:
+    status, last = status_of(window, PATIENCE_S), window[-1]
+    recent = [s for s in window if s.time_s >= last.time_s - PATIENCE_S]
+    if status in PROBLEMS or status == "absent":
+        assert {s.committed for s in recent} == {last.committed}
+        assert all(s.records for s in recent)
+        assert last.time_s - window[0].time_s >= PATIENCE_S
+        assert (status == "absent") == (last.committed is None)
+    if status == "stalled":
+        assert {s.committed for s in window} == {last.committed}
+
+
+@given(windows, st.floats(-1e6, 1e6), st.integers(0, 1000))
+def test_only_differences_of_times_and_offsets_count(
+    window: list[Sample], seconds: float, offsets: int
+) -> None:
+    quarters = [replace(s, time_s=round(s.time_s * 4) / 4) for s in window]
+    moved = [
+        replace(
+            s,
+            time_s=s.time_s + round(seconds),
+            committed=None if s.committed is None else s.committed + offsets,
+            end=s.end + offsets,
+        )
+        for s in quarters
+    ]
+    assert status_of(moved, PATIENCE_S) == status_of(quarters, PATIENCE_S)
+
+
+@given(windows, st.integers(1, 3))
+def test_standing_still_for_longer_ends_as_a_problem(window: list[Sample], records: int) -> None:
+    last = replace(window[-1], records=records, committed=window[-1].committed or 0)
+    later = [replace(last, time_s=last.time_s + s) for s in (0.5, 8.0, 16.0)]
+    assert status_of([*window, *later], PATIENCE_S) in PROBLEMS
+
+
+def test_the_worst_status_and_the_patience_of_each_role() -> None:
+    assert worst(["ok", "stalled", "behind"]) == "stalled" and worst([]) == "ok"
+    assert STATUSES[-1] == "stalled"
+    settings = Settings.model_validate({"lake": {"flush_interval_s": 5}})
+    assert patience_s(settings, "assemble") == patience_s(settings, "admit.r.train") == 15
+    assert patience_s(settings, "lake") == 20
+    assert patience_s(settings, "reward") == 15 + settings.functions.timeout_s
+    assert patience_s(settings, "trainer.r.train") == 600
+
+
+def backlog(partition: int, status: Status, records: int = 3) -> Backlog:
+    return Backlog(
+        "claw-assemble", "claw.steps", partition, 4, 0, 7, True, None, records, True, 1_000, status
+    )
+
+
+def row(state: str = "running", **more: Any) -> dict[str, Any]:
+    return {"state": state, "pid": 1, "exit_code": None, "error": None, **more}
+
+
+def test_a_consumer_that_stands_still_is_named_with_its_remedy() -> None:
+    settings = Settings()
+    found = [backlog(0, "stalled"), backlog(1, "ok"), backlog(2, "stopped", 4)]
+    (standing,) = standing_consumers(found, settings, {}, now_s=11.0)
+    text = str(standing)
+    assert text.startswith("stalled: claw-assemble does not read claw.steps (partition 0, 2): 7")
+    assert "the oldest for 10 s; start assemble" in text
+    for process, remedy in (
+        (row(), "kill -9 1 restarts it"),
+        (row("restarting", error="no space", exit_code=70), "assemble is restarting: no space"),
+    ):
+        (standing,) = standing_consumers(found, settings, {"assemble": process}, 11.0)
+        assert remedy in standing.remedy
+    assert format_lag(by_topic(found, 11.0)).splitlines()[1].split()[-3:] == ["10", "10", "stalled"]
+
+
+def test_processes_that_do_not_run_are_named() -> None:
+    table = {
+        "lake": row(),
+        "admit": row("exited", exit_code=0),
+        "trainer": row("stopped", exit_code=78, error="fenced"),
+    }
+    assert [line.split(";")[0] for line in process_problems(table, Settings())] == [
+        "trainer is stopped: fenced"
+    ]
