@@ -50,7 +50,7 @@ def public_url(settings: Settings, base_url: str) -> str:
     configured = settings.rollout.public_url
     if configured is not None:
         return configured.rstrip("/").removesuffix("/v1")
-    if settings.rollout.attach_url is None and settings.rollout.host in WILDCARDS:
+    if not settings.rollout.attach_urls and settings.rollout.host in WILDCARDS:
         raise SettingsError(
             f"rollout.public_url: rollout.host={settings.rollout.host} is no address that can be "
             "called"
@@ -64,12 +64,17 @@ def create_server(settings: Settings) -> VllmServer | AttachedServer:
     Raises:
         SettingsError: the settings name neither a usable model nor a server.
     """
-    if settings.rollout.attach_url is not None:
-        return AttachedServer(settings.rollout.attach_url)
+    if settings.rollout.workers > 1:
+        raise SettingsError(
+            f"rollout.workers={settings.rollout.workers}: `clawstream up` starts several workers; "
+            "this is one. Give it a rollout.worker_id and a rollout.port of its own"
+        )
+    if settings.rollout.attach_urls:
+        return AttachedServer(settings.rollout.attach_urls[0])
     model = settings.rollout.model_path or settings.trainer.model_path
     if model is None:
         raise SettingsError(
-            "rollout.model_path: set it, or trainer.model_path, or rollout.attach_url"
+            "rollout.model_path: set it, or trainer.model_path, or rollout.attach_urls"
         )
     if not (model / "config.json").is_file():
         raise SettingsError(f"rollout.model_path: {model} is no Hugging Face model directory")

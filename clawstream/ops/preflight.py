@@ -68,8 +68,9 @@ def ports(settings: Settings, names: Sequence[str]) -> Iterator[tuple[str, str, 
                 yield "broker", "127.0.0.1", port, "broker.port"
     if "gateway" in names:
         yield "gateway", settings.gateway.host, settings.gateway.port, "gateway.port"
-    if "rollout" in names and settings.rollout.attach_url is None:
-        yield "rollout", settings.rollout.host, settings.rollout.port, "rollout.port"
+    if "rollout" in names and not settings.rollout.attach_urls:
+        for worker in settings.rollout.of_each_worker:
+            yield "rollout", worker.host, worker.port, "rollout.port"
 
 
 def _check_no_broker(settings: Settings) -> None:

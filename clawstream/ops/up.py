@@ -54,7 +54,9 @@ def wanted(settings: Settings) -> list[str]:
     if settings.kafka.bootstrap_servers is not None:
         left_out.add("broker")
     if settings.trainer.model_path is None:
-        left_out |= {"trainer"} if settings.rollout.attach_url else {"trainer", "rollout"}
+        left_out.add("trainer")
+        if not (settings.rollout.model_path or settings.rollout.attach_urls):
+            left_out.add("rollout")
     return [n for n in COMMANDS if n in settings.up.processes and n not in left_out]
 
 
@@ -64,6 +66,17 @@ def of_children(settings: Settings) -> Settings:
     return settings.model_copy(
         update={"jobs": settings.jobs.model_copy(update={"worker_id": worker})}
     )
+
+
+def instances(settings: Settings, name: str) -> dict[str, Settings]:
+    """Return the processes of a name and their settings: one for each rollout worker."""
+    workers = settings.rollout.of_each_worker if name == "rollout" else ()
+    if len(workers) < 2:
+        return {name: settings}
+    return {
+        f"{name}-{index}": settings.model_copy(update={"rollout": worker})
+        for index, worker in enumerate(workers)
+    }
 
 
 class Installation:
@@ -115,11 +128,13 @@ class Installation:
         forget(self.settings.data_dir, self._before)
 
     def start(self, *names: str) -> None:
-        """Start processes by name."""
-        settings = of_children(self.settings).model_dump_json().encode()
+        """Start processes by name, and of rollout each worker."""
+        children = of_children(self.settings)
         for name in names:
             command = python(*COMMANDS[name], "--config", "-")
-            self.supervisor.start(ProcessSpec(name, command, settings))
+            for process, settings in instances(children, name).items():
+                stdin = settings.model_dump_json().encode()
+                self.supervisor.start(ProcessSpec(process, command, stdin))
 
     async def wait_for_kafka(self, timeout_s: float = 60.0, report_every_s: float = 10.0) -> None:
         """Wait until the cluster answers; report while an embedded broker recovers.
@@ -223,7 +238,7 @@ class Installation:
             clean &= await self.drain([f"{prefix}-trainer.{run}.train"], "trainer")
         await self.supervisor.stop("assemble", "reward")
         for name in ("admit", "trainer", "rollout"):
-            await self.supervisor.stop(name)
+            await self.supervisor.stop(*instances(self.settings, name))
         if self._running("lake"):
             clean &= await self.drain([f"{prefix}-lake"], "lake")
         await self.supervisor.stop("lake")
@@ -265,20 +280,20 @@ async def _start(installation: Installation, names: Sequence[str]) -> None:
     installation.start(*(n for n in names if n != "broker"))
     if settings.trainer.model_path is None:
         logger().info("no_model", hint="set trainer.model_path=DIR to train and serve")
-    await supervisor.wait_settled(names)
-    table = supervisor.table
-    wrong = [f"{n}: {table[n]['error']}" for n in names if table[n]["exit_code"] == EXIT_SETTINGS]
+    processes = [process for name in names for process in instances(settings, name)]
+    await supervisor.wait_settled(processes)
+    rows = {process: supervisor.table[process] for process in processes}
+    wrong = [f"{n}: {r['error']}" for n, r in rows.items() if r["exit_code"] == EXIT_SETTINGS]
     if wrong:
         installation.forget()
         raise SettingsError("\n".join(wrong))
-    rows = {n: table[n] for n in names}
     down = {n: r["state"] for n, r in rows.items() if not r["ready"] and r["exit_code"] != 0}
     if down:
         logger().error("not_all_up", down=down)
         return
     logger().info(
         "up",
-        processes=list(names),
+        processes=processes,
         gateway=f"http://{settings.gateway.host}:{settings.gateway.port}",
         kafka=settings.bootstrap_servers,
         logs=str(settings.data_dir / "logs"),

@@ -16,7 +16,7 @@ import signal
 import sys
 import time
 from asyncio.subprocess import Process
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 
@@ -89,8 +89,13 @@ def server_arguments(
     return [*arguments, *settings.extra_args]
 
 
-def server_environment(base: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment: no network, no usage reports, and the project's packages."""
+def server_environment(base: Mapping[str, str], gpus: Sequence[str] = ()) -> dict[str, str]:
+    """Return the environment: no network, no usage reports, and the project's packages.
+
+    Args:
+        base: the environment of the worker.
+        gpus: `rollout.gpus` of this worker; empty: those that `base` allows.
+    """
     paths = [str(_PROJECT), *filter(None, base.get("PYTHONPATH", "").split(os.pathsep))]
     # The processes import all of vLLM in sequence. Compiled files save 10 s of CPU in each of them.
     kept = {name: value for name, value in base.items() if name != "PYTHONDONTWRITEBYTECODE"}
@@ -106,6 +111,7 @@ def server_environment(base: Mapping[str, str]) -> dict[str, str]:
         # closing connection.
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "120",
         DIE_WITH_PARENT: "1",
+        **({"CUDA_VISIBLE_DEVICES": gpus[0]} if gpus else {}),
         **(_cpu_environment(base) if is_cpu_build() else {}),
     }
 
@@ -174,7 +180,7 @@ class VllmServer:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=server_environment(os.environ),
+                env=server_environment(os.environ, self._settings.gpus),
                 start_new_session=True,
             )
 

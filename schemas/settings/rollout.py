@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from schemas.settings.base import Count, Name, Port, Positive, Section
 
@@ -21,9 +21,17 @@ class RolloutSettings(Section):
         description="sync: only the newest version may sample, and training waits for its batches; "
         "slower, without stale samples",
     )
-    worker_id: Name = Field("worker-0", description="several workers: one name each")
-    attach_url: str | None = Field(
-        None, description="URL of a running vLLM server, instead of starting one"
+    workers: Count = Field(
+        1, description="engines that `clawstream up` runs, on the ports from rollout.port on"
+    )
+    gpus: tuple[Name, ...] = Field(
+        (), description='CUDA_VISIBLE_DEVICES of each worker: [0, 1], or ["0,1", "2,3"]'
+    )
+    worker_id: Name = Field(
+        "worker", description="workers on several machines; of several, each gets a number after it"
+    )
+    attach_urls: tuple[str, ...] = Field(
+        (), description="URL of a running vLLM server for each worker, instead of starting one"
     )
     model_path: Path | None = Field(
         None, description="directory of the engine's initial weights; default trainer.model_path"
@@ -58,3 +66,39 @@ class RolloutSettings(Section):
     serve_base: bool = Field(
         False, description="serve the boot weights before the first version exists"
     )
+
+    @model_validator(mode="after")
+    def _one_for_each_worker(self) -> RolloutSettings:
+        for name in ("gpus", "attach_urls"):
+            count = len(getattr(self, name))
+            if count not in (0, self.workers):
+                raise ValueError(
+                    f"rollout.{name} has {count} entries, but rollout.workers={self.workers}: give "
+                    "one for each worker"
+                )
+        if self.gpus and self.attach_urls:
+            raise ValueError("rollout.gpus: the servers of rollout.attach_urls have theirs already")
+        if self.workers > 1 and self.public_url is not None:
+            raise ValueError(
+                f"rollout.public_url is the URL of one worker, but rollout.workers={self.workers}: "
+                "leave it out, and set rollout.host to an address that gateways can call"
+            )
+        return self
+
+    @property
+    def of_each_worker(self) -> tuple[RolloutSettings, ...]:
+        """The settings of each worker, as its process gets them."""
+        if self.workers == 1:
+            return (self,)
+        return tuple(
+            self.model_copy(
+                update={
+                    "workers": 1,
+                    "worker_id": f"{self.worker_id}-{index}",
+                    "port": self.port + index,
+                    "gpus": self.gpus[index : index + 1],
+                    "attach_urls": self.attach_urls[index : index + 1],
+                }
+            )
+            for index in range(self.workers)
+        )

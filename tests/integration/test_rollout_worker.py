@@ -97,7 +97,7 @@ class Bench:
         """Run a worker within the block; it must end cleanly."""
         await self.engine.start()
         rollout = {
-            "attach_url": f"http://127.0.0.1:{self.engine.port}/v1",
+            "attach_urls": [f"http://127.0.0.1:{self.engine.port}/v1"],
             "worker_id": "w",
             "heartbeat_s": HEARTBEAT_S,
             **more,

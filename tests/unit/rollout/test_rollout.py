@@ -12,7 +12,7 @@ import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -31,6 +31,7 @@ from rollout.server.process import (
     server_environment,
 )
 from rollout.server.weight_files import ADAPTERS, adapter_files, remove_others
+from rollout.settings_check import CHECKS
 from rollout.status import Report
 from rollout.versions import DEFER_MAX_S, DEFER_S, KEPT_VERSIONS, Versions, WeightsFeed
 from rollout.vllm_plugin.engine import Served, read_layout, stage
@@ -204,7 +205,7 @@ def test_versions_that_the_engine_refuses_leave_no_files(
 ) -> None:
     """Of a rejected version nothing stays; of a deferred one, what was downloaded."""
     monkeypatch.chdir(tmp_path)
-    settings = Settings.model_validate({"rollout": {"attach_url": "http://127.0.0.1:9"}})
+    settings = Settings.model_validate({"rollout": {"attach_urls": ["http://127.0.0.1:9"]}})
     versions, report = Versions(settings.run_id), Report(settings, "http://127.0.0.1:9")
     file = WeightFile(url="memory://v/model.safetensors", sha256="downloaded", size_bytes=1)
     failed = replace(version(settings.run_id, 1), files=(file,))
@@ -440,6 +441,9 @@ def test_the_environment_keeps_what_was_there() -> None:
     assert "VLLM_SERVER_DEV_MODE" not in environment, (
         "its routes change weights without authentication"
     )
+    gpus = server_environment({"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, ("2,3",))
+    assert gpus["CUDA_VISIBLE_DEVICES"] == "2,3"
+    assert server_environment({"CUDA_VISIBLE_DEVICES": "1"})["CUDA_VISIBLE_DEVICES"] == "1"
 
 
 def test_a_worker_without_a_model_says_which_setting_is_missing(tmp_path: Path) -> None:
@@ -447,5 +451,55 @@ def test_a_worker_without_a_model_says_which_setting_is_missing(tmp_path: Path) 
         create_server(Settings())
     with pytest.raises(SettingsError, match="no Hugging Face model directory"):
         create_server(Settings.model_validate({"trainer": {"model_path": tmp_path}}))
-    attached = Settings.model_validate({"rollout": {"attach_url": "http://10.0.0.1:8000/v1"}})
+    attached = Settings.model_validate({"rollout": {"attach_urls": ["http://10.0.0.1:8000/v1"]}})
     assert create_server(attached).base_url == "http://10.0.0.1:8000"
+
+
+# ---------------------------------------------------------------- several workers
+
+
+def test_each_of_several_workers_has_a_name_a_port_and_gpus_of_its_own() -> None:
+    settings = RolloutSettings.model_validate({"workers": 2, "gpus": ["0,1", 2], "port": 9000})
+    each = settings.of_each_worker
+    assert [(w.worker_id, w.port, w.gpus) for w in each] == [
+        ("worker-0", 9000, ("0,1",)),
+        ("worker-1", 9001, ("2",)),
+    ]
+    for worker in each:  # as a process reads them
+        assert RolloutSettings.model_validate_json(worker.model_dump_json()) == worker
+    alone = RolloutSettings.model_validate({"gpus": ["3"]})
+    assert alone.of_each_worker == (alone,)
+
+
+@pytest.mark.parametrize(
+    ("rollout", "error"),
+    [
+        ({"workers": 2, "gpus": ["0"]}, "gpus has 1 entries, but rollout.workers=2"),
+        ({"attach_urls": ["http://a", "http://b"]}, "attach_urls has 2 entries"),
+        ({"gpus": ["0"], "attach_urls": ["http://a"]}, "have theirs already"),
+        ({"workers": 2, "public_url": "http://gpu-1:8200"}, "set rollout.host"),
+    ],
+)
+def test_settings_of_workers_that_contradict_each_other_are_refused(
+    rollout: dict[str, Any], error: str
+) -> None:
+    with pytest.raises(ValueError, match=error):
+        RolloutSettings.model_validate(rollout)
+
+
+def test_one_process_is_one_worker_and_all_of_them_are_checked(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    settings = Settings.model_validate({"rollout": {"workers": 2, "model_path": tmp_path}})
+    with pytest.raises(SettingsError, match=r"rollout\.workers=2: `clawstream up` starts several"):
+        create_server(settings)
+    for check in CHECKS:
+        check(settings.model_copy(update={"rollout": settings.rollout.of_each_worker[1]}))
+    urls = ["http://a:1/v1", "http://b:1"]
+    attached = Settings.model_validate({"rollout": {"workers": 2, "attach_urls": urls}})
+    for check in CHECKS:
+        check(attached)
+    servers = [
+        create_server(attached.model_copy(update={"rollout": worker})).base_url
+        for worker in attached.rollout.of_each_worker
+    ]
+    assert servers == ["http://a:1", "http://b:1"]

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from clawstream.cli.main import app
 from clawstream.ops.preflight import ports, problems_of
-from clawstream.ops.up import COMMANDS
+from clawstream.ops.up import COMMANDS, instances, wanted
 from runtime.process.config import load
 from runtime.process.ports import PortTaken, check_free
 from trainer.algorithms.registry import ALGORITHMS
@@ -91,6 +91,30 @@ def test_every_port_is_looked_at() -> None:
         ("gateway", 8100),
         ("rollout", 8200),
     ]
+    several = load(None, ["rollout.workers=2"], {})
+    assert [port for _, _, port, _ in ports(several, ["rollout"])] == [8200, 8201]
+
+
+@pytest.mark.parametrize(
+    ("words", "started"),
+    [
+        ([], []),
+        (["trainer.model_path=/m"], ["trainer", "rollout"]),
+        (["rollout.model_path=/m"], ["rollout"]),
+        (["trainer.model_path=/m", "rollout.workers=2"], ["trainer", "rollout-0", "rollout-1"]),
+        (
+            ["rollout.workers=2", "rollout.attach_urls=[http://a:1, http://b:1]"],
+            ["rollout-0", "rollout-1"],
+        ),
+    ],
+)
+def test_each_rollout_worker_is_a_process(words: list[str], started: list[str]) -> None:
+    settings = load(None, words, {})
+    names = [name for name in wanted(settings) if name not in DATA_PART]
+    found = {k: v for name in names for k, v in instances(settings, name).items()}
+    assert list(found) == started
+    ids = [s.rollout.worker_id for name, s in found.items() if name.startswith("rollout-")]
+    assert ids == ["worker-0", "worker-1"][: len(ids)]
 
 
 def test_a_taken_port_names_the_process_and_the_setting() -> None:

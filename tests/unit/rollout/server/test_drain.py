@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
@@ -98,10 +99,10 @@ def test_nobody_waits_for_an_engine_that_is_gone() -> None:
         ({}, "http://127.0.0.1:8200"),
         ({"host": "10.0.0.7"}, "http://10.0.0.7:8200"),
         ({"host": "0.0.0.0", "public_url": "http://gpu-1:9000/v1/"}, "http://gpu-1:9000"),
-        ({"attach_url": "http://a:1/v1", "public_url": "https://b/"}, "https://b"),
+        ({"attach_urls": ["http://a:1/v1"], "public_url": "https://b/"}, "https://b"),
     ],
 )
-def test_gateways_are_told_a_url_that_they_can_call(rollout: dict[str, str], url: str) -> None:
+def test_gateways_are_told_a_url_that_they_can_call(rollout: dict[str, Any], url: str) -> None:
     settings = Settings.model_validate({"rollout": rollout})
     server = VllmServer(settings.rollout, Path("model"), Path("log"))
     assert public_url(settings, server.base_url) == url
