@@ -1,6 +1,7 @@
 """Models in the shapes of published ones train: `clawstream up` with a model and a client loop.
 
-Each run publishes three versions after the initial one, and a real vLLM loads each of them.
+Each run publishes three versions after the initial one, and a real vLLM loads each of them. One of
+the two groups of a batch is of an environment with an algorithm of its own.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from schemas.ids import parse_version
 from schemas.records import Step, Trajectory, WeightVersion, WorkerStatus
 from schemas.settings import Settings
 
-VERSIONS, GROUPS, MEMBERS, REPLY_TOKENS = 3, 2, 4, 12
+VERSIONS, MEMBERS, REPLY_TOKENS = 3, 4, 12
+ENVIRONMENTS = ("colours", "others")
+"""Of the groups; the first one has the algorithm `dr_grpo`, the other that of the run."""
 RETRIES = 8  # of calls that the gateway answers with 503, because no engine is ready yet
 SMOLLM2 = ROOT / ".cache" / "smollm2" / "model"
 LEARNING_RATES = {"smollm2": 1e-6}
@@ -46,9 +49,12 @@ def settings_of(home: Path, model: Path, dtype: str, lr: float) -> Settings:
         "broker": {"port": free_port()},
         "gateway": {"port": free_port()},
         "admit": {"policy": {
-            "group_size": MEMBERS, "batch_groups": GROUPS, "required_rewards": ["env"],
+            "group_size": MEMBERS, "batch_groups": len(ENVIRONMENTS), "required_rewards": ["env"],
         }},
-        "trainer": {"model_path": model, "max_versions": VERSIONS, "lr": lr},
+        "trainer": {
+            "model_path": model, "max_versions": VERSIONS, "lr": lr,
+            "environments": {ENVIRONMENTS[0]: {"algorithm": "dr_grpo"}},
+        },
         "rollout": {
             "port": free_port(), "dtype": dtype, "max_model_len": 512, "kv_cache_mb": 64,
             "max_num_seqs": 8,
@@ -57,9 +63,14 @@ def settings_of(home: Path, model: Path, dtype: str, lr: float) -> Settings:
     })  # fmt: skip
 
 
-async def play(url: str, group: str, member: int, http: aiohttp.ClientSession) -> None:
+async def play(
+    url: str, group: str, environment: str, member: int, http: aiohttp.ClientSession
+) -> None:
     """Play two turns; every second member of a group is rewarded."""
     base = f"{url}/{group}-{member}/{group}/v1"
+    task = {"metadata": {"environment": environment}}
+    async with http.post(f"{base}/register_trajectory", json=task) as reply:
+        assert reply.status == 200, await reply.text()
     messages = [{"role": "user", "content": "Name a colour."}]
     async with AsyncOpenAI(base_url=base, api_key="unused", max_retries=RETRIES) as client:
         for question in ("Another one.", None):
@@ -80,9 +91,9 @@ def batch(url: str, name: str) -> None:
 
     async def body() -> None:
         async with aiohttp.ClientSession() as http, asyncio.TaskGroup() as tasks:
-            for group in range(GROUPS):
+            for group, environment in enumerate(ENVIRONMENTS):
                 for member in range(MEMBERS):
-                    tasks.create_task(play(url, f"{name}-{group}", member, http))
+                    tasks.create_task(play(url, f"{name}-{group}", environment, member, http))
 
     asyncio.run(body())
 
@@ -108,7 +119,7 @@ def run_model(running: Up) -> list[WeightVersion]:
             batch(f"http://127.0.0.1:{settings.gateway.port}", f"b{index}")
     steps = feed.events(feed.topics.steps, Step)
     closed = feed.events(feed.topics.trajectories, Trajectory)
-    assert len(steps) == VERSIONS * GROUPS * MEMBERS * 2
+    assert len(steps) == VERSIONS * len(ENVIRONMENTS) * MEMBERS * 2
     assert all(step.trainable for one in closed for step in one.steps), [
         step.untrainable_reason for one in closed for step in one.steps
     ]
@@ -140,3 +151,5 @@ def test_a_model_trains_and_each_of_its_versions_is_served(
         assert found < BOUND[dtype]
         assert version.metrics["tokens_outside_vocabulary"] == 0
         assert version.metrics["optimizer_steps"] == 2
+        assert version.metrics["environment/colours/reward_mean"] == 0.5
+        assert "environment/colours/loss" in version.metrics
