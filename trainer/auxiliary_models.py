@@ -10,10 +10,8 @@ from torch.distributed.checkpoint.stateful import Stateful
 from runtime.logs import logger
 from schemas.errors import SettingsError
 from schemas.settings import TrainerSettings
-from trainer.algorithms.batch import BatchView
-from trainer.algorithms.registry import Column, LoadedAlgorithm
+from trainer.algorithms.registry import Column
 from trainer.data.sequences import TrainingSequence
-from trainer.data.view import with_returns
 from trainer.metrics.statistics import CriticStats
 from trainer.model.critic import PATH_SETTING, Critic
 from trainer.model.frozen import FrozenColumn, FrozenModel, check_same_tokenizer
@@ -33,7 +31,12 @@ class AuxiliaryModels:
         self._trained: Critic | None = None
         if checkpoint is not None and (checkpoint / CRITIC).exists():
             self._trained = Critic(
-                checkpoint / CRITIC, settings, policy.device, sync_index=0, weights=False
+                checkpoint / CRITIC,
+                settings,
+                policy.device,
+                sync_index=0,
+                weights=False,
+                processes=policy.processes,
             )
 
     @property
@@ -65,24 +68,18 @@ class AuxiliaryModels:
         return sequences
 
     def train_critic(
-        self,
-        view: BatchView,
-        sequences: Sequence[TrainingSequence],
-        algorithm: LoadedAlgorithm,
-        batch_seq: int,
+        self, sequences: Sequence[TrainingSequence], batch_seq: int
     ) -> CriticStats | None:
-        """Train the critic on the returns of its estimator; None for an algorithm without one.
+        """Train the critic on the sequences with returns; None if there are none.
 
         Args:
-            view: the batch with values.
-            sequences: those of the view, in its order.
-            algorithm: of the batch.
+            sequences: of a batch, of all environments.
             batch_seq: number of the batch; the shuffle depends on it.
         """
-        if algorithm.returns is None or self._trained is None:
+        learned = [sequence for sequence in sequences if sequence.returns is not None]
+        if not learned or self._trained is None:
             return None
-        returns = algorithm.returns(view, algorithm.settings)
-        stats = self._trained.update(with_returns(sequences, returns), batch_seq)
+        stats = self._trained.update(learned, batch_seq)
         for reason in stats.skipped:
             logger().error(
                 "critic_update_skipped",
@@ -92,26 +89,20 @@ class AuxiliaryModels:
             )
         return stats
 
-    def only_critic_trains(self, algorithm: LoadedAlgorithm, sync_index: int) -> bool:
-        """Return whether the critic of the algorithm warms up."""
-        if algorithm.returns is None or self._trained is None:
-            return False
-        return self._trained.warms_up(sync_index)
+    def critic_warms_up(self, sync_index: int) -> bool:
+        """Return whether the policy does not learn yet from sequences with returns."""
+        return self._trained is not None and self._trained.warms_up(sync_index)
 
     def _critic(self, sync_index: int) -> Critic:
-        # The start checks the run's own policy; a later batch may name another algorithm.
-        if (size := self._policy.processes.size) > 1:
-            raise SettingsError(
-                "setting admit.policy.algorithm: it has a critic, which trains in one process, and "
-                f"torchrun started {size}"
-            )
         if self._trained is None:
             s, policy = self._settings, self._policy
             directory = s.critic.path or s.model_path
             if directory is None:
                 raise SettingsError(f"setting {PATH_SETTING}: not set, nor is trainer.model_path")
             check_same_tokenizer(directory, policy.tokenizer_fingerprint, PATH_SETTING)
-            self._trained = Critic(directory, s, policy.device, sync_index)
+            self._trained = Critic(
+                directory, s, policy.device, sync_index, processes=policy.processes
+            )
         return self._trained
 
     def _frozen_model(self, column: FrozenColumn) -> FrozenModel:

@@ -63,7 +63,6 @@ from trainer.settings_check import (
     check_algorithm,
     check_best_by,
     check_learning_rate,
-    check_processes,
     check_versions,
 )
 from trainer.start import open_run
@@ -106,7 +105,6 @@ def train(settings: Settings, stop: threading.Event) -> None:
     )
     torch.set_num_threads(settings.trainer.threads)
     with open_processes(settings.trainer.device) as processes:
-        check_processes(settings, processes.size)
         if processes.leads:
             lead(settings, stop, processes)
         else:

@@ -27,14 +27,13 @@ from trainer.data.sequences import (
     trained_lengths,
 )
 from trainer.data.tokenizer_check import check_tokenizer
-from trainer.data.view import batch_view, with_advantages
+from trainer.data.view import batch_view, with_advantages, with_returns
 from trainer.errors import CheckpointFailed, InvalidCheckpoint, StorageFailed
 from trainer.learning_rate import learning_rate
 from trainer.memory import explain_out_of_memory
 from trainer.metrics.definitions import headline
 from trainer.metrics.statistics import (
     BatchStats,
-    CriticStats,
     DataStats,
     UpdateStats,
     staleness,
@@ -65,7 +64,6 @@ class _EstimatedPart(NamedTuple):
 
     sequences: tuple[TrainingSequence, ...]
     data: DataStats
-    critic: CriticStats | None
 
 
 class Run:
@@ -160,6 +158,7 @@ class Run:
             for environment, part in split.items()
         ]
         sequences = [sequence for part in parts for sequence in part.sequences]
+        critic = self._auxiliary.train_critic(sequences, batch.batch_seq)
         stats = self._train_policy(sequences, algorithms, batch.batch_seq)
         for number, step in enumerate(stats.steps):
             if step.skipped is not None:
@@ -176,7 +175,7 @@ class Run:
             BatchStats(
                 update=stats,
                 data=tuple(part.data for part in parts),
-                critic=next((part.critic for part in parts if part.critic is not None), None),
+                critic=critic,
                 read_seconds=fetched.read_seconds,
             )
         )
@@ -188,7 +187,7 @@ class Run:
         environment: str | None,
         algorithm: LoadedAlgorithm,
     ) -> _EstimatedPart:
-        """Return the sequences of an environment with advantages; train the critic, if any.
+        """Return the sequences of an environment with advantages, and returns for the critic.
 
         Args:
             batch: the groups of the environment.
@@ -210,7 +209,8 @@ class Run:
         sequences = self._auxiliary.score(data.sequences, algorithm.needs, self.sync_index)
         view = batch_view(sequences, data.members, self._settings.run_id, self.sync_index)
         sequences = with_advantages(sequences, algorithm.advantage(view, algorithm.settings))
-        critic = self._auxiliary.train_critic(view, sequences, algorithm, batch.batch_seq)
+        if algorithm.returns is not None:
+            sequences = with_returns(sequences, algorithm.returns(view, algorithm.settings))
         stats = DataStats(
             environment=environment,
             rewards=data.rewards,
@@ -226,13 +226,15 @@ class Run:
             sampled_at_zero=sum(data.sampled_at_zero.values()),
             staleness=staleness(versions, self._settings.run_id, self.sync_index),
         )
-        return _EstimatedPart(sequences, stats, critic)
+        return _EstimatedPart(sequences, stats)
 
     def _train_policy(
         self, sequences: Sequence[TrainingSequence], algorithms: Algorithms, batch_seq: int
     ) -> UpdateStats:
-        """Train the policy, unless the critic warms up."""
-        if self._auxiliary.only_critic_trains(algorithms[None], self.sync_index):
+        """Train the policy; while the critic warms up, on the sequences that need none."""
+        if self._auxiliary.critic_warms_up(self.sync_index):
+            sequences = [sequence for sequence in sequences if sequence.returns is None]
+        if not sequences:
             return UpdateStats(steps=(), seconds=0.0, peak_flops=None)
         changed = any(stats.update.changed_weights for stats in self.unpublished)
         version = self.current_version

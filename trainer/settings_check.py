@@ -76,21 +76,6 @@ def _check_models(columns: frozenset[Column], setting: str, settings: TrainerSet
         name, path = models[column]
         if path is None:
             raise SettingsError(f"{setting}: it needs {name}")
-    if settings.environments and "values" in columns:
-        raise SettingsError(
-            f"{setting}: its critic trains on whole batches; with trainer.environments no "
-            "algorithm may have a critic"
-        )
-
-
-def check_processes(settings: Settings, size: int) -> None:
-    """Raise SettingsError when so many processes cannot train the algorithm of the run's policy."""
-    name = settings.admit.policy.algorithm
-    if size > 1 and "values" in needs(specification(name, settings.trainer.algorithm.overrides)):
-        raise SettingsError(
-            f"setting admit.policy.algorithm={name!r}: its critic trains in one process, and "
-            f"torchrun started {size}"
-        )
 
 
 def check_model(settings: Settings) -> None:

@@ -17,13 +17,15 @@ from transformers import PreTrainedModel
 from schemas.settings import TrainerSettings
 from trainer.algorithms.values import explained_variance, value_loss
 from trainer.data.micro_batch import MicroBatch, collate
-from trainer.data.minibatches import micro_batches, minibatches
+from trainer.data.minibatches import minibatches
 from trainer.data.sequences import TrainingSequence
 from trainer.metrics.statistics import CriticStats
 from trainer.model.files import auxiliary_files, empty_masters, load_masters, save_configuration
 from trainer.model.frozen import check_vocabulary
 from trainer.model.scores import hidden_states, logprobs_of
 from trainer.model.state import ModelState, OptimizerState
+from trainer.parallel.processes import ONE, Processes
+from trainer.parallel.sharding import shard, whole
 
 PATH_SETTING = "trainer.critic.path"
 
@@ -37,17 +39,24 @@ class ValueModel(torch.nn.Module):
 
     first_sync_index: Tensor
 
-    def __init__(self, backbone: PreTrainedModel, sync_index: int) -> None:
+    def __init__(
+        self, backbone: PreTrainedModel, settings: TrainerSettings, sync_index: int
+    ) -> None:
         super().__init__()
-        self.backbone = backbone
+        self.backbone, self._settings = backbone, settings
         # Not `nn.Linear`: it draws random numbers, and the policy's must not depend on a critic.
         self.weight = torch.nn.Parameter(torch.zeros(backbone.config.get_text_config().hidden_size))
-        self.bias = torch.nn.Parameter(torch.zeros(()))
+        self.bias = torch.nn.Parameter(torch.zeros(1))  # FSDP shards no scalars
         self.register_buffer("first_sync_index", torch.tensor(sync_index))
+
+    def forward(self, batch: MicroBatch) -> Tensor:
+        """Return the value before every trained token, shape (tokens,), float32."""
+        states = hidden_states(self.backbone, batch, self._settings).float()
+        return states @ self.weight + self.bias
 
 
 class Critic:
-    """Value model and AdamW on one device, in float32 as the policy.
+    """Value model and AdamW on the device and the processes of the policy, in float32 as it is.
 
     It belongs to the trainer alone: it is checkpointed with the policy and never published.
 
@@ -63,6 +72,7 @@ class Critic:
         sync_index: int,
         *,
         weights: bool = True,
+        processes: Processes = ONE,
     ) -> None:
         """Load the weights of a Hugging Face directory, with a new head and optimiser.
 
@@ -72,16 +82,20 @@ class Critic:
             device: of the policy.
             sync_index: of the version that training starts from; the warm-up counts from here.
             weights: False leaves the weights uninitialized, for a checkpoint that is loaded next.
+            processes: that share the model.
 
         Raises:
             SettingsError: the weights cannot be read.
         """
-        self._settings, self._device = settings, device
+        self._settings, self._device, self._processes = settings, device, processes
         self._auxiliary = auxiliary_files(directory)
         causal, self._own_dtypes = (
             load_masters(directory, PATH_SETTING) if weights else empty_masters(directory)
         )
-        self.model = ValueModel(causal.base_model, sync_index).to(device).eval()
+        model = ValueModel(causal.base_model, settings, sync_index).eval()
+        # `shard` moves one layer at a time, so no device holds the whole model.
+        self.model = model.to(device) if processes.size == 1 else model
+        shard(self.model, processes, device)
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(),
             lr=settings.critic.lr,
@@ -108,8 +122,8 @@ class Critic:
         Returns:
             Shape (tokens,), float32, with gradient.
         """
-        states = hidden_states(self.model.backbone, batch, self._settings).float()
-        return states @ self.model.weight + self.model.bias
+        found: Tensor = self.model(batch)
+        return found
 
     def score(self, sequences: Sequence[TrainingSequence]) -> tuple[TrainingSequence, ...]:
         """Return the sequences with the values as a column.
@@ -118,7 +132,7 @@ class Critic:
             SettingsError: a token is not in the critic's vocabulary.
         """
         check_vocabulary(self.model.backbone, sequences, PATH_SETTING)
-        found = logprobs_of(sequences, self.values, self._settings, self._device)
+        found = logprobs_of(sequences, self.values, self._settings, self._device, self._processes)
         return tuple(
             replace(sequence, values=values)
             for sequence, values in zip(sequences, found, strict=True)
@@ -158,17 +172,18 @@ class Critic:
         """Compute the gradient of the mean loss over the tokens of a minibatch.
 
         Returns:
-            The loss, and the norm of the gradient before clipping.
+            The loss, and the norm of the gradient before clipping; the same on every process.
         """
-        s, total = self._settings, 0.0
+        s, processes, total = self._settings, self._processes, 0.0
         tokens = sum(sequence.trained_tokens for sequence in sequences)
         self.optimizer.zero_grad(set_to_none=True)
-        for part in micro_batches(sequences, s.micro_batch_tokens):
+        for part, counts in processes.passes(sequences, s.micro_batch_tokens, packed=False):
             batch = collate(part, s.temperature, self._device)
             assert batch.values is not None and batch.returns is not None
             losses = value_loss(self.values(batch), batch.values, batch.returns, s.critic.clip)
-            loss = losses.sum() / tokens
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss = losses.sum() / tokens if counts else losses.sum() * 0.0
+            # FSDP averages the gradients of the processes; the loss is a sum of their shares.
+            (loss * processes.size).backward()  # type: ignore[no-untyped-call]
             total += loss.item()
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), s.max_grad_norm)
-        return total, norm.item()
+        return sum(processes.gather(total)), whole(norm).item()

@@ -15,13 +15,10 @@ from schemas.errors import SettingsError
 from schemas.ids import parse_version
 from schemas.records import WeightVersion
 from schemas.settings import Settings
-from trainer.auxiliary_models import AuxiliaryModels
 from trainer.data.batches import FetchedBatch
 from trainer.data.micro_batch import collate
 from trainer.data.sequences import TrainingSequence, sequences_of_batch
 from trainer.model.critic import Critic
-from trainer.model.policy import Policy
-from trainer.parallel.processes import Processes
 from trainer.run import Run
 from trainer.start import open_run
 
@@ -187,13 +184,3 @@ def test_a_resume_with_a_critic_is_bit_equal(tmp_path: Path, model_dir: Path) ->
     for parameter, moments in one["critic_optimizer"].state_dict().items():
         for name, tensor in moments.items():
             assert torch.equal(tensor, other["critic_optimizer"].state_dict()[parameter][name])
-
-
-def test_a_batch_that_needs_a_critic_is_refused_by_several_processes(
-    tmp_path: Path, model_dir: Path
-) -> None:
-    s = settings(tmp_path, model_dir)
-    policy = Policy(model_dir, s.trainer)
-    policy.processes = Processes(0, 2)
-    with pytest.raises(SettingsError, match="in one process, and torchrun started 2"):
-        AuxiliaryModels(s.trainer, policy).score(sequences(), {"values"}, 0)

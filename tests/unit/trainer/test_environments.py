@@ -23,7 +23,7 @@ from trainer.data.environments import by_environment
 from trainer.data.sequences import Tokens, TrainingSequence
 from trainer.model.policy import Policy
 from trainer.model.update import Algorithms, update
-from trainer.settings_check import check_algorithm, check_named_algorithm
+from trainer.settings_check import check_algorithm
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -158,7 +158,6 @@ def test_a_run_estimates_and_measures_each_environment_alone(
         ({"algorithm": "magic"}, {}, r"trainer\.environments\.math\.algorithm='magic'"),
         ({"loss": "magic"}, {}, r"trainer\.environments\.math\.loss='magic'"),
         ({"algorithm": "distillation"}, {}, r"math\.algorithm='distillation'.*teacher_path"),
-        ({"algorithm": "ppo"}, {}, r"math\.algorithm='ppo'.*critic"),
         ({"kl_coef": 0.1}, {}, r"math\.algorithm='cispo'.*reference_path"),
         ({"algorithm": "sft"}, {}, r"drop_zero_variance: the algorithm of math reads no rewards"),
         (
@@ -177,11 +176,38 @@ def test_what_cannot_be_trained_is_refused_at_the_start(
         check_algorithm(s)
 
 
-def test_the_critic_of_the_run_is_refused_with_environments(model_dir: Path) -> None:
-    s = settings(model_path=model_dir, environments={"math": {}})
-    check_named_algorithm("grpo", s)
-    with pytest.raises(SettingsError, match=r"admit\.policy\.algorithm='ppo'.*no algorithm may"):
-        check_named_algorithm("ppo", s)
+@pytest.mark.slow
+def test_environments_share_one_critic(model_dir: Path, tmp_path: Path) -> None:
+    """It learns as without environments; during its warm-up the policy learns from the others."""
+    found = []
+    for names, math in (((), None), (("math",), "ppo"), (("math",), "cispo")):
+        s = Settings.model_validate(
+            {
+                "run_id": "r",
+                "data_dir": tmp_path / str(len(found)),
+                "trainer": {
+                    "model_path": model_dir,
+                    "device": "cpu",
+                    "environments": {name: {"algorithm": math} for name in names},
+                    "critic": {"warmup_versions": 1},
+                },
+            }
+        )
+        log = MemoryWeightLog()
+        run = begin(s, log)
+        for seq in range(2):
+            mixed = in_environments([None, b'{"environment": "math"}'], seq)
+            run.train(replace(mixed, batch=replace(mixed.batch, algorithm="ppo")))
+            run.publish()
+        run._checkpoints.wait()
+        found.append([version.metrics for version in log.published[1:]])
+    alone, shared, others = found
+    for name in ("value_loss", "explained_variance"):
+        assert [m[name] for m in shared] == [m[name] for m in alone]
+        assert [m[name] for m in others] != [m[name] for m in alone]
+    assert "loss" not in alone[0] and "loss" not in shared[0]
+    assert others[0]["loss"] == others[0]["environment/math/loss"]
+    assert others[1]["loss"] != others[1]["environment/math/loss"]
 
 
 def test_an_environment_changes_the_algorithm_of_the_run_or_has_another() -> None:

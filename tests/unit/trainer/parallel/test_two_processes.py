@@ -19,11 +19,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from support import parallel_run, parallel_training
+from support.parallel_run import CRITIC
 from support.parallel_training import VARIANTS, sequences, train
-from support.trainer_runs import MemoryWeightLog, begin, go, ids, settings
+from support.trainer_runs import MemoryWeightLog, begin, ids, settings
 
 from demo.model import make_random_model
 from trainer.data.minibatches import micro_batches, shares
+from trainer.main import train_batch
 from trainer.parallel.processes import ONE, Processes
 
 ROOT = Path(__file__).parents[4]
@@ -88,12 +90,17 @@ def test_one_process_resumes_the_checkpoint_of_two(tmp_path: Path) -> None:
     assert [v.checkpoint_version for v in published] == ["r/0.0", "r/0.0", "r/0.0", "r/2.0"]
     before = torch.get_num_threads()
     torch.set_num_threads(1)
-    go(begin(settings(data_dir, model), log), parallel_run.BATCHES, 4)
-    go(begin(settings(tmp_path / "one", model), plain), 0, 4)
+    for home, weight_log, first in ((data_dir, log, parallel_run.BATCHES), (tmp_path, plain, 0)):
+        run = begin(settings(home, model, **CRITIC), weight_log)
+        for seq in range(first, 5):
+            train_batch(run, parallel_run.batch(seq))
+        run.end()
     torch.set_num_threads(before)
     assert ids(log) == ["0.0", "1.0", "2.0", "3.0", "4.1", "5.1"]
-    losses = [[v.metrics.get("loss", 0.0) for v in found.published] for found in (log, plain)]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+    for name, exact in (("loss", 1e-3), ("value_loss", 1e-4), ("explained_variance", 1e-2)):
+        shared, alone = ([v.metrics.get(name) for v in found.published] for found in (log, plain))
+        assert None not in shared[2:]
+        assert shared == [one and pytest.approx(one, rel=exact, abs=1e-5) for one in alone]
 
 
 @given(
