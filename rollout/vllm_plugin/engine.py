@@ -15,6 +15,7 @@ import json
 import math
 import os
 import signal
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -202,6 +203,13 @@ def check_finite(weights: Mapping[str, torch.Tensor], dtype: torch.dtype) -> Non
         raise InvalidWeights(f"values that are not finite in {dtype} in {broken[:3]}")
 
 
+def head_is_shared(model: torch.nn.Module) -> bool:
+    """Return whether the output head has its weight in common with another module."""
+    parameters = list(model.named_parameters(remove_duplicate=False))
+    owners = Counter(id(parameter) for _, parameter in parameters)
+    return any(owners[id(p)] > 1 for name, p in parameters if name.endswith(TIED_HEADS))
+
+
 def _drop_tied_heads(weights: dict[str, torch.Tensor]) -> None:
     """Remove the output head of a model that ties it to its embedding.
 
@@ -296,7 +304,10 @@ def _disk_backend() -> type[Any]:
             self.staged = None
             if self.served is None:
                 config = self.model_config
-                tied = bool(getattr(config.hf_text_config, "tie_word_embeddings", False))
+                tied = getattr(config.hf_text_config, "tie_word_embeddings", False)
+                # If the boot model's files have a head, vLLM turns the setting off, loads the head
+                # and ties it again if it is the embedding.
+                tied = bool(tied) or head_is_shared(self.model)
                 self.served = Served(read_layout(Path(config.model)), config.dtype, tied)
 
         def update_weights(self, update_info: dict[str, Any]) -> None:

@@ -34,7 +34,7 @@ from rollout.server.weight_files import ADAPTERS, adapter_files, remove_others
 from rollout.settings_check import CHECKS
 from rollout.status import Report
 from rollout.versions import DEFER_MAX_S, DEFER_S, KEPT_VERSIONS, Versions, WeightsFeed
-from rollout.vllm_plugin.engine import Served, read_layout, stage
+from rollout.vllm_plugin.engine import Served, head_is_shared, read_layout, stage
 from runtime.errors import WeightsUnreadable
 from runtime.kafka import Cluster, Record, Unavailable
 from schemas.codec.single_object import Codec
@@ -369,6 +369,14 @@ def test_a_tied_output_head_may_be_there_or_not(tmp_path: Path) -> None:
             written(tmp_path / "c.safetensors", body | head),
             Served(BF16, torch.bfloat16, tied=True),
         )
+
+
+def test_a_head_that_is_the_embedding_again_is_shared() -> None:
+    model = torch.nn.ModuleDict({"embed": torch.nn.Embedding(4, 2), "norm": torch.nn.LayerNorm(2)})
+    model["lm_head"] = torch.nn.Linear(2, 4, bias=False)
+    assert not head_is_shared(model)
+    model["lm_head"].weight = model["embed"].weight
+    assert head_is_shared(model)
 
 
 def test_the_layout_of_a_sharded_model_is_that_of_the_files_in_its_index(tmp_path: Path) -> None:
