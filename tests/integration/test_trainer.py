@@ -20,9 +20,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from support.ports import free_port
+from support.processes import Processes
 from support.trainer_runs import MemoryWeightLog
 
 from runtime.exit_codes import EXIT_FENCED
@@ -537,3 +539,33 @@ def test_a_second_trainer_fences_the_first_and_sigterm_ends_it_clean(
             os.kill(second, signal.SIGTERM)
             assert nursery.wait(second) == 0, log.read_text()[-2000:]
     assert_trained_once(feed.versions(), 1)
+
+
+def torchrun(processes: Processes, settings: Settings) -> subprocess.Popen[bytes]:
+    """Start `clawstream train` in two processes."""
+    python = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    words = ["--standalone", "-m", "clawstream", "train", *overrides_of(settings)]
+    return processes.start("torchrun", [*python, *words], env=os.environ | {"OMP_NUM_THREADS": "1"})
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("killed", [0, 1])
+def test_two_processes_of_which_one_is_killed_resume_and_train_as_one(
+    feed: Feed, trained: Settings, tmp_path: Path, eventually: Eventually, killed: int
+) -> None:
+    """killed: rank of a process. The other one ends, too, and torchrun with it."""
+    feed.write(feed.batch(0), feed.batch(1))
+    with Processes(tmp_path / "logs", patience_s=60) as processes:
+        first = torchrun(processes, trained)
+        eventually(lambda: feed.ids() == ["0.0", "1.0", "2.0"])
+        ranks = psutil.Process(first.pid).children(recursive=True)
+        (victim,) = (p for p in ranks if p.environ().get("RANK") == str(killed))
+        victim.kill()
+        assert first.wait(180) == 1, processes.log("torchrun")[-2000:]
+        feed.write(feed.batch(2), feed.batch(3))
+        assert torchrun(processes, until(trained, 4)).wait(180) == 0, processes.log("torchrun")
+    versions = feed.versions()
+    assert_trained_once(versions, 4)
+    assert versions[-1].attempt == 1
+    elsewhere = until(trained, 4).model_copy(update={"data_dir": tmp_path / "one"})
+    assert losses(versions) == pytest.approx(losses(uninterrupted(feed, elsewhere)), rel=1e-3)
