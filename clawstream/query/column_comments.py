@@ -16,6 +16,7 @@ READS_COMMENTS = re.compile(r"duckdb_columns|comment", re.IGNORECASE)
 
 _MADE_OF = {
     "trajectories": ("candidates", "trajectories"),
+    "curated": ("curation",),
     "findings": ("assessments",),
     "step_quality": ("candidates",),
     "readiness": ("candidates",),

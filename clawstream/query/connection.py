@@ -175,7 +175,8 @@ def _with_schema(found: Any, schema: pa.Schema) -> Any:
 
 def _statements(connection: Any) -> tuple[list[Any], list[Any]]:
     """Return the statements of `views/*.sql`: definitions, and comments on columns."""
-    texts = [(_VIEWS / f"{name}.sql").read_text() for name in ("tables", "quality", "lineage")]
+    names = ("tables", "quality", "lineage", "funnel")  # later views use earlier ones
+    texts = [(_VIEWS / f"{name}.sql").read_text() for name in names]
     found = [s for text in texts for s in connection.extract_statements(text)]
     comments = [s for s in found if s.type == duckdb.StatementType.ALTER]
     return [s for s in found if s not in comments], comments

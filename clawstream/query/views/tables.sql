@@ -126,6 +126,29 @@ COMMENT ON COLUMN curation.trajectory_id IS
     'Target trajectory; null: that of the step is not known yet.';
 COMMENT ON COLUMN curation.step_id IS 'Target step; null: the whole trajectory.';
 
+-- Of each field the last value holds, as in `stream_jobs/assemble/state/annotations.py`. A field that
+-- is null says nothing, and `max_by` omits it.
+CREATE TEMP VIEW curated AS
+    SELECT run_id, trajectory_key, trajectory_id, step_id,
+        max_by(quality, (kafka_timestamp, kafka_offset)) AS quality,
+        max_by(trainable, (kafka_timestamp, kafka_offset)) AS trainable,
+        max_by(tags, (kafka_timestamp, kafka_offset)) AS tags,
+        max_by(note, (kafka_timestamp, kafka_offset)) AS note,
+        max_by("by", (kafka_timestamp, kafka_offset)) AS last_by,
+        max(kafka_timestamp) AS last_at, count(*)::INTEGER AS marks
+    FROM curation GROUP BY ALL;
+
+COMMENT ON COLUMN curated.trajectory_id IS
+    'Target trajectory; null: that of the step is not known yet.';
+COMMENT ON COLUMN curated.step_id IS 'Target step; null: the whole trajectory.';
+COMMENT ON COLUMN curated.quality IS 'Quality in [0, 1] that holds; null: no mark gave one.';
+COMMENT ON COLUMN curated.trainable IS 'Whether it may be trained; null: no mark said so.';
+COMMENT ON COLUMN curated.tags IS 'Labels that hold; null: no mark gave any.';
+COMMENT ON COLUMN curated.note IS 'Last note.';
+COMMENT ON COLUMN curated.last_by IS 'Who made the last mark.';
+COMMENT ON COLUMN curated.last_at IS 'Time of the last mark, by the log''s clock.';
+COMMENT ON COLUMN curated.marks IS 'Number of marks.';
+
 CREATE TEMP VIEW assessments AS
     SELECT * REPLACE (as_utc(created_at) AS created_at, as_utc(kafka_timestamp) AS kafka_timestamp)
     FROM assessments_raw

@@ -51,7 +51,17 @@ ESCAPES = (
     "CALL enable_logging(storage = 'file', storage_config = {'path': '.tmp'})",
     "CREATE PERSISTENT SECRET s (TYPE http)", "FROM read_csv('http://127.0.0.1:9/x.csv')",
     "FROM 'https://127.0.0.1:9/x.parquet'", "FROM read_csv('s3://bucket/x.csv')",
-    "FROM a_python_variable", "FROM A_MODULE_VARIABLE", "SELECT getenv('HOME')",
+    "FROM read_ndjson_objects('/etc/hosts')", "FROM read_duckdb('/etc/hosts')",
+    "FROM query('FROM read_text(''/etc/hosts'')')", "FROM delta_scan('/tmp')", "LOAD delta",
+    "PREPARE p AS FROM read_text($1); EXECUTE p('/etc/hosts')",
+    "SET VARIABLE f = '/etc/hosts'; FROM read_text(getvariable('f'))",
+    "FROM json_execute_serialized_sql(json_serialize_sql('FROM read_text(''/etc/hosts'')'))",
+    "CREATE VIEW v AS FROM read_text('/etc/hosts'); FROM v",
+    "CREATE MACRO m(f) AS TABLE FROM read_text(f); FROM m('/etc/hosts')",
+    "COPY (SELECT 1) TO '/dev/stdout'", "CREATE TEMP TABLE z(a VARCHAR); COPY z FROM '/dev/stdin'",
+    "PRAGMA import_database('.tmp')", "PRAGMA disable_optimizer", "PRAGMA force_checkpoint",
+    "PRAGMA temp_directory = '.tmp'", "FROM a_python_variable", "FROM A_MODULE_VARIABLE",
+    "SELECT getenv('HOME')",
 )  # fmt: skip
 A_MODULE_VARIABLE = pa.table({"a": [1]})
 

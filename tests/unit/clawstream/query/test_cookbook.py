@@ -1,0 +1,114 @@
+"""Every query of docs/cookbook.md gives the answer that the seeded run has by hand."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.run_lake import CODEX, FLOW, run_lake
+
+from clawstream.query.connection import connect
+from schemas.settings import Settings
+
+PAGE = Path(__file__).parents[4] / "docs" / "cookbook.md"
+QUERIES = dict(re.findall(r"^## ([^\n]+)\n.*?```sql\n(.*?)```", PAGE.read_text(), re.S | re.M))
+ANSWERS: dict[str, list[tuple[Any, ...]]] = {
+    "Reward by task and version": [
+        ("add", "run/0.0", 3, 2 / 3),
+        ("add", "run/1.0", 1, 1.0),
+        ("sub", "run/0.0", 2, 0.0),
+        ("sub", "run/1.0", 1, None),
+    ],
+    "pass@k and pass^k": [
+        ("add", 4, 2, 1, 0.5, 0.5),
+        ("add", 4, 2, 2, 5 / 6, 1 / 6),  # 2 of the 6 pairs
+        ("add", 4, 2, 4, 1.0, 0.0),
+        ("sub", 2, 0, 1, 0.0, 0.0),
+        ("sub", 2, 0, 2, 0.0, 0.0),
+    ],
+    "Distribution of staleness": [(0, 3, 0.75), (1, 1, 0.25)],
+    "Mismatch of engine and trainer": [("run/1.0", 0.01, 0.125), ("run/2.0", 0.25, 0.5)],
+    "The funnel: where calls are lost": [
+        ("called", "engine 503 overloaded", 1),
+        ("recorded", "late", 1),
+        ("recorded", None, 1),
+        ("assembled", None, 1),
+        ("rewarded", "zero_variance", 2),
+        ("admitted", "left out by curation, or by policy 1", 1),
+        ("trained", None, 6),
+    ],
+    "Token cost of a reward": [
+        ("add", 3.0, 8, 14, 12, 20 / 3),
+        ("sub", 0.0, 3, 3, 6, None),
+    ],
+    "Longest tool loops": [("add-0-1", "search", '{"q": "x"}', 3)],
+    "Drift: prompts that break the prefix": [
+        (FLOW, "clean", 1, 1.0),
+        (CODEX, "clean", 1, 0.5),
+        (CODEX, "forked", 1, 0.5),
+    ],
+    "Late and revised rewards": [("add-0-1", 0, 0, 0.0, 1, 0.5)],
+    "Share of curated data": [
+        ("(nobody)", 5, 5 / 7, 3),
+        ("alice", 1, 1 / 7, 0),
+        ("bob", 1, 1 / 7, 1),
+    ],
+    "Best and worst of each group": [
+        ("add-0", "add-0-0", 1.0, "add-0-1", 0.5),
+        ("add-1", "add-1-1", 1.0, "add-1-0", 0.5),
+    ],
+    # From 0.15, 0.22, 0.14, 0.24 s to 1.001 s, and from 0.12, 0.32 s to 1.002 s.
+    "Time from call to trained": [(0.816, 0.87675, 6)],
+    "Latency and errors by agent": [
+        (FLOW, 9, 0.12, 0.38, 15 / 1.69, 0.0),
+        (CODEX, 4, 0.14, 0.23, 4 / 0.5, 0.25),
+    ],
+    "Groups without a signal": [("add", 2, 0.0), ("sub", 1, 1.0)],
+    "Length and truncation by version": [("run/0.0", 10, 1.5, 0.1), ("run/1.0", 2, 2.0, 0.0)],
+    "What each reward function says": [
+        ("env", "score", "1", 6, 0.5, 0.0, None),
+        ("judge", "helpful", "1", 2, 0.25, 0.5, "no text"),
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def sql(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    settings = Settings(data_dir=tmp_path_factory.mktemp("run"))
+    run_lake(settings)
+    return connect(settings)
+
+
+def test_the_page_has_a_query_for_each_answer() -> None:
+    assert list(QUERIES) == list(ANSWERS)
+    assert PAGE.read_text().count("```sql") == len(ANSWERS) >= 15
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("question", ANSWERS)
+def test_a_query_gives_the_right_answer(sql: Any, question: str) -> None:
+    found = sql.execute(QUERIES[question]).fetchall()
+    assert len(found) == len(ANSWERS[question])
+    for row, expected in zip(found, ANSWERS[question], strict=True):
+        assert [pytest.approx(v) if isinstance(v, float) else v for v in expected] == list(row)
+
+
+@pytest.mark.slow
+def test_of_each_field_the_last_mark_holds(sql: Any) -> None:
+    columns = "trajectory_id, step_id, quality, trainable, tags, note, last_by, marks"
+    assert sql.execute(f"select {columns} from curated order by 1").fetchall() == [
+        ("add-0-1", None, 0.25, False, [], "loops", "bob", 3),
+        ("sub-1-0", "sub-1-0~0.0", 1.0, None, None, None, "alice", 1),
+    ]
+
+
+@pytest.mark.slow
+def test_the_funnel_counts_each_call_choice_once(sql: Any) -> None:
+    steps, failed = sql.execute(
+        "select (select count(*) from steps), (select count(*) from failed_calls)"
+    ).fetchone()
+    counted = sql.execute("select count(*), count(distinct step_id) from funnel").fetchone()
+    assert counted == (steps + failed, steps)
+    assert sql.execute("select distinct run_id from funnel").fetchall() == [("run",)]
