@@ -53,6 +53,7 @@ from gateway.proxy.services import Services
 from gateway.redaction.redactor import redaction_of
 from runtime.blob_store import BlobStore
 from runtime.logs import logger
+from runtime.process.metrics import add_process_metrics
 from schemas.codec.single_object import Codec
 from schemas.settings import Settings
 
@@ -92,6 +93,7 @@ def create_app(
     application runs, `app.state.dead_letter` records a dead letter.
     """
     clock, metrics = clock or Clock(), Metrics()
+    add_process_metrics(metrics.registry, settings)
     directory = settings.spool_dir / settings.gateway.gateway_id
     codec = codec or Codec()
     delivery = DeliveryManager(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -11,6 +11,7 @@ from schemas.records import StepStatus
 
 ENDINGS = ("answered", "refused", "upstream_error", "aborted", "error", "not_recorded")
 ACK_BUCKETS_S = (*(0.001 * 2**i for i in range(10)), 1.0, 2.0, 5.0, 10.0)
+CALL_BUCKETS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 PREFIX = "clawstream_gateway_"
 
 
@@ -91,11 +92,20 @@ class Metrics:
             "reason",
         )
         self.waiting = gauge("waiting", "Model calls waiting for an engine")
-        self.ack_wait = Histogram(
-            PREFIX + "ack_wait_seconds",
-            "From the last token to a durable record",
-            buckets=ACK_BUCKETS_S,
-            registry=self.registry,
+
+        def histogram(name: str, text: str, buckets: Sequence[float]) -> Histogram:
+            return Histogram(PREFIX + name, text, buckets=buckets, registry=self.registry)
+
+        self.ack_wait = histogram(
+            "ack_wait_seconds", "From the last token to a durable record", ACK_BUCKETS_S
+        )
+        self.call = histogram(
+            "call_seconds", "From the request's head to the end of an answered call", CALL_BUCKETS_S
+        )
+        self.first_token = histogram(
+            "first_token_seconds",
+            "From the request's head to the first bytes of a stream",
+            CALL_BUCKETS_S,
         )
 
         # Looked up once: a label lookup costs as much as the increment.

@@ -24,14 +24,17 @@ import asyncio
 from typing import Any
 
 import aiohttp
+from prometheus_client import CollectorRegistry
 
 from rollout.engine_supervisor import EngineSupervisor
 from rollout.errors import RolloutError
+from rollout.metrics import WorkerMetrics
 from rollout.server.process import WILDCARDS, AttachedServer, VllmServer
 from rollout.status import Report, Reporter
 from rollout.versions import Versions, WeightsFeed
-from runtime.kafka import Fenced
+from runtime.kafka import Cluster, Fenced
 from runtime.process.lifecycle import run_async
+from runtime.process.metrics import serving_metrics
 from runtime.topics.records import cluster_of, create_topics
 from schemas.errors import SettingsError
 from schemas.settings import Settings
@@ -97,6 +100,19 @@ async def run(settings: Settings, stop: asyncio.Event) -> None:
     cluster = cluster_of(settings)
     await asyncio.to_thread(create_topics, cluster, settings)
     report = Report(settings, public_url(settings, server.base_url))
+    registry = CollectorRegistry()
+    registry.register(WorkerMetrics(report))
+    with serving_metrics(settings, "rollout", registry):
+        await _work(settings, stop, cluster, server, report)
+
+
+async def _work(
+    settings: Settings,
+    stop: asyncio.Event,
+    cluster: Cluster,
+    server: VllmServer | AttachedServer,
+    report: Report,
+) -> None:
     versions, updated = Versions(settings.run_id), asyncio.Event()
     reporter = Reporter(cluster, settings, report)
     feed = WeightsFeed(cluster, settings.kafka.topics, versions, updated)

@@ -42,9 +42,11 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from prometheus_client import CollectorRegistry
 
 from runtime.logs import configure, logger
 from runtime.process.lifecycle import run_sync
+from runtime.process.metrics import serving_metrics
 from runtime.process.readiness import ready
 from runtime.topics.records import Decoder, cluster_of, create_topics
 from schemas.errors import SettingsError
@@ -54,7 +56,7 @@ from trainer.data.batches import BatchReader, FetchedBatch
 from trainer.data.prefetch import Prefetch
 from trainer.data.validation_reader import ValidationReader
 from trainer.metrics.monitor import Monitor
-from trainer.metrics.prometheus import endpoint_of
+from trainer.metrics.prometheus import VersionMetrics
 from trainer.metrics.validation import Validations
 from trainer.parallel.processes import Processes, open_processes
 from trainer.position import start_of, starting_position
@@ -106,15 +108,19 @@ def train(settings: Settings, stop: threading.Event) -> None:
     torch.set_num_threads(settings.trainer.threads)
     with open_processes(settings.trainer.device) as processes:
         if processes.leads:
-            lead(settings, stop, processes)
+            metrics, registry = VersionMetrics(), CollectorRegistry()
+            registry.register(metrics)
+            # A port in use ends this trainer here, before it fences the one that may be using it.
+            with serving_metrics(settings, "trainer", registry):
+                lead(settings, stop, processes, metrics)
         else:
             follow(settings, processes)
 
 
-def lead(settings: Settings, stop: threading.Event, processes: Processes) -> None:
+def lead(
+    settings: Settings, stop: threading.Event, processes: Processes, metrics: VersionMetrics
+) -> None:
     """Read the batches, train them with the other processes, and publish versions."""
-    # A port in use ends this trainer here, before it fences the one that may be using it.
-    endpoint = endpoint_of(settings.trainer)
     cluster, topics = cluster_of(settings), settings.kafka.topics
     specs = [topics.ready_batches_spec(settings.run_id, channel) for channel in ("train", "val")]
     create_topics(cluster, settings, specs)
@@ -124,7 +130,7 @@ def lead(settings: Settings, stop: threading.Event, processes: Processes) -> Non
     locate = partial(starting_position, cluster, topics.ready_batches(settings.run_id, "train"))
     run = open_run(settings, weight_log, versions, taken, locate, processes)
     validation = ValidationReader(cluster, settings, decoder)
-    monitor = Monitor(settings, len(versions), run.sync_index + 1, endpoint)
+    monitor = Monitor(settings, len(versions), run.sync_index + 1, metrics)
     validations = Validations()
     assert run.current_version is not None  # the initial version is published at the latest
     ready(f"version {run.current_version.version}")

@@ -134,6 +134,12 @@ process(app, "lake", "stream_jobs.lake.main:main", "Write every record to Delta 
 app.command("train")(train)
 app.command("save-model")(save_model)
 process(app, "rollout", "rollout.main:main", "Run vLLM and load each weight version into it.")
+process(
+    app,
+    "monitor",
+    "clawstream.ops.monitoring.exporter:main",
+    "Show lag and processes to Prometheus.",
+)
 
 
 @app.command(context_settings={"ignore_unknown_options": True})
@@ -201,7 +207,7 @@ def lag(
 
     from clawstream.ops.lag import by_topic, format_lag
     from clawstream.ops.lag import lag as group_lag
-    from clawstream.ops.lag_watch import INTERVAL_S, LagWatch
+    from clawstream.ops.monitoring.watch import INTERVAL_S, LagWatch
 
     cluster = cluster_of(settings)
     if not watch:
@@ -230,7 +236,7 @@ def doctor(
     """
     spools = load("clawstream.ops.spool_drain")
     from clawstream.ops.doctor import SERIOUS, examine, format_diagnoses
-    from clawstream.ops.lag_watch import process_problems, watch_for_standing
+    from clawstream.ops.monitoring.watch import process_problems, watch_for_standing
     from clawstream.ops.status import processes_of
 
     cluster = cluster_of(settings)

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 
-from clawstream.ops.lag_rules import Status, worst
+from clawstream.ops.monitoring.rules import Status, worst
 from clawstream.text_table import text_table
 from runtime.kafka import Cluster, Record
 from schemas.codec.single_object import Codec

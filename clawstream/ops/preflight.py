@@ -71,6 +71,11 @@ def ports(settings: Settings, names: Sequence[str]) -> Iterator[tuple[str, str, 
     if "rollout" in names and not settings.rollout.attach_urls:
         for worker in settings.rollout.of_each_worker:
             yield "rollout", worker.host, worker.port, "rollout.port"
+    for name in names:
+        for index in range(settings.rollout.workers if name == "rollout" else 1):
+            metrics = settings.metrics.after(index)
+            if (own := metrics.port_of(name)) is not None:
+                yield f"the metrics of {name}", metrics.host, own, "metrics.port"
 
 
 def _check_no_broker(settings: Settings) -> None:

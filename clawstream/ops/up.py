@@ -36,6 +36,7 @@ COMMANDS = {
     "lake": ("lake",),
     "trainer": ("train",),
     "rollout": ("rollout",),
+    "monitor": ("monitor",),
 }
 
 
@@ -57,6 +58,8 @@ def wanted(settings: Settings) -> list[str]:
         left_out.add("trainer")
         if not (settings.rollout.model_path or settings.rollout.attach_urls):
             left_out.add("rollout")
+    if settings.metrics.port is None:
+        left_out.add("monitor")
     return [n for n in COMMANDS if n in settings.up.processes and n not in left_out]
 
 
@@ -74,7 +77,9 @@ def instances(settings: Settings, name: str) -> dict[str, Settings]:
     if len(workers) < 2:
         return {name: settings}
     return {
-        f"{name}-{index}": settings.model_copy(update={"rollout": worker})
+        f"{name}-{index}": settings.model_copy(
+            update={"rollout": worker, "metrics": settings.metrics.after(index)}
+        )
         for index, worker in enumerate(workers)
     }
 
@@ -241,7 +246,7 @@ class Installation:
             await self.supervisor.stop(*instances(self.settings, name))
         if self._running("lake"):
             clean &= await self.drain([f"{prefix}-lake"], "lake")
-        await self.supervisor.stop("lake")
+        await self.supervisor.stop("lake", "monitor")
         if not keep_broker:
             await self.stop_broker()
         return clean

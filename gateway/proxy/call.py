@@ -162,6 +162,11 @@ class ProxiedCall:
         """Send a part of the body; within `async with client`: the client may stop reading."""
         await self._send({"type": "http.response.body", "body": body, "more_body": more})
 
+    def began_streaming(self) -> None:
+        """Measure the time to the first bytes of a stream."""
+        services = self.services
+        services.metrics.first_token.observe(services.clock.monotonic() - self.attempt.began)
+
     def steps(self, parsed: ParsedReply | None, status: StepStatus, unread: Unread) -> list[Step]:
         """Build the steps of the reply, see `steps_of`."""
         now = self.services.clock.micros()
@@ -245,10 +250,14 @@ class StreamedReply:
             (b"cache-control", b"no-cache"),
         ]
         await call.start(200, headers, steps=call.call.step_ids)
+        waits = True
         try:
             async for piece in response.pieces():
                 await call.held.extend(len(piece))
                 if out := stream.feed(piece):
+                    if waits:
+                        call.began_streaming()
+                        waits = False
                     await call.send(out, more=True)
                 if stream.ended:
                     await response.settle()

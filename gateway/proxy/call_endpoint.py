@@ -67,6 +67,8 @@ class CallEndpoint:
             reply.release()
             services.in_flight.end()
         services.metrics.ended[ending].inc()
+        if ending == "answered":
+            services.metrics.call.observe(services.clock.monotonic() - attempt.began)
 
     async def _serve(
         self, scope: Scope, receive: Receive, send: Send, attempt: Attempt, reply: ReplyReservation

@@ -16,7 +16,7 @@ from schemas.settings.lake import LakeSettings
 from schemas.settings.rollout import ENGINE_STOP_S, RolloutSettings
 from schemas.settings.root import Settings
 from schemas.settings.trainer import LoraSettings, TrainerSettings
-from schemas.settings.up import UpSettings
+from schemas.settings.up import MetricsSettings, UpSettings
 
 __all__ = [
     "ENGINE_STOP_S",
@@ -29,6 +29,7 @@ __all__ = [
     "KafkaSettings",
     "LakeSettings",
     "LoraSettings",
+    "MetricsSettings",
     "PolicySettings",
     "RedactionSettings",
     "RolloutSettings",

@@ -21,7 +21,7 @@ from schemas.settings.lake import LakeSettings
 from schemas.settings.reward_models import Classifier, CodeTests, Judge, RewardModel
 from schemas.settings.rollout import ENGINE_STOP_S, RolloutSettings
 from schemas.settings.trainer import TrainerSettings
-from schemas.settings.up import UpSettings
+from schemas.settings.up import MetricsSettings, UpSettings
 
 REWARD_ROOM_S = 2.0
 """Between the time-out of a reward model and that of its process."""
@@ -47,6 +47,7 @@ class Settings(Section):
     trainer: TrainerSettings = TrainerSettings()
     rollout: RolloutSettings = RolloutSettings()
     up: UpSettings = UpSettings()
+    metrics: MetricsSettings = MetricsSettings()
     demo: DemoSettings = DemoSettings()
 
     @model_validator(mode="before")

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from schemas.settings.base import Count, Port, Positive, Section
+from schemas.settings.base import Count, Positive, Section
 
 NotNegative = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -217,10 +217,6 @@ class TrainerSettings(Section):
         False,
         description="memory: compute each layer again in the backward pass, for a third more time",
     )
-    metrics_port: Port | None = Field(
-        None, description="serve the metrics to Prometheus, at /metrics"
-    )
-    metrics_host: str = Field("127.0.0.1", description="Prometheus on another machine")
     tensorboard_dir: Path | None = Field(
         None, description="write the metrics for TensorBoard; each run has a folder in it"
     )

@@ -1,17 +1,20 @@
-"""The supervisor `clawstream up`."""
+"""The supervisor `clawstream up`, and the metrics of all processes."""
 
 from __future__ import annotations
 
 from pydantic import Field
 
-from schemas.settings.base import Positive, Section
+from schemas.settings.base import Port, Positive, Section
 
 
 class UpSettings(Section):
     """`clawstream up`: all processes on one machine."""
 
     processes: tuple[str, ...] = Field(
-        ("broker", "gateway", "assemble", "reward", "admit", "lake", "trainer", "rollout"),
+        (
+            *("broker", "gateway", "assemble", "reward", "admit", "lake", "trainer", "rollout"),
+            "monitor",
+        ),
         description="leave some out, or run them elsewhere",
     )
     restart_delay_s: Positive = Field(
@@ -21,3 +24,30 @@ class UpSettings(Section):
     stop_timeout_s: Positive = Field(
         45.0, description="longest wait for one process to end before SIGKILL"
     )
+
+
+METRICS_PORTS = ("monitor", "assemble", "reward", "admit", "lake", "trainer", "rollout")
+"""The processes in the order of their ports. The gateway's metrics are on its own port."""
+
+
+class MetricsSettings(Section):
+    """`/metrics` of every process, for Prometheus."""
+
+    host: str = Field("127.0.0.1", description="Prometheus on another machine")
+    port: Port | None = Field(
+        None,
+        description="first port of the metrics, which the monitor has; assemble, reward, admit, "
+        "lake, trainer and the rollout workers have the next ones in this order; default: none are "
+        "served, and `up` starts no monitor",
+    )
+
+    def port_of(self, process: str) -> int | None:
+        """Return the port of a process; None: its metrics are not served here."""
+        if self.port is None or process not in METRICS_PORTS:
+            return None
+        return self.port + METRICS_PORTS.index(process)
+
+    def after(self, processes: int) -> MetricsSettings:
+        """Return the settings of a process behind so many others of its name."""
+        port = None if self.port is None else self.port + processes
+        return self.model_copy(update={"port": port})

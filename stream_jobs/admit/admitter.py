@@ -28,6 +28,7 @@ from stream_jobs.admit.decisions.journal import (
     JournalRecord,
     decode_input,
 )
+from stream_jobs.admit.decisions.metrics import DecisionMetrics
 from stream_jobs.admit.decisions.recovery import JournalReader
 from stream_jobs.admit.equal_rewards import EqualRewards
 from stream_jobs.admit.fold import AdmissionFold
@@ -54,8 +55,10 @@ class ChannelAdmitter:
         cluster: Cluster,
         decoder: Decoder,
         other: ChannelAdmitter | None = None,
+        metrics: DecisionMetrics | None = None,
     ) -> None:
         """other: The admitter of the other channel. Both share one reading of the candidates."""
+        self._metrics = metrics or DecisionMetrics()
         self._run, self._channel, self._topics = settings.run_id, channel, settings.kafka.topics
         self._cluster, self._decoder = cluster, decoder
         self._name = f"{settings.kafka.topic_prefix}-admit.{self._run}.{channel}"
@@ -256,6 +259,7 @@ class ChannelAdmitter:
             self._position = JournalPosition.of(journal.id, acks[-1].offset, value)
         for decision, ack in zip(decisions, acks, strict=True):
             self._budget.apply(ack.offset, decision)
+            self._metrics.count(self._channel, decision)
             self._log_decision(decision)
 
     def _log_decision(self, decision: JournalRecord) -> None:

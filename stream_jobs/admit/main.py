@@ -29,11 +29,13 @@ import threading
 from runtime.kafka import Cluster
 from runtime.logs import logger
 from runtime.process.lifecycle import run_sync
+from runtime.process.metrics import serving_metrics
 from runtime.process.readiness import ready
 from runtime.topics.records import Decoder, cluster_of, create_topics, now_micros
 from schemas.errors import SettingsError
 from schemas.settings import Settings
 from stream_jobs.admit.admitter import PROCESS, ChannelAdmitter
+from stream_jobs.admit.decisions.metrics import DecisionMetrics
 from stream_jobs.admit.policy import next_policy, policy_of
 from stream_jobs.errors import PolicyRefused
 
@@ -89,14 +91,19 @@ def serve(settings: Settings, stop: threading.Event) -> None:
     create_topics(
         cluster, settings, [topics.ready_batches_spec(settings.run_id, c) for c in channels]
     )
-    decoder = Decoder(cluster, topics.schemas)
+    metrics = DecisionMetrics()
+    with serving_metrics(settings, PROCESS, metrics.registry):
+        _admit(settings, cluster, metrics, stop)
+
+
+def _admit(
+    settings: Settings, cluster: Cluster, metrics: DecisionMetrics, stop: threading.Event
+) -> None:
+    channels, decoder = settings.admit.channels, Decoder(cluster, settings.kafka.topics.schemas)
     admitters = list[ChannelAdmitter]()
     for channel in channels:
-        admitters.append(
-            ChannelAdmitter(
-                settings, channel, cluster, decoder, admitters[0] if admitters else None
-            )
-        )
+        twin = admitters[0] if admitters else None
+        admitters.append(ChannelAdmitter(settings, channel, cluster, decoder, twin, metrics))
     publish_policy(settings, cluster, decoder, admitters[0])
     for admitter in admitters:
         admitter.open()

@@ -40,6 +40,7 @@ from datetime import timedelta
 from runtime.kafka import Cluster, SourceTruncated, Unavailable
 from runtime.logs import logger
 from runtime.process.lifecycle import run_sync
+from runtime.process.metrics import serving_metrics
 from runtime.process.readiness import ready
 from runtime.topics.records import Decoder, cluster_of, create_topics
 from schemas.settings import Settings
@@ -47,6 +48,7 @@ from stream_jobs.lake.consumer import LakeConsumer
 from stream_jobs.lake.delta.maintenance import MaintenanceRunner
 from stream_jobs.lake.delta.table import LakeError, LakeFull, LakeMissing, dataset, open_table
 from stream_jobs.lake.fencing import LakeFenced, PartitionShare
+from stream_jobs.lake.metrics import LakeMetrics
 from stream_jobs.lake.positions import positions, recreated_topics
 from stream_jobs.lake.tables.row_decoder import WriterSchemas
 from stream_jobs.lake.writer import Lake
@@ -94,6 +96,14 @@ def write(settings: Settings, stop: threading.Event) -> None:
     )
     if not _when_space(lake.acquire, stop):
         return
+    metrics = LakeMetrics()
+    with serving_metrics(settings, "lake", metrics.registry):
+        _write_topics(settings, cluster, lake, metrics, stop)
+
+
+def _write_topics(
+    settings: Settings, cluster: Cluster, lake: Lake, metrics: LakeMetrics, stop: threading.Event
+) -> None:
     schemas = WriterSchemas()
     decoder = Decoder(cluster, settings.kafka.topics.schemas, schemas)
     maintenance = MaintenanceRunner(settings)
@@ -101,7 +111,7 @@ def write(settings: Settings, stop: threading.Event) -> None:
         consumer = LakeConsumer(cluster, settings, schemas, decoder, lake)
         ready(settings.lake_uri)
         try:
-            _follow(lake, consumer, maintenance, settings.lake.flush_interval_s, stop)
+            _follow(lake, consumer, metrics, maintenance, settings.lake.flush_interval_s, stop)
         finally:
             consumer.close()
             maintenance.stop()
@@ -121,6 +131,7 @@ def _warn_of_recreated_topics(cluster: Cluster, settings: Settings) -> None:
 def _follow(
     lake: Lake,
     consumer: LakeConsumer,
+    metrics: LakeMetrics,
     maintenance: MaintenanceRunner,
     interval_s: float,
     stop: threading.Event,
@@ -147,7 +158,7 @@ def _follow(
             if unchanged is None:
                 stop.wait(1.0)
                 continue
-            if not _when_space(lambda: _flush(lake, consumer, commit_offsets=False), stop):
+            if not _when_space(lambda: _flush(lake, consumer, metrics, commit_offsets=False), stop):
                 return
             flushed_at = time.monotonic()
             maintenance.poll()
@@ -163,7 +174,7 @@ def _follow(
             if consumer.is_recreated(e):
                 return
     if _topics_unchanged(consumer):
-        _when_space(lambda: _flush(lake, consumer, commit_offsets=True), stop)
+        _when_space(lambda: _flush(lake, consumer, metrics, commit_offsets=True), stop)
 
 
 def _when_space(write: Callable[[], None], stop: threading.Event) -> bool:
@@ -202,13 +213,17 @@ def _topics_unchanged(consumer: LakeConsumer) -> bool | None:
         return None
 
 
-def _flush(lake: Lake, consumer: LakeConsumer, commit_offsets: bool) -> None:
+def _flush(lake: Lake, consumer: LakeConsumer, metrics: LakeMetrics, commit_offsets: bool) -> None:
     added = {}
-    for name, rows in consumer.rows.items():
-        positions = consumer.positions(name)
-        due = commit_offsets or lake.commit_due(name, positions)
-        if rows or due:
-            added[name] = lake.append(name, rows, positions, consumer.reject, due)
+    with metrics.flush.time():
+        for name, rows in consumer.rows.items():
+            positions = consumer.positions(name)
+            due = commit_offsets or lake.commit_due(name, positions)
+            if rows or due:
+                added[name] = lake.append(name, rows, positions, consumer.reject, due)
+                metrics.rows.labels(name).inc(added[name])
+    metrics.damaged.set(len(lake.damaged))
+    metrics.flushed_at.set_to_current_time()
     consumer.commit()
     if any(added.values()):
         logger().debug("lake_flushed", rows={n: c for n, c in added.items() if c})

@@ -25,12 +25,14 @@ from faust.types import TP
 from runtime.kafka import Cluster, Record
 from runtime.logs import LogThrottle, logger
 from runtime.process.lifecycle import die
+from runtime.process.metrics import serving_metrics
 from runtime.process.readiness import ready
 from runtime.topics.records import Decoder, cluster_of, create_topics
 from schemas.settings import Settings
 from stream_jobs.errors import FencedOut, NotCoPartitioned, StreamJobError
 from stream_jobs.worker.faust_consumer import Consumer, make_app, record_of
 from stream_jobs.worker.fetch_buffer import FetchBuffer, Fetched
+from stream_jobs.worker.metrics import JobMetrics
 from stream_jobs.worker.schema_wait import SchemaWait
 
 FETCH_PAUSE_S = 0.02
@@ -88,14 +90,16 @@ async def serve(
         )  # without Kafka it makes a hundred lines a second
     cluster = cluster_of(settings)
     await asyncio.to_thread(create_topics, cluster, settings)
-    await Shell(settings, group, make(settings, cluster)).run(stop)
+    metrics = JobMetrics()
+    with serving_metrics(settings, group, metrics.registry):
+        await Shell(settings, group, make(settings, cluster), metrics).run(stop)
 
 
 class Shell:
     """One Faust app around one job."""
 
-    def __init__(self, settings: Settings, group: str, job: Job) -> None:
-        self._job = job
+    def __init__(self, settings: Settings, group: str, job: Job, metrics: JobMetrics) -> None:
+        self._job, self._metrics = job, metrics
         self._positions: Mapping[tuple[str, int], int] = {}
         self._batch_records = settings.jobs.batch_records
         self._fetch_buffer = FetchBuffer(self._batch_records)
@@ -182,6 +186,7 @@ class Shell:
     async def _revoked(self, *_: Any, **__: Any) -> None:
         try:
             self._revokes += 1
+            self._metrics.partitions.set(0)
             self._positions = {}
             self._schema_wait.drop()
             await self._job.revoked()
@@ -222,6 +227,7 @@ class Shell:
                 await self._app.consumer._commit(
                     {TP(t, p): offset for (t, p), offset in positions.items()}
                 )
+            self._metrics.partitions.set(len(partitions))
             ready(f"{len(partitions)} partitions")
         except Exception as e:  # noqa: BLE001 - protocol point 6
             die(e)
@@ -262,7 +268,9 @@ class Shell:
 
     async def _process_partition(self, partition: int, records: Sequence[Record]) -> None:
         generation = self._app.consumer_generation_id
-        done = await self._job.process(partition, records)
+        with self._metrics.batch.time():
+            done = await self._job.process(partition, records)
+        self._metrics.records.inc(len(records))
         if generation == self._app.consumer_generation_id:
             self._done |= {TP(topic, partition): offset + 1 for topic, offset in done.items()}
 

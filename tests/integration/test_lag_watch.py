@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import httpx
 import psutil
 from support.jobs import session
+from support.ports import free_port
 from support.up import call, up
 
 from runtime.kafka import Cluster
@@ -13,15 +15,24 @@ from schemas.codec.single_object import Codec
 from schemas.settings import Settings
 
 
-def test_a_suspended_job_is_named_by_lag_and_doctor(settings: Settings, cluster: Cluster) -> None:
+def scraped(port: int) -> str:
+    return httpx.get(f"http://127.0.0.1:{port}/metrics").text
+
+
+def test_a_suspended_job_is_named_by_lag_doctor_and_monitor(
+    settings: Settings, cluster: Cluster
+) -> None:
     tree: dict[str, Any] = settings.model_dump()
-    tree |= {"run_id": "run", "up": {"processes": ("assemble",)}}
+    first = free_port()
+    tree |= {"run_id": "run", "up": {"processes": ("assemble", "monitor")}}
+    tree |= {"metrics": {"port": first}}
     settings = Settings.model_validate(tree)
     steps, here = settings.kafka.topics.steps, f"data_dir={settings.data_dir}"
     group = f"{settings.kafka.topic_prefix}-assemble"
     with up(settings) as started:
         started.until(lambda: started.table.get("assemble", {}).get("ready"), "assemble is ready")
         started.until(lambda: cluster.committed(group), "assemble has committed")
+        assert "clawstream_job_partitions 4.0" in scraped(first + 1)
         job = psutil.Process(started.table["assemble"]["pid"])
         job.suspend()
         producer = cluster.producer()
@@ -40,5 +51,13 @@ def test_a_suspended_job_is_named_by_lag_and_doctor(settings: Settings, cluster:
             ),
             "lag --watch shows it",
         )
+        labels = f'consumergroup="{group}",status="%s",topic="{steps}"'
+        stalled = f"clawstream_consumergroup_status{{{labels}}} 1"
+        started.until(
+            lambda: any(stalled % s in scraped(first) for s in ("stopped", "stalled")),
+            "the monitor shows it",
+        )
+        assert f'kafka_consumergroup_lag{{consumergroup="{group}"' in scraped(first)
+        assert 'clawstream_process_up{process="assemble"} 1.0' in scraped(first)
         job.resume()
         started.stop()

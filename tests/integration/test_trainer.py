@@ -30,6 +30,7 @@ from support.trainer_runs import MemoryWeightLog
 from runtime.exit_codes import EXIT_FENCED
 from runtime.kafka import Cluster, Producer, SourceTruncated
 from runtime.process.config import overrides_of
+from runtime.process.ports import PortTaken
 from runtime.topics.records import Decoder, create_topics
 from schemas.codec.single_object import Codec
 from schemas.errors import SettingsError
@@ -46,7 +47,7 @@ from schemas.records import (
     TrajectoryStep,
     WeightVersion,
 )
-from schemas.settings import Settings
+from schemas.settings import MetricsSettings, Settings
 from schemas.tokens import pack_ids, pack_logprobs
 from schemas.topics import partition_of
 from trainer.data.batches import BatchReader
@@ -395,14 +396,14 @@ def test_a_start_that_trains_nothing_keeps_the_version_with_the_best_validation(
 def test_a_trainer_whose_metrics_port_is_in_use_leaves_the_running_one_alone(
     feed: Feed, trained: Settings, eventually: Eventually
 ) -> None:
-    changed = trained.trainer.model_copy(update={"metrics_port": free_port()})
-    given = trained.model_copy(update={"trainer": changed})
+    metrics = MetricsSettings(port=free_port())
+    given = trained.model_copy(update={"metrics": metrics})
     stop = threading.Event()
     thread = threading.Thread(target=train, args=(given, stop))
     thread.start()
     try:
         eventually(lambda: feed.ids() == ["0.0"])
-        with pytest.raises(SettingsError, match=r"trainer\.metrics_port"):
+        with pytest.raises(PortTaken, match=r"metrics\.port"):
             train(given, threading.Event())
         feed.write(feed.batch(0))
         eventually(lambda: feed.ids() == ["0.0", "1.0"])

@@ -13,7 +13,7 @@ from runtime.chart import Line, Panel, draw
 from runtime.logs import logger
 from schemas.records import WeightVersion
 from schemas.settings import Settings
-from trainer.metrics.prometheus import PrometheusEndpoint
+from trainer.metrics.prometheus import VersionMetrics
 from trainer.metrics.tensorboard import TensorBoardFiles
 from trainer.metrics.validation import Validation
 
@@ -52,7 +52,7 @@ class Monitor:
         settings: Settings,
         shown: int,
         next_sync_index: int,
-        endpoint: PrometheusEndpoint | None = None,
+        prometheus: VersionMetrics | None = None,
     ) -> None:
         """Open the other sinks.
 
@@ -60,11 +60,11 @@ class Monitor:
             settings: `trainer.tensorboard_dir` and the chart's directory.
             shown: number of versions on the weights log that an earlier process has shown.
             next_sync_index: of the next version.
-            endpoint: of `trainer.metrics_port`; None: it is not set.
+            prometheus: what the process serves at /metrics; None: nothing.
         """
         t = settings.trainer
         self._shown, self._chart = shown, chart_path(settings)
-        self._sinks: list[Sink] = [] if endpoint is None else [endpoint]
+        self._sinks: list[Sink] = [] if prometheus is None else [prometheus]
         if t.tensorboard_dir is not None:
             directory = t.tensorboard_dir / settings.run_id
             try:

@@ -1,17 +1,14 @@
-"""The metrics on an HTTP endpoint for Prometheus."""
+"""The metrics of versions for Prometheus."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.core import Metric as PrometheusMetric
 from prometheus_client.registry import Collector
 
-from schemas.errors import SettingsError
-from schemas.settings import TrainerSettings
-from trainer.metrics.definitions import METRICS, environment_of
+from trainer.metrics.definitions import ENVIRONMENT, METRICS, environment_of
 
 PREFIX = "clawstream_trainer_"
 NEWEST = (PREFIX + "sync_index", "Sync index of the newest version.")
@@ -21,30 +18,17 @@ VALIDATED = (
 )
 
 
-class PrometheusEndpoint(Collector):
-    """Serves /metrics in a thread. Totals are counters over the versions of this process, others
+class VersionMetrics(Collector):
+    """A sink of the monitor. Totals are counters over the versions of this process, others
     gauges of the newest version, and of the newest validation. A metric without a value is absent.
     """
 
-    def __init__(self, host: str, port: int) -> None:
-        """Start to serve.
-
-        Raises:
-            SettingsError: the port cannot be used.
-        """
+    def __init__(self) -> None:
         # Replaced, never changed: the thread of the server reads them.
         self._totals: Mapping[str, float] = {}
         self._version: Mapping[str, float] = {}
         self._validation: Mapping[str, float] = {}
         self._indexes: Mapping[tuple[str, str], int] = {}
-        registry = CollectorRegistry()
-        registry.register(self)
-        try:
-            self._server, self._thread = start_http_server(port, host, registry=registry)
-        except OSError as e:
-            raise SettingsError(
-                f"setting trainer.metrics_port={port}: {host}:{port} can't be used: {e}"
-            ) from e
 
     def write(self, sync_index: int, metrics: Mapping[str, float]) -> None:
         """Show the metrics of a version."""
@@ -59,6 +43,17 @@ class PrometheusEndpoint(Collector):
         else:
             self._version, index = gauges, NEWEST
         self._indexes = {**self._indexes, index: sync_index}
+
+    def describe(self) -> Iterator[PrometheusMetric]:
+        """Yield every metric, without values."""
+        for name, text in (NEWEST, VALIDATED):
+            yield GaugeMetricFamily(name, text)
+        for name, metric in METRICS.items():
+            if metric.total:
+                yield CounterMetricFamily(*_named(name))
+            else:
+                labels = ["environment"] if name.startswith(ENVIRONMENT) else []
+                yield GaugeMetricFamily(*_named(name), labels=labels)
 
     def collect(self) -> Iterator[PrometheusMetric]:
         """Yield what a scrape shows, in the thread of the server."""
@@ -76,21 +71,7 @@ class PrometheusEndpoint(Collector):
         yield from families.values()
 
     def close(self) -> None:
-        """Stop the server."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
-
-
-def endpoint_of(settings: TrainerSettings) -> PrometheusEndpoint | None:
-    """Return the endpoint of the settings; None without a port.
-
-    Raises:
-        SettingsError: the port cannot be used.
-    """
-    if settings.metrics_port is None:
-        return None
-    return PrometheusEndpoint(settings.metrics_host, settings.metrics_port)
+        """Do nothing: the values stay until the process ends."""
 
 
 def _named(name: str) -> tuple[str, str]:

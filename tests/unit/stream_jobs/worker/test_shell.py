@@ -21,6 +21,7 @@ from schemas.records import Tick
 from schemas.settings import Settings
 from stream_jobs.errors import FencedOut
 from stream_jobs.worker import shell
+from stream_jobs.worker.metrics import JobMetrics
 from stream_jobs.worker.shell import Shell
 
 
@@ -125,7 +126,7 @@ def batch(
 
 
 def shell_of(job: Job, tmp_path: Path) -> Any:
-    shell: Any = Shell(Settings(data_dir=tmp_path), "test", job)
+    shell: Any = Shell(Settings(data_dir=tmp_path), "test", job, JobMetrics())
     shell._app = SimpleNamespace(consumer_generation_id=1, consumer=Group())
     return shell
 

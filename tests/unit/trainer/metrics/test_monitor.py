@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import errno
 import struct
-import urllib.request
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from prometheus_client import CollectorRegistry, generate_latest
 from structlog.testing import capture_logs
-from support.ports import free_port
 from tensorboardX.proto.event_pb2 import Event
 
-from schemas.errors import SettingsError
 from schemas.records import WeightVersion
 from schemas.settings import Settings
+from trainer.metrics.definitions import METRICS
 from trainer.metrics.monitor import Monitor, chart_panels, chart_path
-from trainer.metrics.prometheus import PrometheusEndpoint, endpoint_of
+from trainer.metrics.prometheus import VersionMetrics
 from trainer.metrics.validation import Validation
 
 VALIDATION = Validation(sync_index=1, trajectories=4, mean=0.5, interval=0.25)
@@ -44,26 +43,27 @@ def scalars(folder: Path) -> list[tuple[str, int, float]]:
     return found
 
 
+def shown(metrics: VersionMetrics) -> list[str]:
+    """Return the lines of a scrape without comments."""
+    registry = CollectorRegistry()
+    registry.register(metrics)
+    lines = generate_latest(registry).decode().splitlines()
+    return [line for line in lines if not line.startswith("#")]
+
+
 def test_every_new_version_is_on_the_endpoint_and_in_the_event_files(tmp_path: Path) -> None:
-    port = free_port()
     settings = Settings.model_validate(
-        {
-            "run_id": "r",
-            "data_dir": tmp_path,
-            "trainer": {"metrics_port": port, "tensorboard_dir": tmp_path / "tb"},
-        }
+        {"run_id": "r", "data_dir": tmp_path, "trainer": {"tensorboard_dir": tmp_path / "tb"}}
     )
-    endpoint = endpoint_of(settings.trainer)
-    monitor = Monitor(settings, shown=1, next_sync_index=1, endpoint=endpoint)
+    prometheus = VersionMetrics()
+    monitor = Monitor(settings, shown=1, next_sync_index=1, prometheus=prometheus)
     log = [version(0, loss=9.0), version(1, loss=2.0, tokens=8.0)]
     monitor.versions(log)
     log.append(version(2, loss=1.0, tokens=4.0))
     monitor.versions(log)
     monitor.versions(log)
     monitor.validation(VALIDATION)
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as reply:
-        text = reply.read().decode()
-    values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    values = dict(line.rsplit(" ", 1) for line in shown(prometheus))
     assert {n.removeprefix("clawstream_trainer_"): float(v) for n, v in values.items()}.items() >= {
         "sync_index": 2.0, "loss": 1.0, "tokens_total": 12.0,
         "val_sync_index": 1.0, "val_reward_mean": 0.5, "val_reward_interval": 0.25,
@@ -126,17 +126,13 @@ def test_a_sink_that_fails_is_left_out_and_the_trainer_goes_on(tmp_path: Path) -
 
 
 def test_the_endpoint_has_gauges_of_the_newest_version_only_and_a_label_for_environments() -> None:
-    port = free_port()
-    endpoint = PrometheusEndpoint("127.0.0.1", port)
+    endpoint = VersionMetrics()
     endpoint.write(6, {"loss": 3.0, "entropy": 1.0, "tokens": 5.0})
     endpoint.write(6, VALIDATION.metrics)
     endpoint.write(
         7, {"loss": 2.0, "environment/math/loss": 0.5, "environment/a/b/loss": 1.5, "tokens": 1.0}
     )
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as reply:
-        text = reply.read().decode()
-    endpoint.close()
-    assert [line for line in text.splitlines() if not line.startswith("#")] == [
+    assert shown(endpoint) == [
         "clawstream_trainer_sync_index 7.0",
         "clawstream_trainer_val_sync_index 6.0",
         "clawstream_trainer_tokens_total 6.0",
@@ -149,12 +145,13 @@ def test_the_endpoint_has_gauges_of_the_newest_version_only_and_a_label_for_envi
     ]
 
 
-def test_a_port_that_is_taken_is_an_error_of_the_setting() -> None:
-    port = free_port()
-    first = PrometheusEndpoint("127.0.0.1", port)
-    with pytest.raises(SettingsError, match=f"trainer.metrics_port={port}"):
-        PrometheusEndpoint("127.0.0.1", port)
-    first.close()
+def test_every_metric_that_is_shown_is_described() -> None:
+    metrics = VersionMetrics()
+    metrics.write(1, {name.replace("<name>", "math"): 1.0 for name in METRICS})
+    metrics.write(1, VALIDATION.metrics)
+    assert {(m.name, m.type, m.documentation) for m in metrics.collect()} <= {
+        (m.name, m.type, m.documentation) for m in metrics.describe()
+    }
 
 
 def test_the_chart_has_a_panel_for_each_kind_of_metric_that_was_measured() -> None:

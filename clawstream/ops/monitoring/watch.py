@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from clawstream.ops.lag import Backlog, backlogs, expected_groups, waiting_s
-from clawstream.ops.lag_rules import PROBLEMS, Sample, Status, patience_s, status_of, worst
+from clawstream.ops.monitoring.rules import PROBLEMS, Sample, Status, patience_s, status_of, worst
 from runtime.kafka import Cluster
 from schemas.settings import Settings
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from clawstream.ops.lag import Backlog, by_topic, format_lag
-from clawstream.ops.lag_rules import (
+from clawstream.ops.monitoring.rules import (
     PROBLEMS,
     STATUSES,
     Sample,
@@ -20,7 +20,7 @@ from clawstream.ops.lag_rules import (
     status_of,
     worst,
 )
-from clawstream.ops.lag_watch import process_problems, standing_consumers
+from clawstream.ops.monitoring.watch import process_problems, standing_consumers
 from schemas.settings import Settings
 
 PATIENCE_S = 15.0

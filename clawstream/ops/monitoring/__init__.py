@@ -1,0 +1,1 @@
+"""Consumers that stand still, and the metrics of the whole installation."""
