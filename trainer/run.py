@@ -94,7 +94,9 @@ class Run:
         self._versions, self._attempt = versions, attempt
         self._leads = policy.processes.leads
         group = policy.processes.background_group()
-        self._checkpoints = CheckpointWriter(settings.checkpoint_dir, current_version, group)
+        self._checkpoints = CheckpointWriter(
+            settings.checkpoint_dir, settings.checkpoint_uri, current_version, group
+        )
         self._publisher = Publisher(settings, policy)
         self._auxiliary = auxiliary
         self._validations: dict[int, Mapping[str, float]] = {}
@@ -371,12 +373,12 @@ class Run:
 
     def _delete_old(self, current_version: str) -> None:
         s, t, log = self._settings, self._settings.trainer, self.versions
-        found = versions_in(s.weights_uri, s.run_id)
-        old = deletable(log, found.keys(), current_version, t.keep_versions, t.keep_best_by)
-        prune(s.weights_uri, found, old)
-        found, keep = versions_in(s.checkpoint_dir, s.run_id), t.keep_checkpoints
-        old = deletable_checkpoints(log, found.keys(), current_version, keep, t.keep_best_by)
-        prune(s.checkpoint_dir, found, old)
+        places = [(s.weights_uri, deletable, t.keep_versions)]
+        places += [(root, deletable_checkpoints, t.keep_checkpoints) for root in s.checkpoint_roots]
+        for root, choose, keep in places:
+            found = versions_in(root, s.run_id)
+            old = choose(log, found.keys(), current_version, keep, t.keep_best_by)
+            prune(root, found, old)
 
     def _check_ids(self, versions: Set[str], batch_seq: int) -> None:
         """Refuse tokens of versions with ids that this trainer gives to its own versions.

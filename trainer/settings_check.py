@@ -130,11 +130,13 @@ def check_versions(settings: Settings) -> None:
             f"setting trainer.full_every={settings.trainer.full_every}: with trainer.lora.rank "
             "every version is an adapter, which is small and never a delta; leave it out"
         )
-    scheme, is_url, _ = settings.weights_uri.partition("://")
-    try:
-        get_filesystem_class(scheme if is_url else "file")
-    except (ValueError, ImportError) as e:
-        raise SettingsError(f"setting trainer.weights_uri={settings.weights_uri}: {e}") from e
+    uris = {"weights_uri": settings.weights_uri, "checkpoint_uri": settings.checkpoint_uri}
+    for name, uri in uris.items():
+        scheme, is_url, _ = (uri or "").partition("://")
+        try:
+            get_filesystem_class(scheme if is_url else "file")
+        except (ValueError, ImportError) as e:
+            raise SettingsError(f"setting trainer.{name}={uri}: {e}") from e
 
 
 CHECKS: tuple[Callable[[Settings], None], ...] = (

@@ -143,7 +143,7 @@ def find_start(
     """
     published = frozenset(taken)
     taken = {*taken}
-    for root in (settings.checkpoint_dir, settings.weights_uri):
+    for root in (*settings.checkpoint_roots, settings.weights_uri):
         # `locate` fails for a position beyond the end of its topic: a trainer has read what it
         # trained, so the log has lost it, and the version with it.
         deleted, foreign = delete_unpublished(
@@ -158,7 +158,7 @@ def find_start(
                 action="kept; the weights topic has no version of this run, so it starts from "
                 "trainer.model_path",
             )
-    found = newest(settings.checkpoint_dir, versions)
+    found = newest(settings.checkpoint_dir, settings.checkpoint_uri, versions)
     return Start(
         versions=tuple(versions),
         attempt=max(next_attempt(taken), settings.trainer.first_attempt),

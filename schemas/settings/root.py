@@ -260,11 +260,26 @@ class Settings(Section):
     @property
     def weights_uri(self) -> str:
         """A URL, or an absolute path."""
-        uri = self.trainer.weights_uri or str(self.data_dir / "weights")
-        if (parts := urlsplit(uri)).scheme == "file":
-            uri = unquote(parts.path)
-        return uri.rstrip("/") if "://" in uri else str(Path(uri).absolute())
+        return _absolute(self.trainer.weights_uri or str(self.data_dir / "weights"))
 
     @property
     def checkpoint_dir(self) -> Path:
         return (self.trainer.checkpoint_dir or self.data_dir / "checkpoints").absolute()
+
+    @property
+    def checkpoint_uri(self) -> str | None:
+        """Of the copies of checkpoints: a URL, or an absolute path."""
+        uri = self.trainer.checkpoint_uri
+        return None if uri is None else _absolute(uri)
+
+    @property
+    def checkpoint_roots(self) -> tuple[str, ...]:
+        """Where checkpoints are: on this machine, and their copies."""
+        return tuple(filter(None, (str(self.checkpoint_dir), self.checkpoint_uri)))
+
+
+def _absolute(uri: str) -> str:
+    """Return a URL without a slash at its end, or the absolute path of a file URL or a path."""
+    if (parts := urlsplit(uri)).scheme == "file":
+        uri = unquote(parts.path)
+    return uri.rstrip("/") if "://" in uri else str(Path(uri).absolute())

@@ -142,6 +142,11 @@ class TrainerSettings(Section):
         "go over a network",
     )
     checkpoint_dir: Path | None = Field(None, description="default <data_dir>/checkpoints")
+    checkpoint_uri: str | None = Field(
+        None,
+        description="a URL of fsspec: checkpoints are copied there, and a trainer on a new disk "
+        "resumes from there",
+    )
     save_every: Count = Field(
         1,
         description="versions for each checkpoint; raise it for large models: a crash trains up to "

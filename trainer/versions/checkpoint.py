@@ -2,16 +2,17 @@
 
 `<checkpoint_dir>/<run>/<sync index>.<attempt>/` is the checkpoint of that version. It holds the
 shards of torch.distributed.checkpoint, `model/` and, with a critic, `critic/` (configuration and
-tokenizer), and `clawstream.json`. The sampler has no state of its own: batch order is the position,
-shuffles and learning rate follow from it. A checkpoint counts once it is complete and its version
-is on the weights log.
+tokenizer), and `clawstream.json`. With `trainer.checkpoint_uri` it is copied there, and copied back
+where `checkpoint_dir` lacks it. The sampler has no state of its own: batch order is the
+position, shuffles and learning rate follow from it. A checkpoint counts once it is complete and its
+version is on the weights log.
 """
 
 from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,14 +27,19 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.stateful import Stateful
 
 from runtime.logs import logger
+from schemas.ids import Version
 from schemas.records import WeightVersion
 from trainer.errors import CheckpointFailed, CheckpointLost, InvalidCheckpoint
 from trainer.versions.directory import (
     VersionState,
     directory_of,
+    download,
     new_directory,
+    read_info,
     temporary_directory,
+    upload,
     verify,
+    versions_in,
 )
 from trainer.versions.history import version_of
 
@@ -51,16 +57,21 @@ class CheckpointWriter:
     """
 
     def __init__(
-        self, root: Path, newest: VersionState | None, group: ProcessGroup | None = None
+        self,
+        root: Path,
+        uri: str | None,
+        newest: VersionState | None,
+        group: ProcessGroup | None = None,
     ) -> None:
         """Args:
         root: of the checkpoints.
+        uri: of their copies; None: there are none.
         newest: the checkpoint that the run resumed from.
         group: with more than one process, a gloo group that nothing else uses: the thread's
             collectives run at the same time as the training step's.
         """
         self.newest = newest
-        self._root, self._group = root, group
+        self._root, self._uri, self._group = root, uri, group
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future[None] | None = None
 
@@ -91,7 +102,7 @@ class CheckpointWriter:
         """Wait until the checkpoint in progress is complete; raise its error.
 
         Raises:
-            OSError, CheckpointFailed: It could not be written.
+            OSError, CheckpointFailed, StorageFailed: It could not be written or copied.
         """
         writing, self._writing = self._writing, None
         if writing is not None:
@@ -113,6 +124,9 @@ class CheckpointWriter:
                     save_configuration(tmp / name)
                 (tmp / PLATFORM).write_text(json.dumps(platform(self._group)))
                 self._write_shards(copy, tmp)
+            if self._uri is not None:
+                directory = directory_of(self._root, version.version)
+                upload(directory, self._uri, read_info(directory))
         self.newest = version
 
     def _write_shards(self, copy: Any, directory: Path) -> None:
@@ -122,21 +136,30 @@ class CheckpointWriter:
             state_dict_saver.save(copy, storage_writer=writer, process_group=self._group)
 
 
-def newest(root: Path, versions: Sequence[WeightVersion]) -> tuple[VersionState, Path] | None:
+def newest(
+    root: Path, uri: str | None, versions: Sequence[WeightVersion]
+) -> tuple[VersionState, Path] | None:
     """Find the newest version (log order) with a complete checkpoint.
+
+    Args:
+        root: of the checkpoints. One that is missing here is copied from `uri`.
+        uri: of their copies; None: there are none.
+        versions: of the run.
 
     Returns:
         Its state and directory; None when there are no versions.
 
     Raises:
         CheckpointLost: there are versions, but no checkpoint of them.
+        StorageFailed: copies cannot be read.
     """
     problems = []
+    copies = versions_in(uri, versions[-1].run_id) if uri is not None and versions else {}
     for version in reversed(versions):
-        directory = directory_of(root, version_of(version))
-        if not directory.exists():  # most versions have none
-            continue
         try:
+            directory = _directory(root, uri, copies, version_of(version))
+            if directory is None:  # most versions have none
+                continue
             state = verify(directory)
             if state.version == version_of(version):
                 return state, directory
@@ -149,10 +172,26 @@ def newest(root: Path, versions: Sequence[WeightVersion]) -> tuple[VersionState,
         return None
     raise CheckpointLost(
         f"run {versions[-1].run_id} has {len(versions)} versions up to {versions[-1].version_id}, "
-        f"but {root} has no whole checkpoint of any: {'; '.join(problems) or 'there is none'}. "
+        f"but {root}{'' if uri is None else f' and {uri}'} has no whole checkpoint of any: "
+        f"{'; '.join(problems) or 'there is none'}. "
         "Restore it, or train on under another run_id with trainer.model_path set to published "
         "weights"
     )
+
+
+def _directory(
+    root: Path, uri: str | None, copies: Collection[Version], version: Version
+) -> Path | None:
+    """Return the checkpoint of a version, copied from `uri` if necessary; None: it has none.
+
+    copies: versions with one at `uri`.
+    """
+    directory = directory_of(root, version)
+    if not directory.exists():
+        if uri is None or version not in copies:
+            return None
+        download(uri, root, version)
+    return directory
 
 
 def load(directory: Path, state: State, group: ProcessGroup | None = None) -> None:

@@ -1,7 +1,8 @@
 """Directories of versions: checkpoints and published weights. Each is complete or absent.
 
-The directory of a version is `<root>/<run>/<sync index>.<attempt>`. Published weights may be on any
-file system of fsspec; then a directory is made on this machine and uploaded.
+The directory of a version is `<root>/<run>/<sync index>.<attempt>`. Published weights, and copies
+of checkpoints, may be on any file system of fsspec; then a directory is made on this machine and
+uploaded.
 
 1. All files are written into `.tmp-<name>` beside the final place.
 2. Each file is synced to disk, then the directories.
@@ -145,6 +146,54 @@ def storage(uri: str | Path) -> Iterator[None]:
         raise
     except Exception as e:
         raise StorageFailed(f"{uri}: {type(e).__name__}: {e}") from e
+
+
+def upload(source: Path, uri: str, info: DirectoryInfo) -> None:
+    """Copy the directory of a version to a URL, clawstream.json first.
+
+    Args:
+        source: the directory.
+        uri: of all versions.
+        info: content of the directory.
+
+    Raises:
+        FileExistsError: the version is there already.
+        StorageFailed: a file can't be copied.
+    """
+    target = f"{uri}/{info.state.version}"
+    files, path = file_system(target)
+    with storage(target):
+        if files.exists(f"{path}/{INFO}"):
+            raise FileExistsError(
+                f"{target} is there already: another trainer of this run writes to the same place"
+            )
+        for name in (INFO, *sorted(info.files)):
+            files.makedirs(f"{path}/{name}".rpartition("/")[0], exist_ok=True)
+            files.put_file(str(source / name), f"{path}/{name}")
+
+
+def download(uri: str, root: Path, version: Version) -> None:
+    """Copy the directory of a version from a URL. It gets its name once all files are there.
+
+    Args:
+        uri: of all versions.
+        root: of the directories on this machine.
+        version: it has none here.
+
+    Raises:
+        InvalidCheckpoint: a file is missing, because the upload was interrupted.
+        StorageFailed: a file can't be copied.
+    """
+    source, tmp = f"{uri}/{version}", temporary_directory(root, version)
+    files, path = file_system(source)
+    with storage(source):
+        try:
+            for name in (INFO, *read_info(source).files):
+                (tmp / name).parent.mkdir(parents=True, exist_ok=True)
+                files.get_file(f"{path}/{name}", str(tmp / name))
+        except FileNotFoundError as e:
+            raise InvalidCheckpoint(f"{source}: a file is missing: {e}") from e
+    tmp.rename(directory_of(root, version))
 
 
 def versions_in(root: str | Path, run_id: str) -> dict[Version, str]:

@@ -89,7 +89,7 @@ def deletable(
 
 def deletable_checkpoints(
     versions: Sequence[WeightVersion],
-    complete: Collection[Version],
+    existing: Collection[Version],
     current_version: str,
     keep: int,
     best_by: str | None = None,
@@ -102,12 +102,12 @@ def deletable_checkpoints(
 
     Args:
         versions: in log order.
-        complete: versions with a complete checkpoint.
+        existing: versions with a complete checkpoint.
         current_version: the newest version.
         keep: number of checkpoints.
         best_by: a metric, or None.
     """
-    chain = [v for v in ancestors(versions, current_version) if version_of(v) in complete]
+    chain = [v for v in ancestors(versions, current_version) if version_of(v) in existing]
     kept = [*chain[: max(keep, ALWAYS_KEPT)], best(chain, best_by)]
-    mine = {version_of(v) for v in versions} & set(complete)
+    mine = {version_of(v) for v in versions} & set(existing)
     return frozenset(mine - {version_of(v) for v in kept if v is not None})

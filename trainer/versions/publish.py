@@ -16,14 +16,13 @@ from schemas.settings import Settings
 from trainer.errors import InvalidCheckpoint
 from trainer.model.policy import Policy
 from trainer.versions.directory import (
-    INFO,
     DirectoryInfo,
     VersionState,
     directory_of,
     file_system,
     new_directory,
     read_info,
-    storage,
+    upload,
 )
 
 DELTA = f"model{SUFFIX}"
@@ -94,7 +93,9 @@ class Publisher:
             self._keep(model, delta, info.files)
         self._files = own if delta is None else (*self._files, *own)
         if self._remote:
-            self._upload(version, info)
+            source = directory_of(self._root, version)
+            upload(source, settings.weights_uri, info)
+            shutil.rmtree(source)
         return Exported(self._files, delta is not None)
 
     def _write(self, model: Path, directory: Path) -> Snapshot | None:
@@ -129,23 +130,6 @@ class Publisher:
         for other in model.parent.glob("model-*"):  # no longer mapped
             if other != model:
                 shutil.rmtree(other, ignore_errors=True)
-
-    def _upload(self, version: Version, info: DirectoryInfo) -> None:
-        """Move the directory of a version from the staging directory to the remote one."""
-        source = directory_of(self._root, version)
-        target = f"{self._settings.weights_uri}/{version}"
-        names = (INFO, *sorted(info.files))
-        files, path = file_system(target)
-        with storage(target):
-            if files.exists(f"{path}/{INFO}"):
-                raise FileExistsError(
-                    f"{target} is there already: another trainer of this run writes to the same "
-                    "place"
-                )
-            files.makedirs(path, exist_ok=True)
-            for name in names:
-                files.put_file(str(source / name), f"{path}/{name}")
-        shutil.rmtree(source)
 
 
 def files_of(uri: str, version: Version) -> tuple[WeightFile, ...]:

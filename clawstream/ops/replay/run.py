@@ -108,7 +108,7 @@ def replay_settings(settings: Settings, name: str, run_id: str, partitions: int)
             "replication_factor": factor,
             "min_insync_replicas": insync,
         },
-        "trainer": {"weights_uri": None, "checkpoint_dir": None},
+        "trainer": {"weights_uri": None, "checkpoint_dir": None, "checkpoint_uri": None},
         "jobs": {"write_ticks": False, **functions},
         "lake": {"uri": None, "storage_options": {}},
         "gateway": {"blob_uri": settings.blob_uri},

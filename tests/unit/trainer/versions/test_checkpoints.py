@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fsspec.implementations.memory import MemoryFileSystem  # type: ignore[import-untyped]
 from structlog.testing import capture_logs
 from support.trainer_runs import (
     MemoryWeightLog,
@@ -23,8 +24,8 @@ from rollout.versions import Versions
 from runtime.kafka import Fenced
 from schemas.ids import Version, parse_version
 from schemas.records import WeightVersion
-from trainer.errors import CheckpointFailed
-from trainer.versions.directory import INFO
+from trainer.errors import CheckpointFailed, StorageFailed
+from trainer.versions.directory import INFO, versions_in
 from trainer.versions.history import (
     ancestors,
     best,
@@ -89,6 +90,49 @@ def test_a_kill_while_a_checkpoint_is_written_leaves_the_one_before(
     go(begin(s, log), 0, BATCHES - 1)
     assert log.published[4].version_id == "r/4.0" and log.published[5].version_id == "r/1.1"
     assert results(log) == uninterrupted
+
+
+@pytest.mark.slow
+def test_a_trainer_on_a_new_disk_resumes_from_the_copies(
+    tmp_path: Path, model_dir: Path, uninterrupted: list[tuple[float | None, str]]
+) -> None:
+    """A copy whose upload was interrupted does not count."""
+    uri = f"memory://{tmp_path.name}"
+    changes = {"weights_uri": f"{uri}/weights", "checkpoint_uri": f"{uri}/checkpoints/"}
+    s, log = settings(tmp_path / "a", model_dir, **changes), MemoryWeightLog()
+    run = begin(s, log)
+    go(run, 0, 3)
+    run.end()
+    assert sorted(str(v) for v in versions_in(s.checkpoint_uri or "", "r")) == ["r/3.0", "r/4.0"]
+    files = MemoryFileSystem()
+    files.rm(f"{s.checkpoint_uri}/r/4.0/model/config.json")
+    elsewhere = settings(tmp_path / "b", model_dir, **changes)
+    with capture_logs() as logs:
+        run = begin(elsewhere, log)
+    assert [line["version"] for line in logs if line["event"] == "checkpoint_not_usable"]
+    assert run.position.next_batch_seq == 3
+    go(run, 3, BATCHES - 1)
+    run.end()
+    assert results(log) == uninterrupted
+    for root in elsewhere.checkpoint_roots:
+        assert sorted(str(v) for v in versions_in(root, "r")) == ["r/6.1", "r/7.1"]
+
+
+@pytest.mark.slow
+def test_a_copy_that_cannot_be_written_is_an_error_of_the_next_version(
+    tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    s = settings(tmp_path, model_dir, checkpoint_uri=f"memory://{tmp_path.name}")
+    log = MemoryWeightLog()
+    run = begin(s, log)
+
+    def fails(*_: object) -> None:
+        raise RuntimeError("connection reset")
+
+    monkeypatch.setattr(MemoryFileSystem, "put_file", fails)
+    with pytest.raises(StorageFailed, match=f"{tmp_path.name}/r/1.0: .*connection reset"):
+        go(run, 0, 1)
+    assert checkpoints(s.checkpoint_dir) == ["0.0", "1.0"]
 
 
 @pytest.mark.slow

@@ -122,6 +122,7 @@ def test_large_steps_are_published_as_full_versions(tmp_path: Path) -> None:
     ("trainer", "problem"),
     [
         ({"weights_uri": "nosuch://bucket"}, r"trainer\.weights_uri=nosuch://bucket: .*nosuch"),
+        ({"checkpoint_uri": "nosuch://b"}, r"trainer\.checkpoint_uri=nosuch://b: .*nosuch"),
         ({"full_every": 2, "lora": {"rank": 4}}, r"trainer\.full_every=2: .*trainer\.lora\.rank"),
     ],
 )
