@@ -62,11 +62,12 @@ def own_steps(trajectory: Trajectory) -> list[TrajectoryStep]:
     Raises:
         ValueError: There are none.
     """
-    steps = [step for step in trajectory.steps if _is_own_step(step)]
+    steps = [step for step in trajectory.steps if is_own_step(step)]
     if not steps:
         raise ValueError("no step but auxiliary and retried calls")
     return steps
 
 
-def _is_own_step(step: TrajectoryStep) -> bool:
+def is_own_step(step: TrajectoryStep) -> bool:
+    """Return whether a step belongs to the agent's main conversation."""
     return not step.marks and not any(tag.name in AUXILIARY_TAGS for tag in step.tags)

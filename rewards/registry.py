@@ -17,7 +17,7 @@ from schemas.errors import SettingsError
 from schemas.records import Trajectory
 from schemas.records.parts import RewardSource
 from schemas.rule_spec import NamedFunction, function_of
-from schemas.settings.reward_models import SOURCES, RewardModel
+from schemas.settings.reward_models import RewardModel, source_of
 from schemas.user_function import Find, FunctionNotFound
 
 Value = float | tuple[float | None, Mapping[str, Any]] | None
@@ -75,7 +75,7 @@ def rule_of(
         function = find(FACTORIES[model.type], model.model_dump_json())
     except FunctionNotFound as e:
         raise SettingsError(f"setting jobs.reward_models.{named.name}: {e}") from e
-    return Rule(named.name, named.version, function, SOURCES[model.type])
+    return Rule(named.name, named.version, function, source_of(model))
 
 
 def _not_made(trajectory: Trajectory) -> None:

@@ -9,18 +9,20 @@ from typing import Any
 import orjson
 
 from rewards.answer import metadata
+from rewards.turns import new_messages, next_messages, turns_until
 from schemas.records import Trajectory, TrajectoryStep
 from schemas.replies import calls_in, loaded, texts_in
 
 _PLACE = re.compile(r"\{([a-z_]+)(?:\.([^{}]+))?\}")
-PLACES = ("metadata", "answer", "replies")
+PLACES = ("metadata", "answer", "replies", "conversation")
 
 
-def check_template(template: str) -> None:
-    """Raise ValueError for a placeholder that does not exist."""
+def check_template(template: str, *more: str) -> None:
+    """Raise ValueError for a placeholder that does not exist. more: placeholders beside PLACES."""
+    places = (*PLACES, *more)
     for name, key in _PLACE.findall(template):
-        if name not in PLACES or (key and name != "metadata"):
-            raise ValueError(f"template: no placeholder {name}; there are {', '.join(PLACES)}")
+        if name not in places or (key and name != "metadata"):
+            raise ValueError(f"template: no placeholder {name}; there are {', '.join(places)}")
 
 
 def filled(
@@ -34,13 +36,16 @@ def filled(
 
     Args:
         template: `{metadata}` is the metadata as JSON, `{metadata.KEY}` one field of it,
-            `{replies}` what the agent said and called in `steps`, `{answer}` the last of these.
+            `{replies}` what the agent said and called in `steps`, `{answer}` the last of these,
+            `{conversation}` the messages and replies until the last of `steps`, a JSON array,
+            `{next}` the messages that followed it, a JSON array.
         steps: One or more.
         as_json: Whether `{replies}` is a JSON array of strings and `{answer}` a JSON string, so
             that no reply can look like another one, or like the text around it.
 
     Raises:
-        ValueError: The metadata lacks the field, or is no JSON object.
+        ValueError: The metadata lacks the field, or is no JSON object; the messages of a step are
+            not recorded.
     """
 
     def value(match: re.Match[str]) -> str:
@@ -52,6 +57,10 @@ def filled(
             if as_json:
                 return _json(replies)
             return "\n\n".join(f"[{i}] {reply}" for i, reply in enumerate(replies, start=1))
+        if name == "conversation":
+            return _json(_conversation(turns_until(trajectory, steps[-1])))
+        if name == "next":
+            return _json(next_messages(trajectory, steps[-1]))
         fields = metadata(trajectory)
         if key is None:
             return _json(fields)
@@ -60,6 +69,14 @@ def filled(
         return _text(fields[key])
 
     return _PLACE.sub(value, template)
+
+
+def _conversation(turns: Sequence[TrajectoryStep]) -> list[Any]:
+    """Return the messages of turns, each reply as text."""
+    messages = list[Any]()
+    for step in turns:
+        messages += [*new_messages(step), {"role": "assistant", "content": said_in(step)}]
+    return messages
 
 
 def said_in(step: TrajectoryStep) -> str:

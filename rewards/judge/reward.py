@@ -16,6 +16,7 @@ from rewards.answer import own_steps
 from rewards.endpoint import Endpoint
 from rewards.judge.ledger import Budget, Ledger, canonical
 from rewards.template import check_template, filled
+from rewards.turns import next_messages, turns_until
 from schemas.records import Trajectory, TrajectoryStep
 from schemas.settings.reward_models import Judge
 
@@ -55,7 +56,7 @@ def judge(configuration: Mapping[str, Any]) -> JudgeReward:
         sqlite3.Error: The cache cannot be opened.
     """
     settings = Judge.model_validate(configuration)
-    check_template(settings.template)
+    check_template(settings.material(), "next")
     return _JudgeClient(settings).reward
 
 
@@ -85,11 +86,19 @@ class _JudgeClient:
         steps = own_steps(trajectory)
         if self._settings.per == "trajectory":
             return await self._graded(trajectory, steps)
+        if self._settings.per == "step":
+            parts = [steps[: i + 1] for i in range(len(steps))]
+        else:
+            parts = [
+                turns_until(trajectory, step)
+                for step in steps
+                if next_messages(trajectory, step) is not None
+            ]
         try:
             async with asyncio.TaskGroup() as group:  # one that fails cancels the others
                 graded = {
-                    step.step_id: group.create_task(self._graded(trajectory, steps[: i + 1]))
-                    for i, step in enumerate(steps)
+                    part[-1].step_id: group.create_task(self._graded(trajectory, part))
+                    for part in parts
                 }
         except ExceptionGroup as e:
             raise e.exceptions[0] from None
@@ -98,7 +107,7 @@ class _JudgeClient:
     async def _graded(self, trajectory: Trajectory, steps: Sequence[TrajectoryStep]) -> Graded:
         """Return the reward of some steps by the majority of the votes, and its details."""
         settings = self._settings
-        material = filled(settings.template, trajectory, steps, as_json=True)
+        material = filled(settings.material(), trajectory, steps, as_json=True)
         votes = await self._votes(trajectory.run_id, material, settings.votes)
         score = majority([vote.score for vote in votes])
         why = next((vote.explanation for vote in votes if vote.score == score), "")

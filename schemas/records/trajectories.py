@@ -46,6 +46,7 @@ class TrajectoryStep:
     offset: int
     logprobs_temperature: float | None = None
     tokenizer_fingerprint: str | None = None
+    new_messages_json: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

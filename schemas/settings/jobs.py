@@ -6,11 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from schemas.rule_spec import is_own, name_in
 from schemas.settings.base import Count, Name, Positive, Section
-from schemas.settings.reward_models import SOURCES, RewardModel
+from schemas.settings.reward_models import RewardModel, reads_messages, source_of
+
+NEW_MESSAGES_BYTES = 16 << 10
 
 
 class FunctionSettings(Section):
@@ -80,6 +82,11 @@ class JobsSettings(Section):
         description="train tokens sampled with top_p, top_k, min_p, penalties or a grammar: "
         "biased ratios",
     )
+    new_messages_bytes: Annotated[int, Field(ge=0, le=256 << 10)] | None = Field(
+        None,
+        description="messages that a request adds, kept with its step for reward functions; 0: "
+        f"none; default: {NEW_MESSAGES_BYTES} if one of reward_models reads them, else 0",
+    )
     reward_functions: Mapping[str, tuple[str, ...]] = Field(
         {},
         description="run id (or *) to `name@version`, `file.py:function@version` or "
@@ -101,4 +108,17 @@ class JobsSettings(Section):
     def reward_name(self, spec: str) -> str:
         """Return the `source/name` of the rewards of a function in `reward_functions`."""
         model = self.model_of(spec)
-        return f"{SOURCES[model.type] if model is not None else 'rule'}/{name_in(spec)}"
+        return f"{source_of(model) if model is not None else 'rule'}/{name_in(spec)}"
+
+    def new_messages_limit(self) -> int:
+        """Return the bytes of a request's new messages that its step keeps; 0: none."""
+        if self.new_messages_bytes is not None:
+            return self.new_messages_bytes
+        return NEW_MESSAGES_BYTES if any(map(reads_messages, self.reward_models.values())) else 0
+
+    @model_validator(mode="after")
+    def _messages_are_kept(self) -> JobsSettings:
+        for name, model in self.reward_models.items():
+            if reads_messages(model) and not self.new_messages_limit():
+                raise ValueError(f"reward_models.{name} reads messages: set new_messages_bytes")
+        return self

@@ -11,6 +11,15 @@ from pydantic import Field, model_validator
 from schemas.records.parts import RewardSource
 from schemas.settings.base import Count, Name, Positive, Section
 
+REPLIES = "Task:\n{metadata}\n\nReplies of the assistant:\n{replies}"
+NEXT_STATE = """\
+A conversation. Grade the last reply of the assistant in it:
+{conversation}
+
+What the assistant got next, from the user or as the result of a tool. Grade by what it shows about
+that reply:
+{next}"""
+
 
 class CodeTests(Section):
     """The answer's code against the tests of its task, in a sandbox."""
@@ -31,12 +40,15 @@ class Judge(Section):
     url: str = Field(description="base URL with its `/v1`, of any OpenAI-compatible endpoint")
     model: str = Field(description="name of the model there")
     rubric: str = Field(description="what a good answer is, in words")
-    template: str = Field(
-        "Task:\n{metadata}\n\nReplies of the assistant:\n{replies}",
-        description="what the judge reads: {metadata}, {metadata.KEY}, {replies}, {answer}",
+    template: str | None = Field(
+        None,
+        description="what the judge reads: {metadata}, {metadata.KEY}, {replies}, {answer}, "
+        "{conversation}, {next}; default: metadata and replies, or conversation and next",
     )
-    per: Literal["trajectory", "step"] = Field(
-        "trajectory", description="step: a reward of each step, which sees the replies up to it"
+    per: Literal["trajectory", "step", "next_state"] = Field(
+        "trajectory",
+        description="step: a reward of each step, which sees the replies up to it; next_state: of "
+        "each step with a next turn, by what that turn brings",
     )
     scale: Count = Field(10, description="highest score; the reward is score / scale")
     votes: Count = Field(1, description="replies sampled for a verdict; their majority counts")
@@ -63,6 +75,18 @@ class Judge(Section):
     )
 
     @model_validator(mode="after")
+    def _next_turn_is_read(self) -> Judge:
+        if ("{next}" in self.material()) != (self.per == "next_state"):
+            raise ValueError("template: {next} is read with per=next_state, and only there")
+        return self
+
+    def material(self) -> str:
+        """Return the template of what the judge reads."""
+        if self.template is not None:
+            return self.template
+        return NEXT_STATE if self.per == "next_state" else REPLIES
+
+    @model_validator(mode="after")
     def _votes_differ(self) -> Judge:
         if self.votes > 1 and not self.temperature:
             raise ValueError(
@@ -80,7 +104,8 @@ class Classifier(Section):
         None, description="base URL of a vLLM; default: the model runs in a child process"
     )
     template: str = Field(
-        "{answer}", description="the text: {metadata}, {metadata.KEY}, {replies}, {answer}"
+        "{answer}",
+        description="the text: {metadata}, {metadata.KEY}, {replies}, {answer}, {conversation}",
     )
     query: str | None = Field(
         None, description="template of a first text, for models that rate pairs (`/score`)"
@@ -110,3 +135,18 @@ class Classifier(Section):
 RewardModel = Annotated[CodeTests | Judge | Classifier, Field(discriminator="type")]
 SOURCES: Mapping[str, RewardSource] = {"code": "rule", "genrm": "judge", "disrm": "model"}
 """Type of a reward model to the source that its rewards carry."""
+
+
+def source_of(model: RewardModel) -> RewardSource:
+    """Return the source that the rewards of a model carry."""
+    if isinstance(model, Judge) and model.per == "next_state":
+        return "next_state"
+    return SOURCES[model.type]
+
+
+def reads_messages(model: RewardModel) -> bool:
+    """Return whether a model reads the messages of requests, not only replies."""
+    if isinstance(model, CodeTests):
+        return False
+    read = model.material() if isinstance(model, Judge) else f"{model.template} {model.query}"
+    return "{conversation}" in read or "{next}" in read

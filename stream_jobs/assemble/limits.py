@@ -37,6 +37,7 @@ class Limits:
         steps_max, payload_max: Steps and payload bytes per trajectory. The step that reaches one
             closes the trajectory.
         train_truncated: See `jobs.train_truncated`.
+        new_messages_bytes: See `jobs.new_messages_bytes`; 0: none.
     """
 
     trajectory_timeout: int
@@ -50,6 +51,7 @@ class Limits:
     steps_max: int = STEPS_MAX
     payload_max: int = PAYLOAD_MAX
     train_truncated: bool = False
+    new_messages_bytes: int = 0
 
     @property
     def longest(self) -> int:
@@ -75,4 +77,5 @@ def limits_of(settings: Settings) -> Limits:
         agent_inactivity=round(jobs.agent_inactivity_s * 1000),
         silent_after=round(max(SILENT_TICKS * jobs.tick_interval_s, SILENT_AT_LEAST_S) * 1000),
         train_truncated=jobs.train_truncated,
+        new_messages_bytes=jobs.new_messages_limit(),
     )

@@ -43,9 +43,12 @@ async def take_over(
     for source in (STEPS, REWARDS):
         await _check_position(partition, context, topics, fold, source, read.known)
     inputs = [
-        InputLog(context.cluster, context.decoder, context.input(source), partition)
+        InputLog(
+            context.cluster, context.decoder, context.input(source), partition,
+            context.limits.new_messages_bytes,
+        )
         for source in (STEPS, REWARDS)
-    ]
+    ]  # fmt: skip
     cache = await asyncio.to_thread(_filled_cache, context.cache_bytes, state, inputs[STEPS])
     if changes := fold.finish_batch():
         await changelog.append_delta(changes)

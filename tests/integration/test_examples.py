@@ -9,6 +9,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,15 @@ from support.gateway import GatewayFixture, run_gateway
 from support.toy_model import Call, Heard, Reply, ToyModel
 
 from agent_flow.environments.verifiers.client import DEFAULT_PYTHON, PYTHON
+from rewards.registry import Rule
+from runtime.process.config import load
 from schemas.codec.single_object import Codec
-from schemas.records import Reward, SessionEvent, Step
+from schemas.records import Reward, SessionEvent, Step, Tick
 from schemas.user_function import load_function
-from stream_jobs.assemble.state.trajectories import STEPS
+from stream_jobs.assemble.limits import limits_of
+from stream_jobs.assemble.state.trajectories import REWARDS, STEPS
+from stream_jobs.reward.rewards import rewards_of
+from stream_jobs.reward.settings_check import check_reward_functions
 
 CODEC = Codec()
 ROOT = Path(__file__).parents[2]
@@ -193,3 +199,31 @@ def test_online(tmp_path: Path) -> None:
     assert given == [(steps[0].step_id, "thumb", 1.0), (steps[1].step_id, "thumb", 0.0)]
     assert len({step.trajectory_key for step in steps}) == 1
     assert not [r for r in records if isinstance(r, SessionEvent)]
+
+
+def test_settings_of_online_can_work() -> None:
+    settings = load(EXAMPLES / "online.yaml", environ={})
+    check_reward_functions(settings)
+    assert settings.required_rewards == ("rule/helped",)
+
+
+@pytest.mark.long
+def test_online_is_rewarded_by_the_next_turn(tmp_path: Path) -> None:
+    """The conversations that assemble makes of the log, closed by inactivity."""
+    settings = load(EXAMPLES / "online.yaml", environ={})
+    said = "Is it open?\nThank you! And on Sunday?\nThat is not right.\nBye\n"
+    words = [sys.executable, EXAMPLES / "online.py"]
+    records, _ = ran(tmp_path, words, lambda heard: Reply(f"Reply {len(heard.users)}"), stdin=said)
+    limits = replace(limits_of(settings), silent_after=None)
+    partition = InMemoryPartition(limits).feed(
+        *((STEPS, number, record) for number, record in enumerate(records)),
+        (STEPS, 3_600_000, Tick(partition=0)),
+    )
+    ((key, trajectory),) = partition.trajectories.items()
+    helped = load_function("next_turn.py:helped", [EXAMPLES])
+    given = list(rewards_of(trajectory, Rule("helped", "1", helped), created_at=0))
+    partition.feed(*((REWARDS, 3_600_001, reward) for reward in given))
+    found = {r.step_id: r.value for r in partition.last(key).rewards}
+    steps = [r.step_id for r in records if isinstance(r, Step)]
+    assert partition.last(key).outcome == "completed"
+    assert found == {steps[0]: 1.0, steps[1]: 0.0}

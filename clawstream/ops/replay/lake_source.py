@@ -24,6 +24,7 @@ from clawstream.ops.topics.copy import RecordFilter
 from schemas.records import Assessment, Curation, Reward, SessionEvent, Step, Tick
 from schemas.settings import Settings
 from stream_jobs.assemble.payload.cache import CachedPayload, payload_of
+from stream_jobs.assemble.payload.new_messages import new_messages
 from stream_jobs.assemble.payload.trainability import trainability
 from stream_jobs.assemble.state.trajectories import REWARDS, STEPS, SourceTopic
 from stream_jobs.lake.delta.table import LakeError, LakeMissing, dataset, open_table
@@ -117,13 +118,15 @@ class LakeReplaySource:
         partitions: int,
         span: Span,
         record_filter: RecordFilter,
+        new_messages_bytes: int = 0,
     ) -> None:
-        """partitions: From `partitions_of`.
+        """partitions: From `partitions_of`. new_messages_bytes: as in `Limits` of assemble.
 
         Raises LakeError when the lake has no record of the run.
         """
         self.unreadable = 0
         self._record_filter, self._span, self._partitions = record_filter, span, partitions
+        self._new_messages_bytes = new_messages_bytes
         self._tables = _datasets(settings, versions)
         self._epochs: dict[str, int] = {}
         self._stamps: dict[int, tuple[array[int], array[int]]] = {}
@@ -247,7 +250,9 @@ class LakeReplaySource:
                 for (_, offset), event in self._events(name, where):
                     chosen = self._record_filter.apply(event) if offset in starts else None
                     if isinstance(chosen, Step):
-                        yield offset, payload_of(chosen, trainability(chosen), starts[offset])
+                        added = new_messages(chosen.request_json, self._new_messages_bytes)
+                        start = starts[offset]
+                        yield offset, payload_of(chosen, trainability(chosen), start, added)
                     elif isinstance(chosen, SessionEvent):
                         yield offset, chosen.metadata_json or b""
 

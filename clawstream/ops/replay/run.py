@@ -52,7 +52,7 @@ PROGRESS_S = 10.0
 JOB_SETTINGS = {
     *("trajectory_timeout_s", "closed_horizon_s", "closed_max", "orphan_after_s"),
     *("anonymous_inactivity_s", "agent_inactivity_s", "reward_functions", "quality_functions"),
-    *("reward_models", "train_truncated", "tick_interval_s"),
+    *("reward_models", "train_truncated", "tick_interval_s", "new_messages_bytes"),
 }
 """Settings `jobs.*` on which the result of a replay depends."""
 
@@ -252,7 +252,7 @@ def _source(
     plan: Mapping[str, Any],
     rules: RuleEvaluator,
 ) -> ReplaySource:
-    run = settings.run_id
+    run, messages = settings.run_id, limits_of(settings).new_messages_bytes
     record_filter = RecordFilter(
         run,
         request.as_run,
@@ -264,10 +264,12 @@ def _source(
         from clawstream.ops.replay.lake_source import LakeReplaySource, Span
 
         span = Span(request.since_ms, request.until_ms)
-        return LakeReplaySource(settings, plan["versions"], plan["partitions"], span, record_filter)
+        return LakeReplaySource(
+            settings, plan["versions"], plan["partitions"], span, record_filter, messages
+        )
     steps, rewards = map(Window.from_dict, plan["windows"])
     decoder = Decoder(cluster, settings.kafka.topics.schemas)
-    return TopicReplaySource(cluster, decoder, steps, rewards, record_filter)
+    return TopicReplaySource(cluster, decoder, steps, rewards, record_filter, messages)
 
 
 def _selected_keys(settings: Settings, request: ReplayRequest) -> frozenset[str] | None:

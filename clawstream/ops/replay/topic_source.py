@@ -27,11 +27,14 @@ class TopicReplaySource:
         steps: Window,
         rewards: Window,
         record_filter: RecordFilter,
+        new_messages_bytes: int = 0,
     ) -> None:
+        """new_messages_bytes: As in `Limits` of assemble."""
         self.end = 0
         self.unreadable = 0
         self._cluster, self._decoder, self._record_filter = cluster, decoder, record_filter
         self._steps, self._rewards = steps, rewards
+        self._new_messages_bytes = new_messages_bytes
 
     def events(self) -> Iterator[ReplayEvent]:
         """Yield all records and ticks, as `ReplaySource.events`.
@@ -65,5 +68,7 @@ class TopicReplaySource:
         self, partition: int, starts: Mapping[int, int]
     ) -> Iterable[tuple[int, CachedPayload]]:
         """As `InputLog.payload`."""
-        log = InputLog(self._cluster, self._decoder, self._steps.topic, partition)
+        log = InputLog(
+            self._cluster, self._decoder, self._steps.topic, partition, self._new_messages_bytes
+        )
         return log.payload(starts)

@@ -66,7 +66,7 @@ class RecordFilter:
         if self.trajectory_keys is not None and event.trajectory_key not in self.trajectory_keys:
             return None
         if isinstance(event, Reward) and not self.rewards:
-            if event.by == REWARDER and event.source in {"rule", *SOURCES.values()}:
+            if event.by == REWARDER and event.source in {"rule", "next_state", *SOURCES.values()}:
                 return None
         elif isinstance(event, Assessment) and not self.assessments:
             return None

@@ -28,6 +28,7 @@ from stream_jobs.assemble.matching.retries import (
 )
 from stream_jobs.assemble.matching.token_prefix import hash_of, match_prefix
 from stream_jobs.assemble.payload.cache import StepPayload, payload_of
+from stream_jobs.assemble.payload.new_messages import new_messages
 from stream_jobs.assemble.payload.segment_tree import TOKEN_BYTES
 from stream_jobs.assemble.payload.trainability import trainability
 from stream_jobs.assemble.state import changes
@@ -56,6 +57,7 @@ def on_step(
         return [], None
     now = state.time[STEPS]
     trained = trainability(step, limits.train_truncated)
+    messages = new_messages(step.request_json, limits.new_messages_bytes)
     matched = match_prefix(steps, step)
     new = OpenStep(
         offset=offset,
@@ -69,7 +71,7 @@ def on_step(
         reason=trained.reason,
         oldest=trained.oldest,
         newest=trained.newest,
-        reply=len(step.response_json) >> 10,
+        reply=len(step.response_json) + len(messages or b"") >> 10,
         prompt_hash=request_hash(step) if matched.prompt_hash is None else matched.prompt_hash,
         idempotency_hash=idempotency_hash(step),
         reply_hash=placement.reply_hash,
@@ -89,7 +91,7 @@ def on_step(
         made.append(changes.Retried(key, retry.replaced, retry.counted))
     if (full := _full(limits, steps, new)) is not None:
         made.append(changes.Closed(key, "timed_out", full, now))
-    return made, payload_of(step, trained, steps.start_of(new))
+    return made, payload_of(step, trained, steps.start_of(new), messages)
 
 
 def _check_sizes(step: Step, step_suffix: str) -> None:

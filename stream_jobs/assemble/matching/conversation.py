@@ -39,7 +39,7 @@ Turn = Sequence[Mapping[str, Any]]
 
 def turns_of(request_json: bytes) -> list[Turn] | None:
     """Return the model turns of a request, oldest first; None if unreadable."""
-    items = _items(request_json)
+    items = request_items(request_json)
     return None if items is None else list(_turns(items))
 
 
@@ -59,7 +59,7 @@ class Conversation(NamedTuple):
 
 def conversation_of(request_json: bytes) -> Conversation:
     """Read a request. Hashes ignore `cache_control` and whether content is text or text blocks."""
-    items = _items(request_json)
+    items = request_items(request_json)
     if items is None:
         return Conversation(None, None, ())
     hashed, prefixes, before = hashlib.sha256(b"messages"), list[int](), False
@@ -161,7 +161,17 @@ def _add_sized(hashed: hashlib._Hash, data: bytes) -> None:
     hashed.update(len(data).to_bytes(8, "little") + data)
 
 
-def _items(request_json: bytes) -> list[Any] | None:
+def is_model_item(item: Any) -> bool:
+    """Return whether the model produced a message or item of a request."""
+    return isinstance(item, dict) and (
+        item.get("role") == "assistant"
+        or (kind := str(item.get("type"))) == "reasoning"
+        or kind.endswith("_call")
+    )
+
+
+def request_items(request_json: bytes) -> list[Any] | None:
+    """Return the messages or items of a request; None if unreadable."""
     parsed = _loaded(request_json)
     items = parsed.get("messages", parsed.get("input")) if isinstance(parsed, dict) else None
     if isinstance(items, str):

@@ -29,6 +29,7 @@ class StepPayload(NamedTuple):
     tags: tuple[Tag, ...]
     logprobs_temperature: float | None
     tokenizer_fingerprint: str | None
+    new_messages_json: bytes | None
 
     @property
     def size(self) -> int:
@@ -38,6 +39,7 @@ class StepPayload(NamedTuple):
             + len(self.response)
             + len(self.logprobs or b"")
             + len(self.response_json)
+            + len(self.new_messages_json or b"")
             + 400
         )
 
@@ -46,8 +48,12 @@ CachedPayload = StepPayload | bytes
 """A step's payload, or the metadata of an opened event."""
 
 
-def payload_of(step: Step, origin: Trainability, start: int = 0) -> StepPayload:
-    """Return the payload of a step without its first `start` prompt tokens."""
+def payload_of(
+    step: Step, origin: Trainability, start: int = 0, messages: bytes | None = None
+) -> StepPayload:
+    """Return the payload of a step without its first `start` prompt tokens. messages: see
+    `new_messages`.
+    """
     known = step.prompt_token_ids is not None and step.response_token_ids is not None
     response = step.response_token_ids or b""
     logprobs = step.response_logprobs
@@ -65,6 +71,7 @@ def payload_of(step: Step, origin: Trainability, start: int = 0) -> StepPayload:
         tags=step.tags,
         logprobs_temperature=origin.logprobs_temperature,
         tokenizer_fingerprint=step.tokenizer_fingerprint,
+        new_messages_json=messages,
     )
 
 

@@ -13,6 +13,7 @@ from schemas.errors import Undecodable, UnknownSchema
 from schemas.records import SessionEvent, Step
 from stream_jobs.assemble.handlers.rejected import RejectedRecord
 from stream_jobs.assemble.payload.cache import CachedPayload, payload_of
+from stream_jobs.assemble.payload.new_messages import new_messages
 from stream_jobs.assemble.payload.trainability import trainability
 
 
@@ -34,12 +35,13 @@ many records of 20 kB.
 
 @dataclass(frozen=True, slots=True)
 class InputLog:
-    """One partition of one input."""
+    """One partition of one input. new_messages_bytes: as in `Limits`."""
 
     cluster: Cluster
     decoder: Decoder
     topic: str
     partition: int
+    new_messages_bytes: int = 0
 
     def payload(self, starts: Mapping[int, int]) -> Iterator[tuple[int, CachedPayload]]:
         """Yield available payload by offset, one record in memory at a time. starts: `start` of
@@ -48,7 +50,9 @@ class InputLog:
         for record in self.records(sorted(starts)):
             event = decode_event(self.decoder, record)
             if isinstance(event, Step):
-                yield record.offset, payload_of(event, trainability(event), starts[record.offset])
+                messages = new_messages(event.request_json, self.new_messages_bytes)
+                start = starts[record.offset]
+                yield record.offset, payload_of(event, trainability(event), start, messages)
             elif isinstance(event, SessionEvent):
                 yield record.offset, event.metadata_json or b""
 

@@ -33,7 +33,7 @@ class OpenStep(Struct, frozen=True, array_like=True):
         end_hash: Hash of prompt and response; None without tokens.
         reason: Why the step cannot be trained; None if it can.
         oldest, newest: Version ids with the lowest and highest sync index.
-        reply: Size of the reply, KiB.
+        reply: Size of the reply and of the request's new messages, KiB.
         prompt_hash: Hash of the prompt tokens; without tokens, of the request.
         idempotency_hash: Hash of the idempotency key and the choice index.
         reply_hash: In a gateway-assigned session: what a request that continues from this reply

@@ -91,7 +91,7 @@ def _trajectory_tables() -> Iterable[Table]:
         "trajectories",
         records.Trajectory,
         ("kafka_topic_id", "run_id", "trajectory_id", "part"),
-        omit=("segments", "steps.response_json"),
+        omit=("segments", "steps.response_json", "steps.new_messages_json"),
         stats=stats,
     )
     yield _table(

@@ -8,6 +8,7 @@ import sqlite3
 import threading
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -256,6 +257,42 @@ def test_each_step_is_judged_with_the_replies_up_to_it(tmp_path: Path) -> None:
     assert {step: value for step, (value, _) in said.items()} == {"k~0.0": 0.1, "k~1.0": 0.8}
 
 
+def conversation(*turns: tuple[str, str]) -> Trajectory:
+    """Return a conversation of messages of a user and replies."""
+    whole = answered(*(reply for _, reply in turns))
+    steps = [
+        replace(
+            step,
+            parent=step.index - 1 if step.index else None,
+            new_messages_json=json.dumps([{"role": "user", "content": said}]).encode(),
+        )
+        for step, (said, _) in zip(whole.steps, turns, strict=True)
+    ]
+    return replace(whole, steps=tuple(steps), metadata_json=None)
+
+
+def test_each_step_is_judged_by_the_next_turn(tmp_path: Path) -> None:
+    turns = [("Is it open?", "Yes."), ("Thanks! And on Sunday?", "No."), ("Bye", "Bye!")]
+    with model_endpoint(
+        lambda body: chat(GOOD if "Thanks" in body["messages"][1]["content"] else '{"score": 1}')
+    ) as endpoint:
+        said, alone = rated(
+            tmp_path, endpoint.url, conversation(*turns), conversation(turns[0]), per="next_state"
+        )
+    assert {step: value for step, (value, _) in said.items()} == {"k~0.0": 0.8, "k~1.0": 0.8}
+    assert alone == {}
+    first = min((body["messages"][1]["content"] for _, body in endpoint.requests), key=len)
+    assert '"Is it open?"' in first and '"Yes."' in first and '"Bye"' not in first
+    assert first.index("Yes.") < first.index("Thanks! And on Sunday?")
+
+
+def test_a_next_turn_that_is_not_recorded_has_its_reason(tmp_path: Path) -> None:
+    one = conversation(("Is it open?", "Yes."), ("Thanks!", "Bye!"))
+    bare = replace(one, steps=tuple(replace(s, new_messages_json=None) for s in one.steps))
+    with pytest.raises(ValueError, match=r"step k~1\.0: no messages; see jobs\.new_messages_bytes"):
+        rated(tmp_path, "http://127.0.0.1:1", bare, per="next_state")
+
+
 def test_a_step_without_a_verdict_ends_the_others(tmp_path: Path) -> None:
     go_on, is_open = threading.Event(), threading.Event()
 
@@ -287,6 +324,9 @@ def test_what_cannot_work_is_told_at_the_start(tmp_path: Path) -> None:
         rated(tmp_path, "http://127.0.0.1:1", api_key_env="NO_SUCH_KEY")
     with pytest.raises(ValueError, match="all votes would be equal; set temperature"):
         rated(tmp_path, "http://127.0.0.1:1", votes=3)
+    for wrong in ({"per": "next_state", "template": "{answer}"}, {"template": "{next}"}):
+        with pytest.raises(ValueError, match=r"\{next\} is read with per=next_state"):
+            rated(tmp_path, "http://127.0.0.1:1", **wrong)
     with pytest.raises(ValueError, match="no placeholder gold"):
         rated(tmp_path, "http://127.0.0.1:1", template="{gold}")
 
