@@ -21,7 +21,7 @@ test-unit-sockets: PART := $(GATEWAY_SOCKETS)
 test-unit-gateway: PART := tests/unit/gateway $(GATEWAY_SOCKETS:%=--ignore=%)
 test-unit-others: PART := tests/unit --ignore=tests/unit/gateway
 
-.PHONY: help install demo up down test test-unit $(UNIT_PARTS) test-long test-compose test-exports test-readers smollm2 environments test-environments lint format lock bench-gateway bench-jobs bench-trainer bench-weights bench-check docs clean
+.PHONY: help install demo up down test test-unit $(UNIT_PARTS) test-long test-compose test-exports test-readers test-alerts smollm2 environments test-environments lint format lock bench-gateway bench-jobs bench-trainer bench-weights bench-check docs clean
 
 help: ## this list
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -65,6 +65,10 @@ test-exports: install ## exports load in datasets, TRL and verl, and losses equa
 test-readers: install ## the tables in Polars, pandas and DuckDB's delta extension; installed outside of .venv
 	.venv/bin/uv pip install -q --python $(PY) --target .cache/readers --no-deps --require-hashes -r requirements/readers.lock
 	PYTHONPATH=$(CURDIR):.cache/readers $(PY) -m pytest tests/unit/stream_jobs/lake/test_other_readers.py -q -W default
+
+test-alerts: install ## alert rules and dashboards with Prometheus' promtool, which apt downloads to .cache
+	[ -x .cache/promtool/usr/bin/promtool ] || (mkdir -p .cache/promtool && cd .cache/promtool && apt-get download prometheus && dpkg -x prometheus_*.deb . && rm prometheus_*.deb)
+	$(PY) -m pytest tests/unit/infra/test_monitoring.py -q
 
 environments: install ## reasoning-gym and textarena into .venv, verifiers into .venv-verifiers
 	.venv/bin/uv pip install -q --no-deps --compile-bytecode --require-hashes -r requirements/environments.lock
