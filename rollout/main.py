@@ -35,6 +35,7 @@ from rollout.versions import Versions, WeightsFeed
 from runtime.kafka import Cluster, Fenced
 from runtime.process.lifecycle import run_async
 from runtime.process.metrics import serving_metrics
+from runtime.topics.access import check_access
 from runtime.topics.records import cluster_of, create_topics
 from schemas.errors import SettingsError
 from schemas.settings import Settings
@@ -99,6 +100,7 @@ async def run(settings: Settings, stop: asyncio.Event) -> None:
     server = create_server(settings)
     cluster = cluster_of(settings)
     await asyncio.to_thread(create_topics, cluster, settings)
+    await asyncio.to_thread(check_access, cluster, settings, "rollout")
     report = Report(settings, public_url(settings, server.base_url))
     registry = CollectorRegistry()
     registry.register(WorkerMetrics(report))

@@ -30,6 +30,13 @@ class Unavailable(KafkaError):
     """
 
 
+class Denied(Unavailable):
+    """The brokers refuse this process: its login, a certificate or a missing ACL.
+
+    Correct `kafka.security`, or grant what the message names.
+    """
+
+
 class Fenced(KafkaError):
     """A newer producer with the same transactional id took over.
 

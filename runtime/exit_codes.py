@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from runtime.errors import InUse
-from runtime.kafka.errors import Fenced, SourceTruncated, Unavailable
+from runtime.kafka.errors import Denied, Fenced, SourceTruncated, Unavailable
 from schemas.errors import ForeseenError, InvalidId, SettingsError
 
 EXIT_FAILED = 1
@@ -46,7 +46,8 @@ MEANINGS = (
     Meaning(
         EXIT_SETTINGS,
         "wrong settings",
-        "wrong settings or arguments, or [topics](#topics) with another configuration",
+        "wrong settings or arguments, [topics](#topics) with another configuration, or a login or "
+        "permission that Kafka refuses",
         "the message names the setting, or topic, setting and command",
         False,
     ),
@@ -93,7 +94,7 @@ NAMES = {m.code: m.name for m in MEANINGS}
 def exit_code(error: BaseException) -> int:
     """Return the exit code of an error."""
     match error:
-        case SettingsError() | InvalidId():
+        case SettingsError() | InvalidId() | Denied():
             return EXIT_SETTINGS
         case Fenced():
             return EXIT_FENCED

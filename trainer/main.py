@@ -48,6 +48,7 @@ from runtime.logs import configure, logger
 from runtime.process.lifecycle import run_sync
 from runtime.process.metrics import serving_metrics
 from runtime.process.readiness import ready
+from runtime.topics.access import check_access
 from runtime.topics.records import Decoder, cluster_of, create_topics
 from schemas.errors import SettingsError
 from schemas.settings import Settings, TrainerSettings
@@ -124,6 +125,7 @@ def lead(
     cluster, topics = cluster_of(settings), settings.kafka.topics
     specs = [topics.ready_batches_spec(settings.run_id, channel) for channel in ("train", "val")]
     create_topics(cluster, settings, specs)
+    check_access(cluster, settings, "trainer")
     decoder = Decoder(cluster, topics.schemas)
     weight_log = KafkaWeightLog(cluster, topics, settings.run_id)
     versions, taken = read_versions(cluster, decoder, topics.weights, settings.run_id)

@@ -22,6 +22,7 @@ from clawstream.cli.common_options import (
 )
 from clawstream.ops.topics.copy import RecordFilter, copy_topics
 from clawstream.ops.topics.trim import NotGivenUp, TopicTrim, TrimInputs, format_ranges
+from runtime.topics.access import PROCESSES, grant_commands
 from runtime.topics.records import create_topics
 from schemas.settings import Settings
 
@@ -45,6 +46,21 @@ def topics_list(settings: Settings) -> None:
         marks = cluster.watermarks(name)
         kept = sum(high - low for low, high in marks.values())
         typer.echo(f"{name:48} {ids[name]:24} partitions {len(marks):3}  records {kept}")
+
+
+@command(app, "acls")
+def topics_acls(
+    process: Annotated[str, typer.Argument(metavar="PROCESS", help=f"{', '.join(PROCESSES)}.")],
+    settings: Settings,
+    user: Annotated[
+        str | None, typer.Option("--user", help="The login; default: as the process.")
+    ] = None,
+) -> None:
+    """Print the arguments of `kafka-acls` that grant a process what it needs."""
+    if process not in PROCESSES:
+        fail(f"{process} is none of {', '.join(PROCESSES)}", 2)
+    for line in grant_commands(process, settings.kafka.topic_prefix, user or process):
+        typer.echo(f"kafka-acls --bootstrap-server {settings.bootstrap_servers} {line}")
 
 
 @command(app, "copy")

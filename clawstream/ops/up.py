@@ -17,7 +17,7 @@ from clawstream.ops.lag import data_lag
 from clawstream.ops.preflight import check
 from runtime.broker.embedded import BrokerError, status
 from runtime.exit_codes import EXIT_SETTINGS
-from runtime.kafka import KafkaError
+from runtime.kafka import Denied, KafkaError
 from runtime.logs import logger
 from runtime.process.lifecycle import run_async
 from runtime.process.readiness import ready
@@ -148,7 +148,7 @@ class Installation:
         logs.
 
         Raises:
-            KafkaError: Another cluster does not answer within `timeout_s`.
+            KafkaError: Another cluster does not answer within `timeout_s`, or refuses the login.
             BrokerError: The embedded broker does not run after that time.
         """
         if "broker" in self.supervisor.table:
@@ -159,7 +159,7 @@ class Installation:
                 await asyncio.to_thread(self.cluster.topics)
                 return
             except KafkaError as e:
-                if time.monotonic() > deadline:
+                if isinstance(e, Denied) or time.monotonic() > deadline:
                     raise
                 logger().debug("waiting_for_kafka", error=str(e))
 

@@ -13,9 +13,10 @@ from collections.abc import Callable
 from gateway.durability.log import Message
 from gateway.engines.http1 import address_of
 from gateway.engines.registry import EngineRegistry
-from runtime.kafka import Cluster, KafkaError, Reader, Record, SourceTruncated
+from runtime.kafka import Cluster, Denied, KafkaError, Reader, Record, SourceTruncated
 from runtime.logs import logger
 from runtime.process.lifecycle import die, on_loop
+from runtime.topics.access import check_access
 from runtime.topics.records import Decoder, create_topics, dead_letter, reason_of
 from schemas.codec.single_object import Codec
 from schemas.errors import SettingsError, Undecodable, UnknownSchema
@@ -70,12 +71,13 @@ class EngineDiscovery:
         while not self._stop.is_set():
             try:
                 create_topics(self._cluster, self._settings)
+                check_access(self._cluster, self._settings, "gateway")
                 served = True
                 self._follow()
-            except SettingsError as error:
+            except (SettingsError, Denied) as error:
                 if not served:
                     raise
-                # A change of the topics while the gateway serves does not end its calls.
+                # A change of topics or permissions while the gateway serves does not end its calls.
                 logger().error("topics_unfit", error=str(error))
             except SourceTruncated as error:
                 logger().warning("workers_topic_made_anew", error=str(error))

@@ -5,7 +5,7 @@ Readers see committed records only. This package does not know what a record mea
 """
 
 from runtime.kafka.cluster import Cluster
-from runtime.kafka.errors import Fenced, KafkaError, SourceTruncated, TooLarge, Unavailable
+from runtime.kafka.errors import Denied, Fenced, KafkaError, SourceTruncated, TooLarge, Unavailable
 from runtime.kafka.loop_producer import LoopProducer
 from runtime.kafka.producer import Producer
 from runtime.kafka.reader import BEGINNING, READ_TIMEOUT_S, Reader
@@ -16,6 +16,7 @@ __all__ = [
     "READ_TIMEOUT_S",
     "Ack",
     "Cluster",
+    "Denied",
     "Fenced",
     "KafkaError",
     "LoopProducer",

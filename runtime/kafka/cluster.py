@@ -17,11 +17,20 @@ from confluent_kafka import (
 from confluent_kafka import KafkaError as Code
 from confluent_kafka.admin import AdminClient, ConfigResource, NewTopic, OffsetSpec, TopicMetadata
 
-from runtime.kafka.errors import KafkaError, SourceTruncated, Unavailable, translated, translating
+from runtime.kafka.errors import (
+    Denied,
+    KafkaError,
+    SourceTruncated,
+    Unavailable,
+    translated,
+    translating,
+)
+from runtime.kafka.leaders import all_led, is_led
 from runtime.kafka.loop_producer import LoopProducer
 from runtime.kafka.producer import Producer
 from runtime.kafka.reader import FETCH_BYTES, READ_TIMEOUT_S, Reader, fetch_options
 from runtime.kafka.record import Record
+from runtime.kafka.security import Refusals
 
 _T = TypeVar("_T")
 REFRESH_MS = 3000
@@ -46,13 +55,14 @@ _COORDINATOR_STARTS = (
 class Cluster:
     """One Kafka cluster. Cheap to make: it connects when first used.
 
-    client_options: librdkafka options for every client, such as security.protocol and sasl.*.
+    client_options: librdkafka options for every client, see `security.client_options`.
     """
 
     def __init__(
         self, bootstrap_servers: str, client_options: Mapping[str, str] | None = None
     ) -> None:
         self.bootstrap_servers = bootstrap_servers
+        self._refusals = Refusals()
         self._options: dict[str, Any] = {
             "bootstrap.servers": bootstrap_servers,
             # Relevant errors come with their call; an absent broker would log 20 lines a second.
@@ -61,7 +71,7 @@ class Cluster:
             "topic.metadata.propagation.max.ms": 5000,
             # A metadata request of a producer or admin client must not create a topic.
             "allow.auto.create.topics": "false",
-            "error_cb": _ignore_error,
+            "error_cb": self._refusals.note,
             **(client_options or {}),
         }
         self._admin: AdminClient | None = None
@@ -135,14 +145,17 @@ class Cluster:
 
         Raises:
             Unavailable: No broker answers in time; the message says what to do.
+            Denied: The brokers refuse the connection.
         """
         try:
-            self.admin.list_topics(timeout=timeout_s)
-        except KafkaException as e:
+            self._listed(timeout_s=timeout_s)
+        except Denied:
+            raise
+        except Unavailable as e:
             raise Unavailable(
                 f"no Kafka answers at {self.bootstrap_servers} within {timeout_s:g} s: start one "
-                "with `clawstream up` or "
-                "`clawstream broker start`, or set kafka.bootstrap_servers"
+                "with `clawstream up` or `clawstream broker start`, or set kafka.bootstrap_servers "
+                "and, for a listener with TLS or a login, kafka.security"
             ) from e
 
     def topics(self, name: str | None = None) -> dict[str, int]:
@@ -150,7 +163,7 @@ class Cluster:
 
         Omits topics without a leader.
         """
-        return {t: len(m.partitions) for t, m in self._listed(name).items() if _is_led(m)}
+        return {t: len(m.partitions) for t, m in self._listed(name).items() if is_led(m)}
 
     def topics_under(self, prefix: str) -> dict[str, int]:
         """Return topic to number of partitions of all topics with a prefix.
@@ -162,9 +175,18 @@ class Cluster:
         """
         return all_led(self._listed(), prefix)
 
-    def _listed(self, name: str | None = None) -> dict[str, TopicMetadata]:
-        with translating():
-            return dict(self.admin.list_topics(name, timeout=READ_TIMEOUT_S).topics)
+    def _listed(
+        self, name: str | None = None, timeout_s: float = READ_TIMEOUT_S
+    ) -> dict[str, TopicMetadata]:
+        def listed() -> dict[str, TopicMetadata]:
+            self._refusals.clear(self.admin)
+            try:
+                return dict(self.admin.list_topics(name, timeout=ASK_S).topics)
+            except KafkaException:
+                self._refusals.check(self.admin)
+                raise
+
+        return _retried(listed, (Code._TRANSPORT, Code._TIMED_OUT), timeout_s - ASK_S)
 
     def topic_ids(self, names: Sequence[str]) -> dict[str, str]:
         """Return Kafka's UUID of each topic that exists."""
@@ -412,9 +434,11 @@ class Cluster:
         return {(tp.topic, tp.partition): tp.offset for tp in found if tp.offset >= 0}
 
 
-def _retried(call: Callable[[], _T], transient: Collection[int]) -> _T:
-    """Return what the call returns; repeat it for up to 30 s while its error is transient."""
-    deadline = time.monotonic() + READ_TIMEOUT_S
+def _retried(
+    call: Callable[[], _T], transient: Collection[int], for_s: float = READ_TIMEOUT_S
+) -> _T:
+    """Return what the call returns; repeat it for some time while its error is transient."""
+    deadline = time.monotonic() + for_s
     while True:
         try:
             return call()
@@ -427,27 +451,3 @@ def _retried(call: Callable[[], _T], transient: Collection[int]) -> _T:
 def _dotted(overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Return librdkafka's names of options: `linger_ms` is `linger.ms`."""
     return {name.replace("_", "."): value for name, value in overrides.items()}
-
-
-def _is_led(topic: TopicMetadata) -> bool:
-    parts = topic.partitions
-    return topic.error is None and bool(parts) and all(p.leader >= 0 for p in parts.values())
-
-
-def all_led(listed: Mapping[str, TopicMetadata], prefix: str) -> dict[str, int]:
-    """Return topic to number of partitions of the topics with a prefix. Pure.
-
-    Raises:
-        Unavailable: A topic has no leader: it is not deleted, only unavailable.
-    """
-    mine = {t: m for t, m in listed.items() if t.startswith(prefix)}
-    if away := sorted(t for t, m in mine.items() if not _is_led(m)):
-        raise Unavailable(
-            f"no broker leads all of {', '.join(away)}, which may be needed: try again when all "
-            "brokers are up"
-        )
-    return {t: len(m.partitions) for t, m in mine.items()}
-
-
-def _ignore_error(_: Code) -> None:
-    """Ignore librdkafka's global errors: it retries, and relevant errors come with their call."""

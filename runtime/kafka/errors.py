@@ -8,9 +8,10 @@ from contextlib import contextmanager
 from confluent_kafka import KafkaError as Code
 from confluent_kafka import KafkaException
 
-from runtime.errors import Fenced, KafkaError, SourceTruncated, TooLarge, Unavailable
+from runtime.errors import Denied, Fenced, KafkaError, SourceTruncated, TooLarge, Unavailable
 
 __all__ = [
+    "Denied",
     "Fenced",
     "KafkaError",
     "SourceTruncated",
@@ -19,6 +20,12 @@ __all__ = [
     "translated",
     "translating",
 ]
+
+_DENIED = (
+    *(Code._AUTHENTICATION, Code.SASL_AUTHENTICATION_FAILED, Code.TOPIC_AUTHORIZATION_FAILED),
+    *(Code.GROUP_AUTHORIZATION_FAILED, Code.TRANSACTIONAL_ID_AUTHORIZATION_FAILED),
+    Code.CLUSTER_AUTHORIZATION_FAILED,
+)
 
 
 def translated(e: BaseException) -> KafkaError:
@@ -31,6 +38,11 @@ def translated(e: BaseException) -> KafkaError:
             return TooLarge(str(code))
         if code.code() in (Code._AUTO_OFFSET_RESET, Code.OFFSET_OUT_OF_RANGE):
             return SourceTruncated(str(code))
+        if code.code() in _DENIED:
+            return Denied(
+                f"{code.str()}: correct kafka.security.user, or grant what "
+                "`clawstream topics acls` prints"
+            )
         return Unavailable(str(code))
     return KafkaError(str(e))
 

@@ -48,7 +48,7 @@ _SECRET_WORD = re.compile(
 """How the name of a secret vLLM argument ends: `--api-key`, but not `--tokenizer`."""
 _ARGUMENTS = ("rollout", "extra_args")
 _JSON_NAME = re.compile(r'"([^"]+)"\s*:')
-_OPTIONS = (("kafka", "client_options"), ("gateway", "blob_options"), ("lake", "storage_options"))
+_OPTIONS = (("gateway", "blob_options"), ("lake", "storage_options"))
 
 
 def remember(settings: Settings) -> bytes | None:
@@ -221,7 +221,7 @@ def public(settings: Settings) -> tuple[dict[str, Any], list[list[str]]]:
     The form has no default values, absolute paths, and only values that JSON supports.
     """
     tree: dict[str, Any] = _absolute(settings.model_dump(exclude_defaults=True))
-    paths = [["gateway", "session_secret"]]
+    paths = [["gateway", "session_secret"], ["kafka", "security", "password"]]
     paths += [
         ["gateway", "upstreams", str(n), "api_key"]
         for n in range(len(_at(tree, ("gateway", "upstreams")) or ()))

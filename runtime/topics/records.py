@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable
 
 from runtime.kafka import Cluster, Record
+from runtime.kafka.security import client_options
 from runtime.logs import logger
 from runtime.topics.check import check_topics, partitions_of
 from schemas.codec.single_object import Codec, Event
@@ -26,8 +27,12 @@ def now_micros() -> int:
 
 
 def cluster_of(settings: Settings) -> Cluster:
-    """The cluster that the settings name."""
-    return Cluster(settings.bootstrap_servers, settings.kafka.client_options)
+    """Return the cluster that the settings name.
+
+    Raises:
+        SettingsError: `kafka.security` lacks a password or a file.
+    """
+    return Cluster(settings.bootstrap_servers, client_options(settings.kafka))
 
 
 def create_topics(

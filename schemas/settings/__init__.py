@@ -11,7 +11,7 @@ from schemas.settings.admit import AdmitSettings, PolicySettings
 from schemas.settings.demo import DemoSettings
 from schemas.settings.gateway import GatewaySettings, RedactionSettings, UpstreamSettings
 from schemas.settings.jobs import FunctionSettings, JobsSettings
-from schemas.settings.kafka import BrokerSettings, KafkaSettings
+from schemas.settings.kafka import BrokerSettings, KafkaSecurity, KafkaSettings
 from schemas.settings.lake import LakeSettings
 from schemas.settings.rollout import ENGINE_STOP_S, RolloutSettings
 from schemas.settings.root import Settings
@@ -26,6 +26,7 @@ __all__ = [
     "FunctionSettings",
     "GatewaySettings",
     "JobsSettings",
+    "KafkaSecurity",
     "KafkaSettings",
     "LakeSettings",
     "LoraSettings",

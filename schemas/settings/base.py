@@ -16,4 +16,7 @@ Name = Annotated[str, Field(coerce_numbers_to_str=True)]
 class Section(BaseModel):
     """A frozen group of settings. Unknown keys are an error."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+    # An input that is refused may contain a secret.
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, protected_namespaces=(), hide_input_in_errors=True
+    )

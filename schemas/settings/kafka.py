@@ -6,10 +6,67 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from schemas.settings.base import Count, Port, Positive, Section
 from schemas.topics import Topics
+
+OWN_OPTIONS = ("security.", "sasl.", "ssl.")
+"""Beginnings of the librdkafka options that `KafkaSecurity` sets."""
+
+
+class KafkaSecurity(Section):
+    """TLS and login of every Kafka client."""
+
+    protocol: Literal["plaintext", "ssl", "sasl_plaintext", "sasl_ssl"] = Field(
+        "plaintext", description="what the brokers' listener asks for; ssl: TLS, sasl: a login"
+    )
+    mechanism: Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"] = Field(
+        "SCRAM-SHA-512", description="how the login proves its password"
+    )
+    user: str | None = Field(None, description="the login's name")
+    password: str | None = Field(
+        None,
+        repr=False,
+        description="the login's password, best as the environment variable "
+        "`CLAWSTREAM__KAFKA__SECURITY__PASSWORD`, in YAML quotes",
+    )
+    password_file: Path | None = Field(
+        None, description="a file with nothing but the password, read at each start"
+    )
+    ca_file: Path | None = Field(
+        None, description="PEM of the authority of the brokers' certificates; default the system's"
+    )
+    certificate_file: Path | None = Field(
+        None, description="PEM of the client's certificate, for brokers that ask for one"
+    )
+    key_file: Path | None = Field(None, description="PEM of its private key, not encrypted")
+
+    @property
+    def uses_tls(self) -> bool:
+        return self.protocol.endswith("ssl")
+
+    @property
+    def uses_login(self) -> bool:
+        return self.protocol.startswith("sasl")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> KafkaSecurity:
+        login = (self.user, self.password, self.password_file)
+        files = (self.ca_file, self.certificate_file, self.key_file)
+        if self.uses_login and self.user is None:
+            raise ValueError(f"protocol {self.protocol} needs user")
+        if not self.uses_login and login != (None, None, None):
+            raise ValueError(
+                f"protocol {self.protocol} has no login: set sasl_ssl, or neither user nor password"
+            )
+        if self.password is not None and self.password_file is not None:
+            raise ValueError("password and password_file exclude each other")
+        if not self.uses_tls and files != (None, None, None):
+            raise ValueError(f"protocol {self.protocol} has no TLS: set ssl or sasl_ssl")
+        if (self.certificate_file is None) != (self.key_file is None):
+            raise ValueError("certificate_file and key_file belong together")
+        return self
 
 
 class KafkaSettings(Section):
@@ -18,8 +75,9 @@ class KafkaSettings(Section):
     bootstrap_servers: str | None = Field(
         None, description="another cluster instead of the embedded broker"
     )
+    security: KafkaSecurity = KafkaSecurity()
     client_options: Mapping[str, str] = Field(
-        {}, description="librdkafka options, e.g. security.protocol, sasl.*"
+        {}, description="further librdkafka options, e.g. client.rack; none of TLS and login"
     )
     topic_prefix: str = Field(
         "claw", pattern=r"^[a-z0-9_-]{1,32}$", description="several installations on one cluster"
@@ -39,6 +97,26 @@ class KafkaSettings(Section):
     @property
     def topics(self) -> Topics:
         return Topics(self.topic_prefix)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> KafkaSettings:
+        options = self.client_options
+        if own := sorted(name for name in options if name.startswith(OWN_OPTIONS)):
+            raise ValueError(
+                f"client_options names {', '.join(own)}: set kafka.security, which holds for the "
+                "stream jobs' consumers too"
+            )
+        if self.security.protocol != "plaintext" and self.bootstrap_servers is None:
+            raise ValueError(
+                "security is for the cluster of bootstrap_servers; the embedded broker has no TLS "
+                "and no login"
+            )
+        if self.security.uses_tls and options.get("compression.type", "lz4") != "lz4":
+            raise ValueError(
+                "client_options sets compression.type: with TLS it is always lz4, because "
+                "encryption costs more than compression"
+            )
+        return self
 
 
 class BrokerSettings(Section):

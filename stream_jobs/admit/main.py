@@ -31,6 +31,7 @@ from runtime.logs import logger
 from runtime.process.lifecycle import run_sync
 from runtime.process.metrics import serving_metrics
 from runtime.process.readiness import ready
+from runtime.topics.access import check_access
 from runtime.topics.records import Decoder, cluster_of, create_topics, now_micros
 from schemas.errors import SettingsError
 from schemas.settings import Settings
@@ -91,6 +92,7 @@ def serve(settings: Settings, stop: threading.Event) -> None:
     create_topics(
         cluster, settings, [topics.ready_batches_spec(settings.run_id, c) for c in channels]
     )
+    check_access(cluster, settings, "admit")
     metrics = DecisionMetrics()
     with serving_metrics(settings, PROCESS, metrics.registry):
         _admit(settings, cluster, metrics, stop)

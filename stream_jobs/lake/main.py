@@ -42,6 +42,7 @@ from runtime.logs import logger
 from runtime.process.lifecycle import run_sync
 from runtime.process.metrics import serving_metrics
 from runtime.process.readiness import ready
+from runtime.topics.access import check_access
 from runtime.topics.records import Decoder, cluster_of, create_topics
 from schemas.settings import Settings
 from stream_jobs.lake.consumer import LakeConsumer
@@ -84,6 +85,7 @@ def write(settings: Settings, stop: threading.Event) -> None:
     """Follow all topics until `stop`; start over with new positions when a topic is recreated."""
     cluster = cluster_of(settings)
     create_topics(cluster, settings)
+    check_access(cluster, settings, "lake")
     _warn_of_recreated_topics(cluster, settings)
     history = timedelta(days=settings.lake.history_days)
     share = PartitionShare(settings.lake.writer, settings.lake.writers)

@@ -11,7 +11,6 @@ takes over signals and standard output.
 from __future__ import annotations
 
 import asyncio
-import ssl
 from collections.abc import Awaitable, Callable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -21,8 +20,9 @@ from faust.transport.drivers import aiokafka as driver
 from faust.types import TP
 
 from runtime.kafka import Record
+from runtime.kafka.security import password_of, ssl_context
 from runtime.logs import logger
-from schemas.settings import Settings
+from schemas.settings import KafkaSecurity, Settings
 from stream_jobs.worker.fetch_buffer import Fetched
 from stream_jobs.worker.member_name import worker_name
 
@@ -56,7 +56,7 @@ def make_app(settings: Settings, group: str) -> Any:
     return faust.App(
         f"{kafka.topic_prefix}-{group}",
         broker=[f"kafka://{server}" for server in settings.bootstrap_servers.split(",")],
-        broker_credentials=_credentials(kafka.client_options),
+        broker_credentials=_credentials(kafka.security),
         store="memory://",
         datadir=str(directory),
         web_enabled=False,
@@ -81,25 +81,14 @@ def make_app(settings: Settings, group: str) -> Any:
     )
 
 
-def _credentials(options: Mapping[str, str]) -> Any:
-    """Return Faust's credentials for librdkafka options; None for a plain connection."""
-    protocol = options.get("security.protocol", "plaintext").lower()
-    context = (
-        ssl.create_default_context(cafile=options.get("ssl.ca.location"))
-        if protocol.endswith("ssl")
-        else None
-    )
-    if context is not None and "ssl.certificate.location" in options:
-        context.load_cert_chain(
-            options["ssl.certificate.location"],
-            options.get("ssl.key.location"),
-            options.get("ssl.key.password"),
-        )
-    if protocol.startswith("sasl"):
+def _credentials(security: KafkaSecurity) -> Any:
+    """Return Faust's credentials for the settings; None for a plain connection."""
+    context = ssl_context(security)
+    if security.uses_login:
         return faust.SASLCredentials(
-            username=options.get("sasl.username"),
-            password=options.get("sasl.password"),
-            mechanism=options.get("sasl.mechanism", options.get("sasl.mechanisms", "PLAIN")),
+            username=security.user,
+            password=password_of(security),
+            mechanism=security.mechanism,
             ssl_context=context,
         )
     return faust.SSLCredentials(context) if context is not None else None

@@ -27,6 +27,7 @@ from runtime.logs import LogThrottle, logger
 from runtime.process.lifecycle import die
 from runtime.process.metrics import serving_metrics
 from runtime.process.readiness import ready
+from runtime.topics.access import check_access
 from runtime.topics.records import Decoder, cluster_of, create_topics
 from schemas.settings import Settings
 from stream_jobs.errors import FencedOut, NotCoPartitioned, StreamJobError
@@ -90,6 +91,7 @@ async def serve(
         )  # without Kafka it makes a hundred lines a second
     cluster = cluster_of(settings)
     await asyncio.to_thread(create_topics, cluster, settings)
+    await asyncio.to_thread(check_access, cluster, settings, group)
     metrics = JobMetrics()
     with serving_metrics(settings, group, metrics.registry):
         await Shell(settings, group, make(settings, cluster), metrics).run(stop)

@@ -42,7 +42,16 @@ JOBS = {f"stream_jobs.{name}" for name in ("assemble", "reward", "admit", "lake"
 ONLY_IN = {
     "confluent_kafka": {
         f"runtime/kafka/{n}.py"
-        for n in ("cluster", "errors", "loop_producer", "producer", "reader", "record")
+        for n in (
+            "cluster",
+            "errors",
+            "leaders",
+            "loop_producer",
+            "producer",
+            "reader",
+            "record",
+            "security",
+        )
     },
     "faust": {"stream_jobs/worker/shell.py", "stream_jobs/worker/faust_consumer.py"},
     "deltalake": {"stream_jobs/lake/delta/table.py"},

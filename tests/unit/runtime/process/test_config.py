@@ -83,6 +83,9 @@ def test_a_name_may_be_a_number() -> None:
         ["gateway.session_secret=@hunter2"],
         ["gateway.sesion_secret=hunter2"],
         ["kafka.client_options={sasl.password: [hunter2]}"],
+        ["kafka.client_options={sasl.password: hunter2}"],
+        ["kafka.bootstrap_servers='a:1'", "kafka.security={password: hunter2}"],
+        ["kafka.security.password=[hunter2]"],
         ["lake.storage_options=hunter2"],
         ["gateway.session_secret=hunter2", "trainer.sync_every=2"],
     ],
@@ -91,6 +94,7 @@ def test_secrets_are_not_repeated(overrides: list[str]) -> None:
     with pytest.raises(SettingsError) as error:
         load(None, overrides, {})
     assert "hunter2" not in str(error.value) and "setting " in str(error.value)
+    assert "hunter2" not in str(error.value.__cause__)
 
 
 def test_missing_or_broken_file_is_named(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from schemas.errors import SettingsError
 SECRETS = [
     "gateway.session_secret=hunter2-hunter2-hunter2",
     "gateway.upstreams=[{url: 'http://a:1'}, {url: 'http://b:1', api_key: hunter2}]",
-    "kafka.client_options={sasl.password: hunter2, sasl.mechanism: PLAIN, ssl.key.location: /k}",
+    "kafka={bootstrap_servers: 'a:1', security: {protocol: sasl_ssl, user: u, password: hunter2}}",
     "lake.storage_options={AWS_SECRET_ACCESS_KEY: hunter2, AWS_REGION: eu}",
     "rollout.extra_args=['--api-key', hunter2, '--max-num-batched-tokens', '512', "
     "'--hf_token=hunter2']",
@@ -109,15 +109,12 @@ def test_secrets_are_not_written_and_who_lacks_them_is_told(tmp_path: Path) -> N
     written = (tmp_path / FILE).read_text()
     assert "hunter2" not in written and stat.S_IMODE((tmp_path / FILE).stat().st_mode) == 0o600
     settings = load_remembered(None, [f"data_dir={tmp_path}"], {})
-    assert dict(settings.kafka.client_options) == {
-        "sasl.mechanism": "PLAIN",
-        "ssl.key.location": "/k",
-    }
+    assert (settings.kafka.security.protocol, settings.kafka.security.user) == ("sasl_ssl", "u")
     assert [u.url for u in settings.gateway.upstreams] == ["http://a:1", "http://b:1"]
     assert missing_secrets(settings) == [
         "gateway.session_secret",
+        "kafka.security.password",
         "gateway.upstreams.1.api_key",
-        "kafka.client_options.sasl.password",
         "lake.storage_options.AWS_SECRET_ACCESS_KEY",
         "rollout.extra_args.--api-key",
         "rollout.extra_args.--hf_token",
@@ -134,8 +131,8 @@ def test_secrets_are_not_written_and_who_lacks_them_is_told(tmp_path: Path) -> N
             "gateway.upstreams.1.api_key",
         ),
         (
-            "kafka.client_options={security.protocol: PLAINTEXT}",
-            "kafka.client_options.sasl.password",
+            "kafka.security={protocol: sasl_ssl, user: u, password_file: /p, password: null}",
+            "kafka.security.password",
         ),
     ],
 )

@@ -495,7 +495,8 @@ def test_the_settings_of_a_replay_have_no_secrets_and_say_which_are_missing(tmp_
         None,
         [
             f"data_dir={tmp_path}",
-            "kafka.client_options={sasl.password: hunter2, sasl.mechanism: PLAIN}",
+            "kafka.bootstrap_servers='a:1'",
+            "kafka.security={protocol: sasl_ssl, user: u, password: hunter2}",
             "rollout.extra_args=['--api-key', hunter2]",
         ],
         {},
@@ -511,8 +512,8 @@ def test_the_settings_of_a_replay_have_no_secrets_and_say_which_are_missing(tmp_
         file.parent,
         "replay-again",
     )
-    assert dict(recorded.kafka.client_options) == {"sasl.mechanism": "PLAIN"}
+    assert recorded.kafka.security.user == "u"
     assert missing_secrets(recorded) == [
-        "kafka.client_options.sasl.password",
+        "kafka.security.password",
         "rollout.extra_args.--api-key",
     ]

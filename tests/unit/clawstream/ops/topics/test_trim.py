@@ -30,7 +30,7 @@ from clawstream.ops.topics.trim import (
     trim_range,
 )
 from runtime.kafka import Unavailable
-from runtime.kafka.cluster import all_led
+from runtime.kafka.leaders import all_led
 from schemas.codec.single_object import Codec
 from schemas.records import Late, PolicyApplied, ReadyBatch, Refused, WeightVersion
 
