@@ -455,6 +455,7 @@ sys.path[:0] = [sys.argv[2], str(Path(sys.argv[2]).parents[3])]
 from test_maintenance import put, ids, rows, never, SOURCE
 from schemas.settings import Settings
 from stream_jobs.lake.main import _follow, _when_space
+from stream_jobs.lake.metrics import LakeMetrics
 from schemas.codec.avro_schema import expanded
 from stream_jobs.lake.delta.maintenance import MaintenanceRunner
 from schemas.codec.single_object import shipped
@@ -507,7 +508,7 @@ schema["fields"] = [*schema["fields"], \
 consumer = Poll(lambda: lake.add_columns(former.evolved(schema)))
 stop.clear()
 threading.Timer(1.5, stop.set).start()
-_follow(lake, consumer, MaintenanceRunner(settings), 1e9, stop)  \
+_follow(lake, consumer, LakeMetrics(), MaintenanceRunner(settings), 1e9, stop)  \
 # waits, and returns without a flush of what was half read
 assert (consumer.polls, consumer.looks) == (1, 1)
 filler.unlink()
