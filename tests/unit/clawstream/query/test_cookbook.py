@@ -1,16 +1,22 @@
-"""Every query of docs/cookbook.md gives the answer that the seeded run has by hand."""
+"""Every query of docs/cookbook.md gives the answer that the seeded run has by hand.
+
+The views that the queries need follow the rules of the jobs.
+"""
 
 from __future__ import annotations
 
+import random
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.run_lake import CODEX, FLOW, run_lake
+from support.run_lake import CODEX, FLOW, mark, run_lake
+from support.small_lake import SmallLake
 
 from clawstream.query.connection import connect
 from schemas.settings import Settings
+from stream_jobs.assemble.state.annotations import CurationMark, CurationState
 
 PAGE = Path(__file__).parents[4] / "docs" / "cookbook.md"
 QUERIES = dict(re.findall(r"^## ([^\n]+)\n.*?```sql\n(.*?)```", PAGE.read_text(), re.S | re.M))
@@ -112,3 +118,33 @@ def test_the_funnel_counts_each_call_choice_once(sql: Any) -> None:
     counted = sql.execute("select count(*), count(distinct step_id) from funnel").fetchone()
     assert counted == (steps + failed, steps)
     assert sql.execute("select distinct run_id from funnel").fetchall() == [("run",)]
+
+
+@pytest.mark.slow
+def test_the_curation_that_holds_is_that_of_assemble(tmp_path: Path) -> None:
+    rng, settings = random.Random(5), Settings(data_dir=tmp_path)
+    expected: dict[tuple[str, str | None], CurationState] = {}
+    marks = []
+    for offset in range(300):
+        key = f"t{rng.randrange(6)}"
+        step = rng.choice([None, f"{key}~1.0"])
+        quality = rng.choice([None, 0.0, 0.5, 1.0])
+        trainable = rng.choice([None, False, True])
+        tags = rng.choice([None, (), ("a",), ("a", "b")])
+        marks.append(
+            mark(offset, key, "me", step_id=step, quality=quality, trainable=trainable, tags=tags)
+        )
+        expected.setdefault((key, step), CurationState()).apply(
+            CurationMark(
+                offset, step or "", quality, trainable, None if tags is None else list(tags), offset
+            )
+        )
+    SmallLake(settings).put("curation", "UU", *marks)
+    found = (
+        connect(settings)
+        .execute("select trajectory_id, step_id, quality, trainable, tags from curated")
+        .fetchall()
+    )
+    assert {(row[0], row[1]): row[2:] for row in found} == {
+        target: (state.quality, state.trainable, state.tags) for target, state in expected.items()
+    }
