@@ -42,7 +42,7 @@ down: ## stop what `make up` started in another terminal
 
 test: install ## unit, integration on a real Kafka, end to end on a real vLLM
 	-@$(PY) -m clawstream broker prepare
-	$(PY) -m pytest -m "not long and not gpu and not compose" -n 2 --dist loadfile --no-loadscope-reorder -q --durations=40
+	$(PY) -m pytest -m "not long and not gpu and not compose and not browser" -n 2 --dist loadfile --no-loadscope-reorder -q --durations=40
 
 test-unit: install ## the fast unit tests, about a minute; `make test` runs the slow ones too
 	@$(MAKE) -j3 --keep-going --output-sync=target --no-print-directory $(UNIT_PARTS)

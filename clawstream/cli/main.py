@@ -27,6 +27,7 @@ from clawstream.cli.common_options import (
 )
 from clawstream.cli.lake.curate import curate
 from clawstream.cli.lake.export import export
+from clawstream.cli.lake.inspect import inspect
 from clawstream.cli.train import save_model, train
 
 if TYPE_CHECKING:
@@ -293,6 +294,7 @@ def sql(
 
 command(app)(curate)
 command(app, at=lake_state)(export)
+app.command()(inspect)
 
 
 def main() -> None:

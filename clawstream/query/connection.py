@@ -25,7 +25,7 @@ from clawstream.query.column_comments import table_comments
 from schemas.ids import GATEWAY_ASSIGNED_KEY
 from schemas.settings import LakeSettings, Settings
 from stream_jobs.errors import LakeDamaged, SqlError
-from stream_jobs.lake.delta.table import LakeMissing, check_files, dataset, open_table
+from stream_jobs.lake.delta.table import Delta, LakeMissing, check_files, dataset, open_table
 from stream_jobs.lake.tables.arrow_columns import TIME, merged
 from stream_jobs.lake.tables.catalog import catalog
 from stream_jobs.lake.tables.table import Table
@@ -152,14 +152,17 @@ def _open(settings: Settings, name: str, version: int | None) -> Any | None:
         table = open_table(settings.lake_uri, name, options, version)
         if version is not None:
             check_files(table, name, options)
-        found = dataset(table, options)
-        return _with_schema(
-            found, merged(found.schema, catalog()[name].schema)
-        )  # it may be older than the views
+        return open_dataset(table, name, options)
     except LakeMissing:
         if version is not None:
             raise
         return None
+
+
+def open_dataset(table: Delta, name: str, storage_options: Mapping[str, str]) -> Any:
+    """Return a table as a dataset with all columns of this release: it may be an older one's."""
+    found = dataset(table, storage_options)
+    return _with_schema(found, merged(found.schema, catalog()[name].schema))
 
 
 def _with_schema(found: Any, schema: pa.Schema) -> Any:
@@ -198,7 +201,7 @@ def batches_of(
     Raises:
         SqlError, MemoryError: also while the iterator is read.
     """
-    with _translated_errors():
+    with translated_errors():
         relation = connection.sql(query)
         if relation is None:
             return pa.schema([]), iter(())
@@ -207,13 +210,13 @@ def batches_of(
 
 
 def _batches(reader: pa.RecordBatchReader) -> Iterator[pa.RecordBatch]:
-    with _translated_errors():
+    with translated_errors():
         yield from reader
 
 
 def rows_of(connection: Any, query: str, parameters: Mapping[str, Any]) -> list[tuple[Any, ...]]:
     """Return all rows of a query. Raises SqlError."""
-    with _translated_errors():
+    with translated_errors():
         found: list[tuple[Any, ...]] = connection.execute(query, dict(parameters)).fetchall()
     return found
 
@@ -225,7 +228,8 @@ def table_at_fault(error: SqlError) -> str | None:
 
 
 @contextmanager
-def _translated_errors() -> Iterator[None]:
+def translated_errors() -> Iterator[None]:
+    """Raise SqlError for errors of a query, MemoryError for exceeded memory."""
     try:
         yield
     except duckdb.OutOfMemoryException as e:

@@ -23,6 +23,7 @@ ALLOWED = {
     "stream_jobs": {"schemas", "runtime", "rewards", "stream_jobs"},
     "trainer": {"schemas", "runtime", "trainer"},
     "rollout": {"schemas", "runtime", "rollout"},
+    "inspector": {"schemas", "runtime", "inspector"},
     "agent_flow": {"agent_flow"},
     "clawstream": {
         "agent_flow",
@@ -33,6 +34,7 @@ ALLOWED = {
         "stream_jobs",
         "trainer",
         "rollout",
+        "inspector",
         "clawstream",
     },
     "demo": {"schemas", "runtime", "clawstream", "demo"},

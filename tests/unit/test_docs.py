@@ -17,7 +17,7 @@ MAX_LINE = 100
 FENCE = re.compile(r"^\s*(```|~~~)")
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 PATH = re.compile(
-    r"`((?:agent_flow|benchmarks|clawstream|demo|docs|examples|gateway|infra|rewards|rollout|runtime|schemas"
+    r"`((?:agent_flow|benchmarks|clawstream|demo|docs|examples|gateway|infra|inspector|rewards|rollout|runtime|schemas"
     r"|stream_jobs|tests|trainer)/[\w./-]*)`"
 )
 

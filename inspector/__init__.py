@@ -1,0 +1,1 @@
+"""The web page over a lake: runs, groups, trajectories, tokens. Reads only."""

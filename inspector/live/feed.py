@@ -1,0 +1,149 @@
+"""The live tail: one reader for all open pages.
+
+A thread reads `claw.steps` and `claw.candidates` from a little before their ends, and folds them
+into `Recent`. Without a broker it looks at the lake instead. Every open page waits on the same
+number, so another page costs one rendered text sent once more, and nothing elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from inspector.live.recent import Recent
+from inspector.queries.lake import Lake
+from inspector.queries.listing import open_rows
+from runtime.kafka import Cluster, KafkaError
+from runtime.logs import logger
+from runtime.process.lifecycle import on_loop
+from runtime.topics.records import Decoder
+from schemas.errors import ForeseenError, Undecodable, UnknownSchema
+from schemas.settings import Settings
+
+LOOK_BACK = 100
+"""Records of each partition that are read at the start."""
+RETRY_S = 2.0
+PAUSE_S = 0.25
+"""Shortest time between two updates of a page."""
+
+
+class Live:
+    """The newest trajectories and the pages that wait for more.
+
+    Args:
+        follow: reads records until the event is set, and calls the function with each decoded
+            record and its log time in milliseconds; None: there is no broker.
+    """
+
+    def __init__(
+        self,
+        lake: Lake,
+        follow: Callable[[Callable[[Any, int], None], threading.Event], None] | None = None,
+    ) -> None:
+        self._lake, self._follow = lake, follow
+        self._recent, self._from_lake = Recent(), list[dict[str, Any]]()
+        self._lock, self._stop = threading.Lock(), threading.Event()
+        self._changed = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._watching = 0
+        self.source = "lake"
+
+    def start(self) -> None:
+        """Start the reader. Call it on the serving event loop."""
+        self._loop = asyncio.get_running_loop()
+        threading.Thread(target=self._run, name="live", daemon=True).start()
+
+    def stop(self) -> None:
+        """End the reader and all waiting pages."""
+        self._stop.set()
+        self._changed.set()
+
+    def rows(self, limit: int = 12) -> list[dict[str, Any]]:
+        """Return the newest trajectories, newest first."""
+        with self._lock:
+            return self._from_lake[:limit] if self.source == "lake" else self._recent.rows(limit)
+
+    async def changes(self) -> AsyncIterator[None]:
+        """Yield at once, and after each change; ends with the process."""
+        self._watching += 1
+        try:
+            while not self._stop.is_set():
+                changed = self._changed
+                yield
+                await changed.wait()
+                await asyncio.sleep(PAUSE_S)
+        finally:
+            self._watching -= 1
+
+    def take(self, event: Any, timestamp_ms: int) -> None:
+        """Fold a record; called in the reader's thread."""
+        with self._lock:
+            self.source = "Kafka"
+            changed = self._recent.fold(event, timestamp_ms)
+        if changed:
+            self._tell()
+
+    def _tell(self) -> None:
+        if self._loop is not None:
+            on_loop(self._loop, self._wake)
+
+    def _wake(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            if self._follow is not None:
+                try:
+                    self._follow(self.take, self._stop)
+                except KafkaError as error:
+                    if self.source != "lake" or not self._from_lake:  # once
+                        logger().info("live_without_kafka", error=str(error))
+            self._look_at_lake()
+            self._stop.wait(RETRY_S)
+
+    def _look_at_lake(self) -> None:
+        if self._from_lake and not self._watching:
+            return
+        try:
+            changed = self._lake.refresh()
+            rows = open_rows(self._lake, 50) if changed or not self._from_lake else None
+        except ForeseenError as error:
+            logger().warning("lake_not_readable", error=str(error))
+            return
+        with self._lock:
+            self.source = "lake"
+            if rows is not None:
+                self._from_lake = rows
+        if rows:
+            self._tell()
+
+
+def follower(
+    cluster: Cluster, settings: Settings
+) -> Callable[[Callable[[Any, int], None], threading.Event], None]:
+    """Return what reads the topics for `Live`. It raises KafkaError when no broker answers."""
+    topics = settings.kafka.topics
+
+    def follow(take: Callable[[Any, int], None], stop: threading.Event) -> None:
+        cluster.ask(RETRY_S)
+        decoder = Decoder(cluster, topics.schemas)
+        start = {
+            (topic, partition): max(low, end - LOOK_BACK)
+            for topic in (topics.steps, topics.candidates)
+            for partition, (low, end) in cluster.watermarks(topic).items()
+        }
+        reader = cluster.reader(f"{topics.prefix}-inspector", start)
+        try:
+            while not stop.is_set():
+                for record in reader.poll():
+                    try:
+                        take(decoder.decode(record.value), record.timestamp_ms)
+                    except (Undecodable, UnknownSchema):
+                        continue  # the topic's owner writes the dead letter
+        finally:
+            reader.close()
+
+    return follow

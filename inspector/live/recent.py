@@ -1,0 +1,76 @@
+"""The newest trajectories, folded from `claw.steps` and `claw.candidates`. Pure."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from datetime import UTC, datetime
+from typing import Any
+
+from schemas.records import Candidate, SessionEvent, Step
+from schemas.replies import answer_in, calls_in, loaded
+
+KEPT = 200
+SNIPPET = 160
+
+
+class Recent:
+    """The trajectories with the newest records, open or closed; the oldest are forgotten."""
+
+    def __init__(self) -> None:
+        self._by_key: OrderedDict[tuple[str, str], dict[str, Any]] = OrderedDict()
+
+    def fold(self, event: Any, timestamp_ms: int) -> bool:
+        """Fold a record; return whether it changed anything.
+
+        Args:
+            timestamp_ms: log time of the record.
+        """
+        if isinstance(event, Step):
+            row = self._row(event.run_id, event.trajectory_key, timestamp_ms)
+            row["steps"] += 1
+            row["model"], row["said"] = event.model, _said(event.response_json)
+            row["group_id"] = event.group_id or row["group_id"]
+        elif isinstance(event, SessionEvent):
+            row = self._row(event.run_id, event.trajectory_key, timestamp_ms)
+            row["group_id"] = event.group_id or row["group_id"]
+        elif isinstance(event, Candidate):
+            row = self._row(event.run_id, event.trajectory_key, timestamp_ms)
+            values = [r.value for r in event.rewards if r.step_id is None and r.value is not None]
+            row |= {
+                "trajectory_id": event.trajectory_id, "outcome": event.outcome,
+                "group_id": event.group_id, "steps": len(event.steps),
+                "reward": sum(values) if values else None,
+            }  # fmt: skip
+        else:
+            return False
+        return True
+
+    def rows(self, limit: int) -> list[dict[str, Any]]:
+        """Return the newest trajectories, newest first."""
+        newest = list(reversed(self._by_key.values()))[:limit]
+        return [dict(row) for row in newest]
+
+    def _row(self, run_id: str, key: str, timestamp_ms: int) -> dict[str, Any]:
+        """Return the row of a trajectory, moved to the newest place."""
+        row = self._by_key.setdefault(
+            (run_id, key),
+            {
+                "run_id": run_id, "trajectory_key": key, "trajectory_id": key, "group_id": None,
+                "steps": 0, "model": None, "said": "", "outcome": None, "reward": None,
+            },
+        )  # fmt: skip
+        row["at"] = datetime.fromtimestamp(timestamp_ms / 1000, UTC).replace(tzinfo=None)
+        self._by_key.move_to_end((run_id, key))
+        if len(self._by_key) > KEPT:
+            self._by_key.popitem(last=False)
+        return row
+
+
+def _said(response_json: bytes) -> str:
+    """Return the beginning of a reply, or the tools it calls."""
+    try:
+        reply = loaded(response_json)
+    except ValueError:
+        return ""
+    text = answer_in(reply) or ", ".join(call.name or "?" for call in calls_in(reply))
+    return " ".join(text.split())[:SNIPPET]

@@ -1,0 +1,43 @@
+"""Serve the pages: `clawstream inspect`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import uvicorn
+
+from inspector.live.feed import Live
+from inspector.web.app import Parts, create_app
+from runtime.logs import logger
+from runtime.process.ports import check_free
+
+STOP_S = 2
+"""Longest wait for open pages at the end."""
+
+
+class _Server(uvicorn.Server):
+    """uvicorn server without signal handlers; `runtime.process.lifecycle` handles signals."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def serve(parts: Parts, live: Live, host: str, port: int, stop: asyncio.Event) -> None:
+    """Serve until `stop`. Raises PortTaken."""
+    check_free(host, port, "the inspector", "--port or --host")
+    config = uvicorn.Config(
+        create_app(parts), host=host, port=port, ws="none", lifespan="on", log_config=None,
+        access_log=False, server_header=False, timeout_graceful_shutdown=STOP_S,
+    )  # fmt: skip
+    server = _Server(config)
+    serving = asyncio.create_task(server.serve())
+    stopping = asyncio.create_task(stop.wait())
+    await asyncio.wait([serving, stopping], return_when=asyncio.FIRST_COMPLETED)
+    live.stop()
+    server.should_exit = True
+    await serving
+    stopping.cancel()
+    logger().info("inspector_stopped")

@@ -1,0 +1,149 @@
+"""What each step adds to its conversation, with tool results named by their calls. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+Message = Mapping[str, Any]
+Chat = tuple[tuple[Message, ...], tuple[Message, ...]]
+"""Messages, the reply last, and tools, in the shape of Chat Completions."""
+ReadChat = Callable[[str, bytes, bytes], Chat | None]
+"""Reads (protocol, request, response) of a step; None: no chat."""
+
+
+class ToolCall(NamedTuple):
+    """A tool call. step: the step whose reply made it."""
+
+    call_id: str
+    name: str
+    arguments: str
+    step: int
+
+
+class Part(NamedTuple):
+    """A message to show.
+
+    answers: the call that a tool's result answers. first: whether the result is shown first here.
+    """
+
+    role: str
+    text: str
+    calls: tuple[ToolCall, ...]
+    answers: ToolCall | None
+    first: bool
+
+
+class Turn(NamedTuple):
+    """What a step adds: the messages before the reply that its parent lacks, and the reply.
+
+    repeated: number of messages that the parent has too. raw: the bodies, if they are no chat.
+    """
+
+    repeated: int
+    added: tuple[Part, ...]
+    reply: Part | None
+    raw: tuple[str, str] | None
+
+
+def turns_of(
+    steps: Sequence[Mapping[str, Any]], read: ReadChat
+) -> tuple[list[Turn], list[Message]]:
+    """Return the turn of each step, in order, and the definitions of all tools.
+
+    Args:
+        steps: recorded steps with `index` and `parent`.
+    """
+    chats: dict[int, Chat | None] = {}
+    matcher = _Matcher()
+    tools: dict[str, Message] = {}
+    turns = []
+    for step in steps:
+        bodies = (step["request_json"] or "", step["response_json"] or "")
+        chat = read(step["protocol"], bodies[0].encode(), bodies[1].encode())
+        chats[step["index"]] = chat
+        if chat is None:
+            turns.append(Turn(0, (), None, bodies))
+            continue
+        messages, defined = chat
+        tools |= {json.dumps(t, sort_keys=True): t for t in defined}
+        parent = chats.get(step["parent"]) if step["parent"] is not None else None
+        repeated = min(_common(parent[0], messages) if parent else 0, len(messages) - 1)
+        added = tuple(matcher.part(m, step["index"]) for m in messages[repeated:-1])
+        turns.append(Turn(repeated, added, matcher.part(messages[-1], step["index"]), None))
+    return turns, list(tools.values())
+
+
+def _common(before: Sequence[Message], now: Sequence[Message]) -> int:
+    """Return how many first messages are equal, as far as they are shown."""
+    length = min(len(before), len(now))
+    return next((i for i in range(length) if _shown(before[i]) != _shown(now[i])), length)
+
+
+def _shown(message: Message) -> tuple[Any, ...]:
+    calls = tuple((c.call_id, c.name, c.arguments) for c in _calls(message, 0))
+    return message.get("role"), text_of(message), calls
+
+
+class _Matcher:
+    """Matches tool results with calls, by the newest call of an id."""
+
+    def __init__(self) -> None:
+        self._calls: dict[str, ToolCall] = {}
+        self._answered: set[ToolCall] = set()
+
+    def part(self, message: Message, step: int) -> Part:
+        made = tuple(self._known(call) for call in _calls(message, step))
+        answered = self._calls.get(str(message.get("tool_call_id")))
+        first = answered is not None and answered not in self._answered
+        if answered is not None:
+            self._answered.add(answered)
+        return Part(str(message.get("role")), text_of(message), made, answered, first)
+
+    def _known(self, call: ToolCall) -> ToolCall:
+        """Return the call as it was first seen: a request may repeat it."""
+        before = self._calls.get(call.call_id)
+        if before is not None and before._replace(step=call.step) == call:
+            return before
+        self._calls[call.call_id] = call
+        return call
+
+
+def _calls(message: Message, step: int) -> list[ToolCall]:
+    found = []
+    made = message.get("tool_calls")
+    for call in made if isinstance(made, list) else ():
+        inner = call.get("function") if isinstance(call, dict) else None
+        if isinstance(inner, dict):
+            given = inner.get("arguments")
+            text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+            name = str(inner.get("name") or "(no name)")
+            found.append(ToolCall(str(call.get("id") or ""), name, text, step))
+    return found
+
+
+def text_of(message: Message) -> str:
+    """Return the text of a message; other content, such as images, as JSON."""
+    content = message.get("content")
+    if isinstance(content, str):
+        return content
+    if content is None:
+        refusal = message.get("refusal")
+        return refusal if isinstance(refusal, str) else ""
+    blocks = content if isinstance(content, list) else [content]
+    return "\n".join(
+        block["text"]
+        if isinstance(block, dict) and isinstance(block.get("text"), str)
+        else json.dumps(block, ensure_ascii=False)
+        for block in blocks
+    )
+
+
+def brief(reply: Part | None) -> str:
+    """Return a reply in one line: its calls, or the beginning of its text."""
+    if reply is None:
+        return ""
+    if reply.calls:
+        return "; ".join(f"{c.name}({c.arguments})" for c in reply.calls)
+    return " ".join(reply.text.split())[:400]

@@ -1,0 +1,98 @@
+"""The filters of the list of trajectories: from the address to SQL with bound parameters. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+OUTCOMES = ("completed", "failed", "abandoned", "timed_out", "lost", "replaced")
+STAGES = ("admitted", "refused", "undecided")
+_EQUAL = ("run_id", "group_id", "channel", "outcome")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Filters:
+    """What the list shows; None: anything.
+
+    agent: part of the user agent or model. task: part of the metadata or group. version: sync
+    index among the trainable tokens. text: part of a request or reply. stage: what admission said.
+    """
+
+    run_id: str | None = None
+    agent: str | None = None
+    task: str | None = None
+    channel: str | None = None
+    group_id: str | None = None
+    version: int | None = None
+    reward_min: float | None = None
+    reward_max: float | None = None
+    quality_min: float | None = None
+    quality_max: float | None = None
+    outcome: str | None = None
+    stage: str | None = None
+    text: str | None = None
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The filters that are set, by name."""
+        found = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {name: value for name, value in found.items() if value is not None}
+
+
+def parse_filters(query: Mapping[str, str]) -> Filters:
+    """Read filters from the parameters of an address; ignores empty and unreadable values."""
+    given: dict[str, Any] = {}
+    for field in fields(Filters):
+        text = query.get(field.name, "").strip()
+        kind = str(field.type).partition(" ")[0]
+        try:
+            value = {"int": int, "float": float}.get(kind, str)(text) if text else None
+        except ValueError:
+            value = None
+        if value is not None:
+            given[field.name] = value
+    return Filters(**given)
+
+
+def condition_of(filters: Filters) -> tuple[str, dict[str, Any]]:
+    """Return the SQL condition over `closed c`, and its parameters."""
+    given = filters.given
+    conditions = list(_conditions(filters))
+    parameters = {name: value for name, value in given.items() if name != "stage"}
+    if filters.text is not None:  # as it is spelled inside of the recorded JSON
+        parameters["text"] = json.dumps(filters.text, ensure_ascii=False)[1:-1]
+    return " AND ".join(conditions) or "true", parameters
+
+
+def _conditions(filters: Filters) -> Iterator[str]:
+    given = filters.given
+    yield from (f"c.{name} = ${name}" for name in _EQUAL if name in given)
+    for name in ("reward", "quality"):
+        if f"{name}_min" in given:
+            yield f"c.{name} >= ${name}_min"
+        if f"{name}_max" in given:
+            yield f"c.{name} <= ${name}_max"
+    if "version" in given:
+        yield "$version BETWEEN c.oldest_sync_index AND c.newest_sync_index"
+    if "agent" in given:
+        yield """(c.run_id, c.trajectory_key) IN (SELECT (run_id, trajectory_key) FROM calls
+            WHERE contains(lower(user_agent), lower($agent)) OR model = $agent)"""
+    if "task" in given:
+        yield """(contains(lower(c.group_id), lower($task)) OR (c.run_id, c.trajectory_id) IN
+            (SELECT (run_id, trajectory_id) FROM payloads
+             WHERE contains(lower(metadata_json), lower($task))))"""
+    if filters.stage in STAGES:
+        decided = "(SELECT (run_id, trajectory_id) FROM members WHERE admitted)"
+        refused = "(SELECT (run_id, trajectory_id) FROM members WHERE NOT admitted)"
+        place = "(c.run_id, c.trajectory_id)"
+        yield {
+            "admitted": f"{place} IN {decided}",
+            "refused": f"{place} IN {refused} AND {place} NOT IN {decided}",
+            "undecided": f"{place} NOT IN {decided} AND {place} NOT IN {refused}",
+        }[filters.stage]
+    if "text" in given:
+        yield """(c.run_id, c.trajectory_key) IN (SELECT (run_id, trajectory_key) FROM steps_raw
+            WHERE contains(lower(response_json), lower($text))
+                OR contains(lower(request_json), lower($text)))"""

@@ -1,0 +1,74 @@
+"""A group: its rollouts side by side, with reward and advantage."""
+
+from __future__ import annotations
+
+from statistics import fmean, pstdev
+from typing import Any
+
+from inspector.queries.conversation import ReadChat, brief, turns_of
+from inspector.queries.lake import Lake, Row
+from inspector.queries.trajectory import recorded
+
+STEPS_SHOWN = 400
+"""Steps of a group that are read; more are left out of the columns."""
+_COLUMNS = "step_id, protocol, request_json, response_json"
+
+
+def group_of(lake: Lake, run_id: str, group_id: str, read: ReadChat) -> dict[str, Any] | None:
+    """Return the rounds of a group, newest first, each with its rollouts; None if there is none.
+
+    The advantage of a rollout is its reward minus the mean of its round; `normalized` divides it
+    by the standard deviation (GRPO, arXiv:2402.03300, section 4.1.2).
+    """
+    who = {"run": run_id, "group": group_id}
+    rollouts = lake.rows(
+        """WITH decided AS (
+            SELECT run_id, trajectory_id, max_by(members, kafka_timestamp) AS decision
+            FROM members WHERE run_id = $run AND group_id = $group GROUP BY ALL)
+        SELECT c.*, d.decision, p.steps AS details FROM closed c
+            LEFT JOIN decided d USING (run_id, trajectory_id)
+            LEFT JOIN payloads p ON p.run_id = c.run_id AND p.trajectory_id = c.trajectory_id
+                AND p.part = 0
+        WHERE c.run_id = $run AND c.group_id = $group
+        ORDER BY c.round DESC NULLS LAST, c.trajectory_id""",
+        who,
+    )
+    if not rollouts:
+        return None
+    _add_turns(lake, run_id, rollouts, read)
+    rounds: dict[Any, list[Row]] = {}
+    for rollout in rollouts:
+        decision = rollout["decision"] or {}
+        number = rollout["round"] if rollout["round"] is not None else decision.get("round")
+        rounds.setdefault(number, []).append(rollout)
+    for members in rounds.values():
+        _add_advantages(members)
+    return {"run_id": run_id, "group_id": group_id, "rounds": rounds}
+
+
+def _add_advantages(members: list[Row]) -> None:
+    rewards = [m["reward"] for m in members if m["reward"] is not None]
+    mean, spread = (fmean(rewards), pstdev(rewards)) if rewards else (0.0, 0.0)
+    for m in members:
+        m["advantage"] = None if m["reward"] is None else m["reward"] - mean
+        m["normalized"] = m["advantage"] / spread if m["advantage"] is not None and spread else None
+
+
+def _add_turns(lake: Lake, run_id: str, rollouts: list[Row], read: ReadChat) -> None:
+    """Add to each rollout its steps in one line each, and its task: what the first one asked."""
+    wanted = [s["step_id"] for r in rollouts for s in r["details"] or ()][:STEPS_SHOWN]
+    found = {s["step_id"]: s for s in recorded(lake, run_id, rollouts, wanted, _COLUMNS)}
+    for rollout in rollouts:
+        details = sorted(rollout.pop("details") or (), key=lambda s: s["index"])
+        steps = [s | found[s["step_id"]] for s in details if s["step_id"] in found]
+        turns, _ = turns_of(steps, read)
+        rollout["lines"] = [
+            {
+                "index": s["index"],
+                "text": brief(t.reply),
+                "results": [p for p in t.added if p.answers],
+            }
+            for s, t in zip(steps, turns, strict=True)
+        ]
+        asked = [p.text for t in turns[:1] for p in t.added if p.role == "user"]
+        rollout["task"] = asked[-1] if asked else None

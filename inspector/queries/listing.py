@@ -1,0 +1,89 @@
+"""The list of trajectories: newest first, one page at a time."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from inspector.queries.filters import Filters, condition_of
+from inspector.queries.lake import Lake, Row
+
+PAGE = 50
+
+
+class Page(NamedTuple):
+    """A page. total: rows on all pages. next: parameters of the next page; None: the end."""
+
+    rows: list[Row]
+    total: int
+    next: dict[str, Any] | None
+
+
+_ROWS = """
+    WITH page AS (
+        SELECT * EXCLUDE (rewards) FROM closed c WHERE {condition} AND {after}
+        ORDER BY closed_at DESC, trajectory_id DESC LIMIT {limit}
+    ), agents AS (
+        SELECT run_id, trajectory_key, any_value(user_agent) AS agent, any_value(model) AS model
+        FROM calls SEMI JOIN page USING (run_id, trajectory_key) GROUP BY ALL
+    ), decided AS (
+        SELECT run_id, trajectory_id, bool_or(admitted) AS admitted, max(batch_seq) AS batch_seq,
+            max(reason) AS refused_reason
+        FROM members SEMI JOIN page USING (run_id, trajectory_id) GROUP BY ALL
+    )
+    SELECT page.*, agent, model, admitted, batch_seq, refused_reason
+    FROM page LEFT JOIN agents USING (run_id, trajectory_key)
+        LEFT JOIN decided USING (run_id, trajectory_id)
+    ORDER BY closed_at DESC, trajectory_id DESC"""
+
+
+def page_of(lake: Lake, filters: Filters, before: tuple[str, str] | None = None) -> Page:
+    """Return a page of the trajectories that the filters select.
+
+    Args:
+        before: the time of closing and the id of the last row of the former page.
+    """
+    condition, parameters = condition_of(filters)
+    place: dict[str, Any] = {}
+    after = "true"
+    if before is not None:
+        after = "(closed_at, trajectory_id) < ($before_at::TIMESTAMP, $before_id)"
+        place = {"before_at": before[0], "before_id": before[1]}
+    found = lake.rows(
+        _ROWS.format(condition=condition, after=after, limit=PAGE + 1), parameters | place
+    )
+    ((total,),) = (
+        row.values()
+        for row in lake.rows(f"SELECT count(*) FROM closed c WHERE {condition}", parameters)
+    )
+    rows, last = found[:PAGE], found[PAGE - 1] if len(found) > PAGE else None
+    following = last and {
+        **filters.given,
+        "before_at": last["closed_at"].isoformat(), "before_id": last["trajectory_id"]
+    }  # fmt: skip
+    return Page(rows, total, following)
+
+
+def channels_of(lake: Lake) -> dict[str, list[str]]:
+    """Return the values that the filters of run and channel offer."""
+    return {
+        name: [r[name] for r in lake.rows(f"SELECT DISTINCT {name} FROM closed ORDER BY 1")]
+        for name in ("run_id", "channel")
+    }
+
+
+def open_rows(lake: Lake, limit: int) -> list[Row]:
+    """Return the newest trajectories, closed or not, as `inspector.live.recent.Recent` has them."""
+    return lake.rows(
+        """WITH newest AS (
+            SELECT run_id, trajectory_key, any_value(group_id) AS group_id, count(*) AS steps,
+                any_value(model) AS model, max(kafka_timestamp) AS "at"
+            FROM calls GROUP BY run_id, trajectory_key ORDER BY "at" DESC LIMIT $limit)
+        SELECT n.*, coalesce(c.trajectory_id, n.trajectory_key) AS trajectory_id, c.outcome,
+            c.reward
+        FROM newest n LEFT JOIN closed c ON c.run_id = n.run_id
+            AND c.trajectory_key = n.trajectory_key
+        QUALIFY row_number() OVER (PARTITION BY n.run_id, n.trajectory_key
+            ORDER BY c.closed_at DESC) = 1
+        ORDER BY "at" DESC""",
+        {"limit": limit},
+    )

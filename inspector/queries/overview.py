@@ -1,0 +1,161 @@
+"""The overview of a run: totals, series and the funnel from call to gradient."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+from inspector.queries.lake import Lake, Row
+
+BUCKETS = 80
+"""Points of a series over time."""
+Axis = Literal["version", "time"]
+
+
+class Stage(NamedTuple):
+    """A stage of the funnel. losses: reason and calls that did not get here, most first."""
+
+    name: str
+    calls: int
+    losses: list[tuple[str, int]]
+
+
+def runs(lake: Lake) -> list[Row]:
+    """Return all runs with totals, the newest first."""
+    return lake.rows(
+        """WITH closing AS (
+            SELECT run_id, count(*) AS trajectories, avg(reward) AS reward,
+                max(newest_sync_index) AS version, max(closed_at) AS closed_at
+            FROM closed GROUP BY ALL
+        ), calling AS (
+            SELECT run_id, count(*) AS steps, max(kafka_timestamp) AS called_at
+            FROM calls GROUP BY ALL
+        ), batching AS (
+            SELECT run_id, count(DISTINCT (channel, batch_seq)) AS batches
+            FROM members WHERE admitted GROUP BY ALL
+        )
+        SELECT * FROM calling FULL JOIN closing USING (run_id) LEFT JOIN batching USING (run_id)
+        ORDER BY coalesce(called_at, closed_at) DESC, run_id"""
+    )
+
+
+def series(lake: Lake, run_id: str, axis: Axis, channel: str) -> dict[str, list[Any]]:
+    """Return the series of a run's charts, by name; `x` is a sync index or a time in seconds."""
+    parameters = {"run": run_id, "channel": channel}
+    x = "oldest_sync_index" if axis == "version" else _BUCKET
+    found = lake.rows(
+        f"""WITH mine AS (
+            SELECT * FROM closed WHERE run_id = $run AND channel = $channel
+        ), span AS (
+            SELECT epoch(min(closed_at)) AS first,
+                greatest(epoch(max(closed_at)) - epoch(min(closed_at)), 1) AS length FROM mine
+        )
+        SELECT {x} AS x, avg(reward) AS reward, avg(trainable_tokens) AS tokens,
+            avg(steps) AS steps, count(*) AS trajectories,
+            count(*) * 60 / greatest(epoch(max(closed_at)) - epoch(min(closed_at)),
+                any_value(length) / {BUCKETS}) AS per_minute,
+            avg(staleness) AS staleness
+        FROM mine CROSS JOIN span LEFT JOIN (
+            SELECT run_id, trajectory_id, any_value(staleness) AS staleness FROM members
+            WHERE admitted AND run_id = $run GROUP BY ALL
+        ) USING (run_id, trajectory_id)
+        WHERE {x} IS NOT NULL GROUP BY 1 ORDER BY 1""",
+        parameters,
+    )
+    return {
+        name: [row[name] for row in found]
+        for name in ("x", "reward", "tokens", "steps", "staleness", "per_minute")
+    }
+
+
+_BUCKET = f"first + floor((epoch(closed_at) - first) / length * {BUCKETS}) * length / {BUCKETS}"
+
+
+def totals(lake: Lake, run_id: str) -> list[Row]:
+    """Return the totals of each channel of a run."""
+    return lake.rows(
+        """SELECT channel, count(*) AS trajectories, count(DISTINCT group_id) AS groups,
+            avg(reward) AS reward, avg(steps) AS steps, avg(trainable_tokens) AS tokens,
+            sum(trainable_tokens)::BIGINT AS all_tokens, count(reward) AS rewarded
+        FROM closed WHERE run_id = $run GROUP BY 1 ORDER BY 1""",
+        {"run": run_id},
+    )
+
+
+def funnel(lake: Lake, run_id: str) -> list[Stage]:
+    """Return how far the calls of a run have come, with the reason of each loss.
+
+    The unit is the recorded step (a sampled choice); a failed call counts as one.
+    """
+    parameters = {"run": run_id}
+    failed = _reasons(
+        lake.rows(
+            """SELECT source || ': ' || coalesce(error_type, status::VARCHAR) AS reason,
+            count(*) AS steps FROM errors WHERE run_id = $run GROUP BY 1""",
+            parameters,
+        )
+    )
+    recorded = lake.rows("SELECT count(*) AS n FROM calls WHERE run_id = $run", parameters)[0]["n"]
+    rows = _reasons(lake.rows(_FATES, parameters), ("stage", "reason"))
+    inside = sum(n for _, n in rows)
+    lost = {
+        stage: [(reason, n) for (at, reason), n in rows if at == stage]
+        for stage in ("rewarded", "admitted", "trained")
+    }
+    stages = [
+        Stage("called", recorded + sum(n for _, n in failed), []),
+        Stage("recorded", recorded, failed),
+        Stage(
+            "assembled",
+            min(inside, recorded),
+            [("still open, late or repeated", recorded - inside)] if recorded > inside else [],
+        ),
+    ]
+    left = stages[-1].calls
+    for name, losses in lost.items():
+        left -= sum(n for _, n in losses)
+        stages.append(Stage(name, max(left, 0), losses))
+    return stages
+
+
+def _reasons(rows: list[Row], names: tuple[str, ...] = ("reason",)) -> list[tuple[Any, int]]:
+    """Return (reason, steps), the most frequent first."""
+    found = [
+        (r[names[0]] if len(names) == 1 else tuple(r[n] for n in names), int(r["steps"]))
+        for r in rows
+    ]
+    return sorted(found, key=lambda pair: -pair[1])
+
+
+_FATES = """
+    WITH decided AS (
+        SELECT run_id, trajectory_id, bool_or(admitted) AS admitted,
+            max_by(reason, kafka_timestamp) AS refused,
+            max(batch_seq) FILTER (admitted) AS batch_seq,
+            any_value(kafka_topic_id) FILTER (admitted) AS topic_id
+        FROM members WHERE run_id = $run GROUP BY ALL
+    ), trained AS (
+        SELECT channel, batches_topic_id, max(last_batch_seq) AS last FROM lineage_versions
+        WHERE run_id = $run AND first_batch_seq IS NOT NULL GROUP BY ALL
+    ), fates AS (
+        SELECT c.steps, c.trainable_steps, CASE
+            WHEN c.reward IS NULL THEN 'rewarded'
+            WHEN NOT coalesce(d.admitted, false) THEN 'admitted'
+            WHEN c.channel <> 'train' OR t.last IS NULL OR d.batch_seq > t.last THEN 'trained'
+            END AS lost_at,
+            CASE WHEN c.reward IS NULL THEN coalesce(c.unrewarded_reason, 'no reward yet')
+            WHEN d.trajectory_id IS NULL THEN coalesce(c.reason, 'waits for its group')
+            WHEN NOT d.admitted THEN coalesce(d.refused, 'refused')
+            WHEN c.channel <> 'train' THEN 'channel ' || c.channel || ' is not trained'
+            ELSE 'batch not trained yet' END AS reason, c.untrained_reason
+        FROM closed c LEFT JOIN decided d USING (run_id, trajectory_id)
+            LEFT JOIN trained t ON t.channel = c.channel AND t.batches_topic_id = d.topic_id
+        WHERE c.run_id = $run
+    )
+    SELECT lost_at AS stage, reason, sum(steps) AS steps FROM fates WHERE lost_at IS NOT NULL
+    GROUP BY ALL
+    UNION ALL
+    SELECT 'trained', untrained_reason, sum(steps - trainable_steps) FROM fates
+    WHERE lost_at IS NULL AND steps > trainable_steps GROUP BY ALL
+    UNION ALL
+    SELECT 'kept', '', sum(CASE WHEN lost_at IS NULL THEN trainable_steps END) FROM fates
+    HAVING sum(CASE WHEN lost_at IS NULL THEN trainable_steps END) > 0"""

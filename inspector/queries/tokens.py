@@ -1,0 +1,123 @@
+"""The sampled tokens of a step, each with a class for its colour. Pure but for the query."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from math import exp
+from typing import Any, NamedTuple
+
+from inspector.queries.lake import Lake, Row
+from inspector.queries.trajectory import recorded
+
+Pieces = Callable[[str | None, Sequence[int]], list[str] | None]
+"""Texts of token ids of a weight version; None: there is no tokenizer for it."""
+MODES = ("logprob", "entropy", "mask", "version")
+PAGE = 2000
+"""Tokens on one page."""
+WINDOW = 9
+"""Tokens whose mean surprisal estimates the entropy at the middle one."""
+_BOUNDS = (0.05, 0.2, 0.5, 1.0, 1.6, 2.3, 3.5, 5.0)
+"""Surprisal in nats at which the colour changes: classes 0 to 8."""
+_COLUMNS = """step_id, prompt_token_ids, response_token_ids, response_logprobs, versions,
+    version_first, version_last, redacted_response, tokens_absent_reason, sampling,
+    tokenizer_fingerprint"""
+
+
+class Token(NamedTuple):
+    """A sampled token. position: from 0. css: class of its colour. title: what is known."""
+
+    position: int
+    text: str
+    css: str
+    title: str
+
+
+def step_of(lake: Lake, run_id: str, head: Row, step_id: str) -> Row | None:
+    """Return the token columns of a step."""
+    found = recorded(lake, run_id, [head], [step_id], _COLUMNS)
+    return found[0] if found else None
+
+
+def tokens_of(
+    step: Row, mode: str, mask_reason: str | None, pieces: Pieces, first: int = 0
+) -> list[Token]:
+    """Return a page of the sampled tokens of a step.
+
+    Args:
+        step: of `step_of`.
+        mode: one of MODES, what the colours show.
+        mask_reason: why the step is not trained; None: it is.
+        first: index of the first token.
+    """
+    ids = step["response_token_ids"] or []
+    logprobs = step["response_logprobs"] or [None] * len(ids)
+    masked = redacted(step, len(ids))
+    versions = version_of_tokens(step, len(ids))
+    names = sorted({v for v in versions if v is not None})
+    smooth = smoothed([None if m else p for p, m in zip(logprobs, masked, strict=True)])
+    end = min(first + PAGE, len(ids))
+    known = versions[first] if first < end else None
+    texts = pieces(known, ids[first:end]) or [f"{i} " for i in ids[first:end]]
+    out = []
+    for i, text in zip(range(first, end), texts, strict=True):
+        p = logprobs[i]
+        why = "redacted" if masked[i] else mask_reason
+        css = {
+            "logprob": _shade(None if p is None else -p),
+            "entropy": _shade(smooth[i]),
+            "mask": "m0" if why or p is None else "m1",
+            "version": f"v{names.index(str(versions[i])) % 6}" if versions[i] else "none",
+        }[mode]
+        out.append(Token(i, text, css, _title(i, ids[i], p, smooth[i], versions[i], why)))
+    return out
+
+
+def _shade(nats: float | None) -> str:
+    return "none" if nats is None else f"q{bisect_right(_BOUNDS, nats)}"
+
+
+def _title(
+    i: int, token: int, p: float | None, entropy: float | None, version: str | None, why: str | None
+) -> str:
+    parts = [f"token {i}", f"id {token}"]
+    if p is not None:
+        parts.append(f"log p {p:.4f} (p {exp(p):.3f})")
+    if entropy is not None:
+        parts.append(f"entropy about {entropy:.2f} nats")
+    parts.append(version or "version not known")
+    parts.append(f"mask 0: {why}" if why else "mask 1")
+    return " · ".join(parts)
+
+
+def redacted(step: Row, length: int) -> list[bool]:
+    """Return which tokens were replaced: their mask is 0."""
+    spans = step["redacted_response"] or ()
+    return [any(s["start"] <= i < s["end"] for s in spans) for i in range(length)]
+
+
+def version_of_tokens(step: Row, length: int) -> list[str | None]:
+    """Return the weight version of each token: by the engine's spans, else by its two labels."""
+    first, last = step["version_first"], step["version_last"]
+    out: list[Any] = [first if first == last else None] * length
+    for span in step["versions"] or ():
+        out[span["start"] : span["end"]] = [span["version"]] * (span["end"] - span["start"])
+    return out
+
+
+def smoothed(logprobs: Sequence[float | None]) -> list[float | None]:
+    """Estimate the entropy at each token, in nats: the mean surprisal of its neighbourhood.
+
+    The surprisal of a sampled token is an unbiased estimate of the entropy of its distribution;
+    the mean over a window has less variance. Tokens without a log-probability do not count.
+    """
+    half = WINDOW // 2
+    return [
+        None if p is None else _mean_surprisal(logprobs[max(0, i - half) : i + half + 1])
+        for i, p in enumerate(logprobs)
+    ]
+
+
+def _mean_surprisal(logprobs: Iterable[float | None]) -> float:
+    known = [-p for p in logprobs if p is not None]
+    return sum(known) / len(known)

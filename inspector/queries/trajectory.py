@@ -1,0 +1,206 @@
+"""One trajectory: its steps as recorded, where they came from, and what became of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from inspector.queries.lake import Lake, Row
+
+_SKEW = "INTERVAL 1 MINUTE"
+"""Maximum difference between the log times of a trajectory and of its steps, as in lineage."""
+_SUMMARY = """step_id, trajectory_key, call_id, protocol, model, status, finish_reason,
+    request_json, response_json, len(prompt_token_ids) AS prompt_tokens,
+    len(response_token_ids) AS response_tokens, tokens_absent_reason, version_first, version_last,
+    [v.version FOR v IN versions] AS versions, tags, worker_id, gateway_id, user_agent, sampling,
+    as_utc(received_at) AS received_at, as_utc(finished_at) AS finished_at,
+    as_utc(kafka_timestamp) AS kafka_timestamp, kafka_partition, kafka_offset"""
+
+
+class Moment(NamedTuple):
+    """A moment of the timeline. where: the process or topic. after_s: since the first moment."""
+
+    at: Any
+    where: str
+    what: str
+    after_s: float
+
+
+class Trajectory(NamedTuple):
+    """A trajectory.
+
+    head: its row of `closed`; of an open one, what its calls say. steps: the recorded steps by
+    index, with `index`, `parent`, `drift`, `trainable` and `lane` once it is closed.
+    decisions: rows of `members`. versions: weight versions trained on it.
+    """
+
+    head: Row
+    steps: list[Row]
+    metadata_json: str | None
+    decisions: list[Row]
+    versions: list[Row]
+    findings: list[Row]
+    curation: list[Row]
+
+    @property
+    def is_open(self) -> bool:
+        return self.head.get("outcome") is None
+
+
+def find(lake: Lake, run_id: str, trajectory_id: str) -> Trajectory | None:
+    """Return a trajectory; None if the lake does not have it.
+
+    An open trajectory is found by its key.
+    """
+    who = {"run": run_id, "id": trajectory_id}
+    closed = lake.rows(
+        """SELECT * FROM closed WHERE run_id = $run AND trajectory_id = $id
+        ORDER BY kafka_timestamp DESC LIMIT 1""",
+        who,
+    )
+    if not closed:
+        return _open(lake, run_id, trajectory_id)
+    head = closed[0]
+    parts = lake.rows(
+        """SELECT metadata_json, reason AS outcome_reason, steps, kafka_timestamp AS assembled_at
+        FROM payloads WHERE run_id = $run AND trajectory_id = $id
+        ORDER BY kafka_timestamp DESC, part""",
+        who,
+    )
+    details = {s["step_id"]: s for part in parts for s in part["steps"]}
+    steps = recorded(lake, run_id, [head], list(details))
+    merged = [details[s["step_id"]] | s for s in steps]
+    merged.sort(key=lambda s: s["index"])
+    first = parts[0] if parts else {}
+    head |= {name: first.get(name) for name in ("outcome_reason", "assembled_at")}
+    decisions = lake.rows(
+        """SELECT * FROM members WHERE run_id = $run AND trajectory_id = $id
+        ORDER BY kafka_timestamp""",
+        who,
+    )
+    return Trajectory(
+        head,
+        _with_lanes(merged),
+        first.get("metadata_json"),
+        decisions,
+        _trained_versions(lake, run_id, decisions),
+        *_said(lake, head),
+    )
+
+
+def _open(lake: Lake, run_id: str, key: str) -> Trajectory | None:
+    who = {"run": run_id, "key": key}
+    found = lake.rows(
+        """SELECT run_id, trajectory_key, any_value(group_id) AS group_id,
+            any_value(channel) AS channel, min(received_at) AS opened_at,
+            max(kafka_timestamp) AS closed_at, list(step_id ORDER BY kafka_timestamp) AS step_ids
+        FROM calls WHERE run_id = $run AND trajectory_key = $key GROUP BY ALL""",
+        who,
+    )
+    if not found:
+        return None
+    head = found[0]
+    steps = recorded(lake, run_id, [head], head.pop("step_ids"))
+    for index, step in enumerate(steps):
+        step |= {"index": index, "parent": index - 1 if index else None, "lane": 0}
+    head |= {"trajectory_id": key, "closed_at": None}
+    return Trajectory(head, steps, None, [], [], [], [])
+
+
+def recorded(
+    lake: Lake, run_id: str, heads: Sequence[Row], step_ids: Sequence[str], columns: str = _SUMMARY
+) -> list[Row]:
+    """Return recorded steps in log order, reading only files of the trajectories' time.
+
+    Args:
+        heads: with `opened_at` and `closed_at`, the log times.
+    """
+    if not step_ids:
+        return []
+    return lake.rows(
+        f"""SELECT {columns} FROM steps_raw WHERE run_id = $run AND step_id IN $ids
+            AND kafka_timestamp BETWEEN timezone('UTC', $first::TIMESTAMP) - {_SKEW}
+                AND timezone('UTC', $last::TIMESTAMP) + {_SKEW}
+        ORDER BY kafka_partition, kafka_offset""",
+        {
+            "run": run_id, "ids": list(step_ids), "first": min(h["opened_at"] for h in heads),
+            "last": max(h["closed_at"] for h in heads),
+        },
+    )  # fmt: skip
+
+
+def _with_lanes(steps: list[Row]) -> list[Row]:
+    """Give each step its lane in the drawing of the prefix tree: a fork begins a new one."""
+    lanes: dict[int, int] = {}
+    continued: set[int] = set()
+    used = -1
+    for step in steps:
+        parent = step["parent"]
+        if parent in lanes and parent not in continued:
+            lane = lanes[parent]
+            continued.add(parent)
+        else:
+            used += 1
+            lane = used
+        lanes[step["index"]] = step["lane"] = lane
+    return steps
+
+
+def _trained_versions(lake: Lake, run_id: str, decisions: Iterable[Row]) -> list[Row]:
+    admitted = [d for d in decisions if d["admitted"]]
+    if not admitted:
+        return []
+    return lake.rows(
+        """SELECT version_id, sync_index, surviving, published_at, metrics FROM lineage_versions
+        WHERE run_id = $run AND channel = $channel AND batches_topic_id = $topic
+            AND $seq BETWEEN first_batch_seq AND last_batch_seq ORDER BY published_at""",
+        {
+            "run": run_id, "channel": admitted[-1]["channel"],
+            "topic": admitted[-1]["kafka_topic_id"], "seq": admitted[-1]["batch_seq"],
+        },
+    )  # fmt: skip
+
+
+def _said(lake: Lake, head: Row) -> tuple[list[Row], list[Row]]:
+    """Return the findings of quality rules, and the marks of people and rules."""
+    who = {"run": head["run_id"], "id": head["trajectory_id"], "key": head["trajectory_key"]}
+    findings = lake.rows(
+        """SELECT f.rule, f.step_id, f.score, f.evidence FROM (
+            SELECT unnest(findings) AS f FROM assessments_raw
+            WHERE run_id = $run AND trajectory_id = $id
+            QUALIFY rank() OVER (ORDER BY assessment_revision DESC) = 1)""",
+        {name: who[name] for name in ("run", "id")},
+    )
+    marks = lake.rows(
+        """SELECT step_id, quality, trainable, tags, note, "by",
+            as_utc(kafka_timestamp) AS kafka_timestamp
+        FROM curation_raw WHERE run_id = $run AND trajectory_key = $key
+            AND coalesce(trajectory_id, $id) IN ($id, $key) ORDER BY kafka_timestamp""",
+        who,
+    )
+    return findings, marks
+
+
+def timeline(found: Trajectory) -> list[Moment]:
+    """Return what happened to a trajectory, in order of time."""
+    head = found.head
+    moments: list[tuple[Any, str, str]] = []
+    for step in found.steps:
+        name = f"step {step['index']}"
+        moments.append((step["received_at"], "gateway", f"{name}: request"))
+        moments.append((step["finished_at"], "gateway", f"{name}: last token"))
+        where = f"{step['kafka_partition']}:{step['kafka_offset']}"
+        moments.append((step["kafka_timestamp"], "Kafka", f"{name} on claw.steps, {where}"))
+    if not found.is_open:
+        moments.append((head["closed_at"], "assemble", f"closed: {head['outcome']}"))
+        moments.append((head["assembled_at"], "assemble", "payload on claw.trajectories"))
+        revision = f"candidate revision {head['revision']}, as the lake has it"
+        moments.append((head["kafka_timestamp"], "lake", revision))
+    for d in found.decisions:
+        what = f"in batch {d['batch_seq']} of {d['channel']}" if d["admitted"] else d["reason"]
+        moments.append((d["kafka_timestamp"], "admit", what))
+    for v in found.versions:
+        lost = "" if v["surviving"] else " (not on the surviving chain)"
+        moments.append((v["published_at"], "trainer", f"trained into {v['version_id']}{lost}"))
+    known = sorted((m for m in moments if m[0] is not None), key=lambda m: m[0])
+    return [Moment(*m, (m[0] - known[0][0]).total_seconds()) for m in known]

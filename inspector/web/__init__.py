@@ -1,0 +1,1 @@
+"""The web application: routes, templates, access."""

@@ -1,0 +1,62 @@
+"""Texts to copy from a trajectory: a request for curl, a query, a test case. Pure."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from typing import Any
+
+PATHS = {
+    "openai.chat": "/v1/chat/completions",
+    "openai.completions": "/v1/completions",
+    "openai.responses": "/v1/responses",
+    "anthropic.messages": "/v1/messages",
+}
+
+
+def curl_of(step: dict[str, Any], gateway_url: str) -> str:
+    """Return a command that repeats the call of a step at the gateway."""
+    url = gateway_url.rstrip("/") + PATHS.get(step["protocol"], PATHS["openai.chat"])
+    return (
+        f"curl {shlex.quote(url)} \\\n  -H 'content-type: application/json' \\\n"
+        f'  -H "authorization: Bearer $CLAWSTREAM_KEY" \\\n  -d {shlex.quote(step["request_json"])}'
+    )
+
+
+def sql_of(run_id: str, trajectory_id: str) -> str:
+    """Return a command that selects the steps of a trajectory."""
+    run, trajectory = (text.replace("'", "''") for text in (run_id, trajectory_id))
+    query = (
+        "SELECT step_index, request_json, response_json, trainable, untrainable_reason FROM steps "
+        f"WHERE run_id = '{run}' AND trajectory_id = '{trajectory}' ORDER BY step_index"
+    )
+    return f"clawstream sql {shlex.quote(query)}"
+
+
+def case_of(step: dict[str, Any], gateway_url: str) -> str | None:
+    """Return a pytest module that repeats a chat completion and compares what the reply does."""
+    path = PATHS["openai.chat"]
+    if step["protocol"] != "openai.chat":
+        return None
+    request, reply = json.dumps(step["request_json"]), json.dumps(step["response_json"])
+    return f'''"""Recorded as step {step["step_id"]}: the reply calls the same tools."""
+
+import json
+
+import httpx
+
+REQUEST = json.loads({request})
+RECORDED = json.loads({reply})
+
+
+def calls(message: dict) -> list[str]:
+    return [call["function"]["name"] for call in message.get("tool_calls") or ()]
+
+
+def test_step() -> None:
+    reply = httpx.post("{gateway_url.rstrip("/")}{path}", json=REQUEST | {{"stream": False}})
+    reply.raise_for_status()
+    message = reply.json()["choices"][0]["message"]
+    assert calls(message) == calls(RECORDED)
+    assert message.get("content") or calls(message)
+'''

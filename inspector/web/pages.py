@@ -1,0 +1,185 @@
+"""The pages and what they show."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, HTTPException, Request, Response
+from fastapi.responses import JSONResponse
+from fastapi.sse import EventSourceResponse, ServerSentEvent
+
+from inspector.queries import group, listing, overview, tokens, trajectory
+from inspector.queries.conversation import turns_of
+from inspector.queries.filters import OUTCOMES, STAGES, parse_filters
+from inspector.web import copies
+from inspector.web.rendering import render, text_of
+
+router = APIRouter()
+
+
+def _parts(request: Request) -> Any:
+    return request.app.state.parts
+
+
+Used = Annotated[Any, Depends(_parts)]
+"""`inspector.web.app.Parts`."""
+
+
+@router.get("/")
+def runs(request: Request, parts: Used) -> Response:
+    """Show all runs."""
+    return render(request, "runs.html", runs=overview.runs(parts.lake), live=parts.live)
+
+
+@router.get("/runs/{run_id}")
+def run(request: Request, parts: Used, run_id: str, by: str = "") -> Response:
+    """Show the overview of a run."""
+    totals = overview.totals(parts.lake, run_id)
+    stages = overview.funnel(parts.lake, run_id)
+    if not stages[0].calls and not totals:
+        raise HTTPException(404)
+    axis = by if by in ("version", "time") else _axis(parts.lake, run_id)
+    return render(request, "run.html", run_id=run_id, totals=totals, stages=stages, axis=axis)
+
+
+def _axis(lake: Any, run_id: str) -> str:
+    """Return the axis of a run's charts: its versions, if there are at least two."""
+    found = lake.rows(
+        "SELECT count(DISTINCT oldest_sync_index) AS n FROM closed WHERE run_id = $run",
+        {"run": run_id},
+    )
+    return "version" if found[0]["n"] > 1 else "time"
+
+
+@router.get("/runs/{run_id}/series.json")
+def series(parts: Used, run_id: str, by: str = "time", channel: str = "train") -> Response:
+    """Return the series of a run's charts."""
+    axis: overview.Axis = "version" if by == "version" else "time"
+    return JSONResponse(overview.series(parts.lake, run_id, axis, channel))
+
+
+@router.get("/trajectories")
+def trajectories(request: Request, parts: Used) -> Response:
+    """Show the list with filters; for htmx, only the rows that follow."""
+    query = dict(request.query_params)
+    filters = parse_filters(query)
+    before = (query["before_at"], query["before_id"]) if "before_id" in query else None
+    page = listing.page_of(parts.lake, filters, before)
+    values: dict[str, Any] = {"page": page, "filters": filters}
+    if request.headers.get("hx-request"):
+        return render(request, "rows.html", **values)
+    return render(
+        request, "trajectories.html", outcomes=OUTCOMES, stages=STAGES, live=parts.live,
+        offered=listing.channels_of(parts.lake), continued=before is not None, **values,
+    )  # fmt: skip
+
+
+@router.get("/group")
+def group_page(request: Request, parts: Used, run: str, id: str) -> Response:
+    """Show the rollouts of a group side by side."""
+    found = group.group_of(parts.lake, run, id, parts.chat)
+    if found is None:
+        raise HTTPException(404)
+    return render(request, "group.html", **found)
+
+
+def _found(parts: Any, run_id: str, trajectory_id: str) -> trajectory.Trajectory:
+    found = trajectory.find(parts.lake, run_id, trajectory_id)
+    if found is None:
+        raise HTTPException(404)
+    return found
+
+
+@router.get("/t/{run_id}/{trajectory_id}")
+def trajectory_page(request: Request, parts: Used, run_id: str, trajectory_id: str) -> Response:
+    """Show a trajectory as a conversation."""
+    found = _found(parts, run_id, trajectory_id)
+    turns, tools = turns_of(found.steps, parts.chat)
+    return render(
+        request, "trajectory.html", found=found, head=found.head, tools=tools,
+        turns=list(zip(found.steps, turns, strict=True)), timeline=trajectory.timeline(found),
+        metadata=_pretty(found.metadata_json), sql=copies.sql_of(run_id, trajectory_id),
+    )  # fmt: skip
+
+
+@router.get("/t/{run_id}/{trajectory_id}/step/{index}")
+def raw_step(
+    request: Request, parts: Used, run_id: str, trajectory_id: str, index: int
+) -> Response:
+    """Show the record of a step, and what to copy of it."""
+    found = _found(parts, run_id, trajectory_id)
+    step = _step(found, index)
+    rows = trajectory.recorded(parts.lake, run_id, [_bounds(found)], [step["step_id"]], "*")
+    record = {name: _value(value) for name, value in rows[0].items()}
+    return render(
+        request, "step.html", head=found.head, step=step,
+        record=json.dumps(record, indent=2, ensure_ascii=False, default=str),
+        curl=copies.curl_of(step, parts.gateway_url), case=copies.case_of(step, parts.gateway_url),
+    )  # fmt: skip
+
+
+@router.get("/t/{run_id}/{trajectory_id}/tokens")
+def token_page(
+    request: Request,
+    parts: Used,
+    run_id: str,
+    trajectory_id: str,
+    step: int = 0,
+    by: str = "logprob",
+    first: int = 0,
+) -> Response:
+    """Show the sampled tokens of a step in colours."""
+    found = _found(parts, run_id, trajectory_id)
+    chosen = _step(found, step)
+    row = tokens.step_of(parts.lake, run_id, _bounds(found), chosen["step_id"])
+    if row is None:
+        raise HTTPException(404)
+    mode = by if by in tokens.MODES else "logprob"
+    length = len(row["response_token_ids"] or ())
+    first = max(0, min(first, length))
+    reason = None if chosen.get("trainable", True) else chosen["untrainable_reason"] or "excluded"
+    return render(
+        request, "tokens.html", found=found, head=found.head, step=chosen, mode=mode,
+        tokens=tokens.tokens_of(row, mode, reason, parts.pieces, first), first=first,
+        length=length, page=tokens.PAGE, row=row, modes=tokens.MODES,
+        versions=sorted({v for v in tokens.version_of_tokens(row, length) if v}),
+        prompt_tokens=len(row["prompt_token_ids"] or ()), reason=reason,
+    )  # fmt: skip
+
+
+@router.get("/live", response_class=EventSourceResponse)
+async def live(parts: Used) -> AsyncIterator[ServerSentEvent]:
+    """Send the newest trajectories, whenever they change."""
+    async for _ in parts.live.changes():
+        html = text_of("live.html", rows=parts.live.rows(), source=parts.live.source)
+        yield ServerSentEvent(raw_data=html, event="live")
+
+
+def _step(found: trajectory.Trajectory, index: int) -> dict[str, Any]:
+    step = next((s for s in found.steps if s["index"] == index), None)
+    if step is None:
+        raise HTTPException(404)
+    return step
+
+
+def _bounds(found: trajectory.Trajectory) -> dict[str, Any]:
+    """Return the log times between which the steps of a trajectory lie."""
+    times = [s["kafka_timestamp"] for s in found.steps]
+    return {"opened_at": min(times), "closed_at": max(times)}
+
+
+def _value(value: Any) -> Any:
+    """Return a value of a record for its page: recorded JSON as JSON."""
+    if isinstance(value, str) and value[:1] in "{[":
+        try:
+            return json.loads(value)
+        except ValueError:
+            return value
+    return value
+
+
+def _pretty(text: str | None) -> str | None:
+    """Indent JSON; other text stays as it is."""
+    return None if text is None else json.dumps(_value(text), indent=2, ensure_ascii=False)

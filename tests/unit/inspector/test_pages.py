@@ -1,0 +1,191 @@
+"""The pages over a small lake: what they show, to whom, and that they escape everything."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from support.inspector import KEY, Inspected, inspected
+
+from inspector.web import app
+from inspector.web.app import HEADERS
+from schemas.settings import Settings
+
+PAGES = [
+    "/",
+    "/runs/run",
+    "/runs/run?by=time",
+    "/trajectories",
+    "/trajectories?run_id=run&text=onerror",
+    "/group?run=run&id=g",
+    "/t/run/evil",
+    "/t/run/evil/step/1",
+    *(f"/t/run/evil/tokens?by={mode}" for mode in ("logprob", "entropy", "mask", "version")),
+]
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory: pytest.TempPathFactory) -> Inspected:
+    return inspected(Settings(data_dir=tmp_path_factory.mktemp("inspector")))
+
+
+class Tags(HTMLParser):
+    """The tags of a page with the names of their attributes."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.found: list[tuple[str, list[str]]] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, [name for name, _ in attrs]))
+
+
+def ids_on(text: str) -> list[str]:
+    """Return the trajectories that a list shows, in order."""
+    return re.findall(r'class="row id" href="/t/run/([^"]+)"', text)
+
+
+class TestEveryPage:
+    @pytest.mark.parametrize("path", PAGES)
+    def test_escapes_text_of_agents_and_forbids_inline_code(
+        self, shown: Inspected, path: str
+    ) -> None:
+        reply = shown.client.get(path)
+        assert reply.status_code == 200
+        assert {name: reply.headers[name] for name in HEADERS} == HEADERS
+        tags = Tags(reply.text).found
+        assert not [tag for tag, _ in tags if tag in ("img", "style", "iframe", "object")]
+        assert all("src" in names for tag, names in tags if tag == "script")
+        assert not [n for _, names in tags for n in names if n == "style" or n.startswith("on")]
+
+    @pytest.mark.parametrize("path", PAGES)
+    def test_needs_a_key(self, shown: Inspected, path: str) -> None:
+        reply = shown.client.get(path, headers={"authorization": "Bearer claw-other"})
+        assert reply.status_code == 303
+        assert reply.headers["location"].startswith("/login?next=%2F")
+
+    def test_that_does_not_exist_is_not_found(self, shown: Inspected) -> None:
+        for path in ("/runs/none", "/group?run=run&id=none", "/t/run/none", "/t/run/g-0/step/9"):
+            assert shown.client.get(path).status_code == 404
+
+
+class TestLogin:
+    def test_exchanges_a_key_for_a_strict_cookie(self, shown: Inspected) -> None:
+        form = {"key": KEY, "next": "/trajectories?channel=train"}
+        reply = shown.client.post("/login", data=form)
+        assert (reply.status_code, reply.headers["location"]) == (303, form["next"])
+        cookie = reply.headers["set-cookie"]
+        assert "HttpOnly" in cookie and "SameSite=strict" in cookie and KEY not in cookie
+        name, _, value = cookie.partition(";")[0].partition("=")
+        as_browser = {"authorization": "", "cookie": f"{name}={value}"}
+        assert shown.client.get("/", headers=as_browser).status_code == 200
+        shown.client.post("/logout", headers=as_browser)
+        assert shown.client.get("/", headers=as_browser).status_code == 303
+        shown.client.cookies.clear()
+
+    @pytest.mark.parametrize(
+        "target", ["//evil.example", "https://evil.example", "/\\evil.example"]
+    )
+    def test_leads_to_no_other_site(self, shown: Inspected, target: str) -> None:
+        reply = shown.client.post("/login", data={"key": KEY, "next": target})
+        assert reply.headers["location"] == "/"
+        shown.client.cookies.clear()
+
+    def test_refuses_a_wrong_key_and_forms_of_other_sites(self, shown: Inspected) -> None:
+        assert shown.client.post("/login", data={"key": "claw-x"}).status_code == 401
+        for header in ({"origin": "https://evil.example"}, {"sec-fetch-site": "cross-site"}):
+            for path in ("/login", "/logout", "/theme"):
+                assert shown.client.post(path, data={"key": KEY}, headers=header).status_code == 403
+
+    def test_a_link_of_another_site_is_loaded_again(self, shown: Inspected) -> None:
+        """A strict cookie comes only with the second request."""
+        headers = {"authorization": "", "sec-fetch-site": "cross-site"}
+        assert 'http-equiv="refresh"' in shown.client.get("/", headers=headers).text
+
+
+class TestList:
+    @pytest.mark.parametrize(
+        ("query", "expected"),
+        [
+            ({}, {"g-0", "g-1", "h-0", "h-1", "evil"}),
+            ({"group_id": "g"}, {"g-0", "g-1"}),
+            ({"reward_min": "0.5"}, {"g-0", "evil"}),
+            ({"reward_max": "0.2"}, {"g-1"}),
+            ({"text": "ONERROR=alert"}, {"evil"}),
+            ({"text": "\"'>"}, {"evil"}),
+            ({"agent": "onerror"}, {"evil"}),
+            ({"agent": "m"}, {"g-0", "g-1", "h-0", "h-1", "evil"}),
+            ({"task": '"gold":"7"'}, {"g-0", "g-1", "h-0", "h-1", "evil"}),
+            ({"task": "H"}, {"h-0", "h-1"}),
+            ({"run_id": "other"}, set()),
+            ({"stage": "admitted"}, set()),
+            ({"stage": "undecided", "channel": "train", "reward_min": "1"}, {"g-0"}),
+            ({"quality_min": "0"}, set()),
+            ({"reward_min": "much"}, {"g-0", "g-1", "h-0", "h-1", "evil"}),
+        ],
+    )
+    def test_shows_what_the_filters_select(
+        self, shown: Inspected, query: dict[str, str], expected: set[str]
+    ) -> None:
+        text = shown.client.get("/trajectories", params=query).text
+        assert set(ids_on(text)) == expected
+        assert f'id="total">{len(expected)}<' in text
+
+    def test_pages_follow_each_other(
+        self, shown: Inspected, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("inspector.queries.listing.PAGE", 2)
+        found, path = [], "/trajectories?channel=train"
+        while path:
+            text = shown.client.get(path, headers={"hx-request": "true"}).text
+            found += ids_on(text)
+            more = re.search(r'hx-get="([^"]+)"', text)
+            path = more[1].replace("&amp;", "&") if more else ""
+        assert found == sorted(["g-0", "g-1", "h-0", "h-1", "evil"], reverse=True)
+
+
+class TestTrajectory:
+    def test_matches_results_with_calls(self, shown: Inspected) -> None:
+        text = shown.client.get("/t/run/evil").text
+        assert text.count('id="result-0-') == text.count('id="call-0-') == 1
+
+    def test_a_fork_has_its_own_lane(self, shown: Inspected) -> None:
+        lanes = re.findall(r'class="(lane\d)"', shown.client.get("/t/run/g-1").text)
+        assert lanes == ["lane0", "lane0", "lane1"]
+
+    def test_a_step_of_an_open_trajectory_is_shown(self, shown: Inspected) -> None:
+        from support.export_lake import turn
+
+        shown.written.lake.put("steps", "SS", turn("open", 0, [1], [2]))
+        assert shown.lake.refresh()
+        text = shown.client.get("/t/run/open").text
+        assert "open pulse" in text and 'id="step-0"' in text
+
+    def test_a_group_compares_rewards(self, shown: Inspected) -> None:
+        text = shown.client.get("/group?run=run&id=g").text
+        assert ids_on(text) == ["g-0", "g-1"]
+        assert [">0.5<" in text, ">-0.5<" in text, ">-1<" in text] == [True] * 3
+
+    def test_copies_are_commands_of_the_shell(self, shown: Inspected) -> None:
+        text = shown.client.get("/t/run/g-0/step/0").text
+        assert "curl http://gateway/v1/chat/completions" in text and "def test_step" in text
+
+
+def test_the_funnel_counts_each_step_once(shown: Inspected) -> None:
+    from inspector.queries.overview import funnel
+
+    stages = {s.name: (s.calls, s.losses) for s in funnel(shown.lake, "run")}
+    assert stages["recorded"][0] >= stages["assembled"][0] == 9
+    assert stages["rewarded"] == (7, [("no reward yet", 2)])
+    assert stages["admitted"] == (0, [("waits for its group", 7)])
+    assert stages["trained"] == (0, [])
+
+
+def test_static_files_need_no_key_and_are_named_with_their_licence() -> None:
+    static = Path(app.__file__).parent / "static"
+    licences = (static / "LICENSES.txt").read_text()
+    assert all(name in licences for name in ("htmx 2.0.11", "htmx-ext-sse 2.2.4", "uPlot 1.6.32"))
