@@ -78,7 +78,9 @@ def standing_consumers(
     processes: Mapping[str, Mapping[str, Any]],
     now_s: float,
 ) -> list[StandingConsumer]:
-    """Return the consumers of a look that stopped or stalled, one for each group and topic.
+    """Return the consumers of a look that stand still, one for each group and topic.
+
+    One that has never read is a problem only if its process is meant to run here.
 
     Args:
         processes: Rows of the supervisor's table by process; empty without a supervisor.
@@ -86,7 +88,7 @@ def standing_consumers(
     """
     standing: dict[tuple[str, str], list[Backlog]] = {}
     for b in found:
-        if b.status in PROBLEMS:
+        if b.status in PROBLEMS or (b.status == "absent" and _process_of(b, settings) in processes):
             standing.setdefault((b.group, b.topic), []).append(b)
     return [
         StandingConsumer(
@@ -96,7 +98,7 @@ def standing_consumers(
             records=sum(b.records for b in parts),
             waiting_s=max(waiting_s(b, now_s) for b in parts),
             status=worst([b.status for b in parts if b.status is not None]),
-            remedy=_remedy(role_of(group, settings).partition(".")[0], settings, processes),
+            remedy=_remedy(_process_of(parts[0], settings), settings, processes),
         )
         for (group, topic), parts in standing.items()
     ]
@@ -110,16 +112,17 @@ def watch_for_standing(
     A consumer whose patience exceeds `DOCTOR_PATIENCE_S`, such as the trainer's, is not waited for.
     """
     watch = LagWatch(cluster, settings)
-    first = {_place(b): b.position for b in watch.look() if b.status and b.committed}
+    first = {_place(b): b.position for b in watch.look() if b.status}
 
     def is_open(b: Backlog) -> bool:
         patience = patience_s(settings, role_of(b.group, settings))
+        expected = b.committed or _process_of(b, settings) in processes
         moved = first.get(_place(b)) != b.position
-        return bool(b.records) and not moved and patience <= DOCTOR_PATIENCE_S
+        return bool(b.records) and expected and not moved and patience <= DOCTOR_PATIENCE_S
 
     while True:
         found = watch.look()
-        if not any(is_open(b) and b.status not in PROBLEMS for b in found):
+        if not any(is_open(b) and b.status in ("ok", "behind") for b in found):
             return standing_consumers(found, settings, processes, time.time())
         time.sleep(DOCTOR_LOOK_S)
 
@@ -142,6 +145,10 @@ def process_problems(
 def role_of(group: str, settings: Settings) -> str:
     """Return a group's name without the prefix of the installation."""
     return group.removeprefix(f"{settings.kafka.topic_prefix}-")
+
+
+def _process_of(b: Backlog, settings: Settings) -> str:
+    return role_of(b.group, settings).partition(".")[0]
 
 
 def _place(b: Backlog) -> tuple[str, str, int]:

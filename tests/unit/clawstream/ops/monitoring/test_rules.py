@@ -142,6 +142,9 @@ def test_a_consumer_that_stands_still_is_named_with_its_remedy() -> None:
     ):
         (standing,) = standing_consumers(found, settings, {"assemble": process}, 11.0)
         assert remedy in standing.remedy
+    never = [backlog(0, "absent")]
+    assert standing_consumers(never, settings, {}, 11.0) == []
+    assert len(standing_consumers(never, settings, {"assemble": row()}, 11.0)) == 1
     assert format_lag(by_topic(found, 11.0)).splitlines()[1].split()[-3:] == ["10", "10", "stalled"]
 
 
