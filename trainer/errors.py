@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from runtime.kafka import SourceTruncated
+from runtime.errors import SourceTruncated
 from schemas.errors import ForeseenError, SettingsError
 
 

@@ -185,6 +185,10 @@ def test_file_is_named_by_a_noun(path: Path) -> None:
         ("clawstream.query.sandbox_process", {"confluent_kafka", "structlog", "faust", "torch"}),
         ("clawstream.export.export", {"torch", "transformers", "faust", "vllm"}),
         ("rollout.main", {"torch", "vllm", "transformers", "faust", "fastapi"}),
+        (
+            "trainer.model.update",
+            {"confluent_kafka", "fsspec", "faust", "fastapi", "deltalake", "pyarrow", "vllm"},
+        ),
         ("agent_flow.main", {"torch", "vllm", "confluent_kafka", "faust", "transformers"}),
     ],
 )
