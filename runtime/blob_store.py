@@ -2,7 +2,7 @@
 
 A blob is either complete or absent. On a disk it is written to a draft, fsynced and renamed, and
 the directory is fsynced; object stores guarantee this themselves. Writing an existing blob changes
-nothing, so concurrent writers and retries are harmless. Blobs are never deleted here.
+nothing, so concurrent writers and retries are harmless. Only an erasure deletes a blob.
 """
 
 from __future__ import annotations
@@ -79,6 +79,19 @@ class BlobStore:
         if sha256(data).hexdigest() != digest:
             raise BlobMissing(f"blob {where} has other bytes than its name says")
         return data
+
+    def delete(self, digest: str) -> None:
+        """Delete the bytes of a sha256 in hex, if they are there. Raises BlobStoreAway."""
+        try:
+            if self._directory is not None:
+                (self._directory / digest[:2] / digest).unlink(missing_ok=True)
+            else:
+                fs, root = self._remote()
+                fs.rm_file(f"{root}/{digest[:2]}/{digest}")
+        except FileNotFoundError:
+            return
+        except Exception as e:  # as above
+            raise BlobStoreAway(f"blob {self.url_of(digest)}: {type(e).__name__}: {e}") from e
 
     def _remote(self) -> tuple[Any, str]:
         from fsspec.core import url_to_fs  # type: ignore[import-untyped]  # only for those who keep blobs elsewhere

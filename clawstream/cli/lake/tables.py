@@ -10,16 +10,19 @@ import typer
 from clawstream.cli.common_options import (
     Config,
     Form,
+    Yes,
     cluster_of,
     command,
     fail,
     group,
+    load,
     names_and_overrides,
     print_json,
     settings_of,
 )
 from clawstream.query.result_format import as_text
 from schemas.settings import Settings
+from stream_jobs.lake import erasure as erasures
 from stream_jobs.lake.delta import maintenance, snapshots
 from stream_jobs.lake.delta import repair as repairs
 from stream_jobs.lake.tables.catalog import catalog
@@ -141,6 +144,45 @@ def vacuum(tables: tuple[list[str], Settings]) -> None:
     names, settings = tables
     for name in _existing(names, settings):
         typer.echo(f"{name}: {maintenance.vacuum(settings, name)} files deleted")
+
+
+@command(app)
+def erase(
+    settings: Settings,
+    trajectory: Annotated[
+        list[str] | None,
+        typer.Option("--trajectory", help="A trajectory or session key. May be repeated."),
+    ] = None,
+    run: Annotated[
+        str | None, typer.Option("--run", "-r", help="Its run; default: run_id.")
+    ] = None,
+    where: Annotated[
+        str | None,
+        typer.Option("--where", help="All trajectories of which a row of --table fulfils this."),
+    ] = None,
+    of: Annotated[str, typer.Option("--table", help="Table of --where.")] = "steps",
+    yes: Yes = False,
+) -> None:
+    """Erase trajectories: rows, blobs and former versions. Without --yes it only counts."""
+    if not trajectory and not where:
+        fail("say which: --trajectory KEY, or --where CONDITION", 2)
+    keys = {(run or settings.run_id, key) for key in trajectory or ()}
+    if where:
+        query = f"select distinct run_id, trajectory_key from {of} where ({where})"
+        with load("clawstream.query.sandbox").answer(settings, query) as batches:
+            for batch in batches:
+                keys |= {(row["run_id"], row["trajectory_key"]) for row in batch.to_pylist()}
+    erasure = erasures.Erasure(settings, keys)
+    found = list(erasure.find())
+    for rows in found:
+        until = rows.kept_until and f"{rows.kept_until:%Y-%m-%d %H:%M} UTC"
+        log = f"{rows.topic} has them until {until or '`clawstream topics trim` removes them'}"
+        typer.echo(f"{rows.table}: {rows.rows} rows; {log}")
+    what = f"{len(keys)} trajectories, {sum(rows.rows for rows in found)} rows"
+    if yes:
+        typer.echo(f"erased {what}, {erasure.run()} blobs")
+    else:
+        typer.echo(f"{what}, {len(erasure.blobs())} blobs would be erased: add --yes to erase them")
 
 
 @command(app)

@@ -1,0 +1,204 @@
+"""Erase trajectories from the lake: their blobs, then their rows, then the files that had them.
+
+Each step may be repeated, so an interrupted erasure is started again. Readers of former versions
+fail afterwards. A writer that runs meanwhile opens the table again: committed offsets stay, so it
+writes no row twice. Rows that it has yet to read from Kafka come later; erase again then.
+
+The tables of admission (`batches`, `groups`, `late_revisions`) keep ids and rewards: they tell what
+was trained.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping
+from datetime import UTC, datetime, timedelta
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from runtime.blob_store import BlobStore
+from schemas.blob_refs import MOVABLE, referenced
+from schemas.ids import check_run_id, check_trajectory_key
+from schemas.records import Reward, SessionEvent, Step
+from schemas.settings import Settings
+from stream_jobs.lake.delta.snapshots import SnapshotError, named_snapshots
+from stream_jobs.lake.delta.table import (
+    CommitCollided,
+    Delta,
+    LakeError,
+    LakeMissing,
+    dataset,
+    detecting_full_storage,
+    open_table,
+    writer_properties,
+)
+from stream_jobs.lake.tables.catalog import catalog, tables_of
+
+Keys = Collection[tuple[str, str]]
+"""(run id, trajectory key) of what is erased."""
+LETTERS = "dead_letters"
+ORPHAN_HOURS = 1
+"""Files of no commit may be in writing now; older ones are of writers that were killed."""
+_ATTEMPTS = 8
+_TABLES = {Step: "steps", SessionEvent: "session_events", Reward: "rewards"}
+_BLOB_FIELDS = tuple((_TABLES[kind], field) for kind in MOVABLE for field in MOVABLE[kind])
+
+
+class ErasureCollided(LakeError):
+    """Other commits to a table came between each time. Some rows may be left: try again."""
+
+
+class Found(NamedTuple):
+    """Rows of a table that are to be erased.
+
+    topic: Where the log has them, too. kept_until: When its retention ends; None: never, but for
+        `clawstream topics trim`.
+    """
+
+    table: str
+    rows: int
+    topic: str
+    kept_until: datetime | None
+
+
+class Erasure:
+    """The erasure of some trajectories from the lake of the settings.
+
+    Args:
+        settings: The lake, its blob store, and the retention of the topics.
+        keys: The trajectories; for an agent's or anonymous session the whole session.
+
+    Raises:
+        InvalidId: A key has another form.
+        SnapshotError: A named snapshot keeps rows of the lake.
+    """
+
+    def __init__(self, settings: Settings, keys: Keys) -> None:
+        self._settings, self._options = settings, settings.lake.storage_options
+        self._runs: Mapping[str, set[str]] = defaultdict(set)
+        for run_id, key in keys:
+            self._runs[check_run_id(run_id)].add(check_trajectory_key(key))
+        if snapshots := sorted(named_snapshots(settings)):
+            raise SnapshotError(
+                f"the named snapshots {', '.join(snapshots)} keep rows: first "
+                f"`clawstream tables delete-snapshot {snapshots[0]}`"
+            )
+
+    def find(self) -> Iterator[Found]:
+        """Yield the tables that have rows of the trajectories, from the lake as it is now."""
+        for name, table in self._tables():
+            rows = dataset(table, self._options).to_table(
+                columns=["kafka_timestamp"], filter=self._filter(name)
+            )
+            if rows.num_rows:
+                newest = pc.max(rows.column("kafka_timestamp")).as_py()
+                yield Found(name, rows.num_rows, *self._in_log(name, newest))
+
+    def blobs(self) -> set[str]:
+        """Return the digests of blobs that only these trajectories name."""
+        mine, others = set[str](), set[str]()
+        tables = dict(self._tables())
+        for name, field in _BLOB_FIELDS:
+            if name in tables:
+                data, own = dataset(tables[name], self._options), self._filter(name)
+                mine |= _digests(data, field, own)
+                others |= _digests(data, field, ~own)
+        return mine - others
+
+    def run(self) -> int:
+        """Erase; return the number of deleted blobs.
+
+        Raises:
+            ErasureCollided: Other commits came between each time.
+            BlobStoreAway: A blob could not be deleted.
+        """
+        store = BlobStore(self._settings.blob_uri, self._settings.gateway.blob_options)
+        blobs = self.blobs()
+        for digest in sorted(blobs):
+            store.delete(digest)
+        for name, _ in self._tables():
+            self._delete(name)
+            _purge(open_table(self._settings.lake_uri, name, self._options))
+        return len(blobs)
+
+    def _tables(self) -> Iterator[tuple[str, Delta]]:
+        """Yield the tables that exist and have rows of one trajectory each."""
+        for name, table in catalog().items():
+            if name == LETTERS or {"run_id", "trajectory_key"} <= set(table.schema.names):
+                try:
+                    yield name, open_table(self._settings.lake_uri, name, self._options)
+                except LakeMissing:
+                    continue
+
+    def _filter(self, name: str) -> pc.Expression:
+        if name == LETTERS:
+            return pc.field("key").isin(self._letter_keys)
+        condition = pc.scalar(False)
+        for run_id, keys in self._runs.items():
+            condition |= (pc.field("run_id") == run_id) & pc.field("trajectory_key").isin(
+                sorted(keys)
+            )
+        return condition
+
+    @property
+    def _letter_keys(self) -> list[bytes]:
+        """Keys of the records that failed; their runs are in bytes that nobody could read."""
+        return sorted({key.encode() for keys in self._runs.values() for key in keys})
+
+    def _predicate(self, name: str) -> str:
+        """Return the SQL condition of `_filter`; no key has a quote."""
+        if name == LETTERS:
+            keys = ", ".join(f"X'{key.hex()}'" for key in self._letter_keys)
+            return f"key IN ({keys})"
+        return " OR ".join(
+            f"(run_id = '{run_id}' AND trajectory_key IN ({', '.join(map(repr, sorted(keys)))}))"
+            for run_id, keys in self._runs.items()
+        )
+
+    def _delete(self, name: str) -> None:
+        """Delete the rows of a table, those that came meanwhile too."""
+        for _ in range(_ATTEMPTS):
+            table = open_table(self._settings.lake_uri, name, self._options)
+            if not dataset(table, self._options).count_rows(filter=self._filter(name)):
+                return
+            try:
+                with detecting_full_storage(table.table_uri):
+                    table.delete(
+                        self._predicate(name),
+                        writer_properties=writer_properties(pa.schema(table.schema())),
+                    )
+            except CommitCollided:
+                continue
+        raise ErasureCollided(
+            f"table {name}: other commits came between {_ATTEMPTS} times; erase again"
+        )
+
+    def _in_log(self, name: str, newest: datetime) -> tuple[str, datetime | None]:
+        """Return the topic of a table, and when its retention has removed a record of that time."""
+        kafka = self._settings.kafka
+        specs = kafka.topics.specs(kafka.partitions, int(kafka.steps_retention_s * 1000))
+        spec = next(s for s in specs if name in tables_of(kafka.topics, s.name))
+        kept_ms = int(spec.config["retention.ms"])
+        until = None if kept_ms < 0 else newest.astimezone(UTC) + timedelta(milliseconds=kept_ms)
+        return spec.name, until
+
+
+def _digests(data: Any, field: str, condition: pc.Expression) -> set[str]:
+    """Return the digests of the blobs that a column's rows name."""
+    refers = pc.starts_with(pc.field(field), '{"$blob":')
+    found = set[str]()
+    for batch in data.to_batches(columns=[field], filter=condition & refers):
+        for value in batch.column(0).to_pylist():
+            if (blob := referenced(field, value.encode())) is not None:
+                found.add(blob.sha256)
+    return found
+
+
+def _purge(table: Delta) -> None:
+    """Delete all files that the newest version does not name."""
+    for hours, orphans in ((0, False), (ORPHAN_HOURS, True)):
+        table.vacuum(
+            retention_hours=hours, dry_run=False, enforce_retention_duration=False, full=orphans
+        )

@@ -1,0 +1,130 @@
+"""Erase trajectories from a lake on disk: no file has them afterwards, other rows stay."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+from support.lake import a_reward, a_step, column
+from support.small_lake import SmallLake
+
+from runtime.blob_store import BlobMissing, BlobStore
+from schemas import records
+from schemas.blob_refs import reference
+from schemas.errors import InvalidId
+from schemas.records import Blob
+from schemas.settings import Settings
+from stream_jobs.lake.delta.maintenance import compact
+from stream_jobs.lake.delta.snapshots import SnapshotError, take_snapshot
+from stream_jobs.lake.erasure import Erasure
+from stream_jobs.lake.main import open_table
+
+pytestmark = pytest.mark.slow
+WORD = "joe-lives-here"
+JOE = {("r", "joe")}
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    return Settings(data_dir=tmp_path)
+
+
+def step(number: int, **changes: Any) -> records.Step:
+    return dataclasses.replace(a_step(number), trajectory_key="ann", **changes)
+
+
+def of_joe(number: int, **changes: Any) -> records.Step:
+    body = {"request_json": f'{{"text": "{WORD}"}}'.encode()}
+    return dataclasses.replace(a_step(number), trajectory_key="joe", **body | changes)
+
+
+def texts(lake: Path) -> Iterator[str]:
+    """Yield the content of all files of a lake, of former versions and of none too."""
+    for path in lake.rglob("*"):
+        if path.suffix == ".parquet" and "_delta_log" not in path.parts:
+            yield str(pq.read_table(path).to_pylist())
+        elif path.is_file():
+            yield path.read_bytes().decode(errors="replace")
+
+
+def has(settings: Settings, word: str) -> bool:
+    return any(word in text for text in texts(Path(settings.lake_uri)))
+
+
+def letter() -> records.DeadLetter:
+    return records.DeadLetter(
+        topic="claw.steps", topic_id="T", partition=0, offset=1, key=b"joe", value=WORD.encode(),
+        timestamp_ms=1, process="assemble", reason="undecodable", detail="", created_at=1,
+    )  # fmt: skip
+
+
+def test_no_file_has_the_rows_and_others_stay(settings: Settings) -> None:
+    lake = SmallLake(settings)
+    lake.put("steps", "T", step(0), of_joe(1))
+    lake.put("steps", "T", of_joe(2), step(3))
+    lake.put("rewards", "R", a_reward(0), a_reward(1, trajectory_key="joe", reason=WORD))
+    lake.put("rewards", "R", a_reward(2, trajectory_key="joe", run_id="other"))
+    lake.put("dead_letters", "D", letter())
+    compact(open_table(settings.lake_uri, "steps", {}), "steps", {})  # leaves the small files
+    assert has(settings, WORD)
+
+    erasure = Erasure(settings, JOE)
+    found = {f.table: (f.rows, f.topic, f.kept_until is None) for f in erasure.find()}
+    assert found == {
+        "steps": (2, "claw.steps", False),
+        "rewards": (1, "claw.rewards", True),
+        "dead_letters": (1, "claw.dead-letters", True),
+    }
+    assert erasure.run() == 0
+    assert not has(settings, WORD)
+    assert list(erasure.find()) == [] and erasure.run() == 0
+    assert column(settings, "steps", "trajectory_key") == ["ann", "ann"]
+    assert sorted(column(settings, "rewards", "event_id")) == ["w0", "w2"]
+
+
+def test_a_writer_that_runs_goes_on_and_writes_each_row_once(settings: Settings) -> None:
+    lake = SmallLake(settings)
+    lake.put("steps", "T", step(0), of_joe(1))
+    Erasure(settings, JOE).run()  # the writer has opened the version before
+    lake.put("steps", "T", step(0), step(4), of_joe(5))  # the first one is a duplicate
+    Erasure(settings, JOE).run()
+    lake.put("steps", "T", step(6))
+    found = sorted(column(settings, "steps", "step_id"))
+    assert found == [a_step(n).step_id for n in (0, 4, 6)]
+    again = SmallLake(settings)
+    again.next = dict(lake.next)
+    again.put("steps", "T", step(6), step(7))
+    assert len(column(settings, "steps", "step_id")) == 4 and not has(settings, WORD)
+
+
+def test_a_blob_goes_unless_another_trajectory_names_it(settings: Settings) -> None:
+    store, lake = BlobStore(settings.blob_uri), SmallLake(settings)
+    own, shared = (
+        Blob(field="request_json", url="", sha256=store.put(data), size_bytes=len(data))
+        for data in (b"own", b"shared")
+    )
+    lake.put(
+        "steps",
+        "T",
+        of_joe(1, request_json=reference(own), response_json=reference(shared)),
+        step(2, response_json=reference(shared)),
+    )
+    erasure = Erasure(settings, JOE)
+    assert erasure.blobs() == {own.sha256} and erasure.run() == 1
+    assert store.get(shared.sha256) == b"shared"
+    with pytest.raises(BlobMissing):
+        store.get(own.sha256)
+    store.delete(own.sha256)  # it may be repeated
+
+
+def test_a_named_snapshot_and_a_wrong_key_are_refused(settings: Settings) -> None:
+    SmallLake(settings).put("steps", "T", of_joe(1))
+    with pytest.raises(InvalidId):
+        Erasure(settings, {("r", "a' OR 'b")})
+    take_snapshot(settings, "paper")
+    with pytest.raises(SnapshotError, match="delete-snapshot paper"):
+        Erasure(settings, JOE)
