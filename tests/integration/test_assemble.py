@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from support.jobs import Eventually, Jobs, reward, running, session, step
 
+from rewards.turns import new_messages
 from runtime.exit_codes import EXIT_SOURCE
 from runtime.kafka import Cluster
 from runtime.topics.records import create_topics
@@ -223,19 +224,22 @@ def test_killed_over_and_over_loses_nothing(jobs: Jobs, eventually: Eventually) 
     feed.start()
     rng = random.Random(2)
     for _ in range(6):
-        worker = jobs.start(snapshot_min_bytes=3000)
+        worker = jobs.start(snapshot_min_bytes=3000, new_messages_bytes=1000)
         before = written()
         eventually(lambda n=before: written() >= n + 10, 180)
         time.sleep(rng.uniform(0, 1.0))  # the kill hits a random point of a batch
         worker.kill()
         worker.wait()
     feed.enough = True
-    jobs.start(snapshot_min_bytes=3000)
+    jobs.start(snapshot_min_bytes=3000, new_messages_bytes=1000)
     feed.join()
     eventually(
         lambda: len([c for c in jobs.candidates().values() if c.rewards]) == len(feed.keys), 180
     )
     twice = check_everything_once(jobs, feed.keys)
+    for _, trajectory in jobs.records(jobs.topics.trajectories, Trajectory):
+        found = [message["content"] for s in trajectory.steps for message in new_messages(s)]
+        assert found == ["0?", "1?", "2?"]  # also of steps that were read again
     # Records replaced by the last snapshot are deleted a moment after the outputs.
     eventually(
         lambda: all(low for low, _ in jobs.cluster.watermarks(jobs.topics.assembly).values())

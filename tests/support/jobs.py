@@ -6,10 +6,11 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import orjson
 from support.processes import ROOT as ROOT
 from support.processes import Processes
 
@@ -117,7 +118,8 @@ class Jobs:
         ]
         ids = [1, 2, len(key)]
         for turn in range(turns):
-            events.append(step(key, ids, [10 + turn, 11]))
+            asked = orjson.dumps({"messages": [{"role": "user", "content": f"{turn}?"}]})
+            events.append(replace(step(key, ids, [10 + turn, 11]), request_json=asked))
             ids = [*ids, 10 + turn, 11, 7, 7]
         return [*events, session(key, "completed")]
 
