@@ -2,7 +2,8 @@
 
 The field then holds a reference, the JSON object `{"$blob": {"sha256", "size_bytes", "url"}}`, so
 code that passes the field on also passes the reference on. A step also lists its blobs in `blobs`,
-for queries.
+for queries, and after them the images that its request holds, which are also stored one by one: a
+trainer reads them without the request.
 
 A reader fetches the bytes from its own store by digest; the url only records where they were
 written. A forged reference can therefore only name a blob whose content its author knows.
@@ -10,7 +11,7 @@ written. A forged reference can therefore only name a blob whose content its aut
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from hashlib import sha256
 from typing import Any, NamedTuple
@@ -32,6 +33,8 @@ Token fields stay in the record: every learner needs them, and two million token
 """
 SMALLEST = 4096
 """Bytes; moving less gains nothing."""
+IMAGE = "image"
+"""`Blob.field` of an image that the request holds."""
 _PREFIX = b'{"$blob":'
 
 
@@ -62,6 +65,27 @@ def referenced(field: str, value: bytes | None) -> Blob | None:
     return None
 
 
+def images_of(step: Step) -> tuple[str, ...]:
+    """SHA-256 in hex of each image that the request of a step holds, in order."""
+    return tuple([blob.sha256 for blob in step.blobs if blob.field == IMAGE])
+
+
+def with_images(step: Step, images: Sequence[bytes], url_of: Callable[[str], str]) -> Shrunk:
+    """Add references to the images that the request of a step holds.
+
+    Args:
+        step: The record.
+        images: Files, in the order of the request.
+        url_of: Maps a sha256 in hex to the URL of the blob.
+    """
+    digests = [sha256(image).hexdigest() for image in images]
+    blobs = [
+        Blob(field=IMAGE, url=url_of(digest), sha256=digest, size_bytes=len(image))
+        for digest, image in zip(digests, images, strict=True)
+    ]
+    return Shrunk(replace(step, blobs=(*step.blobs, *blobs)), tuple(images))
+
+
 def shrink(
     record: Movable, size: int, url_of: Callable[[str], str], limit: int = MAX_RECORD_BYTES
 ) -> Shrunk:
@@ -86,5 +110,5 @@ def shrink(
         size -= len(data) - 2 * len(reference(blobs[-1]))
     changed: dict[str, Any] = {blob.field: reference(blob) for blob in blobs}
     if isinstance(record, Step) and blobs:
-        changed["blobs"] = (*record.blobs, *blobs)
+        changed["blobs"] = (*blobs, *record.blobs)
     return Shrunk(replace(record, **changed), tuple(outside))

@@ -1,6 +1,7 @@
-"""Moves the large fields of a record that is too large for Kafka to the blob store.
+"""Moves the large fields of a record that is too large for Kafka to the blob store, and copies the
+images of a request there.
 
-The fields are moved before the record is sent or spooled.
+Both are done before the record is sent or spooled.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from gateway.durability.log import Message
+from gateway.durability.request_images import images_in, may_hold_images
 from gateway.errors import BlobsUnavailable, RecordTooLarge
 from runtime.blob_store import BlobStore, BlobStoreAway
 from runtime.process.lifecycle import on_loop
-from schemas.blob_refs import Movable, shrink
+from schemas.blob_refs import Movable, images_of, shrink, with_images
 from schemas.codec.single_object import Codec
+from schemas.records import Step
 from schemas.topics import MAX_MESSAGE_BYTES, MAX_RECORD_BYTES
 
 THREADS = 4
@@ -23,8 +26,13 @@ ENVELOPE_BYTES = 64 * 1024
 """Bytes that Kafka adds to a value: key, headers, framing."""
 
 
+def concerned(message: Message) -> bool:
+    """Return whether a message is too large for Kafka or may hold images."""
+    return len(message.value) > MAX_RECORD_BYTES or may_hold_images(message.value)
+
+
 class Blobs:
-    """Makes messages fit into Kafka by moving fields to the blob store.
+    """Makes messages fit into Kafka by moving fields to the blob store; copies images there.
 
     A store that does not answer within timeout_s counts as unavailable. The store has its own
     threads, so it delays nothing else.
@@ -43,13 +51,13 @@ class Blobs:
     async def fit(self, messages: Sequence[Message]) -> Sequence[Message]:
         """Shrink messages to MAX_RECORD_BYTES each, as far as fields can be moved.
 
-        Moved fields are durable in the store on return.
+        Moved fields and images are durable in the store on return.
 
         Raises:
             RecordTooLarge: A record is too large for Kafka even without the fields that can move.
             BlobsUnavailable: The store did not accept the fields.
         """
-        if all(len(m.value) <= MAX_RECORD_BYTES for m in messages):
+        if not any(map(concerned, messages)):
             return messages
         if self._free.locked() and time.monotonic() - self._began_at >= self._timeout_s:
             raise BlobsUnavailable(
@@ -79,21 +87,26 @@ class Blobs:
 
     def fit_now(self, messages: Sequence[Message]) -> list[Message]:
         """Do the same as `fit`, blocking and without a timeout."""
-        return [m if len(m.value) <= MAX_RECORD_BYTES else self._shrunk(m) for m in messages]
+        return [self._fitted(m) if concerned(m) else m for m in messages]
 
-    def _shrunk(self, message: Message) -> Message:
+    def _fitted(self, message: Message) -> Message:
         record = self._codec.decode(message.value)
-        value, outside = message.value, tuple[bytes, ...]()
-        if isinstance(record, Movable):
-            small, outside = shrink(record, len(value), self._store.url_of)
-            value = self._codec.encode(small)
+        value, outside = message.value, list[bytes]()
+        if isinstance(record, Step) and (images := _images_to_copy(record)):
+            record, copied = with_images(record, images, self._store.url_of)
+            outside += copied
+            value = self._codec.encode(record)
+        if isinstance(record, Movable) and len(value) > MAX_RECORD_BYTES:
+            record, moved = shrink(record, len(value), self._store.url_of)
+            outside += moved
+            value = self._codec.encode(record)
         if len(value) + len(message.key) > MAX_MESSAGE_BYTES - ENVELOPE_BYTES:
             raise RecordTooLarge(
                 f"a {type(record).__name__} takes {len(value)} bytes "
                 "without what can be kept outside"
             )
         try:
-            for data in outside:
+            for data in dict.fromkeys(outside):
                 self._store.put(data)
         except BlobStoreAway as error:
             raise BlobsUnavailable(str(error)) from error
@@ -102,3 +115,10 @@ class Blobs:
     def close(self) -> None:
         """Shut down the threads without waiting for a thread that hangs in the store."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _images_to_copy(step: Step) -> list[bytes]:
+    """Return the images that training needs; none of a step without tokens, or copied before."""
+    if step.prompt_token_ids is None or images_of(step):
+        return []
+    return images_in(step.request_json)

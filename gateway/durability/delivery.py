@@ -1,7 +1,7 @@
 """The owner of durability: a record is durable in Kafka's in-sync replicas or fsynced in the spool.
 
-1. A field that makes a record too large goes to the blob store first (`blobs`). When the store is
-   unavailable, the whole record waits in the spool.
+1. A field that makes a record too large, and the images of a request, go to the blob store first
+   (`blobs`). When the store is unavailable, the whole record waits in the spool.
 2. If Kafka is reachable and the spool has no record of the same key, the record is sent to Kafka,
    and the caller waits for the acknowledgement.
 3. Otherwise, or without an acknowledgement in time, the record is appended to the spool
@@ -26,7 +26,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Literal
 
-from gateway.durability.blobs import Blobs
+from gateway.durability.blobs import Blobs, concerned
 from gateway.durability.log import LogProducer, Message
 from gateway.durability.pending_write import DeliveryStatus, PendingWrite
 from gateway.durability.spool import Spool
@@ -35,7 +35,6 @@ from gateway.durability.spool_writer import SpoolWriter, die_of_a_bug
 from gateway.errors import BlobsUnavailable, KafkaUnavailable, NotRecorded, RecordTooLarge
 from gateway.metrics import Metrics
 from runtime.logs import logger
-from schemas.topics import MAX_RECORD_BYTES
 
 NO_RESERVATION = nullcontext()
 """Context manager of all calls while Kafka is reachable: one generator per call would cost more."""
@@ -141,7 +140,7 @@ class DeliveryManager:
         if not self._open:
             self._none_open.clear()
         self._open += 1
-        if self._blobs is not None and any(len(m.value) > MAX_RECORD_BYTES for m in messages):
+        if self._blobs is not None and any(map(concerned, messages)):
             task = asyncio.create_task(self._fit(pending, self._blobs))
             self._large.add(task)
             task.add_done_callback(self._large.discard)

@@ -47,6 +47,7 @@ class TrajectoryStep:
     logprobs_temperature: float | None = None
     tokenizer_fingerprint: str | None = None
     new_messages_json: bytes | None = None
+    images: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -116,6 +116,7 @@ def assembled(
             logprobs_temperature=stored.logprobs_temperature if stored else None,
             tokenizer_fingerprint=stored.tokenizer_fingerprint if stored else None,
             new_messages_json=stored.new_messages_json if stored else None,
+            images=stored.images if stored else (),
         )
     done = tuple(s for s in steps if s is not None)
     metadata = (
@@ -357,6 +358,7 @@ def _segment_size(s: Segment) -> int:
 def _step_size(s: TrajectoryStep) -> int:
     tags = sum([len(t.name) + len(t.evidence) + 8 for t in s.tags]) if s.tags else 0
     names = len(s.step_id) + len(s.finish_reason or "") + len(s.tokenizer_fingerprint or "") + tags
-    return (
-        len(s.response_json) + len(s.new_messages_json or b"") + 4 * names + 2 * STEP_BYTES
-    )  # UTF-8 has at most 4 bytes a character
+    images = sum([len(digest) + 4 for digest in s.images])
+    payload = len(s.response_json) + len(s.new_messages_json or b"")
+    # UTF-8 has at most 4 bytes a character
+    return payload + 4 * names + images + 2 * STEP_BYTES

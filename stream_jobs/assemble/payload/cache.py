@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from schemas.blob_refs import images_of
 from schemas.records import Step, Tag, VersionSpan
 from stream_jobs.assemble.payload.segment_tree import TOKEN_BYTES
 from stream_jobs.assemble.payload.trainability import Trainability
@@ -30,6 +31,7 @@ class StepPayload(NamedTuple):
     logprobs_temperature: float | None
     tokenizer_fingerprint: str | None
     new_messages_json: bytes | None
+    images: tuple[str, ...]
 
     @property
     def size(self) -> int:
@@ -40,6 +42,7 @@ class StepPayload(NamedTuple):
             + len(self.logprobs or b"")
             + len(self.response_json)
             + len(self.new_messages_json or b"")
+            + 120 * len(self.images)
             + 400
         )
 
@@ -72,6 +75,7 @@ def payload_of(
         logprobs_temperature=origin.logprobs_temperature,
         tokenizer_fingerprint=step.tokenizer_fingerprint,
         new_messages_json=messages,
+        images=images_of(step),
     )
 
 

@@ -1,0 +1,58 @@
+"""Finds the images that a recorded request holds. Pure."""
+
+from __future__ import annotations
+
+from binascii import Error, a2b_base64
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from schemas.replies import loaded
+
+_CONVERSATION = ("system", "messages", "input")
+
+
+def may_hold_images(encoded: bytes) -> bool:
+    """Return whether a record could hold an image; costs a search of its bytes."""
+    return b"base64" in encoded and b"image" in encoded
+
+
+def images_in(request_json: bytes) -> list[bytes]:
+    """Return the image files of a request, in the order of its messages.
+
+    Chat Completions, Messages and Responses are read alike. Images that a request names by URL are
+    not recorded: only the engine has seen them.
+    """
+    try:
+        request = loaded(request_json)
+    except ValueError:
+        return []
+    if not isinstance(request, dict):
+        return []
+    return list(_images([request.get(name) for name in _CONVERSATION]))
+
+
+def _images(value: Any) -> Iterator[bytes]:
+    match value:
+        case list():
+            for item in value:
+                yield from _images(item)
+        case {"type": "image" | "image_url" | "input_image"}:
+            data = _base64_of(value)
+            if data is not None:
+                try:
+                    yield a2b_base64(data, strict_mode=True)
+                except (Error, ValueError):
+                    return  # the engine cannot have read it either
+        case dict():
+            yield from _images(value.get("content", value.get("output")))
+
+
+def _base64_of(part: Mapping[str, Any]) -> str | None:
+    """Return the data of an image part; None if it only names a place."""
+    match part:
+        case {"source": {"type": "base64", "data": str(data)}}:
+            return data
+        case {"image_url": {"url": str(url)}} | {"image_url": str(url)}:
+            head, _, data = url.partition(",")
+            return data if head.startswith("data:") and head.endswith(";base64") else None
+    return None

@@ -1,0 +1,127 @@
+"""Images in recorded requests, and their copies in the blob store."""
+
+from __future__ import annotations
+
+import base64
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.durability.blobs import Blobs
+from gateway.durability.log import Message
+from gateway.durability.request_images import images_in, may_hold_images
+from runtime.blob_store import BlobStore
+from schemas.blob_refs import IMAGE, images_of
+from schemas.codec.single_object import Codec
+from schemas.records import Step
+
+CODEC = Codec()
+FILES = st.lists(st.binary(min_size=1, max_size=40), max_size=4)
+
+
+def url(data: bytes) -> str:
+    return f"data:image/png;base64,{base64.b64encode(data).decode()}"
+
+
+def chat(files: list[bytes]) -> dict[str, Any]:
+    parts = [{"type": "image_url", "image_url": {"url": url(data)}} for data in files]
+    return {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": parts}]}
+
+
+def responses(files: list[bytes]) -> dict[str, Any]:
+    seen = [{"type": "input_image", "image_url": url(data)} for data in files]
+    first = {"role": "user", "content": [{"type": "input_text", "text": "t"}, *seen[:1]]}
+    return {"input": [first, {"type": "function_call_output", "call_id": "c", "output": seen[1:]}]}
+
+
+def messages(files: list[bytes]) -> dict[str, Any]:
+    def part(data: bytes) -> dict[str, Any]:
+        data64 = base64.b64encode(data).decode()
+        source = {"type": "base64", "media_type": "image/png", "data": data64}
+        return {"type": "image", "source": source}
+
+    parts = [part(data) for data in files]
+    result = {"type": "tool_result", "tool_use_id": "c", "content": parts[:1]}
+    return {"system": "s", "messages": [{"role": "user", "content": [result, *parts[1:]]}]}
+
+
+@pytest.mark.parametrize("protocol", [chat, responses, messages])
+@given(files=FILES)
+def test_every_protocols_images_are_found_in_order(protocol: Any, files: list[bytes]) -> None:
+    request = json.dumps(protocol(files)).encode()
+    assert images_in(request) == files
+    assert may_hold_images(request) or not files
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "image_url", "image_url": {"url": "https://host/a.png"}},
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64,***"}},
+        {"type": "image_url", "image_url": {"url": "data:image/png,abc"}},
+        {"type": "image_url"},
+        {"type": "image", "source": {"type": "url", "url": "https://host/a.png"}},
+        {"type": "text", "text": "data:image/png;base64,QUJD"},
+        7,
+    ],
+)
+def test_what_is_no_recorded_image_is_passed_over(part: Any) -> None:
+    assert images_in(json.dumps({"messages": [{"role": "user", "content": [part]}]}).encode()) == []
+
+
+@pytest.mark.parametrize("body", [b"no json", b"[]", b'"text"', b"{}", b'{"messages":{"a":1}}'])
+def test_a_body_of_any_shape_is_read(body: bytes) -> None:
+    assert images_in(body) == []
+
+
+def chat_body(files: list[bytes]) -> bytes:
+    return json.dumps(chat(files)).encode()
+
+
+def a_step(**given: Any) -> Step:
+    return Step(
+        step_id="t~C.0", run_id="r", trajectory_key="t", call_id="t~C", choice_index=0,
+        protocol="openai.chat", model="policy", status="ok", streamed=False,
+        response_json=b"{}", gateway_id="g", received_at=1, finished_at=2, **given,
+    )  # fmt: skip
+
+
+def fit(store: BlobStore, step: Step) -> list[Any]:
+    blobs = Blobs(store, CODEC, 30.0)
+    fitted = blobs.fit_now([Message("steps", b"t", CODEC.encode(step))])
+    blobs.close()
+    return [CODEC.decode(message.value) for message in fitted]
+
+
+def test_images_are_copied_once_and_named_in_order(tmp_path: Path) -> None:
+    store = BlobStore(str(tmp_path))
+    request = chat_body([b"one", b"two", b"one"])
+    step = a_step(request_json=request, prompt_token_ids=b"\1\0\0\0")
+    (kept,) = fit(store, step)
+    assert [store.get(digest) for digest in images_of(kept)] == [b"one", b"two", b"one"]
+    assert {blob.field for blob in kept.blobs} == {IMAGE}
+    assert replace(kept, blobs=()) == step, "the request stays as the client sent it"
+    assert fit(store, kept) == [kept], "a record that waited in the spool is not copied again"
+    assert len([path for path in tmp_path.rglob("*") if path.is_file()]) == 2
+
+
+@pytest.mark.slow
+def test_a_large_request_is_moved_and_its_images_are_still_copied(tmp_path: Path) -> None:
+    store, image = BlobStore(str(tmp_path)), b"x" * (4 << 20)
+    request = chat_body([image])
+    (kept,) = fit(store, a_step(request_json=request, prompt_token_ids=b"\1\0\0\0"))
+    assert [store.get(digest) for digest in images_of(kept)] == [image]
+    assert [blob.field for blob in kept.blobs] == ["request_json", IMAGE]
+    assert len(CODEC.encode(kept)) < 2000
+
+
+def test_a_step_without_tokens_is_never_trained_so_its_images_are_not_copied(
+    tmp_path: Path,
+) -> None:
+    step = a_step(request_json=chat_body([b"one"]))
+    assert fit(BlobStore(str(tmp_path)), step) == [step]
