@@ -37,6 +37,7 @@ class AuxiliaryModels:
                 sync_index=0,
                 weights=False,
                 processes=policy.processes,
+                images=policy.images,
             )
 
     @property
@@ -101,7 +102,12 @@ class AuxiliaryModels:
                 raise SettingsError(f"setting {PATH_SETTING}: not set, nor is trainer.model_path")
             check_same_tokenizer(directory, policy.tokenizer_fingerprint, PATH_SETTING)
             self._trained = Critic(
-                directory, s, policy.device, sync_index, processes=policy.processes
+                directory,
+                s,
+                policy.device,
+                sync_index,
+                processes=policy.processes,
+                images=policy.images,
             )
         return self._trained
 
@@ -114,5 +120,6 @@ class AuxiliaryModels:
                 policy.device,
                 policy.tokenizer_fingerprint,
                 policy.processes,
+                policy.images,
             )
         return self._frozen[column]

@@ -143,7 +143,7 @@ def lead(
             monitor.validation(changed)
 
     validate()  # before any deletion, also when nothing is trained: keep_best_by needs it
-    source = partial(BatchReader, cluster, settings, decoder, run.position)
+    source = partial(BatchReader, cluster, settings, decoder, run.position, run.read_images)
     with Prefetch(source, weight_log.dead_letter) as batches:
         while not stop.is_set() and not run.finished:
             validate()

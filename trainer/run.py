@@ -10,14 +10,15 @@ from typing import NamedTuple
 
 from safetensors import SafetensorError
 
+from runtime.blob_store import BlobStore
 from runtime.logs import logger
 from schemas.errors import SettingsError
 from schemas.ids import Version, parse_version
-from schemas.records import ReadyBatch, Trajectory, WeightVersion
+from schemas.records import ReadyBatch, WeightVersion
 from schemas.settings import Settings
 from trainer.algorithms.registry import LoadedAlgorithm, load_all
 from trainer.auxiliary_models import AuxiliaryModels
-from trainer.data.batches import FetchedBatch
+from trainer.data.batches import FetchedBatch, ReadImages
 from trainer.data.environments import by_environment
 from trainer.data.sequences import (
     BatchSequences,
@@ -57,6 +58,9 @@ from trainer.versions.history import (
 )
 from trainer.versions.publish import Publisher, manifest
 from trainer.versions.weight_log import WeightLog
+from trainer.vision.reader import ImageReader
+
+NO_MEDIA = "the trainer passes no videos and sounds, and images to vision-language models only"
 
 
 class _EstimatedPart(NamedTuple):
@@ -103,6 +107,15 @@ class Run:
         self._unfinished = UnfinishedBatches(
             settings.checkpoint_dir / settings.run_id, position.topic_id
         )
+
+    @property
+    def read_images(self) -> ReadImages | None:
+        """What reads the images that the policy takes; None if it takes none."""
+        images, s = self._policy.images, self._settings
+        if images is None:
+            return None
+        store = BlobStore(s.blob_uri, s.gateway.blob_options)
+        return ImageReader(store, self._policy.readable, images.misfit).read
 
     @property
     def versions(self) -> Sequence[WeightVersion]:
@@ -156,7 +169,7 @@ class Run:
         )
         split = by_environment(batch, fetched.trajectories, s.trainer.environments)
         parts = [
-            self._estimated(part, fetched.trajectories, environment, algorithms[environment])
+            self._estimated(part, fetched, environment, algorithms[environment])
             for environment, part in split.items()
         ]
         sequences = [sequence for part in parts for sequence in part.sequences]
@@ -185,7 +198,7 @@ class Run:
     def _estimated(
         self,
         batch: ReadyBatch,
-        trajectories: Mapping[str, Trajectory],
+        fetched: FetchedBatch,
         environment: str | None,
         algorithm: LoadedAlgorithm,
     ) -> _EstimatedPart:
@@ -193,19 +206,20 @@ class Run:
 
         Args:
             batch: the groups of the environment.
-            trajectories: trajectory id to trajectory, for every member.
+            fetched: the whole batch.
             environment: a name in `trainer.environments`; None: all others.
             algorithm: of the environment.
         """
         data = sequences_of_batch(
             batch,
-            trajectories,
+            fetched.trajectories,
             algorithm.smallest_group,
             algorithm.rewards,
             self._policy.readable,
             environment,
+            fetched.images,
         )
-        self._log_left_out(batch.batch_seq, data)
+        self._log_left_out(batch.batch_seq, data, fetched.images.unusable)
         versions = tokens_by_version(data.sequences)
         self._check_ids(versions.keys(), batch.batch_seq)
         sequences = self._auxiliary.score(data.sequences, algorithm.needs, self.sync_index)
@@ -243,8 +257,10 @@ class Run:
         parent = str(version.version) if version is not None and not changed else None
         return update(self._policy, sequences, batch_seq, algorithms, self._lr, parent)
 
-    def _log_left_out(self, batch_seq: int, data: BatchSequences) -> None:
-        """Log the members and tokens that are excluded from training."""
+    def _log_left_out(
+        self, batch_seq: int, data: BatchSequences, unusable: Mapping[str, str]
+    ) -> None:
+        """Log what is excluded from training. unusable: trajectory to why its images are."""
         if data.unrewarded:
             logger().warning(
                 "members_not_trained", batch_seq=batch_seq, trajectories=data.unrewarded[:20]
@@ -265,8 +281,8 @@ class Run:
                 batch_seq=batch_seq,
                 tokens=sum(data.with_media.values()),
                 trajectories=list(data.with_media)[:20],
-                action="not trained from there on; this trainer passes no images, videos or sounds "
-                "to a model",
+                reasons=sorted({unusable.get(name, NO_MEDIA) for name in data.with_media})[:5],
+                action="not trained from there on (see trainer.md, Images)",
             )
         if data.sampled_at_zero:
             logger().warning(

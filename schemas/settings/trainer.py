@@ -218,6 +218,11 @@ class TrainerSettings(Section):
         description="tree: sequences without padding, a shared prefix once; rows: one padded row "
         "each, as a model with sliding-window or recurrent layers gets in any case",
     )
+    freeze_vision: bool = Field(
+        False,
+        description="a vision-language model: do not train its vision tower; less memory, and "
+        "usual where images look like those of its pretraining",
+    )
     activation_checkpointing: bool = Field(
         False,
         description="memory: compute each layer again in the backward pass, for a third more time",

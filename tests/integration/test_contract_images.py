@@ -6,27 +6,46 @@ build does not have. The same model on vLLM's Transformers backend does not need
 
 from __future__ import annotations
 
+from base64 import b64decode
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
-from support.contract import VERSION, Contract, checked, ids_of, standing
+from support.contract import CLOSE, VERSION, Contract, checked, ids_of, logprobs_of, standing
 from support.speakers import SPEAKERS
 from support.vision_model import IMAGE, IMAGE_TOKENS, encoded, image_of, make_vision_model
 
-from schemas.records import VersionSpan
+from runtime.blob_store import BlobStore
+from schemas.blob_refs import images_of
+from schemas.records import Step, VersionSpan
+from schemas.settings import TrainerSettings
 from schemas.tokens import unpack_ids
+from trainer.data.micro_batch import collate
+from trainer.data.sequences import Tokens, TrainingSequence
+from trainer.model.policy import Policy
 
 NAMES = ("openai.chat", "openai.responses", "anthropic.messages")
 pytestmark = pytest.mark.timeout(900)
 
 
 class Vision(NamedTuple):
-    """The engine, and the processor that makes model input from an image."""
+    """The engine, and the processor that makes model input from an image.
+
+    Attributes:
+        work: has the model, and the blobs of the gateways.
+    """
 
     contract: Contract
     processor: Any
+    work: Path
+
+    def images(self, step: Step) -> tuple[bytes, ...]:
+        """Return the images of a step as a trainer reads them."""
+        store = BlobStore(str(self.work / "captured" / "blobs"))
+        return tuple(map(store.get, images_of(step)))
 
     def pixels(self, colour: str) -> Any:
         return self.processor.image_processor(image_of(colour), return_tensors="pt")["pixel_values"]
@@ -39,7 +58,7 @@ def vision(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Vision]:
     with standing(
         work, work / "model", processor.tokenizer, network, "--model-impl", "transformers"
     ) as contract:
-        yield Vision(contract, processor)
+        yield Vision(contract, processor, work)
 
 
 def conversation(name: str, colour: str) -> list[dict[str, Any]]:
@@ -76,6 +95,7 @@ def test_a_call_with_an_image_is_recorded_with_its_tokens_and_the_image(
         (seen,), (step,) = contract.ask(speaker, said, False, stream, temperature=0, max_tokens=12)
         checked(contract, speaker, step, seen, stream, pixel_values=vision.pixels(colour))
         assert encoded(image_of(colour)).encode() in step.request_json
+        assert vision.images(step) == (b64decode(encoded(image_of(colour))),)
         assert step.prompt_token_ids is not None
         # The prompt has the same placeholder for every image; the image itself is in the request.
         place = vision.processor.tokenizer.convert_tokens_to_ids(IMAGE)
@@ -104,3 +124,30 @@ def test_a_stock_vllm_tells_the_tokens_of_a_chat_with_an_image(
         stream,
         pixel_values=vision.pixels("red"),
     )
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", NAMES)
+def test_the_trainer_scores_a_reply_to_an_image_as_the_engine_did(
+    vision: Vision, name: str
+) -> None:
+    said, more = conversation(name, "blue"), {"temperature": 0, "max_tokens": 12}
+    _, (step,) = vision.contract.ask(SPEAKERS[name], said, False, False, **more)
+    assert step.prompt_token_ids is not None
+    prompt, sampled, images = unpack_ids(step.prompt_token_ids), ids_of(step), vision.images(step)
+    policy = Policy(vision.work / "model", TrainerSettings(device="cpu"))
+    ids = np.array([*prompt, *sampled], np.int32)
+    assert policy.images is not None and policy.images.misfit(images, ids) is None
+    on = np.arange(len(ids)) >= len(prompt)
+    tokens = Tokens(
+        ids,
+        on,
+        np.array([0.0] * len(prompt) + logprobs_of(step), np.float32),
+        np.full(len(ids), np.nan, np.float32),
+        np.full(len(ids), VERSION, object),
+        np.where(on, 0, -1).astype(np.int32),
+    )
+    batch = collate([TrainingSequence("t", tokens, images=images)], 1.0, policy.device)
+    difference = (policy.logprobs(batch) - batch.logprobs).abs().max().item()
+    print(f"largest difference of log-probabilities, engine and trainer: {difference:.1e}")
+    assert difference < CLOSE

@@ -485,7 +485,7 @@ def uninterrupted(feed: Feed, settings: Settings) -> list[WeightVersion]:
     weight_log, locate = MemoryWeightLog(), partial(starting_position, feed.cluster, feed.topic)
     run = open_run(settings, weight_log, [], set(), locate)
     decoder = Decoder(feed.cluster, feed.topics.schemas)
-    reader = BatchReader(feed.cluster, settings, decoder, run.position, lambda *_: None)
+    reader = BatchReader(feed.cluster, settings, decoder, run.position, None, lambda *_: None)
     torch.set_num_threads(settings.trainer.threads)
     while not run.finished:
         fetched = reader.next(run.position.next_batch_seq, 0.2)

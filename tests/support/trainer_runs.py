@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from hashlib import sha256
 from pathlib import Path
 
 from runtime.kafka import Fenced
@@ -151,6 +153,22 @@ def fetched(seq: int, topic_id: str = "topic") -> FetchedBatch:
     )
     position = Position(topic_id=topic_id, next_offset=2 * seq + 2, next_batch_seq=seq + 1)
     return FetchedBatch(batch=batch, trajectories=trajectories, position=position, read_seconds=0.0)
+
+
+def add_turn_with_images(
+    given: FetchedBatch, name: str, placeholders: Sequence[int], *images: bytes
+) -> None:
+    """Give a trajectory a second turn of two sampled tokens, whose prompt begins with images."""
+    trajectory = given.trajectories[name]
+    (step,) = trajectory.steps
+    digests = tuple(sha256(image).hexdigest() for image in images)
+    later = replace(step, step_id=f"{name}~2.0", index=1, parent=0, segment=3, images=digests)
+    environment = Segment(parent=1, token_ids=pack_ids([*placeholders, 4]))
+    said = Segment(
+        parent=2, step_index=1, token_ids=pack_ids([6, 7]), logprobs=pack_logprobs([-1.0, -2.0])
+    )
+    segments = (*trajectory.segments, environment, said)
+    given.trajectories[name] = replace(trajectory, steps=(step, later), segments=segments)
 
 
 def go(run: Run, first: int, last: int) -> None:

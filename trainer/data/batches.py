@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -12,6 +12,7 @@ from runtime.topics.records import Decoder, decode_all
 from schemas.errors import SettingsError
 from schemas.records import Late, PolicyApplied, ReadyBatch, Refused, Trajectory
 from schemas.settings import Settings
+from trainer.data.sequences import NO_IMAGES, BatchImages
 from trainer.data.trajectories import read_payload
 from trainer.errors import BatchGap, TopicReplaced
 from trainer.position import Position
@@ -22,6 +23,8 @@ CHECK_INTERVAL_S = 5.0
 
 DeadLetterSink = Callable[[Record, str, str, str], None]
 """A function of (record, topic id, reason, detail)."""
+ReadImages = Callable[[ReadyBatch, Mapping[str, Trajectory]], BatchImages]
+"""Returns the images of a batch and its payload."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +35,7 @@ class FetchedBatch:
     trajectories: dict[str, Trajectory]
     position: Position
     read_seconds: float
+    images: BatchImages = NO_IMAGES
 
     @property
     def offset(self) -> int:
@@ -72,8 +76,11 @@ class BatchReader:
         settings: Settings,
         decoder: Decoder,
         position: Position,
+        read_images: ReadImages | None,
         dead_letter: DeadLetterSink,
     ) -> None:
+        """read_images: None for a model without images."""
+        self._read_images = read_images
         self._cluster, self._settings, self._decoder = cluster, settings, decoder
         self._dead_letter_sink, self._topic_id = dead_letter, position.topic_id
         topics = settings.kafka.topics
@@ -137,9 +144,11 @@ class BatchReader:
         trajectories = read_payload(
             self._cluster, self._decoder, self._trajectories, self._group, batch
         )
+        images = self._read_images(batch, trajectories) if self._read_images else NO_IMAGES
         return FetchedBatch(
             batch=batch,
             trajectories=trajectories,
+            images=images,
             position=Position(
                 topic_id=self._topic_id,
                 next_offset=record.offset + 1,

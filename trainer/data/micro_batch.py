@@ -41,6 +41,7 @@ class MicroBatch:
         versions: id of the weight version that sampled the token, or None.
         computed_tokens: tokens of the pass, without padding.
         attended_pairs: pairs of query and key in the attention of a layer.
+        images: files of the images of the pass's only sequence; without images there may be more.
     """
 
     row: PackedRow | None
@@ -61,6 +62,7 @@ class MicroBatch:
     versions: NDArray[np.object_]
     computed_tokens: int
     attended_pairs: float
+    images: tuple[bytes, ...] = ()
 
 
 def collate(
@@ -73,7 +75,7 @@ def collate(
     """Return the tensors of a forward pass.
 
     Args:
-        sequences: at least one.
+        sequences: at least one; one with images is alone.
         temperature: for steps that record none.
         device: of the tensors.
         packed: in one row, each shared prefix once.
@@ -106,6 +108,7 @@ def collate(
         versions=trained.versions,
         computed_tokens=sum(sizes) if row is None else len(row.ids),
         attended_pairs=sum(n * n / 2 for n in sizes) if row is None else row.pairs,
+        images=sequences[0].images,
     )
 
 

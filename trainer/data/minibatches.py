@@ -39,14 +39,15 @@ def micro_batches(
 
     Packed, these are the tokens of the packed row. Otherwise it is the number of sequences times
     the longest length, with the sequences sorted by length. A single longer sequence has a pass of
-    its own.
+    its own, and so has each sequence with images: its pixels are in memory during that pass only.
     """
     if packed:
         rows = cut([sequence.tokens.ids for sequence in sequences], max_tokens)
         return [[sequences[i] for i in sorted(row)] for row in rows]
     out: list[list[TrainingSequence]] = []
     for sequence in sorted(sequences, key=lambda s: len(s.tokens.ids)):
-        if out and (len(out[-1]) + 1) * len(sequence.tokens.ids) <= max_tokens:
+        fits = out and (len(out[-1]) + 1) * len(sequence.tokens.ids) <= max_tokens
+        if fits and not sequence.images and not out[-1][0].images:
             out[-1].append(sequence)
         else:
             out.append([sequence])

@@ -30,12 +30,37 @@ class ReadableIds(NamedTuple):
 
     Attributes:
         vocabulary: valid ids are 0 to vocabulary - 1.
-        media: ids that stand for a part of an image, a video or a sound. The trainer passes token
-            ids alone, so the model would not see what the engine saw.
+        media: ids that stand for a part of an image, a video or a sound that the trainer cannot
+            pass. The model would not see what the engine saw.
+        images: ids that stand for a part of an image that it can pass.
     """
 
     vocabulary: int
     media: Collection[int] = ()
+    images: Collection[int] = ()
+
+    def without_images(self) -> ReadableIds:
+        """Return the ids that can be passed without images."""
+        return ReadableIds(self.vocabulary, {*self.media, *self.images})
+
+
+class BatchImages(NamedTuple):
+    """The images of a batch.
+
+    Attributes:
+        of_step: id of a trajectory and index of a step to the files of the images in its prompt.
+        unusable: id of a trajectory to why the trainer cannot pass an image of it.
+    """
+
+    of_step: Mapping[tuple[str, int], tuple[bytes, ...]]
+    unusable: Mapping[str, str]
+
+    def of(self, sequence: TrainingSequence) -> tuple[bytes, ...]:
+        """Return the images of a sequence."""
+        return self.of_step.get((sequence.trajectory_id, sequence.last_step), ())
+
+
+NO_IMAGES = BatchImages({}, {})
 
 
 class Tokens(NamedTuple):
@@ -80,6 +105,7 @@ class TrainingSequence:
             the batch, and what it is to predict; None without a critic.
         group: index of its group, among those of its environment in the batch.
         environment: a name in `trainer.environments`; None: another one, or none.
+        images: files of the images whose placeholders are among the tokens, in their order.
     """
 
     trajectory_id: str
@@ -92,10 +118,16 @@ class TrainingSequence:
     returns: NDArray[np.float32] | None = None
     group: int = 0
     environment: str | None = None
+    images: tuple[bytes, ...] = ()
 
     @property
     def trained_tokens(self) -> int:
         return int(np.count_nonzero(self.tokens.mask))
+
+    @property
+    def last_step(self) -> int:
+        """Index of the step that sampled its end: its prompt and response are the tokens."""
+        return int(self.tokens.steps[-1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,6 +189,7 @@ def sequences_of_batch(
     rewards_used: RewardUse,
     readable: ReadableIds,
     environment: str | None = None,
+    images: BatchImages = NO_IMAGES,
 ) -> BatchSequences:
     """Return all sequences of a batch.
 
@@ -171,6 +204,7 @@ def sequences_of_batch(
         rewards_used: rewards that the algorithm uses.
         readable: ids that the model can compute.
         environment: of the batch; the sequences name it.
+        images: of the batch.
 
     Raises:
         TooFewMembers: a group is smaller than the algorithm needs.
@@ -193,9 +227,10 @@ def sequences_of_batch(
             if name not in names:
                 unrewarded.append(name)
                 continue
+            known = readable.without_images() if name in images.unusable else readable
             sequences += (
-                replace(path, group=groups, environment=environment)
-                for path in _readable_paths(trajectories[name], member, readable, lost)
+                replace(path, group=groups, environment=environment, images=images.of(path))
+                for path in _readable_paths(trajectories[name], member, known, lost)
             )
         groups += bool(usable)
     return BatchSequences(
@@ -269,7 +304,9 @@ def trained_lengths(sequences: Sequence[TrainingSequence]) -> tuple[int, ...]:
 
 
 def sequences_of(
-    trajectory: Trajectory, untrainable_steps: Collection[str]
+    trajectory: Trajectory,
+    untrainable_steps: Collection[str],
+    readable: ReadableIds | None = None,
 ) -> list[TrainingSequence]:
     """Return the sequences of one trajectory, leaves in order.
 
@@ -279,11 +316,15 @@ def sequences_of(
         trajectory: the trajectory.
         untrainable_steps: step ids from the batch, in addition to the steps that the trajectory
             itself marks as untrainable.
+        readable: ids that the model can compute; None: all.
 
     Raises:
         PayloadUnreadable: the tree or a trainable segment is broken.
     """
-    return list(_paths(trajectory, _segment_tokens(trajectory, untrainable_steps)))
+    tree = _segment_tokens(trajectory, untrainable_steps)
+    if readable is not None:
+        _lost_tokens(trajectory, tree, readable)
+    return list(_paths(trajectory, tree))
 
 
 def _segment_tokens(trajectory: Trajectory, untrainable_steps: Collection[str]) -> list[Tokens]:

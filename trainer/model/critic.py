@@ -26,6 +26,7 @@ from trainer.model.scores import hidden_states, logprobs_of
 from trainer.model.state import ModelState, OptimizerState
 from trainer.parallel.processes import ONE, Processes
 from trainer.parallel.sharding import shard, whole
+from trainer.vision.inputs import ImageInputs
 
 PATH_SETTING = "trainer.critic.path"
 
@@ -40,10 +41,14 @@ class ValueModel(torch.nn.Module):
     first_sync_index: Tensor
 
     def __init__(
-        self, backbone: PreTrainedModel, settings: TrainerSettings, sync_index: int
+        self,
+        backbone: PreTrainedModel,
+        settings: TrainerSettings,
+        sync_index: int,
+        images: ImageInputs | None,
     ) -> None:
         super().__init__()
-        self.backbone, self._settings = backbone, settings
+        self.backbone, self._settings, self._images = backbone, settings, images
         # Not `nn.Linear`: it draws random numbers, and the policy's must not depend on a critic.
         self.weight = torch.nn.Parameter(torch.zeros(backbone.config.get_text_config().hidden_size))
         self.bias = torch.nn.Parameter(torch.zeros(1))  # FSDP shards no scalars
@@ -51,7 +56,7 @@ class ValueModel(torch.nn.Module):
 
     def forward(self, batch: MicroBatch) -> Tensor:
         """Return the value before every trained token, shape (tokens,), float32."""
-        states = hidden_states(self.backbone, batch, self._settings).float()
+        states = hidden_states(self.backbone, batch, self._settings, self._images).float()
         return states @ self.weight + self.bias
 
 
@@ -73,6 +78,7 @@ class Critic:
         *,
         weights: bool = True,
         processes: Processes = ONE,
+        images: ImageInputs | None = None,
     ) -> None:
         """Load the weights of a Hugging Face directory, with a new head and optimiser.
 
@@ -83,16 +89,19 @@ class Critic:
             sync_index: of the version that training starts from; the warm-up counts from here.
             weights: False leaves the weights uninitialized, for a checkpoint that is loaded next.
             processes: that share the model.
+            images: inputs of the policy for images; None: it takes none.
 
         Raises:
-            SettingsError: the weights cannot be read.
+            SettingsError: the weights cannot be read, or do not take the policy's images.
         """
         self._settings, self._device, self._processes = settings, device, processes
         self._auxiliary = auxiliary_files(directory)
         causal, self._own_dtypes = (
             load_masters(directory, PATH_SETTING) if weights else empty_masters(directory)
         )
-        model = ValueModel(causal.base_model, settings, sync_index).eval()
+        if images is not None:
+            images.check_takes(causal, PATH_SETTING)
+        model = ValueModel(causal.base_model, settings, sync_index, images).eval()
         # `shard` moves one layer at a time, so no device holds the whole model.
         self.model = model.to(device) if processes.size == 1 else model
         shard(self.model, processes, device)

@@ -14,12 +14,19 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    GenerationConfig,
+    PreTrainedConfig,
+)
 from transformers.initialization import no_init_weights
 from transformers.utils import logging as transformers_logging
 
 from schemas.errors import SettingsError
 from trainer.parallel.sharding import parameter_ids, whole
+from trainer.vision.inputs import has_vision
 
 DTYPES = "dtypes.json"
 """File of a checkpoint's model directory: the dtypes of the model that the run began with."""
@@ -65,7 +72,8 @@ def load_masters(directory: Path, setting: str = "trainer.model_path") -> tuple[
         )
     transformers_logging.disable_progress_bar()
     try:
-        model = AutoModelForCausalLM.from_pretrained(directory, dtype="auto", local_files_only=True)
+        config = AutoConfig.from_pretrained(directory, local_files_only=True)
+        model = auto_class(config).from_pretrained(directory, dtype="auto", local_files_only=True)
         main, tensors = model.config.dtype, model.state_dict()
         own = {name: tensor.dtype for name, tensor in tensors.items() if tensor.is_floating_point()}
         others = {name: dtype for name, dtype in own.items() if dtype != main}
@@ -80,13 +88,18 @@ def empty_masters(directory: Path) -> tuple[Any, TensorDtypes]:
     """Return the model of a directory from `save_configuration` with uninitialized weights."""
     config = AutoConfig.from_pretrained(directory, local_files_only=True)
     with no_init_weights():
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = auto_class(config).from_config(config, dtype=torch.float32)
     model.tie_weights()
     if (directory / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(directory, local_files_only=True)
     names = json.loads((directory / DTYPES).read_text())
     others = {name: getattr(torch, dtype) for name, dtype in names["others"].items()}
     return model, TensorDtypes(getattr(torch, names["main"]), others)
+
+
+def auto_class(config: PreTrainedConfig) -> Any:
+    """Return the class that loads a model: with its vision tower, if it has one."""
+    return AutoModelForImageTextToText if has_vision(config) else AutoModelForCausalLM
 
 
 def save_configuration(

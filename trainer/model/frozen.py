@@ -20,6 +20,7 @@ from trainer.model.scores import Scores, logprobs_of
 from trainer.model.tokenizer import tokenizer_fingerprint
 from trainer.parallel.processes import ONE, Processes
 from trainer.parallel.sharding import shard
+from trainer.vision.inputs import ImageInputs
 
 FrozenColumn = Literal["ref_logprobs", "teacher_logprobs"]
 SETTINGS: Mapping[FrozenColumn, str] = {
@@ -39,6 +40,7 @@ class FrozenModel:
         device: torch.device,
         tokenizer: str | None,
         processes: Processes = ONE,
+        images: ImageInputs | None = None,
     ) -> None:
         """Load the model that gives a column.
 
@@ -48,9 +50,11 @@ class FrozenModel:
             device: of the model.
             tokenizer: fingerprint of the policy's tokenizer; None: not known.
             processes: that share the model.
+            images: inputs of the policy for images; None: it takes none.
 
         Raises:
-            SettingsError: none is set, its weights cannot be read, or its tokenizer is another one.
+            SettingsError: none is set, its weights cannot be read, its tokenizer is another one, or
+                it does not take the policy's images.
         """
         self._column, self._settings, self._device = column, settings, device
         self._setting = f"trainer.{SETTINGS[column]}"
@@ -59,10 +63,12 @@ class FrozenModel:
             raise SettingsError(f"setting {self._setting}: the algorithm needs it")
         check_same_tokenizer(directory, tokenizer, self._setting)
         model, _ = load_masters(directory, self._setting)
+        if images is not None:
+            images.check_takes(model, self._setting)
         # `shard` moves one layer at a time, so no device holds the whole model.
         self.model = (model.to(device) if processes.size == 1 else model).eval()
         self.model.requires_grad_(False)
-        self._scores, self._processes = Scores(self.model, settings), processes
+        self._scores, self._processes = Scores(self.model, settings, images), processes
         shard(self._scores, processes, device)
 
     def logprobs(self, batch: MicroBatch) -> Tensor:

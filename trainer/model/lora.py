@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from safetensors.torch import save_file
 from schemas.errors import SettingsError
 from schemas.settings import LoraSettings
 from trainer.parallel.sharding import whole
+from trainer.vision.inputs import has_vision
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -27,7 +29,8 @@ IDENTITY = "lora.json"
 def with_adapter(model: Any, settings: LoraSettings, base: Path) -> PeftModel:
     """Add a new adapter to a model in place and freeze all other weights.
 
-    The new adapter changes no output: its second matrix is zero.
+    The new adapter changes no output: its second matrix is zero. A vision-language model gets it in
+    its language model only: vLLM serves no other adapters by default.
 
     Args:
         model: of transformers.
@@ -46,6 +49,7 @@ def with_adapter(model: Any, settings: LoraSettings, base: Path) -> PeftModel:
         lora_alpha=settings.alpha,  # type: ignore[arg-type]  # any number
         lora_dropout=0.0,
         target_modules=names[0] if names == ["all-linear"] else names,
+        exclude_modules=_outside_language_model(model) if has_vision(model.config) else None,
         task_type="CAUSAL_LM",
         base_model_name_or_path=str(base),
     )
@@ -53,6 +57,13 @@ def with_adapter(model: Any, settings: LoraSettings, base: Path) -> PeftModel:
         return get_peft_model(model, config)
     except ValueError as e:
         raise SettingsError(f"setting trainer.lora.target_modules={names}: {e}") from e
+
+
+def _outside_language_model(model: Any) -> str:
+    """Return a pattern of the names of all modules that are not in the language model."""
+    decoder = model.get_decoder()
+    name = next(name for name, module in model.named_modules() if module is decoder)
+    return rf"(?!{re.escape(name)}\.).*"
 
 
 def save_adapter(

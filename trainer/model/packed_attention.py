@@ -22,6 +22,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from runtime.logs import logger
 from schemas.settings import TrainerSettings
 from trainer.data.packing import Block, PackedRow
+from trainer.vision.inputs import has_vision
 
 NAME = "packed"
 """Of this attention in transformers."""
@@ -82,7 +83,7 @@ def not_packable(model: PreTrainedModel) -> str | None:
         return "layers with chunked attention"
     if getattr(text, "v_head_dim", None) is not None:
         return "heads whose values have another width than their keys"
-    if getattr(config, "vision_config", None) is not None:
+    if has_vision(config):
         return "positions of images"
     if model._is_stateful:
         return "recurrent layers"

@@ -28,6 +28,7 @@ from trainer.model.state import ModelState, OptimizerState, RandomState
 from trainer.model.tokenizer import tokenizer_fingerprint
 from trainer.parallel.processes import ONE, Processes
 from trainer.parallel.sharding import checkpoint_activations, shard
+from trainer.vision.inputs import ImageInputs, freeze_vision
 
 
 class Policy:
@@ -44,6 +45,7 @@ class Policy:
         base_model: digest of the frozen model's files; None without an adapter.
         state: the parts that a checkpoint stores: weights, optimiser, random states.
         tokenizer_fingerprint: of the tokenizer beside the weights; None if there is none.
+        images: inputs for images; None if it takes none.
     """
 
     def __init__(
@@ -75,16 +77,19 @@ class Policy:
         self.model = model.to(self.device) if processes.size == 1 else model
         self._auxiliary = auxiliary_files(directory)
         self.tokenizer_fingerprint = tokenizer_fingerprint(directory)
+        self.images = ImageInputs.load(directory, self.model.config)
         # Gradients flow, but dropout is off: the trained model must equal the sampled model.
         self.model.eval()
         torch.manual_seed(settings.seed)
         self._adapter, self.base_model = None, None
+        if settings.freeze_vision:
+            freeze_vision(self.model)
         if settings.lora.rank is not None:
             self._adapter = with_adapter(self.model, settings.lora, directory)
             self.base_model = digest_of_model(directory)
         if settings.activation_checkpointing:
             checkpoint_activations(self.model)
-        self.scores = Scores(self.model, settings)
+        self.scores = Scores(self.model, settings, self.images)
         shard(self.scores, processes, self.device)
         self.optimizer = torch.optim.AdamW(
             self.trained,
@@ -107,7 +112,9 @@ class Policy:
     def readable(self) -> ReadableIds:
         """The ids with an embedding, and those of them that stand for images, videos and sounds."""
         embeddings = self.model.get_input_embeddings().num_embeddings
-        return ReadableIds(int(embeddings), media_placeholders(self.model.config))
+        images = frozenset[int]() if self.images is None else {self.images.placeholder}
+        media = media_placeholders(self.model.config)
+        return ReadableIds(int(embeddings), media - images, images)
 
     def save(self, directory: Path, dtypes: TensorDtypes) -> None:
         """Write a Hugging Face directory: safetensors, configuration and tokenizer files.

@@ -18,36 +18,46 @@ from trainer.data.sequences import TrainingSequence
 from trainer.model.chunked_scores import chunked_scores
 from trainer.model.packed_attention import structure_of, use_packing
 from trainer.parallel.processes import ONE, Processes
+from trainer.vision.inputs import ImageInputs
 
 
-def hidden_states(decoder: PreTrainedModel, batch: MicroBatch, settings: TrainerSettings) -> Tensor:
+def hidden_states(
+    decoder: PreTrainedModel,
+    batch: MicroBatch,
+    settings: TrainerSettings,
+    images: ImageInputs | None = None,
+) -> Tensor:
     """Return the last hidden state before every trained token.
 
     Args:
         decoder: a transformer without its head.
         batch: the tokens.
         settings: the dtype of the pass.
+        images: makes the model's inputs of the images of a batch that has some.
 
     Returns:
         Shape (tokens, width), with gradient.
     """
     with _autocast(batch, settings):
-        output = decoder(**_inputs(batch))
+        output = decoder(**_inputs(batch, images))
     states: Tensor = output.last_hidden_state.flatten(0, 1)[batch.before]
     return states
 
 
-def _inputs(batch: MicroBatch) -> dict[str, Any]:
+def _inputs(batch: MicroBatch, images: ImageInputs | None) -> dict[str, Any]:
     """Return the arguments of a forward pass.
 
     There is no attention mask for padded rows: padding is on the right, where a causal model never
-    looks, and flash kernels accept no mask.
+    looks, and flash kernels accept no mask. Positions among images follow the model's own rule.
     """
     found: dict[str, Any] = {"input_ids": batch.token_ids, "use_cache": False}
     if batch.row is not None:
         device = batch.token_ids.device
         found["position_ids"] = torch.from_numpy(batch.row.positions).to(device).unsqueeze(0)
         found["structure"] = structure_of(batch.row, device)
+    if batch.images:
+        assert images is not None, "a sequence with images for a model without them"
+        found |= images.tensors(batch.images, batch.token_ids)
     return found
 
 
@@ -64,9 +74,15 @@ class Scores(nn.Module):
         packed: the model takes packed rows.
     """
 
-    def __init__(self, model: PreTrainedModel, settings: TrainerSettings) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        settings: TrainerSettings,
+        images: ImageInputs | None = None,
+    ) -> None:
+        """images: of a vision-language model."""
         super().__init__()
-        self._model, self._settings = model, settings
+        self._model, self._settings, self._images = model, settings, images
         self.packed = use_packing(model, settings)
 
     @cached_property
@@ -92,7 +108,7 @@ class Scores(nn.Module):
         """Compute one pass."""
         if self._plain_head:
             return chunked_scores(
-                hidden_states(self._model.base_model, batch, self._settings),
+                hidden_states(self._model.base_model, batch, self._settings, self._images),
                 self._model.get_output_embeddings().weight,
                 batch.targets,
                 batch.temperatures,
@@ -100,7 +116,7 @@ class Scores(nn.Module):
                 with_entropy=with_entropy,
             )
         with _autocast(batch, self._settings):
-            logits = self._model(**_inputs(batch)).logits
+            logits = self._model(**_inputs(batch, self._images)).logits
         scores = logits.flatten(0, 1)[batch.before].float() / batch.temperatures.unsqueeze(-1)
         normalizers = scores.logsumexp(-1)
         logprobs = scores.gather(-1, batch.targets.unsqueeze(-1)).squeeze(-1) - normalizers

@@ -94,7 +94,21 @@ class Processes:
 
         Returns:
             For each pass its sequences, and whether it counts. One that does not count fills up.
+            Those with images come last: only they gather the weights of the vision tower.
         """
+        seen = [sequence for sequence in sequences if sequence.images]
+        unseen = [sequence for sequence in sequences if not sequence.images]
+        return [
+            found
+            for kind in (unseen, seen)
+            if kind
+            for found in self._passes(kind, max_tokens, packed=packed)
+        ]
+
+    def _passes(
+        self, sequences: Sequence[TrainingSequence], max_tokens: int, *, packed: bool
+    ) -> list[tuple[list[TrainingSequence], bool]]:
+        """Return the passes of sequences that are all with images, or all without."""
         parts = [
             micro_batches(part, max_tokens, packed=packed)
             for part in shares(sequences, self.size, packed=packed)

@@ -1,0 +1,1 @@
+"""Images: from recorded files to the inputs of a vision-language model."""
