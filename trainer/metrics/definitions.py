@@ -68,7 +68,7 @@ SECTIONS: Mapping[str, tuple[Metric, ...]] = {
         _total(
             "tokens_with_media",
             "tokens",
-            "Not trained: behind images, videos or sounds, that are not passed to the model.",
+            "Not trained: behind images, videos or sounds that are not passed to the model.",
         ),
         _total("tokens_now_at_zero", "tokens", "Not trained: the policy gives probability zero."),
         _total("tokens_computed", "tokens", "Tokens of all passes, context included, no padding."),
