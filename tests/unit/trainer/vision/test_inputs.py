@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from support.qwen_vision_model import make_qwen_vision_model
+from support.sized_vision_models import make_idefics_model, make_qwen_vision_model
 from support.vision_model import IMAGE, encoded, make_vision_model
 
 from schemas.errors import SettingsError
@@ -44,10 +44,12 @@ class Family:
         return self.processor(text=[text], images=[opened], return_tensors="pt")
 
 
-@pytest.fixture(scope="module", params=["llava", "qwen2_vl"])
+@pytest.fixture(scope="module", params=["llava", "qwen2_vl", "idefics3"])
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Family:
     if request.param == "llava":
         return Family(make_vision_model(tmp_path_factory.mktemp("llava") / "model"), IMAGE)
+    if request.param == "idefics3":
+        return Family(make_idefics_model(), IMAGE)
     return Family(make_qwen_vision_model(), "<|vision_start|><|image_pad|><|vision_end|>")
 
 
