@@ -304,9 +304,7 @@ def trained_lengths(sequences: Sequence[TrainingSequence]) -> tuple[int, ...]:
 
 
 def sequences_of(
-    trajectory: Trajectory,
-    untrainable_steps: Collection[str],
-    readable: ReadableIds | None = None,
+    trajectory: Trajectory, untrainable_steps: Collection[str], readable: ReadableIds | None = None
 ) -> list[TrainingSequence]:
     """Return the sequences of one trajectory, leaves in order.
 
