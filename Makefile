@@ -21,7 +21,7 @@ test-unit-sockets: PART := $(GATEWAY_SOCKETS)
 test-unit-gateway: PART := tests/unit/gateway $(GATEWAY_SOCKETS:%=--ignore=%)
 test-unit-others: PART := tests/unit --ignore=tests/unit/gateway
 
-.PHONY: help install demo up down test test-unit $(UNIT_PARTS) test-long test-compose test-exports test-readers test-alerts smollm2 environments test-environments lint format lock bench-gateway bench-jobs bench-trainer bench-weights bench-check docs clean
+.PHONY: help install demo up down test test-unit $(UNIT_PARTS) test-long test-compose test-exports test-readers test-browser test-alerts smollm2 environments test-environments lint format lock bench-gateway bench-jobs bench-trainer bench-weights bench-check docs clean
 
 help: ## this list
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -69,6 +69,12 @@ test-readers: install ## the tables in Polars, pandas and DuckDB's delta extensi
 test-alerts: install ## alert rules and dashboards with Prometheus' promtool, which apt downloads to .cache
 	[ -x .cache/promtool/usr/bin/promtool ] || (mkdir -p .cache/promtool && cd .cache/promtool && apt-get download prometheus && dpkg -x prometheus_*.deb . && rm prometheus_*.deb)
 	$(PY) -m pytest tests/unit/infra/test_monitoring.py -q
+
+test-browser: install ## the inspector in Chromium (by apt), with Playwright and axe-core outside of .venv
+	command -v chromium >/dev/null || apt-get install -y --no-install-recommends chromium
+	.venv/bin/uv pip install -q --python $(PY) --target .cache/browser --no-deps --require-hashes -r requirements/browser.lock
+	[ -e .cache/browser/axe ] || (mkdir -p .cache/browser/axe && cd .cache/browser/axe && npm pack -s axe-core@4.14.1 && tar xzf axe-core-*.tgz)
+	PYTHONPATH=$(CURDIR):.cache/browser $(PY) -m pytest tests/browser -m browser -q -W default
 
 environments: install ## reasoning-gym and textarena into .venv, verifiers into .venv-verifiers
 	.venv/bin/uv pip install -q --no-deps --compile-bytecode --require-hashes -r requirements/environments.lock

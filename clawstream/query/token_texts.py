@@ -10,7 +10,9 @@ from urllib.parse import unquote, urlsplit
 from runtime.logs import logger
 
 FILE = "tokenizer.json"
-_QUERY = "SELECT files FROM weights_raw WHERE version_id = $version LIMIT 1"
+_QUERY = """SELECT files FROM weights_raw WHERE run_id = split_part($version, '/', 1)
+    ORDER BY version_id = $version DESC, kafka_timestamp DESC LIMIT 20"""
+"""The version, then the newest of its run: files of old versions are deleted."""
 
 
 class TokenTexts:
@@ -37,8 +39,8 @@ class TokenTexts:
         return None if tokenizer is None else [_text(tokenizer, i) for i in ids]
 
     def _open(self, version: str | None) -> Any:
-        path = self._path(version)
-        if path is None or not path.is_file():
+        path = next((p for p in self._paths(version) if p.is_file()), None)
+        if path is None:
             return None
         try:
             from tokenizers import Tokenizer
@@ -48,14 +50,12 @@ class TokenTexts:
             logger().warning("tokenizer_unreadable", file=str(path), error=str(e))
             return None
 
-    def _path(self, version: str | None) -> Path | None:
+    def _paths(self, version: str | None) -> list[Path]:
         if self._directory is not None:
-            return self._directory / FILE
+            return [self._directory / FILE]
         found = self._rows(_QUERY, {"version": version}) if version else []
-        urls = (f["url"] for row in found for f in row["files"] or ())
-        url = next((u for u in urls if u.endswith(f"/{FILE}")), None)
-        parts = urlsplit(url or "")
-        return Path(unquote(parts.path)) if parts.scheme == "file" else None
+        urls = [urlsplit(f["url"]) for row in found for f in row["files"] or ()]
+        return [Path(unquote(u.path)) for u in urls if u.scheme == "file" and u.path.endswith(FILE)]
 
 
 def _text(tokenizer: Any, token: int) -> str:

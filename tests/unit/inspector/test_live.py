@@ -1,0 +1,44 @@
+"""The newest trajectories, as a fold over records."""
+
+from __future__ import annotations
+
+from support.admit import cand
+from support.export_lake import turn
+
+from inspector.live import recent
+from inspector.live.recent import Recent
+from schemas.records import RewardValue, SessionEvent
+
+OPENED = SessionEvent(
+    event_id="e", run_id="run", trajectory_key="a", kind="opened", group_id="g", created_at=0
+)
+
+
+def test_a_trajectory_opens_grows_and_closes() -> None:
+    seen = Recent()
+    assert seen.fold(OPENED, 1000)
+    seen.fold(turn("a", 0, [1], [2]), 2000)
+    (row,) = seen.rows(5)
+    assert (row["steps"], row["outcome"], row["group_id"], row["said"]) == (1, None, "g", "[2]")
+    assert str(row["at"]) == "1970-01-01 00:00:02"
+    reward = RewardValue(
+        source="env", name="score", function_version="1", value=0.5, reward_revision=0
+    )
+    seen.fold(cand("a", run_id="run", trajectory_key="a", rewards=(reward,)), 3000)
+    (row,) = seen.rows(5)
+    assert (row["outcome"], row["reward"]) == ("completed", 0.5)
+
+
+def test_the_newest_comes_first_and_the_oldest_is_forgotten() -> None:
+    seen = Recent()
+    for number in range(recent.KEPT + 1):
+        seen.fold(turn(f"k{number}", 0, [1], [2]), number)
+    seen.fold(turn("k5", 1, [1], [2]), 10**6)
+    rows = seen.rows(recent.KEPT + 1)
+    assert [r["trajectory_id"] for r in rows[:2]] == ["k5", f"k{recent.KEPT}"]
+    assert len(rows) == recent.KEPT and rows[-1]["trajectory_id"] == "k1"
+
+
+def test_other_records_change_nothing() -> None:
+    seen = Recent()
+    assert not seen.fold(object(), 1) and seen.rows(1) == []
