@@ -47,6 +47,12 @@ class Metrics:
         self.steps_spooled = counter(
             "steps_spooled", "Steps made durable in the spool, not on Kafka"
         )
+        self.continuations = counter(
+            "continuations",
+            "Steps of runs with gateway.exact_continuation: kept (the prompt continues the ids of "
+            "the earlier turn), or why the prompt was rendered (see exact-continuation.md)",
+            "outcome",
+        )
         self.not_recorded = counter(
             "not_recorded", "Attempts to record that both Kafka and the spool refused"
         )

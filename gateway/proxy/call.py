@@ -181,6 +181,8 @@ class ProxiedCall:
             services.metrics.recorded[step.status].inc()
             if self.call.continues is not None:
                 services.continuations.remember(self.call.continues, step)
+            if step.continuation is not None:
+                services.metrics.continuations.labels(step.continuation.reason or "kept").inc()
         if delivery == "spooled":
             services.metrics.steps_spooled.inc(len(steps))
 

@@ -111,6 +111,8 @@ def test_a_conversation_with_tools_is_one_sequence(
                 previous_step_id=before.step_id, kept_tokens=len(kept) // 4
             )
         assert [CONTINUE in h for h in w.engine.headers] == [False, True, True, True]
+        assert await w.metric('clawstream_gateway_continuations_total{outcome="first_turn"}') == 1
+        assert await w.metric('clawstream_gateway_continuations_total{outcome="kept"}') == 3
 
     run_gateway(tmp_path, CODEC, scenario, answers, exact_continuation="qwen3")
 
