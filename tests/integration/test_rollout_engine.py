@@ -28,7 +28,6 @@ from support.engine import (
     IM_END,
     WIRES,
     Engine,
-    Sampled,
     captured,
     chat,
     comparable,
@@ -46,6 +45,7 @@ from support.engine import (
     tokenizer,
     worst,
 )
+from support.in_flight import counted, reloaded_under_load, worst_of_spans
 
 from demo.model import make_random_model
 from demo.task import TOOLS
@@ -267,67 +267,12 @@ def test_the_client_sees_the_same_with_and_without_capture(
         assert told.choices
 
 
-async def counted(engine: Engine, metric: str) -> float:
-    """Return a metric of the engine."""
-    async with engine.http.get(f"{engine.url}/metrics") as reply:
-        lines = [line for line in (await reply.text()).splitlines() if line.startswith(metric)]
-    return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
-
-
 def test_five_reloads_under_load_lose_nothing_and_label_every_token(engine: Engine) -> None:
     versions = {f"run/{i}.0": random_version(engine.work, i) for i in range(6)}
-    replies: list[Sampled] = []
-
-    async def client(number: int, until: asyncio.Event) -> None:
-        # Different lengths, so that the calls end at different times and every swap meets calls in
-        # flight.
-        tokens = 140 + 4 * number
-        while not until.is_set():
-            body = request(
-                temperature=1.0, max_tokens=tokens, ignore_eos=True, stream=number % 2 == 0
-            )
-            replies.append((await chat(engine, body)).tokens)
-            assert len(replies[-1].ids) == tokens
-
-    async def under_load() -> None:
-        """Wait until the calls in flight have sampled from the loaded version."""
-        before = await counted(engine, "vllm:generation_tokens_total")
-        async with asyncio.timeout(300):
-            while (  # noqa: ASYNC110 - another process counts
-                await counted(engine, "vllm:generation_tokens_total") < before + 300
-            ):
-                await asyncio.sleep(0.02)
-
-    async def scenario() -> None:
-        await engine.load("run/0.0", versions["run/0.0"])
-        loaded = asyncio.Event()
-        async with asyncio.TaskGroup() as clients:
-            for i in range(16):
-                clients.create_task(client(i, loaded))
-            for version, directory in list(versions.items())[1:]:
-                await under_load()
-                served = await engine_label(engine.http, engine.url)
-                result = await load_version(
-                    engine.http, engine.url, version, manifest(directory), engine.work, served
-                )
-                print(version, result, f"{result.total_ms:.0f} ms")
-                assert await engine_label(engine.http, engine.url) == version
-            loaded.set()
-
-    engine.run(scenario())
-    order = list(versions)
-    for reply in replies:
-        assert spans_cover(reply)
-        seen = [order.index(version) for version, _, _ in reply.spans]
-        assert seen == sorted(set(seen))
+    replies, _ = reloaded_under_load(engine, versions, tokens_between=300)
     crossing = [reply for reply in replies if len(reply.spans) > 1]
-    assert {version for reply in crossing for version, _, _ in reply.spans} == set(order)
-    # A token's log-probability is that of the version in its span, over all preceding tokens.
-    for reply in crossing[:3] + crossing[-3:]:
-        for version, start, end in reply.spans:
-            prefix = reply.prompt_ids + reply.ids[:start]
-            expected = logprobs_of(versions[version], prefix, reply.ids[start:end])
-            assert worst(reply.logprobs[start:end], expected) < 1e-3
+    assert {version for reply in crossing for version, _, _ in reply.spans} == set(versions)
+    assert worst_of_spans(crossing[:3] + crossing[-3:], versions) < 1e-3
 
 
 def break_file(files: Path) -> None:

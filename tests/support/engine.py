@@ -133,12 +133,19 @@ def engine_settings(**more: Any) -> RolloutSettings:
 
 
 @contextmanager
-def serving(work: Path, lora_rank: int | None = None) -> Iterator[Engine]:
-    """Run a server on a model of random weights; the server has ended after the block."""
+def serving(
+    work: Path, lora_rank: int | None = None, extra_args: Sequence[str] = ()
+) -> Iterator[Engine]:
+    """Run a server on a model of random weights; the server has ended after the block.
+
+    extra_args: further arguments of vLLM.
+    """
     # A default of the engine that no request names. It exceeds the size of the vocabulary, so it
     # removes no token.
     defaults = ("--override-generation-config", f'{{"top_k": {DEFAULT_TOP_K}}}')
-    settings = engine_settings(max_num_seqs=64, startup_timeout_s=600, extra_args=defaults)
+    settings = engine_settings(
+        max_num_seqs=64, startup_timeout_s=600, extra_args=(*defaults, *extra_args)
+    )
     server = VllmServer(settings, random_version(work, 0), work / "vllm.log", lora_rank)
     with closing(asyncio.Runner()) as runner:
 
