@@ -158,14 +158,15 @@ def check(run: Run, back: WorkerStatus) -> None:
     away = [v for v in versions if run.killed_at < v.created_at < back.heartbeat_at]
     before_start = [v.sync_index for v in versions if v.created_at < back.started_at]
     assert away, "training went on while the worker was away"
-    # Nothing that it samples is older than what was published before its engine started.
     assert index_of(back.weight_version) >= max(before_start)
+    # Nothing that it samples is older than what was published before its engine started.
     again = [
         step
         for step in run.feed.events(run.feed.topics.steps, Step)
-        if step.worker_id == KILLED and step.received_at > run.killed_at
+        if step.worker_id == KILLED and step.received_at > back.started_at
     ]
-    assert again and all(index_of(s.version_first) >= max(before_start) for s in again)
+    sampled = [index_of(span.version) for step in again for span in step.versions]
+    assert min(sampled) >= max(before_start)
 
     trained = run.trained()
     assert {step.worker_id for _, step in trained} == {KILLED, OTHER}
