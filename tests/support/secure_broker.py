@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -110,7 +111,7 @@ def secure_broker(directory: Path) -> Iterator[SecureBroker]:
         stdout=subprocess.DEVNULL,
     )
     command = node_config.server_command(java, jars, plan, 300, options)
-    jvm = Jvm(command, plan.output, parent_death_signal=None)
+    jvm = Jvm(command, plan.output, parent_death_signal=signal.SIGKILL)
     try:
         admin = AdminClient(admin_options(port, certificate))
         await_login(admin, jvm, plan.log)
