@@ -58,9 +58,9 @@ Message = dict[str, Any]
 Progress = Callable[[int, int, float], None]
 
 
-def build_tokenizer() -> PreTrainedTokenizerFast:
+def build_tokenizer(phrases: tuple[str, ...] = PHRASES) -> PreTrainedTokenizerFast:
     """Return a word-level tokenizer over a prefix-free vocabulary, with the chat template."""
-    vocabulary = SPECIAL + TAGS + PHRASES
+    vocabulary = SPECIAL + TAGS + phrases
     if any(a != b and b.startswith(a) for a in vocabulary for b in vocabulary):
         raise AssertionError(
             "the vocabulary is not prefix-free: decoding then encoding would not give the same ids"
@@ -69,7 +69,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
         models.WordLevel({word: i for i, word in enumerate(vocabulary)}, unk_token="<unk>")
     )
     core.pre_tokenizer = pre_tokenizers.Split(
-        Regex("|".join([*map(re.escape, PHRASES), r"[\s\S]"])), "isolated"
+        Regex("|".join([*map(re.escape, phrases), r"[\s\S]"])), "isolated"
     )
     core.decoder = decoders.Fuse()
     core.add_special_tokens(list(SPECIAL))
@@ -135,7 +135,7 @@ def _total(number: int) -> Message:
 
 
 def tokenize(
-    tokenizer: PreTrainedTokenizerFast, messages: list[Message]
+    tokenizer: PreTrainedTokenizerFast, messages: list[Message], tools: list[dict[str, Any]] = TOOLS
 ) -> tuple[list[int], list[float]]:
     """Return the ids of a conversation and their weights.
 
@@ -146,18 +146,22 @@ def tokenize(
     for i, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        prompt = _render(tokenizer, messages[:i], generate=True)
-        ids = _render(tokenizer, messages[: i + 1], generate=False)
+        prompt = _render(tokenizer, messages[:i], tools, generate=True)
+        ids = _render(tokenizer, messages[: i + 1], tools, generate=False)
         reply = len(ids) - len(prompt)
         weights += [0.0] * (len(prompt) - len(weights)) + [1.0 / reply] * reply
     return ids, weights
 
 
 def _render(
-    tokenizer: PreTrainedTokenizerFast, messages: list[Message], *, generate: bool
+    tokenizer: PreTrainedTokenizerFast,
+    messages: list[Message],
+    tools: list[dict[str, Any]],
+    *,
+    generate: bool,
 ) -> list[int]:
     text = tokenizer.apply_chat_template(
-        messages, tools=TOOLS, add_generation_prompt=generate, tokenize=False
+        messages, tools=tools, add_generation_prompt=generate, tokenize=False
     )
     return list(tokenizer.encode(text, add_special_tokens=False))
 
@@ -168,11 +172,16 @@ def warm_start(
     seed: int,
     steps: int,
     progress: Progress | None,
+    draw: Callable[[random.Random], list[Message]] = demonstration,
+    tools: list[dict[str, Any]] = TOOLS,
 ) -> None:
-    """Train on the seeded demonstrations; call `progress(done, steps, loss)` after each step."""
+    """Train on seeded demonstrations, each a conversation with `tools` that `draw` returns.
+
+    Calls `progress(done, steps, loss)` after each step.
+    """
     rng = random.Random(seed)
-    conversations = [demonstration(rng) for _ in range(DEMONSTRATIONS)]
-    row = cache(lambda i: tokenize(tokenizer, conversations[i]))
+    conversations = [draw(rng) for _ in range(DEMONSTRATIONS)]
+    row = cache(lambda i: tokenize(tokenizer, conversations[i], tools))
     optimiser = torch.optim.AdamW(model.parameters(), weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimiser, PEAK_LEARNING_RATE, total_steps=steps, pct_start=0.1

@@ -1,0 +1,80 @@
+"""Training on an example raises its reward: `clawstream up` and `clawstream flow run`."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from statistics import mean
+from typing import Any
+from uuid import uuid4
+
+import pytest
+from support.arithmetic_model import make_arithmetic_model
+from support.feed import Feed
+from support.ports import free_port
+from support.up import ROOT, up
+
+from schemas.settings import Settings
+
+VERSIONS = 16
+COMPARED = 3
+"""Batches at the start and at the end whose rewards are compared."""
+RISE = 0.3
+
+pytestmark = pytest.mark.timeout(1800)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_arithmetic_model(tmp_path_factory.mktemp("model") / "m")
+
+
+def settings_of(home: Path, model: Path, reward: str, functions: dict[str, Any]) -> Settings:
+    return Settings.model_validate({
+        "data_dir": home / "run",
+        "run_id": "examples",
+        "kafka": {"partitions": 2, "topic_prefix": f"t{uuid4().hex[:8]}"},
+        "broker": {"port": free_port()},
+        "gateway": {"port": free_port()},
+        "jobs": {"reward_functions": functions},
+        "admit": {"policy": {
+            "group_size": 8, "batch_groups": 8, "required_rewards": [reward],
+            "reward_weights": {reward: 1.0}, "drop_zero_variance": False,
+        }},
+        "trainer": {"model_path": model, "max_versions": VERSIONS, "lr": 5e-4, "seed": 0},
+        "rollout": {
+            "port": free_port(), "max_model_len": 256, "kv_cache_mb": 64,
+            "tool_parser": "strict_tags", "tool_parser_plugin": ROOT / "demo" / "tool_parser.py",
+        },
+        "up": {"processes": ["broker", "gateway", "assemble", "reward", "admit", "trainer",
+                             "rollout"]},
+    })  # fmt: skip
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("reward", "functions"),
+    [
+        ("env/complete_trajectory", {}),
+        ("rule/right", {"examples": [f"{ROOT}/examples/reward_functions.py:right@1"]}),
+    ],
+    ids=["reward-of-the-flow", "reward-function"],
+)
+def test_the_reward_of_an_example_rises(
+    tmp_path: Path, model: Path, reward: str, functions: dict[str, Any]
+) -> None:
+    settings = settings_of(tmp_path, model, reward, functions)
+    with up(settings) as running:
+        running.until_says("up", '"event": "up"', 600)
+        example = f"{ROOT}/examples/arithmetic.py:arithmetic"
+        flow = running.alone("flow", "flow", "run", example, "max_tokens=40")
+        feed = Feed(settings)
+        running.until(lambda: len(feed.versions()) > VERSIONS, f"{VERSIONS} versions", 1200)
+        flow.send_signal(signal.SIGINT)
+        flow.wait(60)
+        versions = feed.versions()
+        feed.close()
+        running.stop()
+    means = [version.metrics["reward_mean"] for version in versions[1:]]
+    print(f"{reward}: rewards of the batches", [round(value, 2) for value in means])
+    assert mean(means[-COMPARED:]) - mean(means[:COMPARED]) >= RISE
