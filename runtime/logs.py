@@ -8,8 +8,6 @@ import time
 from contextlib import suppress
 from typing import Any, TextIO, cast
 
-import structlog
-
 
 class _Lossy:
     """A stream that drops output on write errors: a full disk must not end the process."""
@@ -51,6 +49,8 @@ def configure(process: str, level: str = "info") -> None:
 
     Call once, at the start of a process.
     """
+    import structlog
+
     number = logging.getLevelNamesMapping()[level.upper()]
     terminal = sys.stderr.isatty()
     render: Any = (
@@ -83,4 +83,6 @@ def configure(process: str, level: str = "info") -> None:
 
 def logger() -> Any:
     """A bound logger: `log.info("event_name", key=value)`."""
+    import structlog  # here, so that the training maths loads without it
+
     return structlog.get_logger()

@@ -1,6 +1,6 @@
 """The update of the trainer on a CUDA device equals the one on a CPU.
 
-It needs torch, transformers, safetensors, numpy, pydantic, structlog and pytest alone:
+It needs torch, transformers, safetensors, numpy, pytest, and pydantic for the settings:
 
     PYTHONPATH=. python -m pytest -c /dev/null --noconftest tests/gpu
 """

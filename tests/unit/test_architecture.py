@@ -187,7 +187,10 @@ def test_file_is_named_by_a_noun(path: Path) -> None:
         ("rollout.main", {"torch", "vllm", "transformers", "faust", "fastapi"}),
         (
             "trainer.model.update",
-            {"confluent_kafka", "fsspec", "faust", "fastapi", "deltalake", "pyarrow", "vllm"},
+            {
+                *("confluent_kafka", "fsspec", "faust", "fastapi", "deltalake", "pyarrow", "vllm"),
+                *("pydantic", "structlog", "msgspec", "orjson"),
+            },
         ),
         ("agent_flow.main", {"torch", "vllm", "confluent_kafka", "faust", "transformers"}),
     ],

@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -14,7 +15,6 @@ from torch import Tensor
 from torch.distributed.checkpoint.stateful import Stateful
 from transformers import PreTrainedModel
 
-from schemas.settings import TrainerSettings
 from trainer.algorithms.values import explained_variance, value_loss
 from trainer.data.micro_batch import MicroBatch, collate
 from trainer.data.minibatches import minibatches
@@ -27,6 +27,9 @@ from trainer.model.state import ModelState, OptimizerState
 from trainer.parallel.processes import ONE, Processes
 from trainer.parallel.sharding import shard, whole
 from trainer.vision.inputs import ImageInputs
+
+if TYPE_CHECKING:
+    from schemas.settings import TrainerSettings
 
 PATH_SETTING = "trainer.critic.path"
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from schemas.errors import SettingsError
-from schemas.settings import TrainerSettings
 from trainer.data.micro_batch import MicroBatch
 from trainer.data.sequences import TrainingSequence
 from trainer.model.files import load_masters
@@ -21,6 +20,9 @@ from trainer.model.tokenizer import tokenizer_fingerprint
 from trainer.parallel.processes import ONE, Processes
 from trainer.parallel.sharding import shard
 from trainer.vision.inputs import ImageInputs
+
+if TYPE_CHECKING:
+    from schemas.settings import TrainerSettings
 
 FrozenColumn = Literal["ref_logprobs", "teacher_logprobs"]
 SETTINGS: Mapping[FrozenColumn, str] = {

@@ -13,12 +13,13 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from schemas.errors import SettingsError
-from schemas.settings import LoraSettings
 from trainer.parallel.sharding import whole
 from trainer.vision.inputs import has_vision
 
 if TYPE_CHECKING:
     from peft import PeftModel
+
+    from schemas.settings import LoraSettings
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _BASE = "base_model"

@@ -8,7 +8,7 @@ same blocks. A row of one branch needs no structure: its attention is causal.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -20,9 +20,11 @@ from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from runtime.logs import logger
-from schemas.settings import TrainerSettings
 from trainer.data.packing import Block, PackedRow
 from trainer.vision.inputs import has_vision
+
+if TYPE_CHECKING:
+    from schemas.settings import TrainerSettings
 
 NAME = "packed"
 """Of this attention in transformers."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.stateful import Stateful
 
 from runtime.digests import digest_of_model
-from schemas.settings import TrainerSettings
 from trainer.data.micro_batch import MicroBatch
 from trainer.data.sequences import ReadableIds
 from trainer.model.files import (
@@ -29,6 +29,9 @@ from trainer.model.tokenizer import tokenizer_fingerprint
 from trainer.parallel.processes import ONE, Processes
 from trainer.parallel.sharding import checkpoint_activations, shard
 from trainer.vision.inputs import ImageInputs, freeze_vision
+
+if TYPE_CHECKING:
+    from schemas.settings import TrainerSettings
 
 
 class Policy:

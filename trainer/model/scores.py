@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -12,13 +12,15 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from schemas.settings import TrainerSettings
 from trainer.data.micro_batch import MicroBatch, collate
 from trainer.data.sequences import TrainingSequence
 from trainer.model.chunked_scores import chunked_scores
 from trainer.model.packed_attention import structure_of, use_packing
 from trainer.parallel.processes import ONE, Processes
 from trainer.vision.inputs import ImageInputs
+
+if TYPE_CHECKING:
+    from schemas.settings import TrainerSettings
 
 
 def hidden_states(
