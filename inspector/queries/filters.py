@@ -93,6 +93,7 @@ def _conditions(filters: Filters) -> Iterator[str]:
             "undecided": f"{place} NOT IN {decided} AND {place} NOT IN {refused}",
         }[filters.stage]
     if "text" in given:
-        yield """(c.run_id, c.trajectory_key) IN (SELECT (run_id, trajectory_key) FROM steps_raw
-            WHERE contains(lower(response_json), lower($text))
-                OR contains(lower(request_json), lower($text)))"""
+        mine = "run_id = $run_id AND" if "run_id" in given else ""  # skips files of other runs
+        yield f"""(c.run_id, c.trajectory_key) IN (SELECT (run_id, trajectory_key) FROM steps_raw
+            WHERE {mine} (contains(lower(response_json), lower($text))
+                OR contains(lower(request_json), lower($text))))"""

@@ -10,9 +10,7 @@ from inspector.queries.lake import Lake, Row
 _SKEW = "INTERVAL 1 MINUTE"
 """Maximum difference between the log times of a trajectory and of its steps, as in lineage."""
 _SUMMARY = """step_id, trajectory_key, call_id, protocol, model, status, finish_reason,
-    request_json, response_json, len(prompt_token_ids) AS prompt_tokens,
-    len(response_token_ids) AS response_tokens, tokens_absent_reason, version_first, version_last,
-    [v.version FOR v IN versions] AS versions, tags, worker_id, gateway_id, user_agent, sampling,
+    request_json, response_json, tags,
     as_utc(received_at) AS received_at, as_utc(finished_at) AS finished_at,
     as_utc(kafka_timestamp) AS kafka_timestamp, kafka_partition, kafka_offset"""
 
@@ -103,6 +101,7 @@ def _open(lake: Lake, run_id: str, key: str) -> Trajectory | None:
     steps = recorded(lake, run_id, [head], head.pop("step_ids"))
     for index, step in enumerate(steps):
         step |= {"index": index, "parent": index - 1 if index else None, "lane": 0}
+        step |= {"prompt_tokens": None, "response_tokens": None}  # known when it has closed
     head |= {"trajectory_id": key, "closed_at": None}
     return Trajectory(head, steps, None, [], [], [], [])
 
