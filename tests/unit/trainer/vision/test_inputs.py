@@ -20,6 +20,7 @@ from schemas.settings import TrainerSettings
 from trainer.data.micro_batch import collate
 from trainer.data.minibatches import micro_batches
 from trainer.data.sequences import Tokens, TrainingSequence
+from trainer.model.critic import Critic
 from trainer.model.scores import Scores
 from trainer.parallel.processes import ONE, Processes
 from trainer.vision.inputs import ImageInputs, as_the_engine_opens
@@ -132,6 +133,18 @@ def test_a_file_is_opened_upright_and_on_white() -> None:
     exif[0x0112] = 6
     turned.save(data, "JPEG", exif=exif)
     assert as_the_engine_opens(data.getvalue()).size == (2, 4)
+
+
+@pytest.mark.slow
+def test_a_critic_sees_the_images(tmp_path: Path) -> None:
+    model, processor = make_vision_model(tmp_path / "model")
+    images = ImageInputs(processor, model.config.model_type)
+    critic = Critic(tmp_path / "model", SETTINGS, CPU, 0, images=images)
+    torch.nn.init.ones_(critic.model.weight)
+    prompt = Family((model, processor), IMAGE).prompt([RED])["input_ids"][0].tolist()
+    red, blue = critic.score([sequence(prompt, (RED,)), sequence(prompt, (BLUE,))])
+    assert red.values is not None and blue.values is not None
+    assert not np.allclose(red.values, blue.values)
 
 
 def test_a_sequence_with_images_has_a_pass_of_its_own() -> None:
