@@ -58,7 +58,7 @@ class ChannelAdmitter:
         metrics: DecisionMetrics | None = None,
     ) -> None:
         """other: The admitter of the other channel. Both share one reading of the candidates."""
-        self._metrics = metrics or DecisionMetrics()
+        self._metrics = metrics or DecisionMetrics([channel])
         self._run, self._channel, self._topics = settings.run_id, channel, settings.kafka.topics
         self._cluster, self._decoder = cluster, decoder
         self._name = f"{settings.kafka.topic_prefix}-admit.{self._run}.{channel}"

@@ -93,7 +93,7 @@ def serve(settings: Settings, stop: threading.Event) -> None:
         cluster, settings, [topics.ready_batches_spec(settings.run_id, c) for c in channels]
     )
     check_access(cluster, settings, "admit")
-    metrics = DecisionMetrics()
+    metrics = DecisionMetrics(channels)
     with serving_metrics(settings, PROCESS, metrics.registry):
         _admit(settings, cluster, metrics, stop)
 

@@ -44,7 +44,7 @@ def all_metrics() -> Mapping[str, Sequence[Described]]:
         "every process": _described(DiskSpace(Path())),
         "gateway": _of_registry(Metrics().registry),
         "assemble and reward": _of_registry(JobMetrics().registry),
-        "admit": _of_registry(DecisionMetrics().registry),
+        "admit": _of_registry(DecisionMetrics(()).registry),
         "lake": _of_registry(LakeMetrics().registry),
         "trainer": _described(VersionMetrics()),
         "rollout": _described(WorkerMetrics(Report(Settings(), ""))),

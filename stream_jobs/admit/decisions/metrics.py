@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from prometheus_client import CollectorRegistry, Counter
 
 from schemas.records import Late, ReadyBatch, Refused
@@ -11,7 +13,8 @@ from stream_jobs.admit.decisions.journal import JournalRecord
 class DecisionMetrics:
     """All metrics, with the prefix clawstream_admit_; they count from the start of the process."""
 
-    def __init__(self) -> None:
+    def __init__(self, channels: Iterable[str]) -> None:
+        """Show the totals of the channels from the start: without a series no alert sees a 0."""
         self.registry = CollectorRegistry()
 
         def counter(name: str, text: str, *labels: str) -> Counter:
@@ -22,10 +25,14 @@ class DecisionMetrics:
         self.batches = counter("batches", "Ready batches")
         self.groups = counter("groups", "Groups in ready batches")
         self.tokens = counter("tokens", "Trainable tokens in ready batches")
-        self.refused = counter(
-            "refused", "Refused groups, and refused members of groups that go on", "reason"
+        self.refused_groups = counter("refused_groups", "Groups refused as a whole", "reason")
+        self.refused_members = counter(
+            "refused_members", "Refused trajectories, those of refused groups included", "reason"
         )
         self.late = counter("late", "Revisions that came after their trajectory was decided")
+        for channel in channels:
+            for total in (self.batches, self.groups, self.tokens, self.late):
+                total.labels(channel)
 
     def count(self, channel: str, decision: JournalRecord) -> None:
         """Count one decision that is in the journal."""
@@ -34,6 +41,8 @@ class DecisionMetrics:
             self.groups.labels(channel).inc(len(decision.groups))
             self.tokens.labels(channel).inc(decision.trainable_tokens)
         elif isinstance(decision, Refused):
-            self.refused.labels(channel, decision.reason).inc()
+            self.refused_groups.labels(channel, decision.reason).inc(decision.whole_group)
+            members = self.refused_members.labels(channel, decision.reason)
+            members.inc(len(decision.trajectory_ids))
         elif isinstance(decision, Late):
             self.late.labels(channel).inc()

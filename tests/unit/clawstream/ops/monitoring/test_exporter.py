@@ -69,9 +69,10 @@ def test_the_page_lists_every_metric() -> None:
     assert PAGE.read_text().partition(BEGIN)[1:] == (BEGIN, page().removeprefix(BEGIN))
     names = [m.name for part in all_metrics().values() for m in part]
     assert len(names) == len(set(names)) and all(m.text for p in all_metrics().values() for m in p)
-    assert {"clawstream_gateway_call_seconds_bucket", "clawstream_admit_refused_total"} <= series(
-        all_metrics()
-    )
+    assert {
+        "clawstream_gateway_call_seconds_bucket",
+        "clawstream_admit_refused_groups_total",
+    } <= series(all_metrics())
 
 
 def test_every_process_has_a_port_of_its_own() -> None:

@@ -19,24 +19,40 @@ APPLIED = PolicyApplied(
 )
 
 
+def shown(metrics: DecisionMetrics) -> dict[tuple[str, ...], float]:
+    samples = (s for metric in metrics.registry.collect() for s in metric.samples)
+    return {
+        (s.name.removeprefix("clawstream_admit_"), *s.labels.values()): s.value
+        for s in samples
+        if s.name.endswith("_total")
+    }
+
+
+def test_the_totals_of_each_channel_are_zero_before_the_first_decision() -> None:
+    names = ("batches_total", "groups_total", "tokens_total", "late_total")
+    assert shown(DecisionMetrics(("train", "val"))) == {
+        (name, channel): 0 for name in names for channel in ("train", "val")
+    }
+
+
 def test_each_decision_is_counted_by_channel_and_refusals_by_reason() -> None:
-    metrics = DecisionMetrics()
+    metrics = DecisionMetrics(())
     for channel, decision in (
         ("train", BATCH),
-        ("train", refused("c", reason="stale")),
+        ("train", refused("c", reason="stale", trajectory_ids=("s", "t"))),
+        ("train", refused("c", n=0, reason="stale", trajectory_ids=("u",))),
+        ("train", refused("c", n=0, reason="replaced", trajectory_ids=("v",))),
         ("train", APPLIED),
         ("val", LATE),
     ):
         metrics.count(channel, decision)
-    samples = (s for metric in metrics.registry.collect() for s in metric.samples)
-    assert {
-        (s.name.removeprefix("clawstream_admit_"), *s.labels.values()): s.value
-        for s in samples
-        if s.name.endswith("_total")
-    } == {
+    assert shown(metrics) == {
         ("batches_total", "train"): 1,
         ("groups_total", "train"): 2,
         ("tokens_total", "train"): 7,
-        ("refused_total", "train", "stale"): 1,
+        ("refused_groups_total", "train", "stale"): 1,
+        ("refused_groups_total", "train", "replaced"): 0,
+        ("refused_members_total", "train", "stale"): 3,
+        ("refused_members_total", "train", "replaced"): 1,
         ("late_total", "val"): 1,
     }
