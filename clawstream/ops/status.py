@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from clawstream.ops.lag import data_lag, expected_groups
+from runtime.exit_codes import NAMES
 from runtime.kafka import Cluster
 from runtime.process.supervisor import supervisor_of
 from runtime.process.table import read_table
@@ -74,6 +75,15 @@ def processes_of(directory: Path) -> tuple[int | None, Mapping[str, Mapping[str,
         read_table(directory).get("processes", {}) if pid is not None else {}
     )
     return pid, rows
+
+
+def has_ended(row: Mapping[str, Any]) -> bool:
+    """Return whether a process was asked to stop, or has done its work.
+
+    Args:
+        row: Of the supervisor's table.
+    """
+    return row["state"] in ("stopped", NAMES[0])
 
 
 def progress_of(settings: Settings, cluster: Cluster) -> Progress:

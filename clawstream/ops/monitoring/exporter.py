@@ -19,7 +19,7 @@ from clawstream.ops.lag import Backlog, waiting_s
 from clawstream.ops.monitoring.rules import STATUSES, worst
 from clawstream.ops.monitoring.versions_behind import VersionsBehind
 from clawstream.ops.monitoring.watch import INTERVAL_S, LagWatch
-from clawstream.ops.status import processes_of
+from clawstream.ops.status import has_ended, processes_of
 from runtime.kafka import KafkaError
 from runtime.logs import logger
 from runtime.process.lifecycle import run_sync
@@ -55,7 +55,10 @@ GAUGES: Mapping[str, tuple[str, Sequence[str]]] = {
         ("worker",),
     ),
     "clawstream_worker_heartbeat_age_seconds": ("Time since a worker's last report", ("worker",)),
-    "clawstream_process_up": ("1 if a process of `clawstream up` runs", ("process",)),
+    "clawstream_process_up": (
+        "1 if a process of `clawstream up` runs; absent after it ended as asked",
+        ("process",),
+    ),
     "clawstream_process_ready": ("1 if it says that it is ready", ("process",)),
     "clawstream_monitor_last_look_timestamp_seconds": (
         "When Kafka last answered the monitor; nothing else is shown while it does not",
@@ -122,8 +125,9 @@ def lag_values(found: Sequence[Backlog], now_s: float) -> Iterator[Value]:
 def process_values(processes: Mapping[str, Mapping[str, Any]]) -> Iterator[Value]:
     """Yield the metrics of the rows of the supervisor's table. Pure."""
     for name, row in processes.items():
-        yield "clawstream_process_up", (name,), row["state"] == "running"
-        yield "clawstream_process_ready", (name,), bool(row["ready"])
+        if not has_ended(row):
+            yield "clawstream_process_up", (name,), row["state"] == "running"
+            yield "clawstream_process_ready", (name,), bool(row["ready"])
         yield RESTARTS[0], (name,), row["restarts"]
 
 

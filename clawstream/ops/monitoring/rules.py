@@ -27,8 +27,10 @@ PROBLEMS: frozenset[Status] = frozenset({"stopped", "stalled"})
 
 PATIENCE_S = 15.0
 """How long a healthy consumer may stand still, beside the work of one commit."""
-BATCH_S = 600.0
-"""Longest training of one batch that is not taken for a stall; the trainer moves between batches.
+BATCH_S = 3600.0
+"""Longest training of one batch, and upload of a checkpoint, that is not taken for a stall.
+
+The trainer's position moves between batches.
 """
 
 

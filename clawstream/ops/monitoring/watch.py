@@ -11,6 +11,7 @@ from typing import Any
 
 from clawstream.ops.lag import Backlog, backlogs, expected_groups, waiting_s
 from clawstream.ops.monitoring.rules import PROBLEMS, Sample, Status, patience_s, status_of, worst
+from clawstream.ops.status import has_ended, processes_of
 from runtime.kafka import Cluster
 from schemas.settings import Settings
 
@@ -25,7 +26,8 @@ DOCTOR_PATIENCE_S = 60.0
 class LagWatch:
     """Judges the consumers of this run, and those of all runs, by repeated looks at their lag.
 
-    Groups of other runs have no status: whether somebody still runs them is not known.
+    Groups of other runs have no status: whether somebody still runs them is not known. Nor have
+    groups of processes that ended as asked.
     """
 
     def __init__(self, cluster: Cluster, settings: Settings) -> None:
@@ -37,13 +39,17 @@ class LagWatch:
         """Measure all backlogs and judge each. Raises KafkaError."""
         found = backlogs(self._cluster, self._settings, SCAN_RECORDS)
         now_s = time.monotonic()
+        processes = processes_of(self._settings.data_dir)[1]
+        ended = {name for name, row in processes.items() if has_ended(row)}
         for b in found:
-            if b.group in self._judged:
+            if _process_of(b, self._settings) in ended:
+                self._windows.pop(_place(b), None)
+            elif b.group in self._judged:
                 b.status = self._judge(b, now_s)
         return found
 
     def _judge(self, b: Backlog, now_s: float) -> Status:
-        window = self._windows.setdefault((b.group, b.topic, b.partition), deque())
+        window = self._windows.setdefault(_place(b), deque())
         window.append(Sample(now_s, b.position if b.committed else None, b.end, b.records))
         patience = patience_s(self._settings, role_of(b.group, self._settings))
         # Twice the patience: long enough to tell a consumer that stopped from one that never read.
@@ -136,9 +142,8 @@ def process_problems(
         processes: Rows of the supervisor's table by process.
     """
     for name, row in processes.items():
-        if row["state"] == "running" and not _is_suspended(row["pid"]):
-            continue
-        if row["state"] == "running" or row["exit_code"]:
+        runs = row["state"] == "running" and not _is_suspended(row["pid"])
+        if not runs and not has_ended(row):
             yield _remedy(name, settings, processes)
 
 

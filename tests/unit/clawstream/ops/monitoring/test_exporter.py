@@ -54,6 +54,8 @@ def test_processes_of_the_supervisor() -> None:
     rows = {
         "lake": {"state": "running", "ready": True, "restarts": 0},
         "admit": {"state": "restarting", "ready": False, "restarts": 3},
+        "trainer": {"state": "done", "ready": False, "restarts": 0},
+        "gateway": {"state": "stopped", "ready": False, "restarts": 0},
     }
     look, registry = Look(), CollectorRegistry()
     registry.register(look)
@@ -62,6 +64,9 @@ def test_processes_of_the_supervisor() -> None:
         registry.get_sample_value(f"clawstream_process_{name}", {"process": "admit"})
         for name in ("up", "ready", "restarts_total")
     ] == [0, 0, 3]
+    assert registry.get_sample_value("clawstream_process_up", {"process": "lake"}) == 1
+    for ended in ("trainer", "gateway"):
+        assert registry.get_sample_value("clawstream_process_up", {"process": ended}) is None
 
 
 def test_the_page_lists_every_metric() -> None:

@@ -116,7 +116,7 @@ def test_the_worst_status_and_the_patience_of_each_role() -> None:
     assert patience_s(settings, "assemble") == patience_s(settings, "admit.r.train") == 15
     assert patience_s(settings, "lake") == 20
     assert patience_s(settings, "reward") == 15 + settings.functions.timeout_s
-    assert patience_s(settings, "trainer.r.train") == 600
+    assert patience_s(settings, "trainer.r.train") == 3600
 
 
 def backlog(partition: int, status: Status, records: int = 3) -> Backlog:
@@ -151,9 +151,10 @@ def test_a_consumer_that_stands_still_is_named_with_its_remedy() -> None:
 def test_processes_that_do_not_run_are_named() -> None:
     table = {
         "lake": row(),
-        "admit": row("exited", exit_code=0),
-        "trainer": row("stopped", exit_code=78, error="fenced"),
+        "trainer": row("done", exit_code=0),
+        "gateway": row("stopped", exit_code=-15),
+        "admit": row("fenced", exit_code=78, error="a newer one"),
     }
     assert [line.split(";")[0] for line in process_problems(table, Settings())] == [
-        "trainer is stopped: fenced"
+        "admit is fenced: a newer one"
     ]
