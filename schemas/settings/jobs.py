@@ -8,7 +8,7 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from schemas.rule_spec import is_own, name_in
+from schemas.rule_spec import is_own, name_in, of_run
 from schemas.settings.base import Count, Name, Positive, Section
 from schemas.settings.reward_models import RewardModel, reads_messages, source_of
 
@@ -104,6 +104,13 @@ class JobsSettings(Section):
     def model_of(self, spec: str) -> RewardModel | None:
         """Return the reward model that a function in `reward_functions` names, if it is one."""
         return None if is_own(spec) else self.reward_models.get(name_in(spec))
+
+    def child_functions(self, run_id: str) -> int:
+        """Return how many functions and reward models of a run are called in child processes."""
+        return sum(map(is_own, of_run(self.quality_functions, run_id))) + sum(
+            is_own(spec) or self.model_of(spec) is not None
+            for spec in of_run(self.reward_functions, run_id)
+        )
 
     def reward_name(self, spec: str) -> str:
         """Return the `source/name` of the rewards of a function in `reward_functions`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from runtime.blob_store import BlobMissing, BlobStore
 from runtime.functions.pool import FunctionPool
 from schemas.records import Assessment, Reward, Trajectory
-from schemas.rule_spec import is_own, of_run
+from schemas.rule_spec import of_run
 from schemas.settings import Settings
 from stream_jobs.reward.assessments import assessment_of, not_assessed, quality_rules_of
 from stream_jobs.reward.blob_fields import resolve_blobs
@@ -37,11 +37,7 @@ class RuleEvaluator:
 
     def uses_child_processes(self, run_id: str) -> bool:
         """Return whether the run has users' functions or reward models, which may take long."""
-        jobs = self._jobs
-        return any(map(is_own, of_run(jobs.quality_functions, run_id))) or any(
-            is_own(spec) or jobs.model_of(spec) is not None
-            for spec in of_run(jobs.reward_functions, run_id)
-        )
+        return self._jobs.child_functions(run_id) > 0
 
     def has_reward_functions(self, run_id: str) -> bool:
         """Return whether a run has reward functions."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from math import ceil
 from typing import Literal
 
 from schemas.settings import Settings
@@ -84,6 +85,19 @@ def worst(statuses: Sequence[Status]) -> Status:
     return max(statuses, key=STATUSES.index, default="ok")
 
 
+def _calls_in_turn(settings: Settings) -> int:
+    """Return how many calls of functions a child process answers one by one for a batch, at most.
+
+    The reward job's position moves between batches.
+    """
+    jobs, functions = settings.jobs, settings.functions
+    runs = {*jobs.reward_functions, *jobs.quality_functions}
+    trajectories = min(jobs.batch_records, functions.calls_at_once)
+    return max(map(jobs.child_functions, runs), default=0) * ceil(
+        trajectories / functions.processes
+    )
+
+
 def patience_s(settings: Settings, role: str) -> float:
     """Return how long the consumer of a role may stand still with work left, in seconds.
 
@@ -92,7 +106,7 @@ def patience_s(settings: Settings, role: str) -> float:
     """
     match role.partition(".")[0]:
         case "reward":
-            return PATIENCE_S + settings.functions.timeout_s
+            return PATIENCE_S + settings.functions.timeout_s * max(1, _calls_in_turn(settings))
         case "lake":
             return PATIENCE_S + settings.lake.flush_interval_s
         case "trainer":

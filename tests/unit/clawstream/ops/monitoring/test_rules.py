@@ -119,6 +119,22 @@ def test_the_worst_status_and_the_patience_of_each_role() -> None:
     assert patience_s(settings, "trainer.r.train") == 3600
 
 
+def test_the_reward_job_may_need_the_time_limit_for_each_call_of_a_batch() -> None:
+    tree: dict[str, Any] = {
+        "functions": {"timeout_s": 2, "processes": 3, "concurrency": 4},
+        "jobs": {"reward_functions": {"a": ["r.py:f@1", "exact_match@1"], "*": ["r.py:f@1"]}},
+    }
+
+    def patience(**jobs: Any) -> float:
+        given = {**tree, "jobs": {**tree["jobs"], **jobs}}
+        return patience_s(Settings.model_validate(given), "reward")
+
+    assert patience(reward_functions={"a": ["exact_match@1"]}) == 15 + 2
+    assert patience() == 15 + 2 * 4
+    assert patience(quality_functions={"*": ["q.py:g@1", "built_in"]}) == 15 + 2 * 2 * 4
+    assert patience(batch_records=5) == 15 + 2 * 2
+
+
 def backlog(partition: int, status: Status, records: int = 3) -> Backlog:
     return Backlog(
         "claw-assemble", "claw.steps", partition, 4, 0, 7, True, None, records, True, 1_000, status
