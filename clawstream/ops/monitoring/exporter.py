@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 
 from clawstream.ops.lag import Backlog, waiting_s
 from clawstream.ops.monitoring.rules import STATUSES, worst
-from clawstream.ops.monitoring.versions_behind import VersionsBehind
+from clawstream.ops.monitoring.topic_follower import TopicFollower
 from clawstream.ops.monitoring.watch import INTERVAL_S, LagWatch
 from clawstream.ops.status import has_ended, processes_of
 from runtime.kafka import KafkaError
@@ -142,14 +142,14 @@ def watch(settings: Settings, stop: threading.Event) -> None:
         raise SettingsError("setting metrics.port: set it, the monitor has nothing else to do")
     cluster, shown, registry = cluster_of(settings), Look(), CollectorRegistry()
     registry.register(shown)
-    lags, versions = LagWatch(cluster, settings), VersionsBehind(cluster, settings)
+    lags, topics = LagWatch(cluster, settings), TopicFollower(cluster, settings)
     url = f"http://{settings.metrics.host}:{settings.metrics.port}/metrics"
     with serving_metrics(settings, PROCESS, registry):
         while not stop.is_set():
             values = [*process_values(processes_of(settings.data_dir)[1])]
             try:
                 found, now_s = lags.look(), time.time()
-                values += [*lag_values(found, now_s), *versions.look(now_s)]
+                values += [*lag_values(found, now_s), *topics.look(now_s)]
                 values.append(("clawstream_monitor_last_look_timestamp_seconds", (), now_s))
             except KafkaError as e:
                 logger().warning("monitor_sees_no_kafka", error=str(e))
@@ -158,7 +158,7 @@ def watch(settings: Settings, stop: threading.Event) -> None:
                 ready(url)
             shown.show(values)
             stop.wait(INTERVAL_S)
-    versions.close()
+    topics.close()
 
 
 def main(settings: Settings) -> None:

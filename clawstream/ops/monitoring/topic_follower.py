@@ -16,7 +16,7 @@ REPORTS = 500
 POLL_RECORDS = 500
 
 
-class VersionsBehind:
+class TopicFollower:
     """Reads both topics of a run, from where the last look ended."""
 
     def __init__(self, cluster: Cluster, settings: Settings) -> None:
