@@ -54,7 +54,15 @@ GAUGES: Mapping[str, tuple[str, Sequence[str]]] = {
         "Versions between the newest one and the one that a rollout worker serves",
         ("worker",),
     ),
-    "clawstream_worker_heartbeat_age_seconds": ("Time since a worker's last report", ("worker",)),
+    "clawstream_worker_heartbeat_age_seconds": (
+        "Time since a worker's last report; absent after an hour",
+        ("worker",),
+    ),
+    "clawstream_worker_heartbeat_interval_seconds": ("Time between its reports", ("worker",)),
+    "clawstream_dead_letters_open": (
+        "Records that a process could not handle and nobody has resolved",
+        (),
+    ),
     "clawstream_process_up": (
         "1 if a process of `clawstream up` runs; absent after it ended as asked",
         ("process",),

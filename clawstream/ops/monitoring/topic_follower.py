@@ -1,82 +1,125 @@
-"""Follow the weights and the reports of workers: how many versions each worker is behind."""
+"""Follow weights, reports of workers and dead letters: old versions, silence, open letters."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
 
-from runtime.kafka import Cluster, Reader, Record, SourceTruncated
+from clawstream.ops.dead_letters.entries import RecordId
+from runtime.kafka import Cluster, KafkaError, Reader, SourceTruncated
 from runtime.topics.records import Decoder
+from schemas.codec.single_object import Event
 from schemas.errors import Undecodable, UnknownSchema
-from schemas.records import WeightVersion, WorkerStatus
+from schemas.records import DeadLetter, DeadLetterResolved, WeightVersion, WorkerStatus
 from schemas.settings import Settings
 
 REPORTS = 500
 """Newest reports of workers that are read at the start."""
 POLL_RECORDS = 500
+FORGOTTEN_S = 3600.0
+"""A worker that has been silent for longer is gone: its machine did not let it say so."""
 
 
-class TopicFollower:
-    """Reads both topics of a run, from where the last look ended."""
+class FollowedState:
+    """What the events of the topics say. Pure."""
 
-    def __init__(self, cluster: Cluster, settings: Settings) -> None:
-        self._cluster, self._run = cluster, settings.run_id
-        self._weights, self._workers = settings.kafka.topics.weights, settings.kafka.topics.workers
-        self._decoder = Decoder(cluster, settings.kafka.topics.schemas)
-        self._reader: Reader | None = None
+    def __init__(self, run_id: str) -> None:
+        self._run = run_id
         self._indexes: dict[str, int] = {}
         self._newest: int | None = None
         self._reports: dict[str, WorkerStatus] = {}
+        self._letters: set[RecordId] = set()
+        self._resolved: set[RecordId] = set()
+
+    def fold(self, event: Event) -> None:
+        """Apply an event. A letter stays resolved if it is written again."""
+        match event:
+            case WeightVersion() if event.run_id == self._run:
+                self._indexes[event.version_id] = self._newest = event.sync_index
+            case WorkerStatus() if event.run_id == self._run:
+                self._reports[event.worker_id] = event
+            case DeadLetter() | DeadLetterResolved():
+                letter = RecordId(event.topic, event.topic_id, event.partition, event.offset)
+                (self._letters if isinstance(event, DeadLetter) else self._resolved).add(letter)
+
+    def forget_worker(self, worker: str) -> None:
+        """Remove a worker that has ended."""
+        self._reports.pop(worker, None)
+
+    def values(self, now_s: float) -> Iterator[tuple[str, tuple[str, ...], float]]:
+        """Yield the metrics.
+
+        Args:
+            now_s: Seconds since the epoch.
+        """
+        yield "clawstream_dead_letters_open", (), len(self._letters - self._resolved)
+        if self._newest is not None:
+            yield "clawstream_newest_version", (), self._newest
+        for worker, report in self._reports.items():
+            age_s = max(0.0, now_s - report.heartbeat_at / 1e6)
+            if age_s > FORGOTTEN_S:
+                continue
+            served = self._indexes.get(report.weight_version or "", 0)
+            behind = 0 if self._newest is None else max(0, self._newest - served)
+            interval_s = report.heartbeat_interval_ms / 1000
+            yield "clawstream_worker_lag_versions", (worker,), behind
+            yield "clawstream_worker_heartbeat_age_seconds", (worker,), age_s
+            yield "clawstream_worker_heartbeat_interval_seconds", (worker,), interval_s
+
+
+class TopicFollower:
+    """Reads the topics from where the last look ended."""
+
+    def __init__(self, cluster: Cluster, settings: Settings) -> None:
+        self._cluster, self._run, self._topics = cluster, settings.run_id, settings.kafka.topics
+        self._decoder = Decoder(cluster, self._topics.schemas)
+        self._reader: Reader | None = None
+        self._state = FollowedState(self._run)
 
     def look(self, now_s: float) -> Iterator[tuple[str, tuple[str, ...], float]]:
-        """Yield the metrics of versions and workers. Raises KafkaError.
+        """Return the metrics of versions, workers and dead letters. Raises KafkaError.
+
+        After an error all is read again at the next look: the rest of what was polled is lost.
 
         Args:
             now_s: Seconds since the epoch.
         """
         try:
             self._read()
-        except SourceTruncated:  # recreated: read again from its start at the next look
+        except SourceTruncated:  # a topic was recreated
             self.close()
-        if self._newest is not None:
-            yield "clawstream_newest_version", (), self._newest
-        for worker, report in self._reports.items():
-            served = self._indexes.get(report.weight_version or "", 0)
-            behind = 0 if self._newest is None else max(0, self._newest - served)
-            yield "clawstream_worker_lag_versions", (worker,), behind
-            age_s = max(0.0, now_s - report.heartbeat_at / 1e6)
-            yield "clawstream_worker_heartbeat_age_seconds", (worker,), age_s
+        except KafkaError:
+            self.close()
+            raise
+        return self._state.values(now_s)
 
     def close(self) -> None:
         """Release the client, and forget what was read."""
         if self._reader is not None:
             self._reader.close()
-        self._reader, self._newest = None, None
-        self._indexes, self._reports = {}, {}
+        self._reader, self._state = None, FollowedState(self._run)
 
     def _read(self) -> None:
         if self._reader is None:
             self._reader = self._open()
         while self._reader is not None and (records := self._reader.poll(POLL_RECORDS, 0.1)):
             for record in records:
+                if record.value is None:
+                    self._state.forget_worker((record.key or b"").decode())
+                    continue
                 with suppress(Undecodable, UnknownSchema):
-                    self._fold(record)
+                    self._state.fold(self._decoder.decode(record.value))
 
     def _open(self) -> Reader | None:
-        """Return a reader of both topics, or None while one does not exist."""
-        if not {self._weights, self._workers} <= self._cluster.topics().keys():
+        """Return a reader of the topics, or None while one does not exist."""
+        weights, workers, letters = (
+            self._topics.weights,
+            self._topics.workers,
+            self._topics.dead_letters,
+        )
+        if not {weights, workers, letters} <= self._cluster.topics().keys():
             return None
-        low, end = self._cluster.watermarks(self._workers, [0])[0]
-        first = self._cluster.watermarks(self._weights, [0])[0][0]
-        start = {(self._weights, 0): first, (self._workers, 0): max(low, end - REPORTS)}
+        low, end = self._cluster.watermarks(workers, [0])[0]
+        start = {(t, 0): self._cluster.watermarks(t, [0])[0][0] for t in (weights, letters)}
+        start[workers, 0] = max(low, end - REPORTS)
         return self._cluster.reader("clawstream-monitor", start)
-
-    def _fold(self, record: Record) -> None:
-        if record.value is None:  # of a worker that has ended
-            self._reports.pop((record.key or b"").decode(), None)
-            return
-        event = self._decoder.decode(record.value)
-        if isinstance(event, WeightVersion) and event.run_id == self._run:
-            self._indexes[event.version_id] = self._newest = event.sync_index
-        elif isinstance(event, WorkerStatus) and event.run_id == self._run:
-            self._reports[event.worker_id] = event
