@@ -18,7 +18,7 @@ from prometheus_client.registry import Collector
 from clawstream.ops.lag import Backlog, waiting_s
 from clawstream.ops.monitoring.rules import STATUSES, worst
 from clawstream.ops.monitoring.topic_follower import TopicFollower
-from clawstream.ops.monitoring.watch import INTERVAL_S, LagWatch
+from clawstream.ops.monitoring.watch import INTERVAL_S, SCAN_RECORDS, LagWatch
 from clawstream.ops.status import has_ended, processes_of
 from runtime.kafka import KafkaError
 from runtime.logs import logger
@@ -41,7 +41,8 @@ GAUGES: Mapping[str, tuple[str, Sequence[str]]] = {
     "kafka_topic_partition_current_offset": ("One past the last offset", PARTITION),
     "kafka_topic_partition_oldest_offset": ("First offset", PARTITION),
     "clawstream_consumergroup_lag_records": (
-        "Data records left, without ticks and transaction markers; an upper bound above 100",
+        "Data records left, without ticks and transaction markers; an upper bound above "
+        f"{SCAN_RECORDS}",
         CONSUMER,
     ),
     "clawstream_consumergroup_lag_seconds": ("Age of the oldest data record left", CONSUMER),

@@ -42,13 +42,11 @@ class Sample:
     Attributes:
         time_s: When it was taken, on any clock.
         committed: Next offset to read; None: never committed.
-        end: One past the last offset of the partition.
         records: Data records in between; may be an upper bound above zero.
     """
 
     time_s: float
     committed: int | None
-    end: int
     records: int
 
 

@@ -50,7 +50,7 @@ class LagWatch:
 
     def _judge(self, b: Backlog, now_s: float) -> Status:
         window = self._windows.setdefault(_place(b), deque())
-        window.append(Sample(now_s, b.position if b.committed else None, b.end, b.records))
+        window.append(Sample(now_s, b.position if b.committed else None, b.records))
         patience = patience_s(self._settings, role_of(b.group, self._settings))
         # Twice the patience: long enough to tell a consumer that stopped from one that never read.
         while now_s - window[0].time_s > 2 * patience + INTERVAL_S:

@@ -28,10 +28,7 @@ PATIENCE_S = 15.0
 
 def samples(*looks: tuple[int | None, int], every_s: float = 5.0) -> list[Sample]:
     """Return a window. looks: The committed offset and the records left of each."""
-    return [
-        Sample(i * every_s, committed, (committed or 0) + records, records)
-        for i, (committed, records) in enumerate(looks)
-    ]
+    return [Sample(i * every_s, committed, records) for i, (committed, records) in enumerate(looks)]
 
 
 @pytest.mark.parametrize(
@@ -59,15 +56,13 @@ def test_statuses(looks: Sequence[tuple[int | None, int]], status: Status) -> No
 
 
 windows = st.lists(
-    st.tuples(
-        st.floats(0.1, 20), st.none() | st.integers(0, 3), st.integers(0, 5), st.integers(0, 3)
-    ),
+    st.tuples(st.floats(0.1, 20), st.none() | st.integers(0, 3), st.integers(0, 3)),
     min_size=1,
     max_size=12,
 ).map(
     lambda looks: [
-        Sample(sum(gap for gap, *_ in looks[: i + 1]), committed, end, records)
-        for i, (_, committed, end, records) in enumerate(looks)
+        Sample(sum(gap for gap, *_ in looks[: i + 1]), committed, records)
+        for i, (_, committed, records) in enumerate(looks)
     ]
 )
 
@@ -95,7 +90,6 @@ def test_only_differences_of_times_and_offsets_count(
             s,
             time_s=s.time_s + round(seconds),
             committed=None if s.committed is None else s.committed + offsets,
-            end=s.end + offsets,
         )
         for s in quarters
     ]
