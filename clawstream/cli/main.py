@@ -216,7 +216,7 @@ def lag(
         return
     watcher = LagWatch(cluster, settings)
     while True:
-        table = format_lag(by_topic(watcher.look(), time.time()))
+        table = format_lag(by_topic(watcher.poll(), time.time()))
         if sys.stdout.isatty():
             typer.echo("\x1b[H\x1b[2J", nl=False)
         typer.echo(f"{time.strftime('%H:%M:%S')}\n{table}\n")
@@ -230,14 +230,14 @@ def doctor(
         bool, typer.Option("--all", help="A line for every partition, also without a problem.")
     ] = False,
 ) -> None:
-    """Look for positions that do not fit the topics, consumers and processes that stand still, and
-    damaged spools.
+    """Look for positions that do not fit the topics, stalled consumers, processes that are down or
+    suspended, and damaged spools.
 
     Exit code 1 on a problem.
     """
     spools = load("clawstream.ops.spool_drain")
     from clawstream.ops.doctor import SERIOUS, examine, format_diagnoses
-    from clawstream.ops.monitoring.watch import process_problems, watch_for_standing
+    from clawstream.ops.monitoring.watch import process_problems, watch_for_stalled
     from clawstream.ops.status import processes_of
 
     cluster = cluster_of(settings)
@@ -246,7 +246,7 @@ def doctor(
     _, processes = processes_of(settings.data_dir)
     problems = [
         *process_problems(processes, settings),
-        *map(str, watch_for_standing(cluster, settings, processes)),
+        *map(str, watch_for_stalled(cluster, settings, processes)),
         *map(str, spools.damaged(settings)),
     ]
     for problem in problems:

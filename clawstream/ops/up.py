@@ -188,7 +188,7 @@ class Installation:
             await asyncio.sleep(0.1)
 
     async def drain(self, groups: Sequence[str], what: str) -> bool:
-        """Wait until no group has a lag in two looks in a row; False after `up.drain_timeout_s`.
+        """Wait until no group has a lag in two samples in a row; False after `up.drain_timeout_s`.
 
         groups: Full names of consumer groups. what: For the log.
         """

@@ -1,4 +1,4 @@
-"""A consumer that stands still on a real Kafka is named, with its remedy."""
+"""A stalled consumer on a real Kafka is named, with its remedy."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Consumers that stand still, and the metrics of the whole installation."""
+"""Stalled consumers, and the metrics of the whole installation."""

@@ -1,7 +1,7 @@
 """`clawstream monitor`: what Kafka and the supervisor know of all processes, for Prometheus.
 
 It only reads. The lag of a consumer comes from here and not from the consumer itself, because one
-that stands still reports nothing. The names of `kafka_*` are those of kafka_exporter.
+that is stalled reports nothing. The names of `kafka_*` are those of kafka_exporter.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ GAUGES: Mapping[str, tuple[str, Sequence[str]]] = {
         ("process",),
     ),
     "clawstream_process_ready": ("1 if it says that it is ready", ("process",)),
-    "clawstream_monitor_last_look_timestamp_seconds": (
+    "clawstream_monitor_last_poll_timestamp_seconds": (
         "When Kafka last answered the monitor; nothing else is shown while it does not",
         (),
     ),
@@ -82,8 +82,8 @@ Value = tuple[str, tuple[str, ...], float]
 """Name of a metric, values of its labels, value."""
 
 
-class Look(Collector):
-    """Shows the values of the last look."""
+class MonitorMetrics(Collector):
+    """Shows the values of the last poll."""
 
     def __init__(self) -> None:
         self._metrics: Sequence[Metric] = ()
@@ -95,7 +95,7 @@ class Look(Collector):
         yield CounterMetricFamily(*RESTARTS, labels=("process",))
 
     def collect(self) -> Iterable[Metric]:
-        """Return the metrics of the last look."""
+        """Return the metrics of the last poll."""
         return self._metrics
 
     def show(self, values: Iterable[Value]) -> None:
@@ -141,7 +141,7 @@ def process_values(processes: Mapping[str, Mapping[str, Any]]) -> Iterator[Value
 
 
 def watch(settings: Settings, stop: threading.Event) -> None:
-    """Look and show until `stop` is set.
+    """Poll and show until `stop` is set.
 
     Raises:
         PortTaken: Another process listens on the port.
@@ -149,7 +149,7 @@ def watch(settings: Settings, stop: threading.Event) -> None:
     """
     if settings.metrics.port is None:
         raise SettingsError("setting metrics.port: set it, the monitor has nothing else to do")
-    cluster, shown, registry = cluster_of(settings), Look(), CollectorRegistry()
+    cluster, shown, registry = cluster_of(settings), MonitorMetrics(), CollectorRegistry()
     registry.register(shown)
     lags, topics = LagWatch(cluster, settings), TopicFollower(cluster, settings)
     url = f"http://{settings.metrics.host}:{settings.metrics.port}/metrics"
@@ -157,9 +157,9 @@ def watch(settings: Settings, stop: threading.Event) -> None:
         while not stop.is_set():
             values = [*process_values(processes_of(settings.data_dir)[1])]
             try:
-                found, now_s = lags.look(), time.time()
-                values += [*lag_values(found, now_s), *topics.look(now_s)]
-                values.append(("clawstream_monitor_last_look_timestamp_seconds", (), now_s))
+                found, now_s = lags.poll(), time.time()
+                values += [*lag_values(found, now_s), *topics.poll(now_s)]
+                values.append(("clawstream_monitor_last_poll_timestamp_seconds", (), now_s))
             except KafkaError as e:
                 logger().warning("monitor_sees_no_kafka", error=str(e))
                 not_ready(str(e))

@@ -12,7 +12,7 @@ from prometheus_client.core import Metric
 from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.registry import Collector
 
-from clawstream.ops.monitoring.exporter import Look
+from clawstream.ops.monitoring.exporter import MonitorMetrics
 from gateway.metrics import Metrics
 from rollout.metrics import WorkerMetrics
 from rollout.status import Report
@@ -40,7 +40,7 @@ class Described:
 def all_metrics() -> Mapping[str, Sequence[Described]]:
     """Return the metrics by the processes that have them."""
     return {
-        "monitor": _described(Look()),
+        "monitor": _described(MonitorMetrics()),
         "every process": _described(DiskSpace(Path())),
         "gateway": _of_registry(Metrics().registry),
         "assemble and reward": _of_registry(JobMetrics().registry),

@@ -27,7 +27,7 @@ its patience. stalled: It has not moved in the whole window.
 PROBLEMS: frozenset[Status] = frozenset({"stopped", "stalled"})
 
 PATIENCE_S = 15.0
-"""How long a healthy consumer may stand still, beside the work of one commit."""
+"""How long a healthy consumer may make no progress, beside the work of one commit."""
 BATCH_S = 3600.0
 """Longest training of one batch, and upload of a checkpoint, that is not taken for a stall.
 
@@ -37,7 +37,7 @@ The trainer's position moves between batches.
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One look at a consumer of a partition.
+    """One sample of a consumer of a partition.
 
     Attributes:
         time_s: When it was taken, on any clock.
@@ -55,7 +55,7 @@ def status_of(window: Sequence[Sample], patience_s: float) -> Status:
 
     Args:
         window: Samples, oldest first; one that is older than the patience is needed for a problem.
-        patience_s: How long a healthy consumer may stand still with work left.
+        patience_s: How long a healthy consumer may make no progress with work left.
     """
     if not window:
         return "ok"
@@ -97,7 +97,7 @@ def _calls_in_turn(settings: Settings) -> int:
 
 
 def patience_s(settings: Settings, role: str) -> float:
-    """Return how long the consumer of a role may stand still with work left, in seconds.
+    """Return how long the consumer of a role may make no progress with work left, in seconds.
 
     Args:
         role: The group's name without the prefix.

@@ -68,7 +68,7 @@ class FollowedState:
 
 
 class TopicFollower:
-    """Reads the topics from where the last look ended."""
+    """Reads the topics from where the last poll ended."""
 
     def __init__(self, cluster: Cluster, settings: Settings) -> None:
         self._cluster, self._run, self._topics = cluster, settings.run_id, settings.kafka.topics
@@ -76,10 +76,10 @@ class TopicFollower:
         self._reader: Reader | None = None
         self._state = FollowedState(self._run)
 
-    def look(self, now_s: float) -> Iterator[tuple[str, tuple[str, ...], float]]:
+    def poll(self, now_s: float) -> Iterator[tuple[str, tuple[str, ...], float]]:
         """Return the metrics of versions, workers and dead letters. Raises KafkaError.
 
-        After an error all is read again at the next look: the rest of what was polled is lost.
+        After an error all is read again at the next poll: the rest of what was polled is lost.
 
         Args:
             now_s: Seconds since the epoch.

@@ -1,4 +1,4 @@
-"""Watch the lag of every consumer group, and name the consumers that stand still."""
+"""Watch the lag of every consumer group, and name the stalled ones."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from schemas.settings import Settings
 
 INTERVAL_S = 5.0
 SCAN_RECORDS = 100
-"""Records of a partition that each look may read: more are counted by their offsets."""
-DOCTOR_LOOK_S = 2.0
+"""Records of a partition that each poll may read: more are counted by their offsets."""
+DOCTOR_POLL_S = 2.0
 DOCTOR_PATIENCE_S = 60.0
-"""`clawstream doctor` waits for no consumer that may stand still for longer."""
+"""`clawstream doctor` waits for no consumer that may make no progress for longer."""
 
 
 class LagWatch:
-    """Judges the consumers of this run, and those of all runs, by repeated looks at their lag.
+    """Judges the consumers of this run, and those of all runs, by repeated samples of their lag.
 
     Groups of other runs have no status: whether somebody still runs them is not known. Nor have
     groups of processes that ended as asked.
@@ -35,7 +35,7 @@ class LagWatch:
         self._judged = frozenset(expected_groups(settings))
         self._windows: dict[tuple[str, str, int], deque[Sample]] = {}
 
-    def look(self) -> list[Backlog]:
+    def poll(self) -> list[Backlog]:
         """Measure all backlogs and judge each. Raises KafkaError."""
         found = backlogs(self._cluster, self._settings, SCAN_RECORDS)
         now_s = time.monotonic()
@@ -59,7 +59,7 @@ class LagWatch:
 
 
 @dataclass(frozen=True, slots=True)
-class StandingConsumer:
+class StalledConsumer:
     """A consumer group that does not read a topic on which records wait."""
 
     group: str
@@ -78,13 +78,13 @@ class StandingConsumer:
         )
 
 
-def standing_consumers(
+def stalled_consumers(
     found: Sequence[Backlog],
     settings: Settings,
     processes: Mapping[str, Mapping[str, Any]],
     now_s: float,
-) -> list[StandingConsumer]:
-    """Return the consumers of a look that stand still, one for each group and topic.
+) -> list[StalledConsumer]:
+    """Return the stalled consumers of a poll, one for each group and topic.
 
     One that has never read is a problem only if its process is meant to run here.
 
@@ -92,12 +92,12 @@ def standing_consumers(
         processes: Rows of the supervisor's table by process; empty without a supervisor.
         now_s: Seconds since the epoch.
     """
-    standing: dict[tuple[str, str], list[Backlog]] = {}
+    stalled: dict[tuple[str, str], list[Backlog]] = {}
     for b in found:
         if b.status in PROBLEMS or (b.status == "absent" and _process_of(b, settings) in processes):
-            standing.setdefault((b.group, b.topic), []).append(b)
+            stalled.setdefault((b.group, b.topic), []).append(b)
     return [
-        StandingConsumer(
+        StalledConsumer(
             group=group,
             topic=topic,
             partitions=[b.partition for b in parts],
@@ -106,19 +106,19 @@ def standing_consumers(
             status=worst([b.status for b in parts if b.status is not None]),
             remedy=_remedy(_process_of(parts[0], settings), settings, processes),
         )
-        for (group, topic), parts in standing.items()
+        for (group, topic), parts in stalled.items()
     ]
 
 
-def watch_for_standing(
+def watch_for_stalled(
     cluster: Cluster, settings: Settings, processes: Mapping[str, Mapping[str, Any]]
-) -> list[StandingConsumer]:
+) -> list[StalledConsumer]:
     """Watch until every consumer has moved, has nothing to read, or is judged.
 
     A consumer whose patience exceeds `DOCTOR_PATIENCE_S`, such as the trainer's, is not waited for.
     """
     watch = LagWatch(cluster, settings)
-    first = {_place(b): b.position for b in watch.look() if b.status}
+    first = {_place(b): b.position for b in watch.poll() if b.status}
 
     def is_open(b: Backlog) -> bool:
         patience = patience_s(settings, role_of(b.group, settings))
@@ -127,10 +127,10 @@ def watch_for_standing(
         return bool(b.records) and expected and not moved and patience <= DOCTOR_PATIENCE_S
 
     while True:
-        found = watch.look()
+        found = watch.poll()
         if not any(is_open(b) and b.status in ("ok", "behind") for b in found):
-            return standing_consumers(found, settings, processes, time.time())
-        time.sleep(DOCTOR_LOOK_S)
+            return stalled_consumers(found, settings, processes, time.time())
+        time.sleep(DOCTOR_POLL_S)
 
 
 def process_problems(

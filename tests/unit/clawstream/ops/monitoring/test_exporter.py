@@ -7,7 +7,7 @@ from dataclasses import replace
 from prometheus_client import CollectorRegistry
 
 from clawstream.ops.lag import Backlog
-from clawstream.ops.monitoring.exporter import Look, lag_values, process_values
+from clawstream.ops.monitoring.exporter import MonitorMetrics, lag_values, process_values
 from clawstream.ops.monitoring.reference import BEGIN, PAGE, all_metrics, page, series
 from clawstream.ops.preflight import ports
 from clawstream.ops.up import COMMANDS, instances, wanted
@@ -17,14 +17,14 @@ from schemas.settings.up import METRICS_PORTS
 READ = Backlog("claw-lake", "claw.steps", 0, 4, 1, 7, True, None, 2, True, 1_000, "ok")
 
 
-def test_a_look_shows_the_lag_of_each_partition_and_one_status_of_each_consumer() -> None:
+def test_a_poll_shows_the_lag_of_each_partition_and_one_status_of_each_consumer() -> None:
     never = replace(
         READ, partition=1, position=1, committed=False, oldest_ms=None, status="stalled"
     )
     foreign = replace(READ, group="claw-by-hand", status=None)
-    look, registry = Look(), CollectorRegistry()
-    registry.register(look)
-    look.show(lag_values([READ, never, foreign], now_s=11.0))
+    metrics, registry = MonitorMetrics(), CollectorRegistry()
+    registry.register(metrics)
+    metrics.show(lag_values([READ, never, foreign], now_s=11.0))
 
     def value(name: str, **labels: str) -> float | None:
         return registry.get_sample_value(name, labels)
@@ -46,7 +46,7 @@ def test_a_look_shows_the_lag_of_each_partition_and_one_status_of_each_consumer(
     assert statuses == {"ok": 0, "stalled": 1}
     foreign_at = {**at, "consumergroup": "claw-by-hand"}
     assert value("clawstream_consumergroup_status", **foreign_at, status="ok") is None
-    look.show([])
+    metrics.show([])
     assert value("kafka_consumergroup_lag", **first) is None
 
 
@@ -57,9 +57,9 @@ def test_processes_of_the_supervisor() -> None:
         "trainer": {"state": "done", "ready": False, "restarts": 0},
         "gateway": {"state": "stopped", "ready": False, "restarts": 0},
     }
-    look, registry = Look(), CollectorRegistry()
-    registry.register(look)
-    look.show(process_values(rows))
+    metrics, registry = MonitorMetrics(), CollectorRegistry()
+    registry.register(metrics)
+    metrics.show(process_values(rows))
     assert [
         registry.get_sample_value(f"clawstream_process_{name}", {"process": "admit"})
         for name in ("up", "ready", "restarts_total")

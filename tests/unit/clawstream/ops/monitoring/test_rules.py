@@ -1,4 +1,4 @@
-"""Test the rules that name consumers that stand still, over windows of samples."""
+"""Test the rules that name stalled consumers, over windows of samples."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from clawstream.ops.monitoring.rules import (
     status_of,
     worst,
 )
-from clawstream.ops.monitoring.watch import process_problems, standing_consumers
+from clawstream.ops.monitoring.watch import process_problems, stalled_consumers
 from schemas.settings import Settings
 
 PATIENCE_S = 15.0
 
 
-def samples(*looks: tuple[int | None, int], every_s: float = 5.0) -> list[Sample]:
-    """Return a window. looks: The committed offset and the records left of each."""
-    return [Sample(i * every_s, committed, records) for i, (committed, records) in enumerate(looks)]
+def samples(*seen: tuple[int | None, int], every_s: float = 5.0) -> list[Sample]:
+    """Return a window. seen: The committed offset and the records left of each."""
+    return [Sample(i * every_s, committed, records) for i, (committed, records) in enumerate(seen)]
 
 
 @pytest.mark.parametrize(
-    ("looks", "status"),
+    ("seen", "status"),
     [
         ([], "ok"),
         ([(5, 9)], "ok"),
@@ -51,8 +51,8 @@ def samples(*looks: tuple[int | None, int], every_s: float = 5.0) -> list[Sample
         ([(1, 1), (2, 2), (3, 3), (4, 2), (5, 5)], "ok"),
     ],
 )
-def test_statuses(looks: Sequence[tuple[int | None, int]], status: Status) -> None:
-    assert status_of(samples(*looks), PATIENCE_S) == status
+def test_statuses(seen: Sequence[tuple[int | None, int]], status: Status) -> None:
+    assert status_of(samples(*seen), PATIENCE_S) == status
 
 
 windows = st.lists(
@@ -60,9 +60,9 @@ windows = st.lists(
     min_size=1,
     max_size=12,
 ).map(
-    lambda looks: [
-        Sample(sum(gap for gap, *_ in looks[: i + 1]), committed, records)
-        for i, (_, committed, records) in enumerate(looks)
+    lambda seen: [
+        Sample(sum(gap for gap, *_ in seen[: i + 1]), committed, records)
+        for i, (_, committed, records) in enumerate(seen)
     ]
 )
 
@@ -97,7 +97,7 @@ def test_only_differences_of_times_and_offsets_count(
 
 
 @given(windows, st.integers(1, 3))
-def test_standing_still_for_longer_ends_as_a_problem(window: list[Sample], records: int) -> None:
+def test_to_stand_still_for_longer_ends_as_a_problem(window: list[Sample], records: int) -> None:
     last = replace(window[-1], records=records, committed=window[-1].committed or 0)
     later = [replace(last, time_s=last.time_s + s) for s in (0.5, 8.0, 16.0)]
     assert status_of([*window, *later], PATIENCE_S) in PROBLEMS
@@ -139,22 +139,22 @@ def row(state: str = "running", **more: Any) -> dict[str, Any]:
     return {"state": state, "pid": 1, "exit_code": None, "error": None, **more}
 
 
-def test_a_consumer_that_stands_still_is_named_with_its_remedy() -> None:
+def test_a_stalled_consumer_is_named_with_its_remedy() -> None:
     settings = Settings()
     found = [backlog(0, "stalled"), backlog(1, "ok"), backlog(2, "stopped", 4)]
-    (standing,) = standing_consumers(found, settings, {}, now_s=11.0)
-    text = str(standing)
+    (stalled,) = stalled_consumers(found, settings, {}, now_s=11.0)
+    text = str(stalled)
     assert text.startswith("stalled: claw-assemble does not read claw.steps (partition 0, 2): 7")
     assert "the oldest for 10 s; start assemble" in text
     for process, remedy in (
         (row(), "kill -9 1 restarts it"),
         (row("restarting", error="no space", exit_code=70), "assemble is restarting: no space"),
     ):
-        (standing,) = standing_consumers(found, settings, {"assemble": process}, 11.0)
-        assert remedy in standing.remedy
+        (stalled,) = stalled_consumers(found, settings, {"assemble": process}, 11.0)
+        assert remedy in stalled.remedy
     never = [backlog(0, "absent")]
-    assert standing_consumers(never, settings, {}, 11.0) == []
-    assert len(standing_consumers(never, settings, {"assemble": row()}, 11.0)) == 1
+    assert stalled_consumers(never, settings, {}, 11.0) == []
+    assert len(stalled_consumers(never, settings, {"assemble": row()}, 11.0)) == 1
     assert format_lag(by_topic(found, 11.0)).splitlines()[1].split()[-3:] == ["10", "10", "stalled"]
 
 
