@@ -11,9 +11,9 @@ Start
  3. Directories whose version is not on this log are deleted: their trainer was killed between
     writing and publishing. So are unfinished ones.
  4. The newest version on the log with a complete checkpoint is resumed: model, optimiser, random
-    states, position. Later versions are abandoned. A run without a version starts with the weights
-    of trainer.model_path and the start of today's ready-batches topic; the trainer publishes
-    `<run>/0.<attempt>`.
+    states, position. Its copy at trainer.checkpoint_uri is completed. Later versions are abandoned.
+    A run without a version starts with the weights of trainer.model_path and the start of today's
+    ready-batches topic; the trainer publishes `<run>/0.<attempt>`.
  5. The position is checked against the topic. With another topic id, reading begins at that topic's
     start. With the same id and an end before the position, the process stops (exit 79).
 Loop

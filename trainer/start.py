@@ -18,7 +18,7 @@ from trainer.parallel.processes import ONE, Processes
 from trainer.position import Position
 from trainer.run import Run
 from trainer.versions.checkpoint import MODEL, load, newest
-from trainer.versions.directory import VersionState, delete_unpublished
+from trainer.versions.directory import VersionState, delete_unpublished, read_info, upload
 from trainer.versions.history import next_attempt
 from trainer.versions.weight_log import WeightLog
 
@@ -129,7 +129,8 @@ def find_start(
     taken: Set[Version],
     locate: Callable[[Position | None], Position],
 ) -> Start:
-    """Find the newest checkpoint, and delete what a killed trainer left unpublished.
+    """Find the newest checkpoint, complete its copy, and delete what a killed trainer left
+    unpublished.
 
     Args:
         settings: all.
@@ -140,6 +141,7 @@ def find_start(
 
     Raises:
         CheckpointLost: The run has versions, but no checkpoint.
+        StorageFailed: Versions or checkpoints cannot be read, copied or deleted.
     """
     published = frozenset(taken)
     taken = {*taken}
@@ -159,6 +161,8 @@ def find_start(
                 "trainer.model_path",
             )
     found = newest(settings.checkpoint_dir, settings.checkpoint_uri, versions)
+    if found is not None and settings.checkpoint_uri is not None:
+        upload(found[1], settings.checkpoint_uri, read_info(found[1]))
     return Start(
         versions=tuple(versions),
         attempt=max(next_attempt(taken), settings.trainer.first_attempt),

@@ -3,9 +3,13 @@
 `<checkpoint_dir>/<run>/<sync index>.<attempt>/` is the checkpoint of that version. It holds the
 shards of torch.distributed.checkpoint, `model/` and, with a critic, `critic/` (configuration and
 tokenizer), and `clawstream.json`. With `trainer.checkpoint_uri` it is copied there, and copied back
-where `checkpoint_dir` lacks it. The sampler has no state of its own: batch order is the
-position, shuffles and learning rate follow from it. A checkpoint counts once it is complete and its
-version is on the weights log.
+where `checkpoint_dir` lacks it or has it damaged. The sampler has no state of its own: batch order
+is the position, shuffles and learning rate follow from it. A checkpoint counts once it is complete
+and its version is on the weights log.
+
+A copy is complete before the next checkpoint is written: the writer waits for it, and a start
+completes the copy of the checkpoint that it resumes from. So of a chain of versions only the newest
+copy may be incomplete, and the one before, which is always kept, is complete.
 """
 
 from __future__ import annotations
@@ -142,7 +146,7 @@ def newest(
     """Find the newest version (log order) with a complete checkpoint.
 
     Args:
-        root: of the checkpoints. One that is missing here is copied from `uri`.
+        root: of the checkpoints. One that is missing or damaged here is copied from `uri`.
         uri: of their copies; None: there are none.
         versions: of the run.
 
@@ -157,17 +161,13 @@ def newest(
     copies = versions_in(uri, versions[-1].run_id) if uri is not None and versions else {}
     for version in reversed(versions):
         try:
-            directory = _directory(root, uri, copies, version_of(version))
-            if directory is None:  # most versions have none
-                continue
-            state = verify(directory)
-            if state.version == version_of(version):
-                return state, directory
-            problem = f"{directory}: is of version {state.version}, not of {version.version_id}"
+            state = _state_of(root, uri, copies, version_of(version))
         except InvalidCheckpoint as e:
-            problem = str(e)
-        problems.append(problem)
-        logger().warning("checkpoint_not_usable", version=version.version_id, error=problem)
+            problems.append(str(e))
+            logger().warning("checkpoint_not_usable", version=version.version_id, error=str(e))
+            continue
+        if state is not None:  # most versions have none
+            return state, directory_of(root, state.version)
     if not versions:
         return None
     raise CheckpointLost(
@@ -179,19 +179,24 @@ def newest(
     )
 
 
-def _directory(
+def _state_of(
     root: Path, uri: str | None, copies: Collection[Version], version: Version
-) -> Path | None:
-    """Return the checkpoint of a version, copied from `uri` if necessary; None: it has none.
+) -> VersionState | None:
+    """Return the state of a checkpoint, copied from `uri` if necessary; None: there is none.
 
     copies: versions with one at `uri`.
     """
     directory = directory_of(root, version)
-    if not directory.exists():
-        if uri is None or version not in copies:
-            return None
-        download(uri, root, version)
-    return directory
+    if directory.exists():
+        try:
+            return verify(directory, version)
+        except InvalidCheckpoint as e:
+            if version not in copies:
+                raise
+            logger().warning("checkpoint_damaged", error=str(e), action="none: its copy is read")
+    if uri is None or version not in copies:
+        return None
+    return download(uri, root, version)
 
 
 def load(directory: Path, state: State, group: ProcessGroup | None = None) -> None:

@@ -16,6 +16,7 @@ first, and of an unpublished version deleted last, so what a kill leaves is know
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -93,6 +94,11 @@ def new_directory(root: Path, state: VersionState) -> Iterator[Path]:
     yield tmp
     info = DirectoryInfo(state=state, files=digests(tmp))
     (tmp / INFO).write_bytes(_INFO.dump_json(info, indent=1))
+    _complete(tmp, final)
+
+
+def _complete(tmp: Path, final: Path) -> None:
+    """Make a filled directory durable, then real."""
     for path in (*tmp.rglob("*"), tmp):
         fsync_path(path)
     tmp.rename(final)
@@ -118,15 +124,18 @@ def read_info(directory: str | Path) -> DirectoryInfo:
         raise InvalidCheckpoint(f"{directory}: {INFO} can't be read: {e}") from e
 
 
-def verify(directory: Path) -> VersionState:
-    """Return the state of a directory after checking every file.
+def verify(directory: Path, version: Version) -> VersionState:
+    """Return the state of the directory of a version after checking every file.
 
     Raises:
-        InvalidCheckpoint: a file is missing, altered or not one that was written.
+        InvalidCheckpoint: it is of another version, or a file is missing, altered or not one that
+            was written.
     """
     info, found = read_info(directory), digests(directory)
     if wrong := sorted(found.items() ^ info.files.items()):
         raise InvalidCheckpoint(f"{directory}: {wrong[0][0]} is missing or altered")
+    if info.state.version != version:
+        raise InvalidCheckpoint(f"{directory}: is of version {info.state.version}, not {version}")
     return info.state
 
 
@@ -151,40 +160,47 @@ def storage(uri: str | Path) -> Iterator[None]:
 def upload(source: Path, uri: str, info: DirectoryInfo) -> None:
     """Copy the directory of a version to a URL, clawstream.json first.
 
+    An interrupted upload is completed: a file that is there in its full size is not copied again.
+
     Args:
         source: the directory.
         uri: of all versions.
         info: content of the directory.
 
     Raises:
-        FileExistsError: the version is there already.
+        FileExistsError: another directory of the version is there already.
         StorageFailed: a file can't be copied.
     """
     target = f"{uri}/{info.state.version}"
     files, path = file_system(target)
     with storage(target):
-        if files.exists(f"{path}/{INFO}"):
+        there = files.cat_file(f"{path}/{INFO}") if files.exists(f"{path}/{INFO}") else b""
+        if not (source / INFO).read_bytes().startswith(there):
             raise FileExistsError(
                 f"{target} is there already: another trainer of this run writes to the same place"
             )
         for name in (INFO, *sorted(info.files)):
-            files.makedirs(f"{path}/{name}".rpartition("/")[0], exist_ok=True)
-            files.put_file(str(source / name), f"{path}/{name}")
+            copy, size = f"{path}/{name}", (source / name).stat().st_size
+            if not files.exists(copy) or files.size(copy) != size:
+                files.makedirs(copy.rpartition("/")[0], exist_ok=True)
+                files.put_file(str(source / name), copy)
 
 
-def download(uri: str, root: Path, version: Version) -> None:
-    """Copy the directory of a version from a URL. It gets its name once all files are there.
+def download(uri: str, root: Path, version: Version) -> VersionState:
+    """Copy the directory of a version from a URL, check it, and put it in the place of the one
+    here, if any.
 
     Args:
         uri: of all versions.
         root: of the directories on this machine.
-        version: it has none here.
+        version: of the directory.
 
     Raises:
-        InvalidCheckpoint: a file is missing, because the upload was interrupted.
+        InvalidCheckpoint: a file is missing, because the upload was interrupted, or altered.
         StorageFailed: a file can't be copied.
     """
     source, tmp = f"{uri}/{version}", temporary_directory(root, version)
+    final = directory_of(root, version)
     files, path = file_system(source)
     with storage(source):
         try:
@@ -193,7 +209,11 @@ def download(uri: str, root: Path, version: Version) -> None:
                 files.get_file(f"{path}/{name}", str(tmp / name))
         except FileNotFoundError as e:
             raise InvalidCheckpoint(f"{source}: a file is missing: {e}") from e
-    tmp.rename(directory_of(root, version))
+    state = verify(tmp, version)
+    if final.exists():
+        shutil.rmtree(final)
+    _complete(tmp, final)
+    return state
 
 
 def versions_in(root: str | Path, run_id: str) -> dict[Version, str]:

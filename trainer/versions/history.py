@@ -102,7 +102,7 @@ def deletable_checkpoints(
 
     Args:
         versions: in log order.
-        existing: versions with a complete checkpoint.
+        existing: versions with a checkpoint. The newest may be incomplete: a copy in progress.
         current_version: the newest version.
         keep: number of checkpoints.
         best_by: a metric, or None.

@@ -574,10 +574,10 @@ def test_a_directory_is_there_completely_or_not_at_all(tmp_path: Path) -> None:
     with new_directory(tmp_path, state) as tmp:
         (tmp / "sub").mkdir()
         (tmp / "sub" / "two").write_text("2")
-    assert verify(final) == state
+    assert verify(final, state.version) == state
     (final / "three").write_text("3")
     with pytest.raises(InvalidCheckpoint, match="three"):
-        verify(final)
+        verify(final, state.version)
     with pytest.raises(FileExistsError), new_directory(tmp_path, state):
         pass
 

@@ -25,7 +25,17 @@ from runtime.kafka import Fenced
 from schemas.ids import Version, parse_version
 from schemas.records import WeightVersion
 from trainer.errors import CheckpointFailed, StorageFailed
-from trainer.versions.directory import INFO, versions_in
+from trainer.position import Position
+from trainer.versions.checkpoint import newest
+from trainer.versions.directory import (
+    INFO,
+    VersionState,
+    download,
+    new_directory,
+    read_info,
+    upload,
+    versions_in,
+)
 from trainer.versions.history import (
     ancestors,
     best,
@@ -133,6 +143,11 @@ def test_a_copy_that_cannot_be_written_is_an_error_of_the_next_version(
     with pytest.raises(StorageFailed, match=f"{tmp_path.name}/r/1.0: .*connection reset"):
         go(run, 0, 1)
     assert checkpoints(s.checkpoint_dir) == ["0.0", "1.0"]
+    monkeypatch.undo()
+    assert begin(s, log).position.next_batch_seq == 1
+    for name in ("0.0", "1.0"):
+        copied = Version("r", *map(int, name.split(".")))
+        assert download(s.checkpoint_uri or "", tmp_path / "b", copied).version == copied
 
 
 @pytest.mark.slow
@@ -212,6 +227,32 @@ def test_a_run_without_a_whole_first_checkpoint_has_no_version(
     log.fenced = False
     begin(s, log).train(fetched(0))
     assert ids(log) == ["0.1"]
+
+
+def test_a_damaged_checkpoint_is_replaced_by_its_copy(tmp_path: Path) -> None:
+    uri, log = f"memory://{tmp_path.name}", [version("0.0", None), version("1.0", "0.0")]
+    for one in log:
+        state = VersionState(
+            version=version_of(one),
+            parent_version=one.parent_version,
+            weights_topic_id="log",
+            position=Position(topic_id="b", next_offset=0, next_batch_seq=0),
+        )
+        with new_directory(tmp_path, state) as tmp:
+            (tmp / "shard").write_text("1")
+    copied = tmp_path / "r" / "1.0"
+    (copied / "shard").write_text("")
+    found = newest(tmp_path, uri, log)
+    assert found is not None and found[1] == tmp_path / "r" / "0.0", "it has no copy"
+    (copied / "shard").write_text("1")
+    upload(copied, uri, read_info(copied))
+    (copied / "shard").write_text("")
+    assert newest(tmp_path, uri, log) == (state, copied)
+    assert (copied / "shard").read_text() == "1"
+    (copied / "shard").write_text("")
+    MemoryFileSystem().rm(f"{uri}/r/1.0/shard")
+    found = newest(tmp_path, uri, log)
+    assert found is not None and found[1] == tmp_path / "r" / "0.0", "nor is its copy whole"
 
 
 # -- what is kept, and what workers load

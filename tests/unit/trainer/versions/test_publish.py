@@ -27,7 +27,19 @@ from trainer.errors import InvalidCheckpoint, StorageFailed
 from trainer.parallel.processes import ONE
 from trainer.position import Position
 from trainer.settings_check import CHECKS, check_versions
-from trainer.versions.directory import VersionState, delete_unpublished, prune, versions_in
+from trainer.versions.directory import (
+    INFO,
+    VersionState,
+    delete_unpublished,
+    directory_of,
+    download,
+    new_directory,
+    prune,
+    read_info,
+    upload,
+    verify,
+    versions_in,
+)
 from trainer.versions.publish import Publisher, files_of
 from trainer.versions.save_model import save_model
 
@@ -211,7 +223,53 @@ def test_an_upload_never_overwrites_a_version(tmp_path: Path) -> None:
     uri = f"memory://{tmp_path.name}"
     publisher(tmp_path / "a", weights_uri=uri).export(state(0))
     with pytest.raises(FileExistsError, match=r"r/0\.0 is there already"):
-        publisher(tmp_path / "b", weights_uri=uri).export(state(0))
+        publisher(tmp_path / "b", weights_uri=uri).export(state(0, "other"))
+
+
+def test_an_interrupted_upload_is_completed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kill leaves some files, and of one the beginning."""
+    written, uri, files = state(0), f"memory://{tmp_path.name}", MemoryFileSystem()
+    with new_directory(tmp_path / "a", written) as tmp:
+        (tmp / "model").mkdir()
+        for name in ("model/config.json", "one", "two"):
+            (tmp / name).write_text(name)
+    source = directory_of(tmp_path / "a", written.version)
+    upload(source, uri, read_info(source))
+    files.rm(f"{uri}/r/0.0/two")
+    for name in ("one", INFO):
+        files.pipe_file(f"{uri}/r/0.0/{name}", (source / name).read_bytes()[:2])
+    with pytest.raises(InvalidCheckpoint):
+        download(uri, tmp_path / "b", written.version)
+    copied, put = list[str](), MemoryFileSystem.put_file
+
+    def noted(files: MemoryFileSystem, local: str, *where: Any, **how: Any) -> None:
+        copied.append(str(Path(local).relative_to(source)))
+        put(files, local, *where, **how)
+
+    monkeypatch.setattr(MemoryFileSystem, "put_file", noted)
+    upload(source, uri, read_info(source))
+    assert copied == [INFO, "one", "two"]
+    assert download(uri, tmp_path / "c", written.version) == written
+
+
+def test_a_damaged_directory_is_replaced_by_its_copy_once_that_is_whole(tmp_path: Path) -> None:
+    written, uri, root = state(0), f"memory://{tmp_path.name}", tmp_path / "a"
+    with new_directory(root, written) as tmp:
+        (tmp / "one").write_text("1")
+    directory = directory_of(root, written.version)
+    upload(directory, uri, read_info(directory))
+    (directory / "one").write_text("")
+    (directory / "two").write_text("2")
+    files = MemoryFileSystem()
+    files.pipe_file(f"{uri}/r/0.0/one", b"")
+    with pytest.raises(InvalidCheckpoint, match="one is missing or altered"):
+        download(uri, root, written.version)
+    assert (directory / "two").exists()
+    files.pipe_file(f"{uri}/r/0.0/one", b"1")
+    assert download(uri, root, written.version) == written
+    assert verify(directory, written.version) == written
 
 
 def test_a_path_as_a_file_url_is_a_path(tmp_path: Path) -> None:
