@@ -55,6 +55,7 @@ class Lookup:
 
     reply: None: nothing, for the reason in `reason`.
     prompt_ids: Of the reply.
+    replies: Of the trajectory, with `reply`.
     """
 
     trajectory: TrajectoryRef
@@ -62,6 +63,7 @@ class Lookup:
     reply: Reply | None = None
     prompt_ids: bytes = b""
     reason: str | None = None
+    replies: _Trajectory | None = None
 
     def prior(self, renderer: str, limit: int | None) -> Prior | None:
         """Return the tokens for the engine; see `Prior`."""
@@ -132,7 +134,7 @@ class ContinuationMemory:
         found = known.find(history)
         if isinstance(found, str):
             return Lookup(trajectory, history, reason=found)
-        return Lookup(trajectory, history, found, found.prompt_ids())
+        return Lookup(trajectory, history, found, found.prompt_ids(), replies=known)
 
     def remember(self, lookup: Lookup, step: Step) -> None:
         """Remember the reply to a request, unless it is incomplete. step: Not redacted."""
@@ -151,9 +153,10 @@ class ContinuationMemory:
         key = lookup.trajectory.run_id, lookup.trajectory.trajectory_key
         known, parent = self._trajectories.get(key), None
         kept = step.continuation.kept_tokens if step.continuation is not None else None
-        if known is None:  # forgotten meanwhile, or new: it must not keep a parent in memory
+        if known is None:
             known = self._trajectories[key] = _Trajectory()
-        elif kept is not None:
+        # A parent that was forgotten meanwhile would stay in memory without being counted.
+        if kept is not None and known is lookup.replies:
             parent, prompt = lookup.reply, prompt[kept * ID_BYTES :]
         self._trajectories.move_to_end(key)
         place = digest, lookup.history.context

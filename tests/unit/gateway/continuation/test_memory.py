@@ -174,6 +174,24 @@ def test_the_trajectory_used_least_recently_is_forgotten() -> None:
     assert memory.size == 2 * (OVERHEAD_BYTES + 8)
 
 
+@pytest.mark.parametrize("begun_anew", [False, True])
+def test_a_reply_forgotten_during_a_call_is_not_kept_as_a_parent(begun_anew: bool) -> None:
+    memory = ContinuationMemory(2 * (OVERHEAD_BYTES + 20))
+    first = ask(memory, user("q"))
+    memory.remember(first, step(first, "s0", [1], [2], "a"))
+    turns = user("q"), assistant("a"), user("?")
+    lookup = ask(memory, *turns)
+    continued = step(lookup, "s1", [1, 2, 3], [4], "b")
+    other = ask(memory, user("q"), ref=TrajectoryRef("run", "t2", None, None))
+    for said in "ab":
+        memory.remember(other, step(other, "s", [1], [2], said))
+    if begun_anew:
+        memory.remember(first, step(first, "s2", [1], [2], "c"))
+    memory.remember(lookup, continued)
+    found = ask(memory, *turns, assistant("b"), user("?")).reply
+    assert found is not None and found.step_id == "s1" and found.parent is None
+
+
 def test_the_page_explains_every_reason() -> None:
     modules = (history, memory, continuation)
     reasons = {
