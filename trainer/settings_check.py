@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 from schemas.errors import SettingsError
@@ -130,13 +131,26 @@ def check_versions(settings: Settings) -> None:
             f"setting trainer.full_every={settings.trainer.full_every}: with trainer.lora.rank "
             "every version is an adapter, which is small and never a delta; leave it out"
         )
-    uris = {"weights_uri": settings.weights_uri, "checkpoint_uri": settings.checkpoint_uri}
+    uris = {
+        "checkpoint_dir": str(settings.checkpoint_dir),
+        "weights_uri": settings.weights_uri,
+        "checkpoint_uri": settings.checkpoint_uri,
+    }
+    places = dict[str, str]()
     for name, uri in uris.items():
-        scheme, is_url, _ = (uri or "").partition("://")
+        if uri is None:
+            continue
+        scheme, is_url, _ = uri.partition("://")
         try:
             get_filesystem_class(scheme if is_url else "file")
         except (ValueError, ImportError) as e:
             raise SettingsError(f"setting trainer.{name}={uri}: {e}") from e
+        other = places.setdefault(uri if is_url else os.path.realpath(uri), name)
+        if other != name:
+            raise SettingsError(
+                f"setting trainer.{name}={uri}: trainer.{other} is the same place, and the "
+                "directories of a version would have the same name; choose another place"
+            )
 
 
 CHECKS: tuple[Callable[[Settings], None], ...] = (

@@ -135,6 +135,14 @@ def test_large_steps_are_published_as_full_versions(tmp_path: Path) -> None:
     [
         ({"weights_uri": "nosuch://bucket"}, r"trainer\.weights_uri=nosuch://bucket: .*nosuch"),
         ({"checkpoint_uri": "nosuch://b"}, r"trainer\.checkpoint_uri=nosuch://b: .*nosuch"),
+        (
+            {"weights_uri": "memory://b", "checkpoint_uri": "memory://b/"},
+            r"trainer\.checkpoint_uri=memory://b: trainer\.weights_uri is the same place",
+        ),
+        (
+            {"checkpoint_dir": "/nosuch/c", "checkpoint_uri": "file:///nosuch/./a/../c"},
+            r"trainer\.checkpoint_uri=.*: trainer\.checkpoint_dir is the same place",
+        ),
         ({"full_every": 2, "lora": {"rank": 4}}, r"trainer\.full_every=2: .*trainer\.lora\.rank"),
     ],
 )
