@@ -44,6 +44,7 @@ class BrokerRuns(InUse):
 
 def check(settings: Settings, names: Sequence[str]) -> None:
     """Run all checks for the processes `names`. Raises SettingsError, BrokerRuns or PortTaken."""
+    check_distinct(settings, names)
     _check_settings(settings, names)
     if "broker" in names:
         _check_no_broker(settings)
@@ -76,6 +77,18 @@ def ports(settings: Settings, names: Sequence[str]) -> Iterator[tuple[str, str, 
             metrics = settings.metrics.after(index)
             if (own := metrics.port_of(name)) is not None:
                 yield f"the metrics of {name}", metrics.host, own, "metrics.port"
+
+
+def check_distinct(settings: Settings, names: Sequence[str]) -> None:
+    """Raise SettingsError when two of the processes would listen on the same port."""
+    known: dict[int, str] = {}
+    for name, _, port, setting in ports(settings, names):
+        if (other := known.get(port)) is not None:
+            raise SettingsError(
+                f"setting {setting}: {name} would listen on port {port}, and so would {other}; "
+                "set another one"
+            )
+        known[port] = f"{name} ({setting})"
 
 
 def _check_no_broker(settings: Settings) -> None:

@@ -6,7 +6,8 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
-Port = Annotated[int, Field(ge=1, le=65535)]
+HIGHEST_PORT = 65535
+Port = Annotated[int, Field(ge=1, le=HIGHEST_PORT)]
 Positive = Annotated[float, Field(gt=0)]
 Count = Annotated[int, Field(ge=1)]
 Name = Annotated[str, Field(coerce_numbers_to_str=True)]

@@ -12,7 +12,7 @@ from schemas.claw_r1 import SECTION, without_claw_r1
 from schemas.ids import RUN_ID
 from schemas.rule_spec import is_own, of_run
 from schemas.settings.admit import AdmitSettings
-from schemas.settings.base import Name, Section
+from schemas.settings.base import HIGHEST_PORT, Name, Section
 from schemas.settings.demo import DemoSettings
 from schemas.settings.gateway import GatewaySettings
 from schemas.settings.jobs import FunctionSettings, JobsSettings
@@ -21,7 +21,7 @@ from schemas.settings.lake import LakeSettings
 from schemas.settings.reward_models import Classifier, CodeTests, Judge, RewardModel
 from schemas.settings.rollout import ENGINE_STOP_S, RolloutSettings
 from schemas.settings.trainer import TrainerSettings
-from schemas.settings.up import MetricsSettings, UpSettings
+from schemas.settings.up import METRICS_PORTS, MetricsSettings, UpSettings
 
 REWARD_ROOM_S = 2.0
 """Between the time-out of a reward model and that of its process."""
@@ -96,6 +96,7 @@ class Settings(Section):
                 )
         self._check_awaited()
         self._check_reward_models()
+        self._check_ports()
         if self.trainer.sync_every != self.admit.policy.sync_every:
             raise ValueError(
                 f"trainer.sync_every={self.trainer.sync_every} differs from "
@@ -123,6 +124,20 @@ class Settings(Section):
         return any(is_own(spec) for specs in named for spec in specs) or is_own(
             gateway.compute_reward or ""
         )
+
+    def _check_ports(self) -> None:
+        """Refuse a first port whose last one does not exist."""
+        more = self.rollout.workers - 1
+        for name, first, last in (
+            ("broker.port", self.broker.port, 10 * (self.broker.nodes - 1) + 1),
+            ("rollout.port", self.rollout.port, more),
+            ("metrics.port", self.metrics.port or 0, len(METRICS_PORTS) - 1 + more),
+        ):
+            if first + last > HIGHEST_PORT:
+                raise ValueError(
+                    f"{name}={first}: ports up to {first + last} would be used; set at most "
+                    f"{HIGHEST_PORT - last}"
+                )
 
     def _check_awaited(self) -> None:
         """Refuse a policy that decides before the configured functions have answered."""

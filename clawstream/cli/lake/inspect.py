@@ -22,7 +22,7 @@ def inspect(
     words: Overrides = None,
     config: Config = None,
     host: Annotated[str, typer.Option("--host", help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port", min=1, max=65535, help="Port.")] = 8200,
+    port: Annotated[int, typer.Option("--port", min=1, max=65535, help="Port.")] = 8300,
 ) -> None:
     """Show runs, trajectories and tokens in the browser, live.
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import socket
+from inspect import signature
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from clawstream.cli.lake.inspect import inspect
 from clawstream.cli.main import app
-from clawstream.ops.preflight import ports, problems_of
+from clawstream.ops.preflight import check_distinct, ports, problems_of
 from clawstream.ops.up import COMMANDS, instances, wanted
 from runtime.process.config import load
 from runtime.process.ports import PortTaken, check_free
+from schemas.errors import SettingsError
 from trainer.algorithms.registry import ALGORITHMS
 
 EVERY = list(COMMANDS)
@@ -93,6 +96,36 @@ def test_every_port_is_looked_at() -> None:
     ]
     several = load(None, ["rollout.workers=2"], {})
     assert [port for _, _, port, _ in ports(several, ["rollout"])] == [8200, 8201]
+
+
+def test_two_processes_do_not_share_a_port() -> None:
+    words = ["metrics.port=8195", "rollout.workers=2"]
+    with pytest.raises(
+        SettingsError, match=r"^setting metrics\.port: .*\b8201, and .* rollout \(rollout\.port\)"
+    ):
+        check_distinct(load(None, words, {}), ["rollout"])
+    check_distinct(load(None, [*words, "metrics.port=8210"], {}), EVERY)
+
+
+def test_the_inspector_has_a_port_of_its_own() -> None:
+    settings = load(None, ["broker.nodes=3", "rollout.workers=8"], {})
+    assert signature(inspect).parameters["port"].default not in {
+        port for _, _, port, _ in ports(settings, EVERY)
+    }
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["rollout.port=65535", "rollout.workers=2"], r"rollout\.port=65535: .* at most 65534"),
+        (["metrics.port=65530"], r"metrics\.port=65530: .* at most 65529"),
+        (["metrics.port=65529", "rollout.workers=2"], r"metrics\.port=65529: .* at most 65528"),
+        (["broker.port=65520", "broker.nodes=3"], r"broker\.port=65520: .* at most 65514"),
+    ],
+)
+def test_ports_above_the_highest_one_are_refused(words: list[str], problem: str) -> None:
+    with pytest.raises(SettingsError, match=problem):
+        load(None, words, {})
 
 
 @pytest.mark.parametrize(
