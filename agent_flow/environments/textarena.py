@@ -24,7 +24,7 @@ _RANDOM = threading.Lock()
 class Game:
     """A game that depends on its seed and the moves.
 
-    textarena draws from the global random generator, so the generator's state is exchanged for
+    textarena draws from the global random generator, so the generator's state is replaced by
     the game's own around every call, one call at a time. Other threads that draw from it meanwhile
     change the game, and a call that hangs stops all games.
 

@@ -1,9 +1,9 @@
 """Exact continuation inside vLLM's API server: a prompt that keeps the token ids of earlier turns.
 
 All chat endpoints (chat completions, Messages, Responses) call one method of the engine's renderer,
-`render_chat_async`. `PromptTap` replaces it. It renders as always, then exchanges the ids for those
+`render_chat_async`. `PromptTap` replaces it. It renders as always, then replaces the ids by those
 that the request gave, followed by the tokens of the new turn. The endpoint computes everything else
-from the exchanged prompt: the length check, the default of `max_tokens`, whether reasoning has
+from the new prompt: the length check, the default of `max_tokens`, whether reasoning has
 ended (structured outputs), and the usage.
 
 `renderers` makes the tokens of the new turn. They must equal the end of the rendered prompt, which
@@ -109,12 +109,12 @@ def _fits(length: int, limit: int | None, rendered: Rendered) -> bool:
 class PromptTap:
     """Wraps vLLM's renderer.
 
-    current: Returns the `Exchange` of the current request, if any.
+    current: Returns the `PriorTokens` of the current request, if any.
     fingerprint: Of the engine's tokenizer.
     """
 
     def __init__(
-        self, renderer: Any, current: Callable[[], Exchange | None], fingerprint: str | None
+        self, renderer: Any, current: Callable[[], PriorTokens | None], fingerprint: str | None
     ) -> None:
         self._tokenizer, self._current = renderer.tokenizer, current
         self._fingerprint = fingerprint
@@ -125,24 +125,24 @@ class PromptTap:
     async def render_chat_async(
         self, conversations: Any, chat_params: Any, tok_params: Any = None, **more: Any
     ) -> Any:
-        """Render, and exchange the prompt if the request continues an earlier turn."""
+        """Render, and replace the prompt if the request continues an earlier turn."""
         result = await self._render(conversations, chat_params, tok_params, **more)
-        exchange = self._current()
-        if exchange is None or exchange.prior is None:
+        given = self._current()
+        if given is None or given.prior is None:
             return result
-        prior, exchange.prior = exchange.prior, None  # a later generation renders as always
+        prior, given.prior = given.prior, None  # a later generation renders as always
         made, prompts = result
         if len(prompts) != 1:
-            exchange.reason = NO_BRIDGE
+            given.reason = NO_BRIDGE
             return result
-        found = self._exchanged(prior, made[0], prompts[0], chat_params, tok_params)
+        found = self._replacement(prior, made[0], prompts[0], chat_params, tok_params)
         if isinstance(found, str):
-            exchange.reason = found
+            given.reason = found
             return result
         kept = {k: v for k, v in prompts[0].items() if k not in ("prompt", "prompt_token_offsets")}
         return made, [{**kept, "prompt_token_ids": found}]
 
-    def _exchanged(
+    def _replacement(
         self, prior: Prior, conversation: Any, prompt: Any, chat_params: Any, tok_params: Any
     ) -> list[int] | str:
         if prior.tokenizer not in (None, self._fingerprint):
@@ -170,7 +170,7 @@ class PromptTap:
             return None
 
 
-class Exchange:
+class PriorTokens:
     """What one request gives for its prompt, and why it was not used.
 
     prior: None once it was used, or if the request gives nothing.

@@ -22,7 +22,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from rollout.vllm_plugin.adapters import adapters_of
-from rollout.vllm_plugin.continuation import Exchange, PromptTap
+from rollout.vllm_plugin.continuation import PriorTokens, PromptTap
 from rollout.vllm_plugin.sampling import ServerOptions, sampling_of, server_options
 from schemas import engine_frames as wire
 from schemas.records import Sampling
@@ -166,7 +166,7 @@ class Call:
 
     def __init__(self) -> None:
         self.generations: list[Generation] = []
-        self.exchange = Exchange()
+        self.prior_tokens = PriorTokens()
 
     def begin(
         self, prompt: Any, sampling_params: Any, request_id: str, server: ServerOptions
@@ -190,7 +190,7 @@ class Call:
             delta,
             sampling_of(sampling_params, server),
             absent,
-            self.exchange.reason,
+            self.prior_tokens.reason,
         )
         self.generations.append(generation)
         return generation
@@ -205,9 +205,9 @@ _call: ContextVar[Call | None] = ContextVar("clawstream_capture", default=None)
 """The captured call that this task serves, if any. Tasks that an endpoint starts inherit it."""
 
 
-def _exchange() -> Exchange | None:
+def _prior_tokens() -> PriorTokens | None:
     call = _call.get()
-    return None if call is None else call.exchange
+    return None if call is None else call.prior_tokens
 
 
 class EngineTap:
@@ -224,7 +224,7 @@ class EngineTap:
         tokenizer = client.tokenizer
         self.tokenizer = None if tokenizer is None else fingerprint(tokenizer.get_vocab())
         if (renderer := getattr(client, "renderer", None)) is not None:
-            PromptTap(renderer, _exchange, self.tokenizer)
+            PromptTap(renderer, _prior_tokens, self.tokenizer)
         self._generate = client.generate
         self._update_weight_version = client.update_weight_version
         client.generate = self.generate
@@ -293,7 +293,7 @@ class Capture:
             return
         call = Call()
         if _CONTINUE_HEADER in scope["headers"]:
-            receive = _without_prior(call.exchange, receive)
+            receive = _without_prior(call.prior_tokens, receive)
         token = _call.set(call)
         try:
             await self._app(scope, receive, Reply(call, labels, send).send)
@@ -301,7 +301,7 @@ class Capture:
             _call.reset(token)
 
 
-def _without_prior(exchange: Exchange, receive: Receive) -> Receive:
+def _without_prior(given: PriorTokens, receive: Receive) -> Receive:
     """Return a `receive` that gives the body without the earlier turn's tokens."""
     begun = False
 
@@ -316,7 +316,7 @@ def _without_prior(exchange: Exchange, receive: Receive) -> Receive:
             if message["type"] != "http.request":
                 return message
             parts.append(message.get("body", b""))
-        body, exchange.prior = wire.split_prior(b"".join(parts))
+        body, given.prior = wire.split_prior(b"".join(parts))
         return {"type": "http.request", "body": body, "more_body": False}
 
     return received

@@ -24,7 +24,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from gateway.app import create_app
 from gateway.engines.registry import EngineRegistry
 from rollout.server.process import VllmServer
-from rollout.vllm_plugin.continuation import Exchange, PromptTap
+from rollout.vllm_plugin.continuation import PriorTokens, PromptTap
 from schemas.codec.single_object import Codec
 from schemas.engine_frames import Prior
 from schemas.records import Step
@@ -133,8 +133,8 @@ def prompt_of(renderer: Any, name: str) -> list[int]:
 
 @pytest.mark.filterwarnings("default")
 def test_vllm_keeps_the_ids_on_every_endpoint(online_renderer: Any) -> None:
-    exchange = Exchange()
-    PromptTap(online_renderer.renderer, lambda: exchange, None)
+    given = PriorTokens()
+    PromptTap(online_renderer.renderer, lambda: given, None)
     prompt = ids_of("<|im_start|>user\nadd<|im_end|>\n<|im_start|>assistant\n")
     call = f'<tool_call>\n{{"name":"add","arguments":{ARGUMENTS}}}\n</tool_call><|im_end|>'
     sampled = ids_of("<think>\nhm\n</think>\n\n" + call)
@@ -143,9 +143,9 @@ def test_vllm_keeps_the_ids_on_every_endpoint(online_renderer: Any) -> None:
     for name in requests_of():
         rendered = prompt_of(online_renderer, name)
         assert rendered[-len(tail) :] == tail and len(rendered) > len(tail)
-        exchange.prior = Prior("qwen3", pack_ids(prompt), pack_ids(sampled))
+        given.prior = Prior("qwen3", pack_ids(prompt), pack_ids(sampled))
         assert prompt_of(online_renderer, name) == [*prompt, *sampled, *tail]
-        assert exchange.reason is None
+        assert given.reason is None
 
 
 # ---------------------------------------------------------------- a whole server

@@ -19,7 +19,7 @@ from rollout.vllm_plugin.continuation import (
     TOKENIZER_CHANGED,
     TOO_LONG,
     UNKNOWN_TEMPLATE,
-    Exchange,
+    PriorTokens,
     PromptTap,
     Rendered,
     continued,
@@ -182,12 +182,12 @@ def test_an_error_of_renderers_is_a_reason() -> None:
     assert continued(prior(PROMPT, SAMPLED), rendered(NEXT), Failing()) == NO_BRIDGE
 
 
-def test_a_truncated_prompt_bounds_the_exchange() -> None:
-    exchange, renderer = exchange_of(), VllmRenderer()
-    PromptTap(renderer, lambda: exchange, "f00d")
+def test_a_truncated_prompt_bounds_the_new_one() -> None:
+    given, renderer = given_tokens(), VllmRenderer()
+    PromptTap(renderer, lambda: given, "f00d")
     bounded = TokenizeParams(truncate_prompt_tokens=LENGTH - 1)
     asyncio.run(renderer.render_chat_async([NEXT], ChatParams(), bounded))
-    assert exchange.reason == TOO_LONG
+    assert given.reason == TOO_LONG
 
 
 def test_the_new_turn_is_what_follows_the_model() -> None:
@@ -225,24 +225,24 @@ class VllmRenderer:
         return list(conversations), prompts
 
 
-def tapped(exchange: Exchange | None, renderer: VllmRenderer, *conversations: Any) -> Any:
-    PromptTap(renderer, lambda: exchange, "f00d")
+def tapped(given: PriorTokens | None, renderer: VllmRenderer, *conversations: Any) -> Any:
+    PromptTap(renderer, lambda: given, "f00d")
     asked = renderer.render_chat_async(
         conversations, ChatParams({"tools": None}), TokenizeParams(), cache_salt="s"
     )
     return asyncio.run(asked)
 
 
-def exchange_of(family: str = "qwen3", tokenizer: str | None = "f00d") -> Exchange:
-    exchange = Exchange()
-    exchange.prior = prior(PROMPT, SAMPLED)._replace(renderer=family, tokenizer=tokenizer)
-    return exchange
+def given_tokens(family: str = "qwen3", tokenizer: str | None = "f00d") -> PriorTokens:
+    given = PriorTokens()
+    given.prior = prior(PROMPT, SAMPLED)._replace(renderer=family, tokenizer=tokenizer)
+    return given
 
 
-def test_a_prompt_is_exchanged_once() -> None:
-    exchange, renderer = exchange_of(), VllmRenderer()
-    conversations, (prompt,) = tapped(exchange, renderer, NEXT)
-    assert conversations == [NEXT] and exchange.prior is None and exchange.reason is None
+def test_a_prompt_is_replaced_once() -> None:
+    given, renderer = given_tokens(), VllmRenderer()
+    conversations, (prompt,) = tapped(given, renderer, NEXT)
+    assert conversations == [NEXT] and given.prior is None and given.reason is None
     ids = prompt.pop("prompt_token_ids")
     assert ids[: len(PROMPT) + len(SAMPLED)] == [*PROMPT, *SAMPLED]
     assert prompt == {"type": "token", "cache_salt": "s"}
@@ -251,23 +251,23 @@ def test_a_prompt_is_exchanged_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("exchange", "kind", "conversations", "reason"),
+    ("given", "kind", "conversations", "reason"),
     [
         (None, "token", [NEXT], None),
-        (Exchange(), "token", [NEXT], None),
-        (exchange_of(), "multimodal", [NEXT], MEDIA),
-        (exchange_of(), "token", [NEXT, NEXT], NO_BRIDGE),
-        (exchange_of(tokenizer="beef"), "token", [NEXT], TOKENIZER_CHANGED),
-        (exchange_of("llama-3"), "token", [NEXT], UNKNOWN_TEMPLATE),
-        (exchange_of("no-such-family"), "token", [NEXT], UNKNOWN_TEMPLATE),
+        (PriorTokens(), "token", [NEXT], None),
+        (given_tokens(), "multimodal", [NEXT], MEDIA),
+        (given_tokens(), "token", [NEXT, NEXT], NO_BRIDGE),
+        (given_tokens(tokenizer="beef"), "token", [NEXT], TOKENIZER_CHANGED),
+        (given_tokens("llama-3"), "token", [NEXT], UNKNOWN_TEMPLATE),
+        (given_tokens("no-such-family"), "token", [NEXT], UNKNOWN_TEMPLATE),
     ],
 )
 def test_other_prompts_stay_as_rendered(
-    exchange: Exchange | None, kind: str, conversations: list[Any], reason: str | None
+    given: PriorTokens | None, kind: str, conversations: list[Any], reason: str | None
 ) -> None:
-    _, prompts = tapped(exchange, VllmRenderer(kind), *conversations)
+    _, prompts = tapped(given, VllmRenderer(kind), *conversations)
     assert [p["prompt_token_ids"] for p in prompts] == [rendered(c).ids for c in conversations]
-    assert exchange is None or (exchange.prior, exchange.reason) == (None, reason)
+    assert given is None or (given.prior, given.reason) == (None, reason)
 
 
 # ---------------------------------------------------------------- in the body of a request
