@@ -36,9 +36,9 @@ class MetricsSettings(Section):
     host: str = Field("127.0.0.1", description="Prometheus on another machine")
     port: Port | None = Field(
         None,
-        description="first port of the metrics, which the monitor has; assemble, reward, admit, "
-        "lake, trainer and the rollout workers have the next ones in this order; default: none are "
-        "served, and `up` starts no monitor",
+        description="first port of the metrics, the monitor's; those of assemble, reward, admit, "
+        "lake, trainer and the rollout workers follow in this order; default: none are served, and "
+        "`up` starts no monitor",
     )
 
     def port_of(self, process: str) -> int | None:
