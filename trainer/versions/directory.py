@@ -135,7 +135,9 @@ def verify(directory: Path, version: Version) -> VersionState:
     if wrong := sorted(found.items() ^ info.files.items()):
         raise InvalidCheckpoint(f"{directory}: {wrong[0][0]} is missing or altered")
     if info.state.version != version:
-        raise InvalidCheckpoint(f"{directory}: is of version {info.state.version}, not {version}")
+        raise InvalidCheckpoint(
+            f"{directory}: is of version {info.state.version}, not of {version}"
+        )
     return info.state
 
 
