@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -12,7 +11,8 @@ import pytest
 from support.arithmetic_model import make_arithmetic_model
 from support.feed import Feed
 from support.ports import free_port
-from support.up import ROOT, up
+from support.processes import Processes
+from support.up import ENVIRON, ROOT, command, up
 
 from schemas.settings import Settings
 
@@ -64,14 +64,19 @@ def test_the_reward_of_an_example_rises(
     tmp_path: Path, model: Path, reward: str, functions: dict[str, Any]
 ) -> None:
     settings = settings_of(tmp_path, model, reward, functions)
-    with up(settings) as running:
+    with up(settings) as running, Processes(tmp_path / "logs") as processes:
         running.until_says("up", '"event": "up"', 600)
         example = f"{ROOT}/examples/arithmetic.py:arithmetic"
-        flow = running.alone("flow", "flow", "run", example, "max_tokens=40")
+        words = ("flow", "run", example, f"data_dir={running.home}", "max_tokens=40")
+        flow = processes.start("flow", command(*words), env=ENVIRON)
         feed = Feed(settings)
-        running.until(lambda: len(feed.versions()) > VERSIONS, f"{VERSIONS} versions", 1200)
-        flow.send_signal(signal.SIGINT)
-        flow.wait(60)
+
+        def trained() -> bool:
+            assert flow.poll() is None, processes.log("flow")
+            return len(feed.versions()) > VERSIONS
+
+        running.until(trained, f"{VERSIONS} versions", 1200)
+        processes.stop(flow)
         versions = feed.versions()
         feed.close()
         running.stop()
