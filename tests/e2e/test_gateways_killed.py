@@ -186,7 +186,8 @@ async def faults(running: Up, agents: Agents, second_port: int) -> list[str]:
     """Kill one gateway, then the other, then stop the broker, while the agents continue.
 
     Returns:
-        The trajectories that were complete before the broker stopped.
+        The trajectories that were complete before the broker stopped, without the first one of each
+        agent: on a slow machine a gateway spools its first calls, while its producer connects.
     """
     pid = running.table["gateway"]["pid"]
     async with second_gateway(running, second_port) as second:
@@ -195,7 +196,7 @@ async def faults(running: Up, agents: Agents, second_port: int) -> list[str]:
         await agents.more(EACH_PHASE)
         os.kill(second, signal.SIGKILL)
         await agents.more(EACH_PHASE)
-    in_order = list(agents.completed)
+    in_order = [key for key in agents.completed if not key.endswith("-0")]
     async with second_gateway(running, second_port):
         broker = int(running.table["broker"]["pid"])
         nodes = [int(p) for p in children(broker)] or [broker]
