@@ -16,8 +16,8 @@ from support.up import ENVIRON, ROOT, command, up
 
 from schemas.settings import Settings
 
-VERSIONS = 16
-COMPARED = 3
+VERSIONS = 24
+COMPARED = 4
 """Batches at the start and at the end whose rewards are compared."""
 RISE = 0.3
 
