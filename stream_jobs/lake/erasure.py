@@ -43,7 +43,12 @@ ORPHAN_HOURS = 1
 """Files of no commit may be in writing now; older ones are of writers that were killed."""
 _ATTEMPTS = 8
 _TABLES = {Step: "steps", SessionEvent: "session_events", Reward: "rewards"}
-_BLOB_FIELDS = tuple((_TABLES[kind], field) for kind in MOVABLE for field in MOVABLE[kind])
+_STEP_BLOBS = "blobs"
+_BLOB_COLUMNS = (
+    (_TABLES[Step], _STEP_BLOBS),
+    *((_TABLES[kind], field) for kind in (SessionEvent, Reward) for field in MOVABLE[kind]),
+)
+"""Table and column that name blobs; a step lists its moved fields and its images in `blobs`."""
 
 
 class ErasureCollided(LakeError):
@@ -100,7 +105,7 @@ class Erasure:
         """Return the digests of blobs that only these trajectories name."""
         mine, others = set[str](), set[str]()
         tables = dict(self._tables())
-        for name, field in _BLOB_FIELDS:
+        for name, field in _BLOB_COLUMNS:
             if name in tables:
                 data, own = dataset(tables[name], self._options), self._filter(name)
                 mine |= _digests(data, field, own)
@@ -187,6 +192,12 @@ class Erasure:
 
 def _digests(data: Any, field: str, condition: pc.Expression) -> set[str]:
     """Return the digests of the blobs that a column's rows name."""
+    if field == _STEP_BLOBS:
+        return {
+            digest
+            for batch in data.to_batches(columns=[field], filter=condition)
+            for digest in pc.struct_field(pc.list_flatten(batch.column(0)), "sha256").to_pylist()
+        }
     refers = pc.starts_with(pc.field(field), '{"$blob":')
     found = set[str]()
     for batch in data.to_batches(columns=[field], filter=condition & refers):

@@ -14,7 +14,7 @@ from support.small_lake import SmallLake
 
 from runtime.blob_store import BlobMissing, BlobStore
 from schemas import records
-from schemas.blob_refs import reference
+from schemas.blob_refs import reference, with_images
 from schemas.errors import InvalidId
 from schemas.records import Blob
 from schemas.settings import Settings
@@ -110,8 +110,13 @@ def test_a_blob_goes_unless_another_trajectory_names_it(settings: Settings) -> N
     lake.put(
         "steps",
         "T",
-        of_joe(1, request_json=reference(own), response_json=reference(shared)),
-        step(2, response_json=reference(shared)),
+        of_joe(
+            1,
+            request_json=reference(own),
+            response_json=reference(shared),
+            blobs=(own, shared),
+        ),
+        step(2, response_json=reference(shared), blobs=(shared,)),
     )
     erasure = Erasure(settings, JOE)
     assert erasure.blobs() == {own.sha256} and erasure.run() == 1
@@ -119,6 +124,20 @@ def test_a_blob_goes_unless_another_trajectory_names_it(settings: Settings) -> N
     with pytest.raises(BlobMissing):
         store.get(own.sha256)
     store.delete(own.sha256)  # it may be repeated
+
+
+def test_an_image_goes_unless_another_trajectory_sent_it(settings: Settings) -> None:
+    store, lake = BlobStore(settings.blob_uri), SmallLake(settings)
+
+    def sent(record: records.Step, *images: bytes) -> records.Step:
+        return with_images(record, images, store.url_of).record  # type: ignore[return-value]
+
+    own, shared = (store.put(image) for image in (b"own", b"shared"))
+    lake.put("steps", "T", sent(of_joe(1), b"own", b"shared"), sent(step(2), b"shared"), step(3))
+    assert Erasure(settings, JOE).run() == 1
+    assert store.get(shared) == b"shared"
+    with pytest.raises(BlobMissing):
+        store.get(own)
 
 
 def test_a_named_snapshot_and_a_wrong_key_are_refused(settings: Settings) -> None:
