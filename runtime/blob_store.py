@@ -2,12 +2,16 @@
 
 A blob is either complete or absent. On a disk it is written to a draft, fsynced and renamed, and
 the directory is fsynced; object stores guarantee this themselves. Writing an existing blob changes
-nothing, so concurrent writers and retries are harmless. Only an erasure deletes a blob.
+only its age, so concurrent writers and retries are harmless. Only an erasure deletes a blob, and
+only an old one: a record that names a young blob may still be on its way.
 """
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Mapping
+from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -80,6 +84,24 @@ class BlobStore:
             raise BlobMissing(f"blob {where} has other bytes than its name says")
         return data
 
+    def age_s(self, digest: str) -> float:
+        """Return the seconds since the last `put` of a sha256 in hex; infinity if it is not there.
+
+        Raises:
+            BlobStoreAway: The store could not be reached.
+        """
+        try:
+            if self._directory is not None:
+                written_at = (self._directory / digest[:2] / digest).stat().st_mtime
+            else:
+                fs, root = self._remote()
+                written_at = fs.modified(f"{root}/{digest[:2]}/{digest}").timestamp()
+        except FileNotFoundError:
+            return float("inf")
+        except Exception as e:  # as above
+            raise BlobStoreAway(f"blob {self.url_of(digest)}: {type(e).__name__}: {e}") from e
+        return time.time() - written_at
+
     def delete(self, digest: str) -> None:
         """Delete the bytes of a sha256 in hex, if they are there. Raises BlobStoreAway."""
         try:
@@ -103,15 +125,15 @@ class BlobStore:
         fs, root = self._remote()
         path = f"{root}/{digest[:2]}/{digest}"
         try:
-            if fs.info(path)["size"] == len(data):
-                return
+            fs.info(path)
         except FileNotFoundError:
             fs.makedirs(f"{root}/{digest[:2]}", exist_ok=True)
-        fs.pipe_file(path, data)
+        fs.pipe_file(path, data)  # an existing one too: this renews its age
 
 
 def _write(path: Path, data: bytes) -> None:
-    if path.exists():
+    with suppress(FileNotFoundError, PermissionError):  # another user's: replaced below
+        os.utime(path)
         fsync_path(path.parent)  # another one may have just written it
         return
     if not path.parent.exists():

@@ -41,6 +41,8 @@ Keys = Collection[tuple[str, str]]
 LETTERS = "dead_letters"
 ORPHAN_HOURS = 1
 """Files of no commit may be in writing now; older ones are of writers that were killed."""
+BLOB_AGE_S = 3600.0
+"""Age of a blob in seconds from which every record that names it counts as read by the lake."""
 _ATTEMPTS = 8
 _TABLES = {Step: "steps", SessionEvent: "session_events", Reward: "rewards"}
 _STEP_BLOBS = "blobs"
@@ -53,6 +55,10 @@ _BLOB_COLUMNS = (
 
 class ErasureCollided(LakeError):
     """Other commits to a table came between each time. Some rows may be left: try again."""
+
+
+class BlobTooYoung(LakeError):
+    """A blob was written lately: a record that the lake has yet to read may name it."""
 
 
 class Found(NamedTuple):
@@ -117,11 +123,19 @@ class Erasure:
 
         Raises:
             ErasureCollided: Other commits came between each time.
+            BlobTooYoung: Nobody knows yet whether another trajectory names a blob; no row is
+                erased.
             BlobStoreAway: A blob could not be deleted.
         """
         store = BlobStore(self._settings.blob_uri, self._settings.gateway.blob_options)
         blobs = self.blobs()
         for digest in sorted(blobs):
+            if store.age_s(digest) < BLOB_AGE_S:
+                raise BlobTooYoung(
+                    f"blob {store.url_of(digest)} was written in the last {BLOB_AGE_S / 60:g} "
+                    "minutes, and a record that the lake has yet to read may name it, too: erase "
+                    "again later"
+                )
             store.delete(digest)
         for name, _ in self._tables():
             self._delete(name)

@@ -133,6 +133,7 @@ def test_bytes_come_back_by_their_digest(tmp_path: Path, kind: str) -> None:
     digest = store.put(data)
     assert digest == sha256(data).hexdigest() == store.put(data)
     assert store.get(digest) == BlobStore(uri).get(digest) == data
+    assert store.age_s(digest) < 60 and store.age_s("0" * 64) == float("inf")
     assert store.url_of(digest).startswith("memory://" if kind == "memory" else "file:///")
     for wrong in ("0" * 64, "../../etc/passwd", digest.upper()):
         with pytest.raises(BlobMissing):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from schemas.records import Blob
 from schemas.settings import Settings
 from stream_jobs.lake.delta.maintenance import compact
 from stream_jobs.lake.delta.snapshots import SnapshotError, take_snapshot
-from stream_jobs.lake.erasure import Erasure
+from stream_jobs.lake.erasure import BlobTooYoung, Erasure
 from stream_jobs.lake.main import open_table
 
 pytestmark = pytest.mark.slow
@@ -53,6 +54,11 @@ def texts(lake: Path) -> Iterator[str]:
 
 def has(settings: Settings, word: str) -> bool:
     return any(word in text for text in texts(Path(settings.lake_uri)))
+
+
+def let_blobs_age(settings: Settings) -> None:
+    for path in Path(settings.blob_uri).rglob("*/*"):
+        os.utime(path, (0, 0))
 
 
 def letter() -> records.DeadLetter:
@@ -118,6 +124,7 @@ def test_a_blob_goes_unless_another_trajectory_names_it(settings: Settings) -> N
         ),
         step(2, response_json=reference(shared), blobs=(shared,)),
     )
+    let_blobs_age(settings)
     erasure = Erasure(settings, JOE)
     assert erasure.blobs() == {own.sha256} and erasure.run() == 1
     assert store.get(shared.sha256) == b"shared"
@@ -134,10 +141,22 @@ def test_an_image_goes_unless_another_trajectory_sent_it(settings: Settings) -> 
 
     own, shared = (store.put(image) for image in (b"own", b"shared"))
     lake.put("steps", "T", sent(of_joe(1), b"own", b"shared"), sent(step(2), b"shared"), step(3))
+    let_blobs_age(settings)
     assert Erasure(settings, JOE).run() == 1
     assert store.get(shared) == b"shared"
     with pytest.raises(BlobMissing):
         store.get(own)
+
+
+def test_a_blob_that_was_written_again_lately_is_kept(settings: Settings) -> None:
+    store, lake = BlobStore(settings.blob_uri), SmallLake(settings)
+    digest = store.put(b"picture")
+    lake.put("steps", "T", with_images(of_joe(1), [b"picture"], store.url_of).record)
+    let_blobs_age(settings)
+    store.put(b"picture")  # of a step that the lake has yet to read
+    with pytest.raises(BlobTooYoung, match="erase again"):
+        Erasure(settings, JOE).run()
+    assert store.get(digest) and has(settings, WORD)
 
 
 def test_a_named_snapshot_and_a_wrong_key_are_refused(settings: Settings) -> None:
