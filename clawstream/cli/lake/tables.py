@@ -168,21 +168,33 @@ def erase(
         fail("say which: --trajectory KEY, or --where CONDITION", 2)
     keys = {(run or settings.run_id, key) for key in trajectory or ()}
     if where:
-        query = f"select distinct run_id, trajectory_key from {of} where ({where})"
-        with load("clawstream.query.sandbox").answer(settings, query) as batches:
-            for batch in batches:
-                keys |= {(row["run_id"], row["trajectory_key"]) for row in batch.to_pylist()}
+        keys |= _keys_where(settings, of, where)
     erasure = erasures.Erasure(settings, keys)
     found = list(erasure.find())
     for rows in found:
         until = rows.kept_until and f"{rows.kept_until:%Y-%m-%d %H:%M} UTC"
         log = f"{rows.topic} has them until {until or '`clawstream topics trim` removes them'}"
         typer.echo(f"{rows.table}: {rows.rows} rows; {log}")
+        if rows.table == erasures.LETTERS:
+            typer.echo(f"{rows.table}: of these keys in every run, as a letter names no run")
     what = f"{len(keys)} trajectories, {sum(rows.rows for rows in found)} rows"
     if yes:
         typer.echo(f"erased {what}, {erasure.run()} blobs")
     else:
         typer.echo(f"{what}, {len(erasure.blobs())} blobs would be erased: add --yes to erase them")
+
+
+def _keys_where(settings: Settings, table: str, where: str) -> set[tuple[str, str]]:
+    """Return the trajectories of the rows that fulfil a condition; print how many have none."""
+    columns = "run_id, trajectory_key"
+    query = f"select {columns}, count(*) as n from {table} where ({where}) group by {columns}"
+    with load("clawstream.query.sandbox").answer(settings, query) as batches:
+        rows = [row for batch in batches for row in batch.to_pylist()]
+    if keyless := sum(row["n"] for row in rows if row["trajectory_key"] is None):
+        typer.echo(f"{table}: {keyless} rows belong to no trajectory and stay")
+    return {
+        (row["run_id"], row["trajectory_key"]) for row in rows if row["trajectory_key"] is not None
+    }
 
 
 @command(app)

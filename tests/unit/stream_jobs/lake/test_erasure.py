@@ -10,9 +10,12 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+from support.assemble import failed_call
 from support.lake import a_reward, a_step, column
 from support.small_lake import SmallLake
+from typer.testing import CliRunner
 
+from clawstream.cli.lake.tables import app
 from runtime.blob_store import BlobMissing, BlobStore
 from schemas import records
 from schemas.blob_refs import reference, with_images
@@ -157,6 +160,19 @@ def test_a_blob_that_was_written_again_lately_is_kept(settings: Settings) -> Non
     with pytest.raises(BlobTooYoung, match="erase again"):
         Erasure(settings, JOE).run()
     assert store.get(digest) and has(settings, WORD)
+
+
+def test_rows_without_a_trajectory_are_counted_and_stay(settings: Settings) -> None:
+    lake = SmallLake(settings)
+    failed = (failed_call("joe"), failed_call(None))
+    lake.put("failed_calls", "T", *failed)
+    lake.put("dead_letters", "D", letter())
+    args = ["erase", "--table", "failed_calls", "--where", "true", "--yes"]
+    done = CliRunner().invoke(app, [*args, f"data_dir={settings.data_dir}"])
+    assert done.exit_code == 0, done.output
+    assert "failed_calls: 1 rows belong to no trajectory and stay" in done.output
+    assert "dead_letters: of these keys in every run" in done.output
+    assert column(settings, "failed_calls", "trajectory_key") == [None]
 
 
 def test_a_named_snapshot_and_a_wrong_key_are_refused(settings: Settings) -> None:
