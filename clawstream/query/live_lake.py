@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import pyarrow.dataset as ds
@@ -22,15 +23,19 @@ from clawstream.query.connection import (
     translated_errors,
 )
 from runtime.logs import logger
+from schemas.errors import ForeseenError
 from schemas.settings import Settings
-from stream_jobs.errors import LakeDamaged
-from stream_jobs.lake.delta.table import Delta, LakeMissing, open_table, refresh
+from stream_jobs.lake.delta.table import Delta, DeltaError, LakeMissing, open_table, refresh
 from stream_jobs.lake.tables.catalog import catalog
 
 FRESH_S = 1.0
 """A snapshot is looked for at most this often."""
 WAIT_S = 30.0
-"""A caller waits for newer snapshots only if the present ones are older; else they come behind."""
+"""A caller waits for newer snapshots only if the present ones are older; otherwise a background
+thread refreshes."""
+
+ALL = "all tables"
+"""Name in `LiveLake.failed` when the lake cannot be connected to again."""
 
 
 class Copy(NamedTuple):
@@ -56,7 +61,10 @@ class LiveLake:
     def __init__(self, settings: Settings, copies: Mapping[str, Copy]) -> None:
         self._settings, self._copies = settings, copies
         self._lock, self._refreshing = threading.Lock(), threading.Lock()
+        self.failed: dict[str, str] = {}
+        """Tables whose newest version could not be read, with the reason."""
         self._tables: dict[str, Delta] = {}
+        self._shown: dict[str, int] = {}
         self._files: dict[str, frozenset[str]] = {}
         self._schemas: dict[str, Any] = {}
         self._looked_at = float("-inf")
@@ -75,14 +83,20 @@ class LiveLake:
             return [dict(zip(names, row, strict=True)) for row in cursor.fetchall()]
 
     def refresh(self) -> bool:
-        """Move to the newest snapshots. Returns whether any table has changed."""
+        """Move to the newest snapshots. Returns whether any table has changed.
+
+        A table that cannot be read keeps its last snapshot and is tried again at the next call;
+        `failed` names it.
+        """
         with self._refreshing:
             self._looked_at = time.monotonic()
-            changed = [name for name in catalog() if self._advance(name)]
-            if changed:
-                with self._lock:
-                    self._register(changed)
-            return bool(changed)
+            found = {}
+            for name in catalog():
+                with self._noting_failure(name):
+                    if (dataset := self._newest(name)) is not None:
+                        found[name] = dataset
+            with self._lock:
+                return self._show(found)
 
     def _keep_fresh(self) -> None:
         age = time.monotonic() - self._looked_at
@@ -93,57 +107,87 @@ class LiveLake:
 
     def _connect(self) -> None:
         try:
-            self._connection = connect(self._settings)
+            connection = connect(self._settings)
         except LakeMissing:
-            self._connection = connect_empty()
+            connection = connect_empty()
         for name, copy in self._copies.items():
-            self._connection.register("new_rows", catalog()[copy.table].arrow([]))
-            self._connection.execute(f"CREATE TEMP TABLE {name} AS {copy.select}")
+            connection.register("new_rows", catalog()[copy.table].arrow([]))
+            connection.execute(f"CREATE TEMP TABLE {name} AS {copy.select}")
+        self._connection = connection
+        self._shown.clear()
         self._files.clear()
         self._schemas = {name: table.schema for name, table in catalog().items()}
 
-    def _advance(self, name: str) -> bool:
-        """Open the newest version of a table; return whether it is another one."""
-        uri, options = self._settings.lake_uri, self._settings.lake.storage_options
+    @contextmanager
+    def _noting_failure(self, name: str) -> Iterator[None]:
+        """Keep the error of a table in `failed`; log a new one."""
         try:
-            if name not in self._tables:
-                self._tables[name] = open_table(uri, name, options)
-                return True
-            version = self._tables[name].version()
-            refresh(self._tables[name], uri, name, options)
-            return bool(self._tables[name].version() != version)
-        except LakeMissing:
-            return False
-        except LakeDamaged as e:  # the last snapshot is still there
-            logger().warning("lake_table_damaged", table=name, error=str(e))
-            return False
+            with translated_errors():
+                yield
+            self.failed.pop(name, None)
+        except (ForeseenError, DeltaError, MemoryError) as e:
+            if self.failed.get(name) != str(e):
+                logger().warning("lake_table_unreadable", table=name, error=str(e))
+            self.failed[name] = str(e)
 
-    def _register(self, changed: list[str]) -> None:
-        options = self._settings.lake.storage_options
-        found = {name: open_dataset(self._tables[name], name, options) for name in changed}
-        if any(not found[name].schema.equals(self._schemas[name]) for name in changed):
-            self._connection.close()
-            self._connect()  # views keep the columns that their table had
+    def _newest(self, name: str) -> Any | None:
+        """Open the newest version of a table; None if it does not exist or is shown already."""
+        uri, options = self._settings.lake_uri, self._settings.lake.storage_options
+        if name in self._tables:
+            refresh(self._tables[name], uri, name, options)
+        else:
+            try:
+                self._tables[name] = open_table(uri, name, options)
+            except LakeMissing:
+                return None
+        if self._tables[name].version() == self._shown.get(name):
+            return None
+        return open_dataset(self._tables[name], name, options)
+
+    def _show(self, found: dict[str, Any]) -> bool:
+        """Let queries see newer datasets; return whether they see any."""
+        if any(not dataset.schema.equals(self._schemas[name]) for name, dataset in found.items()):
+            before, options = self._connection, self._settings.lake.storage_options
+            with self._noting_failure(ALL):
+                self._connect()  # views keep the columns that their table had
+            if ALL in self.failed:
+                return False
+            before.close()
+            for name, table in self._tables.items():
+                with self._noting_failure(name):
+                    found[name] = open_dataset(table, name, options)
             self._schemas |= {name: dataset.schema for name, dataset in found.items()}
-            found = {n: open_dataset(t, n, options) for n, t in self._tables.items()}
         for name, dataset in found.items():
-            self._connection.register(f"{name}_raw", dataset)
-            before = self._files.get(name, frozenset())
-            fragments = {fragment.path: fragment for fragment in dataset.get_fragments()}
-            self._files[name] = frozenset(fragments)
-            new = [f for path, f in fragments.items() if path not in before]
+            with self._noting_failure(name):
+                self._show_table(name, dataset)
+        return any(name not in self.failed for name in found)
+
+    def _show_table(self, name: str, dataset: Any) -> None:
+        """Bring the copies of a table up to date, then the table. Nothing changes if one fails."""
+        before = self._files.get(name, frozenset())
+        fragments = {fragment.path: fragment for fragment in dataset.get_fragments()}
+        anew = not before <= fragments.keys()
+        new = [f for path, f in fragments.items() if anew or path not in before]
+        rows = ds.FileSystemDataset(
+            new, dataset.schema, dataset.format, filesystem=dataset.filesystem
+        )
+        self._connection.register("new_rows", rows)
+        self._connection.begin()
+        try:
             for made, copy in self._copies.items():
                 if copy.table == name:
-                    anew = not before <= fragments.keys()
-                    self._copy(made, copy, dataset, list(fragments.values()) if anew else new, anew)
+                    self._copy(made, copy, anew)
+            self._connection.commit()
+        except BaseException:
+            self._connection.rollback()
+            raise
+        self._connection.register(f"{name}_raw", dataset)
+        self._files[name] = frozenset(fragments)
+        self._shown[name] = self._tables[name].version()
 
-    def _copy(self, name: str, copy: Copy, dataset: Any, fragments: list[Any], anew: bool) -> None:
+    def _copy(self, name: str, copy: Copy, anew: bool) -> None:
         if anew:
             self._connection.execute(f"DELETE FROM {name}")
-        new = ds.FileSystemDataset(
-            fragments, dataset.schema, dataset.format, filesystem=dataset.filesystem
-        )
-        self._connection.register("new_rows", new)
         self._connection.execute(f"INSERT INTO {name} {copy.select}")
         if copy.newest is not None:
             key, order = ", ".join(copy.newest[0]), copy.newest[1]

@@ -17,7 +17,7 @@ from inspector.queries.lake import Lake
 from inspector.queries.listing import open_rows
 from runtime.kafka import Cluster, KafkaError
 from runtime.logs import logger
-from runtime.process.lifecycle import on_loop
+from runtime.process.lifecycle import die, on_loop
 from runtime.topics.records import Decoder
 from schemas.errors import ForeseenError, Undecodable, UnknownSchema
 from schemas.settings import Settings
@@ -94,6 +94,12 @@ class Live:
         changed.set()
 
     def _run(self) -> None:
+        try:
+            self._read()
+        except Exception as error:  # noqa: BLE001 - no page would be live again
+            die(error)
+
+    def _read(self) -> None:
         while not self._stop.is_set():
             if self._follow is not None:
                 try:

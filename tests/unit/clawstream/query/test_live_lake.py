@@ -1,0 +1,48 @@
+"""A lake that is being written: what a failed refresh leaves, and what a later one repairs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.export_lake import turn
+from support.small_lake import SmallLake
+
+from clawstream.query.live_lake import Copy, LiveLake
+from schemas.settings import Settings
+
+CALLS = Copy("steps", "SELECT step_id FROM new_rows")
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    return Settings(data_dir=tmp_path)
+
+
+@pytest.fixture
+def written(settings: Settings) -> SmallLake:
+    lake = SmallLake(settings)
+    lake.put("steps", "SS", turn("a", 0, [1], [2]))
+    return lake
+
+
+def ids(lake: LiveLake, table: str) -> list[str]:
+    return [row["step_id"] for row in lake.rows(f"SELECT step_id FROM {table} ORDER BY 1")]
+
+
+def test_rows_of_a_file_that_was_unreadable_for_a_moment_come_with_the_next_refresh(
+    settings: Settings, written: SmallLake
+) -> None:
+    lake = LiveLake(settings, {"made": CALLS})
+    assert lake.refresh() and not lake.refresh()
+    known = set(Path(settings.lake_uri, "steps").rglob("*.parquet"))
+    written.put("steps", "SS", turn("b", 0, [1], [2]))
+    (new,) = set(Path(settings.lake_uri, "steps").rglob("*.parquet")) - known
+    away = new.rename(new.with_suffix(".away"))
+    assert not lake.refresh()
+    assert list(lake.failed) == ["steps"]
+    assert ids(lake, "made") == ids(lake, "steps_raw") == ["a~0.0"]
+    away.rename(new)
+    assert lake.refresh() and not lake.failed
+    assert ids(lake, "made") == ids(lake, "steps_raw") == ["a~0.0", "b~0.0"]
