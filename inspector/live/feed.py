@@ -28,6 +28,9 @@ RETRY_S = 2.0
 PAUSE_S = 0.25
 """Shortest time between two updates of a page."""
 
+TICK_S = 1.0
+"""An open trajectory is looked at once in this time for each page that shows it."""
+
 
 class Live:
     """The newest trajectories and the pages that wait for more.
@@ -76,6 +79,12 @@ class Live:
                 await asyncio.sleep(PAUSE_S)
         finally:
             self._watching -= 1
+
+    async def ticks(self) -> AsyncIterator[None]:
+        """Yield each `TICK_S`; ends with the process."""
+        while not self._stop.is_set():
+            yield
+            await asyncio.sleep(TICK_S)
 
     def take(self, event: Any, timestamp_ms: int) -> None:
         """Fold a record; called in the reader's thread."""

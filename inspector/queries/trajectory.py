@@ -106,6 +106,17 @@ def _open(lake: Lake, run_id: str, key: str) -> Trajectory | None:
     return Trajectory(head, steps, None, [], [], [], [])
 
 
+def state(lake: Lake, run_id: str, key: str) -> str:
+    """Return what differs after each change of an open trajectory: its calls, and its closing."""
+    found = lake.rows(
+        """SELECT (SELECT count(*) FROM calls WHERE run_id = $run AND trajectory_key = $key) || '-'
+            || (SELECT coalesce(sum(revision + 1), 0) FROM closed
+                WHERE run_id = $run AND trajectory_key = $key) AS state""",
+        {"run": run_id, "key": key},
+    )
+    return str(found[0]["state"])
+
+
 def recorded(
     lake: Lake, run_id: str, heads: Sequence[Row], step_ids: Sequence[str], columns: str = _SUMMARY
 ) -> list[Row]:

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, HTTPException, Request, Response
+from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse
 from fastapi.sse import EventSourceResponse, ServerSentEvent
 
@@ -95,13 +96,26 @@ def _found(parts: Any, run_id: str, trajectory_id: str) -> trajectory.Trajectory
 @router.get("/t/{run_id}/{trajectory_id}")
 def trajectory_page(request: Request, parts: Used, run_id: str, trajectory_id: str) -> Response:
     """Show a trajectory as a conversation."""
+    state = trajectory.state(parts.lake, run_id, trajectory_id)  # first: a later change reloads
     found = _found(parts, run_id, trajectory_id)
     turns, tools = turns_of(found.steps, parts.chat)
     return render(
-        request, "trajectory.html", found=found, head=found.head, tools=tools,
+        request, "trajectory.html", found=found, head=found.head, tools=tools, state=state,
         turns=list(zip(found.steps, turns, strict=True)), timeline=trajectory.timeline(found),
         metadata=_pretty(found.metadata_json), sql=copies.sql_of(run_id, trajectory_id),
     )  # fmt: skip
+
+
+@router.get("/t/{run_id}/{trajectory_id}/changes", response_class=EventSourceResponse)
+async def changes(
+    parts: Used, run_id: str, trajectory_id: str, seen: str = ""
+) -> AsyncIterator[ServerSentEvent]:
+    """Say when the lake has more of an open trajectory than its page shows."""
+    async for _ in parts.live.ticks():
+        state = await run_in_threadpool(trajectory.state, parts.lake, run_id, trajectory_id)
+        if state != seen:
+            seen = state
+            yield ServerSentEvent(raw_data=state, event="changed")
 
 
 @router.get("/t/{run_id}/{trajectory_id}/step/{index}")

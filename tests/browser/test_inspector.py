@@ -134,3 +134,23 @@ def test_a_call_appears_while_it_is_open(
         assert "from Kafka" in page.inner_text(".live h2")
         assert page.inner_text(".feed li:first-child .state") == "open"
     producer.close()
+
+
+def test_an_open_trajectory_loads_again_only_for_its_own_steps(
+    browser: Any, tmp_path: Path
+) -> None:
+    made = inspected(Settings(data_dir=tmp_path))
+    made.written.lake.put("steps", "SS", turn("open", 0, [1], [2]))
+    made.lake.refresh()
+    with serving(made, Live(made.lake)) as address, logged_in(browser, address) as page:
+        loads: list[str] = []
+        page.on("request", lambda r: loads.append(r.url) if r.url.endswith("/t/run/open") else None)
+        page.goto(f"{address}/t/run/open", wait_until="domcontentloaded")
+        page.wait_for_selector("#step-0")
+        made.written.lake.put("steps", "SS", turn("other", 0, [1], [2]))
+        page.wait_for_timeout(3000)
+        assert len(loads) == 1
+        made.written.lake.put("steps", "SS", turn("open", 1, [1], [2]))
+        page.wait_for_selector("#step-1")
+        page.wait_for_timeout(1500)
+        assert len(loads) == 2

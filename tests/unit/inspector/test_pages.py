@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from support.inspector import KEY, Inspected, inspected
 
+from inspector.queries.trajectory import state
 from inspector.web import app
 from inspector.web.app import HEADERS
 from schemas.settings import Settings
@@ -164,6 +165,9 @@ class TestTrajectory:
         assert shown.lake.refresh()
         text = shown.client.get("/t/run/open").text
         assert "open pulse" in text and 'id="step-0"' in text
+        shown_at = re.search(r'sse-connect="/t/run/open/changes\?seen=([^"]+)"', text)
+        assert shown_at and text.index("</main>") < shown_at.start()
+        assert state(shown.lake, "run", "open") == shown_at[1] == "1-0"
 
     def test_a_group_compares_rewards(self, shown: Inspected) -> None:
         text = shown.client.get("/group?run=run&id=g").text
