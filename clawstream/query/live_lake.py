@@ -25,6 +25,7 @@ from clawstream.query.connection import (
 from runtime.logs import logger
 from schemas.errors import ForeseenError
 from schemas.settings import Settings
+from stream_jobs.errors import SqlError
 from stream_jobs.lake.delta.table import Delta, DeltaError, LakeMissing, open_table, refresh
 from stream_jobs.lake.tables.catalog import catalog
 
@@ -68,19 +69,53 @@ class LiveLake:
         self._files: dict[str, frozenset[str]] = {}
         self._schemas: dict[str, Any] = {}
         self._looked_at = float("-inf")
+        self._closed = False
         self._connect()
 
     def rows(self, query: str, parameters: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
         """Return the rows of a query as dictionaries. parameters: values of `$name`.
 
         Raises:
-            SqlError: the query fails, for example at a damaged file.
+            SqlError: the query fails, for example at a damaged file, or takes too long.
         """
         self._keep_fresh()
-        with self._lock, translated_errors():
+        with self._lock, self._time_limit(), translated_errors():
             cursor = self._connection.execute(query, dict(parameters or {}))
             names = [column[0] for column in cursor.description]
             return [dict(zip(names, row, strict=True)) for row in cursor.fetchall()]
+
+    def close(self) -> None:
+        """End the running query; later ones fail. Call it when the process stops."""
+        self._closed = True
+        self._connection.interrupt()
+
+    @contextmanager
+    def _time_limit(self) -> Iterator[None]:
+        """Interrupt a query at `lake.sql_timeout_s`, and explain the error of an expensive one."""
+        if self._closed:
+            raise SqlError("the inspector is stopping")
+        limit, ended = self._settings.lake.sql_timeout_s, threading.Event()
+
+        def interrupt() -> None:
+            ended.set()
+            self._connection.interrupt()
+
+        timer = threading.Timer(limit, interrupt)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        except SqlError as e:
+            if not ended.is_set():
+                raise
+            raise SqlError(
+                f"the query took longer than lake.sql_timeout_s = {limit:g} s: filter by a run"
+            ) from e
+        except MemoryError as e:
+            raise SqlError(f"the query needs more than lake.sql_memory_mb: {e}") from e
+        finally:
+            timer.cancel()
+            timer.join()  # it must not interrupt the next query
 
     def refresh(self) -> bool:
         """Move to the newest snapshots. Returns whether any table has changed.
@@ -158,6 +193,8 @@ class LiveLake:
                     found[name] = open_dataset(table, name, options)
             self._schemas |= {name: dataset.schema for name, dataset in found.items()}
         for name, dataset in found.items():
+            if self._closed:
+                break
             with self._noting_failure(name):
                 self._show_table(name, dataset)
         return any(name not in self.failed for name in found)

@@ -21,6 +21,9 @@ class Lake(Protocol):
     def refresh(self) -> bool:
         """Read newer snapshots; return whether there were any."""
 
+    def close(self) -> None:
+        """End the running query; later ones fail."""
+
 
 COPIES: dict[str, tuple[str, str, tuple[tuple[str, ...], str] | None]] = {
     "closed": (

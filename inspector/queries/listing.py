@@ -19,9 +19,12 @@ class Page(NamedTuple):
 
 
 _ROWS = """
-    WITH page AS (
-        SELECT * EXCLUDE (rewards) FROM closed c WHERE {condition} AND {after}
-        ORDER BY closed_at DESC, trajectory_id DESC LIMIT {limit}
+    WITH selected AS MATERIALIZED (
+        SELECT rowid AS place, closed_at, trajectory_id FROM closed c WHERE {condition}
+    ), page AS (
+        SELECT * EXCLUDE (rewards) FROM closed WHERE rowid IN (
+            SELECT place FROM selected WHERE {after}
+            ORDER BY closed_at DESC, trajectory_id DESC LIMIT {limit})
     ), agents AS (
         SELECT run_id, trajectory_key, any_value(user_agent) AS agent, any_value(model) AS model
         FROM calls SEMI JOIN page USING (run_id, trajectory_key) GROUP BY ALL
@@ -30,8 +33,9 @@ _ROWS = """
             max(reason) AS refused_reason
         FROM members SEMI JOIN page USING (run_id, trajectory_id) GROUP BY ALL
     )
-    SELECT page.*, agent, model, admitted, batch_seq, refused_reason
-    FROM page LEFT JOIN agents USING (run_id, trajectory_key)
+    SELECT page.*, agent, model, admitted, batch_seq, refused_reason, total
+    FROM (SELECT count(*) AS total FROM selected) LEFT JOIN page ON true
+        LEFT JOIN agents USING (run_id, trajectory_key)
         LEFT JOIN decided USING (run_id, trajectory_id)
     ORDER BY closed_at DESC, trajectory_id DESC"""
 
@@ -51,10 +55,8 @@ def page_of(lake: Lake, filters: Filters, before: tuple[str, str] | None = None)
     found = lake.rows(
         _ROWS.format(condition=condition, after=after, limit=PAGE + 1), parameters | place
     )
-    ((total,),) = (
-        row.values()
-        for row in lake.rows(f"SELECT count(*) FROM closed c WHERE {condition}", parameters)
-    )
+    total = found[0]["total"]
+    found = [row for row in found if row["trajectory_id"] is not None]  # no row: only the total
     rows, last = found[:PAGE], found[PAGE - 1] if len(found) > PAGE else None
     following = last and {
         **filters.given,

@@ -16,6 +16,7 @@ from inspector.queries.conversation import turns_of
 from inspector.queries.filters import OUTCOMES, STAGES, parse_filters
 from inspector.web import copies
 from inspector.web.rendering import render, text_of
+from schemas.errors import ForeseenError
 
 router = APIRouter()
 
@@ -112,7 +113,10 @@ async def changes(
 ) -> AsyncIterator[ServerSentEvent]:
     """Say when the lake has more of an open trajectory than its page shows."""
     async for _ in parts.live.ticks():
-        state = await run_in_threadpool(trajectory.state, parts.lake, run_id, trajectory_id)
+        try:
+            state = await run_in_threadpool(trajectory.state, parts.lake, run_id, trajectory_id)
+        except ForeseenError:  # the browser connects again
+            return
         if state != seen:
             seen = state
             yield ServerSentEvent(raw_data=state, event="changed")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from support.small_lake import SmallLake
 
 from clawstream.query.live_lake import Copy, LiveLake
 from schemas.settings import Settings
+from stream_jobs.errors import SqlError
 
 CALLS = Copy("steps", "SELECT step_id FROM new_rows")
 pytestmark = pytest.mark.slow
@@ -46,3 +48,21 @@ def test_rows_of_a_file_that_was_unreadable_for_a_moment_come_with_the_next_refr
     away.rename(new)
     assert lake.refresh() and not lake.failed
     assert ids(lake, "made") == ids(lake, "steps_raw") == ["a~0.0", "b~0.0"]
+
+
+def test_a_query_ends_at_the_time_limit_and_when_the_process_stops(settings: Settings) -> None:
+    limited = settings.lake.model_copy(update={"sql_timeout_s": 0.05})
+    lake = LiveLake(settings.model_copy(update={"lake": limited}), {})
+    endless = "SELECT count(*) AS n FROM range(1000000000) a, range(1000000000) b WHERE a <> b"
+    with pytest.raises(SqlError, match=r"longer than lake\.sql_timeout_s"):
+        lake.rows(endless)
+    assert lake.rows("SELECT 1 AS one") == [{"one": 1}]
+    lake = LiveLake(settings, {})
+    with ThreadPoolExecutor() as pool:
+        running = pool.submit(lake.rows, endless)
+        while not running.done():
+            lake.close()
+        with pytest.raises(SqlError):
+            running.result()
+    with pytest.raises(SqlError, match="stopping"):
+        lake.rows("SELECT 1 AS one")
