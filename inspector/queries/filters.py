@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
+from datetime import datetime
 from typing import Any
 
 OUTCOMES = ("completed", "failed", "abandoned", "timed_out", "lost", "replaced")
@@ -48,12 +49,29 @@ def parse_filters(query: Mapping[str, str]) -> Filters:
         text = query.get(field.name, "").strip()
         kind = str(field.type).partition(" ")[0]
         try:
-            value = {"int": int, "float": float}.get(kind, str)(text) if text else None
+            value = {"int": _int64, "float": float}.get(kind, str)(text) if text else None
         except ValueError:
             value = None
         if value is not None:
             given[field.name] = value
     return Filters(**given)
+
+
+def _int64(text: str) -> int:
+    """Read an integer of at most 64 bits, as SQL has it. Raises ValueError."""
+    value = int(text)
+    if not -(2**63) <= value < 2**63:
+        raise ValueError
+    return value
+
+
+def parse_place(query: Mapping[str, str]) -> tuple[str, str] | None:
+    """Return the time of closing and the id after which a page begins; None: at the newest."""
+    try:
+        at = datetime.fromisoformat(query.get("before_at", ""))
+    except ValueError:
+        return None
+    return at.replace(tzinfo=None).isoformat(), query.get("before_id", "")
 
 
 def condition_of(filters: Filters) -> tuple[str, dict[str, Any]]:

@@ -13,7 +13,7 @@ from fastapi.sse import EventSourceResponse, ServerSentEvent
 
 from inspector.queries import group, listing, overview, tokens, trajectory
 from inspector.queries.conversation import turns_of
-from inspector.queries.filters import OUTCOMES, STAGES, parse_filters
+from inspector.queries.filters import OUTCOMES, STAGES, parse_filters, parse_place
 from inspector.web import copies
 from inspector.web.rendering import render, text_of
 from schemas.errors import ForeseenError
@@ -67,7 +67,7 @@ def trajectories(request: Request, parts: Used) -> Response:
     """Show the list with filters; for htmx, only the rows that follow."""
     query = dict(request.query_params)
     filters = parse_filters(query)
-    before = (query["before_at"], query["before_id"]) if "before_id" in query else None
+    before = parse_place(query)
     page = listing.page_of(parts.lake, filters, before)
     values: dict[str, Any] = {"page": page, "filters": filters}
     if request.headers.get("hx-request"):
