@@ -70,7 +70,10 @@ def create_app(parts: Parts) -> FastAPI:
     async def guard(
         request: Request, call_next: Callable[[Request], Awaitable[Response]]
     ) -> Response:
-        response = _refusal(request, access) or await call_next(request)
+        try:
+            response = _refusal(request, access) or await call_next(request)
+        except ForeseenError as error:  # of the keys: handlers see only errors of routes
+            response = await failed(request, error)
         for name, value in HEADERS.items():
             response.headers.setdefault(name, value)
         if request.url.path.startswith("/static/"):

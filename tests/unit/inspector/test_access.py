@@ -1,0 +1,39 @@
+"""What the application replies before a page is looked up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi.testclient import TestClient
+
+from gateway.errors import KeysUnreadable
+from inspector.live.feed import Live
+from inspector.web.app import HEADERS, Parts, create_app
+
+
+class NoLake:
+    """A lake without rows."""
+
+    def rows(self, query: str, parameters: Any = None) -> list[dict[str, Any]]:
+        return []
+
+    def refresh(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        pass
+
+
+def client_of(may_read: Any) -> TestClient:
+    lake = NoLake()
+    parts = Parts(lake, Live(lake), may_read, lambda *_: None, lambda *_: None, "http://gateway")
+    return TestClient(create_app(parts), follow_redirects=False)
+
+
+def test_unreadable_keys_are_a_page_that_says_so() -> None:
+    def unreadable(key: str) -> bool:
+        raise KeysUnreadable("keys.json cannot be read")
+
+    reply = client_of(unreadable).get("/", headers={"authorization": "Bearer x"})
+    assert reply.status_code == 503 and "keys.json cannot be read" in reply.text
+    assert {name: reply.headers[name] for name in HEADERS} == HEADERS
