@@ -61,18 +61,25 @@ def turns_of(
     turns = []
     for step in steps:
         bodies = (step["request_json"] or "", step["response_json"] or "")
-        chat = read(step["protocol"], bodies[0].encode(), bodies[1].encode())
+        try:
+            chat = read(step["protocol"], *(b.encode("utf-8", "replace") for b in bodies))
+            found = {json.dumps(t, sort_keys=True): t for t in chat[1]} if chat else {}
+            turn = _turn(step["index"], chat, chats.get(step["parent"]), matcher)
+        except RecursionError:  # another producer's JSON, nested too deeply
+            chat, turn, found = None, None, {}
         chats[step["index"]] = chat
-        if chat is None:
-            turns.append(Turn(0, (), None, bodies))
-            continue
-        messages, defined = chat
-        tools |= {json.dumps(t, sort_keys=True): t for t in defined}
-        parent = chats.get(step["parent"]) if step["parent"] is not None else None
-        repeated = min(_common(parent[0], messages) if parent else 0, len(messages) - 1)
-        added = tuple(matcher.part(m, step["index"]) for m in messages[repeated:-1])
-        turns.append(Turn(repeated, added, matcher.part(messages[-1], step["index"]), None))
+        tools |= found
+        turns.append(turn or Turn(0, (), None, bodies))
     return turns, list(tools.values())
+
+
+def _turn(index: int, chat: Chat | None, parent: Chat | None, matcher: _Matcher) -> Turn | None:
+    if chat is None:
+        return None
+    messages = chat[0]
+    repeated = min(_common(parent[0], messages) if parent else 0, len(messages) - 1)
+    added = tuple(matcher.part(m, index) for m in messages[repeated:-1])
+    return Turn(repeated, added, matcher.part(messages[-1], index), None)
 
 
 def _common(before: Sequence[Message], now: Sequence[Message]) -> int:

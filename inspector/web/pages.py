@@ -192,9 +192,11 @@ def _value(value: Any) -> Any:
     """Return a value of a record for its page: recorded JSON as JSON."""
     if isinstance(value, str) and value[:1] in "{[":
         try:
-            return json.loads(value)
-        except ValueError:
+            parsed = json.loads(value)
+            json.dumps(parsed, indent=2)  # may be nested too deeply
+        except (ValueError, RecursionError):
             return value
+        return parsed
     return value
 
 

@@ -43,8 +43,9 @@ _TEMPLATES.globals["link"] = _link
 
 
 def text_of(template: str, **values: Any) -> str:
-    """Return a rendered template."""
-    return _TEMPLATES.get_template(template).render(**values)
+    """Return a rendered template. A lone surrogate, which UTF-8 lacks, becomes a question mark."""
+    text = _TEMPLATES.get_template(template).render(**values)
+    return text.encode("utf-8", "replace").decode()
 
 
 def render(request: Request, template: str, status: int = 200, **values: Any) -> Response:
