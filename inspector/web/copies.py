@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from typing import Any
 
@@ -15,11 +14,18 @@ PATHS = {
 
 
 def curl_of(step: dict[str, Any], gateway_url: str) -> str:
-    """Return a command that repeats the call of a step at the gateway."""
+    """Return a command that repeats the call of a step at the gateway.
+
+    The body is a here-document: an argument can have 128 KiB at most.
+    """
+    end, body = "END_OF_REQUEST", step["request_json"]
+    while end in body:  # nothing in a body may be run
+        end += "_"
     url = gateway_url.rstrip("/") + PATHS.get(step["protocol"], PATHS["openai.chat"])
     return (
         f"curl {shlex.quote(url)} \\\n  -H 'content-type: application/json' \\\n"
-        f'  -H "authorization: Bearer $CLAWSTREAM_KEY" \\\n  -d {shlex.quote(step["request_json"])}'
+        f"  -H \"authorization: Bearer $CLAWSTREAM_KEY\" \\\n  --data-binary @- <<'{end}'\n"
+        f"{body}\n{end}"
     )
 
 
@@ -35,16 +41,18 @@ def sql_of(run_id: str, trajectory_id: str) -> str:
 
 def case_of(step: dict[str, Any], gateway_url: str) -> str | None:
     """Return a pytest module that repeats a chat completion and compares what the reply does."""
-    path = PATHS["openai.chat"]
+    url = gateway_url.rstrip("/") + PATHS["openai.chat"]
     if step["protocol"] != "openai.chat":
         return None
-    request, reply = json.dumps(step["request_json"]), json.dumps(step["response_json"])
+    request, reply = repr(step["request_json"]), repr(step["response_json"])
     return f'''"""Recorded as step {step["step_id"]}: the reply calls the same tools."""
 
 import json
+import os
 
 import httpx
 
+URL = {url!r}
 REQUEST = json.loads({request})
 RECORDED = json.loads({reply})
 
@@ -54,7 +62,8 @@ def calls(message: dict) -> list[str]:
 
 
 def test_step() -> None:
-    reply = httpx.post("{gateway_url.rstrip("/")}{path}", json=REQUEST | {{"stream": False}})
+    key = {{"authorization": "Bearer " + os.environ.get("CLAWSTREAM_KEY", "none")}}
+    reply = httpx.post(URL, json=REQUEST | {{"stream": False}}, headers=key)
     reply.raise_for_status()
     message = reply.json()["choices"][0]["message"]
     assert calls(message) == calls(RECORDED)
