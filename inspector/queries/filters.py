@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from datetime import datetime
 from typing import Any
@@ -45,11 +45,12 @@ class Filters:
 def parse_filters(query: Mapping[str, str]) -> Filters:
     """Read filters from the parameters of an address; ignores empty and unreadable values."""
     given: dict[str, Any] = {}
+    read: dict[str, Callable[[str], Any]] = {"int": _int64, "float": float}
     for field in fields(Filters):
         text = query.get(field.name, "").strip()
         kind = str(field.type).partition(" ")[0]
         try:
-            value = {"int": _int64, "float": float}.get(kind, str)(text) if text else None
+            value = read.get(kind, str)(text) if text else None
         except ValueError:
             value = None
         if value is not None:
