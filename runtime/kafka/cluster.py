@@ -256,7 +256,18 @@ class Cluster:
         with read_uncommitted it is the end of the log.
         """
         wanted = list(range(self.topics(topic).get(topic, 0)) if partitions is None else partitions)
-        return _retried(lambda: self._watermarks(topic, wanted, isolation), _LEADER_MOVES)
+        until = time.monotonic() + ASK_S
+
+        def ask() -> dict[int, tuple[int, int]]:
+            while True:
+                try:
+                    return self._watermarks(topic, wanted, isolation)
+                except KafkaException as e:  # a broker may not yet know a topic that is new
+                    if e.args[0].code() != Code._UNKNOWN_PARTITION or time.monotonic() > until:
+                        raise
+                    time.sleep(0.1)
+
+        return _retried(ask, _LEADER_MOVES)
 
     def _watermarks(
         self, topic: str, partitions: Iterable[int], isolation: str
