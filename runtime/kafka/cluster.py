@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from confluent_kafka import (
     Consumer,
@@ -30,26 +30,16 @@ from runtime.kafka.loop_producer import LoopProducer
 from runtime.kafka.producer import Producer
 from runtime.kafka.reader import FETCH_BYTES, READ_TIMEOUT_S, Reader, fetch_options
 from runtime.kafka.record import Record
+from runtime.kafka.retries import ASK_S, COORDINATOR_STARTS, LEADER_MOVES, retried
 from runtime.kafka.security import Refusals
 
-_T = TypeVar("_T")
 REFRESH_MS = 3000
 """Metadata refresh of the admin client, in ms.
 
 It sends requests to the broker that it takes for the controller. When that broker dies, it only
 finds the new one at a refresh, by default after five minutes.
 """
-ASK_S = 5.0
-_LEADER_MOVES = (
-    *(Code._TIMED_OUT, Code._TRANSPORT, Code._DESTROY_BROKER, Code.OFFSET_NOT_AVAILABLE),
-    *(Code.LEADER_NOT_AVAILABLE, Code.NOT_LEADER_FOR_PARTITION, Code._ALL_BROKERS_DOWN),
-)
 _FORBIDDEN = (Code.TOPIC_AUTHORIZATION_FAILED, Code.CLUSTER_AUTHORIZATION_FAILED)
-_COORDINATOR_STARTS = (
-    Code.COORDINATOR_LOAD_IN_PROGRESS,
-    Code.COORDINATOR_NOT_AVAILABLE,
-    Code.NOT_COORDINATOR,
-)
 
 
 class Cluster:
@@ -186,7 +176,8 @@ class Cluster:
                 self._refusals.check(self.admin)
                 raise
 
-        return _retried(listed, (Code._TRANSPORT, Code._TIMED_OUT), timeout_s - ASK_S)
+        patience = dict.fromkeys((Code._TRANSPORT, Code._TIMED_OUT), timeout_s - ASK_S)
+        return retried(listed, patience)
 
     def topic_ids(self, names: Sequence[str]) -> dict[str, str]:
         """Return Kafka's UUID of each topic that exists."""
@@ -256,18 +247,7 @@ class Cluster:
         with read_uncommitted it is the end of the log.
         """
         wanted = list(range(self.topics(topic).get(topic, 0)) if partitions is None else partitions)
-        until = time.monotonic() + ASK_S
-
-        def ask() -> dict[int, tuple[int, int]]:
-            while True:
-                try:
-                    return self._watermarks(topic, wanted, isolation)
-                except KafkaException as e:  # a broker may not yet know a topic that is new
-                    if e.args[0].code() != Code._UNKNOWN_PARTITION or time.monotonic() > until:
-                        raise
-                    time.sleep(0.1)
-
-        return _retried(ask, _LEADER_MOVES)
+        return retried(lambda: self._watermarks(topic, wanted, isolation), LEADER_MOVES)
 
     def _watermarks(
         self, topic: str, partitions: Iterable[int], isolation: str
@@ -441,22 +421,8 @@ class Cluster:
             return asked[group].result().topic_partitions
 
         # A broker that has just started is still reading its groups; the client does not wait.
-        found = _retried(partitions, _COORDINATOR_STARTS)
+        found = retried(partitions, COORDINATOR_STARTS)
         return {(tp.topic, tp.partition): tp.offset for tp in found if tp.offset >= 0}
-
-
-def _retried(
-    call: Callable[[], _T], transient: Collection[int], for_s: float = READ_TIMEOUT_S
-) -> _T:
-    """Return what the call returns; repeat it for some time while its error is transient."""
-    deadline = time.monotonic() + for_s
-    while True:
-        try:
-            return call()
-        except KafkaException as e:
-            if e.args[0].code() not in transient or time.monotonic() > deadline:
-                raise translated(e) from e
-        time.sleep(0.1)
 
 
 def _dotted(overrides: Mapping[str, Any]) -> dict[str, Any]:

@@ -52,6 +52,7 @@ ONLY_IN = {
             "producer",
             "reader",
             "record",
+            "retries",
             "security",
         )
     },
