@@ -59,6 +59,15 @@ def _refuse(constant: str) -> NoReturn:
     raise ValueError(constant)
 
 
+def is_model_item(item: Any) -> bool:
+    """Return whether the model produced a message or item of a request."""
+    return isinstance(item, dict) and (
+        item.get("role") == "assistant"
+        or (kind := str(item.get("type"))) == "reasoning"
+        or kind.endswith("_call")
+    )
+
+
 def items_of(reply: Any) -> list[dict[str, Any]]:
     """List the messages and items of a reply: the output of Responses, else one message."""
     if not isinstance(reply, dict):

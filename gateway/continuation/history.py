@@ -1,7 +1,7 @@
 """Read the conversation of a request so that it can be compared with later requests. Pure.
 
 Agents send the same history in other forms: strings become text blocks, `cache_control` moves,
-arguments of tool calls are serialized anew, reasoning is left out. Here such histories are equal.
+arguments of tool calls are serialized again, reasoning is left out. Such histories are equal here.
 Turns of the model are compared by their words and calls only, because their tokens are known.
 """
 
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from gateway.attribution.conversation import SYSTEM_ROLES, system_text, turns
-from schemas.replies import TEXT_BLOCKS, calls_of, items_of, texts_of
+from schemas.replies import TEXT_BLOCKS, calls_of, is_model_item, items_of, texts_of
 
 FIRST_TURN = "first_turn"
 PREFILLED = "prefilled"
@@ -96,7 +96,7 @@ def _blocked(
     if last:
         return PREFILLED
     # vLLM may move such a text to the beginning of the prompt, which is kept.
-    at = next(i for i in range(len(items) - 1, -1, -1) if _is_model(items[i]))
+    at = next(i for i in range(len(items) - 1, -1, -1) if is_model_item(items[i]))
     return SYSTEM_CHANGED if any(map(_is_system, items[at:])) else None
 
 
@@ -113,7 +113,7 @@ def _grouped(items: Sequence[Any]) -> Iterator[tuple[bool, Any]]:
     """Yield turns and whether the model made them; adjacent items of the model are one turn."""
     run: list[Any] = []
     for item in items:
-        if _is_model(item):
+        if is_model_item(item):
             run.append(item)
             continue
         if run:
@@ -122,13 +122,6 @@ def _grouped(items: Sequence[Any]) -> Iterator[tuple[bool, Any]]:
         yield False, _given(item)
     if run:
         yield True, _model_turn(run)
-
-
-def _is_model(item: Any) -> bool:
-    if not isinstance(item, dict):
-        return False
-    kind = item.get("type")
-    return item.get("role") == "assistant" or kind == "reasoning" or str(kind).endswith("_call")
 
 
 def _is_system(item: Any) -> bool:

@@ -161,15 +161,6 @@ def _add_sized(hashed: hashlib._Hash, data: bytes) -> None:
     hashed.update(len(data).to_bytes(8, "little") + data)
 
 
-def is_model_item(item: Any) -> bool:
-    """Return whether the model produced a message or item of a request."""
-    return isinstance(item, dict) and (
-        item.get("role") == "assistant"
-        or (kind := str(item.get("type"))) == "reasoning"
-        or kind.endswith("_call")
-    )
-
-
 def request_items(request_json: bytes) -> list[Any] | None:
     """Return the messages or items of a request; None if unreadable."""
     parsed = _loaded(request_json)
