@@ -57,7 +57,7 @@ class BlobStore:
         digest = sha256(data).hexdigest()
         try:
             if self._directory is not None:
-                _write(self._directory / digest[:2] / digest, data)
+                _write(self._file(digest), data)
             else:
                 self._write_remote(digest, data)
         except MemoryError:
@@ -73,10 +73,10 @@ class BlobStore:
             raise BlobMissing(f"{digest[:80]!r} is no sha256")
         try:
             if self._directory is not None:
-                data = (self._directory / digest[:2] / digest).read_bytes()
+                data = self._file(digest).read_bytes()
             else:
-                fs, root = self._remote()
-                data = fs.cat_file(f"{root}/{digest[:2]}/{digest}")
+                fs, path = self._remote(digest)
+                data = fs.cat_file(path)
         except FileNotFoundError as e:
             raise BlobMissing(f"no blob {where}") from e
         except MemoryError:
@@ -95,12 +95,14 @@ class BlobStore:
         """
         try:
             if self._directory is not None:
-                written_at = (self._directory / digest[:2] / digest).stat().st_mtime
+                written_at = self._file(digest).stat().st_mtime
             else:
-                fs, root = self._remote()
-                written_at = fs.modified(f"{root}/{digest[:2]}/{digest}").timestamp()
+                fs, path = self._remote(digest)
+                written_at = fs.modified(path).timestamp()
         except FileNotFoundError:
             return float("inf")
+        except MemoryError:
+            raise
         except Exception as e:  # as above
             raise BlobStoreAway(f"blob {self.url_of(digest)}: {type(e).__name__}: {e}") from e
         return time.time() - written_at
@@ -109,32 +111,38 @@ class BlobStore:
         """Delete the bytes of a sha256 in hex, if they are there. Raises BlobStoreAway."""
         try:
             if self._directory is not None:
-                (self._directory / digest[:2] / digest).unlink(missing_ok=True)
+                self._file(digest).unlink(missing_ok=True)
             else:
-                fs, root = self._remote()
-                fs.rm_file(f"{root}/{digest[:2]}/{digest}")
+                fs, path = self._remote(digest)
+                fs.rm_file(path)
         except FileNotFoundError:
             return
+        except MemoryError:
+            raise
         except Exception as e:  # as above
             raise BlobStoreAway(f"blob {self.url_of(digest)}: {type(e).__name__}: {e}") from e
 
-    def _remote(self) -> tuple[Any, str]:
+    def _file(self, digest: str) -> Path:
+        assert self._directory is not None
+        return self._directory / digest[:2] / digest
+
+    def _remote(self, digest: str) -> tuple[Any, str]:
+        """Return the file system of fsspec, and the path of a blob there."""
         from fsspec.core import url_to_fs  # type: ignore[import-untyped]  # only for those who keep blobs elsewhere
 
         fs, root = url_to_fs(self._uri, **self._options)
-        return fs, root.rstrip("/")
+        return fs, f"{root.rstrip('/')}/{digest[:2]}/{digest}"
 
     def _write_remote(self, digest: str, data: bytes) -> None:
-        fs, root = self._remote()
-        path = f"{root}/{digest[:2]}/{digest}"
+        fs, path = self._remote(digest)
         try:
             known = fs.info(path)["size"] == len(data)
             if known and time.time() - fs.modified(path).timestamp() < RENEWED_S:
                 return
         except FileNotFoundError:
-            fs.makedirs(f"{root}/{digest[:2]}", exist_ok=True)
+            fs.makedirs(path.rpartition("/")[0], exist_ok=True)
         except NotImplementedError:
-            pass  # a file system that does not tell ages: written again each time
+            pass  # a file system that does not report ages: write the object each time
         fs.pipe_file(path, data)  # an existing one too: this renews its age
 
 
