@@ -107,8 +107,8 @@ class Scorer:
                 assert process.stdin is not None
                 process.stdin.write(json.dumps(request).encode() + b"\n")
                 reply = await _line(process, REPLY_S)
+            # Also when it is cancelled: a late reply would be read as another answer's.
             except BaseException:
-                # Also when it is cancelled: a late reply would be read as another answer's.
                 await self._kill()
                 raise
         if "error" in reply:

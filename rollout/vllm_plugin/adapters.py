@@ -119,8 +119,8 @@ class Adapters:
         request = self._make_request(f"policy@{version}", self._numbers, directory)
         try:
             await self._client.add_lora(request)
+        # vLLM raises many kinds of errors for an adapter that it cannot load.
         except Exception as error:
-            # vLLM raises many kinds of errors for an adapter that it cannot load.
             if self._client.errored:
                 raise
             raise InvalidWeights(str(error)) from error

@@ -154,10 +154,10 @@ class Consumer(driver.Consumer):  # type: ignore[misc]
         """
         try:
             await self.perform_seek()
+        # A revocation causes many kinds of errors; the rebalance seeks before records flow.
         except Exception as e:
             if self.flow_active:
                 raise
-            # A revocation causes many kinds of errors; the rebalance seeks before records flow.
             logger().debug("seek_superseded", error=repr(e))
 
     def verify_event_path(self, now: float, tp: TP) -> None:
