@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from runtime.broker.embedded import status
+from runtime.broker.embedded import broker_of, status
 from runtime.errors import InUse, PlumbingError
 from runtime.process.child import die_with_parent
 from runtime.process.config import PREFIX
@@ -63,9 +63,8 @@ def check(settings: Settings, names: Sequence[str]) -> None:
 def ports(settings: Settings, names: Sequence[str]) -> Iterator[tuple[str, str, int, str]]:
     """Yield process, host, port and the setting of the port, of everything that listens."""
     if "broker" in names:
-        for node in range(settings.broker.nodes):
-            first = settings.broker.port + 10 * node
-            for port in (first, first + 1):
+        for plan in broker_of(settings.broker, settings.broker_dir).plans.values():
+            for port in (plan.port, plan.controller_port):
                 yield "broker", "127.0.0.1", port, "broker.port"
     if "gateway" in names:
         yield "gateway", settings.gateway.host, settings.gateway.port, "gateway.port"

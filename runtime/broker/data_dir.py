@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from hashlib import sha256
 from pathlib import Path
 
 from runtime.atomic_file import write_durably
@@ -57,17 +58,19 @@ def claim_directory(data_dir: Path, plans: dict[int, NodePlan]) -> str:
         BrokerError: The directory has another number of nodes.
     """
     path = data_dir / "cluster.json"
+    plan = next(iter(plans.values()))
     known = (
         json.loads(path.read_bytes())
         if path.exists()
-        else {"cluster_id": new_cluster_id(), "nodes": len(plans)}
+        else {"cluster_id": new_cluster_id(plan.hosts), "nodes": plan.nodes}
     )
-    if known["nodes"] != len(plans):
+    if known["nodes"] != plan.nodes:
         raise BrokerError(
-            f"{data_dir} holds a cluster of {known['nodes']} node(s), asked for {len(plans)}: "
-            "set broker.nodes to that, or choose another data directory"
+            f"{data_dir} holds a cluster of {known['nodes']} node(s), asked for {plan.nodes}: "
+            "set broker.nodes or broker.hosts to that, or choose another data directory"
         )
-    write_durably(path, json.dumps(known | {"port": plans[1].first_port}).encode())
+    started = {"port": plan.first_port, "host": plan.advertised_host, "hosts": plan.hosts}
+    write_durably(path, json.dumps(known | started).encode())
     return str(known["cluster_id"])
 
 
@@ -78,15 +81,18 @@ def known_plans(data_dir: Path) -> list[NodePlan]:
     if not path.exists():
         return []
     known = json.loads(path.read_bytes())
-    return list(config.plan_nodes(data_dir, known["port"], known["nodes"]).values())
+    where = (known["port"], known["nodes"], known["host"], tuple(known["hosts"]))
+    return list(config.plan_nodes(data_dir, *where).values())
 
 
-def new_cluster_id() -> str:
-    """Return a new cluster id: 16 random bytes in URL-safe base64 without padding, as Kafka uses.
+def new_cluster_id(hosts: Sequence[str] = ()) -> str:
+    """Return a new cluster id: 16 bytes in URL-safe base64 without padding, as Kafka uses.
 
-    The first character is never a dash, which would look like an option.
+    The bytes are random; those of several hosts follow from their names, because each formats its
+    node by itself. The first character is never a dash, which would look like an option.
     """
-    return "C" + base64.urlsafe_b64encode(uuid.uuid4().bytes).decode()[1:22]
+    seed = sha256(" ".join(hosts).encode()).digest()[:16] if hosts else uuid.uuid4().bytes
+    return "C" + base64.urlsafe_b64encode(seed).decode()[1:22]
 
 
 def format_new(

@@ -83,7 +83,7 @@ class NodeStatus:
 
 
 class EmbeddedBroker:
-    """A Kafka cluster of 1, 3 or 5 nodes on this machine.
+    """A Kafka cluster of 1, 3 or 5 nodes on this machine, or its node here if `hosts` are several.
 
     Every error is a BrokerError, JarsError, JavaError or PortTaken. The JVMs die with this process
     unless started with `detach=True`. `advertised_host` is the name under which clients reach the
@@ -100,6 +100,7 @@ class EmbeddedBroker:
         jars_dir: Path | None = None,
         *,
         advertised_host: str = config.LOOPBACK,
+        hosts: tuple[str, ...] = (),
     ) -> None:
         if nodes not in (1, 3, 5):
             raise BrokerError(
@@ -112,7 +113,12 @@ class EmbeddedBroker:
                 "directories"
             )
         self.data_dir = data_dir.expanduser().absolute()
-        self.plans = config.plan_nodes(self.data_dir, port, nodes, advertised_host)
+        self.plans = config.plan_nodes(self.data_dir, port, nodes, advertised_host, hosts)
+        if not self.plans:
+            raise BrokerError(
+                f"broker.advertised_host={advertised_host} is none of broker.hosts, "
+                f"{', '.join(hosts)}: set it to the name of this machine among them"
+            )
         self._heap_mb = heap_mb
         self._java_setting = java
         self._jars_setting = jars_dir
@@ -385,9 +391,10 @@ def broker_of(settings: BrokerSettings, data_dir: Path) -> EmbeddedBroker:
     return EmbeddedBroker(
         data_dir,
         settings.port,
-        settings.nodes,
+        settings.cluster_size,
         settings.heap_mb,
         settings.java,
         settings.jars_dir,
         advertised_host=settings.advertised_host,
+        hosts=settings.hosts,
     )

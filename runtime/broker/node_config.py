@@ -20,6 +20,7 @@ class NodePlan:
     """Node `node` (1..nodes) of an embedded cluster.
 
     Clients speak to `port` + 10 * (node - 1), the controllers to each other on the port after it.
+    hosts: Those of all nodes, if each is on a machine of its own.
     """
 
     data_dir: Path
@@ -27,6 +28,7 @@ class NodePlan:
     nodes: int
     first_port: int
     advertised_host: str = LOOPBACK
+    hosts: tuple[str, ...] = ()
 
     @property
     def port(self) -> int:
@@ -35,6 +37,14 @@ class NodePlan:
     @property
     def controller_port(self) -> int:
         return self.port + 1
+
+    @property
+    def voters(self) -> str:
+        """The controllers of all nodes, as Kafka writes them."""
+        hosts = enumerate(self.hosts or (LOOPBACK,) * self.nodes)
+        return ",".join(
+            f"{i + 1}@{host}:{self.first_port + PORT_STEP * i + 1}" for i, host in hosts
+        )
 
     @property
     def directory(self) -> Path:
@@ -68,9 +78,19 @@ class NodePlan:
 
 
 def plan_nodes(
-    data_dir: Path, port: int, nodes: int, advertised_host: str = LOOPBACK
+    data_dir: Path,
+    port: int,
+    nodes: int,
+    advertised_host: str = LOOPBACK,
+    hosts: tuple[str, ...] = (),
 ) -> dict[int, NodePlan]:
-    return {i: NodePlan(data_dir, i, nodes, port, advertised_host) for i in range(1, nodes + 1)}
+    """Plan the nodes of this machine: all, or of several `hosts` that of `advertised_host`."""
+    spread = hosts if len(hosts) > 1 else ()
+    return {
+        i: NodePlan(data_dir, i, nodes, port, advertised_host, spread)
+        for i in range(1, nodes + 1)
+        if not spread or spread[i - 1] == advertised_host
+    }
 
 
 def render_server_properties(plan: NodePlan, records: Path | None = None) -> str:
@@ -82,15 +102,13 @@ def render_server_properties(plan: NodePlan, records: Path | None = None) -> str
     # acknowledged.
     replicas, in_sync = (1, 1) if plan.nodes == 1 else (3, 2)
     bind = LOOPBACK if plan.advertised_host in (LOOPBACK, "localhost") else ""
-    voters = plan_nodes(plan.data_dir, plan.first_port, plan.nodes).values()
+    control = "" if plan.hosts else LOOPBACK
     return render_properties(
         {
             "process.roles": "broker,controller",
             "node.id": plan.node,
-            "controller.quorum.voters": ",".join(
-                f"{v.node}@{LOOPBACK}:{v.controller_port}" for v in voters
-            ),
-            "listeners": f"PLAINTEXT://{bind}:{plan.port},CONTROLLER://{LOOPBACK}:{plan.controller_port}",
+            "controller.quorum.voters": plan.voters,
+            "listeners": f"PLAINTEXT://{bind}:{plan.port},CONTROLLER://{control}:{plan.controller_port}",
             "advertised.listeners": f"PLAINTEXT://{plan.advertised_host}:{plan.port}",
             "listener.security.protocol.map": "CONTROLLER:PLAINTEXT,PLAINTEXT:PLAINTEXT",
             "controller.listener.names": "CONTROLLER",

@@ -26,7 +26,7 @@ from schemas.errors import SettingsError
 from schemas.settings import Settings
 
 FILE = "settings.json"
-FIXED = (("kafka", "partitions"), ("broker", "nodes"))
+FIXED = (("kafka", "partitions"), ("broker", "nodes"), ("broker", "hosts"))
 """What the data was made with: it cannot change while its topics are the same."""
 TELLING = (
     "run_id",

@@ -131,6 +131,11 @@ class BrokerSettings(Section):
         description="the name by which clients on other machines or in other containers reach it",
     )
     nodes: Literal[1, 3, 5] = Field(1, description="3: try replication on one machine")
+    hosts: tuple[str, ...] = Field(
+        (),
+        description="a node on each of 1, 3 or 5 machines or containers: the advertised_host of "
+        "each, in the same order everywhere",
+    )
     heap_mb: Annotated[int, Field(ge=200)] = Field(
         300, description="many partitions or large records"
     )
@@ -140,3 +145,16 @@ class BrokerSettings(Section):
     jars_dir: Path | None = Field(
         None, description="shared cache of Kafka's jars; default ~/.cache/clawstream"
     )
+
+    @property
+    def cluster_size(self) -> int:
+        """Number of nodes, on all machines."""
+        return len(self.hosts) or self.nodes
+
+    @model_validator(mode="after")
+    def _consistent(self) -> BrokerSettings:
+        if self.hosts and self.nodes != 1:
+            raise ValueError("hosts and nodes exclude each other: each of hosts runs one node")
+        if len(self.hosts) not in (0, 1, 3, 5) or len({*self.hosts}) != len(self.hosts):
+            raise ValueError("hosts names 1, 3 or 5 different hosts")
+        return self

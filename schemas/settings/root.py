@@ -228,14 +228,13 @@ class Settings(Section):
         if self.kafka.bootstrap_servers:
             return self.kafka.bootstrap_servers
         step = 10
-        return ",".join(
-            f"127.0.0.1:{self.broker.port + step * i}" for i in range(self.broker.nodes)
-        )
+        hosts = self.broker.hosts or ("127.0.0.1",) * self.broker.nodes
+        return ",".join(f"{host}:{self.broker.port + step * i}" for i, host in enumerate(hosts))
 
     @property
     def replication(self) -> tuple[int, int]:
         """Copies of each topic, and how many must have a record before it is acknowledged."""
-        embedded = self.broker.nodes if self.kafka.bootstrap_servers is None else 1
+        embedded = self.broker.cluster_size if self.kafka.bootstrap_servers is None else 1
         factor = self.kafka.replication_factor or min(3, embedded)
         return factor, self.kafka.min_insync_replicas or max(1, factor - 1)
 

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from runtime.broker.data_dir import new_cluster_id
 from runtime.broker.embedded import BrokerError, EmbeddedBroker
 from runtime.broker.jars import Java
 from runtime.broker.jvm import ClusterView, parse_metadata
@@ -66,6 +67,24 @@ def test_an_advertised_name_means_listening_on_all_interfaces() -> None:
     told = properties(render_server_properties(plan_nodes(Path("/data"), 19092, 1, "broker")[1]))
     assert told["listeners"] == "PLAINTEXT://:19092,CONTROLLER://127.0.0.1:19093"
     assert told["advertised.listeners"] == "PLAINTEXT://broker:19092"
+
+
+def test_of_several_hosts_each_runs_its_own_node() -> None:
+    hosts = ("a", "b", "c")
+    plans = plan_nodes(Path("/data"), 19092, 3, "b", hosts)
+    told = properties(render_server_properties(plans[2]))
+    assert plans.keys() == {2} and told["node.id"] == "2"
+    assert told["controller.quorum.voters"] == "1@a:19093,2@b:19103,3@c:19113"
+    assert told["listeners"] == "PLAINTEXT://:19102,CONTROLLER://:19103"
+    assert told["advertised.listeners"] == "PLAINTEXT://b:19102"
+    assert told["default.replication.factor"] == "3" and told["min.insync.replicas"] == "2"
+    assert plan_nodes(Path("/data"), 19092, 3, "d", hosts) == {}
+    # A cluster of one host may be formatted anew, with another id; of several each has to find it.
+    assert plan_nodes(Path("/data"), 19092, 1, "a", ("a",)) == plan_nodes(
+        Path("/data"), 19092, 1, "a"
+    )
+    assert new_cluster_id(hosts) == new_cluster_id(hosts) != new_cluster_id(("a", "b", "d"))
+    assert new_cluster_id() != new_cluster_id()
 
 
 def test_the_log_is_bounded() -> None:

@@ -123,6 +123,8 @@ def test_settings_are_frozen() -> None:
         (["broker.nodes=3"], (3, 2)),
         (["broker.nodes=5"], (3, 2)),
         (["broker.nodes=3", "kafka.replication_factor=1"], (1, 1)),
+        (["broker.hosts=[a]"], (1, 1)),
+        (["broker.hosts=[a, b, c]"], (3, 2)),
         (["kafka.bootstrap_servers='a:1'"], (1, 1)),
         (["kafka.bootstrap_servers='a:1'", "kafka.replication_factor=3"], (3, 2)),
         (
