@@ -21,7 +21,7 @@ test-unit-sockets: PART := $(GATEWAY_SOCKETS)
 test-unit-gateway: PART := tests/unit/gateway $(GATEWAY_SOCKETS:%=--ignore=%)
 test-unit-others: PART := tests/unit --ignore=tests/unit/gateway
 
-.PHONY: help install demo up down test test-unit $(UNIT_PARTS) test-long test-compose test-exports test-readers test-browser test-alerts smollm2 environments test-environments lint format lock bench-gateway bench-jobs bench-trainer bench-weights bench-check docs clean
+.PHONY: help install demo up down test test-unit $(UNIT_PARTS) test-long test-compose test-exports test-readers test-browser test-alerts test-kubernetes smollm2 environments test-environments lint format lock bench-gateway bench-jobs bench-trainer bench-weights bench-check docs clean
 
 help: ## this list
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -69,6 +69,10 @@ test-readers: install ## the tables in Polars, pandas and DuckDB's delta extensi
 test-alerts: install ## alert rules and dashboards with Prometheus' promtool, which apt downloads to .cache
 	[ -x .cache/promtool/usr/bin/promtool ] || (mkdir -p .cache/promtool && cd .cache/promtool && apt-get download prometheus && dpkg -x prometheus_*.deb . && rm prometheus_*.deb)
 	$(PY) -m pytest tests/unit/infra/test_monitoring.py -q
+
+test-kubernetes: install ## the Kubernetes manifests against the published schemas, outside of .venv; needs kubectl
+	.venv/bin/uv pip install -q --python $(PY) --target .cache/kubernetes/packages --no-deps --require-hashes -r requirements/kubernetes.lock
+	PYTHONPATH=$(CURDIR):.cache/kubernetes/packages $(PY) -m pytest tests/unit/infra/test_kubernetes_schemas.py -q -W default
 
 test-browser: install ## the inspector in Chromium (by apt), with Playwright and axe-core outside of .venv
 	command -v chromium >/dev/null || apt-get install -y --no-install-recommends chromium

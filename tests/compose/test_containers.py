@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from support.containers import Containers
 
 pytestmark = pytest.mark.compose
 
@@ -17,6 +19,11 @@ DISTINCT_STEPS = "select count(distinct step_id) from steps"
 BATCHES = "select count(*) from batches"
 Eventually = Callable[..., Any]
 Run = Callable[..., Any]
+
+
+@pytest.mark.parametrize("profile", ["cluster", "s3", "learn", "gpu", "monitoring", "ui"])
+def test_every_profile_is_valid(profile: str, tmp_path: Path) -> None:
+    Containers(profile, tmp_path / "settings.yaml")("config", "--quiet")
 
 
 def test_calls_reach_the_lake_and_a_batch_and_kills_lose_nothing(
