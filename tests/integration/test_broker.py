@@ -11,7 +11,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import psutil
@@ -168,6 +169,36 @@ def test_three_nodes_lose_nothing_when_one_is_killed(tmp_path: Path) -> None:
     assert sorted(found) == sorted(producer.acknowledged)
     with pytest.raises(BrokerError, match=r"holds a cluster of 3 node\(s\), asked for 1"):
         EmbeddedBroker(tmp_path, free_port()).start()
+
+
+@pytest.mark.long
+def test_a_node_on_each_of_three_hosts_is_one_cluster(tmp_path: Path) -> None:
+    """The hosts are three addresses of this machine, each with a data directory of its own."""
+    hosts, port = ("127.0.0.1", "127.0.0.2", "127.0.0.3"), free_port(nodes=3)
+    brokers = [
+        EmbeddedBroker(tmp_path / host, port, 3, 256, advertised_host=host, hosts=hosts)
+        for host in hosts
+    ]
+    servers = ",".join(broker.bootstrap_servers for broker in brokers)
+    with ExitStack() as stack, ThreadPoolExecutor(len(hosts)) as pool:
+        for broker in brokers:
+            stack.callback(broker.stop)
+        for started in [pool.submit(broker.start, patience_s=180) for broker in brokers]:
+            started.result()
+        create_topic(servers, "numbers", partitions=6)
+        with SteadyProducer(servers, "numbers") as producer:
+            producer.await_more(300)
+            brokers[0].kill(1)
+            producer.await_more(600)
+            brokers[0].restart(1)
+            producer.await_more(300)
+        found = read_all(servers, "numbers", partitions=6)
+        (second,) = broker_cli.status(tmp_path / hosts[1])
+        assert (second.node, second.ready) == (2, True)
+    assert producer.failed == []
+    assert sorted(found) == sorted(producer.acknowledged)
+    with pytest.raises(BrokerError, match=r"advertised_host=127\.0\.0\.1 is none of broker\.hosts"):
+        EmbeddedBroker(tmp_path, nodes=3, hosts=("a", "b", "c"))
 
 
 def test_a_port_in_use_is_named(tmp_path: Path) -> None:
