@@ -129,7 +129,7 @@ class Settings(Section):
         """Refuse a first port whose last one does not exist."""
         more = self.rollout.workers - 1
         for name, first, last in (
-            ("broker.port", self.broker.port, 10 * (self.broker.nodes - 1) + 1),
+            ("broker.port", self.broker.port, 10 * (self.broker.cluster_size - 1) + 1),
             ("rollout.port", self.rollout.port, more),
             ("metrics.port", self.metrics.port or 0, len(METRICS_PORTS) - 1 + more),
         ):
