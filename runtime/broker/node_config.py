@@ -84,12 +84,23 @@ def plan_nodes(
     advertised_host: str = LOOPBACK,
     hosts: tuple[str, ...] = (),
 ) -> dict[int, NodePlan]:
-    """Plan the nodes of this machine: all, or of several `hosts` that of `advertised_host`."""
+    """Plan the nodes of this machine.
+
+    Args:
+        data_dir: The broker's data directory.
+        port: Of the first node.
+        nodes: Of the whole cluster.
+        advertised_host: By which clients reach this machine.
+        hosts: Those of all nodes, of which only that of `advertised_host` is planned.
+
+    Returns:
+        Node number to plan; empty if `advertised_host` is none of the hosts.
+    """
     spread = hosts if len(hosts) > 1 else ()
     return {
         i: NodePlan(data_dir, i, nodes, port, advertised_host, spread)
         for i in range(1, nodes + 1)
-        if not spread or spread[i - 1] == advertised_host
+        if not hosts or hosts[i - 1] == advertised_host
     }
 
 
