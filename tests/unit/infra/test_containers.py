@@ -1,8 +1,9 @@
-"""Test the images and docker-compose.yml without a Docker engine: commands, ports, settings."""
+"""Test images, docker-compose.yml and the guide, without a Docker engine."""
 
 from __future__ import annotations
 
 import re
+import shlex
 import tomllib
 from functools import cache
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import yaml
 from support.command_line import parse
 
+from clawstream.ops.up import COMMANDS, wanted
 from runtime.broker.embedded import broker_of
 from runtime.process.config import load
 from schemas.settings import Settings
@@ -120,3 +122,19 @@ def test_the_object_store_of_the_profile_is_the_one_of_its_settings() -> None:
     options = settings_of("lake", "settings-s3.yaml").lake.storage_options
     assert options["AWS_ENDPOINT_URL"] == given["AWS_ENDPOINT_URL"]
     assert given.keys() - {"SETTINGS"} <= services()["gateway"]["environment"].keys()
+
+
+def test_the_guide_for_three_machines_starts_each_process_once(tmp_path: Path) -> None:
+    guide = (ROOT / "docs" / "deployment.md").read_text().partition("## Three machines")[2]
+    (described,) = re.findall(r"```yaml\n(.*?)```", guide, re.DOTALL)
+    file = tmp_path / "settings.yaml"
+    file.write_text(described)
+    started: list[str] = []
+    for words in re.findall(r"^    \w\$ clawstream (.*)$", guide, re.MULTILINE):
+        given = parse(shlex.split(words))
+        if words.startswith("up "):
+            settings = load(file, given["overrides"], {})
+            assert settings.bootstrap_servers == "a.internal:19092"
+            assert {*wanted(settings)} == {*settings.up.processes}
+            started += wanted(settings)
+    assert sorted(started) == sorted(COMMANDS)
