@@ -11,6 +11,7 @@ from pathlib import Path
 import httpx
 from openai import OpenAI
 from support.ports import free_port
+from support.processes import until
 
 TESTS = Path(__file__).parents[1] / "compose"
 INFRA = TESTS.parents[1] / "infra"
@@ -83,6 +84,7 @@ class Containers:
         if not self._key:
             scopes = ("--scope", "agent", "--scope", "reward")
             self._key = self.clawstream("keys", "create", "--name", "agent", *scopes).split()[-1]
+            until(lambda: self._get("/v1/models") != 401)  # gateways read keys once a second
         for reward in (0.0, 1.0):
             base = f"{self.url}/{group}-{reward:g}/{group}"
             with OpenAI(base_url=f"{base}/v1", api_key=self._key, max_retries=5) as client:
@@ -93,7 +95,14 @@ class Containers:
             done = httpx.post(
                 f"{base}/v1/complete_trajectory",
                 json={"reward": reward},
-                headers={"authorization": f"Bearer {self._key}"},
+                headers=self._login,
                 timeout=60,
             )
             assert done.status_code == 200, done.text
+
+    @property
+    def _login(self) -> dict[str, str]:
+        return {"authorization": f"Bearer {self._key}"}
+
+    def _get(self, path: str) -> int:
+        return httpx.get(self.url + path, headers=self._login).status_code
