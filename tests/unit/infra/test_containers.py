@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import shlex
+import subprocess
+import sys
 import tomllib
 from functools import cache
 from pathlib import Path
@@ -22,6 +24,37 @@ ROOT = Path(__file__).parents[3]
 INFRA = ROOT / "infra"
 SETTINGS = ("settings.yaml", "settings-cluster.yaml", "settings-s3.yaml")
 BROKERS = ("kafka", "kafka-2", "kafka-3")
+IN_CORE = (
+    "runtime.broker.foreground",
+    "gateway.main",
+    "stream_jobs.assemble.main",
+    "stream_jobs.reward.main",
+    "stream_jobs.admit.main",
+    "trainer.settings_check",
+    "stream_jobs.lake.main",
+    "clawstream.ops.monitoring.exporter",
+    "clawstream.export.export",
+    "clawstream.export.chat",
+    "clawstream.query.live_lake",
+    "clawstream.query.sandbox_process",
+    "clawstream.query.token_texts",
+    "inspector.main",
+    "inspector.web.app",
+)
+"""What the processes and commands of the core image import."""
+HIDING = """
+import importlib, importlib.metadata, re, sys
+owners = importlib.metadata.packages_distributions()
+installed = set(sys.argv[1].split(","))
+class Hiding:
+    def find_spec(self, name, path=None, target=None):
+        names = owners.get(name.partition(".")[0], ())
+        if names and not installed & {re.sub("[-_.]+", "-", n).lower() for n in names}:
+            raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, Hiding())
+for name in sys.argv[2:]:
+    importlib.import_module(name)
+"""
 
 
 @cache
@@ -138,3 +171,18 @@ def test_the_guide_for_three_machines_starts_each_process_once(tmp_path: Path) -
             assert {*wanted(settings)} == {*settings.up.processes}
             started += wanted(settings)
     assert sorted(started) == sorted(COMMANDS)
+
+
+@pytest.mark.slow
+def test_the_core_image_has_what_its_processes_import() -> None:
+    """Modules of packages outside core.lock are hidden, as torch is."""
+    lock = (ROOT / "requirements" / "core.lock").read_text()
+    installed = {"clawstream", *re.findall(r"^([a-z0-9.-]+)(?:\[[^\]]*\])?==", lock, re.MULTILINE)}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", HIDING, ",".join(installed), *IN_CORE],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
