@@ -6,8 +6,9 @@
    and the caller waits for the acknowledgement.
 3. Otherwise, or without an acknowledgement in time, the record is appended to the spool
    (`spool_writer`).
-4. Records of a key that has records in the spool go only to the spool. This keeps the order of the
-   key: records reach Kafka in the order of their replies.
+4. Records of a key that has records in the spool go only to the spool, and a record waits until the
+   earlier records of its key have left step 1. This keeps the order of the key: records reach Kafka
+   in the order of their replies.
 5. `spool_drainer` sends the spool to Kafka.
 
 A record that was sent but not acknowledged in time may be both in Kafka and in the spool. This is
@@ -67,7 +68,7 @@ class DeliveryManager:
         self._open = 0
         self._none_open = asyncio.Event()
         self._none_open.set()
-        self._large: set[asyncio.Task[None]] = set()
+        self._fitting: dict[bytes, asyncio.Task[None]] = {}  # key to its last write in step 1
 
     async def start(self) -> None:
         """Open the spool and start to drain the segments of earlier processes.
@@ -140,10 +141,11 @@ class DeliveryManager:
         if not self._open:
             self._none_open.clear()
         self._open += 1
-        if self._blobs is not None and any(map(concerned, messages)):
-            task = asyncio.create_task(self._fit(pending, self._blobs))
-            self._large.add(task)
-            task.add_done_callback(self._large.discard)
+        if self._blobs is not None and (
+            any(map(concerned, messages))
+            or (self._fitting and any(m.key in self._fitting for m in messages))
+        ):
+            self._start_fitting(pending, self._blobs)
         else:
             self._send(pending)
         if waiter is None:
@@ -155,16 +157,37 @@ class DeliveryManager:
                 waiter.exception()  # marks it as retrieved: the error is counted and logged already
             raise
 
-    async def _fit(self, pending: PendingWrite, blobs: Blobs) -> None:
+    def _start_fitting(self, pending: PendingWrite, blobs: Blobs) -> None:
+        keys = {m.key for m in pending.messages}
+        before = {self._fitting[key] for key in keys if key in self._fitting}
+        task = asyncio.create_task(self._fit(pending, blobs, before))
+        self._fitting |= dict.fromkeys(keys, task)
+
+        def ended(_: object) -> None:
+            for key in keys:
+                if self._fitting[key] is task:
+                    del self._fitting[key]
+
+        task.add_done_callback(ended)
+
+    async def _fit(
+        self, pending: PendingWrite, blobs: Blobs, before: set[asyncio.Task[None]]
+    ) -> None:
+        """Make a write fit into Kafka; then, after the writes `before`, send or spool it."""
+        error: BlobsUnavailable | RecordTooLarge | None = None
         try:
             pending.messages = await blobs.fit(pending.messages)
-        except RecordTooLarge as error:
+        except (BlobsUnavailable, RecordTooLarge) as failure:
+            error = failure
+        if before:
+            await asyncio.wait(before)
+        if error is None:
+            self._send(pending)
+        elif isinstance(error, RecordTooLarge):
             pending.fail(error)
-        except BlobsUnavailable as error:
+        else:
             logger().warning("spooling", error=str(error))
             self._writer.add(pending)
-        else:
-            self._send(pending)
 
     def _send(self, pending: PendingWrite) -> None:
         spooled = self._writer.keys

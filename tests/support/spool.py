@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Literal
 
 from support.log_producer import InMemoryLogProducer
 
+from gateway.durability.blobs import Blobs
 from gateway.durability.delivery import DeliveryManager
 from gateway.durability.log import Message
 from gateway.durability.segment import read_segment
@@ -51,13 +53,18 @@ def drain(spool: Spool) -> list[Message]:
 
 
 def delivery(
-    directory: Path, body: Body, max_bytes: int = 1 << 20, metrics: Metrics | None = None
+    directory: Path,
+    body: Body,
+    max_bytes: int = 1 << 20,
+    metrics: Metrics | None = None,
+    acks: Literal["all", "none"] = "all",
+    blobs: Blobs | None = None,
 ) -> InMemoryLogProducer:
     """Run body over a started delivery manager, close it, and return the producer."""
 
     async def run() -> InMemoryLogProducer:
         producer, spool = InMemoryLogProducer(), Spool(directory, max_bytes)
-        it = DeliveryManager(producer, spool, metrics or Metrics())
+        it = DeliveryManager(producer, spool, metrics or Metrics(), acks, blobs)
         await it.start()
         await body(it, producer, spool)
         await it.close()

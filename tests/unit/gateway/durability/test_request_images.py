@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,14 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.log_producer import InMemoryLogProducer
+from support.spool import delivery, note, wait_for
 
 from gateway.durability.blobs import Blobs
+from gateway.durability.delivery import DeliveryManager
 from gateway.durability.log import Message
 from gateway.durability.request_images import images_in, may_hold_images
+from gateway.durability.spool import Spool
 from runtime.blob_store import BlobStore
 from schemas.blob_refs import IMAGE, images_of
 from schemas.codec.single_object import Codec
@@ -125,3 +130,29 @@ def test_a_step_without_tokens_is_never_trained_so_its_images_are_not_copied(
 ) -> None:
     step = a_step(request_json=chat_body([b"one"]))
     assert fit(BlobStore(str(tmp_path)), step) == [step]
+
+
+def test_a_record_does_not_overtake_an_earlier_one_whose_images_are_being_stored(
+    tmp_path: Path,
+) -> None:
+    go_on = threading.Event()
+
+    class Slow(BlobStore):
+        def put(self, data: bytes) -> str:
+            go_on.wait(60)
+            return super().put(data)
+
+    step = a_step(request_json=chat_body([b"one"]), prompt_token_ids=b"\1\0\0\0")
+    large = Message("steps", b"k", CODEC.encode(step))
+
+    async def body(it: DeliveryManager, producer: InMemoryLogProducer, spool: Spool) -> None:
+        for message in (large, note(1), note(2), note(3, b"other")):
+            assert await it.record([message]) == "unconfirmed"
+        await wait_for(lambda: producer.messages)
+        assert producer.messages == [note(3, b"other")]
+        go_on.set()
+
+    blobs = Blobs(Slow(str(tmp_path / "blobs")), CODEC, 30.0)
+    producer = delivery(tmp_path / "spool", body, acks="none", blobs=blobs)
+    _, first, *rest = producer.messages
+    assert images_of(CODEC.decode(first.value)) and rest == [note(1), note(2)]
