@@ -13,7 +13,7 @@ _CONVERSATION = ("system", "messages", "input")
 
 def may_hold_images(encoded: bytes) -> bool:
     """Return whether a record could hold an image; costs a search of its bytes."""
-    return b"base64" in encoded and b"image" in encoded
+    return b"image" in encoded and (b";base64," in encoded or b'"base64"' in encoded)
 
 
 def images_in(request_json: bytes) -> list[bytes]:

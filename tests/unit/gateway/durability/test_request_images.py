@@ -79,6 +79,10 @@ def test_what_is_no_recorded_image_is_passed_over(part: Any) -> None:
     assert images_in(json.dumps({"messages": [{"role": "user", "content": [part]}]}).encode()) == []
 
 
+def test_a_record_that_only_mentions_images_is_not_read() -> None:
+    assert not may_hold_images(b'{"content":"import base64; image = base64.b64decode(x)"}')
+
+
 @pytest.mark.parametrize("body", [b"no json", b"[]", b'"text"', b"{}", b'{"messages":{"a":1}}'])
 def test_a_body_of_any_shape_is_read(body: bytes) -> None:
     assert images_in(body) == []
