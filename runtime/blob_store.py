@@ -3,17 +3,19 @@
 A blob is either complete or absent. On a disk it is written to a draft, fsynced and renamed, and
 the directory is fsynced; object stores guarantee this themselves. Writing an existing blob changes
 only its age, so concurrent writers and retries are harmless. Only an erasure deletes a blob, and
-only an old one: a record that names a young blob may still be on its way.
+only an old one: a record that names a young blob may still be on its way. A `BlobStore` remembers
+the young blobs, and does not ask the storage for them again.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from runtime.atomic_file import fsync_path, write_durably
@@ -21,6 +23,8 @@ from runtime.errors import PlumbingError
 
 RENEWED_S = 900.0
 """Age in seconds from which an object is written again; must stay far below an erasure's limit."""
+REMEMBERED = 100_000
+"""Young blobs that a store remembers; their digests take about 20 MB."""
 
 
 class BlobStoreAway(PlumbingError):
@@ -37,9 +41,15 @@ class BlobStore:
     Args:
         uri: A path, file://, or any URL that fsspec supports.
         options: Options of fsspec, e.g. credentials.
+        now: A monotonic clock in seconds.
     """
 
-    def __init__(self, uri: str, options: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        uri: str,
+        options: Mapping[str, str] | None = None,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
         scheme, sep, rest = uri.partition("://")
         self._uri, self._options = uri.rstrip("/"), dict(options or {})
         self._directory = (
@@ -47,6 +57,8 @@ class BlobStore:
         )
         if self._directory is not None:
             self._uri = self._directory.as_uri()
+        self._now, self._lock = now, Lock()
+        self._old_at: dict[str, float] = {}  # digest to the time when its blob is RENEWED_S old
 
     def url_of(self, digest: str) -> str:
         """Where the bytes of a sha256 in hex are kept."""
@@ -54,16 +66,24 @@ class BlobStore:
 
     def put(self, data: bytes) -> str:
         """Keep bytes; durable when it returns their sha256. Raises BlobStoreAway."""
-        digest = sha256(data).hexdigest()
+        digest, began = sha256(data).hexdigest(), self._now()
+        if began < self._old_at.get(digest, float("-inf")):
+            return digest
+        age_s = 0.0
         try:
             if self._directory is not None:
                 _write(self._file(digest), data)
             else:
-                self._write_remote(digest, data)
+                age_s = self._write_remote(digest, data)
         except MemoryError:
             raise
         except Exception as e:  # every file system of fsspec has errors of its own
             raise BlobStoreAway(f"blob {self.url_of(digest)}: {type(e).__name__}: {e}") from e
+        with self._lock:
+            self._old_at.pop(digest, None)  # so that the oldest knowledge comes first
+            self._old_at[digest] = began + RENEWED_S - max(age_s, 0.0)
+            if len(self._old_at) > REMEMBERED:
+                del self._old_at[next(iter(self._old_at))]
         return digest
 
     def get(self, digest: str) -> bytes:
@@ -109,6 +129,8 @@ class BlobStore:
 
     def delete(self, digest: str) -> None:
         """Delete the bytes of a sha256 in hex, if they are there. Raises BlobStoreAway."""
+        with self._lock:
+            self._old_at.pop(digest, None)
         try:
             if self._directory is not None:
                 self._file(digest).unlink(missing_ok=True)
@@ -133,17 +155,20 @@ class BlobStore:
         fs, root = url_to_fs(self._uri, **self._options)
         return fs, f"{root.rstrip('/')}/{digest[:2]}/{digest}"
 
-    def _write_remote(self, digest: str, data: bytes) -> None:
+    def _write_remote(self, digest: str, data: bytes) -> float:
+        """Write an object unless it is young; return its age in seconds."""
         fs, path = self._remote(digest)
         try:
             known = fs.info(path)["size"] == len(data)
-            if known and time.time() - fs.modified(path).timestamp() < RENEWED_S:
-                return
+            age_s: float = time.time() - fs.modified(path).timestamp()
+            if known and age_s < RENEWED_S:
+                return age_s
         except FileNotFoundError:
             fs.makedirs(path.rpartition("/")[0], exist_ok=True)
         except NotImplementedError:
             pass  # a file system that does not report ages: write the object each time
         fs.pipe_file(path, data)  # an existing one too: this renews its age
+        return 0.0
 
 
 def _write(path: Path, data: bytes) -> None:

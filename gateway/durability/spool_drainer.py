@@ -104,7 +104,8 @@ class SpoolDrainer:
             RecordTooLarge: A message is larger than Kafka accepts.
         """
         if self._blobs is not None:
-            messages = await self._blobs.fit(messages)
+            # One by one, because the time limit of the store is that of one record.
+            messages = [m for message in messages for m in await self._blobs.fit([message])]
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def sent(error: KafkaUnavailable | RecordTooLarge | None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import threading
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -160,3 +161,23 @@ def test_a_record_does_not_overtake_an_earlier_one_whose_images_are_being_stored
     producer = delivery(tmp_path / "spool", body, acks="none", blobs=blobs)
     _, first, *rest = producer.messages
     assert images_of(CODEC.decode(first.value)) and rest == [note(1), note(2)]
+
+
+def test_each_record_of_a_segment_has_the_time_limit_of_the_store_for_itself(
+    tmp_path: Path,
+) -> None:
+    fitted = list[int]()
+
+    class Counted(Blobs):
+        async def fit(self, messages: Sequence[Message]) -> Sequence[Message]:
+            fitted.append(len(messages))
+            return await super().fit(messages)
+
+    async def body(it: DeliveryManager, producer: InMemoryLogProducer, spool: Spool) -> None:
+        producer.reachable = False
+        await it.record([note(1), note(2)])
+        producer.reachable = True
+
+    blobs = Counted(BlobStore(str(tmp_path / "blobs")), CODEC, 30.0)
+    assert delivery(tmp_path / "spool", body, blobs=blobs).messages == [note(1), note(2)]
+    assert fitted == [1, 1]
