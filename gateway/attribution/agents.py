@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 import orjson
 
 from gateway.attribution.conversation import last_user_text, system_text
+from schemas.ids import TRACEPARENT
 
 AgentName = Literal["claude-code", "codex", "opencode", "openclaw"]
 
@@ -23,7 +24,6 @@ OPENCLAW_SYSTEM = ("running inside OpenClaw", "You are a context summarization a
 """Words in openclaw's own system prompt, and the start of its compaction prompt."""
 OPENCLAW_USER = "<<<BEGIN_OPENCLAW_INTERNAL_CONTEXT>>>"
 """Start of a message that openclaw moves to the end of every request."""
-TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}")
 OLD_USER_ID = re.compile(r"_session_([0-9a-f-]{36})$")
 MAX_ID = 200
 """Maximum characters of an accepted session id."""

@@ -36,6 +36,7 @@ class Call:
     idempotency_key: str | None = None
     retry_count: int | None = None
     user_agent: str | None = None
+    traceparent: str | None = None
     tags: tuple[Tag, ...] = ()
     continues: Lookup | None = None
 
@@ -148,6 +149,7 @@ def _step(
         or requested_sampling(call.request.payload),
         usage=usage,
         tokenizer_fingerprint=sampler.tokenizer,
+        traceparent=call.traceparent,
         continuation=_continuation(call, tokens, captured.rendered(choice.index, call.request)),
     )
 

@@ -19,7 +19,7 @@ from gateway.protocols.adapter import ProtocolAdapter
 from gateway.protocols.request_fields import with_defaults, with_whole_characters
 from gateway.proxy.call import ProxiedCall
 from gateway.proxy.failed_calls import Attempt, failure_of
-from gateway.proxy.forwarding import credentials_of
+from gateway.proxy.forwarding import credentials_of, traceparent_of
 from gateway.proxy.paths import CallTarget
 from gateway.proxy.services import Services, held_body
 from gateway.proxy.token_limits import PromptLimit
@@ -145,6 +145,7 @@ class CallEndpoint:
             idempotency_key=next((headers[name] for name in IDEMPOTENCY if name in headers), None),
             retry_count=_retry_count(headers),
             user_agent=headers.get("user-agent"),
+            traceparent=traceparent_of(headers),
             tags=tags_of(headers, request.payload),
             continues=continues,
         )

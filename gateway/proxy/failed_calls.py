@@ -23,6 +23,7 @@ from gateway.clock import Clock
 from gateway.durability.log import LogProducer, Message
 from gateway.errors import GatewayError
 from gateway.metrics import Metrics
+from gateway.proxy.forwarding import traceparent_of
 from gateway.redaction.redactor import Redaction
 from runtime.logs import logger
 from schemas.codec.single_object import Codec
@@ -187,6 +188,7 @@ class FailedCalls:
             user_agent=attempt.headers.get("user-agent"),
             gateway_id=self._gateway_id,
             received_at=attempt.received_at,
+            traceparent=traceparent_of(attempt.headers),
             duration_ms=(self._clock.monotonic() - attempt.began) * 1000,
         )
         if self._redaction is not None:

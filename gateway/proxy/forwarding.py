@@ -7,6 +7,7 @@ from urllib.parse import unquote_plus
 
 from gateway.auth.session_keys import KEY_PREFIXES
 from gateway.engines.client import Response
+from schemas.ids import TRACEPARENT
 
 FORWARDED = frozenset({
     "traceparent", "tracestate", "x-request-id", "x-client-request-id", "x-session-id",
@@ -68,3 +69,9 @@ def with_query(path: str, query: bytes) -> str:
         f for f in fields if not unquote_plus(f.partition("=")[2]).startswith(KEY_PREFIXES)
     )
     return f"{path}?{kept}" if kept else path
+
+
+def traceparent_of(headers: Mapping[str, str]) -> str | None:
+    """Return the client's trace context if it is valid. headers: Names in lower case."""
+    sent = headers.get("traceparent")
+    return sent if sent is not None and TRACEPARENT.fullmatch(sent) else None

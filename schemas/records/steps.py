@@ -90,6 +90,7 @@ class Step:
     usage: Usage | None = None
     tokenizer_fingerprint: str | None = None
     continuation: Continuation | None = None
+    traceparent: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +121,7 @@ class FailedCall:
     duration_ms: float
     subject_id: str | None = None
     key_id: str | None = None
+    traceparent: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -59,6 +59,9 @@ def sdk(w: GatewayFixture, path: str = "/t1/g1/v1", key: str = "none", **more: A
     return AsyncOpenAI(base_url=w.url + path, api_key=key, max_retries=0, timeout=600, **more)
 
 
+TRACEPARENT = f"00-{'ab' * 16}-{'cd' * 8}-01"
+
+
 def events(body: bytes) -> list[bytes]:
     return [e for e in body.split(b"\n\n") if e]
 
@@ -77,9 +80,12 @@ def assert_tokens(step: Step, say: ScriptedChoice, prompt: Iterable[int] = (1, 2
 @pytest.mark.slow
 def test_plain_call_is_one_step_with_everything(run_scenario: RunScenario) -> None:
     async def scenario(w: GatewayFixture) -> None:
-        async with sdk(
-            w, default_headers={"x-clawstream-channel": "val", "idempotency-key": "once"}
-        ) as client:
+        headers = {
+            "x-clawstream-channel": "val",
+            "idempotency-key": "once",
+            "traceparent": TRACEPARENT,
+        }
+        async with sdk(w, default_headers=headers) as client:
             raw = await client.chat.completions.with_raw_response.create(**ASK, temperature=0.5)
         reply = raw.parse()
         assert reply.choices[0].message.content == "Hello"
@@ -112,6 +118,7 @@ def test_plain_call_is_one_step_with_everything(run_scenario: RunScenario) -> No
         assert step.tokenizer_fingerprint == "f00d"
         assert (step.retry_count, step.idempotency_key, step.streamed) == (0, "once", False)
         assert step.user_agent is not None and "OpenAI" in step.user_agent
+        assert step.traceparent == TRACEPARENT
         assert w.producer.messages[0].key == b"t1"
         assert w.engine.requests[0]["temperature"] == 0.5
         assert await w.metric("clawstream_gateway_steps_answered_total") == 1

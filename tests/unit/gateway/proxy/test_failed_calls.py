@@ -51,6 +51,7 @@ def test_an_engines_error_is_told(run_scenario: RunScenario, status: int, stream
             "user-agent": "agent/1",
             "x-clawstream-channel": "val",
             "idempotency-key": "once",
+            "traceparent": f"00-{'ab' * 16}-{'cd' * 8}-01",
         }
         assert await post(w, body=ASK | {"stream": stream}, **headers) == status
         (failed,) = await told(w)
@@ -64,6 +65,7 @@ def test_an_engines_error_is_told(run_scenario: RunScenario, status: int, stream
         assert (failed.source, failed.status, failed.engine) == ("engine", status, w.engine_url)
         assert failed.message == "scripted" and failed.error_type is not None
         assert (failed.user_agent, failed.idempotency_key) == ("agent/1", "once")
+        assert failed.traceparent == headers["traceparent"]
         assert failed.duration_ms > 0 and failed.received_at > 0
         assert w.producer.messages[0].key == b"t1" and failed.event_id.startswith("t1~")
         assert await w.metric('clawstream_gateway_failed_calls_total{fate="recorded"}') == 1

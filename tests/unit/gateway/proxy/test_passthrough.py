@@ -24,7 +24,7 @@ from gateway.app import create_app
 from gateway.auth.api_keys import create_key
 from gateway.engines.registry import EngineRegistry
 from gateway.protocols.request_fields import with_whole_characters
-from gateway.proxy.forwarding import returned, with_query
+from gateway.proxy.forwarding import returned, traceparent_of, with_query
 from schemas.codec.single_object import Codec
 from schemas.settings import Settings
 
@@ -359,3 +359,19 @@ def test_no_page_may_call_where_none_is_named(run_scenario: RunScenario) -> None
             assert reply.status == 200 and "access-control-allow-origin" not in reply.headers
 
     run_scenario(scenario, Script([HI]))
+
+
+@pytest.mark.parametrize(
+    ("sent", "is_valid"),
+    [
+        (f"00-{'ab' * 16}-{'cd' * 8}-01", True),
+        (f"00-{'ab' * 16}-{'cd' * 8}-00", True),
+        (f"ff-{'ab' * 16}-{'cd' * 8}-01", False),
+        (f"00-{'00' * 16}-{'cd' * 8}-01", False),
+        (f"00-{'ab' * 16}-{'00' * 8}-01", False),
+        (f"00-{'AB' * 16}-{'cd' * 8}-01", False),
+        ("broken", False),
+    ],
+)
+def test_only_a_valid_trace_context_is_recorded(sent: str, is_valid: bool) -> None:
+    assert traceparent_of({"traceparent": sent}) == (sent if is_valid else None)
