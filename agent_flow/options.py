@@ -6,9 +6,10 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, Json, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Json, ValidationError
+from pydantic_core import PydanticCustomError
 
 from agent_flow.environments.environment import SEEDS_OF_A_CHANNEL, Split
 from agent_flow.errors import FlowError
@@ -19,12 +20,24 @@ from agent_flow.play.runner import Options
 MOST_SEEDS = SEEDS_OF_A_CHANNEL // 2
 
 
+def _url(text: str) -> str:
+    if not text.startswith(("http://", "https://")):
+        raise PydanticCustomError(
+            "url",
+            "must be a URL such as http://127.0.0.1:8100; a setting of the gateway is written "
+            "gateway.NAME=VALUE",
+        )
+    return text
+
+
 class Words(BaseModel):
     """What the words of `flow run` and `flow exec` may set."""
 
     model_config = ConfigDict(extra="forbid")
 
-    gateway: str = Field("http://127.0.0.1:8100", description="URL of the gateway")
+    gateway: Annotated[str, AfterValidator(_url)] = Field(
+        "http://127.0.0.1:8100", description="URL of the gateway"
+    )
     run: str = Field("default", description="run that is trained")
     model: str = Field("policy", description="name that clients send")
     env: str | None = Field(None, description="LIBRARY:NAME of an environment")

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
-from clawstream.cli.common_options import Config, fail, group, load, settings_of
+from clawstream.cli.common_options import (
+    Config,
+    fail,
+    group,
+    load,
+    names_and_overrides,
+    settings_of,
+)
 
 Words = Annotated[
     list[str] | None,
@@ -44,9 +51,9 @@ def run(
     config: Config = None,
 ) -> None:
     """Play a flow's tasks against the gateway; names the rollouts that failed, and why."""
-    given = words or []
-    spec, own = (None, [flow, *given]) if "=" in flow else (flow, given)
-    _play("run_flow", spec, own, evaluate, dry, config)
+    names, given = names_and_overrides([flow, *(words or ())])
+    spec = names.pop(0) if names else None
+    _play("run_flow", spec, [*names, *given], evaluate, dry, config)
 
 
 @app.command("exec", cls=CommandAfterDashes)
@@ -76,7 +83,7 @@ def _play(
     config: Any,
 ) -> None:
     main, errors, options = (load(f"agent_flow.{m}") for m in ("main", "errors", "options"))
-    own = [word for word in words if word.partition("=")[0] in options.Words.model_fields]
+    own = [word for word in words if not _is_setting(word, options.Words.model_fields)]
     settings = settings_of(config, [word for word in words if word not in own])
     mode = options.Mode(evaluate=evaluate, dry=dry)
     play: Callable[..., int] = getattr(main, function)
@@ -88,3 +95,11 @@ def _play(
         raise SystemExit(play(what, own, mode, defaults))
     except errors.FlowError as error:
         fail(str(error), 2)
+
+
+def _is_setting(word: str, options: Container[str]) -> bool:
+    """Return whether a word is a setting; all others are options, or unknown."""
+    from schemas.settings import Settings
+
+    name = word.partition("=")[0]
+    return "." in name or (name in Settings.model_fields and name not in options)

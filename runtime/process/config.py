@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from schemas.errors import SettingsError
 from schemas.settings import Settings
@@ -41,6 +42,10 @@ def _got(value: object, path: str) -> str:
         # it
         return ""
     return ", got (not shown)" if _SECRET.search(path) else f", got {value!r:.80}"
+
+
+def _said(error: ErrorDetails) -> str:
+    return "there is no such setting" if error["type"] == "extra_forbidden" else error["msg"]
 
 
 def value_of(text: str, path: str) -> Any:
@@ -129,7 +134,7 @@ def validated(tree: Mapping[str, Any]) -> Settings:
     except ValidationError as e:
         found = [(".".join(map(str, i["loc"])), i) for i in e.errors()]
         lines = [
-            f"setting {path or '(all)'}: {i['msg']}{_got(i['input'], path)}" for path, i in found
+            f"setting {path or '(all)'}: {_said(i)}{_got(i['input'], path)}" for path, i in found
         ]
         raise SettingsError("\n".join(lines)) from (
             None if any(_SECRET.search(path) for path, _ in found) else e

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -38,6 +39,42 @@ def test_words_override_the_flow_and_evaluation_plays_each_task_once() -> None:
     assert (evaluation.channel, evaluation.limits.group_size) == ("val", 1)
     dry = options_of(words, Limits(), Mode(dry=True))
     assert (dry.channel, dry.limit) == ("val", 1)
+
+
+def test_words_with_a_dot_or_the_name_of_a_setting_are_settings(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    calls = list[Any]()
+
+    def run_flow(*given: Any) -> int:
+        calls.append(given)
+        return 0
+
+    monkeypatch.setattr(main, "run_flow", run_flow)
+    words = [f"data_dir={tmp_path}", "run_id=mine", "kafka={partitions: 2}", "gateway.port=9"]
+    assert CliRunner().invoke(app, ["run", *words, "n=2", "flow.py:f"]).exit_code == 0
+    defaults = {"gateway": "http://127.0.0.1:9", "run": "mine"}
+    assert calls == [("flow.py:f", ["n=2"], Mode(), defaults)]
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("gateway={port: 9}", "must be a URL such as http://127.0.0.1:8100; a setting of the"),
+        ("gateway=127.0.0.1:8100", "must be a URL such as http://127.0.0.1:8100"),
+        ("limt=3", "limt: no such option; there are gateway, run"),
+        ("limit", "'limit': must be name=value"),
+        ("kafka.x=", "setting kafka.x: there is no such setting"),
+        ("kafka=", "setting kafka: Input should be a valid dictionary"),
+    ],
+)
+@pytest.mark.parametrize("words", ["run flow.py:f {}", "exec tasks=t.jsonl {} -- agent"])
+def test_a_wrong_word_has_one_line_that_says_what_is_wrong(
+    words: str, word: str, message: str
+) -> None:
+    given = [word if part == "{}" else part for part in words.split()]
+    result = CliRunner().invoke(app, given)
+    assert (result.exit_code, message in result.stderr) == (2, True), result.output
 
 
 @pytest.mark.parametrize("word", ["n", "n=0", "n=many", "shard=3", "color=red", "top_p=2"])

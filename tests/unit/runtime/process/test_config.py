@@ -34,7 +34,7 @@ def test_words_beat_environment_beats_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("trainer.lrr=1", "setting trainer.lrr: Extra inputs are not permitted"),
+        ("trainer.lrr=1", "setting trainer.lrr: there is no such setting"),
         ("trainer.lr=fast", "setting trainer.lr: Input should be a valid number"),
         ("kafka=3", "setting kafka: Input should be a valid dictionary"),
         ("run_id=Not/Good", "setting run_id: String should match pattern"),
