@@ -78,7 +78,8 @@ class GiveReward(_Body):
 class Curate(_Body):
     """Body of POST /curations: a curation of a trajectory or, with step_id, of a step.
 
-    An omitted field keeps its value. by: the API key's name by default.
+    An omitted field keeps its value. takes_back: event id of an earlier curation of the same
+    target, which no longer counts; only with a note. by: the API key's name by default.
     """
 
     trajectory_id: str | None = None
@@ -88,6 +89,7 @@ class Curate(_Body):
     trainable: Annotated[bool, Field(strict=True)] | None = None
     tags: Annotated[tuple[Text, ...], Field(max_length=MAX_TAGS)] | None = None
     note: Reason | None = None
+    takes_back: Text | None = None
     by: Text | None = None
 
 

@@ -22,7 +22,12 @@ def curation_routes(services: Services) -> APIRouter:
 
     @router.post("/curations", status_code=201)
     async def curate(request: Request, body: Curate, caller: Principal = curator) -> dict[str, str]:
-        if all(v is None for v in (body.quality, body.trainable, body.tags, body.note)):
+        silent = all(v is None for v in (body.quality, body.trainable, body.tags))
+        if body.takes_back is not None and not silent:
+            raise Unprocessable(
+                "takes_back: goes without quality, trainable and tags", "takes_back"
+            )
+        if body.takes_back is None and silent and body.note is None:
             raise Unprocessable("quality: or trainable, tags or note must say something", "quality")
         by = body.by or caller.name
         if by is None:

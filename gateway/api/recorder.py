@@ -134,6 +134,7 @@ class Recorder:
             trainable=body.trainable,
             tags=body.tags,
             note=body.note,
+            takes_back=body.takes_back,
             by=by,
             **self._common(ref),
         )

@@ -35,7 +35,8 @@ class Reward:
 class Curation:
     """A mark by a person or rule.
 
-    Key: trajectory key. State: the last value per target and field.
+    Key: trajectory key. State: the last value per target and field of the marks that were not taken
+    back. takes_back: event id of an earlier mark of the same target; then there are no values.
     """
 
     event_id: str
@@ -47,6 +48,7 @@ class Curation:
     trainable: bool | None = None
     tags: tuple[str, ...] | None = None
     note: str | None = None
+    takes_back: str | None = None
     by: str
     created_at: int
 

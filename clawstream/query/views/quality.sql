@@ -35,11 +35,11 @@ COMMENT ON COLUMN step_quality.response_tokens IS 'Number of sampled tokens.';
 COMMENT ON COLUMN step_quality.oldest_sync_index IS
     'Lowest sync index of this run among its tokens; null: no version of this run.';
 
--- Newest candidates with the policy `p` in force for their run and channel, the `newest` sync index
--- of the run, and their steps with the unmet conditions.
-CREATE TEMP MACRO evaluated_candidates() AS TABLE
+-- Newest candidates with the policy `p`, the `newest` sync index of the run, and their steps with
+-- the unmet conditions. other_policy: JSON of the policy; null: that in force for run and channel.
+CREATE TEMP MACRO evaluated_candidates(other_policy) AS TABLE
     WITH applied AS (
-        SELECT run_id, channel, from_json(policy_json, '{
+        SELECT run_id, channel, from_json(coalesce(other_policy, policy_json), '{
             "policy_version": "BIGINT", "required_rewards": ["VARCHAR"],
             "reward_weights": "MAP(VARCHAR, DOUBLE)", "max_staleness": "BIGINT",
             "min_trainable_tokens": "BIGINT", "max_trajectory_tokens": "BIGINT",
@@ -72,7 +72,7 @@ CREATE TEMP MACRO evaluated_candidates() AS TABLE
         ] IF x IS NOT NULL]
     } FOR s IN steps] AS evaluated_steps FROM known;
 
-CREATE TEMP VIEW readiness AS
+CREATE TEMP MACRO readiness_under(other_policy) AS TABLE
     WITH split AS (
         SELECT *, list_has_any(tags, p.untrained_tags) AND trainable AS all_tagged,
             [s FOR s IN evaluated_steps IF s.trainable AND NOT s.excluded] AS trained,
@@ -80,7 +80,7 @@ CREATE TEMP VIEW readiness AS
             [v FOR v IN rewards IF v.step_id IS NULL AND v.value IS NOT NULL
                 AND (cardinality(p.reward_weights) = 0
                     OR map_contains(p.reward_weights, v.source || '/' || v.name))] AS terms
-        FROM evaluated_candidates()
+        FROM evaluated_candidates(other_policy)
     ), part AS (
         SELECT *,
             trainable AND NOT all_tagged AND NOT (some_excluded AND len(trained) = 0) AS can_train,
@@ -132,8 +132,10 @@ CREATE TEMP VIEW readiness AS
         (reward_awaited OR assessment_awaited) AND len(reasons) = 0 AND len(later) = 1
             AS awaiting_input,
         1 - len(unmet_conditions) / 8 AS score, unmet_conditions, staleness,
-        tokens AS trainable_tokens, quality, kafka_topic_id
+        tokens AS trainable_tokens, training_reward, quality, kafka_topic_id
     FROM temporary;
+
+CREATE TEMP VIEW readiness AS SELECT * FROM readiness_under(NULL);
 
 COMMENT ON COLUMN readiness.revision IS 'Candidate revision that is evaluated: the newest.';
 COMMENT ON COLUMN readiness.admission_policy_version IS
@@ -148,6 +150,8 @@ COMMENT ON COLUMN readiness.unmet_conditions IS
 COMMENT ON COLUMN readiness.staleness IS
     'Versions between its oldest trainable token and the newest published version; null: unknown.';
 COMMENT ON COLUMN readiness.trainable_tokens IS 'Sampled tokens that would be trained.';
+COMMENT ON COLUMN readiness.training_reward IS
+    'Sum of the rewards of the whole trajectory, each times its weight; null: there is none.';
 COMMENT ON COLUMN readiness.quality IS
     'Quality in [0, 1]: a curation''s if there is one, else the assessment''s; null: not scored.';
 
@@ -157,7 +161,7 @@ CREATE TEMP VIEW step_readiness AS
         1 - len(s.unmet_conditions) / 4 AS score, s.unmet_conditions,
         newest - s.oldest AS staleness, s.quality
     FROM (SELECT * EXCLUDE (evaluated_steps), unnest(evaluated_steps) AS s
-          FROM evaluated_candidates());
+          FROM evaluated_candidates(NULL));
 
 COMMENT ON COLUMN step_readiness.step_id IS 'Step: `<call id>.<choice>`.';
 COMMENT ON COLUMN step_readiness.step_index IS 'Index of the step in its trajectory, from 0.';

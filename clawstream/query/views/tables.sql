@@ -126,8 +126,8 @@ COMMENT ON COLUMN curation.trajectory_id IS
     'Target trajectory; null: that of the step is not known yet.';
 COMMENT ON COLUMN curation.step_id IS 'Target step; null: the whole trajectory.';
 
--- Of each field the last value holds, as in `stream_jobs/assemble/state/annotations.py`. A field that
--- is null says nothing, and `max_by` omits it.
+-- Of each field the last value holds, as in `stream_jobs/assemble/state/annotations.py`, of the marks
+-- that were not taken back. A field that is null says nothing, and `max_by` omits it.
 CREATE TEMP VIEW curated AS
     SELECT run_id, trajectory_key, trajectory_id, step_id,
         max_by(quality, (kafka_timestamp, kafka_offset)) AS quality,
@@ -136,7 +136,9 @@ CREATE TEMP VIEW curated AS
         max_by(note, (kafka_timestamp, kafka_offset)) AS note,
         max_by("by", (kafka_timestamp, kafka_offset)) AS last_by,
         max(kafka_timestamp) AS last_at, count(*)::INTEGER AS marks
-    FROM curation GROUP BY ALL;
+    FROM curation m ANTI JOIN curation b
+        ON b.run_id = m.run_id AND b.trajectory_key = m.trajectory_key AND b.takes_back = m.event_id
+    WHERE takes_back IS NULL GROUP BY ALL;
 
 COMMENT ON COLUMN curated.trajectory_id IS
     'Target trajectory; null: that of the step is not known yet.';
@@ -147,7 +149,7 @@ COMMENT ON COLUMN curated.tags IS 'Labels that hold; null: no mark gave any.';
 COMMENT ON COLUMN curated.note IS 'Last note.';
 COMMENT ON COLUMN curated.last_by IS 'Who made the last mark.';
 COMMENT ON COLUMN curated.last_at IS 'Time of the last mark, by the log''s clock.';
-COMMENT ON COLUMN curated.marks IS 'Number of marks.';
+COMMENT ON COLUMN curated.marks IS 'Number of marks that were not taken back.';
 
 CREATE TEMP VIEW assessments AS
     SELECT * REPLACE (as_utc(created_at) AS created_at, as_utc(kafka_timestamp) AS kafka_timestamp)

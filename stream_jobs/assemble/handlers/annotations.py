@@ -47,7 +47,10 @@ def on_curation(
         raise InvalidRecord(f"quality {quality} is not in [0, 1]")
     if len(tags or ()) > TAGS_MAX or any(len(tag) > NAME_CHARS for tag in tags or ()):
         raise InvalidRecord(f"there are at most {TAGS_MAX} tags of at most {NAME_CHARS} characters")
-    if quality is None and curation.trainable is None and tags is None:
+    says_nothing = quality is None and curation.trainable is None and tags is None
+    if curation.takes_back is not None and not says_nothing:
+        raise InvalidRecord("a record with takes_back has no quality, trainable or tags")
+    if curation.takes_back is None and says_nothing:
         return []
     mark = CurationMark(
         event=hash_of(curation.event_id.encode()),
@@ -56,6 +59,7 @@ def on_curation(
         trainable=curation.trainable,
         tags=list(tags) if tags is not None else None,
         offset=offset,
+        takes_back=hash_of(curation.takes_back.encode()) if curation.takes_back else None,
     )
     return annotate_or_wait(state, limits, offset, *_target_trajectory(name, curation), mark)
 

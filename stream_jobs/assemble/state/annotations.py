@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Iterable
 
 from msgspec import Struct, field
@@ -39,7 +40,8 @@ class CurrentReward(Struct, frozen=True, array_like=True, tag="r"):
 
 class CurationMark(Struct, frozen=True, array_like=True, tag="q"):
     """A curation of one target. event: hash of its event id. step_suffix: "" for the whole
-    trajectory. A field that is None says nothing. offset: on `claw.rewards`.
+    trajectory. A field that is None says nothing. offset: on `claw.rewards`, or NO_OFFSET.
+    takes_back: hash of the event id of a mark that no longer counts.
     """
 
     event: int
@@ -48,6 +50,7 @@ class CurationMark(Struct, frozen=True, array_like=True, tag="q"):
     trainable: bool | None
     tags: list[str] | None
     offset: int
+    takes_back: int | None = None
 
 
 class AssessmentState(Struct, frozen=True, array_like=True, tag="e"):
@@ -84,22 +87,33 @@ class CurrentRewards(list[CurrentReward]):
 
 
 class CurationState(Struct, array_like=True):
-    """Curation of one target. For each field the last value on the log counts. offsets: log offset
-    of each field's value.
+    """Curation of one target. Of each field the last value counts.
+
+    marks: those that count, in log order. taken_back: hashes of the event ids of the others.
     """
 
-    quality: float | None = None
-    trainable: bool | None = None
-    tags: list[str] | None = None
-    offsets: dict[str, int] = field(default_factory=dict)
+    marks: list[CurationMark] = field(default_factory=list)
+    taken_back: set[int] = field(default_factory=set)
+
+    @property
+    def quality(self) -> float | None:
+        return next((m.quality for m in reversed(self.marks) if m.quality is not None), None)
+
+    @property
+    def trainable(self) -> bool | None:
+        return next((m.trainable for m in reversed(self.marks) if m.trainable is not None), None)
+
+    @property
+    def tags(self) -> list[str] | None:
+        return next((m.tags for m in reversed(self.marks) if m.tags is not None), None)
 
     def apply(self, mark: CurationMark) -> None:
         """Apply a mark. Marks may be applied out of log order."""
-        for name in ("quality", "trainable", "tags"):
-            value = getattr(mark, name)
-            if value is not None and mark.offset >= self.offsets.get(name, NO_OFFSET):
-                setattr(self, name, value)
-                self.offsets[name] = mark.offset
+        if mark.takes_back is not None:
+            self.taken_back.add(mark.takes_back)
+            self.marks = [m for m in self.marks if m.event != mark.takes_back]
+        elif mark.event not in self.taken_back:
+            insort(self.marks, mark, key=lambda m: m.offset)
 
 
 class Annotations(Struct, array_like=True):
@@ -158,4 +172,4 @@ class Annotations(Struct, array_like=True):
         """Drop all offsets: the topic was replaced."""
         self.rewards = CurrentRewards(replace(r, offset=NO_OFFSET) for r in self.rewards)
         for state in self.marks.values():
-            state.offsets.clear()
+            state.marks = [replace(m, offset=NO_OFFSET) for m in state.marks]

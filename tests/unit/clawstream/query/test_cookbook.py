@@ -15,6 +15,7 @@ from support.run_lake import CODEX, FLOW, mark, run_lake
 from support.small_lake import SmallLake
 
 from clawstream.query.connection import connect
+from schemas.records import Curation
 from schemas.settings import Settings
 from stream_jobs.assemble.state.annotations import CurationMark, CurationState
 
@@ -124,13 +125,23 @@ def test_the_funnel_counts_each_call_choice_once(sql: Any) -> None:
 def test_the_curation_that_holds_is_that_of_assemble(tmp_path: Path) -> None:
     rng, settings = random.Random(5), Settings(data_dir=tmp_path)
     expected: dict[tuple[str, str | None], CurationState] = {}
-    marks = []
+    marks: list[Curation] = []
     for offset in range(300):
         key = f"t{rng.randrange(6)}"
         step = rng.choice([None, f"{key}~1.0"])
         quality = rng.choice([None, 0.0, 0.5, 1.0])
         trainable = rng.choice([None, False, True])
         tags = rng.choice([None, (), ("a",), ("a", "b")])
+        earlier = [m for m in marks if (m.trajectory_key, m.step_id) == (key, step)]
+        if earlier and rng.random() < 0.3:
+            gone = rng.choice(earlier)
+            marks.append(mark(offset, key, "me", step_id=step, takes_back=gone.event_id))
+            expected[key, step].apply(
+                CurationMark(
+                    offset, step or "", None, None, None, offset, int(gone.event_id.lstrip("m"))
+                )
+            )
+            continue
         marks.append(
             mark(offset, key, "me", step_id=step, quality=quality, trainable=trainable, tags=tags)
         )
@@ -146,5 +157,7 @@ def test_the_curation_that_holds_is_that_of_assemble(tmp_path: Path) -> None:
         .fetchall()
     )
     assert {(row[0], row[1]): row[2:] for row in found} == {
-        target: (state.quality, state.trainable, state.tags) for target, state in expected.items()
+        target: (state.quality, state.trainable, state.tags)
+        for target, state in expected.items()
+        if state.marks
     }

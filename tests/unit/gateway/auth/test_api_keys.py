@@ -387,6 +387,12 @@ WRONG: list[tuple[str, dict[str, Any], int, str]] = [
     ("/curations", {"trajectory_id": "t", "quality": 1.5, "by": "me"}, 422, "quality"),
     ("/curations", {"trajectory_id": "t", "trainable": 1, "by": "me"}, 422, "trainable"),
     ("/curations", {"trajectory_id": "t", "tags": ["x"] * 33, "by": "me"}, 422, "tags"),
+    (
+        "/curations",
+        {"trajectory_id": "t", "takes_back": "e", "quality": 1.0, "by": "me"},
+        422,
+        "takes_back",
+    ),
     ("/curations", {"trainable": True, "by": "me"}, 422, "trajectory_id"),
     (
         "/curations",

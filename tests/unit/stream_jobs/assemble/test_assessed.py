@@ -9,6 +9,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from support.assemble import (
     ANONYMOUS_KEY,
     InMemoryPartition,
@@ -18,6 +20,7 @@ from support.assemble import (
     step,
 )
 
+from stream_jobs.assemble.state.annotations import CurationMark, CurationState
 from stream_jobs.assemble.state.trajectories import REWARDS, STEPS
 
 
@@ -62,6 +65,36 @@ def test_what_a_person_says_counts_and_what_the_rules_said_stays_visible() -> No
         assert w.last("k").assessed_quality == 0.5
         assert [s.assessed_quality for s in w.last("k").steps] == [1.0, 0.0]
         assert [s.tags for s in w.last("k").steps] == [(), ("good",)]
+
+
+def test_a_mark_that_was_taken_back_counts_no_more() -> None:
+    marks = [
+        curation("k", "first", quality=0.25, tags=("odd",)),
+        curation("k", "second", quality=0.0, trainable=False),
+        curation("k", "undo", takes_back="second"),
+    ]
+    w = closed(assessment("k", 0.5, 1.0, 0.5), *marks)
+    assert w.last("k").trainable and w.last("k").tags == ("odd",)
+    assert qualities(w)[0] == 0.25
+    w = closed(assessment("k", 0.5, 1.0, 0.5), *marks, curation("k", "u2", takes_back="first"))
+    assert qualities(w)[0] == 0.5 and w.last("k").tags == ()
+    w = closed(*marks[:2], curation("k", "other", n=1, takes_back="second"))
+    assert not w.last("k").trainable, "a mark of another target stays"
+
+
+@given(st.permutations(range(4)))
+def test_marks_may_be_applied_in_any_order(order: list[int]) -> None:
+    """Marks may wait for different steps of one trajectory."""
+    log = [
+        CurationMark(1, "", 0.1, None, None, 0),
+        CurationMark(2, "", None, False, None, 1),
+        CurationMark(3, "", 0.3, None, ["x"], 2),
+        CurationMark(4, "", None, None, None, 3, takes_back=2),
+    ]
+    state = CurationState()
+    for at in order:
+        state.apply(log[at])
+    assert (state.quality, state.trainable, state.tags) == (0.3, None, ["x"])
 
 
 def test_an_assessment_of_other_steps_says_nothing_of_these() -> None:

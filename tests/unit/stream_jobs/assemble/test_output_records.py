@@ -22,6 +22,7 @@ from stream_jobs.assemble.state.annotations import (
     REWARDS_MAX,
     Annotations,
     AssessmentState,
+    CurationMark,
     CurationState,
     CurrentReward,
 )
@@ -145,11 +146,20 @@ def closed(steps: int, reason: str | None = None) -> ClosedTrajectory:
     )
 
 
+def marked(
+    suffix: str,
+    quality: float | None = None,
+    trainable: bool | None = None,
+    tags: list[str] | None = None,
+) -> CurationState:
+    return CurationState([CurationMark(1, suffix, quality, trainable, tags, 0)])
+
+
 def test_candidate_says_what_admission_needs() -> None:
     state = closed(2)
     state.annotations.marks = {
-        "": CurationState(quality=0.5, tags=["x"]),
-        state.steps[1].step_suffix: CurationState(trainable=False),
+        "": marked("", quality=0.5, tags=["x"]),
+        state.steps[1].step_suffix: marked(state.steps[1].step_suffix, trainable=False),
     }
     for slot in (("rule", "b"), ("env", "z"), ("env", "a")):
         r = CurrentReward(slot[0], slot[1], "1", None, 1.0, None, 0)  # type: ignore[arg-type]
@@ -190,8 +200,8 @@ def test_candidate_of_any_trajectory_names_its_steps() -> None:
 def test_candidate_above_its_bound_is_not_trained() -> None:
     state = closed(2000)
     for i, s in enumerate(state.steps):
-        state.annotations.marks[s.step_suffix] = CurationState(
-            tags=[f"{i} {j} {'x' * 180}" for j in range(50)]
+        state.annotations.marks[s.step_suffix] = marked(
+            s.step_suffix, tags=[f"{i} {j} {'x' * 180}" for j in range(50)]
         )
     c, _ = candidate(("r", LONGEST_KEY), state, CODEC)
     assert len(CODEC.encode(c)) <= MAX_RECORD_BYTES and c.steps == ()
