@@ -142,7 +142,7 @@ class LiveLake:
 
     def _connect(self) -> None:
         try:
-            connection = connect(self._settings)
+            connection = connect(self._settings, with_comments=True)
         except LakeMissing:
             connection = connect_empty()
         for name, copy in self._copies.items():

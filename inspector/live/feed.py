@@ -15,7 +15,7 @@ from typing import Any
 from inspector.live.recent import Recent
 from inspector.queries.lake import Lake
 from inspector.queries.listing import open_rows
-from runtime.kafka import Cluster, KafkaError
+from runtime.kafka import Cluster, KafkaError, Reader
 from runtime.logs import logger
 from runtime.process.lifecycle import die, on_loop
 from runtime.topics.records import Decoder
@@ -136,21 +136,36 @@ class Live:
             self._tell()
 
 
-def follower(
-    cluster: Cluster, settings: Settings
-) -> Callable[[Callable[[Any, int], None], threading.Event], None]:
-    """Return what reads the topics for `Live`. It raises KafkaError when no broker answers."""
-    topics = settings.kafka.topics
+class Follower:
+    """Reads the topics for `Live`, and knows whether a broker answers."""
 
-    def follow(take: Callable[[Any, int], None], stop: threading.Event) -> None:
-        cluster.ask(RETRY_S)
-        decoder = Decoder(cluster, topics.schemas)
-        start = {
-            (topic, partition): max(low, end - LOOK_BACK)
-            for topic in (topics.steps, topics.candidates)
-            for partition, (low, end) in cluster.watermarks(topic).items()
-        }
-        reader = cluster.reader(f"{topics.prefix}-inspector", start)
+    def __init__(self, cluster: Cluster, settings: Settings) -> None:
+        self._cluster, self._topics = cluster, settings.kafka.topics
+        self._connected = False
+
+    def is_connected(self) -> bool:
+        """Return whether a broker answered the last request."""
+        return self._connected
+
+    def __call__(self, take: Callable[[Any, int], None], stop: threading.Event) -> None:
+        """Read until the event is set. Raises KafkaError when no broker answers."""
+        topics = self._topics
+        try:
+            self._cluster.ask(RETRY_S)
+            self._connected = True
+            start = {
+                (topic, partition): max(low, end - LOOK_BACK)
+                for topic in (topics.steps, topics.candidates)
+                for partition, (low, end) in self._cluster.watermarks(topic).items()
+            }
+            self._follow(self._cluster.reader(f"{topics.prefix}-inspector", start), take, stop)
+        finally:
+            self._connected = False
+
+    def _follow(
+        self, reader: Reader, take: Callable[[Any, int], None], stop: threading.Event
+    ) -> None:
+        decoder = Decoder(self._cluster, self._topics.schemas)
         try:
             while not stop.is_set():
                 for record in reader.poll():
@@ -160,5 +175,3 @@ def follower(
                         continue  # the topic's owner writes the dead letter
         finally:
             reader.close()
-
-    return follow

@@ -25,6 +25,9 @@ class Lake(Protocol):
         """End the running query; later ones fail."""
 
 
+_PLACE = "event_id, run_id, trajectory_key, trajectory_id, step_id"
+_BY = '"by", epoch_us(created_at) AS made_at'
+
 COPIES: dict[str, tuple[str, str, tuple[tuple[str, ...], str] | None]] = {
     "closed": (
         "candidates",
@@ -73,9 +76,26 @@ COPIES: dict[str, tuple[str, str, tuple[tuple[str, ...], str] | None]] = {
         FROM new_rows""",
         None,
     ),
+    "curations": (
+        "curation",
+        f"""SELECT {_PLACE}, quality, trainable, tags, note, NULL::VARCHAR AS reward_name,
+            NULL::DOUBLE AS reward, takes_back, {_BY}
+        FROM new_rows""",
+        None,
+    ),
+    "human_rewards": (
+        "rewards",
+        f"""SELECT {_PLACE}, NULL::DOUBLE AS quality, NULL::BOOLEAN AS trainable,
+            NULL::VARCHAR[] AS tags, reason AS note, name AS reward_name, value AS reward,
+            CASE WHEN json_valid(detail_json) THEN detail_json->>'$.takes_back' END AS takes_back,
+            {_BY}
+        FROM new_rows WHERE source = 'human'""",
+        None,
+    ),
 }
 """Name of a copy to its table, its columns, and the key and order of which the newest row counts.
 
 `closed`: the newest revision of each closed trajectory. `calls`: recorded calls. `payloads`: parts
-of closed trajectories. `members`: decisions of admission. `errors`: failed calls.
+of closed trajectories. `members`: decisions of admission. `errors`: failed calls. `curations`,
+`human_rewards`: what people say, with the same columns (`inspector.marks.history`).
 """

@@ -65,6 +65,22 @@ def page_of(lake: Lake, filters: Filters, before: tuple[str, str] | None = None)
     return Page(rows, total, following)
 
 
+def closed_ids(
+    lake: Lake, condition: str, parameters: dict[str, Any], limit: int
+) -> list[tuple[str, str]]:
+    """Return (run id, trajectory id) of closed trajectories.
+
+    Args:
+        condition: over `closed c`, with its parameters.
+        limit: most rows.
+    """
+    found = lake.rows(
+        f"SELECT DISTINCT run_id, trajectory_id FROM closed c WHERE {condition} LIMIT {limit}",
+        parameters,
+    )
+    return [(row["run_id"], row["trajectory_id"]) for row in found]
+
+
 def channels_of(lake: Lake) -> dict[str, list[str]]:
     """Return the values that the filters of run and channel offer."""
     return {

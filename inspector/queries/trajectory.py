@@ -38,7 +38,6 @@ class Trajectory(NamedTuple):
     decisions: list[Row]
     versions: list[Row]
     findings: list[Row]
-    curation: list[Row]
 
     @property
     def is_open(self) -> bool:
@@ -82,7 +81,7 @@ def find(lake: Lake, run_id: str, trajectory_id: str) -> Trajectory | None:
         first.get("metadata_json"),
         decisions,
         _trained_versions(lake, run_id, decisions),
-        *_said(lake, head),
+        _findings(lake, head),
     )
 
 
@@ -103,7 +102,7 @@ def _open(lake: Lake, run_id: str, key: str) -> Trajectory | None:
         step |= {"index": index, "parent": index - 1 if index else None, "lane": 0}
         step |= {"prompt_tokens": None, "response_tokens": None}  # known when it has closed
     head |= {"trajectory_id": key, "closed_at": None}
-    return Trajectory(head, steps, None, [], [], [], [])
+    return Trajectory(head, steps, None, [], [], [])
 
 
 def state(lake: Lake, run_id: str, key: str) -> str:
@@ -171,24 +170,15 @@ def _trained_versions(lake: Lake, run_id: str, decisions: Iterable[Row]) -> list
     )  # fmt: skip
 
 
-def _said(lake: Lake, head: Row) -> tuple[list[Row], list[Row]]:
-    """Return the findings of quality rules, and the marks of people and rules."""
-    who = {"run": head["run_id"], "id": head["trajectory_id"], "key": head["trajectory_key"]}
-    findings = lake.rows(
+def _findings(lake: Lake, head: Row) -> list[Row]:
+    """Return the findings of quality rules, of the assessment that counts."""
+    return lake.rows(
         """SELECT f.rule, f.step_id, f.score, f.evidence FROM (
             SELECT unnest(findings) AS f FROM assessments_raw
             WHERE run_id = $run AND trajectory_id = $id
             QUALIFY rank() OVER (ORDER BY assessment_revision DESC) = 1)""",
-        {name: who[name] for name in ("run", "id")},
+        {"run": head["run_id"], "id": head["trajectory_id"]},
     )
-    marks = lake.rows(
-        """SELECT step_id, quality, trainable, tags, note, "by",
-            as_utc(kafka_timestamp) AS kafka_timestamp
-        FROM curation_raw WHERE run_id = $run AND trajectory_key = $key
-            AND coalesce(trajectory_id, $id) IN ($id, $key) ORDER BY kafka_timestamp""",
-        who,
-    )
-    return findings, marks
 
 
 def timeline(found: Trajectory) -> list[Moment]:

@@ -1,4 +1,4 @@
-"""Who may see the pages: a key by a login form, then a cookie; or a key in the header.
+"""Who may see and change what: a key by a login form, then a cookie; or a key in the header.
 
 The form exchanges the key for a session of this process, so the cookie is no key. Each request
 checks that the key is still valid. Cookies are HttpOnly and SameSite=Strict, and a POST from
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 COOKIE = "clawstream_inspector"
@@ -16,20 +17,31 @@ SESSIONS = 1000
 """Sessions that are kept; the oldest one ends."""
 
 
+class User(NamedTuple):
+    """Who makes a request: the name of the key, and its scopes."""
+
+    name: str
+    scopes: frozenset[str]
+
+    def may(self, scope: str) -> bool:
+        return scope in self.scopes or "admin" in self.scopes
+
+
 class Access:
     """The sessions of one process.
 
     Args:
-        may_read: whether a key, as the user gives it, allows to see everything.
+        user_of: the user of a key, as the user gives it; None if it does not allow to see
+            everything.
     """
 
-    def __init__(self, may_read: Callable[[str], bool]) -> None:
-        self._may_read = may_read
+    def __init__(self, user_of: Callable[[str], User | None]) -> None:
+        self._user_of = user_of
         self._keys: dict[str, str] = {}
 
     def log_in(self, key: str) -> str | None:
         """Return a new session; None if the key is not valid."""
-        if not self._may_read(key):
+        if self._user_of(key) is None:
             return None
         session = secrets.token_urlsafe(32)
         self._keys[session] = key
@@ -41,15 +53,15 @@ class Access:
         """End a session."""
         self._keys.pop(session or "", None)
 
-    def allowed(self, authorization: str | None, session: str | None) -> bool:
-        """Return whether a request may see the pages.
+    def user(self, authorization: str | None, session: str | None) -> User | None:
+        """Return who makes a request; None if it may not see the pages.
 
         Args:
             authorization: its header. session: its cookie.
         """
         scheme, _, key = (authorization or "").partition(" ")
         given = key.strip() if scheme.lower() == "bearer" else self._keys.get(session or "")
-        return given is not None and self._may_read(given)
+        return None if given is None else self._user_of(given)
 
 
 def is_cross_site(headers: Mapping[str, str]) -> bool:

@@ -4,29 +4,24 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
-from typing import Annotated, Any
+from typing import Any
+from urllib.parse import urlencode
 
-from fastapi import APIRouter, Depends, HTTPException, Request, Response
+from fastapi import APIRouter, HTTPException, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse
 from fastapi.sse import EventSourceResponse, ServerSentEvent
 
+from inspector.marks import history
 from inspector.queries import group, listing, overview, tokens, trajectory
 from inspector.queries.conversation import turns_of
 from inspector.queries.filters import OUTCOMES, STAGES, parse_filters, parse_place
 from inspector.web import copies
+from inspector.web.marking import Offered, Used
 from inspector.web.rendering import render, text_of
 from schemas.errors import ForeseenError
 
 router = APIRouter()
-
-
-def _parts(request: Request) -> Any:
-    return request.app.state.parts
-
-
-Used = Annotated[Any, Depends(_parts)]
-"""`inspector.web.app.Parts`."""
 
 
 @router.get("/")
@@ -63,28 +58,32 @@ def series(parts: Used, run_id: str, by: str = "time", channel: str = "train") -
 
 
 @router.get("/trajectories")
-def trajectories(request: Request, parts: Used) -> Response:
+def trajectories(request: Request, parts: Used, marking: Offered) -> Response:
     """Show the list with filters; for htmx, only the rows that follow."""
     query = dict(request.query_params)
     filters = parse_filters(query)
     before = parse_place(query)
     page = listing.page_of(parts.lake, filters, before)
-    values: dict[str, Any] = {"page": page, "filters": filters}
+    held = history.held_in_list(parts.lake, parts.marks, page.rows)
+    values: dict[str, Any] = {"page": page, "filters": filters, "held": held}
     if request.headers.get("hx-request"):
         return render(request, "rows.html", **values)
     return render(
         request, "trajectories.html", outcomes=OUTCOMES, stages=STAGES, live=parts.live,
-        offered=listing.channels_of(parts.lake), continued=before is not None, **values,
+        offered=listing.channels_of(parts.lake), continued=before is not None, marking=marking,
+        query=urlencode(filters.given), **values,
     )  # fmt: skip
 
 
 @router.get("/group")
-def group_page(request: Request, parts: Used, run: str, id: str) -> Response:
+def group_page(request: Request, parts: Used, marking: Offered, run: str, id: str) -> Response:
     """Show the rollouts of a group side by side."""
     found = group.group_of(parts.lake, run, id, parts.chat)
     if found is None:
         raise HTTPException(404)
-    return render(request, "group.html", **found)
+    members = [member for members in found["rounds"].values() for member in members]
+    held = history.held_in_list(parts.lake, parts.marks, members)
+    return render(request, "group.html", held=held, marking=marking, **found)
 
 
 def _found(parts: Any, run_id: str, trajectory_id: str) -> trajectory.Trajectory:
@@ -95,15 +94,23 @@ def _found(parts: Any, run_id: str, trajectory_id: str) -> trajectory.Trajectory
 
 
 @router.get("/t/{run_id}/{trajectory_id}")
-def trajectory_page(request: Request, parts: Used, run_id: str, trajectory_id: str) -> Response:
+def trajectory_page(
+    request: Request, parts: Used, marking: Offered, run_id: str, trajectory_id: str
+) -> Response:
     """Show a trajectory as a conversation."""
     state = trajectory.state(parts.lake, run_id, trajectory_id)  # first: a later change reloads
     found = _found(parts, run_id, trajectory_id)
+    indexes = {step["step_id"]: step["index"] for step in found.steps}
+    marks = [  # in a session of the gateway, a step may be one of another trajectory
+        row for row in history.of_trajectory(parts.lake, parts.marks, run_id, trajectory_id)
+        if row["step_id"] is None or row["step_id"] in indexes
+    ]  # fmt: skip
     turns, tools = turns_of(found.steps, parts.chat)
     return render(
         request, "trajectory.html", found=found, head=found.head, tools=tools, state=state,
         turns=list(zip(found.steps, turns, strict=True)), timeline=trajectory.timeline(found),
         metadata=_pretty(found.metadata_json), sql=copies.sql_of(run_id, trajectory_id),
+        marks=marks, held=history.held(marks), said=history.said, indexes=indexes, marking=marking,
     )  # fmt: skip
 
 

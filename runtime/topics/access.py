@@ -86,6 +86,14 @@ PROCESSES: Mapping[str, tuple[Acl, ...]] = {
         Acl("topic", "claw.", ("Read",), prefixed=True),
         Acl("group", "claw-", ("Describe",), prefixed=True),
     ),
+    "inspector": (
+        Acl("topic", "claw.steps", ("Read",)),
+        Acl("topic", "claw.candidates", ("Read", "Write")),
+        Acl("topic", "claw.rewards", ("Write",)),
+        Acl("topic", "claw.runs", ("Read", "Write")),
+        Acl("group", "claw-inspector", ("Read",)),
+        Acl("group", "claw-admit.", ("Describe",), prefixed=True),
+    ),
     "operator": (
         Acl("topic", "claw.", ("All",), prefixed=True),
         Acl("group", "claw-", ("All",), prefixed=True),

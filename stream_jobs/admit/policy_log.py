@@ -53,14 +53,13 @@ class PolicyLog:
     def read(self) -> None:
         """Read on to the end of the log."""
         self._finder.read()
-        self.entries, before = [], None
+        published = []
         for offset, timestamp_ms, event in self._finder.events(self._settings.run_id):
             if isinstance(event, RunEnded):
                 self.ended = offset
-                continue
-            rejection = policy_rejection(event, before)
-            self.entries.append(PolicyEntry(offset, timestamp_ms, event, rejection))
-            before = event if rejection is None else before
+            else:
+                published.append((offset, timestamp_ms, event))
+        self.entries = entries_of(published)
 
     @property
     def newest(self) -> PolicyEntry | None:
@@ -142,6 +141,20 @@ class PolicyLog:
         producer.put(self.topic, event.run_id.encode(), self._decoder.codec.encode(event))
         producer.flush()
         producer.close()
+
+
+def entries_of(published: Iterable[tuple[int, int, AdmissionPolicy]]) -> list[PolicyEntry]:
+    """Return policies in log order, with the rejection of each.
+
+    Args:
+        published: Offset, log time in ms, and policy.
+    """
+    entries, before = [], None
+    for offset, timestamp_ms, policy in published:
+        rejection = policy_rejection(policy, before)
+        entries.append(PolicyEntry(offset, timestamp_ms, policy, rejection))
+        before = policy if rejection is None else before
+    return entries
 
 
 def changed_policy(

@@ -1,4 +1,4 @@
-"""The inspector in Debian's Chromium: the way from the runs to a token, live, without complaints.
+"""The inspector in Debian's Chromium: pages, marks, policies and queries, live, without complaints.
 
 `make test-browser` installs what it needs.
 """
@@ -14,14 +14,19 @@ from typing import Any
 
 import pytest
 from support.export_lake import turn
-from support.inspector import KEY, Inspected, inspected
+from support.inspector import KEY, inspected
+from support.jobs import reward, running, session, step
 from support.ports import free_port
 
-from inspector.live.feed import Live, follower
+from clawstream.cli.lake.inspect import parts_of
+from inspector.live.feed import Follower, Live
 from inspector.main import serve
+from inspector.web.app import Parts
 from runtime.kafka import Cluster
+from runtime.process.config import with_values
 from runtime.topics.records import create_topics
 from schemas.codec.single_object import Codec
+from schemas.records import ReadyBatch
 from schemas.settings import Settings
 
 playwright = pytest.importorskip("playwright.sync_api")
@@ -31,10 +36,10 @@ CHROMIUM = "/usr/bin/chromium"
 
 
 @contextmanager
-def serving(made: Inspected, live: Live) -> Iterator[str]:
+def serving(parts: Parts, live: Live) -> Iterator[str]:
     """Serve the application in a thread; yields its address."""
     port, loop, stop = free_port(), asyncio.new_event_loop(), asyncio.Event()
-    parts = made.parts._replace(live=live)
+    parts = parts._replace(live=live)
     thread = threading.Thread(
         target=lambda: loop.run_until_complete(serve(parts, live, "127.0.0.1", port, stop))
     )
@@ -56,7 +61,7 @@ def browser() -> Iterator[Any]:
 
 
 @contextmanager
-def logged_in(browser: Any, address: str, scheme: str = "light") -> Iterator[Any]:
+def logged_in(browser: Any, address: str, scheme: str = "light", key: str = KEY) -> Iterator[Any]:
     """Yield a page behind the login form; fails on any message of the browser's console."""
     context, said = browser.new_context(color_scheme=scheme), list[str]()
     page = context.new_page()
@@ -68,7 +73,7 @@ def logged_in(browser: Any, address: str, scheme: str = "light") -> Iterator[Any
             break
         except playwright.Error:
             page.wait_for_timeout(100)
-    page.fill("#key", KEY)
+    page.fill("#key", key)
     page.click("text=Log in")
     page.wait_for_url("**/trajectories?channel=train")
     yield page
@@ -86,7 +91,10 @@ def violations(page: Any) -> list[str]:
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_way_to_a_token(browser: Any, tmp_path: Path, scheme: str) -> None:
     made = inspected(Settings(data_dir=tmp_path))
-    with serving(made, Live(made.lake)) as address, logged_in(browser, address, scheme) as page:
+    with (
+        serving(made.parts, Live(made.lake)) as address,
+        logged_in(browser, address, scheme) as page,
+    ):
         assert not violations(page)
         page.keyboard.press("/")
         page.keyboard.type("onerror")
@@ -110,11 +118,108 @@ def test_the_way_to_a_token(browser: Any, tmp_path: Path, scheme: str) -> None:
         page.keyboard.press("g")
         page.wait_for_url("**/group?run=run&id=g")
         assert not violations(page)
-        for path in ("/", "/runs/run", "/t/run/evil", "/t/run/evil/step/0"):
+        for path in ("/", "/runs/run", "/t/run/evil", "/t/run/evil/step/0", "/marks", "/sql"):
             page.goto(f"{address}{path}", wait_until="domcontentloaded")
             assert not violations(page), path
         page.click(f"button[value={'dark' if scheme == 'light' else 'light'}]")
         assert page.get_attribute("html", "data-theme") != "auto"
+
+
+def test_marks_are_made_and_taken_back_by_keyboard(browser: Any, tmp_path: Path) -> None:
+    made = inspected(Settings(data_dir=tmp_path))
+    with serving(made.parts, Live(made.lake)) as address, logged_in(browser, address) as page:
+        page.goto(f"{address}/t/run/g-0")
+        page.keyboard.press("m")
+        assert not violations(page)
+        page.keyboard.type("no")
+        page.fill(".head [name=tags]", "loop")
+        page.keyboard.press("Enter")
+        page.wait_for_selector(".head .chip >> text=not trainable")
+        page.wait_for_selector("#marks >> text=ann")
+        assert not violations(page)
+        page.click("#marks >> text=Undo")
+        page.wait_for_selector("#marks .undone >> text=taken back by ann")
+        assert page.locator(".head .chip").count() == 0
+        page.goto(f"{address}/trajectories?group_id=g")
+        page.click("summary >> text=Mark all 2")
+        page.fill("[name=quality]", "0.5")
+        page.click("button >> text=Mark all 2")
+        page.wait_for_selector("tr:nth-child(2) .chip >> text=quality 0.5")
+        page.goto(f"{address}/marks")
+        page.click("tr >> nth=1 >> text=Undo")
+        page.wait_for_selector("tr.undone >> text=and 1 more")
+        assert [type(event).__name__ for _, _, event in made.log.events] == ["Curation"] * 6
+
+
+def test_a_query_draws_a_chart(browser: Any, tmp_path: Path) -> None:
+    made = inspected(Settings(data_dir=tmp_path))
+    with serving(made.parts, Live(made.lake)) as address, logged_in(browser, address) as page:
+        page.goto(f"{address}/sql")
+        page.fill(
+            "#search", "SELECT step_index, count(*) AS steps FROM steps GROUP BY 1 ORDER BY 1"
+        )
+        page.keyboard.press("Control+Enter")
+        page.wait_for_selector("#result .plot canvas")
+        assert page.inner_text("#rows") == "3" and "q=SELECT" in page.url
+        page.click("details.view >> nth=0")
+        assert not violations(page)
+        page.fill("#search", "SELECT colour FROM steps")
+        page.click("#run")
+        page.wait_for_selector("#result >> text=colour")
+        assert not violations(page)
+
+
+def test_a_mark_and_a_policy_change_what_is_trained(
+    browser: Any, settings: Settings, cluster: Cluster, tmp_path: Path, eventually: Any
+) -> None:
+    settings = with_values(
+        settings,
+        {
+            "run_id": "run", "lake.flush_interval_s": 0.2, "admit.channels": ["train"],
+            "admit.policy": {
+                "group_size": 1, "min_members": 1, "batch_groups": 2, "algorithm": "reinforce_pp",
+            },
+        },
+    )  # fmt: skip
+    with running(settings, cluster, tmp_path / "logs") as jobs:
+        for job in ("assemble", "admit", "lake"):
+            jobs.start(job=job)
+        journal = jobs.topics.ready_batches("run", "train")
+
+        def play(*keys: str) -> None:
+            for key in keys:
+                opened = session(key, "opened", group_id=key, group_size=1)
+                done = session(key, "completed")
+                jobs.put(opened, step(key, [1], [2, 3]), reward(key, 1.0), done)
+            jobs.producer.flush()
+
+        def batches() -> list[list[str]]:
+            found = jobs.records(journal, ReadyBatch) if journal in cluster.topics() else []
+            return [[m.trajectory_id for g in b.groups for m in g.members] for _, b in found]
+
+        play("bad")
+        parts, live, key = parts_of(jobs.settings)
+        with serving(parts, live) as address, logged_in(browser, address, key=str(key)) as page:
+            eventually(parts.marks.connected)
+            eventually(lambda: parts.lake.rows("SELECT 1 FROM closed"))
+            page.goto(f"{address}/t/run/bad")
+            page.keyboard.press("m")
+            page.keyboard.type("no")
+            page.click(".head details.mark button")
+            page.wait_for_selector(".head .chip >> text=not trainable")
+            eventually(lambda: not jobs.candidates()["bad"].trainable)
+            play("good-1", "good-2")
+            assert sorted(eventually(batches)[0]) == ["good-1", "good-2"]
+
+            page.goto(f"{address}/runs/run/policy")
+            page.fill("[name=batch_groups]", "1")
+            page.click("text=Preview")
+            page.wait_for_selector("#preview")
+            assert not violations(page)
+            page.click("#save")
+            page.wait_for_selector("h1 >> text=Admission policy 2")
+            play("good-3")
+            assert eventually(lambda: batches()[1:]) == [["good-3"]]
 
 
 def test_a_call_appears_while_it_is_open(
@@ -122,9 +227,9 @@ def test_a_call_appears_while_it_is_open(
 ) -> None:
     create_topics(cluster, settings)
     made = inspected(settings)
-    live = Live(made.lake, follower(cluster, settings))
+    live = Live(made.lake, Follower(cluster, settings))
     producer, codec = cluster.producer(), Codec()
-    with serving(made, live) as address, logged_in(browser, address) as page:
+    with serving(made.parts, live) as address, logged_in(browser, address) as page:
         page.goto(f"{address}/", wait_until="domcontentloaded")
         page.wait_for_selector(".feed li")
         step = turn("fresh", 0, [1], [2])
@@ -142,7 +247,7 @@ def test_an_open_trajectory_loads_again_only_for_its_own_steps(
     made = inspected(Settings(data_dir=tmp_path))
     made.written.lake.put("steps", "SS", turn("open", 0, [1], [2]))
     made.lake.refresh()
-    with serving(made, Live(made.lake)) as address, logged_in(browser, address) as page:
+    with serving(made.parts, Live(made.lake)) as address, logged_in(browser, address) as page:
         loads: list[str] = []
         page.on("request", lambda r: loads.append(r.url) if r.url.endswith("/t/run/open") else None)
         page.goto(f"{address}/t/run/open", wait_until="domcontentloaded")

@@ -17,19 +17,22 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from clawstream.cli.main import app
+from clawstream.inspection.policies import RunPolicies
+from clawstream.query.live_lake import LiveLake
 from runtime.exit_codes import EXIT_SOURCE, exit_code
 from runtime.kafka import Cluster
 from runtime.process.child import die_with_parent
 from runtime.process.config import overrides_of
 from runtime.topics.records import Decoder, create_topics
 from schemas.codec.single_object import Codec
+from schemas.errors import SettingsError
 from schemas.records import AdmissionPolicy, PolicyApplied, RunEnded, Tick
 from schemas.settings import Settings
 from schemas.topics import CANDIDATE_PARTITIONS, partition_of
 from stream_jobs.admit.admitter import ChannelAdmitter
 from stream_jobs.admit.main import publish_policy
 from stream_jobs.admit.policy import Published, policy_of
-from stream_jobs.errors import UnreadableJournal
+from stream_jobs.errors import PolicyRefused, UnreadableJournal
 
 ROOT = Path(__file__).parents[2]
 CODEC = Codec()
@@ -166,6 +169,30 @@ def test_a_person_sets_the_policy_of_a_run_that_goes_on(
     assert [e.reason for e in read(cluster, topics.candidates, RunEnded)] == ["done"]
     assert "run demo has ended" in cli("run", "end", "demo", "--yes").stderr
     assert "run demo has ended" in cli("policy", "set", "batch_groups=1", "--run", "demo").stderr
+
+
+def test_the_inspector_publishes_a_policy_as_the_command_does(
+    settings: Settings, cluster: Cluster, cli: Cli
+) -> None:
+    create_topics(cluster, settings, [settings.kafka.topics.ready_batches_spec("demo", "train")])
+    first = with_policy(settings, batch_groups=3)
+    decoder = Decoder(cluster, settings.kafka.topics.schemas)
+    publish_policy(first, cluster, decoder, ChannelAdmitter(first, "train", cluster, decoder))
+    policies = RunPolicies(settings, cluster, LiveLake(settings, {}), lambda: True)
+    assert policies.of("other") is None
+    seen = policies.of("demo")
+    assert seen is not None and seen.behind == {"train": None, "val": None}
+    assert (seen.newest.version, seen.newest.settings["batch_groups"]) == (1, 3)
+    assert policies.changed("demo", {"min_quality": "0.5"}).settings["min_quality"] == 0.5
+    assert policies.publish("demo", {"min_quality": "0.5"}, "ann", 1) == 2
+    with pytest.raises(PolicyRefused, match="ann has set policy 2 since"):
+        policies.publish("demo", {"min_quality": "0.75"}, "bob", 1)
+    with pytest.raises(PolicyRefused, match="no field is changed"):
+        policies.publish("demo", {}, "bob", 2)
+    with pytest.raises(SettingsError, match=r"admit\.policy\.min_quality"):
+        policies.publish("demo", {"min_quality": "7"}, "bob", 2)
+    told = cli("policy", "history", "--run", "demo").stdout
+    assert "policy 2 of demo, by ann" in told and "min_quality=0.5" in told
 
 
 def test_settings_whose_version_someone_else_has_taken_are_published_with_the_next_one(

@@ -9,24 +9,42 @@ from fastapi.testclient import TestClient
 from support.export_lake import ExportLake, export_lake, turn
 
 from clawstream.export.chat import chat_of
+from clawstream.inspection.policies import RunPolicies
+from clawstream.inspection.sandboxed_sql import runner
 from clawstream.query.live_lake import Copy, LiveLake
 from inspector.live.feed import Live
+from inspector.marks.mark import Event
+from inspector.marks.writer import MarkWriter
 from inspector.queries.lake import COPIES
+from inspector.web.access import User
 from inspector.web.app import Parts, create_app
+from runtime.topics.records import cluster_of
+from schemas.codec.single_object import Codec
+from schemas.records import Curation, Reward
 from schemas.settings import Settings
 
-KEY = "claw-test"
+KEY, CURATOR_KEY = "claw-test", "claw-curator"
+USERS = {
+    KEY: User("ann", frozenset({"admin"})),
+    CURATOR_KEY: User("bob", frozenset({"curate"})),
+}
 HOSTILE = "<script>alert(1)</script>\"'><img src=x onerror=alert(2)>"
 
 
 @dataclass
 class Inspected:
-    """An application, its lake, and a client that has a key."""
+    """An application, its lake, a client that has a key, and the log of its marks."""
 
+    settings: Settings
     written: ExportLake
     lake: LiveLake
     parts: Parts
     client: TestClient
+    log: InMemoryLog
+
+    def restarted(self) -> Inspected:
+        """Return another process over the same lake: it remembers no marks."""
+        return application(self.settings, self.written, self.lake)
 
 
 def hostile_lake(settings: Settings) -> ExportLake:
@@ -52,11 +70,46 @@ def hostile_lake(settings: Settings) -> ExportLake:
     return made
 
 
+class InMemoryLog:
+    """A producer in memory. `events` has all records, with the topic and key that they were put to.
+
+    connected: False: no broker answers.
+    """
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, bytes | None, Event]] = []
+        self.connected = True
+        self._codec = Codec()
+
+    def is_connected(self) -> bool:
+        return self.connected
+
+    def put(self, topic: str, key: bytes | None, value: bytes | None) -> None:
+        event = self._codec.decode(value)
+        assert isinstance(event, Curation | Reward)
+        self.events.append((topic, key, event))
+
+    def flush(self, timeout_s: float = 0.0) -> None:
+        """Every record is acknowledged already."""
+
+
 def inspected(settings: Settings) -> Inspected:
     """Return the application over `hostile_lake`."""
     written = hostile_lake(settings)
     lake = LiveLake(settings, {name: Copy(*copy) for name, copy in COPIES.items()})
-    parts = Parts(lake, Live(lake), KEY.__eq__, chat_of, lambda *_: None, "http://gateway")
+    return application(settings, written, lake)
+
+
+def application(settings: Settings, written: ExportLake, lake: LiveLake) -> Inspected:
+    """Return an application without marks over a lake. It finds policies in the lake only."""
+    log = InMemoryLog()
+    parts = Parts(
+        lake, Live(lake), USERS.get, chat_of, lambda *_: None, "http://gateway",
+        marks=MarkWriter(settings.kafka.topics.rewards, lambda: log, log.is_connected),
+        rewards=(-10.0, 10.0),
+        policies=RunPolicies(settings, cluster_of(settings), lake, lambda: False),
+        sql=runner(settings),
+    )  # fmt: skip
     client = TestClient(create_app(parts), headers={"accept": "text/html"}, follow_redirects=False)
     client.headers["authorization"] = f"Bearer {KEY}"
-    return Inspected(written, lake, parts, client)
+    return Inspected(settings, written, lake, parts, client, log)

@@ -44,15 +44,16 @@ def curate(
     if not where:
         fail('--where is missing: say which, e.g. --where "quality < 0.3"', 2)
     module, sql = load("clawstream.query.curation"), load("clawstream.query.connection")
+    marks, errors = load("inspector.marks.mark"), load("inspector.errors")
     try:
-        mark = module.CurationMark(
+        mark = marks.Mark(
             by or current_user(),
             quality,
             None if trainable is None else trainable == "true",
             tuple(tag) if tag else None,
             note,
         )
-    except module.InvalidCurationMark as e:
+    except errors.InvalidMark as e:
         fail(str(e), 2)
     connection = sql.connect(settings)
     try:

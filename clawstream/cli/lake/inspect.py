@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from inspector.live.feed import Live
+    from inspector.web.access import User
     from inspector.web.app import Parts
     from schemas.settings import Settings
 
@@ -27,8 +28,8 @@ def inspect(
     """Show runs, trajectories and tokens in the browser, live.
 
     A word without `=` is the data directory: `clawstream inspect runs/demo`. Pages need an API key
-    of all runs with scope curate; when there are no keys, one is printed that lasts as long as this
-    process.
+    of all runs with scope curate; rewards need the scope reward, policies the scope admin. When
+    there are no keys, one is printed that lasts as long as this process.
     """
     names, overrides = names_and_overrides(words)
     settings = settings_of(config, [*overrides, *(f"data_dir={name}" for name in names[-1:])])
@@ -46,36 +47,49 @@ def inspect(
 def parts_of(settings: Settings) -> tuple[Parts, Live, str | None]:
     """Return the parts of the application, its live tail, and the key to print, if any."""
     from clawstream.export.chat import chat_of
+    from clawstream.inspection.policies import RunPolicies
+    from clawstream.inspection.sandboxed_sql import runner
     from clawstream.query.live_lake import Copy, LiveLake
     from clawstream.query.token_texts import TokenTexts
-    from inspector.live.feed import Live, follower
+    from inspector.live.feed import Follower, Live
+    from inspector.marks.writer import MarkWriter, producer_of
     from inspector.queries.lake import COPIES
     from inspector.web.app import Parts
     from runtime.topics.records import cluster_of
 
     lake = LiveLake(settings, {name: Copy(*copy) for name, copy in COPIES.items()})
-    may_read, key = _keys(settings)
-    live = Live(lake, follower(cluster_of(settings), settings))
-    gateway = settings.gateway
+    user_of, key = _keys(settings)
+    cluster, gateway, topics = cluster_of(settings), settings.gateway, settings.kafka.topics
+    follower = Follower(cluster, settings)
+    live = Live(lake, follower)
     url = gateway.public_url or f"http://127.0.0.1:{gateway.port}{gateway.base_path}"
-    texts = TokenTexts(lake.rows, gateway.tokenizer_path)
-    return Parts(lake, live, may_read, chat_of, texts, url), live, key
+    parts = Parts(
+        lake, live, user_of, chat_of, TokenTexts(lake.rows, gateway.tokenizer_path), url,
+        marks=MarkWriter(topics.rewards, producer_of(cluster, topics), follower.is_connected),
+        rewards=(gateway.reward_min, gateway.reward_max),
+        policies=RunPolicies(settings, cluster, lake, follower.is_connected),
+        sql=runner(settings),
+    )  # fmt: skip
+    return parts, live, key
 
 
-def _keys(settings: Settings) -> tuple[Callable[[str], bool], str | None]:
-    """Return the check of a key, and a key of this process when the gateway has none."""
-    from gateway.auth.api_keys import PREFIX, KeyRing, digest_of
+def _keys(settings: Settings) -> tuple[Callable[[str], User | None], str | None]:
+    """Return what finds the user of a key, and a key of this process when the gateway has none."""
+    from gateway.auth.api_keys import PREFIX, SCOPES, KeyRing, digest_of
+    from inspector.web.access import User
+    from runtime.user import current_user
 
     ring = KeyRing(settings.api_keys_file)
     own = None if len(ring) else PREFIX + secrets.token_urlsafe(32)
     expected = digest_of(own) if own else None
 
-    def may_read(key: str) -> bool:
+    def user_of(key: str) -> User | None:
         ring.reload()
         digest = digest_of(key)
         found = ring.by_digest(digest)
         if found is None:
-            return digest == expected
-        return found.may("curate") and found.run_id is None
+            return User(current_user(), frozenset(SCOPES)) if digest == expected else None
+        may_read = found.may("curate") and found.run_id is None
+        return User(found.name, frozenset(found.scopes)) if may_read else None
 
-    return may_read, own
+    return user_of, own

@@ -31,11 +31,18 @@ function follow(selector) {
   if (link) link.click();
 }
 
+function mark(details) {
+  if (!details) return;
+  details.open = true;
+  details.querySelector("select").focus();
+}
+
 const KEYS = {
   j: () => step(1),
   k: () => step(-1),
   "/": () => { const field = one("#search"); if (field) field.focus(); else location.assign("/trajectories"); },
   t: () => { const at = document.activeElement.closest(".step") || one(".step"); if (at) at.querySelector("a.tokens").click(); },
+  m: () => { const at = document.activeElement.closest(".step") || document; mark(at.querySelector("details.mark")); },
   g: () => follow("a[data-group]"),
   u: () => follow("a[data-up]"),
   "?": () => one("#keys") && one("#keys").showModal(),
@@ -44,6 +51,8 @@ const KEYS = {
 };
 
 document.addEventListener("keydown", (event) => {
+  const form = event.key === "Enter" && (event.ctrlKey || event.metaKey) && event.target.closest("textarea") && event.target.form;
+  if (form) form.requestSubmit();
   const typing = event.target.closest("input, select, textarea, dialog");
   if (typing || event.ctrlKey || event.metaKey || event.altKey || !KEYS[event.key]) return;
   if (event.key.startsWith("Arrow") && !one("#tokens")) return;
@@ -79,19 +88,25 @@ document.addEventListener("mouseover", (event) => {
   if (target) one("#token-facts").textContent = target.title;
 });
 
-function chart(place, series, axis, sync) {
+function chart(place, time, x, lines, sync) {
   const style = getComputedStyle(document.documentElement);
   const colour = (name) => style.getPropertyValue(name).trim();
   const grid = { stroke: colour("--line"), width: 1 };
   const ticks = { stroke: colour("--dim"), grid, ticks: { show: false }, font: "11px system-ui" };
-  const line = { stroke: colour("--accent"), width: 1.5, points: { show: series.x.length < 100, size: 4 } };
+  const colours = ["--accent", "--warn", "--good", "--bad", "--dim"].map(colour);
+  const names = Object.keys(lines);
+  const line = (label, i) => ({ label, stroke: colours[i % colours.length], width: 1.5, points: { show: x.length < 100, size: 4 } });
   return new uPlot({
-    width: place.clientWidth, height: 168, legend: { show: false },
-    cursor: { sync: { key: sync.key }, y: false },
-    scales: { x: { time: axis === "time" } },
+    width: place.clientWidth, height: 168, legend: { show: names.length > 1 },
+    cursor: { sync: sync && { key: sync.key }, y: false },
+    scales: { x: { time } },
     axes: [ticks, { ...ticks, size: 52 }],
-    series: [{}, line],
-  }, [series.x, series[place.dataset.name]], place);
+    series: [{}, ...names.map(line)],
+  }, [x, ...names.map((name) => lines[name])], place);
+}
+
+function resized(made) {
+  addEventListener("resize", () => made.forEach(([place, plot]) => plot.setSize({ width: place.clientWidth, height: 168 })));
 }
 
 async function charts() {
@@ -99,8 +114,23 @@ async function charts() {
   if (!box) return;
   const series = await (await fetch(box.dataset.series)).json();
   const sync = uPlot.sync("run");
-  const made = all(".plot").map((place) => [place, chart(place, series, box.dataset.axis, sync)]);
-  addEventListener("resize", () => made.forEach(([place, plot]) => plot.setSize({ width: place.clientWidth, height: 168 })));
+  resized(all(".plot").map((place) => {
+    const name = place.dataset.name;
+    return [place, chart(place, box.dataset.axis === "time", series.x, { [name]: series[name] }, sync)];
+  }));
 }
 
+function result() {
+  const place = one("[data-chart]:empty");
+  if (!place) return;
+  const { time, x, series } = JSON.parse(place.dataset.chart);
+  resized([[place, chart(place, time, x, series)]]);
+}
+
+document.addEventListener("htmx:beforeRequest", (event) => {  // a form that is filled in stays
+  if (event.detail.target.id === "main" && one("details.mark[open]")) event.preventDefault();
+});
+
 charts();
+result();
+document.addEventListener("htmx:afterSettle", result);

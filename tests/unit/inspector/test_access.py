@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from fastapi.testclient import TestClient
 
@@ -24,14 +24,17 @@ class NoLake:
         pass
 
 
-def client_of(may_read: Any) -> TestClient:
-    lake = NoLake()
-    parts = Parts(lake, Live(lake), may_read, lambda *_: None, lambda *_: None, "http://gateway")
+def client_of(user_of: Any) -> TestClient:
+    lake, nothing = NoLake(), cast(Any, None)  # no request reaches these
+    parts = Parts(
+        lake, Live(lake), user_of, lambda *_: None, lambda *_: None, "http://gateway",
+        marks=nothing, rewards=(0.0, 1.0), policies=nothing, sql=nothing,
+    )  # fmt: skip
     return TestClient(create_app(parts), follow_redirects=False)
 
 
 def test_unreadable_keys_are_a_page_that_says_so() -> None:
-    def unreadable(key: str) -> bool:
+    def unreadable(key: str) -> None:
         raise KeysUnreadable("keys.json cannot be read")
 
     reply = client_of(unreadable).get("/", headers={"authorization": "Bearer x"})

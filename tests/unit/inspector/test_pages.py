@@ -21,6 +21,8 @@ PAGES = [
     "/trajectories",
     "/trajectories?run_id=run&text=onerror",
     "/group?run=run&id=g",
+    "/marks",
+    "/sql?q=<script>alert(1)</script>",
     "/t/run/evil",
     "/t/run/evil/step/1",
     *(f"/t/run/evil/tokens?by={mode}" for mode in ("logprob", "entropy", "mask", "version")),

@@ -11,14 +11,18 @@ from support.admit import cand
 from support.small_lake import SmallLake
 
 from clawstream.query.connection import SqlError, connect
-from clawstream.query.curation import CurationMark, InvalidCurationMark, Target, targets
+from clawstream.query.curation import targets
+from inspector.errors import InvalidMark
+from inspector.marks.mark import Mark, Target
 from runtime.user import current_user
 from schemas.records import (
     BatchGroup,
     BatchMember,
     CandidateStep,
+    Curation,
     Place,
     ReadyBatch,
+    Reward,
     Step,
     Trajectory,
     TrajectoryStep,
@@ -104,15 +108,36 @@ def test_trajectories_and_steps_that_a_condition_finds(sql: Any) -> None:
             targets(sql, "trajectories", wrong)
 
 
+@pytest.mark.slow
+def test_a_mark_that_was_taken_back_does_not_hold(tmp_path: Path) -> None:
+    settings = Settings(data_dir=tmp_path)
+    lake = SmallLake(settings)
+    said: dict[str, dict[str, Any]] = {
+        "a": {"quality": 0.5, "tags": ("x",)},
+        "b": {"quality": 0.1, "trainable": False},
+        "c": {"takes_back": "b"},
+    }
+    marks = [
+        Curation(event_id=n, run_id="r", trajectory_key="k", by=n, created_at=1, **values)
+        for n, values in said.items()
+    ]
+    query = "select quality, trainable, tags, last_by, marks from curated"
+    lake.put("curation", "RR", *marks[:2])
+    assert connect(settings).execute(query).fetchall() == [(0.1, False, ["x"], "b", 2)]
+    lake.put("curation", "RR", *marks[2:])
+    assert connect(settings).execute(query).fetchall() == [(0.5, None, ["x"], "a", 1)]
+
+
 def test_the_mark_names_what_it_is_of() -> None:
-    mark = CurationMark("ann", quality=0.0, trainable=False, tags=("bad",), note="why")
-    plain = mark.of(Target("r", "a", None, False))
+    mark = Mark("ann", quality=0.0, trainable=False, tags=("bad",), note="why")
+    (plain,) = mark.events(Target("r", "a"), 5)
     assert (plain.run_id, plain.trajectory_key, plain.trajectory_id, plain.step_id) == (
         "r",
         "a",
         None,
         None,
     )
+    assert isinstance(plain, Curation) and plain.created_at == 5
     assert (plain.by, plain.quality, plain.trainable, plain.tags, plain.note) == (
         "ann",
         0.0,
@@ -120,15 +145,14 @@ def test_the_mark_names_what_it_is_of() -> None:
         ("bad",),
         "why",
     )
-    inside = mark.of(Target("r", INSIDE, f"{ANONYMOUS}~01.0", False))
+    (inside,) = mark.events(Target("r", INSIDE, f"{ANONYMOUS}~01.0"), 5)
     assert (inside.trajectory_key, inside.trajectory_id, inside.step_id) == (
         ANONYMOUS,
         INSIDE,
         f"{ANONYMOUS}~01.0",
     )
-    assert plain.event_id != mark.of(Target("r", "a", None, False)).event_id, (
-        "said again it counts again"
-    )
+    (again,) = mark.events(Target("r", "a"), 5)
+    assert plain.event_id != again.event_id, "said again it counts again"
 
 
 @pytest.mark.parametrize(
@@ -136,12 +160,29 @@ def test_the_mark_names_what_it_is_of() -> None:
     [
         ({}, "the mark is empty"), ({"quality": 2.0}, "quality: 2"),
         ({"quality": float("nan")}, "quality"), ({"tags": ("",)}, "tags"),
-        ({"tags": ("x",) * 33}, "tags"),
+        ({"tags": ("x",) * 33}, "tags"), ({"reward": float("inf")}, "reward"),
+        ({"note": "x" * 2001}, "note"), ({"reward": 1.0, "reward_name": ""}, "reward_name"),
     ],
 )  # fmt: skip
 def test_a_mark_that_says_nothing_or_too_much(wrong: dict[str, Any], why: str) -> None:
-    with pytest.raises(InvalidCurationMark, match=why):
-        CurationMark("ann", **wrong)
+    with pytest.raises(InvalidMark, match=why):
+        Mark("ann", **wrong)
+
+
+def test_a_reward_of_a_person_is_an_event_of_its_own() -> None:
+    mark = Mark("ann", note="why", reward=0.5, reward_name="taste")
+    curation, reward = mark.events(Target("r", "a", "a~1.0"), 7)
+    assert isinstance(curation, Curation) and curation.note == "why"
+    assert isinstance(reward, Reward) and (reward.source, reward.name) == ("human", "taste")
+    assert (reward.value, reward.reward_revision, reward.step_id) == (0.5, 7, "a~1.0")
+
+
+def test_an_open_session_of_the_gateway_is_not_marked_as_a_whole() -> None:
+    mark = Mark("ann", quality=0.0)
+    with pytest.raises(InvalidMark, match="mark a step"):
+        list(mark.events(Target("r", ANONYMOUS), 5))
+    (of_step,) = mark.events(Target("r", ANONYMOUS, f"{ANONYMOUS}~1.0"), 5)
+    assert of_step.trajectory_id is None and of_step.step_id == f"{ANONYMOUS}~1.0"
 
 
 def test_who_did_it_has_a_name_also_where_accounts_have_none(

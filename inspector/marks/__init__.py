@@ -1,0 +1,1 @@
+"""Marks of people on trajectories and steps: each is an event with its author and time."""

@@ -1,0 +1,134 @@
+"""Mark trajectories and steps, and take marks back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, NamedTuple
+from urllib.parse import parse_qsl
+
+from fastapi import APIRouter, Depends, Request, Response
+from fastapi.responses import RedirectResponse
+
+from inspector.errors import InvalidMark, NotPermitted
+from inspector.marks import history
+from inspector.marks.mark import Mark, Target
+from inspector.marks.writer import TARGETS_MAX
+from inspector.queries.filters import condition_of, parse_filters
+from inspector.queries.lake import Lake
+from inspector.queries.listing import closed_ids
+from inspector.web.access import User
+from inspector.web.forms import Form, local
+from inspector.web.rendering import render
+from runtime.topics.records import now_micros
+from schemas.records import Reward
+
+router = APIRouter()
+_TRAINABLE = {"yes": True, "no": False}
+
+
+class Marking(NamedTuple):
+    """What a page offers. is_on: a broker answers. may_reward: the key has the scope reward."""
+
+    is_on: bool
+    may_reward: bool
+
+
+def _parts(request: Request) -> Any:
+    return request.app.state.parts
+
+
+Used = Annotated[Any, Depends(_parts)]
+"""`inspector.web.app.Parts`."""
+
+
+def _marking(request: Request, parts: Used) -> Marking:
+    return Marking(parts.marks.connected(), request.state.user.may("reward"))
+
+
+Offered = Annotated[Marking, Depends(_marking)]
+
+
+@router.get("/marks")
+def marks(request: Request, parts: Used, marking: Offered) -> Response:
+    """Show who marked what, newest first."""
+    actions = history.actions(parts.lake, parts.marks)
+    return render(request, "marks.html", actions=actions, marking=marking, said=history.said)
+
+
+@router.post("/marks")
+def mark(request: Request, parts: Used, given: Form) -> Response:
+    """Mark a step, a trajectory, a group or all trajectories that filters select."""
+    made = _mark_of(given, request.state.user, parts.rewards)
+    at = now_micros()
+    targets = _targets(parts.lake, given)
+    parts.marks.write([event for target in targets for event in made.events(target, at)])
+    return RedirectResponse(local(given.get("next")), 303)
+
+
+@router.post("/marks/undo")
+def undo(request: Request, parts: Used, given: Form) -> Response:
+    """Take back one mark, or all of an action."""
+    user = request.state.user
+    chosen: dict[str, Any] = {"event_id": given.get("event_id", "")}
+    if "made_at" in given:
+        chosen = {"by": given.get("by"), "made_at": round(_number(given, "made_at") or 0)}
+    events = history.undo(parts.lake, parts.marks, user.name, now_micros(), chosen)
+    if not events:
+        raise InvalidMark("there is no such mark, or it is taken back already")
+    _check_may_reward(user, any(isinstance(event, Reward) for event in events))
+    parts.marks.write(events)
+    return RedirectResponse(local(given.get("next")), 303)
+
+
+def _mark_of(given: Mapping[str, str], user: User, rewards: tuple[float, float]) -> Mark:
+    """Return the mark of a form. Raises InvalidMark, NotPermitted."""
+    tags = [tag.strip() for tag in given.get("tags", "").split(",")]
+    reward = _number(given, "reward")
+    _check_may_reward(user, reward is not None)
+    if reward is not None and not rewards[0] <= reward <= rewards[1]:
+        raise InvalidMark(f"reward: {reward:g} is not in [{rewards[0]:g}, {rewards[1]:g}]")
+    return Mark(
+        by=user.name,
+        quality=_number(given, "quality"),
+        trainable=_TRAINABLE.get(given.get("trainable", "")),
+        tags=tuple(filter(None, tags)) or None,
+        note=given.get("note", "").strip() or None,
+        reward=reward,
+        reward_name=given.get("reward_name", "rating").strip(),
+    )
+
+
+def _number(given: Mapping[str, str], name: str) -> float | None:
+    try:
+        return float(given[name]) if name in given else None
+    except ValueError:
+        raise InvalidMark(f"{name}: {given[name][:40]!r} is not a number") from None
+
+
+def _check_may_reward(user: User, is_reward: bool) -> None:
+    if is_reward and not user.may("reward"):
+        raise NotPermitted(f"the key {user.name} lacks the scope reward")
+
+
+def _targets(lake: Lake, given: Mapping[str, str]) -> list[Target]:
+    """Return the targets that a form names. Raises InvalidMark."""
+    run_id = given.get("run", "")
+    match given.get("of"):
+        case "trajectory":
+            return [Target(run_id, given.get("trajectory", ""), given.get("step"))]
+        case "group":
+            condition = "c.run_id = $run AND c.group_id = $group"
+            parameters: dict[str, Any] = {"run": run_id, "group": given.get("group", "")}
+        case "query":
+            filters = parse_filters(dict(parse_qsl(given.get("query", ""))))
+            condition, parameters = condition_of(filters)
+        case _:
+            raise InvalidMark("of: trajectory, group or query")
+    found = closed_ids(lake, condition, parameters, TARGETS_MAX + 1)
+    if not found:
+        raise InvalidMark("there is no such trajectory: only closed ones are found")
+    if len(found) > TARGETS_MAX:
+        raise InvalidMark(
+            f"more than {TARGETS_MAX} trajectories: narrow the filters, or use `clawstream curate`"
+        )
+    return [Target(*ids) for ids in found]

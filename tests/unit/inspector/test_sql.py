@@ -1,0 +1,88 @@
+"""The query page: it runs queries in the sandbox only, shows their rows, and draws a chart."""
+
+from __future__ import annotations
+
+import json
+import math
+from datetime import UTC, date, datetime
+from decimal import Decimal
+from html import unescape
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.inspector import Inspected, inspected
+
+from inspector.queries.sql import CELL_CHARS, Result, cell, chart_of
+from schemas.settings import Settings
+
+HUGEINT = st.integers(-(2**127), 2**127 - 1)
+VALUES = st.none() | st.booleans() | HUGEINT | st.floats() | st.text() | st.binary()
+
+
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory: pytest.TempPathFactory) -> Inspected:
+    return inspected(Settings(data_dir=tmp_path_factory.mktemp("sql")))
+
+
+@pytest.mark.slow
+def test_a_query_shows_rows_and_a_chart(shown: Inspected) -> None:
+    query = "SELECT round(reward) AS level, count(*) AS n FROM trajectories GROUP BY 1 ORDER BY 1"
+    reply = shown.client.post("/sql", data={"q": query})
+    text = unescape(reply.text)
+    assert reply.status_code == 200 and 'id="rows">' in text and "<th>level<th>n" in text
+    assert "clawstream sql" in text and query in text
+    assert reply.headers["hx-push-url"].startswith("/sql?q=SELECT%20round")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("query", "why"),
+    [
+        ("SELECT * FROM read_text('/etc/passwd')", "disabled"),
+        ("SELECT colour FROM trajectories", "colour"),
+    ],
+)
+def test_what_is_wrong_or_not_allowed_is_said(shown: Inspected, query: str, why: str) -> None:
+    reply = shown.client.post("/sql", data={"q": query})
+    assert reply.status_code == 200 and why in reply.text and "<table" not in reply.text
+
+
+@pytest.mark.slow
+def test_an_address_fills_the_query_in_and_does_not_run_it(shown: Inspected) -> None:
+    text = shown.client.get("/sql", params={"q": "SELECT 1 AS one"}).text
+    assert "SELECT 1 AS one" in text and 'id="rows"' not in text
+    assert "<code>readiness</code>" in text and "candidates_raw" not in text
+    assert "Quality in [0, 1] that holds" in text, "columns have their descriptions"
+
+
+def of(*rows: tuple[Any, ...]) -> Result:
+    return Result([f"c{i}" for i in range(len(rows[0]))], rows, False)
+
+
+@pytest.mark.parametrize(
+    ("result", "expected"),
+    [
+        (of((2, 5.0), (1, None)), {"time": False, "x": [1, 2], "series": {"c1": [None, 5]}}),
+        (of((1, "a", Decimal(3)), (2, "b", math.inf)),
+         {"time": False, "x": [1, 2], "series": {"c2": [3, None]}}),
+        (of((datetime(1970, 1, 1, 0, 0, 9), 1), (datetime(1970, 1, 1, tzinfo=UTC), 2)),
+         {"time": True, "x": [0, 9], "series": {"c1": [2, 1]}}),
+        (of((date(1970, 1, 2), 1), (date(1970, 1, 1), 2)),
+         {"time": True, "x": [0, 86400], "series": {"c1": [2, 1]}}),
+        (of((1, 2)), None), (of((1,), (2,)), None), (of(("a", 2), ("b", 3)), None),
+        (of((1, True), (2, False)), None), (of((None, 1), (2, 3)), None),
+        (of((math.nan, 1), (2, 3)), None),
+    ],
+)  # fmt: skip
+def test_the_chart_of_a_result(result: Result, expected: dict[str, Any] | None) -> None:
+    made = chart_of(result)
+    assert (None if made is None else json.loads(made)) == expected
+
+
+@given(st.lists(st.tuples(VALUES, VALUES, st.lists(VALUES, max_size=2)), max_size=4))
+def test_any_result_has_cells_and_a_chart_of_plain_json(rows: list[tuple[Any, ...]]) -> None:
+    made = chart_of(Result(["a", "b", "c"], rows, False))
+    assert made is None or json.loads(made, parse_constant=pytest.fail)
+    assert all(len(cell(value)) <= CELL_CHARS + 1 for row in rows for value in row)
