@@ -11,6 +11,7 @@ from typing import Any
 import certifi
 import httpx
 import pytest
+from fastapi.testclient import TestClient
 from support.jobs import RUN
 from support.lake import column
 from support.ports import free_port
@@ -18,11 +19,14 @@ from support.processes import Processes
 from support.secure_broker import PASSWORD, SecureBroker, secure_broker
 from support.up import ENVIRON, command
 
+from clawstream.cli.lake.inspect import parts_of
+from inspector.marks.mark import Mark, Target
+from inspector.web.app import create_app
 from runtime.exit_codes import EXIT_SETTINGS
 from runtime.kafka import Denied
 from runtime.process.config import overrides_of
 from runtime.topics.access import PROCESSES, Acl, acls_of, check_access
-from runtime.topics.records import Decoder, cluster_of, create_topics
+from runtime.topics.records import Decoder, cluster_of, create_topics, now_micros
 from schemas.settings import Settings
 from trainer.data.batches import BatchReader
 from trainer.position import starting_position
@@ -97,6 +101,8 @@ def test_the_pipeline_needs_no_other_permissions(
             assert sorted(eventually(batch)) == ["t0", "t1"], logs(processes)
         for table in ("steps", "trajectories", "assessments", "batches"):
             eventually(lambda table=table: column(operator, table, "run_id"))
+        change_in_inspector(settings_of("inspector"), eventually)
+        eventually(lambda: column(operator, "curation", "note") == ["good"])
         assert "authorization" not in logs(processes) and PASSWORD not in logs(processes)
     rollout = settings_of("rollout")
     check_access(cluster_of(rollout), rollout, "rollout")
@@ -116,7 +122,7 @@ def first_batch(settings: Settings) -> Iterator[Callable[[], Collection[str]]]:
     weights = KafkaWeightLog(cluster, topics, RUN_ID)
     position = starting_position(cluster, topics.ready_batches(RUN_ID, "train"), None)
     reader = BatchReader(
-        cluster, settings, Decoder(cluster, topics.schemas), position, weights.dead_letter
+        cluster, settings, Decoder(cluster, topics.schemas), position, None, weights.dead_letter
     )
 
     def trajectories() -> Collection[str]:
@@ -126,6 +132,19 @@ def first_batch(settings: Settings) -> Iterator[Callable[[], Collection[str]]]:
     yield trajectories
     reader.close()
     weights.close()
+
+
+def change_in_inspector(settings: Settings, eventually: Any) -> None:
+    """Follow the topics, mark t0 and set a policy, as the inspector's pages do."""
+    check_access(cluster_of(settings), settings, "inspector")
+    parts, live, _ = parts_of(settings)
+    with TestClient(create_app(parts)):
+        eventually(lambda: live.source == "Kafka" and live.rows())
+        mark, target = Mark("ann", note="good"), Target(RUN_ID, "t0")
+        parts.marks.write(list(mark.events(target, now_micros())))
+        assert parts.policies.publish(RUN_ID, {"min_quality": "0.5"}, "ann", 1) == 2
+        found = parts.policies.of(RUN_ID)
+        assert found is not None and found.newest.version == 2 and "train" in found.behind
 
 
 def logs(processes: Processes) -> str:
