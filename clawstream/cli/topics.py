@@ -53,12 +53,17 @@ def topics_acls(
     process: Annotated[str, typer.Argument(metavar="PROCESS", help=f"{', '.join(PROCESSES)}.")],
     settings: Settings,
     user: Annotated[
-        str | None, typer.Option("--user", help="The login; default: as the process.")
+        str | None,
+        typer.Option(
+            "--user", help="The login, default: as the process. With certificates: CN=NAME."
+        ),
     ] = None,
 ) -> None:
     """Print the arguments of `kafka-acls` that grant a process what it needs."""
     if process not in PROCESSES:
         fail(f"{process} is none of {', '.join(PROCESSES)}", 2)
+    if user is None and settings.kafka.security.protocol == "ssl":
+        fail("--user is needed: brokers name the user as the certificate, such as CN=gateway", 2)
     for line in grant_commands(process, settings.kafka.topic_prefix, user or process):
         typer.echo(f"kafka-acls --bootstrap-server {settings.bootstrap_servers} {line}")
 

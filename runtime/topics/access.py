@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from shlex import quote
 from typing import Literal
 
 from runtime.kafka import Cluster, Denied
@@ -145,9 +146,11 @@ def check_access(cluster: Cluster, settings: Settings, process: str) -> None:
         if operation not in allowed[name]
     ]
     if missing:
+        user = settings.kafka.security.user
         raise Denied(
-            f"user {settings.kafka.security.user} may not {', '.join(missing)}: "
-            f"`clawstream topics acls {process}` prints how to allow it"
+            f"{f'user {user}' if user else 'the user of the certificate'} may not "
+            f"{', '.join(missing)}: `clawstream topics acls {process} --user "
+            f"{quote(user) if user else 'NAME'}` prints how to allow it"
         )
 
 
@@ -163,11 +166,11 @@ def grant_commands(process: str, prefix: str, user: str) -> Iterator[str]:
     Args:
         process: One of `PROCESSES`.
         prefix: The topic prefix.
-        user: The login's name.
+        user: The login's name; with client certificates the name in them.
     """
+    principal = quote(f"User:{user}")
     for acl in acls_of(process, prefix):
         operations = " ".join(f"--operation {name}" for name in acl.operations)
         pattern = " --resource-pattern-type prefixed" if acl.prefixed else ""
-        yield (
-            f"--add --allow-principal User:{user} {operations} --{acl.resource} {acl.name}{pattern}"
-        )
+        resource = f"--{acl.resource} {acl.name}{pattern}"
+        yield f"--add --allow-principal {principal} {operations} {resource}"

@@ -182,7 +182,7 @@ def test_a_missing_acl_is_named(settings_of: Callable[..., Settings], broker: Se
         check_access(cluster, nobody, "assemble")
     assert "Write on topic claw.steps" in str(error.value)
     assert "Read on topic claw.steps" not in str(error.value)
-    assert "`clawstream topics acls assemble`" in str(error.value)
+    assert "`clawstream topics acls assemble --user poor`" in str(error.value)
     with pytest.raises(Denied, match="clawstream topics acls"):
         cluster.producer("claw-trainer.x")
     producer = cluster.producer()

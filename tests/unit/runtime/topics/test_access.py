@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from shlex import split
 
 from runtime.topics.access import EVERY_PROCESS, PROCESSES, Acl, acls_of, grant_commands
 
@@ -39,3 +40,8 @@ def test_the_commands_name_user_operations_and_resource() -> None:
         "--resource-pattern-type prefixed" in lines
     )
     assert "--add --allow-principal User:bob --operation Read --group mine-lake" in lines
+
+
+def test_a_name_of_a_certificate_is_one_word_of_the_command() -> None:
+    for line in grant_commands("lake", "claw", "CN=a b,O=c"):
+        assert split(line)[2] == "User:CN=a b,O=c"
