@@ -18,6 +18,8 @@ CALL_ITEMS = (
     *("apply_patch_call", "computer_call"),
 )
 """Items of Responses that the client has to answer. The server has already answered other calls."""
+SERVER_ITEMS = ("reasoning", "item_reference", "mcp_list_tools", "mcp_approval_request")
+"""Items of Responses that are neither messages nor calls, and that a client only sends back."""
 AUXILIARY_TAGS = frozenset({"sub_agent", "title", "summary", "compaction"})
 """Tags of an agent's auxiliary calls; their replies are not the agent's answer."""
 _ARGUMENTS = ("arguments", "input", "action", "operation")
@@ -60,10 +62,10 @@ def _refuse(constant: str) -> NoReturn:
 
 
 def is_model_item(item: Any) -> bool:
-    """Return whether the model produced a message or item of a request."""
+    """Return whether the model's side produced a message or item of a request."""
     return isinstance(item, dict) and (
         item.get("role") == "assistant"
-        or (kind := str(item.get("type"))) == "reasoning"
+        or (kind := str(item.get("type"))) in SERVER_ITEMS
         or kind.endswith("_call")
     )
 

@@ -89,7 +89,7 @@ def history_of(payload: Mapping[str, Any]) -> History | None:
 def _blocked(
     payload: Mapping[str, Any], items: Sequence[Any], continued: bytes | None, last: bool
 ) -> str | None:
-    if any(payload.get(name) for name in STORED):
+    if any(payload.get(name) for name in STORED) or any(map(_is_reference, items)):
         return STORED_HISTORY
     if continued is None:
         return FIRST_TURN
@@ -126,6 +126,10 @@ def _grouped(items: Sequence[Any]) -> Iterator[tuple[bool, Any]]:
 
 def _is_system(item: Any) -> bool:
     return isinstance(item, dict) and item.get("role") in SYSTEM_ROLES
+
+
+def _is_reference(item: Any) -> bool:
+    return isinstance(item, dict) and item.get("type") == "item_reference"
 
 
 def _model_turn(items: Sequence[Mapping[str, Any]]) -> Any:

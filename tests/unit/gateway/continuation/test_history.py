@@ -123,6 +123,7 @@ def test_items_of_responses_are_one_turn() -> None:
         ({"messages": [USER, CALLED]}, PREFILLED),
         ({"messages": [USER, CALLED, {"role": "system", "content": "x"}, USER]}, SYSTEM_CHANGED),
         ({"input": "x", "previous_response_id": "r"}, STORED_HISTORY),
+        ({"input": [USER, {"type": "item_reference", "id": "i"}, USER]}, STORED_HISTORY),
         ({"messages": [USER, CALLED, RESULT]}, None),
     ],
 )
