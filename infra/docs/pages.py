@@ -40,9 +40,12 @@ REFERENCE = {
 
 
 def main(directory: Path) -> None:
-    """Write `directory/pages` and `directory/mkdocs.yml` anew."""
+    """Write `directory/pages` and `directory/mkdocs.yml`, in place of what the directory has."""
     pages = directory / "pages"
-    shutil.rmtree(directory, ignore_errors=True)
+    if directory.exists():
+        if not (directory / "pages" / "README.md").exists() or ROOT.is_relative_to(directory):
+            sys.exit(f"{directory} was not written by this command: name another folder")
+        shutil.rmtree(directory)
     shutil.copytree(ROOT / "docs", pages)
     for page in pages.rglob("*.md"):
         page.write_text(_on_the_site(ROOT / "docs" / page.relative_to(pages)))
