@@ -207,6 +207,21 @@ def test_settings_of_online_can_work() -> None:
     assert settings.required_rewards == ("rule/helped",)
 
 
+@pytest.mark.parametrize(
+    ("said", "value"),
+    [
+        ("Thank you! And on Sunday?", 1.0),
+        ("That is not right.", 0.0),
+        ("No thanks.", None),
+        ("That isn't great", None),
+        ("When do you open?", None),
+    ],
+)
+def test_the_next_turn_is_rated_only_without_a_doubt(said: str, value: float | None) -> None:
+    rating = load_function("next_turn.py:rating", [EXAMPLES])
+    assert rating(["a plain string", {"role": "user", "content": said}]) == value
+
+
 @pytest.mark.long
 def test_online_is_rewarded_by_the_next_turn(tmp_path: Path) -> None:
     """The conversations that assemble makes of the log, closed by inactivity."""
