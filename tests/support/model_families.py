@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from support.byte_tokenizer import byte_tokenizer
 from transformers import (
     GenerationConfig,
     LlamaConfig,
@@ -21,7 +21,6 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CHATML = """\
 {%- for message in messages -%}
 <|im_start|>{{ message.role + "\\n" + message.content }}<|im_end|>{{ "\\n" }}
@@ -52,23 +51,6 @@ SHAPE: Mapping[str, Any] = {
 }
 
 
-def byte_tokenizer(size: int, template: str) -> PreTrainedTokenizerFast:
-    """Return a tokenizer of `size` tokens: bytes, then words that no text is split into."""
-    words = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    words += [f"Ġw{i}" for i in range(size - len(words))]
-    core = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, []))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    core.decoder = decoders.ByteLevel()
-    core.add_special_tokens(list(SPECIAL))
-    return PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        bos_token="<|endoftext|>",
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
-        chat_template=template,
-    )
-
-
 def _ids(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
     return {
         "bos_token_id": tokenizer.bos_token_id,
@@ -81,7 +63,7 @@ def bfloat16_sharded(directory: Path) -> None:
     """Write an untied bfloat16 Llama in several files, with the generation defaults of a chat
     model: they must not apply to rollouts.
     """
-    tokenizer = byte_tokenizer(300, CHATML)
+    tokenizer = byte_tokenizer(CHATML, size=300)
     network = LlamaForCausalLM(
         LlamaConfig(vocab_size=300, tie_word_embeddings=False, **SHAPE, **_ids(tokenizer))
     )
@@ -96,7 +78,7 @@ def bfloat16_sharded(directory: Path) -> None:
 
 def tied_with_head(directory: Path) -> None:
     """Write a tied float32 Llama whose file holds its output head a second time."""
-    tokenizer = byte_tokenizer(300, CHATML)
+    tokenizer = byte_tokenizer(CHATML, size=300)
     network = LlamaForCausalLM(
         LlamaConfig(vocab_size=300, tie_word_embeddings=True, **SHAPE, **_ids(tokenizer))
     )
@@ -110,7 +92,7 @@ def tied_with_head(directory: Path) -> None:
 
 def qwen3_like(directory: Path) -> None:
     """Write a tied bfloat16 Qwen3 with its vocabulary: fewer tokens than embeddings."""
-    tokenizer = byte_tokenizer(QWEN_TOKENS, THINKING)
+    tokenizer = byte_tokenizer(THINKING, size=QWEN_TOKENS)
     config = Qwen3Config(
         vocab_size=QWEN_EMBEDDINGS, head_dim=32, tie_word_embeddings=True, **SHAPE,
         **_ids(tokenizer),

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from support.byte_tokenizer import CHATML_TOKENS, byte_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 SPECIAL = (
-    *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>"),
+    *(*CHATML_TOKENS, "<think>", "</think>"),
     *("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"),
 )
 TEMPLATE = """\
@@ -44,19 +44,9 @@ TEMPLATE = """\
 {%- endif -%}
 {%- endif -%}
 """
-"""Leaves the reasoning of earlier questions out and writes arguments of tools anew."""
+"""Leaves the reasoning of earlier questions out and writes arguments of tools in its own form."""
 
 
 def qwen3_tokenizer() -> PreTrainedTokenizerFast:
     """Return a tokenizer of bytes and the special tokens of Qwen3."""
-    words = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    core = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, []))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    core.decoder = decoders.ByteLevel()
-    core.add_special_tokens(list(SPECIAL))
-    return PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
-        chat_template=TEMPLATE,
-    )
+    return byte_tokenizer(TEMPLATE, SPECIAL)

@@ -82,11 +82,12 @@ def test_a_model_of_hugging_face_rates_a_batch_as_it_rates_each(
     tmp_path: Path, labels: int
 ) -> None:
     torch = pytest.importorskip("torch")
-    from support.model_families import SHAPE, byte_tokenizer
+    from support.byte_tokenizer import byte_tokenizer
+    from support.model_families import SHAPE
     from transformers import LlamaConfig, LlamaForSequenceClassification
 
     torch.manual_seed(0)
-    tokenizer = byte_tokenizer(300, "")
+    tokenizer = byte_tokenizer("", size=300)
     config = LlamaConfig(vocab_size=300, num_labels=labels, pad_token_id=0, **SHAPE)
     model = LlamaForSequenceClassification(config).eval()
     model.save_pretrained(tmp_path)
