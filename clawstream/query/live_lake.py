@@ -3,7 +3,7 @@
 A connection to the lake takes half a second and reads Delta snapshots of that moment. `LiveLake`
 keeps one connection and moves it to newer snapshots: only tables with a new version are registered
 again. A `Copy` is a table in memory with the few columns of a table that a list needs. It is kept
-up to date from the files that are new; when files are gone (merged, expired), it is made anew.
+up to date from the files that are new; when files are gone (merged, expired), it is rebuilt.
 """
 
 from __future__ import annotations
@@ -203,8 +203,8 @@ class LiveLake:
         """Bring the copies of a table up to date, then the table. Nothing changes if one fails."""
         before = self._files.get(name, frozenset())
         fragments = {fragment.path: fragment for fragment in dataset.get_fragments()}
-        anew = not before <= fragments.keys()
-        new = [f for path, f in fragments.items() if anew or path not in before]
+        rebuilt = not before <= fragments.keys()
+        new = [f for path, f in fragments.items() if rebuilt or path not in before]
         rows = ds.FileSystemDataset(
             new, dataset.schema, dataset.format, filesystem=dataset.filesystem
         )
@@ -213,7 +213,7 @@ class LiveLake:
         try:
             for made, copy in self._copies.items():
                 if copy.table == name:
-                    self._copy(made, copy, anew)
+                    self._copy(made, copy, rebuilt)
             self._connection.commit()
         except BaseException:
             self._connection.rollback()
@@ -222,8 +222,8 @@ class LiveLake:
         self._files[name] = frozenset(fragments)
         self._shown[name] = self._tables[name].version()
 
-    def _copy(self, name: str, copy: Copy, anew: bool) -> None:
-        if anew:
+    def _copy(self, name: str, copy: Copy, rebuilt: bool) -> None:
+        if rebuilt:
             self._connection.execute(f"DELETE FROM {name}")
         self._connection.execute(f"INSERT INTO {name} {copy.select}")
         if copy.newest is not None:

@@ -80,7 +80,7 @@ class EngineDiscovery:
                 # A change of topics or permissions while the gateway serves does not end its calls.
                 logger().error("topics_unfit", error=str(error))
             except SourceTruncated as error:
-                logger().warning("workers_topic_made_anew", error=str(error))
+                logger().warning("workers_topic_recreated", error=str(error))
                 self._on_loop(self._registry.clear)
             except KafkaError as error:
                 logger().warning("workers_unreadable", error=str(error))

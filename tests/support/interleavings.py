@@ -311,7 +311,7 @@ class Story:
         rng, said = self.rng, self.said.setdefault((run, key), [])
         n = len(said)
         more = {"run_id": run, "version_first": f"{run}/3.0", "version_last": f"{run}/3.0", **more}
-        how = rng.choice(["on", "on", "on", "on", "fork", "anew", "again"]) if said else "anew"
+        how = rng.choice(["on", "on", "on", "on", "fork", "new", "again"]) if said else "new"
         _, asked, answered = rng.choice(said[-2:]) if said else (0, [], [])
         make = self._spoken if key == ANONYMOUS_KEY else self._plain
         if how == "again":
@@ -337,7 +337,7 @@ class Story:
         more: dict[str, Any],
     ) -> tuple[Step, list[Any], list[Any]]:
         rng = self.rng
-        prompt = {"on": [*asked, *answered, 2], "fork": [*asked, 7], "anew": [1], "again": asked}[
+        prompt = {"on": [*asked, *answered, 2], "fork": [*asked, 7], "new": [1], "again": asked}[
             how
         ]
         response = [n + 10] if rng.random() < 0.8 else [10]
@@ -358,7 +358,7 @@ class Story:
         turn = {"role": "user", "content": rng.choice("xy")}
         messages = {
             "on": [*asked, *answered, turn], "fork": [*asked, turn],
-            "anew": [{"role": "user", "content": "q"}], "again": asked,
+            "new": [{"role": "user", "content": "q"}], "again": asked,
         }[how]  # fmt: skip
         reply: dict[str, Any] = {"content": rng.choice(["so", "so", f"so {n}"])}
         if rng.random() < 0.3:
