@@ -148,16 +148,21 @@ class Follower:
         return self._connected
 
     def __call__(self, take: Callable[[Any, int], None], stop: threading.Event) -> None:
-        """Read until the event is set. Raises KafkaError when no broker answers."""
+        """Read until the event is set.
+
+        Raises:
+            KafkaError: no broker answers, or the topics do not exist.
+        """
         topics = self._topics
         try:
             self._cluster.ask(RETRY_S)
             self._connected = True
-            start = {
-                (topic, partition): max(low, end - LOOK_BACK)
-                for topic in (topics.steps, topics.candidates)
-                for partition, (low, end) in self._cluster.watermarks(topic).items()
-            }
+            start: dict[tuple[str, int], int] = {}
+            for topic in (topics.steps, topics.candidates):
+                found = self._cluster.watermarks(topic)
+                if not found:  # a reader without partitions would wait for ever
+                    raise KafkaError(f"no topic {topic} yet: run `clawstream topics create`")
+                start |= {(topic, p): max(low, end - LOOK_BACK) for p, (low, end) in found.items()}
             self._follow(self._cluster.reader(f"{topics.prefix}-inspector", start), take, stop)
         finally:
             self._connected = False

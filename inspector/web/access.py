@@ -65,8 +65,13 @@ class Access:
 
 
 def is_cross_site(headers: Mapping[str, str]) -> bool:
-    """Return whether another site made the request, by the headers that browsers send."""
-    if headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
-        return True
+    """Return whether another site made the request, by the headers that browsers send.
+
+    A browser without `Sec-Fetch-Site` is judged by `Origin`, which a proxy that changes `Host`
+    makes look foreign.
+    """
+    site = headers.get("sec-fetch-site")
+    if site is not None:
+        return site not in ("none", "same-origin")
     origin = headers.get("origin")
     return origin is not None and urlsplit(origin).netloc != headers.get("host")

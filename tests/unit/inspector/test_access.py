@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+import pytest
 from fastapi.testclient import TestClient
 
 from gateway.errors import KeysUnreadable
 from inspector.live.feed import Live
+from inspector.web.access import is_cross_site
 from inspector.web.app import HEADERS, Parts, create_app
 
 
@@ -40,3 +42,20 @@ def test_unreadable_keys_are_a_page_that_says_so() -> None:
     reply = client_of(unreadable).get("/", headers={"authorization": "Bearer x"})
     assert reply.status_code == 503 and "keys.json cannot be read" in reply.text
     assert {name: reply.headers[name] for name in HEADERS} == HEADERS
+
+
+@pytest.mark.parametrize(
+    ("headers", "foreign"),
+    [
+        ({"sec-fetch-site": "same-origin", "origin": "https://a", "host": "upstream"}, False),
+        ({"sec-fetch-site": "cross-site", "origin": "https://a", "host": "a"}, True),
+        ({"sec-fetch-site": "same-site", "host": "a"}, True),
+        ({"origin": "https://b", "host": "a"}, True),
+        ({"origin": "https://a", "host": "a"}, False),
+        ({}, False),
+    ],
+)
+def test_the_browser_says_whether_another_site_sent_a_form(
+    headers: dict[str, str], foreign: bool
+) -> None:
+    assert is_cross_site(headers) is foreign
