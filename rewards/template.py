@@ -14,6 +14,10 @@ from schemas.records import Trajectory, TrajectoryStep
 from schemas.replies import calls_in, loaded, texts_in
 
 _PLACE = re.compile(r"\{([a-z_]+)(?:\.([^{}]+))?\}")
+CONVERSATION_BYTES = 64 << 10
+"""Longest `{conversation}`, as JSON. Each step of a long trajectory is judged with the turns before
+it, and a model reads only as much as its context holds.
+"""
 PLACES = ("metadata", "answer", "replies", "conversation")
 
 
@@ -37,8 +41,9 @@ def filled(
     Args:
         template: `{metadata}` is the metadata as JSON, `{metadata.KEY}` one field of it,
             `{replies}` what the agent said and called in `steps`, `{answer}` the last of these,
-            `{conversation}` the messages and replies until the last of `steps`, a JSON array,
-            `{next}` the messages that followed it, a JSON array.
+            `{conversation}` the messages and replies until the last of `steps`, a JSON array whose
+            oldest messages are left out beyond CONVERSATION_BYTES, `{next}` the messages that
+            followed it, a JSON array.
         steps: One or more.
         as_json: Whether `{replies}` is a JSON array of strings and `{answer}` a JSON string, so
             that no reply can look like another one, or like the text around it.
@@ -72,11 +77,17 @@ def filled(
 
 
 def _conversation(turns: Sequence[TrajectoryStep]) -> list[Any]:
-    """Return the messages of turns, each reply as text."""
+    """Return the messages of turns, each reply as text; the last one and the newest that fit."""
     messages = list[Any]()
     for step in turns:
         messages += [*new_messages(step), {"role": "assistant", "content": said_in(step)}]
-    return messages
+    first, size = len(messages) - 1, len(_json(messages[-1]))
+    while first and (size := size + len(_json(messages[first - 1]))) <= CONVERSATION_BYTES:
+        first -= 1
+    if not first:
+        return messages
+    left_out = {"role": "system", "content": f"[... {first} earlier messages ...]"}
+    return [left_out, *messages[first:]]
 
 
 def said_in(step: TrajectoryStep) -> str:

@@ -22,7 +22,7 @@ from rewards.answer import own_steps
 from rewards.endpoint import EndpointError, NotServed
 from rewards.judge.ledger import Budget, Ledger, OverBudget
 from rewards.judge.reward import JudgeError, judge, majority, verdict_in
-from rewards.template import filled, said_in
+from rewards.template import CONVERSATION_BYTES, filled, said_in
 from schemas.records import Trajectory
 
 GOOD = '{"explanation": "It is right.", "score": 8}'
@@ -284,6 +284,17 @@ def test_each_step_is_judged_by_the_next_turn(tmp_path: Path) -> None:
     first = min((body["messages"][1]["content"] for _, body in endpoint.requests), key=len)
     assert '"Is it open?"' in first and '"Yes."' in first and '"Bye"' not in first
     assert first.index("Yes.") < first.index("Thanks! And on Sunday?")
+
+
+def test_a_long_conversation_begins_later() -> None:
+    whole = conversation(*[(f"{i} " + "x" * 4096, f"{i} yes") for i in range(40)])
+    text = filled("{conversation}", whole, whole.steps)
+    marker, *messages = json.loads(text)
+    assert len(text) < CONVERSATION_BYTES + 1000 and len(messages) > 20
+    assert marker["content"] == f"[... {80 - len(messages)} earlier messages ...]"
+    assert [m["content"][:3] for m in messages[-2:]] == ["39 ", "39 "]
+    short = conversation(("x" * 4096, "yes"))
+    assert len(json.loads(filled("{conversation}", short, short.steps))) == 2
 
 
 def test_a_next_turn_that_is_not_recorded_has_its_reason(tmp_path: Path) -> None:
