@@ -44,7 +44,8 @@ from stream_jobs.admit.group import (
 )
 from stream_jobs.admit.open_groups import OpenGroups
 from stream_jobs.admit.policy import policy_rejection
-from stream_jobs.admit.timers import EventTime, Timer, TimerQueue
+from stream_jobs.admit.timers import Timer, TimerQueue
+from stream_jobs.worker.event_time import EventTime
 
 
 class AdmissionFold:

@@ -34,7 +34,8 @@ from schemas.records import (
 )
 from schemas.settings import Settings
 from schemas.topics import CANDIDATE_PARTITIONS, partition_of
-from stream_jobs.admit.decisions.journal import InputRecord, payload_place
+from stream_jobs.admit.decisions.journal import InputRecord
+from stream_jobs.worker.payload import payload_place
 
 ROOT = Path(__file__).parents[2]
 START = (

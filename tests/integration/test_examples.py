@@ -21,13 +21,13 @@ from support.toy_model import Call, Heard, Reply, ToyModel
 
 from agent_flow.environments.verifiers.client import DEFAULT_PYTHON, PYTHON
 from rewards.registry import Rule
+from rewards.results import rewards_of
 from runtime.process.config import load
 from schemas.codec.single_object import Codec
 from schemas.records import Reward, SessionEvent, Step, Tick
 from schemas.user_function import load_function
 from stream_jobs.assemble.limits import limits_of
 from stream_jobs.assemble.state.trajectories import REWARDS, STEPS
-from stream_jobs.reward.rewards import rewards_of
 from stream_jobs.reward.settings_check import check_reward_functions
 
 CODEC = Codec()

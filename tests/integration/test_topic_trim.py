@@ -33,13 +33,14 @@ from schemas.records import Candidate, PolicyApplied, RunEnded, Tick, WeightVers
 from schemas.settings import AdmitSettings, Settings
 from schemas.topics import partition_of
 from stream_jobs.admit.admitter import ChannelAdmitter
-from stream_jobs.admit.decisions.journal import CandidateLog, InputRecord, payload_place
+from stream_jobs.admit.decisions.journal import CandidateLog, InputRecord
 from stream_jobs.admit.fold import AdmissionFold
 from stream_jobs.admit.main import publish_policy
 from stream_jobs.admit.policy_log import PolicyLog
 from stream_jobs.errors import UnreadableJournal
 from stream_jobs.lake import positions
 from stream_jobs.lake.main import Lake
+from stream_jobs.worker.payload import payload_place
 from trainer import positions as trainer_positions
 from trainer.position import Position
 from trainer.versions.directory import VersionState, new_directory

@@ -42,13 +42,14 @@ from schemas.records import (
 from schemas.settings import Settings
 from schemas.topics import partition_of
 from schemas.trajectory_parts import joined
-from stream_jobs.admit.decisions.journal import CandidateLog, Decision, InputRecord, payload_place
+from stream_jobs.admit.decisions.journal import CandidateLog, Decision, InputRecord
 from stream_jobs.admit.fold import AdmissionFold
 from stream_jobs.assemble.changelog import accepts, changes_of, decode_record
 from stream_jobs.assemble.limits import limits_of
 from stream_jobs.assemble.state.changes import Closed, Revised
 from stream_jobs.assemble.state.trajectories import REWARDS, STEPS, SourceTopic
 from stream_jobs.lake.main import dataset, open_table
+from stream_jobs.worker.payload import payload_place
 
 FOLD_RECORDS = 500
 TRAIN: Channel = "train"

@@ -38,12 +38,12 @@ from schemas.records import (
 )
 from schemas.settings import Settings
 from schemas.topics import REPLAYS, Topics
-from stream_jobs.admit.decisions.journal import payload_place
 from stream_jobs.admit.policy import policy_rejection
 from stream_jobs.assemble.fold import AssemblyFold
 from stream_jobs.assemble.limits import limits_of
 from stream_jobs.assemble.state.partition_state import PartitionState
 from stream_jobs.assemble.state.trajectories import REWARDS, STEPS, SourceTopic
+from stream_jobs.worker.payload import payload_place
 
 TRANSACTION_MS = 10_000
 """Transaction time-out: an open transaction of a killed command blocks readers at most this long.

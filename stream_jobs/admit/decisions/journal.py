@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -24,8 +23,7 @@ from schemas.records import (
     Tick,
 )
 from stream_jobs.errors import UnreadableJournal
-
-_PLACE = ("topic_id", "partition", "first_offset", "last_offset")
+from stream_jobs.worker.payload import payload_place
 
 JournalRecord = ReadyBatch | Refused | Late | PolicyApplied
 
@@ -76,26 +74,6 @@ def decode_input(decoder: Decoder, record: Record, run_id: str) -> InputRecord |
         raise ValueError(f"key is run {run_id}, record is of run {event.run_id}")
     place = payload_place(record.headers) if isinstance(event, Candidate) else None
     return InputRecord(record.offset, event, place)
-
-
-def payload_place(headers: Mapping[str, bytes]) -> Place | None:
-    """Return the place of a candidate's payload from its headers; None when it has no payload.
-
-    Raises:
-        ValueError: The headers are not four complete values.
-    """
-    if not any(name in headers for name in _PLACE):
-        return None
-    try:
-        topic_id, partition, first, last = (headers[name].decode("ascii") for name in _PLACE)
-        return Place(
-            topic_id=topic_id,
-            partition=int(partition),
-            first_offset=int(first),
-            last_offset=int(last),
-        )
-    except (KeyError, ValueError) as e:
-        raise ValueError(f"headers {', '.join(_PLACE)}: {e!r} in {dict(headers)}"[:500]) from e
 
 
 def decode_journal_record(decoder: Decoder, record: Record) -> JournalRecord:

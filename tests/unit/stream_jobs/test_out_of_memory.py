@@ -12,12 +12,12 @@ import pytest
 from support.assemble import InMemoryPartition, session, step
 
 from gateway.claw_r1.reward import score_of
+from rewards.results import rewards_of
 from schemas.codec.single_object import Codec
 from schemas.rule_spec import NamedFunction
 from stream_jobs.assemble.state.trajectories import STEPS
 from stream_jobs.lake.table_writer import storable_rows
 from stream_jobs.reward.assessments import assessment_of
-from stream_jobs.reward.rewards import rewards_of
 
 
 def hungry(*_: Any) -> Never:

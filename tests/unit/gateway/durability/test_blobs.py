@@ -23,6 +23,7 @@ from support.scripted.script import Script, ScriptedChoice
 from gateway.durability.blobs import THREADS, Blobs
 from gateway.durability.log import Message
 from gateway.errors import BlobsUnavailable, RecordTooLarge
+from rewards.results import no_reward, rules_of
 from runtime.blob_store import BlobMissing, BlobStore, BlobStoreAway
 from schemas.blob_refs import MOVABLE, SMALLEST, reference, referenced, shrink
 from schemas.codec.single_object import Codec
@@ -31,8 +32,7 @@ from schemas.settings import JobsSettings, Settings
 from schemas.topics import MAX_RECORD_BYTES
 from stream_jobs.lake.tables.catalog import catalog
 from stream_jobs.lake.tables.table import ConsumedRecord
-from stream_jobs.reward.blob_fields import resolve_blobs
-from stream_jobs.reward.rewards import no_reward, rules_of
+from stream_jobs.worker.blob_fields import resolve_blobs
 
 CODEC = Codec()
 MIB = 1 << 20

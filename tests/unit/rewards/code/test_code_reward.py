@@ -15,9 +15,9 @@ from support.trajectories import answered
 
 from rewards.code.reward import CodeReward, code_in, code_tests
 from rewards.code.sandbox import SandboxError
+from rewards.results import rewards_of, rules_of
 from runtime.functions.pool import FunctionPool, PoolStopped
 from schemas.settings import FunctionSettings, JobsSettings, Settings
-from stream_jobs.reward.rewards import rewards_of, rules_of
 
 ADD = "Sure:\n```python\ndef add(a, b):\n    return a + b\n```\n"
 WRONG = ADD.replace("+", "-")

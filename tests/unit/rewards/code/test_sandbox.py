@@ -13,10 +13,10 @@ import pytest
 from support.processes import pids_with, until
 
 from rewards.code.sandbox import Limits, Result, Sandbox, SandboxError
+from rewards.results import rules_of
 from schemas.errors import SettingsError
 from schemas.settings import JobsSettings, Settings
 from schemas.user_function import FunctionNotFound
-from stream_jobs.reward.rewards import rules_of
 
 
 @pytest.fixture(scope="module")

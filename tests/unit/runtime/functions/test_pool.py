@@ -20,6 +20,7 @@ import pytest
 
 from clawstream.ops.preflight import problems_of
 from rewards.registry import Rule
+from rewards.results import rewards_of
 from runtime.functions.child import Source
 from runtime.functions.pool import FunctionPool, PoolStopped, _Call, _Function
 from schemas.records import Trajectory, TrajectoryStep
@@ -27,7 +28,6 @@ from schemas.rule_spec import NamedFunction, NoAnswer
 from schemas.settings import FunctionSettings, Settings
 from schemas.user_function import FunctionNotFound
 from stream_jobs.reward.assessments import assessment_of
-from stream_jobs.reward.rewards import rewards_of
 
 TESTS = Path(__file__).parents[3] / "support"
 ROOT = TESTS.parents[1]

@@ -11,13 +11,13 @@ import orjson
 import pytest
 
 from rewards.registry import BUILT_IN, Rule
+from rewards.results import rewards_of, rules_of
 from schemas.codec.single_object import Codec
 from schemas.errors import SettingsError
 from schemas.records import Tag, Trajectory, TrajectoryStep
 from schemas.rule_spec import of_run
 from schemas.settings import JobsSettings, Settings
 from schemas.user_function import load_function
-from stream_jobs.reward.rewards import rewards_of, rules_of
 
 FIND = partial(load_function, folders=[])
 
