@@ -6,7 +6,7 @@ package and one line in `FACTORIES`; its functions run in the child processes of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -17,7 +17,7 @@ from schemas.errors import SettingsError
 from schemas.records import Trajectory
 from schemas.records.parts import RewardSource
 from schemas.rule_spec import NamedFunction, function_of
-from schemas.settings.reward_models import RewardModel, source_of
+from schemas.settings.reward_models import RewardModel, compares, source_of
 from schemas.user_function import Find, FunctionNotFound
 
 Value = float | tuple[float | None, Mapping[str, Any]] | None
@@ -29,11 +29,22 @@ A function that raises gives no reward; the error is the recorded reason.
 """
 
 
+GroupFunction = Callable[[Sequence[Trajectory]], Sequence[Value | str]]
+"""Maps members of a group to the reward of each; a text is the reason why it has none."""
+
+
 @dataclass(frozen=True)
 class Rule(NamedFunction[RewardFunction]):
     """A reward function with the name, version and source that its rewards carry."""
 
     source: RewardSource = "rule"
+
+
+@dataclass(frozen=True)
+class GroupRule(NamedFunction[GroupFunction]):
+    """A function that compares the members of a group, and what its rewards carry."""
+
+    source: RewardSource = "judge"
 
 
 BUILT_IN: Mapping[str, RewardFunction] = {
@@ -62,7 +73,8 @@ def rule_of(
         models: `Settings.reward_models`.
 
     Raises:
-        SettingsError: There is no such function, or the spec has another form.
+        SettingsError: There is no such function, it compares the members of a group, or the spec
+            has another form.
     """
     for name in models.keys() & BUILT_IN.keys():
         raise SettingsError(f"setting jobs.reward_models.{name}: a built-in function has that name")
@@ -71,11 +83,35 @@ def rule_of(
     if named.function is not _not_made:
         return Rule(named.name, named.version, named.function)
     model = models[named.name]
+    if compares(model):
+        raise SettingsError(f"setting {setting}: {spec!r} needs a group, here is one trajectory")
+    return Rule(named.name, named.version, _made(named.name, model, find), source_of(model))
+
+
+def group_rule_of(
+    spec: str, setting: str, find: Find, models: Mapping[str, RewardModel]
+) -> GroupRule:
+    """Resolve a judge that compares the members of a group.
+
+    Args:
+        spec: `name@version`.
+        setting: Name of the setting, for errors.
+        find: Makes the function of the judge.
+        models: `Settings.reward_models`.
+
+    Raises:
+        SettingsError: It cannot be made, or the spec has another form.
+    """
+    named = function_of(spec, setting, dict.fromkeys(models, _not_made), "reward", find)
+    model = models[named.name]
+    return GroupRule(named.name, named.version, _made(named.name, model, find), source_of(model))
+
+
+def _made(name: str, model: RewardModel, find: Find) -> Callable[..., Any]:
     try:
-        function = find(FACTORIES[model.type], model.model_dump_json())
+        return find(FACTORIES[model.type], model.model_dump_json())
     except FunctionNotFound as e:
-        raise SettingsError(f"setting jobs.reward_models.{named.name}: {e}") from e
-    return Rule(named.name, named.version, function, source_of(model))
+        raise SettingsError(f"setting jobs.reward_models.{name}: {e}") from e
 
 
 def _not_made(trajectory: Trajectory) -> None:

@@ -1,4 +1,4 @@
-"""Compute rule rewards of a trajectory. Pure.
+"""Compute the rewards of a trajectory, or of the members of a group. Pure.
 
 Every function yields a result for every closed trajectory, including failed, timed-out and lost
 ones: a reward of the trajectory, rewards of some of its steps, or an explicit no_reward with a
@@ -9,13 +9,13 @@ The revision is the version if it is a whole number: a newer version supersedes 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import orjson
 
-from rewards.registry import Rule, rule_of
+from rewards.registry import GroupRule, Rule, group_rule_of, rule_of
 from schemas.ids import stable_id
-from schemas.records import Reward, Trajectory
+from schemas.records import Candidate, Reward, Trajectory
 from schemas.rule_spec import reason_text
 from schemas.settings import Settings
 from schemas.user_function import Find
@@ -23,16 +23,40 @@ from schemas.user_function import Find
 DETAIL_MAX_BYTES = 4096
 """Of the details of one reward: they are on the record, not in the state of assemble."""
 
+Checked = tuple[float | None, str | None, bytes | None]
+"""The value, the reason where there is none, and the details."""
+
 
 def rules_of(settings: Settings, find: Find) -> dict[str, tuple[Rule, ...]]:
-    """Resolve the reward functions by run id or `*`.
+    """Resolve the reward functions of a trajectory by run id or `*`.
 
     Raises:
         SettingsError: There is no such function; the message names the setting.
     """
     models = settings.reward_models
     return {
-        run: tuple(rule_of(spec, f"jobs.reward_functions.{run}", find, models) for spec in specs)
+        run: tuple(
+            rule_of(spec, f"jobs.reward_functions.{run}", find, models)
+            for spec in specs
+            if not settings.jobs.compares(spec)
+        )
+        for run, specs in settings.jobs.reward_functions.items()
+    }
+
+
+def group_rules_of(settings: Settings, find: Find) -> dict[str, tuple[GroupRule, ...]]:
+    """Resolve the functions that compare the members of a group by run id or `*`.
+
+    Raises:
+        SettingsError: One cannot be made; the message names the setting.
+    """
+    models = settings.reward_models
+    return {
+        run: tuple(
+            group_rule_of(spec, f"jobs.reward_functions.{run}", find, models)
+            for spec in specs
+            if settings.jobs.compares(spec)
+        )
         for run, specs in settings.jobs.reward_functions.items()
     }
 
@@ -59,15 +83,45 @@ def rewards_of(trajectory: Trajectory, rule: Rule, created_at: int) -> Iterator[
         yield _reward(trajectory, rule, created_at, step, value, reason, detail)
 
 
+def rewards_of_group(
+    members: Sequence[tuple[Candidate, Trajectory | str]], rule: GroupRule, created_at: int
+) -> list[Reward]:
+    """Return the reward of each member of a group.
+
+    Args:
+        members: Each with its complete trajectory, or the reason why it is not compared.
+        rule: Compares those that have one; it is not called for fewer than two.
+        created_at: Microseconds, informational.
+    """
+    shown = [(c.trajectory_id, t) for c, t in members if isinstance(t, Trajectory)]
+    results = dict[str, Checked]()
+    failed = "no other member of its group has a trajectory"
+    if len(shown) > 1:
+        try:
+            found = rule.function([t for _, t in shown])
+            results = {
+                name: (None, one, None) if isinstance(one, str) else _checked(None, one, set())
+                for (name, _), one in zip(shown, found, strict=True)
+            }
+        except MemoryError:
+            raise  # as in `rewards_of`
+        except Exception as e:  # noqa: BLE001 - as there
+            failed = reason_text(e)
+    rewards = []
+    for member, trajectory in members:
+        reason = trajectory if isinstance(trajectory, str) else failed
+        value, why, detail = results.get(member.trajectory_id, (None, reason, None))
+        rewards.append(_reward(member, rule, created_at, None, value, why, detail))
+    return rewards
+
+
 def no_reward(trajectory: Trajectory, rule: Rule, created_at: int, reason: str) -> Reward:
     """Return the result of a rule that could not run. created_at: microseconds."""
     return _reward(trajectory, rule, created_at, reason=reason)
 
 
-def _checked(
-    step: str | None, value: object, steps: set[str]
-) -> tuple[float | None, str | None, bytes | None]:
-    """Return the value, the reason where there is none, and the details. Raises what is wrong."""
+def _checked(step: str | None, value: object, steps: set[str]) -> Checked:
+    """Return a checked result. Raises what is wrong."""
     if step is not None and step not in steps:
         raise ValueError(f"no step {step!r} in the trajectory")
     detail = None
@@ -86,8 +140,8 @@ def _checked(
 
 
 def _reward(
-    trajectory: Trajectory,
-    rule: Rule,
+    trajectory: Trajectory | Candidate,
+    rule: Rule | GroupRule,
     created_at: int,
     step: str | None = None,
     value: float | None = None,
@@ -113,7 +167,7 @@ def _reward(
         value=value,
         reason=reason_text(reason) if reason else None,
         reward_revision=rule.revision,
-        by="clawstream.reward",
+        by="clawstream.reward" if isinstance(rule, Rule) else "clawstream.compare",
         detail_json=detail,
         created_at=created_at,
     )

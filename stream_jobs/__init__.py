@@ -1,1 +1,1 @@
-"""Stream jobs: assemble trajectories, reward them, admit batches, write the lake tables."""
+"""Stream jobs: assemble, reward and compare trajectories, admit batches, write the lake."""

@@ -123,6 +123,7 @@ def process(
 process(app, "up", "clawstream.ops.up:run", "Run everything until Ctrl-C, then stop in order.")
 process(jobs, "assemble", "stream_jobs.assemble.main:main", "Join steps with rewards.")
 process(jobs, "reward", "stream_jobs.reward.main:main", "Evaluate rules on closed trajectories.")
+process(jobs, "compare", "stream_jobs.compare.main:main", "Let judges compare members of groups.")
 process(
     app,
     "admit",

@@ -4,6 +4,7 @@ The name of a group defines its inputs, so a group without commits lags by the w
 
     <prefix>-assemble                    steps, rewards
     <prefix>-reward                      trajectories
+    <prefix>-compare                     candidates; from the first group that waits for members
     <prefix>-admit.<run>.<channel>       its run's candidates partition; only records of that run
     <prefix>-trainer.<run>.<channel>     ready batches of that run and channel
     <prefix>-lake                        every topic that the lake keeps
@@ -87,7 +88,8 @@ def expected_groups(settings: Settings) -> list[str]:
     """The groups of an installation that runs everything, for the settings' run."""
     prefix, run = settings.kafka.topic_prefix, settings.run_id
     admits = (f"admit.{run}.{channel}" for channel in settings.admit.channels)
-    roles = ("assemble", "reward", *admits, f"trainer.{run}.train", "lake")
+    compare = ("compare",) if settings.jobs.compares_groups else ()
+    roles = ("assemble", "reward", *compare, *admits, f"trainer.{run}.train", "lake")
     return [f"{prefix}-{role}" for role in roles]
 
 
@@ -103,6 +105,8 @@ def inputs(topics: Topics, role: str, there: Mapping[str, int]) -> dict[str, ran
             wanted = [topics.steps, topics.rewards]
         case "reward":
             wanted = [topics.trajectories]
+        case "compare":
+            wanted = [topics.candidates]
         case "admit" if topics.candidates in there:
             p = partition_of(run.encode(), there[topics.candidates])
             return {topics.candidates: range(p, p + 1)}

@@ -28,6 +28,7 @@ Check = Callable[[Settings], object]
 MODULES = {
     "gateway": "gateway.settings_check",
     "reward": "stream_jobs.reward.settings_check",
+    "compare": "stream_jobs.compare.settings_check",
     "admit": "stream_jobs.reward.settings_check",
     "trainer": "trainer.settings_check",
     "rollout": "rollout.settings_check",

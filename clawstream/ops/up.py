@@ -32,6 +32,7 @@ COMMANDS = {
     "gateway": ("gateway",),
     "assemble": ("jobs", "assemble"),
     "reward": ("jobs", "reward"),
+    "compare": ("jobs", "compare"),
     "admit": ("admit",),
     "lake": ("lake",),
     "trainer": ("train",),
@@ -54,6 +55,8 @@ def wanted(settings: Settings) -> list[str]:
     left_out = set[str]()
     if settings.kafka.bootstrap_servers is not None:
         left_out.add("broker")
+    if not settings.jobs.compares_groups:
+        left_out.add("compare")
     if settings.trainer.model_path is None:
         left_out.add("trainer")
         if not (settings.rollout.model_path or settings.rollout.attach_urls):
@@ -241,7 +244,8 @@ class Installation:
             clean &= await self.drain(admits, "admit")
         if self._running("trainer"):
             clean &= await self.drain([f"{prefix}-trainer.{run}.train"], "trainer")
-        await self.supervisor.stop("assemble", "reward")
+        # Not drained: its position stays before the first group that waits for members.
+        await self.supervisor.stop("assemble", "reward", "compare")
         for name in ("admit", "trainer", "rollout"):
             await self.supervisor.stop(*instances(self.settings, name))
         if self._running("lake"):

@@ -58,6 +58,12 @@ PROCESSES: Mapping[str, tuple[Acl, ...]] = {
         Acl("topic", "claw.rewards", ("Write",)),
         Acl("group", "claw-reward", ("Read",)),
     ),
+    "compare": (
+        Acl("topic", "claw.candidates", ("Read",)),
+        Acl("topic", "claw.trajectories", ("Read",)),
+        Acl("topic", "claw.rewards", ("Write",)),
+        Acl("group", "claw-compare", ("Read",)),
+    ),
     "admit": (
         Acl("topic", "claw.candidates", ("Read", "Write")),
         Acl("topic", "claw.weights", ("Read",)),

@@ -1,4 +1,4 @@
-"""The stream jobs `assemble` and `reward`, and user functions."""
+"""The stream jobs `assemble`, `reward` and `compare`, and user functions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from schemas.rule_spec import is_own, name_in, of_run
 from schemas.settings.base import Count, Name, Positive, Section
-from schemas.settings.reward_models import RewardModel, reads_messages, source_of
+from schemas.settings.reward_models import RewardModel, compares, reads_messages, source_of
 
 NEW_MESSAGES_BYTES = 16 << 10
 
@@ -45,7 +45,7 @@ class FunctionSettings(Section):
 
 
 class JobsSettings(Section):
-    """The stream jobs `assemble` and `reward`."""
+    """The stream jobs `assemble`, `reward` and `compare`."""
 
     worker_id: Name | None = Field(
         None,
@@ -106,9 +106,11 @@ class JobsSettings(Section):
         return None if is_own(spec) else self.reward_models.get(name_in(spec))
 
     def child_functions(self, run_id: str) -> int:
-        """Return how many functions and reward models of a run are called in child processes."""
+        """Return how many functions and reward models of a run the reward job calls in child
+        processes.
+        """
         return sum(map(is_own, of_run(self.quality_functions, run_id))) + sum(
-            is_own(spec) or self.model_of(spec) is not None
+            is_own(spec) or (self.model_of(spec) is not None and not self.compares(spec))
             for spec in of_run(self.reward_functions, run_id)
         )
 
@@ -116,6 +118,17 @@ class JobsSettings(Section):
         """Return the `source/name` of the rewards of a function in `reward_functions`."""
         model = self.model_of(spec)
         return f"{source_of(model) if model is not None else 'rule'}/{name_in(spec)}"
+
+    def compares(self, spec: str) -> bool:
+        """Return whether a function in `reward_functions` compares the members of a group."""
+        return compares(self.model_of(spec))
+
+    @property
+    def compares_groups(self) -> bool:
+        """Whether some run has a function that compares the members of a group."""
+        return any(
+            self.compares(spec) for specs in self.reward_functions.values() for spec in specs
+        )
 
     def new_messages_limit(self) -> int:
         """Return the bytes of a request's new messages that its step keeps; 0: none."""

@@ -12,6 +12,7 @@ from schemas.records.parts import RewardSource
 from schemas.settings.base import Count, Name, Positive, Section
 
 REPLIES = "Task:\n{metadata}\n\nReplies of the assistant:\n{replies}"
+SCALE = 10
 NEXT_STATE = """\
 A conversation. Grade the last reply of the assistant in it:
 {conversation}
@@ -45,12 +46,18 @@ class Judge(Section):
         description="what the judge reads: {metadata}, {metadata.KEY}, {replies}, {answer}, "
         "{conversation}, {next}; default: metadata and replies, or conversation and next",
     )
-    per: Literal["trajectory", "step", "next_state"] = Field(
+    per: Literal["trajectory", "step", "next_state", "group"] = Field(
         "trajectory",
         description="step: a reward of each step, which sees the replies up to it; next_state: of "
-        "each step with a next turn, by what that turn brings",
+        "each step with a next turn, by what that turn brings; group: the members of a group are "
+        "compared in pairs",
     )
-    scale: Count = Field(10, description="highest score; the reward is score / scale")
+    opponents: Count | None = Field(
+        None, description="per=group: members that each one is compared with; default: all others"
+    )
+    scale: Count = Field(
+        SCALE, description="highest score; the reward is score / scale; not for per=group"
+    )
     votes: Count = Field(1, description="replies sampled for a verdict; their majority counts")
     temperature: Annotated[float, Field(ge=0)] = Field(
         0.0, description="above 0 for votes that differ"
@@ -78,6 +85,14 @@ class Judge(Section):
     def _next_turn_is_read(self) -> Judge:
         if ("{next}" in self.material()) != (self.per == "next_state"):
             raise ValueError("template: {next} is read with per=next_state, and only there")
+        return self
+
+    @model_validator(mode="after")
+    def _comparisons_have_no_scale(self) -> Judge:
+        if self.per == "group" and self.scale != SCALE:
+            raise ValueError("scale has no effect with per=group: leave it out")
+        if self.per != "group" and self.opponents is not None:
+            raise ValueError("opponents is for per=group: leave it out")
         return self
 
     def material(self) -> str:
@@ -142,6 +157,11 @@ def source_of(model: RewardModel) -> RewardSource:
     if isinstance(model, Judge) and model.per == "next_state":
         return "next_state"
     return SOURCES[model.type]
+
+
+def compares(model: RewardModel | None) -> bool:
+    """Return whether a model rewards the members of a group by comparing them."""
+    return isinstance(model, Judge) and model.per == "group"
 
 
 def reads_messages(model: RewardModel) -> bool:

@@ -25,6 +25,8 @@ from schemas.settings.up import METRICS_PORTS, MetricsSettings, UpSettings
 
 REWARD_ROOM_S = 2.0
 """Between the time-out of a reward model and that of its process."""
+COMPARISON_ROOM_S = 5.0
+"""Between a comparison's end and its group's deadline: its rewards have to reach admission."""
 
 
 class Settings(Section):
@@ -96,6 +98,7 @@ class Settings(Section):
                 )
         self._check_awaited()
         self._check_reward_models()
+        self._check_comparisons()
         self._check_ports()
         if self.trainer.sync_every != self.admit.policy.sync_every:
             raise ValueError(
@@ -124,6 +127,16 @@ class Settings(Section):
         return any(is_own(spec) for specs in named for spec in specs) or is_own(
             gateway.compute_reward or ""
         )
+
+    def _check_comparisons(self) -> None:
+        """Refuse a deadline of groups that leaves no time to compare their members."""
+        if self.jobs.compares_groups and self.comparison_wait_s <= 0:
+            raise ValueError(
+                f"admit.policy.group_deadline_s={self.admit.policy.group_deadline_s:g} must exceed "
+                f"functions.timeout_s={self.functions.timeout_s:g} by more than "
+                f"{COMPARISON_ROOM_S:g}: before it, a judge with per=group waits for members that "
+                "are missing and compares the others"
+            )
 
     def _check_ports(self) -> None:
         """Refuse a first port whose last one does not exist."""
@@ -188,6 +201,15 @@ class Settings(Section):
                     f"{REWARD_ROOM_S:g} below functions.timeout_s={self.functions.timeout_s:g}: "
                     "its process would be killed first"
                 )
+
+    @property
+    def comparison_wait_s(self) -> float:
+        """Event time that a group waits for missing members before the others are compared.
+
+        The rewards must reach admission before its deadline for the group.
+        """
+        room = self.functions.timeout_s + COMPARISON_ROOM_S
+        return self.admit.policy.group_deadline_s - room
 
     def _counted_rewards(self) -> tuple[str, ...]:
         """Return `source/name` of the run's functions that count in the training reward."""

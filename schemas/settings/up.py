@@ -12,8 +12,8 @@ class UpSettings(Section):
 
     processes: tuple[str, ...] = Field(
         (
-            *("broker", "gateway", "assemble", "reward", "admit", "lake", "trainer", "rollout"),
-            "monitor",
+            *("broker", "gateway", "assemble", "reward", "compare", "admit", "lake", "trainer"),
+            *("rollout", "monitor"),
         ),
         description="leave some out, or run them elsewhere",
     )
@@ -26,7 +26,9 @@ class UpSettings(Section):
     )
 
 
-METRICS_PORTS = ("monitor", "assemble", "reward", "admit", "lake", "trainer", "rollout")
+METRICS_PORTS = (
+    *("monitor", "assemble", "reward", "compare", "admit", "lake", "trainer", "rollout"),
+)
 """The processes in the order of their ports. The gateway's metrics are on its own port."""
 
 
@@ -36,9 +38,9 @@ class MetricsSettings(Section):
     host: str = Field("127.0.0.1", description="Prometheus on another machine")
     port: Port | None = Field(
         None,
-        description="first port of the metrics, the monitor's; those of assemble, reward, admit, "
-        "lake, trainer and the rollout workers follow in this order; default: none are served, and "
-        "`up` starts no monitor",
+        description="first port of the metrics, the monitor's; those of assemble, reward, compare, "
+        "admit, lake, trainer and the rollout workers follow in this order; default: none are "
+        "served, and `up` starts no monitor",
     )
 
     def port_of(self, process: str) -> int | None:

@@ -44,8 +44,9 @@ NO_HEADERS: Mapping[str, bytes] = MappingProxyType({})
 
 
 def record_of(r: Any) -> Record:
-    """Convert a record. Headers are dropped: the inputs of the jobs have none that matter."""
-    return Record(r.topic, r.partition, r.offset, r.timestamp, r.key, r.value, NO_HEADERS)
+    """Convert a record."""
+    headers = dict(r.headers) if r.headers else NO_HEADERS
+    return Record(r.topic, r.partition, r.offset, r.timestamp, r.key, r.value, headers)
 
 
 def make_app(settings: Settings, group: str) -> Any:

@@ -1,4 +1,4 @@
-"""Prometheus metrics of a worker of assemble or of the reward job."""
+"""Prometheus metrics of a worker of assemble, reward or compare."""
 
 from __future__ import annotations
 

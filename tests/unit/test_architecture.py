@@ -40,7 +40,7 @@ ALLOWED = {
     "demo": {"schemas", "runtime", "clawstream", "demo"},
 }
 """Which top-level packages a top-level package may import."""
-JOBS = {f"stream_jobs.{name}" for name in ("assemble", "reward", "admit", "lake")}
+JOBS = {f"stream_jobs.{name}" for name in ("assemble", "reward", "compare", "admit", "lake")}
 ONLY_IN = {
     "confluent_kafka": {
         f"runtime/kafka/{n}.py"
@@ -178,6 +178,8 @@ def test_file_is_named_by_a_noun(path: Path) -> None:
         ),
         ("stream_jobs.assemble.main", {"torch", "transformers", "fastapi", "vllm", "deltalake"}),
         ("stream_jobs.assemble.job", {"faust"}),
+        ("stream_jobs.compare.main", {"torch", "transformers", "fastapi", "vllm", "deltalake"}),
+        ("stream_jobs.compare.fold", {"faust", "confluent_kafka"}),
         (
             "clawstream.query.sandbox_launch",
             {"pydantic", "pyarrow", "duckdb", "deltalake", "confluent_kafka"},

@@ -43,7 +43,7 @@ def all_metrics() -> Mapping[str, Sequence[Described]]:
         "monitor": _described(MonitorMetrics()),
         "every process": _described(DiskSpace(Path())),
         "gateway": _of_registry(Metrics().registry),
-        "assemble and reward": _of_registry(JobMetrics().registry),
+        "assemble, reward and compare": _of_registry(JobMetrics().registry),
         "admit": _of_registry(DecisionMetrics(()).registry),
         "lake": _of_registry(LakeMetrics().registry),
         "trainer": _described(VersionMetrics()),

@@ -105,6 +105,8 @@ def patience_s(settings: Settings, role: str) -> float:
     match role.partition(".")[0]:
         case "reward":
             return PATIENCE_S + settings.functions.timeout_s * max(1, _calls_in_turn(settings))
+        case "compare":  # its position stays before the first group that waits for members
+            return PATIENCE_S + settings.admit.policy.group_deadline_s
         case "lake":
             return PATIENCE_S + settings.lake.flush_interval_s
         case "trainer":

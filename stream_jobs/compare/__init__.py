@@ -1,0 +1,1 @@
+"""The comparison job: rewards by judges that compare the members of a group."""
