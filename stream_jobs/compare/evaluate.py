@@ -8,7 +8,7 @@ from rewards.results import group_rules_of, rewards_of_group
 from runtime.blob_store import BlobMissing, BlobStore
 from runtime.functions.pool import FunctionPool
 from schemas.records import Reward, Trajectory
-from schemas.rule_spec import EVERY_RUN, of_run
+from schemas.rule_spec import of_run
 from schemas.settings import Settings
 from stream_jobs.compare.fold import ClosedGroup, Member, RewardName
 from stream_jobs.worker.blob_fields import resolve_blobs
@@ -32,10 +32,6 @@ class GroupEvaluator:
             self.pool.stop()
             raise
         self._blobs = BlobStore(settings.blob_uri, settings.gateway.blob_options)
-        self._names = {
-            run: frozenset((rule.source, rule.name, rule.version) for rule in rules)
-            for run, rules in self._rules.items()
-        }
 
     def close(self) -> None:
         """Stop the child processes at once; a pending call gets PoolStopped."""
@@ -43,7 +39,8 @@ class GroupEvaluator:
 
     def names(self, run_id: str) -> frozenset[RewardName]:
         """Return the rewards that comparisons give the trajectories of a run."""
-        return self._names.get(run_id, self._names.get(EVERY_RUN, frozenset()))
+        rules = of_run(self._rules, run_id)
+        return frozenset((rule.source, rule.name, rule.version) for rule in rules)
 
     def evaluate(self, group: ClosedGroup, read: Read, created_at: int) -> list[Reward]:
         """Return the rewards of the members of a group.
@@ -57,13 +54,10 @@ class GroupEvaluator:
             BlobStoreAway: The blob store cannot be reached.
             Unavailable: From `read`.
         """
-        alone = f"1 of {group.size} members of its group came in time"
+        reasons = [_excluded(member, group) for member in group.members]
         found = [
-            (
-                m.candidate,
-                _excluded(m) or (alone if len(group.members) < 2 else self._whole(m, read)),
-            )
-            for m in group.members
+            (member.candidate, reason or self._whole(member, read))
+            for member, reason in zip(group.members, reasons, strict=True)
         ]
         rules = of_run(self._rules, group.members[0].candidate.run_id)
         return [r for rule in rules for r in rewards_of_group(found, rule, created_at)]
@@ -79,11 +73,13 @@ class GroupEvaluator:
             return str(e)
 
 
-def _excluded(member: Member) -> str | None:
-    """Return the reason why a member has nothing to compare."""
+def _excluded(member: Member, group: ClosedGroup) -> str | None:
+    """Return the reason why a member is not compared; None if its payload is needed."""
     candidate = member.candidate
     if candidate.outcome == "replaced":
         return "replaced: another trajectory takes its place in the group"
     if candidate.outcome == "lost" or member.place is None:
         return f"trajectory lost: {candidate.reason or 'no payload'}"
+    if len(group.members) == 1:
+        return f"no opponent: 1 of {group.size} members of its group came in time"
     return None
