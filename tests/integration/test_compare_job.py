@@ -1,0 +1,75 @@
+"""The comparison job on a real Kafka: a group is compared, and a killed worker's group as well."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import orjson
+from support.jobs import Eventually, Jobs, running, session, step
+from support.model_endpoint import Reply, chat, model_endpoint
+
+from runtime.kafka import Cluster
+from schemas.records import Candidate, Reward
+from schemas.settings import Settings
+from schemas.settings.reward_models import Judge
+
+
+def shorter(body: Any) -> Reply:
+    """Prefer the shorter of two members."""
+    first, second = body["messages"][1]["content"].split("\n\nAssistant B\n\n")
+    return chat(json.dumps({"score": int(len(first) < len(second) + len("Assistant A\n\n"))}))
+
+
+def member(key: str, group: str, answer: str) -> list[Any]:
+    said = replace(step(key, [1], [2]), response_json=orjson.dumps({"content": answer}))
+    opened = session(key, "opened", metadata_json=b"{}", group_id=group, group_size=2)
+    return [opened, said, session(key, "completed")]
+
+
+def compared(jobs: Jobs) -> dict[str, Reward]:
+    """Return the reward of each trajectory; all records of it are equal."""
+    found = dict[str, Reward]()
+    for _, reward in jobs.records(jobs.topics.rewards, Reward):
+        before = found.setdefault(reward.trajectory_key, reward)
+        assert replace(reward, created_at=0) == replace(before, created_at=0)
+    return found
+
+
+def test_members_of_a_group_are_compared(
+    settings: Settings, cluster: Cluster, tmp_path: Path, eventually: Eventually
+) -> None:
+    with model_endpoint(shorter) as endpoint:
+        judge = Judge(
+            type="genrm", url=endpoint.url, model="m", rubric="Short is good.", per="group"
+        )
+        functions = {"reward_models": {"best": judge}, "reward_functions": {"*": ("best@3",)}}
+        with running(settings, cluster, tmp_path, **functions) as jobs:
+            jobs.start()
+            worker = jobs.start(job="compare")
+            jobs.put(*member("a", "g", "22"), *member("waits", "h", "1"), *member("b", "g", "1"))
+            jobs.producer.flush()
+            first = eventually(lambda: found if len(found := compared(jobs)) == 2 else None, 180)
+            assert {key: one.value for key, one in first.items()} == {"a": 0.0, "b": 1.0}
+            assert {(r.source, r.name, r.reward_revision) for r in first.values()} == {
+                ("judge", "best", 3)
+            }
+            eventually(lambda: all(jobs.candidates()[key].rewards for key in "ab"), 180)
+            (offset,) = (
+                record.offset
+                for record, c in jobs.records(jobs.topics.candidates, Candidate)
+                if c.trajectory_id == "waits"
+            )
+            worker.kill()
+            worker.wait()
+            group = f"{jobs.topics.prefix}-compare"
+            assert max(cluster.committed(group).values()) <= offset
+            worker = jobs.start(job="compare")
+            jobs.put(*member("late", "h", "1"))
+            jobs.producer.flush()
+            both = eventually(lambda: found if len(found := compared(jobs)) == 4 else None, 180)
+            assert (both["waits"].value, both["late"].value) == (0.5, 0.5)  # equal, nothing asked
+            assert jobs.processes.stop(worker) == 0
+        assert len(endpoint.requests) == 2  # one pair in both orders, once
