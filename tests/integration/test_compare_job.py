@@ -57,15 +57,15 @@ def test_members_of_a_group_are_compared(
                 ("judge", "best", 3)
             }
             eventually(lambda: all(jobs.candidates()[key].rewards for key in "ab"), 180)
-            (offset,) = (
-                record.offset
+            (waiting,) = (
+                record
                 for record, c in jobs.records(jobs.topics.candidates, Candidate)
                 if c.trajectory_id == "waits"
             )
             worker.kill()
             worker.wait()
-            group = f"{jobs.topics.prefix}-compare"
-            assert max(cluster.committed(group).values()) <= offset
+            positions = cluster.committed(f"{jobs.topics.prefix}-compare")
+            assert positions[waiting.topic, waiting.partition] <= waiting.offset
             worker = jobs.start(job="compare")
             jobs.put(*member("late", "h", "1"))
             jobs.producer.flush()

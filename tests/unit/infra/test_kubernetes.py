@@ -13,6 +13,7 @@ import pytest
 import yaml
 from support.command_line import parse
 
+from clawstream.ops.up import COMMANDS
 from gateway.auth.session_keys import SECRET_BYTES
 from runtime.broker.node_config import LARGEST_MESSAGE_BYTES
 from runtime.process.config import load
@@ -79,8 +80,7 @@ def ports(name: str) -> dict[str, int]:
 
 
 def test_every_process_and_every_file_is_there() -> None:
-    processes = {"gateway", "assemble", "reward", "admit", "lake", "trainer", "rollout"}
-    assert set(PROCESSES) == processes | {"monitor", "inspector"}
+    assert set(PROCESSES) == {*COMMANDS, "inspector"} - {"broker"}
     made = read("kustomization.yaml")
     used = {*made["resources"], *made["configMapGenerator"][0]["files"], "kustomization.yaml"}
     used |= {patch["path"] for patch in made["patches"]}
@@ -179,6 +179,7 @@ def test_what_must_run_once_runs_once() -> None:
         assert WORKLOADS[name]["kind"] == "StatefulSet" and WORKLOADS[name]["spec"]["replicas"] == 1
     assert WORKLOADS["lake"]["spec"]["replicas"] == settings.lake.writers
     assert WORKLOADS["assemble"]["spec"]["replicas"] <= settings.kafka.partitions
+    assert WORKLOADS["compare"]["spec"]["replicas"] == settings.jobs.compares_groups
 
 
 def test_the_processes_log_in_to_the_brokers() -> None:
