@@ -54,7 +54,7 @@ class GroupEvaluator:
             BlobStoreAway: The blob store cannot be reached.
             Unavailable: From `read`.
         """
-        reasons = [_excluded(member, group) for member in group.members]
+        reasons = [exclusion(member, group) for member in group.members]
         found = [
             (member.candidate, reason or self._whole(member, read))
             for member, reason in zip(group.members, reasons, strict=True)
@@ -73,8 +73,13 @@ class GroupEvaluator:
             return str(e)
 
 
-def _excluded(member: Member, group: ClosedGroup) -> str | None:
-    """Return the reason why a member is not compared; None if its payload is needed."""
+def exclusion(member: Member, group: ClosedGroup) -> str | None:
+    """Return the reason why a member is not compared; None if its payload is needed.
+
+    Args:
+        member: One of the group.
+        group: With all of its members.
+    """
     candidate = member.candidate
     if candidate.outcome == "replaced":
         return "replaced: another trajectory takes its place in the group"

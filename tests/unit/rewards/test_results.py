@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import orjson
 import pytest
+from support.admit import cand
 
-from rewards.registry import BUILT_IN, Rule
-from rewards.results import rewards_of, rules_of
+from rewards.registry import BUILT_IN, GroupRule, Rule, rule_of
+from rewards.results import group_rules_of, rewards_of, rewards_of_group, rules_of
 from schemas.codec.single_object import Codec
 from schemas.errors import SettingsError
 from schemas.records import Tag, Trajectory, TrajectoryStep
@@ -222,3 +224,74 @@ def test_whatever_a_function_raises_is_a_reason_that_a_record_can_hold(
 def test_wrong_names_are_settings_errors(spec: str) -> None:
     with pytest.raises(SettingsError, match=r"jobs\.reward_functions\.r"):
         rules_of(Settings(jobs=JobsSettings(reward_functions={"r": (spec,)})), FIND)
+
+
+def group(*members: Trajectory | str) -> list[tuple[Any, Trajectory | str]]:
+    """Return members with their candidates; a text is a reason why one is not compared."""
+    return [
+        (cand(f"t{i}"), m if isinstance(m, str) else replace(m, trajectory_id=f"t{i}"))
+        for i, m in enumerate(members)
+    ]
+
+
+def test_each_member_of_a_group_gets_its_own_result() -> None:
+    seen: list[list[str]] = []
+
+    def compare(members: Sequence[Trajectory]) -> list[Any]:
+        seen.append([m.trajectory_id for m in members])
+        return [(1.0, {"wins": [1.0]}), 0.5, "EndpointError: down", None]
+
+    rule = GroupRule("best", "3", compare)
+    one = trajectory()
+    found = rewards_of_group(group(one, "lost", one, one, one), rule, 7)
+    assert seen == [["t0", "t2", "t3", "t4"]]
+    assert [(r.trajectory_id, r.value, r.reason) for r in found] == [
+        ("t0", 1.0, None),
+        ("t1", None, "lost"),
+        ("t2", 0.5, None),
+        ("t3", None, "EndpointError: down"),
+        ("t4", None, "the function returned None"),
+    ]
+    assert found[0].detail_json == b'{"wins":[1.0]}'
+    assert {(r.source, r.name, r.reward_revision, r.by, r.created_at) for r in found} == {
+        ("judge", "best", 3, "clawstream.compare", 7)
+    }
+    again = rewards_of_group(group(one, "lost", one, one, one), rule, 9)
+    assert [r.event_id for r in again] == [r.event_id for r in found]
+    assert len({r.event_id for r in found}) == 5
+
+
+@pytest.mark.parametrize("wrong", [[1.0], [1.0, "x", 1.0], [1.0, object()], [1.0, (1.0, b"")]])
+def test_a_wrong_answer_is_the_reason_of_each_member(wrong: list[Any]) -> None:
+    rule = GroupRule("best", "1", lambda _: wrong)
+    found = rewards_of_group(group(trajectory(), trajectory()), rule, 0)
+    assert [r.value for r in found] == [None, None]
+    assert found[0].reason == found[1].reason and "Error" in str(found[0].reason)
+
+
+def test_nobody_is_compared_with_nobody() -> None:
+    rule = GroupRule("best", "1", lambda _: pytest.fail("called"))
+    (alone, gone) = rewards_of_group(group(trajectory(), "gone"), rule, 0)
+    assert (alone.value, gone.reason) == (None, "gone") and "no other member" in str(alone.reason)
+
+
+def test_judges_that_compare_are_apart() -> None:
+    judge = {"type": "genrm", "url": "http://j", "model": "m", "rubric": "r"}
+    settings = Settings.model_validate(
+        {
+            "jobs": {
+                "reward_models": {"one": judge, "best": {**judge, "per": "group"}},
+                "reward_functions": {"r": ["one@1", "best@2"], "*": ["exact_match@1"]},
+            }
+        }
+    )
+
+    def find(target: str, configuration: str | None = None) -> Any:
+        return (target, configuration)
+
+    names = {run: [str(rule) for rule in rules] for run, rules in rules_of(settings, find).items()}
+    assert names == {"r": ["one@1"], "*": ["exact_match@1"]}
+    found = group_rules_of(settings, find)
+    assert [str(rule) for rule in found["r"]] == ["best@2"] and found["*"] == ()
+    with pytest.raises(SettingsError, match=r"gateway\.compute_reward: 'best@2' needs a group"):
+        rule_of("best@2", "gateway.compute_reward", find, settings.reward_models)

@@ -19,7 +19,7 @@ from schemas.errors import SettingsError
 from trainer.algorithms.registry import ALGORITHMS
 
 EVERY = list(COMMANDS)
-DATA_PART = [n for n in EVERY if n not in ("trainer", "rollout")]
+DATA_PART = [n for n in EVERY if n not in ("compare", "trainer", "rollout")]
 
 
 @pytest.mark.parametrize(
@@ -132,6 +132,14 @@ def test_ports_above_the_highest_one_are_refused(words: list[str], problem: str)
     ("words", "started"),
     [
         ([], []),
+        (
+            [
+                "jobs.reward_models={b: {type: genrm, url: 'http://j', model: m, rubric: r, "
+                "per: group}}",
+                "jobs.reward_functions={'*': [b@1]}",
+            ],
+            ["compare"],
+        ),
         (["trainer.model_path=/m"], ["trainer", "rollout"]),
         (["rollout.model_path=/m"], ["rollout"]),
         (["trainer.model_path=/m", "rollout.workers=2"], ["trainer", "rollout-0", "rollout-1"]),
@@ -141,7 +149,7 @@ def test_ports_above_the_highest_one_are_refused(words: list[str], problem: str)
         ),
     ],
 )
-def test_each_rollout_worker_is_a_process(words: list[str], started: list[str]) -> None:
+def test_what_the_settings_need_is_started(words: list[str], started: list[str]) -> None:
     settings = load(None, words, {})
     names = [name for name in wanted(settings) if name not in DATA_PART]
     found = {k: v for name in names for k, v in instances(settings, name).items()}

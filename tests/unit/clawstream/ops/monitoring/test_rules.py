@@ -110,6 +110,7 @@ def test_the_worst_status_and_the_patience_of_each_role() -> None:
     assert patience_s(settings, "assemble") == patience_s(settings, "admit.r.train") == 15
     assert patience_s(settings, "lake") == 20
     assert patience_s(settings, "reward") == 15 + settings.functions.timeout_s
+    assert patience_s(settings, "compare") == 15 + settings.admit.policy.group_deadline_s
     assert patience_s(settings, "trainer.r.train") == 3600
 
 
