@@ -45,8 +45,6 @@ Reply with a JSON object: "explanation", one or two sentences, then "score", {sc
 or 0 if B is better."""
 T = TypeVar("T")
 Graded = tuple[float, dict[str, Any]]
-JudgeReward = Callable[[Trajectory], Awaitable[Graded | dict[str, Graded]]]
-JudgeOfGroup = Callable[[Sequence[Trajectory]], Awaitable[list[Graded | str]]]
 
 
 class JudgeError(Exception):
@@ -71,8 +69,10 @@ class Decision:
     votes: Sequence[Verdict]
 
 
-def judge(configuration: Mapping[str, Any]) -> JudgeReward | JudgeOfGroup:
-    """Return the reward function of a configuration (`Judge`); `per: group` takes a whole group.
+def judge(configuration: Mapping[str, Any]) -> Callable[..., Awaitable[Any]]:
+    """Return the reward function of a configuration (`Judge`).
+
+    It takes a trajectory, and with `per: group` the members of a group.
 
     Raises:
         EndpointError: The API key is missing.

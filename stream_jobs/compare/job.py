@@ -33,8 +33,8 @@ from stream_jobs.compare.fold import ClosedGroup, GroupFold, Member
 from stream_jobs.worker.payload import payload_place, read_payload
 
 GROUP = "compare"
-GROUPS_AT_ONCE = 16
-"""Bounds the payload in memory."""
+GROUPS_AT_ONCE = 8
+"""Bounds the payload in memory, and the requests that wait for a judge within their time-outs."""
 
 
 class CompareJob:

@@ -45,7 +45,10 @@ def test_members_of_a_group_are_compared(
         judge = Judge(
             type="genrm", url=endpoint.url, model="m", rubric="Short is good.", per="group"
         )
-        functions = {"reward_models": {"best": judge}, "reward_functions": {"*": ("best@3",)}}
+        functions: dict[str, Any] = {
+            "reward_models": {"best": judge},
+            "reward_functions": {"*": ("best@3",)},
+        }
         with running(settings, cluster, tmp_path, **functions) as jobs:
             jobs.start()
             worker = jobs.start(job="compare")

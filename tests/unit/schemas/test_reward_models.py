@@ -45,8 +45,11 @@ def test_groups_are_compared_where_a_run_names_such_a_judge() -> None:
 
 
 def test_a_comparison_ends_before_the_deadline_of_its_group() -> None:
-    found = {"jobs": jobs(BEST, reward_functions={"*": ("m0@1",)}), "functions": {"timeout_s": 30}}
-    policy = {"admit": {"policy": {"group_deadline_s": 35.5}}}
+    found: dict[str, Any] = {
+        "jobs": jobs(BEST, reward_functions={"*": ("m0@1",)}),
+        "functions": {"timeout_s": 30},
+    }
+    policy: dict[str, Any] = {"admit": {"policy": {"group_deadline_s": 35.5}}}
     assert Settings.model_validate({**found, **policy}).comparison_wait_s == 0.5
     policy["admit"]["policy"]["group_deadline_s"] = 35
     with pytest.raises(ValueError, match=r"group_deadline_s=35 must exceed functions\.timeout_s"):
