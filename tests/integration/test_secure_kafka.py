@@ -33,7 +33,11 @@ from trainer.position import starting_position
 from trainer.versions.weight_log import KafkaWeightLog
 
 RUN_ID = "demo"
-JOBS = ("assemble", "reward", "admit", "lake")
+JOBS = ("assemble", "reward", "compare", "admit", "lake")
+EQUAL = {
+    "type": "genrm", "per": "group", "url": "http://127.0.0.1:9", "model": "m", "rubric": "r",
+    "template": "It asks nothing about equal members.",
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +60,12 @@ def settings_of(broker: SecureBroker, tmp_path: Path) -> Callable[..., Settings]
                 "run_id": RUN_ID,
                 "kafka": {**broker.kafka(user, **security), "partitions": 2},
                 "gateway": {"port": port, "upstreams": ["http://127.0.0.1:9"]},
-                "jobs": {"tick_interval_s": 0.3, "quality_functions": {"*": ["tokens@1"]}},
+                "jobs": {
+                    "tick_interval_s": 0.3,
+                    "quality_functions": {"*": ["tokens@1"]},
+                    "reward_models": {"equal": EQUAL},
+                    "reward_functions": {"*": ["equal@1"]},
+                },
                 "admit": {"policy": {"group_size": 2, "batch_groups": 1}},
                 "lake": {"flush_interval_s": 0.1},
             }
