@@ -99,7 +99,7 @@ def test_every_port_is_looked_at() -> None:
 
 
 def test_two_processes_do_not_share_a_port() -> None:
-    words = ["metrics.port=8195", "rollout.workers=2"]
+    words = ["metrics.port=8194", "rollout.workers=2"]
     with pytest.raises(
         SettingsError, match=r"^setting metrics\.port: .*\b8201, and .* rollout \(rollout\.port\)"
     ):
@@ -118,8 +118,8 @@ def test_the_inspector_has_a_port_of_its_own() -> None:
     ("words", "problem"),
     [
         (["rollout.port=65535", "rollout.workers=2"], r"rollout\.port=65535: .* at most 65534"),
-        (["metrics.port=65530"], r"metrics\.port=65530: .* at most 65529"),
-        (["metrics.port=65529", "rollout.workers=2"], r"metrics\.port=65529: .* at most 65528"),
+        (["metrics.port=65529"], r"metrics\.port=65529: .* at most 65528"),
+        (["metrics.port=65528", "rollout.workers=2"], r"metrics\.port=65528: .* at most 65527"),
         (["broker.port=65520", "broker.nodes=3"], r"broker\.port=65520: .* at most 65514"),
     ],
 )
