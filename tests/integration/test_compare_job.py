@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import orjson
+import pytest
 from support.jobs import Eventually, Jobs, running, session, step
 from support.model_endpoint import Reply, chat, model_endpoint
 
@@ -20,6 +22,8 @@ from schemas.settings.reward_models import Judge
 def shorter(body: Any) -> Reply:
     """Prefer the shorter of two members."""
     first, second = body["messages"][1]["content"].split("\n\nAssistant B\n\n")
+    if "slow" in second:
+        threading.Event().wait()
     return chat(json.dumps({"score": int(len(first) < len(second) + len("Assistant A\n\n"))}))
 
 
@@ -38,6 +42,7 @@ def compared(jobs: Jobs) -> dict[str, Reward]:
     return found
 
 
+@pytest.mark.long
 def test_members_of_a_group_are_compared(
     settings: Settings, cluster: Cluster, tmp_path: Path, eventually: Eventually
 ) -> None:
@@ -74,5 +79,9 @@ def test_members_of_a_group_are_compared(
             jobs.producer.flush()
             both = eventually(lambda: found if len(found := compared(jobs)) == 4 else None, 180)
             assert (both["waits"].value, both["late"].value) == (0.5, 0.5)  # equal, nothing asked
-            assert jobs.processes.stop(worker) == 0
-        assert len(endpoint.requests) == 2  # one pair in both orders, once
+            assert len(endpoint.requests) == 2  # one pair in both orders, once
+            jobs.put(*member("c", "s", "slow"), *member("d", "s", "slower"))
+            jobs.producer.flush()
+            eventually(lambda: len(endpoint.requests) == 4, 180)
+            assert jobs.processes.stop(worker, 10) == 0  # it does not wait for the judge
+            assert len(compared(jobs)) == 4

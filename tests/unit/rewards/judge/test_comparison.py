@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
+import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -14,11 +16,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
+from support.admit import cand
 from support.model_endpoint import Reply, chat, model_endpoint
 from support.trajectories import answered
 
 from rewards.judge.comparison import ALONE, Comparison, Undecided, pairs, share_of_wins
 from rewards.judge.reward import judge
+from rewards.registry import GroupRule
+from rewards.results import rewards_of_group
 from schemas.records import Trajectory
 from schemas.settings.reward_models import Judge
 
@@ -117,6 +122,35 @@ def test_a_member_that_cannot_be_shown_or_judged_costs_the_others_nothing(tmp_pa
 def test_one_that_can_be_shown_is_alone(tmp_path: Path) -> None:
     bare = replace(answered("1"), trajectory_id="t9", metadata_json=None)
     assert compared(tmp_path, lambda a, b: 1, *members("1"), bare)[0][0] == ALONE
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        (
+            {"url": "http://127.0.0.1:1", "timeout_s": 0.1},
+            "NotServed: no reply of .* in 0.1 s: ClientConnectorError",
+        ),
+        ({"timeout_s": 0.2}, "EndpointError: no reply of .* in 0.2 s$"),
+        ({"budget_calls": 1}, "OverBudget: over budget: 1 of 1 calls in 3600 s"),
+    ],
+    ids=["down", "slow", "over_budget"],
+)
+def test_a_judge_without_verdicts_is_the_recorded_reason(
+    tmp_path: Path, settings: dict[str, Any], reason: str
+) -> None:
+    go_on = threading.Event()
+
+    def asked(group: Sequence[Trajectory]) -> list[Any]:
+        try:
+            return compared(tmp_path, lambda a, b: int(go_on.wait()), *group, **settings)[0]
+        finally:
+            go_on.set()
+
+    group = [(cand(one.trajectory_id), one) for one in members("1", "22", "333")]
+    found = rewards_of_group(group, GroupRule("best", "1", asked), 0)
+    assert [one.trajectory_id for one in found] == ["t0", "t1", "t2"]
+    assert all(one.value is None and re.match(reason, str(one.reason)) for one in found), found
 
 
 @pytest.mark.parametrize(
