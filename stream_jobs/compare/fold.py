@@ -117,8 +117,10 @@ class GroupFold:
     def _leave(self, key: GroupKey, trajectory_id: str) -> None:
         """Remove a member that has been compared before."""
         group = self._groups.get(key)
-        if group is not None and group.members.pop(trajectory_id, None) and not group.members:
-            del self._groups[key]
+        if group is not None and trajectory_id in group.members:
+            del group.members[trajectory_id]
+            if not group.members:
+                del self._groups[key]
 
     def _overdue(self, now: int | None) -> list[ClosedGroup]:
         closed = []

@@ -59,8 +59,8 @@ class CompareJob:
         """Resume at the group's positions.
 
         Returns:
-            The first offset of each partition without a position: of the oldest record whose group
-            may still wait.
+            The first offset of each partition without a position, or with one after its end: of
+            the oldest record whose group may still wait.
         """
         first = await asyncio.to_thread(self._open, partitions)
         logger().info("partitions_assigned", partitions=list(partitions))
@@ -75,9 +75,9 @@ class CompareJob:
         found = dict[tuple[str, int], int]()
         for p, (low, high) in self._cluster.watermarks(topic, partitions).items():
             position = committed.get((topic, p))
-            if position is None:
+            if position is None or position > high:
                 position = found[topic, p] = recent[p]
-            at = min(max(position, low), high)
+            at = max(position, low)
             fold = GroupFold(tickers, self._group_size, self._wait_ms, self._evaluator.names)
             start = first_tick_needed(self._cluster, self.decoder, (topic, p), low, at, tickers)
             for record in self._cluster.read_range(topic, p, start, at - 1):
