@@ -267,10 +267,8 @@ class AdmissionFold:
         group.put(member)
         if group.first_closed_at != before:
             self._schedule(Timer(group.deadline(policy), False, group.key))
-        if member.missing_input:
-            self._schedule(
-                Timer(member.candidate.closed_at + policy.reward_deadline_ms, False, group.key)
-            )
+        if group.awaiting_input:
+            self._schedule(Timer(group.reward_deadline(policy), False, group.key))
         self._evaluate(group)
 
     def _evaluate(self, group: Group, close: bool = True) -> None:
@@ -323,7 +321,8 @@ class AdmissionFold:
         policy, due = self._in_force, []
         for group in self._groups:
             due.append(Timer(group.deadline(policy), False, group.key))
-            due += [Timer(at, False, group.key) for at in group.reward_deadlines(policy)]
+            if group.awaiting_input:
+                due.append(Timer(group.reward_deadline(policy), False, group.key))
         if self.channel == "val":
             for group in self._batches.waiting():
                 due.append(

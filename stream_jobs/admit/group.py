@@ -126,6 +126,7 @@ class Group:
     refused_members: int = 0
     awaiting_input: int = 0
     first_closed_at: int = 0
+    last_closed_at: int = 0
     closed_to_new_at: int | None = None
     verdict: Verdict | None = None
     batch: int | None = None
@@ -152,6 +153,7 @@ class Group:
         )
         closed_at = member.candidate.closed_at
         self.first_closed_at = min(self.first_closed_at, closed_at) if self.members else closed_at
+        self.last_closed_at = max(self.last_closed_at, closed_at)
         self.members[tid] = member
 
     def apply_policy(self, policy: AdmissionPolicy) -> None:
@@ -168,13 +170,12 @@ class Group:
         """Event time (ms) from which the group no longer waits for members."""
         return self.first_closed_at + policy.group_deadline_ms
 
-    def reward_deadlines(self, policy: AdmissionPolicy) -> list[int]:
-        """Event times (ms) from which it no longer waits for rewards of a member."""
-        return [
-            m.candidate.closed_at + policy.reward_deadline_ms
-            for m in self.members.values()
-            if m.missing_input
-        ]
+    def reward_deadline(self, policy: AdmissionPolicy) -> int:
+        """Event time (ms) from which it no longer waits for rewards.
+
+        It counts from the last closing, since a comparison needs all members.
+        """
+        return self.last_closed_at + policy.reward_deadline_ms
 
 
 def evaluate_group(
@@ -196,15 +197,8 @@ def evaluate_group(
     )
     if not sealed and group.arrived < group.n:
         return None
-    if not sealed and group.awaiting_input:
-        wait_ms = policy.reward_deadline_ms
-        if now is None or now < group.first_closed_at + wait_ms:
-            return None
-        if any(
-            m.missing_input and now < m.candidate.closed_at + wait_ms
-            for m in group.members.values()
-        ):
-            return None
+    if not sealed and group.awaiting_input and (now is None or now < group.reward_deadline(policy)):
+        return None
     usable, dropped = [], []
     for tid in sorted(group.members):
         member = group.members[tid]

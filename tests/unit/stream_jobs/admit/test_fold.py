@@ -100,6 +100,16 @@ def test_reward_that_does_not_come_drops_its_member() -> None:
     ]
 
 
+def test_rewards_are_awaited_from_the_last_closing_even_of_one_that_cannot_train() -> None:
+    late = cand("c", closed_at=2000, outcome="abandoned", rewards=())
+    three = [policy(group_size=3), *(cand(n, rewards=()) for n in "ab"), tick(1999), late]
+    assert fold(*three, tick(2999)) == []
+    compared = [cand(n, value=v, revision=1) for n, v in (("a", 0.0), ("b", 1.0))]
+    out = fold(*three, *compared)
+    assert groups(out) == [[["a", "b"]]] and [r[1] for r in refusals(out)] == [("c",)]
+    assert refusals(fold(*three, tick(3000)))[0][:2] == ("reward_missing", ("a", "b", "c"))
+
+
 def test_event_time_is_the_minimum_over_the_source_partitions() -> None:
     two = CandidateLog("t", 0, 2)
     start = (policy(), cand("a", rewards=()), cand("b", rewards=()))
