@@ -17,11 +17,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 from runtime.functions.pool import PoolStopped
-from runtime.kafka import Ack, Cluster, Record
+from runtime.kafka import Cluster, Record
 from runtime.logs import logger
 from runtime.topics.event_time import first_tick_needed
 from runtime.topics.records import Decoder, now_micros
@@ -30,6 +29,7 @@ from schemas.records import Candidate, Reward, Trajectory
 from schemas.settings import Settings
 from stream_jobs.compare.evaluate import GroupEvaluator
 from stream_jobs.compare.fold import ClosedGroup, GroupFold, Member
+from stream_jobs.worker.evaluation import Evaluation
 from stream_jobs.worker.payload import payload_place, read_payload
 
 GROUP = "compare"
@@ -43,7 +43,6 @@ class CompareJob:
     def __init__(self, settings: Settings, cluster: Cluster, evaluator: GroupEvaluator) -> None:
         """Create the job. It closes `evaluator`."""
         self._evaluator = evaluator
-        self._threads = ThreadPoolExecutor(GROUPS_AT_ONCE, "groups")
         self._topics = settings.kafka.topics
         self.inputs: tuple[str, ...] = (self._topics.candidates,)
         self.tick_interval_s = 60.0
@@ -53,6 +52,9 @@ class CompareJob:
         self._cluster = cluster
         self._producer = cluster.producer()
         self.decoder = Decoder(cluster, self._topics.schemas)
+        self._evaluation = Evaluation(
+            GROUPS_AT_ONCE, self._producer, self.decoder.codec, self._topics.rewards
+        )
         self._folds: dict[int, GroupFold] = {}
 
     async def assigned(self, partitions: Sequence[int]) -> Mapping[tuple[str, int], int]:
@@ -97,9 +99,10 @@ class CompareJob:
             return {}
         groups = [group for record in records for group in self._fold(fold, record)]
         try:
-            await self._evaluate_and_send(groups)
+            acks = await self._evaluation.run(groups, self._rewards)
         except PoolStopped:
             return {}  # the job ends: the next worker reads this batch again
+        await asyncio.gather(*acks)
         return {self._topics.candidates: fold.position(records[-1].offset)}
 
     def _fold(self, fold: GroupFold, record: Record) -> list[ClosedGroup]:
@@ -109,27 +112,13 @@ class CompareJob:
             return fold.fold(record.offset, event, place)
         return []
 
-    async def _evaluate_and_send(self, groups: Sequence[ClosedGroup]) -> None:
-        """Evaluate groups on threads, send the rewards of each, and await their acknowledgement.
+    def _rewards(self, group: ClosedGroup) -> list[Reward]:
+        """Evaluate a group on a thread.
 
         Raises:
             PoolStopped: The job is closing.
             BlobStoreAway, Unavailable: The process restarts from its position.
         """
-        loop, acks = asyncio.get_running_loop(), list[asyncio.Future[Ack]]()
-
-        async def evaluate_one(group: ClosedGroup) -> None:
-            acks.extend(self._send(await loop.run_in_executor(self._threads, self._rewards, group)))
-
-        tasks = [asyncio.ensure_future(evaluate_one(group)) for group in groups]
-        try:
-            await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:  # after an error: evaluations that have not begun
-                task.cancel()
-        await asyncio.gather(*acks)
-
-    def _rewards(self, group: ClosedGroup) -> list[Reward]:
         return self._evaluator.evaluate(group, self._read, now_micros())
 
     def _read(self, member: Member) -> Trajectory | str:
@@ -137,10 +126,6 @@ class CompareJob:
             return "no payload"
         topic = self._topics.trajectories
         return read_payload(self._cluster, self.decoder, topic, member.candidate, member.place)
-
-    def _send(self, rewards: Sequence[Reward]) -> list[asyncio.Future[Ack]]:
-        encode, send = self.decoder.codec.encode, self._producer.send_soon
-        return [send(self._topics.rewards, r.trajectory_key.encode(), encode(r)) for r in rewards]
 
     def stop(self) -> None:
         """Stop running functions; the current batch is abandoned where it waits for one."""
@@ -152,5 +137,5 @@ class CompareJob:
     def close(self) -> None:
         """Stop the evaluator and wait for records in flight, not for evaluations."""
         self._evaluator.close()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._evaluation.close()
         self._producer.close()

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -26,6 +25,7 @@ from schemas.records import Assessment, DeadLetterResolved, Reward, StepMark, Tr
 from schemas.settings import Settings
 from schemas.trajectory_parts import joined
 from stream_jobs.reward.evaluate import RuleEvaluator
+from stream_jobs.worker.evaluation import Evaluation
 
 PROCESS = "reward"
 GROUP = "reward"
@@ -105,7 +105,6 @@ class RewardJob:
     def __init__(self, settings: Settings, cluster: Cluster, evaluator: RuleEvaluator) -> None:
         """Create the job. It closes `evaluator`."""
         self.evaluator = evaluator
-        self._threads = ThreadPoolExecutor(settings.functions.calls_at_once, "answers")
         self._topics = settings.kafka.topics
         self.inputs: tuple[str, ...] = (self._topics.trajectories,)
         self.tick_interval_s = 60.0
@@ -113,6 +112,12 @@ class RewardJob:
         self._cluster = cluster
         self._producer = cluster.producer()
         self.decoder = Decoder(cluster, self._topics.schemas)
+        self._evaluation = Evaluation(
+            settings.functions.calls_at_once,
+            self._producer,
+            self.decoder.codec,
+            self._topics.rewards,
+        )
         self._buffers: dict[int, PartBuffer] = {}
         self._due: dict[int, int] = {}  # the next offset of each partition, where it is known
         self._topic_id = ""
@@ -251,25 +256,9 @@ class RewardJob:
             (slow if self.evaluator.uses_child_processes(trajectory.run_id) else quick).append(
                 trajectory
             )
-        acks = self._send(await asyncio.to_thread(self._evaluate, quick)) if quick else []
-        loop = asyncio.get_running_loop()
-
-        async def evaluate_one(trajectory: Trajectory) -> None:
-            acks.extend(
-                self._send(await loop.run_in_executor(self._threads, self._evaluate, [trajectory]))
-            )
-
-        tasks = [asyncio.ensure_future(evaluate_one(trajectory)) for trajectory in slow]
-        try:
-            await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:  # after an error: evaluations that have not begun
-                task.cancel()
-        return acks
-
-    def _send(self, results: Sequence[Reward | Assessment]) -> list[asyncio.Future[Ack]]:
-        encode, send = self.decoder.codec.encode, self._producer.send_soon
-        return [send(self._topics.rewards, r.trajectory_key.encode(), encode(r)) for r in results]
+        send = self._evaluation.send
+        acks = send(await asyncio.to_thread(self._evaluate, quick)) if quick else []
+        return acks + await self._evaluation.run([[t] for t in slow], self._evaluate)
 
     def _evaluate(self, trajectories: Sequence[Trajectory]) -> list[Reward | Assessment]:
         """Evaluate trajectories on a thread.
@@ -300,5 +289,5 @@ class RewardJob:
         The worker's time limit for its end cannot fire while this blocks.
         """
         self.evaluator.close()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._evaluation.close()
         self._producer.close()

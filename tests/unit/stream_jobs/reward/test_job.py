@@ -34,10 +34,10 @@ def test_a_batch_is_what_child_processes_take_at_once(
 def test_to_close_waits_for_no_evaluation(tmp_path: Path) -> None:
     settings = Settings(data_dir=tmp_path)
     job = RewardJob(settings, cluster_of(settings), RuleEvaluator(settings))
-    ends, places = threading.Event(), job._threads._max_workers
+    ends, places = threading.Event(), job._evaluation._threads._max_workers
     try:
-        running = [job._threads.submit(ends.wait) for _ in range(places)]
-        waiting = job._threads.submit(ends.wait)
+        running = [job._evaluation._threads.submit(ends.wait) for _ in range(places)]
+        waiting = job._evaluation._threads.submit(ends.wait)
         job.close()
         assert waiting.cancelled() and not any(future.done() for future in running)
     finally:
