@@ -17,6 +17,7 @@ from inspector.queries.filters import condition_of, parse_filters
 from inspector.queries.lake import Lake
 from inspector.queries.listing import closed_ids
 from inspector.web.access import User
+from inspector.web.dependencies import Used
 from inspector.web.forms import Form, local
 from inspector.web.rendering import render
 from runtime.topics.records import now_micros
@@ -31,14 +32,6 @@ class Marking(NamedTuple):
 
     is_on: bool
     may_reward: bool
-
-
-def _parts(request: Request) -> Any:
-    return request.app.state.parts
-
-
-Used = Annotated[Any, Depends(_parts)]
-"""`inspector.web.app.Parts`."""
 
 
 def _marking(request: Request, parts: Used) -> Marking:

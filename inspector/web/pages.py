@@ -17,7 +17,8 @@ from inspector.queries import group, listing, overview, tokens, trajectory
 from inspector.queries.conversation import turns_of
 from inspector.queries.filters import OUTCOMES, STAGES, parse_filters, parse_place
 from inspector.web import copies
-from inspector.web.marking import Offered, Used
+from inspector.web.dependencies import Used
+from inspector.web.marking import Offered
 from inspector.web.rendering import render, text_of
 from schemas.errors import ForeseenError
 

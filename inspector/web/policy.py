@@ -9,8 +9,8 @@ from fastapi.responses import RedirectResponse
 
 from inspector.errors import LogAbsent, NotPermitted
 from inspector.queries import policy
+from inspector.web.dependencies import Used
 from inspector.web.forms import Form
-from inspector.web.marking import Used
 from inspector.web.rendering import render
 from schemas.errors import ForeseenError
 from schemas.settings import PolicySettings

@@ -9,8 +9,8 @@ from urllib.parse import quote
 from fastapi import APIRouter, Request, Response
 
 from inspector.queries import sql
+from inspector.web.dependencies import Used
 from inspector.web.forms import Form
-from inspector.web.marking import Used
 from inspector.web.rendering import render
 from schemas.errors import ForeseenError
 
@@ -29,7 +29,7 @@ EXAMPLES = (
 
 @router.get("/sql")
 def page(request: Request, parts: Used, q: str = "") -> Response:
-    """Show the query of the address; it runs when the user says so."""
+    """Show the query in the address. Only the form runs it."""
     return _page(request, parts, q)
 
 
