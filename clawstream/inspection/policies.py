@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
@@ -19,7 +19,7 @@ from schemas.records import AdmissionPolicy
 from schemas.settings import Settings
 from stream_jobs.admit import policy_log
 from stream_jobs.admit.policy import SETTINGS, policy_rejection, settings_of
-from stream_jobs.admit.policy_log import PolicyEntry, changed_policy, entries_of
+from stream_jobs.admit.policy_log import PolicyEntry, changed_policy, entries_of, newest_of
 from stream_jobs.errors import PolicyRefused
 from trainer.settings_check import check_algorithm
 
@@ -53,7 +53,7 @@ class RunPolicies:
             behind = {} if log.newest is None else log.behind(log.newest)
         else:
             entries, has_ended = self._of_lake(run_id)
-        newest = _newest(entries)
+        newest = newest_of(entries)
         if newest is None:
             return None
         return PolicyLog([_version(e) for e in entries], _version(newest), behind, has_ended)
@@ -65,7 +65,7 @@ class RunPolicies:
             PolicyRefused, SettingsError: A change is invalid.
         """
         entries = self._log(run_id).entries if self._connected() else self._of_lake(run_id)[0]
-        newest = _newest(entries)
+        newest = newest_of(entries)
         if newest is None:
             raise PolicyRefused(f"run {run_id} has no policy yet")
         made = changed_policy(self._of_run(run_id), newest.policy, changes, SETTINGS, _CHECKS)
@@ -119,10 +119,6 @@ def _decoded(codec: Codec, text: str) -> AdmissionPolicy:
     found = from_json(codec, AdmissionPolicy.__name__, json.loads(text))
     assert isinstance(found, AdmissionPolicy)
     return found
-
-
-def _newest(entries: Sequence[PolicyEntry]) -> PolicyEntry | None:
-    return next((e for e in reversed(entries) if e.rejection is None), None)
 
 
 def _version(entry: PolicyEntry) -> PolicyVersion:

@@ -5,7 +5,7 @@ Nothing here calls admission: both read the same log, and a policy holds from it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from runtime.kafka import Cluster
@@ -64,7 +64,7 @@ class PolicyLog:
     @property
     def newest(self) -> PolicyEntry | None:
         """The valid policy in force at the end of the log."""
-        return next((e for e in reversed(self.entries) if e.rejection is None), None)
+        return newest_of(self.entries)
 
     def behind(self, entry: PolicyEntry) -> Mapping[Channel, int | None]:
         """Return for each channel how many records admission must read before the policy holds."""
@@ -155,6 +155,11 @@ def entries_of(published: Iterable[tuple[int, int, AdmissionPolicy]]) -> list[Po
         entries.append(PolicyEntry(offset, timestamp_ms, policy, rejection))
         before = policy if rejection is None else before
     return entries
+
+
+def newest_of(entries: Sequence[PolicyEntry]) -> PolicyEntry | None:
+    """Return the policy in force after entries in log order; None without a valid one."""
+    return next((e for e in reversed(entries) if e.rejection is None), None)
 
 
 def changed_policy(
