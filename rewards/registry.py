@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 from rewards.exact_match import exact_match
 from rewards.last_number import last_number
@@ -38,6 +38,7 @@ class Rule(NamedFunction[RewardFunction]):
     """A reward function with the name, version and source that its rewards carry."""
 
     source: RewardSource = "rule"
+    by: ClassVar[str] = "clawstream.reward"
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class GroupRule(NamedFunction[GroupFunction]):
     """A function that compares the members of a group, and what its rewards carry."""
 
     source: RewardSource = "judge"
+    by: ClassVar[str] = "clawstream.compare"
 
 
 BUILT_IN: Mapping[str, RewardFunction] = {

@@ -90,7 +90,7 @@ def rewards_of_group(
 
     Args:
         members: Each with its complete trajectory, or the reason why it is not compared.
-        rule: Compares those that have one; it is not called for fewer than two.
+        rule: Compares the members with a trajectory. It is called only if there are two or more.
         created_at: Microseconds, informational.
     """
     shown = [(c.trajectory_id, t) for c, t in members if isinstance(t, Trajectory)]
@@ -167,7 +167,7 @@ def _reward(
         value=value,
         reason=reason_text(reason) if reason else None,
         reward_revision=rule.revision,
-        by="clawstream.reward" if isinstance(rule, Rule) else "clawstream.compare",
+        by=rule.by,
         detail_json=detail,
         created_at=created_at,
     )
