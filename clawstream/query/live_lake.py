@@ -215,6 +215,7 @@ class LiveLake:
                 if copy.table == name:
                     self._copy(made, copy, rebuilt)
             self._connection.commit()
+        # An interrupted query, too: else the next refresh would begin inside of the transaction.
         except BaseException:
             self._connection.rollback()
             raise

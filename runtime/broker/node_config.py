@@ -113,13 +113,13 @@ def render_server_properties(plan: NodePlan, records: Path | None = None) -> str
     # acknowledged.
     replicas, in_sync = (1, 1) if plan.nodes == 1 else (3, 2)
     bind = LOOPBACK if plan.advertised_host in (LOOPBACK, "localhost") else ""
-    control = "" if plan.hosts else LOOPBACK
+    controller = f"CONTROLLER://{'' if plan.hosts else LOOPBACK}:{plan.controller_port}"
     return render_properties(
         {
             "process.roles": "broker,controller",
             "node.id": plan.node,
             "controller.quorum.voters": plan.voters,
-            "listeners": f"PLAINTEXT://{bind}:{plan.port},CONTROLLER://{control}:{plan.controller_port}",
+            "listeners": f"PLAINTEXT://{bind}:{plan.port},{controller}",
             "advertised.listeners": f"PLAINTEXT://{plan.advertised_host}:{plan.port}",
             "listener.security.protocol.map": "CONTROLLER:PLAINTEXT,PLAINTEXT:PLAINTEXT",
             "controller.listener.names": "CONTROLLER",

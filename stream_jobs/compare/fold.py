@@ -38,7 +38,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class ClosedGroup:
-    """Members to compare, by trajectory id. size: With those that are missing."""
+    """Members to compare, by trajectory id. size: Expected number, including missing members."""
 
     members: tuple[Member, ...]
     size: int

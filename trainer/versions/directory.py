@@ -150,11 +150,12 @@ def file_system(uri: str | Path) -> tuple[Any, str]:
 
 @contextmanager
 def storage(uri: str | Path) -> Iterator[None]:
-    """Raise StorageFailed instead of the errors of a file system: each of fsspec has its own."""
+    """Raise StorageFailed instead of the errors of a file system."""
     try:
         yield
     except (MemoryError, FileExistsError, ForeseenError):
         raise
+    # Each file system of fsspec raises errors of its own.
     except Exception as e:
         raise StorageFailed(f"{uri}: {type(e).__name__}: {e}") from e
 

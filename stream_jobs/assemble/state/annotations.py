@@ -89,7 +89,8 @@ class CurrentRewards(list[CurrentReward]):
 class CurationState(Struct, array_like=True):
     """Curation of one target. Of each field the last value counts.
 
-    marks: those that count, in log order. taken_back: hashes of the event ids of the others.
+    marks: the marks that count, in log order. taken_back: hashes of the event ids of the marks that
+    were taken back.
     """
 
     marks: list[CurationMark] = field(default_factory=list)

@@ -79,7 +79,7 @@ def test_of_several_hosts_each_runs_its_own_node() -> None:
     assert told["advertised.listeners"] == "PLAINTEXT://b:19102"
     assert told["default.replication.factor"] == "3" and told["min.insync.replicas"] == "2"
     assert plan_nodes(Path("/data"), 19092, 3, "d", hosts) == {}
-    # A cluster of one host may be formatted anew, with another id; of several each has to find it.
+    # Several hosts must compute the same cluster id; a single host may use a random one.
     assert plan_nodes(Path("/data"), 19092, 1, "a", ("a",)) == plan_nodes(
         Path("/data"), 19092, 1, "a"
     )
