@@ -9,6 +9,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ import pytest
 from support import agents
 from support.assemble import InMemoryPartition
 from support.gateway import GatewayFixture, run_gateway
+from support.model_endpoint import Reply as Answer
+from support.model_endpoint import chat, model_endpoint
 from support.toy_model import Call, Heard, Reply, ToyModel
 
 from agent_flow.environments.verifiers.client import DEFAULT_PYTHON, PYTHON
@@ -28,6 +31,7 @@ from schemas.records import Reward, SessionEvent, Step, Tick
 from schemas.user_function import load_function
 from stream_jobs.assemble.limits import limits_of
 from stream_jobs.assemble.state.trajectories import REWARDS, STEPS
+from stream_jobs.reward.evaluate import RuleEvaluator
 from stream_jobs.reward.settings_check import check_reward_functions
 
 CODEC = Codec()
@@ -141,6 +145,32 @@ def test_custom_reward_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+def test_judge(tmp_path: Path) -> None:
+    """The flow gives no reward; the judge of the settings rates the trajectories by its rubric."""
+    words = flow(EXAMPLES / "judge.py:explain", "limit=2", "n=2")
+    records, _ = ran(tmp_path, words, lambda heard: Reply("It pulls iron."))
+    partition = InMemoryPartition().feed(
+        *((STEPS, number, record) for number, record in enumerate(records))
+    )
+
+    def verdict(body: Any) -> Answer:
+        material = body["messages"][-1]["content"]
+        is_clear = "child of five" in material and '"It pulls iron."' in material
+        return chat(json.dumps({"explanation": "It is short.", "score": 9 if is_clear else 2}))
+
+    with model_endpoint(verdict) as endpoint:
+        words = [f"jobs.reward_models.clear.url={endpoint.url}", f"data_dir={tmp_path / 'judge'}"]
+        settings = load(EXAMPLES / "judge.yaml", words, environ={})
+        with closing(RuleEvaluator(settings)) as rules:
+            given = [r for t in partition.trajectories.values() for r in rules.evaluate(t, 0)]
+    found = Counter((r.source, r.name, r.value, r.reason) for r in given if isinstance(r, Reward))
+    assert found == {("judge", "clear", 0.9, None): 2, ("judge", "clear", 0.2, None): 2}
+    assert len(endpoint.requests) == 2, "equal replies to a question are judged once"
+    assert settings.required_rewards == ("judge/clear",)
+    assert not rewards(records)
+
+
+@pytest.mark.long
 def test_reasoning_gym_task(tmp_path: Path) -> None:
     pytest.importorskip("reasoning_gym")
     example = EXAMPLES / "brief_reasoning.py"
@@ -199,6 +229,11 @@ def test_online(tmp_path: Path) -> None:
     assert given == [(steps[0].step_id, "thumb", 1.0), (steps[1].step_id, "thumb", 0.0)]
     assert len({step.trajectory_key for step in steps}) == 1
     assert not [r for r in records if isinstance(r, SessionEvent)]
+
+
+def test_the_judge_and_its_task_are_short_together() -> None:
+    files = [EXAMPLES / "judge.py", EXAMPLES / "judge.yaml"]
+    assert sum(len(path.read_text().splitlines()) for path in files) <= LONGEST
 
 
 def test_settings_of_online_can_work() -> None:
