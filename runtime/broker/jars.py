@@ -30,12 +30,14 @@ KAFKA_VERSION = "4.3.1"
 OLDEST_JAVA = 17
 _STAMP = ".verified"
 _FETCH_THREADS = 8
+_FAILURES_SHOWN = 3
+"""Jars named in an error; without a network all fail for one reason."""
 _FETCH_TRIES = 3
 _FETCH_TIMEOUT_S = 30
 
 
 class JarsError(PlumbingError):
-    """Kafka's jars could not be had whole; names each bad jar and why."""
+    """Kafka's jars could not be had whole; names the first bad jars and why."""
 
 
 class JavaError(PlumbingError):
@@ -226,9 +228,11 @@ def _replace(bad: list[PinnedJar], directory: Path, fetch: Fetch) -> None:
                 os.replace(outcome, directory / jar.name)
     failures = [outcome for outcome in outcomes if isinstance(outcome, str)]
     if failures:
+        more = len(failures) - _FAILURES_SHOWN
+        lines = failures[:_FAILURES_SHOWN] + ([f"and {more} more"] if more > 0 else [])
         raise JarsError(
             f"{len(failures)} of Kafka's jars could not be put into {directory} "
-            f"(is a Maven repository reachable?): " + "; ".join(failures)
+            f"(is a Maven repository reachable?):\n  " + "\n  ".join(lines)
         )
 
 

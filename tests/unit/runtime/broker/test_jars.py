@@ -121,6 +121,20 @@ def test_jars_that_stay_wrong_are_named_and_never_put_in_place(tmp_path: Path) -
     assert jars_in(tmp_path) == CONTENTS
 
 
+def test_an_error_names_the_first_jars_only(tmp_path: Path) -> None:
+    pins = tuple(pin(f"jar{number:02}", b"content") for number in range(93))
+    with pytest.raises(JarsError) as error:
+        ensure_jars(tmp_path, pins, Repository({}))
+    first, *lines = str(error.value).splitlines()
+    assert first.startswith("93 of Kafka's jars could not be put into")
+    assert [line.split(":")[0].strip() for line in lines] == [
+        "jar00-1.0.jar",
+        "jar01-1.0.jar",
+        "jar02-1.0.jar",
+        "and 90 more",
+    ]
+
+
 def test_a_download_that_fails_once_is_tried_again(tmp_path: Path) -> None:
     repository = Repository(CONTENTS)
     failed: list[str] = []
