@@ -13,7 +13,7 @@ from schemas.records import Channel, RewardSource
 Value = Annotated[float, Field(allow_inf_nan=False, strict=True)]
 Text = Annotated[str, Field(min_length=1, max_length=200)]
 Reason = Annotated[str, Field(max_length=2000)]
-MAX_TAGS = 32
+MAX_TAGS = 50
 Size = Annotated[int, Field(ge=1, le=100_000, strict=True)]
 Round = Annotated[int, Field(ge=0, le=2**31 - 1, strict=True)]
 

@@ -17,7 +17,7 @@ from schemas.ids import (
 )
 from schemas.records import Curation, Reward
 
-TAGS_MAX = 32
+TAGS_MAX = 50
 NAME_CHARS = 200
 NOTE_CHARS = 2000
 FUNCTION_VERSION = "1"
