@@ -386,7 +386,7 @@ WRONG: list[tuple[str, dict[str, Any], int, str]] = [
     ("/curations", {"trajectory_id": "t", "trainable": True}, 422, "by"),
     ("/curations", {"trajectory_id": "t", "quality": 1.5, "by": "me"}, 422, "quality"),
     ("/curations", {"trajectory_id": "t", "trainable": 1, "by": "me"}, 422, "trainable"),
-    ("/curations", {"trajectory_id": "t", "tags": ["x"] * 33, "by": "me"}, 422, "tags"),
+    ("/curations", {"trajectory_id": "t", "tags": ["x"] * 51, "by": "me"}, 422, "tags"),
     (
         "/curations",
         {"trajectory_id": "t", "takes_back": "e", "quality": 1.0, "by": "me"},
