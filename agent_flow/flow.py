@@ -16,6 +16,7 @@ from agent_flow.errors import FlowError
 from agent_flow.rollout import Rollout
 from agent_flow.tasks import Task
 from agent_flow.threads import in_thread
+from agent_flow.user_code import users_code
 
 Play = Callable[[Task, Rollout], Any]
 """Returns the reward (`outcome.Reward`), or an awaitable of it."""
@@ -140,14 +141,18 @@ def module_of(place: str) -> Any:
     """Import `FILE.py`, or a module that may be in the working directory.
 
     Raises:
-        FlowError: There is none.
+        FlowError: There is none, or its import raises something.
     """
     if not place.endswith(".py"):
         sys.path.insert(0, str(Path.cwd()))
         try:
-            return importlib.import_module(place)
-        except ModuleNotFoundError as error:
-            raise FlowError(f"module {place!r}: {error}") from error
+            with users_code(f"module {place}"):
+                return importlib.import_module(place)
+        except FlowError as error:
+            cause = error.__cause__
+            if isinstance(cause, ModuleNotFoundError) and cause.name == place.partition(".")[0]:
+                raise FlowError(f"module {place!r}: {cause}") from cause
+            raise
     path = Path(place).resolve()
     if not path.is_file():
         raise FlowError(f"{place}: no such file")
@@ -158,5 +163,6 @@ def module_of(place: str) -> Any:
         raise FlowError(f"{place}: cannot be imported")
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
+    with users_code(place):
+        spec.loader.exec_module(module)
     return module

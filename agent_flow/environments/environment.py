@@ -10,6 +10,7 @@ from typing import Any
 from agent_flow.errors import FlowError
 from agent_flow.flow import Flow, module_of
 from agent_flow.gateway.client import Channel
+from agent_flow.user_code import users_code
 
 BUILT_IN = {
     "reasoning_gym": "reasoning-gym",
@@ -58,7 +59,8 @@ def load_environment(spec: str, split: Split) -> Flow:
         split: The tasks.
 
     Raises:
-        FlowError: There is no such environment, or its library is not installed.
+        FlowError: There is no such environment, its library is not installed, or it raises
+            something.
     """
     library, _, name = spec.partition(":")
     if library not in BUILT_IN:
@@ -79,7 +81,8 @@ def load_environment(spec: str, split: Split) -> Flow:
             f"env={spec}: {library} has no function environment(name, split); there are "
             f"{', '.join(BUILT_IN)}, and files and modules of your own"
         )
-    flow = make(name, split)
+    with users_code(f"env={spec}: environment()"):
+        flow = make(name, split)
     if not isinstance(flow, Flow):
         raise FlowError(f"env={spec}: environment() returned a {type(flow).__name__}, not a flow")
     return flow

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections import Counter
-from contextlib import suppress
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,6 +21,7 @@ from agent_flow.play.progress import Progress
 from agent_flow.rollout import Rollout
 from agent_flow.tasks import Task, id_text, metadata_of, numbered
 from agent_flow.threads import iterate_in_thread
+from agent_flow.user_code import users_code
 
 BUDGET_EVERY_S = 1.0
 SDK_RETRIES = 8
@@ -90,11 +92,9 @@ class Runner:
         polling = asyncio.create_task(self._poll()) if self._has_budget else None
         played = Counter[str]()
         try:
-            async with self._openai, self._flow.while_played(), asyncio.TaskGroup() as groups:
+            async with self._openai, self._lifespan(), asyncio.TaskGroup() as groups:
                 for _ in range(self._options.epochs):
-                    async for task_id, task in iterate_in_thread(
-                        lambda: numbered(source(), self._options.shard, self._options.limit)
-                    ):
+                    async for task_id, task in self._tasks(source):
                         if not await self._may_start(polling):
                             return
                         name = f"{id_text(self._flow.name, 40)}-{task_id}-{self._nonce}"
@@ -107,6 +107,21 @@ class Runner:
         finally:
             if polling is not None:
                 polling.cancel()
+
+    @asynccontextmanager
+    async def _lifespan(self) -> AsyncIterator[None]:
+        async with AsyncExitStack() as stack:
+            with users_code(f"the lifespan of flow {self._flow.name}"):
+                await stack.enter_async_context(self._flow.while_played())
+            yield
+
+    async def _tasks(self, source: TaskSource) -> AsyncIterator[tuple[str, Task]]:
+        options = self._options
+        with users_code(f"the tasks of flow {self._flow.name}"):
+            async for numbered_task in iterate_in_thread(
+                lambda: numbered(source(), options.shard, options.limit)
+            ):
+                yield numbered_task
 
     @property
     def _has_budget(self) -> bool:
