@@ -35,6 +35,10 @@ _PROBE_S = 20.0
 _RETRY_S = 0.5
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _PROGRAM = "/program.py"
+_FIRST_SIGNAL = 129
+_SIGNALLED = range(_FIRST_SIGNAL, _FIRST_SIGNAL + 64)
+"""Exit codes by which bubblewrap reports a signal: 128 + its number. 128 and codes above 192 are of
+a program that ended by itself."""
 
 Ending = Literal["exited", "timeout", "memory"]
 
@@ -241,7 +245,7 @@ def _exit_code(status: IO[bytes]) -> int | None:
     for line in status:
         code = json.loads(line).get("exit-code")
         if code is not None:
-            return int(code) if code < 128 else 128 - int(code)
+            return _FIRST_SIGNAL - 1 - int(code) if int(code) in _SIGNALLED else int(code)
     return None
 
 

@@ -61,6 +61,7 @@ def reward() -> CodeReward:
         ("```python\nimport os; os._exit(0)\n```", CHECKS, 0.0, "failed"),
         ("```python\nimport sys; sys.exit()\n```", CHECKS, 0.0, "failed"),
         ("```python\nimport os; os.kill(os.getpid(), 9)\n```", CHECKS, 0.0, "killed"),
+        ("print(8); exit(128)", PAIRS[:1], 0.0, "failed"),
     ],
 )
 def test_the_tests_decide(

@@ -168,6 +168,13 @@ def test_a_killed_program_is_no_failed_start(sandbox: Sandbox) -> None:
     assert run(sandbox, "import sys; sys.stderr.write('bwrap: no'); sys.exit(1)").code == 1
 
 
+@pytest.mark.parametrize("code", [128, 193, 255])
+def test_an_exit_code_that_is_no_signal_stays_as_it_is(sandbox: Sandbox, code: int) -> None:
+    """bubblewrap reports a signal as 128 + its number, from 129 to 192."""
+    ended = run(sandbox, f"import sys; sys.exit({code})")
+    assert (ended.ending, ended.code) == ("exited", code)
+
+
 def test_a_sandbox_that_does_not_start_is_an_error(
     sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
