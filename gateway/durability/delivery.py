@@ -36,6 +36,7 @@ from gateway.durability.spool_writer import SpoolWriter, die_of_a_bug
 from gateway.errors import BlobsUnavailable, KafkaUnavailable, NotRecorded, RecordTooLarge
 from gateway.metrics import Metrics
 from runtime.logs import logger
+from schemas.rule_spec import reason_text
 
 NO_RESERVATION = nullcontext()
 """Context manager of all calls while Kafka is reachable: one generator per call would cost more."""
@@ -161,6 +162,7 @@ class DeliveryManager:
         keys = {m.key for m in pending.messages}
         before = {self._fitting[key] for key in keys if key in self._fitting}
         task = asyncio.create_task(self._fit(pending, blobs, before))
+        task.add_done_callback(die_of_a_bug)
         self._fitting |= dict.fromkeys(keys, task)
 
         def ended(_: object) -> None:
@@ -174,16 +176,21 @@ class DeliveryManager:
         self, pending: PendingWrite, blobs: Blobs, before: set[asyncio.Task[None]]
     ) -> None:
         """Make a write fit into Kafka; then, after the writes `before`, send or spool it."""
-        error: BlobsUnavailable | RecordTooLarge | None = None
+        error: BlobsUnavailable | NotRecorded | None = None
         try:
             pending.messages = await blobs.fit(pending.messages)
         except (BlobsUnavailable, RecordTooLarge) as failure:
             error = failure
+        except MemoryError:
+            raise
+        except Exception as failure:  # noqa: BLE001 - to the caller, who waits for it
+            error = NotRecorded(f"a record was not made to fit: {reason_text(failure)}")
+            error.__cause__ = failure
         if before:
             await asyncio.wait(before)
         if error is None:
             self._send(pending)
-        elif isinstance(error, RecordTooLarge):
+        elif isinstance(error, NotRecorded):
             pending.fail(error)
         else:
             logger().warning("spooling", error=str(error))

@@ -25,6 +25,7 @@ from support.spool import (
     wait_for,
 )
 
+from gateway.durability.blobs import Blobs
 from gateway.durability.delivery import DeliveryManager
 from gateway.durability.log import LogPosition, Message, Passed
 from gateway.durability.segment import read_segment, sync_of
@@ -32,6 +33,9 @@ from gateway.durability.spool import Spool
 from gateway.durability.spool_frames import SYNC_BYTES, scan
 from gateway.errors import NoRoom, NotRecorded, SpoolFailed, SpoolFull
 from gateway.metrics import Metrics
+from runtime.blob_store import BlobStore
+from schemas.codec.single_object import Codec
+from schemas.topics import MAX_RECORD_BYTES
 
 
 def test_a_key_in_the_spool_goes_on_in_the_spool(tmp_path: Path) -> None:
@@ -46,6 +50,27 @@ def test_a_key_in_the_spool_goes_on_in_the_spool(tmp_path: Path) -> None:
     producer = delivery(tmp_path, body)
     assert [m for m in producer.messages if m.key == b"k"] == [note(1), note(2)]
     assert note(3, b"other") in producer.messages
+
+
+def test_a_write_whose_fields_cannot_be_moved_fails_and_others_go_on(tmp_path: Path) -> None:
+    """A record that cannot be read cannot be made to fit; its caller must not wait for ever."""
+
+    async def run() -> None:
+        producer, spool = InMemoryLogProducer(), Spool(tmp_path / "spool", 1 << 20, 200)
+        blobs = Blobs(BlobStore(str(tmp_path / "blobs")), Codec(), 30.0)
+        it = DeliveryManager(producer, spool, Metrics(), blobs=blobs)
+        await it.start()
+        unreadable = Message("t", b"k", b"x" * (MAX_RECORD_BYTES + 1))
+        async with asyncio.timeout(20):
+            first, second, last = await asyncio.gather(
+                *(it.record([m]) for m in (unreadable, unreadable, note(1))), return_exceptions=True
+            )
+            for error in (first, second):
+                assert isinstance(error, NotRecorded) and "not made to fit" in str(error)
+            assert last == "acknowledged" and producer.messages == [note(1)]
+            await it.close()
+
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize("seed", range(3))
