@@ -21,7 +21,7 @@ test-unit-sockets: PART := $(GATEWAY_SOCKETS)
 test-unit-gateway: PART := tests/unit/gateway $(GATEWAY_SOCKETS:%=--ignore=%)
 test-unit-others: PART := tests/unit --ignore=tests/unit/gateway
 
-.PHONY: help install demo up down test test-unit $(UNIT_PARTS) test-long test-compose test-exports test-readers test-browser test-alerts test-kubernetes smollm2 environments test-environments lint format lock bench-gateway bench-jobs bench-trainer bench-weights bench-check docs clean
+.PHONY: help install demo up down test test-unit $(UNIT_PARTS) test-long test-compose test-exports test-readers test-browser test-alerts test-kubernetes smollm2 environments test-environments lint format lock bench-gateway bench-jobs bench-trainer bench-weights bench-inspector bench-check docs clean
 
 help: ## this list
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -107,10 +107,14 @@ bench-weights: install smollm2 ## bytes and CPU of delta versions of SmolLM2-135
 bench-trainer: install ## tokens, time and memory of an update with packing, beside rows and a plain loop
 	@OMP_NUM_THREADS=1 $(PY) -m benchmarks.trainer
 
+bench-inspector: install ## time of the inspector's pages on a lake of 100,000 trajectories
+	@$(PY) -m benchmarks.inspector
+
 bench-check: install ## whether the benchmarks still work, without peers and in seconds
 	@$(PY) -m benchmarks.gateway --check
 	@$(PY) -m benchmarks.jobs --check
 	@$(PY) -m benchmarks.weights --check
+	@$(PY) -m benchmarks.inspector --check
 	@OMP_NUM_THREADS=1 $(PY) -m benchmarks.trainer --check
 
 lint: install ## format, style, types

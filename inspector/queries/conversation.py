@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 Message = Mapping[str, Any]
@@ -48,14 +48,14 @@ class Turn(NamedTuple):
 
 
 def turns_of(
-    steps: Sequence[Mapping[str, Any]], read: ReadChat
+    steps: Iterable[Mapping[str, Any]], read: ReadChat
 ) -> tuple[list[Turn], list[Message]]:
     """Return the turn of each step, in order, and the definitions of all tools.
 
     Args:
         steps: recorded steps with `index` and `parent`.
     """
-    chats: dict[int, Chat | None] = {}
+    conversations: dict[int, tuple[Message, ...]] = {}
     matcher = _Matcher()
     tools: dict[str, Message] = {}
     turns = []
@@ -64,20 +64,24 @@ def turns_of(
         try:
             chat = read(step["protocol"], *(b.encode("utf-8", "replace") for b in bodies))
             found = {json.dumps(t, sort_keys=True): t for t in chat[1]} if chat else {}
-            turn = _turn(step["index"], chat, chats.get(step["parent"]), matcher)
+            before = conversations.get(step["parent"], ())
+            turn = _turn(step["index"], chat, before, matcher)
         except RecursionError:  # another producer's JSON, nested too deeply
             chat, turn, found = None, None, {}
-        chats[step["index"]] = chat
+        if chat and turn:  # shares the parent's messages: memory does not grow with their square
+            conversations[step["index"]] = before[: turn.repeated] + chat[0][turn.repeated :]
         tools |= found
         turns.append(turn or Turn(0, (), None, bodies))
     return turns, list(tools.values())
 
 
-def _turn(index: int, chat: Chat | None, parent: Chat | None, matcher: _Matcher) -> Turn | None:
+def _turn(
+    index: int, chat: Chat | None, before: Sequence[Message], matcher: _Matcher
+) -> Turn | None:
     if chat is None:
         return None
     messages = chat[0]
-    repeated = min(_common(parent[0], messages) if parent else 0, len(messages) - 1)
+    repeated = min(_common(before, messages), len(messages) - 1)
     added = tuple(matcher.part(m, index) for m in messages[repeated:-1])
     return Turn(repeated, added, matcher.part(messages[-1], index), None)
 

@@ -48,8 +48,9 @@ COPIES: dict[str, tuple[str, str, tuple[tuple[str, ...], str] | None]] = {
     "calls": (
         "steps",
         """SELECT run_id, trajectory_key, step_id, group_id, channel, protocol, model, user_agent,
-            status, as_utc(received_at) AS received_at, as_utc(finished_at) AS finished_at,
-            as_utc(kafka_timestamp) AS kafka_timestamp
+            status, finish_reason, tags, as_utc(received_at) AS received_at,
+            as_utc(finished_at) AS finished_at, as_utc(kafka_timestamp) AS kafka_timestamp,
+            kafka_partition, kafka_offset
         FROM new_rows""",
         None,
     ),

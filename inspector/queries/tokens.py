@@ -8,7 +8,7 @@ from math import exp
 from typing import Any, NamedTuple
 
 from inspector.queries.lake import Lake, Row
-from inspector.queries.trajectory import recorded
+from inspector.queries.trajectory import log_times, recorded
 
 Pieces = Callable[[str | None, Sequence[int]], list[str] | None]
 """Texts of token ids of a weight version; None: there is no tokenizer for it."""
@@ -33,9 +33,9 @@ class Token(NamedTuple):
     title: str
 
 
-def step_of(lake: Lake, run_id: str, head: Row, step_id: str) -> Row | None:
-    """Return the token columns of a step."""
-    found = recorded(lake, run_id, [head], [step_id], _COLUMNS)
+def step_of(lake: Lake, run_id: str, step: Row) -> Row | None:
+    """Return the token columns of a step of `trajectory.find`."""
+    found = recorded(lake, run_id, [log_times([step])], [step["step_id"]], _COLUMNS)
     return found[0] if found else None
 
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from inspector.queries.lake import Lake, Row
 
 _SKEW = "INTERVAL 1 MINUTE"
 """Maximum difference between the log times of a trajectory and of its steps, as in lineage."""
-_SUMMARY = """step_id, trajectory_key, call_id, protocol, model, status, finish_reason,
-    request_json, response_json, tags,
-    as_utc(received_at) AS received_at, as_utc(finished_at) AS finished_at,
-    as_utc(kafka_timestamp) AS kafka_timestamp, kafka_partition, kafka_offset"""
+_BODIES = "step_id, request_json, response_json"
+_AT_ONCE = 16
+"""Steps whose bodies are in memory at once. A request repeats the messages before it."""
 
 
 class Moment(NamedTuple):
@@ -28,7 +27,8 @@ class Trajectory(NamedTuple):
     """A trajectory.
 
     head: its row of `closed`; of an open one, what its calls say. steps: the recorded steps by
-    index, with `index`, `parent`, `drift`, `trainable` and `lane` once it is closed.
+    index, without bodies and tokens, with `index`, `parent`, `drift`, `trainable` and `lane` once
+    it is closed.
     decisions: rows of `members`. versions: weight versions trained on it.
     """
 
@@ -47,7 +47,7 @@ class Trajectory(NamedTuple):
 def find(lake: Lake, run_id: str, trajectory_id: str) -> Trajectory | None:
     """Return a trajectory; None if the lake does not have it.
 
-    An open trajectory is found by its key.
+    It is in memory: no file of the lake's steps is read. An open trajectory is found by its key.
     """
     who = {"run": run_id, "id": trajectory_id}
     closed = lake.rows(
@@ -65,7 +65,11 @@ def find(lake: Lake, run_id: str, trajectory_id: str) -> Trajectory | None:
         who,
     )
     details = {s["step_id"]: s for part in parts for s in part["steps"]}
-    steps = recorded(lake, run_id, [head], list(details))
+    steps = lake.rows(
+        """SELECT * FROM calls WHERE run_id = $run AND step_id IN $ids
+        ORDER BY kafka_partition, kafka_offset""",
+        {"run": run_id, "ids": list(details)},
+    )
     merged = [details[s["step_id"]] | s for s in steps]
     merged.sort(key=lambda s: s["index"])
     first = parts[0] if parts else {}
@@ -90,14 +94,18 @@ def _open(lake: Lake, run_id: str, key: str) -> Trajectory | None:
     found = lake.rows(
         """SELECT run_id, trajectory_key, any_value(group_id) AS group_id,
             any_value(channel) AS channel, min(received_at) AS opened_at,
-            max(kafka_timestamp) AS closed_at, list(step_id ORDER BY kafka_timestamp) AS step_ids
+            max(kafka_timestamp) AS closed_at
         FROM calls WHERE run_id = $run AND trajectory_key = $key GROUP BY ALL""",
         who,
     )
     if not found:
         return None
     head = found[0]
-    steps = recorded(lake, run_id, [head], head.pop("step_ids"))
+    steps = lake.rows(
+        """SELECT * FROM calls WHERE run_id = $run AND trajectory_key = $key
+        ORDER BY kafka_partition, kafka_offset""",
+        who,
+    )
     for index, step in enumerate(steps):
         step |= {"index": index, "parent": index - 1 if index else None, "lane": 0}
         step |= {"prompt_tokens": None, "response_tokens": None}  # known when it has closed
@@ -116,13 +124,35 @@ def state(lake: Lake, run_id: str, key: str) -> str:
     return str(found[0]["state"])
 
 
+def with_bodies(lake: Lake, found: Trajectory) -> Iterator[Row]:
+    """Yield the steps of a trajectory with their request and response, a few in memory at once."""
+    for some in batched(found.steps, _AT_ONCE):
+        ids = [step["step_id"] for step in some]
+        rows = recorded(lake, found.head["run_id"], [log_times(some)], ids, _BODIES)
+        bodies = {row["step_id"]: row for row in rows}
+        empty = {"request_json": None, "response_json": None}
+        yield from (step | bodies.get(step["step_id"], empty) for step in some)
+
+
+def batched(steps: Sequence[Row], size: int) -> Iterator[Sequence[Row]]:
+    """Yield parts of a sequence, each of at most this size."""
+    yield from (steps[at : at + size] for at in range(0, len(steps), size))
+
+
+def log_times(steps: Iterable[Row]) -> Row:
+    """Return the log times of the first and last step, as `recorded` takes them."""
+    times = [step["kafka_timestamp"] for step in steps]
+    return {"opened_at": min(times), "closed_at": max(times)}
+
+
 def recorded(
-    lake: Lake, run_id: str, heads: Sequence[Row], step_ids: Sequence[str], columns: str = _SUMMARY
+    lake: Lake, run_id: str, heads: Sequence[Row], step_ids: Sequence[str], columns: str
 ) -> list[Row]:
-    """Return recorded steps in log order, reading only files of the trajectories' time.
+    """Return recorded steps in log order, reading only row groups of the trajectories' time.
 
     Args:
         heads: with `opened_at` and `closed_at`, the log times.
+        columns: the fewer, the less is read.
     """
     if not step_ids:
         return []

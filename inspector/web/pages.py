@@ -106,7 +106,7 @@ def trajectory_page(
         row for row in history.of_trajectory(parts.lake, parts.marks, run_id, trajectory_id)
         if row["step_id"] is None or row["step_id"] in indexes
     ]  # fmt: skip
-    turns, tools = turns_of(found.steps, parts.chat)
+    turns, tools = turns_of(trajectory.with_bodies(parts.lake, found), parts.chat)
     return render(
         request, "trajectory.html", found=found, head=found.head, tools=tools, state=state,
         turns=list(zip(found.steps, turns, strict=True)), timeline=trajectory.timeline(found),
@@ -137,12 +137,16 @@ def raw_step(
     """Show the record of a step, and what to copy of it."""
     found = _found(parts, run_id, trajectory_id)
     step = _step(found, index)
-    rows = trajectory.recorded(parts.lake, run_id, [_bounds(found)], [step["step_id"]], "*")
+    bounds = trajectory.log_times([step])
+    rows = trajectory.recorded(parts.lake, run_id, [bounds], [step["step_id"]], "*")
+    if not rows:  # erased since the page was opened
+        raise HTTPException(404)
     record = {name: _value(value) for name, value in rows[0].items()}
     return render(
         request, "step.html", head=found.head, step=step,
         record=json.dumps(record, indent=2, ensure_ascii=False, default=str),
-        curl=copies.curl_of(step, parts.gateway_url), case=copies.case_of(step, parts.gateway_url),
+        curl=copies.curl_of(rows[0], parts.gateway_url),
+        case=copies.case_of(rows[0], parts.gateway_url),
     )  # fmt: skip
 
 
@@ -159,7 +163,7 @@ def token_page(
     """Show the sampled tokens of a step in colours."""
     found = _found(parts, run_id, trajectory_id)
     chosen = _step(found, step)
-    row = tokens.step_of(parts.lake, run_id, _bounds(found), chosen["step_id"])
+    row = tokens.step_of(parts.lake, run_id, chosen)
     if row is None:
         raise HTTPException(404)
     mode = by if by in tokens.MODES else "logprob"
@@ -188,12 +192,6 @@ def _step(found: trajectory.Trajectory, index: int) -> dict[str, Any]:
     if step is None:
         raise HTTPException(404)
     return step
-
-
-def _bounds(found: trajectory.Trajectory) -> dict[str, Any]:
-    """Return the log times between which the steps of a trajectory lie."""
-    times = [s["kafka_timestamp"] for s in found.steps]
-    return {"opened_at": min(times), "closed_at": max(times)}
 
 
 def _value(value: Any) -> Any:

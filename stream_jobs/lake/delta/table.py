@@ -37,6 +37,11 @@ from stream_jobs.lake.tables.arrow_columns import commented, fields_of, merged
 CommitCollided = CommitFailedError
 """Another commit since this one's snapshot conflicts with it. Reopen and check again."""
 Delta = DeltaTable
+ROW_GROUP_ROWS = 4096
+"""Rows of a row group, the least that a reader of one row decompresses of a merged file.
+
+Rows are in log order, so readers skip row groups by their `kafka_timestamp`.
+"""
 MORE_FIELDS = 100
 """Fields of other releases that a table may have, fields of structs included.
 
@@ -322,13 +327,14 @@ def _compatible(ours: pa.DataType, theirs: pa.DataType) -> bool:
 
 
 def writer_properties(schema: pa.Schema) -> WriterProperties:
-    """Return properties for ZSTD and dictionaries on short text only.
+    """Return properties for ZSTD, small row groups, and dictionaries on short text only.
 
     On token ids and log-probabilities dictionaries cost as much CPU as compression, for no gain.
     """
     short = [f.name for f in schema if f.type == pa.string() and not f.name.endswith("_json")]
     return WriterProperties(
         compression="ZSTD",
+        max_row_group_size=ROW_GROUP_ROWS,
         default_column_properties=ColumnProperties(dictionary_enabled=False),
         column_properties={name: ColumnProperties(dictionary_enabled=True) for name in short},
     )

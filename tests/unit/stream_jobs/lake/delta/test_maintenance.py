@@ -14,6 +14,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 import typer
 from deltalake import DeltaTable
@@ -558,3 +559,18 @@ def test_every_tables_command_takes_settings() -> None:
     for name, one in group.commands.items():
         (words,) = (p.metavar for p in one.params if "a.b=c" in str(p.metavar))
         assert words, name
+
+
+def test_merged_files_have_small_row_groups(tmp_path: Path) -> None:
+    """A reader of one row decompresses a row group of it."""
+    settings = Settings(data_dir=tmp_path)
+    lake = Lake(settings.lake_uri, {}, 1000)
+    lake.acquire()
+    for first in range(0, 8 * 700, 700):
+        some = rows(lake, first, *(f"e{first + i}" for i in range(700)))
+        lake.append("rewards", some, {SOURCE: first + 700}, reject=lambda *_: None)
+    list(maintain(settings, ["rewards"]))
+    (merged,) = open_table(settings.lake_uri, "rewards", {}).file_uris()
+    footer = pq.ParquetFile(merged).metadata
+    groups = [footer.row_group(i).num_rows for i in range(footer.num_row_groups)]
+    assert groups == [4096, 8 * 700 - 4096]

@@ -1,0 +1,5 @@
+"""`python -m benchmarks.inspector`."""
+
+from benchmarks.inspector.benchmark import main
+
+main()
