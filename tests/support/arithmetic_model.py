@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-from demo.model import Message, build_model, build_tokenizer, warm_start
+from demo.model import MAX_TOKENS, Message, build_model, build_tokenizer, warm_start
 
 PHRASES = (
     *("system\n", "user\n", "assistant\n", "tool\n", "calculate"),
@@ -18,11 +18,24 @@ TOOLS = [{"type": "function", "function": {"name": "calculate"}}]
 STEPS = 200
 
 
-def make_arithmetic_model(directory: Path, seed: int = 0) -> Path:
-    """Write a warm-started model as a Hugging Face directory; half a minute of one core."""
-    tokenizer = build_tokenizer(PHRASES)
+def make_arithmetic_model(
+    directory: Path,
+    seed: int = 0,
+    more_phrases: tuple[str, ...] = (),
+    positions: int = MAX_TOKENS,
+) -> Path:
+    """Write a warm-started model as a Hugging Face directory; half a minute of one core.
+
+    Args:
+        directory: Target.
+        seed: Of weights and demonstrations.
+        more_phrases: Tokens that no demonstration has.
+        positions: Longest prompt and reply; beyond `MAX_TOKENS` the model says nonsense.
+    """
+    tokenizer = build_tokenizer(PHRASES + more_phrases)
     model = build_model(tokenizer, seed)
     warm_start(model, tokenizer, seed, STEPS, None, demonstration, TOOLS)
+    model.config.max_position_embeddings = tokenizer.model_max_length = positions
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return directory
