@@ -6,7 +6,8 @@ import asyncio
 import json
 import os
 import re
-import signal
+import socket
+import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -25,6 +26,9 @@ from agent_flow.threads import in_thread
 _FIELD = re.compile(r"\{([A-Za-z_]\w*)\}")
 MAX_OUTPUT = 1 << 20
 """Bytes of standard output that a grader gets: the last ones."""
+LAUNCHER = Path(__file__).with_name("launcher.py")
+END_S = 4.0
+"""Seconds in which the launcher ends; above `launcher.KILL_S`."""
 SHOWN_ERROR = 300
 """Characters of standard error in the reason of a failed rollout."""
 
@@ -105,26 +109,50 @@ async def _run(
     }
     out, err = Path(directory) / "stdout", Path(directory) / "stderr"
     with out.open("wb") as stdout, err.open("wb") as stderr:
-        try:
-            process = await asyncio.create_subprocess_exec(
-                *command,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=stdout,
-                stderr=stderr,
-                cwd=work,
-                env=environment,
-                start_new_session=True,
-            )
-        except OSError as error:
-            raise RolloutFailed(f"{command[0]}: {error}") from error
-        try:
-            code = await process.wait()
-        finally:
-            # Whatever it started, too: a time-out or Ctrl-C must leave nothing behind.
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            await process.wait()
+        reply = await _launched(command, work, environment, stdout, stderr)
+    if "error" in reply:
+        raise RolloutFailed(f"{command[0]}: {reply['error']}")
+    code = reply["exit"]
     return CommandResult(code, tail(out, MAX_OUTPUT), tail(err, MAX_OUTPUT), work)
+
+
+async def _launched(
+    command: Sequence[str], work: Path, environment: Mapping[str, str], stdout: Any, stderr: Any
+) -> dict[str, Any]:
+    """Run a command by the launcher (`agent_flow.play.launcher`) and return its reply.
+
+    When the caller is cancelled, or this process dies, the launcher kills whatever was started.
+    """
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-I", "-S", LAUNCHER, str(os.getpid())),
+            *command,
+            stdin=theirs.fileno(),
+            stdout=stdout,
+            stderr=stderr,
+            cwd=work,
+            env=environment,
+            start_new_session=True,
+        )
+        theirs.close()
+        try:
+            reader, writer = await asyncio.open_connection(sock=ours)
+            try:
+                line = await reader.readline()
+            finally:
+                writer.close()
+        finally:
+            ours.close()
+            try:
+                async with asyncio.timeout(END_S):
+                    await process.wait()
+            except TimeoutError:
+                with suppress(ProcessLookupError):
+                    process.kill()  # which kills the command
+                await process.wait()
+    reply: dict[str, Any] = json.loads(line or b'{"exit": -9}')
+    return reply
 
 
 def _written(path: Path) -> Any:
