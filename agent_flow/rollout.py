@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from agent_flow.chat.loop import Message, Prompt, Reply, chat
+from agent_flow.chat.loop import Prompt, Reply, chat
+from agent_flow.chat.stream import Message
 from agent_flow.chat.tools import Tool
 from agent_flow.errors import FlowError
 from agent_flow.gateway.client import Place, Session
@@ -107,11 +108,13 @@ class Rollout:
             tools: Python functions, sync or async, with type hints and a docstring. What one
                 raises is its result: the model sees it.
             max_turns: calls of the model at most; default: 1, with tools 2.
-            request: further fields of the request, such as max_tokens.
+            request: further fields of the request, such as max_tokens. With `stream=True` the
+                replies are streamed and recorded as streams; the result is the same.
 
         Raises:
             openai.OpenAIError: A call failed after its retries.
-            FlowError: A function cannot be a tool, or max_turns is not positive.
+            FlowError: A function cannot be a tool, max_turns is not positive, or a stream ended
+                before its reply.
         """
         turns = (2 if tools else 1) if max_turns is None else max_turns
         if turns < 1:

@@ -7,12 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from agent_flow.chat.stream import Message, StreamedMessage
 from agent_flow.chat.tools import Tool, tools_of
+from agent_flow.errors import RolloutFailed
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
 
-Message = dict[str, Any]
 Prompt = str | Sequence[Mapping[str, Any]]
 
 
@@ -52,7 +53,11 @@ async def chat(
         prompt: text of a user message, or messages.
         functions: tools; calls of one reply run side by side.
         max_turns: calls of the model at most.
-        request: further fields of each request, with the model.
+        request: further fields of each request, with the model; `stream` changes no reply.
+
+    Raises:
+        openai.OpenAIError: A call failed after its retries.
+        RolloutFailed: A stream ended before its reply.
     """
     tools = tools_of(functions)
     messages: list[Message] = (
@@ -67,28 +72,44 @@ async def chat(
     create: Any = client.chat.completions.with_raw_response.create
     for turn in range(1, max_turns + 1):
         raw = await create(messages=messages, **fields)
-        choice = raw.parse().choices[0]
-        message = choice.message.model_dump(exclude_none=True, exclude={"function_call"})
+        message, finish_reason = await _message(raw.parse(), streamed=bool(fields.get("stream")))
         messages.append(message)
-        calls = [call for call in choice.message.tool_calls or () if call.type == "function"]
+        calls = [call for call in message.get("tool_calls", ()) if call["type"] == "function"]
         if not calls or turn == max_turns:
             break
-        called += [call.function.name for call in calls]
+        functions_called = [call["function"] for call in calls]
+        called += [function["name"] for function in functions_called]
         results = await asyncio.gather(
-            *(_call(tools, call.function.name, call.function.arguments) for call in calls)
+            *(_call(tools, f["name"], f.get("arguments", "")) for f in functions_called)
         )
         messages += [
-            {"role": "tool", "tool_call_id": call.id, "content": result}
+            {"role": "tool", "tool_call_id": call["id"], "content": result}
             for call, result in zip(calls, results, strict=True)
         ]
     return Reply(
-        text=choice.message.content or "",
+        text=message.get("content") or "",
         messages=messages,
         turns=turn,
         tool_calls=tuple(called),
-        finish_reason=choice.finish_reason,
+        finish_reason=finish_reason,
         step_id=raw.headers.get("x-clawstream-step"),
     )
+
+
+async def _message(reply: Any, streamed: bool) -> tuple[Message, str | None]:
+    """Return the message and the finish reason of a reply, which may be a stream."""
+    if not streamed:
+        choice = reply.choices[0]
+        message = choice.message.model_dump(exclude_none=True, exclude={"function_call"})
+        return message, choice.finish_reason
+    whole = StreamedMessage()
+    async with reply:
+        async for chunk in reply:
+            for choice in chunk.choices:
+                whole.add(choice.model_dump(exclude_unset=True))
+    if whole.finish_reason is None:
+        raise RolloutFailed("a stream ended before its reply")
+    return whole.message, whole.finish_reason
 
 
 async def _call(tools: Mapping[str, Tool], name: str, arguments: str) -> str:

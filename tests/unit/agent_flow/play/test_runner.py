@@ -23,7 +23,7 @@ from agent_flow.play.progress import Progress
 from agent_flow.play.runner import SDK_RETRIES, Options, Runner
 from gateway.api.rollout_budget.budget import BudgetReading
 from schemas.codec.single_object import Codec
-from schemas.records import Reward, RolloutBudget, SessionEvent
+from schemas.records import Reward, RolloutBudget, SessionEvent, Step
 
 CODEC = Codec()
 CALL = {
@@ -140,6 +140,26 @@ def test_chat_has_at_most_max_turns(tmp_path: Path, given: dict[str, int], turns
 
     progress, _ = play(tmp_path, calc, calculator, limits=Limits(group_size=1, attempts=1))
     assert progress.mean_reward == 1.0, progress.reasons
+
+
+@pytest.mark.slow
+def test_a_streamed_chat_is_the_same_chat_and_recorded_as_streams(tmp_path: Path) -> None:
+    seen: dict[bool, Any] = {}
+
+    @flow()
+    async def calc(task: Any, rollout: Any) -> float:
+        for stream in (False, True):
+            seen[stream] = await rollout.chat(
+                task["question"], tools=[add], max_turns=6, stream=stream
+            )
+        return float("4" in seen[True].text)
+
+    progress, records = play(tmp_path, calc, calculator, limits=Limits(group_size=1, attempts=1))
+    assert progress.mean_reward == 1.0, progress.reasons
+    plain, streamed = seen[False], seen[True]
+    assert streamed.step_id and streamed.step_id != plain.step_id
+    assert replace(streamed, step_id=plain.step_id) == plain
+    assert [r.streamed for r in records if isinstance(r, Step)] == [False, False, True, True]
 
 
 def test_failed_attempt_is_replaced_and_the_last_one_fails(tmp_path: Path) -> None:
