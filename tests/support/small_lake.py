@@ -16,8 +16,10 @@ HEADERS = {"topic_id": b"TT", "partition": b"0", "first_offset": b"0", "last_off
 class SmallLake:
     """Append records as the lake writer does.
 
-    Each topic id is a topic of one partition; the log timestamp of a record is 1000 + offset.
+    Each topic id is a topic of one partition; the log timestamp of a record is `began_ms` + offset.
     """
+
+    began_ms = 1000
 
     def __init__(self, settings: Settings, window: int = 1000) -> None:
         self.lake = Lake(settings.lake_uri, {}, window)
@@ -30,7 +32,7 @@ class SmallLake:
         first = self.next.get(topic_id, 0)
         self.next[topic_id] = first + len(records)
         placed = [
-            ConsumedRecord(topic_id, 0, first + i, 1000 + first + i, headers, r)
+            ConsumedRecord(topic_id, 0, first + i, self.began_ms + first + i, headers, r)
             for i, r in enumerate(records)
         ]
         rows = [row for p in placed for row in catalog()[name].rows_of(p)]
