@@ -193,13 +193,7 @@ class Runner:
             if self._options.dry:
                 await self._end(rollout, Ended("abandoned", reason="dry run"), None)
                 return ended
-            try:
-                await self._end(rollout, ended, reward)
-            except GatewayUnavailable:
-                raise
-            except FlowError as error:  # the reward is out of bounds, or the key may not give one
-                ended = Ended("failed", None, str(error))
-                await self._end(rollout, ended, None)
+            ended = await self._end(rollout, ended, reward)
         except asyncio.CancelledError:
             # The first end of a trajectory counts: one that is recorded already stays.
             with suppress(FlowError, TimeoutError):
@@ -245,17 +239,31 @@ class Runner:
             give_reward=self._gateway.reward,
         )
 
-    async def _end(self, rollout: Rollout, ended: Ended, reward: Reward) -> None:
-        """End the trajectories of a rollout and of its other agents."""
+    async def _end(self, rollout: Rollout, ended: Ended, reward: Reward) -> Ended:
+        """End the trajectories of a rollout and of its other agents; return how it ended.
+
+        A trajectory whose reward is refused ends as failed; those of the other agents do not.
+        """
         await rollout.close()
         for agent in await rollout.opened_agents():
             own = agent.reward if ended.outcome == "completed" else None
-            await self._end(agent, ended, own)
-        if isinstance(reward, dict):
-            for name, value in reward.items():
-                await self._gateway.reward(rollout.place, name, value)
+            agents_end = await self._end(agent, ended, own)
+            if agents_end is not ended and agents_end.reason is not None:
+                self._progress.reasons[agents_end.reason] += 1
         number = reward if isinstance(reward, float) else None
-        await self._gateway.complete(rollout.place, ended.outcome, number, ended.reason)
+        try:
+            if isinstance(reward, dict):
+                for name, value in reward.items():
+                    await self._gateway.reward(rollout.place, name, value)
+            await self._gateway.complete(rollout.place, ended.outcome, number, ended.reason)
+        except GatewayUnavailable:
+            raise
+        except FlowError as error:  # the reward is out of bounds, or the key may not give one
+            if reward is None:
+                raise
+            ended = Ended("failed", None, str(error))
+            await self._gateway.complete(rollout.place, ended.outcome, None, ended.reason)
+        return ended
 
 
 async def _check_rewards_of_agents(rollout: Rollout) -> None:

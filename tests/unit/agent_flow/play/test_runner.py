@@ -464,6 +464,44 @@ def test_reward_out_of_bounds_is_a_failure_with_the_gateways_reason(tmp_path: Pa
     assert "gateway.reward_max" in next(iter(progress.reasons))
 
 
+def test_refused_reward_of_one_agent_leaves_the_rewards_of_the_others(tmp_path: Path) -> None:
+    @flow()
+    async def debate(task: Any, rollout: Any) -> float:
+        (await rollout.agent("critic")).reward = 1e9
+        (await rollout.agent("judge")).reward = 0.25
+        return 0.5
+
+    progress, records = play(tmp_path, debate, limits=Limits(group_size=1))
+    assert ends(records) == {"opened": 3, "completed": 2, "failed": 1}
+    failed = [r for r in records if isinstance(r, SessionEvent) and r.kind == "failed"]
+    assert [r.trajectory_key.partition(".")[2] for r in failed] == ["critic"]
+    assert sorted(r.value for r in records if isinstance(r, Reward)) == [0.25, 0.5]
+    assert progress.outcomes == {"completed": 1}
+    assert "gateway.reward_max" in next(iter(progress.reasons))
+
+
+def test_function_that_is_not_async_and_never_ends_leaves_its_place_to_others(
+    tmp_path: Path,
+) -> None:
+    release = threading.Event()
+
+    @flow()
+    def sleepy(task: Any, rollout: Any) -> float:
+        if task["id"] == 0:
+            release.wait(60)
+        return 1.0
+
+    limits = Limits(group_size=1, concurrency=1, attempts=1, timeout_s=0.3)
+    try:
+        progress, records = play(
+            tmp_path, sleepy, tasks=[{"id": n} for n in range(3)], limits=limits
+        )
+    finally:
+        release.set()
+    assert ends(records) == {"opened": 3, "abandoned": 1, "completed": 2}
+    assert progress.reasons == {"no result within 0.3 s": 1}
+
+
 @pytest.mark.parametrize("channel", ["val", "train"])
 def test_gateway_that_is_away_ends_the_command(channel: Any) -> None:
     @flow()
