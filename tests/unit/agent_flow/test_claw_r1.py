@@ -17,7 +17,7 @@ from agent_flow.gateway.client import Gateway
 from agent_flow.play.progress import Progress
 from agent_flow.play.runner import Options, Runner
 from schemas.codec.single_object import Codec
-from schemas.records import Reward, Step
+from schemas.records import Reward, SessionEvent, Step
 from schemas.tokens import unpack_ids
 
 CODEC = Codec()
@@ -31,9 +31,9 @@ class LengthTokenizer:
         return [len(message["content"]) for message in messages]
 
 
-def play(tmp_path: Path, flow: Flow) -> tuple[Progress, list[Any]]:
+def play(tmp_path: Path, flow: Flow, n: int = 1) -> tuple[Progress, list[Any]]:
     progress, records = Progress(), []
-    options = Options(Limits(group_size=1, attempts=1), "default", "val")
+    options = Options(Limits(group_size=n, attempts=1), "default", "val")
 
     async def scenario(fixture: GatewayFixture) -> None:
         async with Gateway(fixture.url, None, patience_s=5) as gateway:
@@ -82,6 +82,18 @@ def test_own_agent_gives_the_reward(tmp_path: Path) -> None:
     steps = [r for r in records if isinstance(r, Step)]
     assert [unpack_ids(s.prompt_token_ids) for s in steps] == [[2], [2, 7, 8]]
     assert [r.value for r in records if isinstance(r, Reward)] == [0.5]
+
+
+def test_repeats_are_one_group_of_distinct_trajectories(tmp_path: Path) -> None:
+    agent = claw_r1_flow(LengthTokenizer(), sampling_params={"max_tokens": 4})
+    progress, records = play(tmp_path, agent, n=3)
+    assert progress.summary()["rollouts"] == {"completed": 3}, progress.reasons
+    opened = [r for r in records if isinstance(r, SessionEvent) and r.kind == "opened"]
+    assert [r.group_size for r in opened] == [3, 3, 3] and len({r.group_id for r in opened}) == 1
+    keys = {r.trajectory_key for r in opened}
+    steps = [r for r in records if isinstance(r, Step)]
+    assert len(keys) == len(steps) == 3 and {s.trajectory_key for s in steps} == keys
+    assert {s.group_id for s in steps} == {opened[0].group_id}
 
 
 def test_unknown_agent_is_refused() -> None:
