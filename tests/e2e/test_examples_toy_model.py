@@ -45,7 +45,11 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 @dataclass(frozen=True)
 class Played:
-    """What an example left on the log. rewards: those of each trajectory, by trajectory key."""
+    """What an example left on the log.
+
+    trajectories: The completed ones, by trajectory key; a failed rollout was replaced by another.
+    rewards: Those of each trajectory, by trajectory key.
+    """
 
     trajectories: Mapping[str, Trajectory]
     rewards: Mapping[str, Sequence[Reward]]
@@ -132,7 +136,8 @@ class Stage:
             if reward.run_id == name and reward.value is not None:
                 rewards[reward.trajectory_key].append(reward)
         closed = self.feed.events(topics.trajectories, Trajectory)
-        return Played({t.trajectory_key: t for t in closed if t.run_id == name}, rewards)
+        ended = [t for t in closed if t.run_id == name and t.outcome == "completed" and t.steps]
+        return Played({t.trajectory_key: t for t in ended}, rewards)
 
 
 def settings_of(home: Path, model: Path) -> Settings:
