@@ -83,12 +83,13 @@ class Inspector(NamedTuple):
 
 
 @contextmanager
-def inspecting(settings: Settings, directory: Path) -> Iterator[Inspector]:
-    """Run `clawstream inspect` on a lake, until its login page answers."""
+def inspecting(
+    settings: Settings, directory: Path, topic_prefix: str = "claw"
+) -> Iterator[Inspector]:
+    """Run `clawstream inspect` on the lake and the Kafka of settings; it answers from then on."""
     port, config = free_port(), directory / "inspector.yaml"
-    config.write_text(json.dumps({
-        "data_dir": str(settings.data_dir), "kafka": {"bootstrap_servers": "127.0.0.1:1"},
-    }))  # fmt: skip
+    kafka = {"bootstrap_servers": settings.bootstrap_servers, "topic_prefix": topic_prefix}
+    config.write_text(json.dumps({"data_dir": str(settings.data_dir), "kafka": kafka}))
     command = [sys.executable, "-m", "clawstream", "inspect", "--config", str(config)]
     command += ["--port", str(port)]
     with running("inspector", command, directory / "inspector.log") as process:
@@ -158,6 +159,9 @@ def _word(r: random.Random) -> str:
 def run(directory: Path, trajectories: int, requests: int, only: str) -> dict[str, Any]:
     """Run all measurements."""
     settings, seed = lake_of(CACHE.absolute(), trajectories), random.Random(0)
+    settings = settings.model_copy(
+        update={"kafka": settings.kafka.model_copy(update={"bootstrap_servers": "127.0.0.1:1"})}
+    )
     began, found, result = time.monotonic(), dict[str, float](), dict[str, Any]()
     with inspecting(settings, directory) as inspector:
         inspector.get("/trajectories")
