@@ -164,6 +164,7 @@ def create_app(
             budgets,
             lambda run: registry.oldest_loaded(run, producer.uptime_s),
             settings.admit.val_every,
+            lambda run: settings.trainer.max_versions if run == settings.run_id else None,
         )
     )
     app.include_router(claw_r1_routes(services))

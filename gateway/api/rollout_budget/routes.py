@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request
@@ -72,7 +73,7 @@ def reply_of(
         journal_id=budget.journal_id,
         read_to=budget.read_to,
         age_s=round(reading.age_s, 3),
-        ended=budget.ended,
+        ended=reading.ended,
         replacements_total=budget.replacements_total,
         replacements_by_reason=budget.replacements,
         refusals=refusals,
@@ -97,6 +98,7 @@ def rollout_budget_routes(
     source: BudgetSource | None,
     loaded: Callable[[str], int | None],
     val_every: int | None,
+    last_version: Callable[[str], int | None],
 ) -> APIRouter:
     """Return the route.
 
@@ -106,6 +108,7 @@ def rollout_budget_routes(
         source: Gives the budget of a run and channel; None: every budget is unknown.
         loaded: Given a run, returns the lowest sync index that a ready engine samples with.
         val_every: See `reply_of`.
+        last_version: Given a run, returns the sync index at which its training ends.
     """
     router = APIRouter()
 
@@ -133,6 +136,7 @@ def rollout_budget_routes(
                 "see `clawstream admit`",
                 "run",
             )
+        reading = replace(reading, last_version=last_version(run))
         return reply_of(reading, after, loaded(run), val_every)
 
     return router

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -154,6 +155,28 @@ def test_capacity_when_there_is_no_bound_and_when_nothing_is_known() -> None:
     assert went_back.free_capacity(loaded=2) == 12, (
         "an engine that is ahead of the chain does not lift the bound"
     )
+
+
+@pytest.mark.parametrize(
+    ("newest", "max_staleness", "last", "capacity", "ended"),
+    [
+        (3, 2, None, 12, False),
+        (3, 2, 9, 12, False),
+        (3, 2, 5, 10, False),  # batches from the sixth on are not trained
+        (5, 2, 5, 0, True),
+        (6, None, 5, 0, True),
+        (1, None, 5, 10, False),
+    ],
+)
+def test_no_group_is_asked_for_after_the_last_version(
+    newest: int, max_staleness: int | None, last: int | None, capacity: int, ended: bool
+) -> None:
+    changes = {"max_staleness": max_staleness, "sync_every": 1, "batch_groups": 2}
+    read = reading(applied(**changes), version(newest))
+    read = replace(read, last_version=last)
+    assert (read.free_capacity(), read.ended) == (capacity, ended)
+    val = replace(reading(applied(**changes), version(newest), channel="val"), last_version=last)
+    assert val.free_capacity() is None and not val.ended
 
 
 def test_lowest_version_that_a_ready_engine_samples_with() -> None:
