@@ -6,6 +6,7 @@ import asyncio
 import os
 import random
 from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
@@ -38,7 +39,8 @@ class Endpoint:
             url: Base URL.
             api_key_env: Environment variable that holds the key; None: no key is sent.
             attempts: Of one request, as far as the endpoint has begun them.
-            timeout_s: Longest time of one request with all attempts.
+            timeout_s: Longest time of one request with all attempts, without its waits for a
+                connection; and the longest such wait.
 
         Raises:
             EndpointError: The variable is not set.
@@ -69,15 +71,16 @@ class Endpoint:
                 attempt.
 
         Raises:
-            NotServed: The time-out, and the endpoint has begun no attempt.
+            NotServed: The time-out, and the endpoint has begun no attempt; or no connection was
+                free.
             EndpointError: The time-out, another status, no JSON object, or all attempts failed.
         """
         begun, last, pause_s = 0, None, _FIRST_PAUSE_S
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(self._timeout_s) as limit:
                 while True:
                     try:
-                        async with self._connections:
+                        async with self._connection(limit):
                             begun += 1  # also if the time-out leaves this in doubt
                             return await self._post(path, body)
                     except _Retryable as e:
@@ -93,6 +96,31 @@ class Endpoint:
         finally:
             if not begun:
                 give_back()
+
+    @asynccontextmanager
+    async def _connection(self, limit: asyncio.Timeout) -> AsyncIterator[None]:
+        """Hold one of the connections. Waiting for it does not use up the time of the request.
+
+        Raises:
+            NotServed: None was free within the time-out.
+        """
+        now, due = asyncio.get_running_loop().time, limit.when()
+        assert due is not None
+        began = now()
+        limit.reschedule(None)
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._connections.acquire()
+        except TimeoutError as e:
+            raise NotServed(
+                f"no connection to {self._url} was free in {self._timeout_s:g} s: "
+                f"{CONNECTIONS} requests at once"
+            ) from e
+        limit.reschedule(due + now() - began)
+        try:
+            yield
+        finally:
+            self._connections.release()
 
     async def _post(self, path: str, body: Any) -> dict[str, Any]:
         session = await anext(self._session)

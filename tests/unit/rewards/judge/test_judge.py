@@ -19,7 +19,7 @@ from support.model_endpoint import Reply, chat, model_endpoint
 from support.trajectories import answered
 
 from rewards.answer import own_steps
-from rewards.endpoint import EndpointError, NotServed
+from rewards.endpoint import CONNECTIONS, Endpoint, EndpointError, NotServed
 from rewards.judge.ledger import Budget, Ledger, OverBudget
 from rewards.judge.reward import JudgeError, judge, majority, verdict_in
 from rewards.template import CONVERSATION_BYTES, filled, said_in
@@ -134,6 +134,35 @@ def test_requests_have_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     with model_endpoint(answer) as endpoint:
         (said,) = rated(tmp_path, endpoint.url, answered("a"), votes=6, temperature=1)
     assert said[1]["votes"] == [8] * 6 and len(endpoint.clients) == 3
+
+
+def test_a_wait_for_a_connection_does_not_use_up_the_time_of_a_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second request is sent when most of its time-out has passed, then takes as long."""
+    monkeypatch.setattr("rewards.endpoint.CONNECTIONS", 1)
+
+    def answer(_: Any) -> Reply:
+        threading.Event().wait(1.2)
+        return chat(GOOD)
+
+    with model_endpoint(answer) as endpoint:
+        (said,) = rated(
+            tmp_path, endpoint.url, answered("a"), votes=2, temperature=1, timeout_s=2.0
+        )
+    assert said[1]["votes"] == [8, 8]
+
+
+def test_a_wait_for_a_connection_has_its_own_bound_and_reason() -> None:
+    async def work() -> None:
+        endpoint, given_back = Endpoint("http://127.0.0.1:1", None, 1, 0.2), list[int]()
+        for _ in range(CONNECTIONS):
+            await endpoint._connections.acquire()
+        with pytest.raises(NotServed, match=r"no connection to .* was free in 0\.2 s: 128 req"):
+            await endpoint.post("/chat/completions", {}, lambda: given_back.append(1))
+        assert given_back == [1]
+
+    asyncio.run(work())
 
 
 @pytest.mark.parametrize(
