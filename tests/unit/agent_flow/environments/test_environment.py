@@ -179,7 +179,7 @@ def test_reasoning_gym_evaluates_no_answer_in_the_flow(
 ) -> None:
     """spiral_matrix evaluates the answer."""
     pytest.importorskip("reasoning_gym")
-    from agent_flow.environments.reasoning_gym import Scorer
+    from agent_flow.environments.reasoning_gym_pool import Scorer
 
     monkeypatch.setenv("CLAWSTREAM_API_KEY", "claw-secret")
     file = tmp_path / "written"

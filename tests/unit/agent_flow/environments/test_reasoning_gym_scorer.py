@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 import os
@@ -11,7 +12,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import agent_flow.environments
+from agent_flow.environments.reasoning_gym_pool import ScorerPool
 
 SCRIPT = Path(agent_flow.environments.__file__).with_name("reasoning_gym_scorer.py")
 LIBRARY = """
@@ -71,3 +75,22 @@ def test_each_answer_is_scored_in_a_fork_of_its_own(tmp_path: Path) -> None:
 def test_processes_that_an_answer_starts_end_with_it(tmp_path: Path) -> None:
     """One that holds the pipe of the score does not delay it."""
     assert scored(tmp_path, ["os.fork() or __import__('signal').pause()"]) == [{"score": 0.0}]
+
+
+def test_answers_are_scored_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of two answers ends only while the other one is scored, too."""
+    (tmp_path / "reasoning_gym.py").write_text(LIBRARY)
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    async def scenario() -> list[float]:
+        scorers = ScorerPool("any", {}, size=2)
+        async with scorers.running():
+            return await asyncio.gather(
+                scorers.score(f"open({str(pipe)!r}).read() and 4", {"answer": 4}),
+                scorers.score(f"open({str(pipe)!r}, 'w').write('x') and 4", {"answer": 4}),
+                scorers.score("3", {"answer": 4}),
+            )
+
+    assert asyncio.run(scenario()) == [1.0, 1.0, 0.0]
