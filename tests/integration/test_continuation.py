@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass
 from itertools import pairwise
@@ -14,6 +14,7 @@ from typing import Any
 import aiohttp
 import pytest
 import torch
+from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI
 from support.engine import engine_settings
 from support.gateway import running
@@ -37,10 +38,20 @@ PARAMETERS: Json = {"type": "object", "properties": {"a": {"type": "integer"}}}
 TOOLS: list[Any] = [{"type": "function", "function": {"name": "add", "parameters": PARAMETERS}}]
 ARGUMENTS = '{"a":1,"b":30}'
 """The template would write it with spaces."""
+THOUGHT_AND_CALL = (
+    "<think>\nnumber %d\n</think>\n\n"
+    '<tool_call>\n{"name":"add","arguments":{"a":%d,"b":30}}\n</tool_call><|im_end|>'
+)
 
 
 def ids_of(text: str) -> list[int]:
     return list(TOKENIZER.encode(text, add_special_tokens=False))
+
+
+REPLIES: list[tuple[int, Json]] = [
+    (a, {"vllm_xargs": {"reply_ids": ids_of(THOUGHT_AND_CALL % (a, a))}}) for a in range(10)
+]
+"""Each number, and the fields of a request that make the engine reply so."""
 
 
 def write_model(directory: Path) -> Path:
@@ -201,44 +212,98 @@ async def gateway_of(served: Served, work: Path, family: str | None) -> Any:
         yield url, lambda: [codec.decode(m.value) for m in producer.messages]
 
 
-async def plain(client: AsyncOpenAI, body: Json) -> Json:
-    """Return the message of a reply, as most agents send it back."""
-    message = (await client.chat.completions.create(**body)).choices[0].message
-    assert message.tool_calls is not None
-    calls = [call.model_dump() for call in message.tool_calls]
-    return {"role": "assistant", "content": message.content, "tool_calls": calls}
+@dataclass(frozen=True)
+class Talk:
+    """A conversation on one API. url: of the trajectory; name: unlike that of any other talk."""
+
+    url: str
+    name: str
+    stream: bool
+
+    @property
+    def system(self) -> str:
+        """The first words of every prompt, so that no two talks share a prefix in the cache."""
+        return f"You are agent {self.name}."
 
 
-async def streamed(client: AsyncOpenAI, body: Json) -> Json:
-    """Return the message of a stream with one call."""
-    content, call_id, function = "", None, {"name": "", "arguments": ""}
-    async for chunk in await client.chat.completions.create(stream=True, **body):
-        for choice in chunk.choices:
-            content += choice.delta.content or ""
-            for part in choice.delta.tool_calls or ():
-                call_id = call_id or part.id
-                if part.function is not None:
-                    function["name"] += part.function.name or ""
-                    function["arguments"] += part.function.arguments or ""
-    call = {"id": call_id, "type": "function", "function": function}
-    return {"role": "assistant", "content": content or None, "tool_calls": [call]}
+async def chat_turns(talk: Talk) -> None:
+    """Talk over chat completions."""
+    messages: list[Any] = [
+        {"role": "system", "content": talk.system},
+        {"role": "user", "content": "count"},
+    ]
+    async with AsyncOpenAI(base_url=f"{talk.url}/v1", api_key="none", max_retries=0) as client:
+        for a, reply in REPLIES:
+            body: Json = {"model": "policy", "messages": messages, "tools": TOOLS}
+            body |= {"max_tokens": 300, "extra_body": reply}
+            if talk.stream:
+                async with client.chat.completions.stream(**body) as events:
+                    found = (await events.get_final_completion()).choices[0].message
+            else:
+                found = (await client.chat.completions.create(**body)).choices[0].message
+            (call,) = found.tool_calls or ()
+            function = {"name": call.function.name, "arguments": call.function.arguments}
+            calls = [{"id": call.id, "type": "function", "function": function}]
+            messages += [
+                {"role": "assistant", "content": found.content or None, "tool_calls": calls},
+                {"role": "tool", "tool_call_id": call.id, "content": str(a + 30)},
+            ]
+            if a % 3 == 2:
+                messages.append({"role": "user", "content": "go on"})
 
 
-async def ten_turns(client: AsyncOpenAI, stream: bool) -> None:
-    """Talk as an agent does: each reply goes back without its reasoning."""
+async def messages_turns(talk: Talk) -> None:
+    """Talk over Messages."""
     messages: list[Any] = [{"role": "user", "content": "count"}]
-    for a in range(10):
-        call = f'<tool_call>\n{{"name":"add","arguments":{{"a":{a},"b":30}}}}\n</tool_call>'
-        text = f"<think>\nnumber {a}\n</think>\n\n{call}<|im_end|>"
-        body: Json = {
-            "model": "policy", "messages": messages, "tools": TOOLS, "max_tokens": 300,
-            "extra_body": {"vllm_xargs": {"reply_ids": ids_of(text)}},
-        }  # fmt: skip
-        echo = await (streamed if stream else plain)(client, body)
-        result = {"role": "tool", "tool_call_id": echo["tool_calls"][0]["id"]}
-        messages += [echo, result | {"content": str(a + 30)}]
-        if a % 3 == 2:
-            messages.append({"role": "user", "content": "go on"})
+    async with AsyncAnthropic(base_url=talk.url, api_key="none", max_retries=0) as client:
+        for a, reply in REPLIES:
+            body: Json = {"model": "policy", "messages": messages, "system": talk.system}
+            body |= {"tools": [{"name": "add", "input_schema": PARAMETERS}], "max_tokens": 300}
+            if talk.stream:
+                async with client.messages.stream(extra_body=reply, **body) as events:
+                    found = await events.get_final_message()
+            else:
+                found = await client.messages.create(extra_body=reply, **body)
+            echo = [block for block in found.content if block.type != "thinking"]
+            (use,) = (block for block in echo if block.type == "tool_use")
+            result = {"type": "tool_result", "tool_use_id": use.id, "content": str(a + 30)}
+            content = [result] + [{"type": "text", "text": "go on"}] * (a % 3 == 2)
+            messages += [
+                {"role": "assistant", "content": [b.model_dump(exclude_none=True) for b in echo]},
+                {"role": "user", "content": content},
+            ]
+
+
+async def responses_turns(talk: Talk) -> None:
+    """Talk over Responses."""
+    items: list[Any] = [{"role": "user", "content": "count"}]
+    tools: list[Any] = [{"type": "function", "name": "add", "parameters": PARAMETERS}]
+    async with AsyncOpenAI(base_url=f"{talk.url}/v1", api_key="none", max_retries=0) as client:
+        for a, reply in REPLIES:
+            body: Json = {"model": "policy", "input": items, "instructions": talk.system}
+            body |= {"tools": tools, "store": False, "extra_body": reply}
+            body |= {"max_output_tokens": 300}
+            if talk.stream:
+                async for event in await client.responses.create(stream=True, **body):
+                    if event.type == "response.completed":
+                        found = event.response
+            else:
+                found = await client.responses.create(**body)
+            echo = [item for item in found.output if item.type != "reasoning"]
+            (call,) = (item for item in echo if item.type == "function_call")
+            output = {"type": "function_call_output", "call_id": call.call_id}
+            items += [item.model_dump(exclude_none=True) for item in echo]
+            items.append(output | {"output": str(a + 30)})
+            if a % 3 == 2:
+                items.append({"role": "user", "content": "go on"})
+
+
+async def cache_hits(url: str) -> int:
+    """Return the prompt tokens that the engine has taken from its prefix cache so far."""
+    async with aiohttp.ClientSession() as http, http.get(f"{url}/metrics") as response:
+        lines = (await response.text()).splitlines()
+    name = "vllm:prefix_cache_hits_total"
+    return int(sum(float(line.split()[-1]) for line in lines if line.startswith(name)))
 
 
 def sequence_of(step: Step) -> list[int]:
@@ -249,18 +314,23 @@ def sequence_of(step: Step) -> list[int]:
 @pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("stream", [False, True], ids=["plain", "streamed"])
+@pytest.mark.parametrize(
+    "talk", [chat_turns, messages_turns, responses_turns], ids=["chat", "messages", "responses"]
+)
 def test_ten_turns_are_one_branch_with_it_and_several_without(
-    served: Served, stream: bool, tmp_path: Path
+    served: Served, talk: Callable[[Talk], Awaitable[None]], stream: bool, tmp_path: Path
 ) -> None:
-    async def steps_of(family: str | None) -> list[Step]:
-        async with gateway_of(served, tmp_path, family) as (url, steps):
-            base_url = f"{url}/t{family}-{stream}/g1/v1"
-            async with AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0) as client:
-                await ten_turns(client, stream)
-            return list(steps())
+    """Agents send each reply back without its reasoning."""
 
-    exact = served.runner.run(steps_of("qwen3"))
-    rendered = served.runner.run(steps_of(None))
+    async def played(family: str | None) -> tuple[list[Step], int]:
+        async with gateway_of(served, tmp_path, family) as (url, steps):
+            before = await cache_hits(served.url)
+            name = f"{family or 'plain'} of {talk.__name__} {stream}"
+            await talk(Talk(f"{url}/t{family}-{stream}/g1", name, stream))
+            return list(steps()), await cache_hits(served.url) - before
+
+    exact, exact_hits = served.runner.run(played("qwen3"))
+    rendered, rendered_hits = served.runner.run(played(None))
     branches, cached = [], []
     for steps in (exact, rendered):
         sequences = [sequence_of(step) for step in steps]
@@ -268,7 +338,8 @@ def test_ten_turns_are_one_branch_with_it_and_several_without(
         branches.append(1 + sum(broken))
         cached.append(sum(step.usage.cached_tokens or 0 for step in steps if step.usage))
     print(f"branches {branches}, cached tokens {cached}")
-    assert branches[0] == 1 < branches[1] and cached[0] > cached[1]
+    assert cached == [exact_hits, rendered_hits]
+    assert branches == [1, 10] and cached[0] > cached[1]
     for before, after in pairwise(exact):
         assert after.continuation is not None and after.continuation.reason is None
         assert after.continuation.previous_step_id == before.step_id
