@@ -7,6 +7,7 @@ import asyncio
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,7 +16,9 @@ from typing import Any
 
 import orjson
 import pytest
+from support.model_endpoint import Reply, chat, model_endpoint
 from support.positions import tell
+from support.processes import pids_with, until
 
 from runtime.exit_codes import EXIT_SETTINGS, EXIT_SOURCE
 from runtime.kafka import Cluster, Record, SourceTruncated
@@ -33,6 +36,7 @@ from schemas.records import (
     TrajectoryStep,
 )
 from schemas.settings import Settings
+from schemas.settings.reward_models import CodeTests, Judge
 from schemas.tokens import pack_ids, pack_logprobs
 from stream_jobs.assemble.output_records import in_parts
 from stream_jobs.reward.evaluate import RuleEvaluator
@@ -44,6 +48,8 @@ RUN = (
     "from stream_jobs.reward.main import main; "
     "main(load(overrides=sys.argv[1:]))"
 )
+STOP_S = 10.0
+"""Longest time from SIGTERM to the end of the process, whatever a function does."""
 CODEC = Codec()
 Eventually = Callable[..., Any]
 
@@ -141,7 +147,7 @@ def test_every_closed_trajectory_is_answered(
         }
         eventually(lambda: {k: v for k, v in cluster.committed(group).items() if v} == ends)
         job.send_signal(signal.SIGTERM)
-        assert job.wait(180) == 0
+        assert job.wait(STOP_S) == 0
     producer.close()
 
     answers: dict[tuple[str, str], Reward] = {}
@@ -408,12 +414,130 @@ def test_a_function_that_hangs_or_crashes_costs_its_own_trajectory_and_no_stop(
             "h": (None, "ValueError: could not convert string to float: 'raise'"),
         }
         job.send_signal(signal.SIGTERM)
-        assert job.wait(180) == 0
+        assert job.wait(STOP_S) == 0
     with worker(patient, configured) as job:
         begun = settings.data_dir / "begun"
         put(trajectory("e", "wait", metadata_json=orjson.dumps({"begun": str(begun)})))
         eventually(begun.exists, 180)
         job.send_signal(signal.SIGTERM)
-        assert job.wait(180) == 0, "it would have waited an hour"
+        assert job.wait(STOP_S) == 0, "it would have waited an hour"
     assert "e" not in answered()
     producer.close()
+
+
+def judge(url: str, **more: Any) -> Judge:
+    given = {"type": "genrm", "url": url, "model": "m", "rubric": "Right is good."}
+    return Judge.model_validate(given | more)
+
+
+@contextmanager
+def rated_by(settings: Settings, models: dict[str, Any]) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a worker that rates the run of each model's name with this model."""
+    jobs = settings.jobs.model_copy(update={"reward_models": models})
+    functions = settings.functions.model_copy(update={"processes": 3})
+    tuned = settings.model_copy(update={"jobs": jobs, "functions": functions})
+    rules = {name: (f"{name}@1",) for name in models} | {"*": ("exact_match@1",)}
+    with worker(tuned, rules) as job:
+        yield job
+
+
+def closed(cluster: Cluster, topics: Any, *replies: tuple[str, str, str]) -> None:
+    """Put closed trajectories, of which each has a run, a key and a reply, on the log."""
+    producer = cluster.producer()
+    for run, key, said in replies:
+        text = orjson.dumps(said).decode()[1:-1]
+        one = trajectory(key, text, run, metadata_json=b'{"tests":["pass"],"gold":"42"}')
+        producer.put(topics.trajectories, key.encode(), CODEC.encode(one))
+    producer.close()
+
+
+def test_each_fault_of_a_judge_or_of_code_is_recorded_and_others_go_on(
+    settings: Settings, cluster: Cluster, eventually: Eventually
+) -> None:
+    create_topics(cluster, settings)
+    topics, released = settings.kafka.topics, threading.Event()
+
+    def answer(body: Any) -> Reply:
+        if body["model"] == "slow":
+            released.wait()
+        return chat('{"score": 8}')
+
+    def answered() -> dict[str, Reward]:
+        return {r.trajectory_id: r for r in read(cluster, topics.rewards)}
+
+    with model_endpoint(answer) as endpoint:
+        models = {
+            "tests": CodeTests(type="code", timeout_s=25),
+            "down": judge("http://127.0.0.1:1", timeout_s=1),
+            "slow": judge(endpoint.url, model="slow", timeout_s=1),
+            "poor": judge(endpoint.url, budget_calls=1),
+        }
+        with rated_by(settings, models) as job:
+            closed(
+                cluster,
+                topics,
+                ("tests", "forks", "import os\nwhile True: os.fork()"),
+                ("tests", "connects", "import socket; socket.create_connection(('127.0.0.1', 1))"),
+                ("tests", "fills", "open('/tmp/x', 'wb').write(bytes(1 << 25))"),
+                ("tests", "right", "x = 1"),
+                ("poor", "poor-1", "1"),
+                ("poor", "poor-2", "2"),
+                ("down", "down", "42"),
+                ("slow", "slow", "42"),
+                ("other", "other", "42"),
+            )
+            found = eventually(lambda: said if len(said := answered()) == 9 else None, 180)
+            job.send_signal(signal.SIGTERM)
+            assert job.wait(STOP_S) == 0
+        released.set()
+    outcomes = {
+        key: (found[key].value, orjson.loads(found[key].detail_json or b"")["outcome"])
+        for key in ("forks", "connects", "fills", "right")
+    }
+    assert outcomes.pop("right") == (1.0, "passed")
+    assert {value for value, _ in outcomes.values()} == {0.0}
+    assert {outcome for _, outcome in outcomes.values()} <= {"failed", "memory"}
+    path = "/chat/completions in 1 s"
+    assert found["slow"].value is None and found["down"].value is None
+    assert found["slow"].reason == f"EndpointError: no reply of {endpoint.url}{path}"
+    unconnected = f"NotServed: no reply of http://127.0.0.1:1{path}: ClientConnectorError"
+    assert str(found["down"].reason).startswith(unconnected)
+    poor = {(found[key].value, found[key].reason) for key in ("poor-1", "poor-2")}
+    assert poor == {(0.8, None), (None, "OverBudget: over budget: 1 of 1 calls in 3600 s")}
+    assert found["other"].value == 1.0
+
+
+def test_sigterm_ends_the_worker_while_a_judge_does_not_reply(
+    settings: Settings, cluster: Cluster, eventually: Eventually
+) -> None:
+    create_topics(cluster, settings)
+    released = threading.Event()
+
+    def answer(body: Any) -> Reply:
+        released.wait()
+        return chat('{"score": 8}')
+
+    with model_endpoint(answer) as endpoint:
+        with rated_by(settings, {"patient": judge(endpoint.url)}) as job:
+            closed(cluster, settings.kafka.topics, ("patient", "patient", "42"))
+            eventually(lambda: endpoint.requests, 180)
+            job.send_signal(signal.SIGTERM)
+            assert job.wait(STOP_S) == 0
+        released.set()
+    assert read(cluster, settings.kafka.topics.rewards) == []
+
+
+def test_sigterm_ends_the_worker_and_the_program_that_it_runs(
+    settings: Settings, cluster: Cluster, eventually: Eventually
+) -> None:
+    create_topics(cluster, settings)
+    word = f"outlives-{settings.kafka.topic_prefix}"
+    sleeper = f"['python3', '-c', 'import time; time.sleep(3600)', {word!r}]"
+    program = f"import os, sys; os.execv(sys.executable, {sleeper})"
+    with rated_by(settings, {"tests": CodeTests(type="code", timeout_s=25)}) as job:
+        closed(cluster, settings.kafka.topics, ("tests", "runs", program))
+        until(lambda: bool(pids_with(word)))
+        job.send_signal(signal.SIGTERM)
+        assert job.wait(STOP_S) == 0
+    until(lambda: not pids_with(word))
+    assert read(cluster, settings.kafka.topics.rewards) == []
