@@ -73,6 +73,7 @@ def logged_in(browser: Any, address: str, scheme: str = "light", key: str = KEY)
             break
         except playwright.Error:
             page.wait_for_timeout(100)
+    page.wait_for_selector("#key:focus")  # typed earlier, Chromium reports a blocked autofocus
     page.fill("#key", key)
     page.click("text=Log in")
     page.wait_for_url("**/trajectories?channel=train")
