@@ -160,7 +160,7 @@ def test_the_mark_names_what_it_is_of() -> None:
     [
         ({}, "the mark is empty"), ({"quality": 2.0}, "quality: 2"),
         ({"quality": float("nan")}, "quality"), ({"tags": ("",)}, "tags"),
-        ({"tags": ("x",) * 33}, "tags"), ({"reward": float("inf")}, "reward"),
+        ({"tags": ("x",) * 51}, "tags"), ({"reward": float("inf")}, "reward"),
         ({"note": "x" * 2001}, "note"), ({"reward": 1.0, "reward_name": ""}, "reward_name"),
     ],
 )  # fmt: skip
