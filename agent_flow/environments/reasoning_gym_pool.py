@@ -58,23 +58,15 @@ class ScorerPool:
 
 
 class Scorer:
-    """The process that scores answers, one at a time: it may run them (docs/agent-flows.md).
+    """The process that scores answers: it may run them (docs/agent-flows.md).
 
-    Started for the first score, and again when it has ended.
+    Started for the first score, and again when it has ended. It scores one answer at a time, as the
+    pool gives it out to one caller.
     """
 
     def __init__(self, name: str, config: Mapping[str, Any]) -> None:
         self._argument = json.dumps({"name": name, "config": dict(config)})
         self._process: asyncio.subprocess.Process | None = None
-        self._free = asyncio.Lock()
-
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        """End the process at the exit."""
-        try:
-            yield
-        finally:
-            await self.end()
 
     async def score(self, answer: str | None, entry: Any) -> float:
         """Return the data set's score of an answer.
@@ -83,16 +75,15 @@ class Scorer:
             RolloutFailed: The data set cannot score it, or the process has ended.
         """
         request = {"answer": answer, "entry": base64.b64encode(pickle.dumps(entry)).decode()}
-        async with self._free:
-            try:
-                process = self._process or await self._start()
-                assert process.stdin is not None
-                process.stdin.write(json.dumps(request).encode() + b"\n")
-                reply = await _line(process, REPLY_S)
-            # Also when it is cancelled: a late reply would be read as another answer's.
-            except BaseException:
-                await self.end()
-                raise
+        try:
+            process = self._process or await self._start()
+            assert process.stdin is not None
+            process.stdin.write(json.dumps(request).encode() + b"\n")
+            reply = await _line(process, REPLY_S)
+        # Also when it is cancelled: a late reply would be read as another answer's.
+        except BaseException:
+            await self.end()
+            raise
         if "error" in reply:
             raise RolloutFailed(reply["error"])
         return float(reply["score"])

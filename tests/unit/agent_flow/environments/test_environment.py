@@ -179,7 +179,7 @@ def test_reasoning_gym_evaluates_no_answer_in_the_flow(
 ) -> None:
     """spiral_matrix evaluates the answer."""
     pytest.importorskip("reasoning_gym")
-    from agent_flow.environments.reasoning_gym_pool import Scorer
+    from agent_flow.environments.reasoning_gym_pool import ScorerPool
 
     monkeypatch.setenv("CLAWSTREAM_API_KEY", "claw-secret")
     file = tmp_path / "written"
@@ -196,7 +196,7 @@ def test_reasoning_gym_evaluates_no_answer_in_the_flow(
         task = next(iter(load_environment("reasoning_gym:spiral_matrix", split).source()))
         entry = {"question": task["question"], "answer": task["answer"], "metadata": {}}
         entry["metadata"] = {"solution": json.loads(f"[{task['answer'].replace(' ', ',')}]")}
-        scorer = Scorer("spiral_matrix", {"seed": split.seed, "size": 1})
+        scorer = ScorerPool("spiral_matrix", {"seed": split.seed, "size": 1}, size=1)
         async with scorer.running():
             for answer in answers:
                 try:
