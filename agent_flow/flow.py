@@ -145,14 +145,11 @@ def module_of(place: str) -> Any:
     """
     if not place.endswith(".py"):
         sys.path.insert(0, str(Path.cwd()))
-        try:
-            with users_code(f"module {place}"):
-                return importlib.import_module(place)
-        except FlowError as error:
-            cause = error.__cause__
-            if isinstance(cause, ModuleNotFoundError) and cause.name == place.partition(".")[0]:
-                raise FlowError(f"module {place!r}: {cause}") from cause
-            raise
+        package = place.partition(".")[0]
+        with users_code(f"module {place}"):
+            if importlib.util.find_spec(package) is None:
+                raise FlowError(f"module {place!r}: No module named {package!r}")
+            return importlib.import_module(place)
     path = Path(place).resolve()
     if not path.is_file():
         raise FlowError(f"{place}: no such file")
