@@ -9,11 +9,11 @@ from pydantic import BaseModel, ConfigDict, Field
 from gateway.errors import Unprocessable
 from gateway.protocols.request_fields import dumps
 from schemas.records import Channel, RewardSource
+from schemas.records.parts import NAME_CHARS, TAGS_MAX
 
 Value = Annotated[float, Field(allow_inf_nan=False, strict=True)]
-Text = Annotated[str, Field(min_length=1, max_length=200)]
+Text = Annotated[str, Field(min_length=1, max_length=NAME_CHARS)]
 Reason = Annotated[str, Field(max_length=2000)]
-MAX_TAGS = 50
 Size = Annotated[int, Field(ge=1, le=100_000, strict=True)]
 Round = Annotated[int, Field(ge=0, le=2**31 - 1, strict=True)]
 
@@ -87,7 +87,7 @@ class Curate(_Body):
     run_id: str | None = None
     quality: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False, strict=True)] | None = None
     trainable: Annotated[bool, Field(strict=True)] | None = None
-    tags: Annotated[tuple[Text, ...], Field(max_length=MAX_TAGS)] | None = None
+    tags: Annotated[tuple[Text, ...], Field(max_length=TAGS_MAX)] | None = None
     note: Reason | None = None
     takes_back: Text | None = None
     by: Text | None = None

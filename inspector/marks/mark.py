@@ -16,9 +16,8 @@ from schemas.ids import (
     new_event_id,
 )
 from schemas.records import Curation, Reward
+from schemas.records.parts import NAME_CHARS, TAGS_MAX
 
-TAGS_MAX = 50
-NAME_CHARS = 200
 NOTE_CHARS = 2000
 FUNCTION_VERSION = "1"
 """Version of the rewards that people give."""

@@ -7,6 +7,10 @@ from typing import Literal
 
 Channel = Literal["train", "val"]
 Outcome = Literal["completed", "failed", "abandoned", "timed_out", "lost", "replaced"]
+NAME_CHARS = 200
+"""Most characters of a name, a version or a tag."""
+TAGS_MAX = 50
+"""Most tags of a step, or of a mark."""
 RewardSource = Literal["env", "rule", "model", "judge", "human", "next_state"]
 
 

@@ -19,8 +19,6 @@ PAYLOAD_BYTES = MAX_MESSAGE_BYTES - (1 << 20)
 """Maximum size of a step's payload and of a trajectory's metadata: each must fit into an output
 record.
 """
-NAME_CHARS = 200
-TAGS_MAX = 50
 SILENT_TICKS, SILENT_AT_LEAST_S = 10, 10.0
 """A partition that misses this many ticks was silent: no Kafka, or no worker."""
 

@@ -6,9 +6,10 @@ import math
 
 from schemas.ids import is_gateway_assigned, key_of_trajectory
 from schemas.records import Assessment, Curation, Reward
+from schemas.records.parts import NAME_CHARS, TAGS_MAX
 from stream_jobs.assemble.handlers.rejected import InvalidRecord
 from stream_jobs.assemble.handlers.targets import annotate_or_wait
-from stream_jobs.assemble.limits import NAME_CHARS, TAGS_MAX, Limits
+from stream_jobs.assemble.limits import Limits
 from stream_jobs.assemble.matching.token_prefix import hash_of
 from stream_jobs.assemble.payload.trainability import REASON_CHARS
 from stream_jobs.assemble.state.annotations import AssessmentState, CurationMark, CurrentReward

@@ -9,8 +9,9 @@ from schemas.ids import (
     session_trajectory_id,
 )
 from schemas.records import Step
+from schemas.records.parts import NAME_CHARS, TAGS_MAX
 from stream_jobs.assemble.handlers.rejected import InvalidRecord
-from stream_jobs.assemble.limits import NAME_CHARS, PAYLOAD_BYTES, TAGS_MAX, Limits
+from stream_jobs.assemble.limits import PAYLOAD_BYTES, Limits
 from stream_jobs.assemble.matching.anonymous_sessions import (
     EXPLICIT,
     Placement,
