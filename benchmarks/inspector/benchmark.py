@@ -16,7 +16,6 @@ request to the last byte of the page, at the median and the 95th percentile.
                             text_random: words of the texts; text_two: two of them
     group, trajectory, tokens, record
                             these pages, of random trajectories
-    first_text_s            seconds until full text is served by the index of words
     start_s                 seconds until the first page is served
     rss_mb                  memory of the inspector at the end; rss_mb_start: before searches
     worst_p95_ms            the slowest of all pages, which should be below 300
@@ -54,7 +53,6 @@ from schemas.settings import Settings
 
 CACHE = Path(".cache/bench")
 MANY, FEW = 100_000, 2000
-INDEXED_S = 20.0
 
 
 class Inspector(NamedTuple):
@@ -167,7 +165,6 @@ def run(directory: Path, trajectories: int, requests: int, only: str) -> dict[st
         inspector.get("/trajectories")
         result["start_s"] = time.monotonic() - began
         result["rss_mb_start"] = inspector.process.rss() / 1e6
-        result["first_text_s"] = _until_indexed(inspector)
         for name, address in pages_of(trajectories).items():
             if not re.search(only, name):
                 continue
@@ -184,16 +181,6 @@ def run(directory: Path, trajectories: int, requests: int, only: str) -> dict[st
             **result, **found, "worst_p95_ms": worst, "machine": machine(),
         }
     )  # fmt: skip
-
-
-def _until_indexed(inspector: Inspector) -> float:
-    """Search until a search is fast; return the seconds."""
-    began = time.monotonic()
-    while inspector.milliseconds(f"/trajectories?text={ABSENT}") > 200:
-        if time.monotonic() - began > INDEXED_S:
-            break
-        time.sleep(0.5)
-    return time.monotonic() - began
 
 
 def main() -> None:
