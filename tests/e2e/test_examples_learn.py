@@ -5,14 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from statistics import mean
 from typing import Any
-from uuid import uuid4
 
 import pytest
 from support.arithmetic_model import make_arithmetic_model
 from support.feed import Feed
 from support.ports import free_port
 from support.processes import Processes
-from support.up import ENVIRON, ROOT, command, up
+from support.up import ENVIRON, ROOT, command, own_installation, up
 
 from schemas.settings import Settings
 
@@ -31,11 +30,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def settings_of(home: Path, model: Path, reward: str, functions: dict[str, Any]) -> Settings:
     return Settings.model_validate({
-        "data_dir": home / "run",
+        **own_installation(home),
         "run_id": "examples",
-        "kafka": {"partitions": 2, "topic_prefix": f"t{uuid4().hex[:8]}"},
-        "broker": {"port": free_port()},
-        "gateway": {"port": free_port()},
         "jobs": {"reward_functions": functions},
         "admit": {"policy": {
             "group_size": 8, "batch_groups": 8, "required_rewards": [reward],

@@ -16,14 +16,13 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from uuid import uuid4
 
 import pytest
 from support import agents
 from support.arithmetic_model import make_arithmetic_model
 from support.feed import Feed
 from support.ports import free_port
-from support.up import ENVIRON, ROOT, Up, up
+from support.up import ENVIRON, ROOT, Up, own_installation, up
 
 from agent_flow.environments.verifiers.client import DEFAULT_PYTHON, PYTHON
 from runtime.process.config import load
@@ -154,11 +153,8 @@ def settings_of(home: Path, model: Path) -> Settings:
     online = load(EXAMPLES / "online.yaml", environ={})
     right = f"{EXAMPLES}/reward_functions.py:right@1"
     return Settings.model_validate({
-        "data_dir": home / "run",
+        **own_installation(home),
         "run_id": "online",
-        "kafka": {"partitions": 2, "topic_prefix": f"t{uuid4().hex[:8]}"},
-        "broker": {"port": free_port()},
-        "gateway": {"port": free_port()},
         "jobs": {
             "anonymous_inactivity_s": 3.0,
             "new_messages_bytes": online.jobs.new_messages_bytes,

@@ -17,7 +17,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import aiohttp
 import pytest
@@ -25,7 +24,7 @@ from support.feed import Feed
 from support.ports import free_port
 from support.scripted.engine import ScriptedEngine
 from support.scripted.script import Script, ScriptedChoice
-from support.up import ROOT, Up, command, up
+from support.up import ROOT, Up, command, own_installation, up
 
 from runtime.process.child import die_with_parent
 from runtime.process.config import overrides_of
@@ -138,10 +137,7 @@ class Agents:
 
 def installation(home: Path, engine_url: str) -> Settings:
     return Settings.model_validate({
-        "data_dir": home / "run",
-        "kafka": {"partitions": 4, "topic_prefix": f"t{uuid4().hex[:8]}"},
-        "broker": {"port": free_port()},
-        "gateway": {"port": free_port(), "upstreams": [engine_url]},
+        **own_installation(home, partitions=4, upstreams=[engine_url]),
         "lake": {"flush_interval_s": 1},
         "up": {"processes": ["broker", "gateway", "assemble", "lake"], "restart_delay_s": 0.3},
     })  # fmt: skip

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from uuid import uuid4
 
 import aiohttp
 import pytest
@@ -16,7 +15,7 @@ from openai import AsyncOpenAI
 from support.feed import Feed
 from support.model_families import write_family
 from support.ports import free_port
-from support.up import ROOT, Up, up
+from support.up import ROOT, Up, own_installation, up
 
 from schemas.ids import parse_version
 from schemas.records import Step, Trajectory, WeightVersion, WorkerStatus
@@ -43,11 +42,8 @@ pytestmark = pytest.mark.timeout(1800)
 
 def settings_of(home: Path, model: Path, dtype: str, lr: float) -> Settings:
     return Settings.model_validate({
-        "data_dir": home / "run",
+        **own_installation(home),
         "run_id": "models",
-        "kafka": {"partitions": 2, "topic_prefix": f"t{uuid4().hex[:8]}"},
-        "broker": {"port": free_port()},
-        "gateway": {"port": free_port()},
         "admit": {"policy": {
             "group_size": MEMBERS, "batch_groups": len(ENVIRONMENTS), "required_rewards": ["env"],
         }},

@@ -11,13 +11,12 @@ import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import pytest
 from support.feed import Feed
 from support.ports import free_port
 from support.processes import Processes
-from support.up import ENVIRON, Up, command, up
+from support.up import ENVIRON, Up, command, own_installation, up
 
 from schemas.ids import parse_version
 from schemas.records import Refused, Step, WorkerStatus
@@ -44,11 +43,8 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(1200)]
 
 def settings_of(home: Path, model: Path) -> Settings:
     return Settings.model_validate({
-        "data_dir": home / "run",
+        **own_installation(home),
         "run_id": "two",
-        "kafka": {"partitions": 2, "topic_prefix": f"t{uuid4().hex[:8]}"},
-        "broker": {"port": free_port()},
-        "gateway": {"port": free_port()},
         "admit": {"channels": ["train"], "policy": {
             "group_size": MEMBERS, "batch_groups": GROUPS, "required_rewards": ["env"],
             "max_staleness": MAX_STALENESS,

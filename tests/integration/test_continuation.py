@@ -14,12 +14,11 @@ from typing import Any
 import aiohttp
 import pytest
 import torch
-from anthropic import AsyncAnthropic
-from openai import AsyncOpenAI
 from support.engine import engine_settings
 from support.gateway import running
 from support.log_producer import InMemoryLogProducer
 from support.qwen3_chat import qwen3_tokenizer
+from support.speakers import anthropic_client, openai_client
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from gateway.app import create_app
@@ -232,7 +231,7 @@ async def chat_turns(talk: Talk) -> None:
         {"role": "system", "content": talk.system},
         {"role": "user", "content": "count"},
     ]
-    async with AsyncOpenAI(base_url=f"{talk.url}/v1", api_key="none", max_retries=0) as client:
+    async with openai_client(talk.url) as client:
         for a, reply in REPLIES:
             body: Json = {"model": "policy", "messages": messages, "tools": TOOLS}
             body |= {"max_tokens": 300, "extra_body": reply}
@@ -255,7 +254,7 @@ async def chat_turns(talk: Talk) -> None:
 async def messages_turns(talk: Talk) -> None:
     """Talk over Messages."""
     messages: list[Any] = [{"role": "user", "content": "count"}]
-    async with AsyncAnthropic(base_url=talk.url, api_key="none", max_retries=0) as client:
+    async with anthropic_client(talk.url) as client:
         for a, reply in REPLIES:
             body: Json = {"model": "policy", "messages": messages, "system": talk.system}
             body |= {"tools": [{"name": "add", "input_schema": PARAMETERS}], "max_tokens": 300}
@@ -278,7 +277,7 @@ async def responses_turns(talk: Talk) -> None:
     """Talk over Responses."""
     items: list[Any] = [{"role": "user", "content": "count"}]
     tools: list[Any] = [{"type": "function", "name": "add", "parameters": PARAMETERS}]
-    async with AsyncOpenAI(base_url=f"{talk.url}/v1", api_key="none", max_retries=0) as client:
+    async with openai_client(talk.url) as client:
         for a, reply in REPLIES:
             body: Json = {"model": "policy", "input": items, "instructions": talk.system}
             body |= {"tools": tools, "store": False, "extra_body": reply}

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 from s3fs import S3FileSystem  # type: ignore[import-untyped]
-from support.lake import Eventually, Writers, a_step, put_steps, running
-from support.object_store import BUCKET, ObjectStore, column_of, object_store
+from support.lake import Eventually, Writers, a_step, column, put_steps, running
+from support.object_store import BUCKET, ObjectStore, object_store
 from support.trainer_runs import MemoryWeightLog, begin, go
 from support.trainer_runs import settings as trainer_settings
 
@@ -71,8 +71,7 @@ def processes(remote: Settings) -> Iterator[Writers]:
 
 
 def steps_in(settings: Settings) -> list[str]:
-    lake = settings.lake
-    return sorted(column_of(settings.lake_uri, lake.storage_options, "steps", "step_id"))
+    return sorted(column(settings, "steps", "step_id"))
 
 
 def test_of_commits_to_one_snapshot_the_store_takes_one(remote: Settings) -> None:
@@ -133,7 +132,7 @@ def test_writers_go_on_after_the_store_was_killed_and_each_row_is_there_once(
     expected = sorted(a_step(number).step_id for number in range(sent))
     assert steps_in(remote) == expected
     assert processes.maintain().wait(180) == 0  # merges files
-    assert processes.maintain().wait(180) == 0  # deletes those that were merged
+    assert processes.maintain().wait(180) == 0  # deletes the files that are merged
     assert [processes.stop(writer) for writer in writers] == [0, 0]
     assert steps_in(remote) == expected
     assert files() < before / 2

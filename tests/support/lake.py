@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from deltalake import DeltaTable
 from support.processes import Processes
 
 from runtime.kafka import Producer
@@ -17,6 +16,7 @@ from schemas import records
 from schemas.codec.single_object import Codec
 from schemas.settings import Settings
 from schemas.tokens import pack_ids
+from stream_jobs.lake.delta.table import LakeMissing
 from stream_jobs.lake.main import dataset, open_table
 
 WRITER = (
@@ -61,9 +61,12 @@ def running(settings: Settings) -> Iterator[Writers]:
 
 def column(settings: Settings, table: str, name: str) -> list[Any]:
     """Return the current content of a column of the lake; empty when the table does not exist."""
-    if not DeltaTable.is_deltatable(f"{settings.lake_uri}/{table}"):
+    options = settings.lake.storage_options
+    try:
+        opened = open_table(settings.lake_uri, table, options)
+    except LakeMissing:
         return []
-    found = dataset(open_table(settings.lake_uri, table, {}), {}).to_table(columns=[name])
+    found = dataset(opened, options).to_table(columns=[name])
     return found.column(name).to_pylist()  # type: ignore[no-any-return]
 
 

@@ -7,15 +7,12 @@ import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from support.ports import free_port
 from support.processes import ROOT, until
 
 from runtime.broker.jars import ensure_jars, find_java, parse_pins
 from runtime.broker.jvm import Jvm
-from stream_jobs.lake.delta.table import LakeMissing
-from stream_jobs.lake.main import dataset, open_table
 
 BUCKET, KEY, SECRET, REGION = "clawstream", "a-key", "a-secret", "us-east-1"
 PROPERTIES = {
@@ -102,13 +99,3 @@ def object_store(directory: Path) -> Iterator[ObjectStore]:
         yield store
     finally:
         store.kill()
-
-
-def column_of(uri: str, options: Mapping[str, str], table: str, name: str) -> list[Any]:
-    """Return the current content of a column of a lake; empty when the table does not exist."""
-    try:
-        opened = open_table(uri, table, options)
-    except LakeMissing:
-        return []
-    found = dataset(opened, options).to_table(columns=[name])
-    return found.column(name).to_pylist()  # type: ignore[no-any-return]

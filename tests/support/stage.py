@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import aiohttp
 import orjson
@@ -26,7 +25,7 @@ from support.ports import free_port
 from support.scripted.engine import PROTOCOL_SERVERS, ScriptedEngine
 from support.scripted.script import Script
 from support.toy_model import LOGPROB, ToyModel
-from support.up import ROOT, Up, up
+from support.up import ROOT, Up, own_installation, up
 
 from schemas.records import Step, Trajectory
 from schemas.settings import Settings
@@ -173,10 +172,7 @@ def stage_in(home: Path) -> Iterator[Stage]:
     """Run an installation in a folder until the block ends."""
     engine_port = free_port()
     settings = Settings.model_validate({
-        "data_dir": home / "run",
-        "kafka": {"partitions": 2, "topic_prefix": f"t{uuid4().hex[:8]}"},
-        "broker": {"port": free_port()},
-        "gateway": {"port": free_port(), "upstreams": [f"http://127.0.0.1:{engine_port}"]},
+        **own_installation(home, upstreams=[f"http://127.0.0.1:{engine_port}"]),
         "jobs": {"anonymous_inactivity_s": 3000},  # a busy machine pauses longer than an agent
         "lake": {"flush_interval_s": 1},
         "up": {"processes": ["broker", "gateway", "assemble", "lake"]},

@@ -9,8 +9,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
+from support.ports import free_port
 from support.processes import ROOT as ROOT
 from support.processes import Processes
 
@@ -36,6 +39,19 @@ def call(*words: str, timeout_s: float = 240.0) -> subprocess.CompletedProcess[s
         timeout=timeout_s,
         check=False,
     )
+
+
+def own_installation(home: Path, partitions: int = 2, **gateway: Any) -> dict[str, Any]:
+    """Return settings of an installation with a directory, topics and ports of its own.
+
+    gateway: further settings of the gateway.
+    """
+    return {
+        "data_dir": home / "run",
+        "kafka": {"partitions": partitions, "topic_prefix": f"t{uuid4().hex[:8]}"},
+        "broker": {"port": free_port()},
+        "gateway": {"port": free_port(), **gateway},
+    }
 
 
 class Up:
