@@ -37,7 +37,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -68,30 +68,49 @@ class Time(NamedTuple):
 
 
 def timed(side: Callable[[], object]) -> Time:
-    """Return how long a call takes."""
+    """Return how long a call takes, the work that it left to a GPU included."""
     wall, cpu = time.perf_counter(), time.process_time()
     side()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
     return Time(time.perf_counter() - wall, time.process_time() - cpu)
 
 
 class Sides:
-    """The four ways on one workload, each with its gradient."""
+    """The four ways on one workload, each with its gradient.
 
-    def __init__(self, directory: Path, shape: Shape) -> None:
-        write_model(directory, shape)
-        self._paths = paths(shape)
+    Attributes:
+        tokens, flops: of the last update of each way but the plain loop.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        sequences: list[TrainingSequence],
+        device: Literal["cpu", "cuda"] = "cpu",
+        dtype: Literal["float32", "bfloat16"] = "float32",
+    ) -> None:
+        """directory: of the model. sequences: paths of groups."""
+        self._paths = sequences
         self._steps = steps(self._paths)
         self._tree, self._rows = (
             Policy(
                 directory,
                 TrainerSettings(
-                    device="cpu", minibatches=1, lr=UNCHANGED, max_grad_norm=1e9, packing=packing
+                    device=device,
+                    dtype=dtype,
+                    minibatches=1,
+                    lr=UNCHANGED,
+                    max_grad_norm=1e9,
+                    packing=packing,
                 ),
             )
             for packing in ("tree", "rows")
         )
         self._model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(directory).float()
+        self._model.to(self._tree.device)  # type: ignore[arg-type]
         self.tokens: dict[str, int] = {}
+        self.flops: dict[str, float] = {}
         self.all: Mapping[str, Callable[[], object]] = {
             "packed": lambda: self._update("packed", self._tree, self._paths),
             "chats": lambda: self._update("chats", self._rows, self._paths),
@@ -101,18 +120,22 @@ class Sides:
 
     def _update(self, name: str, policy: Policy, sequences: list[TrainingSequence]) -> None:
         (step,) = update(policy, sequences, 0, ALGORITHMS, UNCHANGED, None).steps
-        self.tokens[name] = step.computed_tokens
+        self.tokens[name], self.flops[name] = step.computed_tokens, step.flops
 
     def _plain(self) -> None:
         self._model.zero_grad()
+        device, narrow = self._tree.device, self._tree.settings.dtype == "bfloat16"
         total = sum(sequence.trained_tokens for sequence in self._paths)
         for sequence in self._paths:
-            ids = torch.from_numpy(sequence.tokens.ids).long()
-            logits = self._model(input_ids=ids[None]).logits[0, :-1] / TEMPERATURE
-            logprobs = logits.log_softmax(-1).gather(-1, ids[1:, None]).squeeze(-1)
-            trained = logprobs[torch.from_numpy(sequence.tokens.mask)[1:]]
+            ids = torch.from_numpy(sequence.tokens.ids).long().to(device)
+            with torch.autocast(device.type, torch.bfloat16, enabled=narrow):
+                logits = self._model(input_ids=ids[None], use_cache=False).logits[0, :-1]
+            scores = logits.float() / TEMPERATURE
+            logprobs = scores.log_softmax(-1).gather(-1, ids[1:, None]).squeeze(-1)
+            trained = logprobs[torch.from_numpy(sequence.tokens.mask)[1:].to(device)]
             assert sequence.advantages is not None
-            loss = -(trained * torch.from_numpy(sequence.advantages)).sum() / total
+            advantages = torch.from_numpy(sequence.advantages).to(device)
+            loss = -(trained * advantages).sum() / total
             loss.backward()  # type: ignore[no-untyped-call]
 
     def pack(self) -> None:
@@ -140,7 +163,8 @@ def run(directory: Path, *, check: bool, rounds: int) -> dict[str, Any]:
     before = machine()
     torch.set_num_threads(1)
     everything, chunks = memory.peaks(memory.CHECK if check else memory.FULL)
-    sides = Sides(directory, CHECK if check else FULL)
+    shape = CHECK if check else FULL
+    sides = Sides(write_model(directory, shape), paths(shape))
     times: dict[str, list[Time]] = {name: [] for name in (*sides.all, "pack")}
     for at in range(rounds):
         for name in sides.all if at % 2 == 0 else reversed(sides.all):

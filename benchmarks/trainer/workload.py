@@ -6,7 +6,7 @@ a row for each model call.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from trainer.data.sequences import Tokens, TrainingSequence
 
 VOCABULARY = 4096
+"""Token ids are below it; a model may have more."""
 TEMPERATURE = 0.8
 
 
@@ -37,17 +38,32 @@ FULL = Shape(prompt=2048, turns=10, reply=48, tool=16, rollouts=8, forks=2)
 CHECK = Shape(prompt=64, turns=3, reply=8, tool=4, rollouts=4, forks=1)
 
 
-def write_model(directory: Path, shape: Shape) -> Path:
-    """Write a Qwen3 of two layers with random weights."""
+TWO_LAYERS = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+}
+HALF_BILLION = {
+    "vocab_size": 151_936,
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+}
+"""The sizes of Qwen2.5-0.5B: 494 million parameters."""
+
+
+def write_model(directory: Path, shape: Shape, sizes: Mapping[str, int] = TWO_LAYERS) -> Path:
+    """Write a Qwen3 with random weights."""
     torch.manual_seed(0)
     config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=256,
-        intermediate_size=768,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
+        **sizes,
         max_position_embeddings=2 * (shape.prompt + shape.turns * (shape.reply + shape.tool)),
         tie_word_embeddings=True,
         eos_token_id=1,
@@ -56,19 +72,19 @@ def write_model(directory: Path, shape: Shape) -> Path:
     return directory
 
 
-def paths(shape: Shape) -> list[TrainingSequence]:
-    """Return the paths of all rollouts: every reply is trained in one of them."""
-    rng = np.random.default_rng(0)
+def paths(shape: Shape, seed: int = 0) -> list[TrainingSequence]:
+    """Return the paths of all rollouts of a group: every reply is trained in one of them."""
+    rng = np.random.default_rng(seed)
     prompt = rng.integers(2, VOCABULARY, shape.prompt)
     found = []
     for rollout in range(shape.rollouts):
         turns = [_turn(shape, rng) for _ in range(shape.turns)]
         advantage = 1.0 if rollout % 2 else -1.0
-        found.append(_path(shape, rollout, prompt, turns, 0, advantage))
+        found.append(_path(shape, seed, rollout, prompt, turns, 0, advantage))
         if rollout < shape.forks:
             middle = shape.turns // 2
             again = [*turns[:middle], *(_turn(shape, rng) for _ in range(shape.turns - middle))]
-            found.append(_path(shape, rollout, prompt, again, middle, advantage))
+            found.append(_path(shape, seed, rollout, prompt, again, middle, advantage))
     return found
 
 
@@ -94,6 +110,7 @@ def _turn(shape: Shape, rng: np.random.Generator) -> NDArray[np.int64]:
 
 def _path(
     shape: Shape,
+    group: int,
     rollout: int,
     prompt: NDArray[np.int64],
     turns: list[NDArray[np.int64]],
@@ -118,4 +135,4 @@ def _path(
         steps,
     )
     advantages = np.full(int(mask.sum()), advantage, np.float32)
-    return TrainingSequence(str(rollout), tokens, advantages)
+    return TrainingSequence(f"{group}.{rollout}", tokens, advantages, group=group)

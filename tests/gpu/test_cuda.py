@@ -7,18 +7,23 @@ It needs torch, transformers, safetensors, numpy, pytest, and pydantic for the s
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from torch._dynamo.utils import counters
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from schemas.settings import TrainerSettings
 from trainer.algorithms.registry import load
 from trainer.data.sequences import Tokens, TrainingSequence
+from trainer.model.critic import Critic
 from trainer.model.policy import Policy
-from trainer.model.update import update
+from trainer.model.update import update, with_old_logprobs
 
 pytestmark = [
     pytest.mark.gpu,
@@ -61,14 +66,42 @@ def sequences(groups: int, members: int, prompt: int, reply: int) -> list[Traini
     return found
 
 
-def updated(directory: Path, device: str, **settings: str) -> tuple[float, list[torch.Tensor]]:
-    """Return loss and gradients of one optimizer step without clipping."""
+@pytest.fixture(autouse=True)
+def compiler() -> Iterator[None]:
+    """Fail where flex attention is compiled so often that torch gives up and runs it eagerly."""
+    limits = torch._dynamo.config
+    before = limits.fail_on_recompile_limit_hit
+    torch._dynamo.reset()
+    counters.clear()
+    limits.fail_on_recompile_limit_hit = True
+    yield
+    limits.fail_on_recompile_limit_hit = before
+
+
+def policy_of(directory: Path, device: str, **settings: Any) -> Policy:
+    """Return a policy that takes one optimizer step a batch, without clipping."""
     given = {"device": device, "minibatches": 1, "max_grad_norm": 1e9, **settings}
-    policy = Policy(directory, TrainerSettings.model_validate(given))
-    batch = sequences(groups=3, members=4, prompt=150, reply=40)
-    (step,) = update(policy, batch, 0, {None: load("cispo", {}, ())}, 1e-6, None).steps
+    return Policy(directory, TrainerSettings.model_validate(given))
+
+
+def train(policy: Policy, batch: list[TrainingSequence], lr: float = 1e-6) -> float:
+    """Train a batch; return the loss."""
+    (step,) = update(policy, batch, 0, {None: load("cispo", {}, ())}, lr, None).steps
     assert step.loss is not None
-    return step.loss, [p.grad.float().cpu() for p in policy.trained if p.grad is not None]
+    return step.loss
+
+
+def updated(directory: Path, device: str, **settings: Any) -> tuple[float, list[torch.Tensor]]:
+    """Return loss and gradients of one optimizer step."""
+    policy = policy_of(directory, device, **settings)
+    loss = train(policy, sequences(groups=3, members=4, prompt=150, reply=40))
+    return loss, [p.grad.float().cpu() for p in policy.trained if p.grad is not None]
+
+
+def assert_near(found: list[torch.Tensor], expected: list[torch.Tensor], exact: float) -> None:
+    """Compare tensors by the norm of their difference."""
+    for one, other in zip(found, expected, strict=True):
+        assert (one - other).norm() <= exact * other.norm()
 
 
 @pytest.mark.parametrize("packing", ["tree", "rows"])
@@ -80,5 +113,71 @@ def test_an_update_equals_that_on_a_cpu(
     loss, gradients = updated(directory, "cuda", packing=packing, dtype=dtype)
     expected, of_cpu = updated(directory, "cpu", packing="rows")
     assert loss == pytest.approx(expected, rel=exact)
-    for found, gradient in zip(gradients, of_cpu, strict=True):
-        assert (found - gradient).norm() <= exact * gradient.norm()
+    assert_near(gradients, of_cpu, exact)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"activation_checkpointing": True}, {"lora": {"rank": 4, "alpha": 8.0}}]
+)
+def test_checkpointed_activations_and_adapters_equal_those_on_a_cpu(
+    tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    directory = model(tmp_path / "model")
+    loss, gradients = updated(directory, "cuda", **settings)
+    expected, of_cpu = updated(directory, "cpu", packing="rows", **settings)
+    assert loss == pytest.approx(expected, rel=1e-3)
+    # The first matrix of an adapter has no gradient while the second one is zero.
+    assert_near(
+        [g for g, c in zip(gradients, of_cpu, strict=True) if c.norm()],
+        [c for c in of_cpu if c.norm()],
+        1e-3,
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rows_of_many_lengths_are_compiled_a_few_times(tmp_path: Path, dtype: str) -> None:
+    policy = policy_of(model(tmp_path / "model"), "cuda", dtype=dtype)
+    for length in range(12):
+        batch = sequences(groups=2, members=4, prompt=100 + 57 * length, reply=20 + 13 * length)
+        train(policy, with_old_logprobs(policy, batch))
+    assert 0 < counters["stats"]["unique_graphs"] <= 6
+
+
+def test_values_of_a_critic_equal_those_on_a_cpu(tmp_path: Path) -> None:
+    directory = model(tmp_path / "model")
+    batch, found = sequences(groups=2, members=4, prompt=150, reply=40), []
+    for device in ("cuda", "cpu"):
+        critic = Critic(directory, TrainerSettings(), torch.device(device), 0)
+        with torch.no_grad():
+            critic.model.weight.copy_(torch.linspace(-1, 1, len(critic.model.weight)))
+        found.append([torch.from_numpy(s.values) for s in critic.score(batch)])
+    assert_near(found[0], found[1], 1e-3)
+
+
+def test_a_resumed_policy_continues_as_without_a_break(tmp_path: Path) -> None:
+    directory = model(tmp_path / "model")
+    first, second = (
+        sequences(groups=2, members=4, prompt=prompt, reply=40) for prompt in (150, 90)
+    )
+    whole = policy_of(directory, "cuda")
+    train(whole, first, lr=1e-3)
+    dcp.save(dict(whole.state), checkpoint_id=tmp_path / "checkpoint", no_dist=True)
+    train(whole, second, lr=1e-3)
+    resumed = policy_of(directory, "cuda")
+    dcp.load(dict(resumed.state), checkpoint_id=tmp_path / "checkpoint", no_dist=True)
+    train(resumed, second, lr=1e-3)
+    for (name, expected), (_, found) in zip(
+        whole.model.named_parameters(), resumed.model.named_parameters(), strict=True
+    ):
+        assert torch.equal(found, expected), name
+
+
+def test_a_version_has_the_same_bytes_as_from_a_cpu(tmp_path: Path) -> None:
+    directory = model(tmp_path / "model")
+    for device in ("cuda", "cpu"):
+        policy = policy_of(directory, device)
+        policy.save(tmp_path / device, policy.served_dtypes("bfloat16"))
+    files = sorted(file.name for file in (tmp_path / "cpu").iterdir())
+    assert "model.safetensors" in files
+    for name in files:
+        assert (tmp_path / "cuda" / name).read_bytes() == (tmp_path / "cpu" / name).read_bytes()

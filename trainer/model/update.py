@@ -110,17 +110,18 @@ def _step(
     norm, taken = _optimizer_step(policy, loss)
     computed = sum(part.computed_tokens for part in parts.values())
     passed = [sequence for found in learned.values() for sequence in found]
+    trained = sum(sequence.trained_tokens for sequence in passed)
     stats = [part.measurement.stats() for part in parts.values()] if taken else []
     return StepStats(
         tokens=size.tokens,
-        passed_tokens=sum(sequence.trained_tokens for sequence in passed),
+        passed_tokens=trained,
         loss=loss if taken else None,
         grad_norm=norm if taken else None,
         skipped=None if taken else f"loss {loss}, gradient norm {norm}",
         now_at_zero=sum(part.measurement.now_at_zero for part in parts.values()),
         sequence_tokens=sum(len(sequence.tokens.ids) for sequence in passed),
         computed_tokens=computed,
-        flops=flops.of(computed, sum(part.attended_pairs for part in parts.values())),
+        flops=flops.of(computed, trained, sum(part.attended_pairs for part in parts.values())),
         measured=tuple(found for found in stats if found is not None),
         environment_losses={name: part.loss for name, part in parts.items() if name is not None},
     )

@@ -32,7 +32,7 @@ def plain(hidden: Tensor, weight: Tensor, targets: Tensor, temperatures: Tensor)
 def test_chunks_give_values_and_gradients_of_all_logits_at_once(
     monkeypatch: pytest.MonkeyPatch, chunk: int, with_entropy: bool
 ) -> None:
-    monkeypatch.setattr(module, "CHUNK_ELEMENTS", 23 * chunk)
+    monkeypatch.setattr(module, "CHUNK_ELEMENTS", {"cpu": 23 * chunk})
     torch.manual_seed(chunk)
     hidden, weight = torch.randn(7, 5), torch.randn(23, 5)
     targets, temperatures = torch.randint(23, (7,)), torch.rand(7) + 0.3
