@@ -45,7 +45,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.machine import loop_ns, machine, rounded
 from benchmarks.trainer import memory
-from benchmarks.trainer.workload import CHECK, FULL, TEMPERATURE, Shape, paths, steps, write_model
+from benchmarks.trainer.workload import CHECK, FULL, TEMPERATURE, paths, steps, write_model
 from schemas.settings import TrainerSettings
 from trainer.algorithms.registry import load
 from trainer.data.micro_batch import collate

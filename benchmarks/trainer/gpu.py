@@ -10,10 +10,10 @@ optimizer step in each way, in alternating order, after one that is not measured
 median over the rounds.
 
     packed, chats, plain   as in `benchmarks.trainer`; the plain loop is transformers alone
-    tokens_per_s           tokens of all paths, shared prefixes counted in each, by the time of a step
+    tokens_per_s           tokens of all paths, each with its shared prefixes, by the time of a step
     computed_per_s         tokens that the way computes
-    mfu                    model FLOPs by the time and the peak of the device; of the plain loop, too,
-                           the head counts for trained tokens only
+    mfu                    model FLOPs by the time and the peak of the device; the head counts for
+                           trained tokens only, of the plain loop, too
     peak_gb                highest allocation during a step, weights and optimizer included
 """
 
