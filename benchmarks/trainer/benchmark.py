@@ -89,8 +89,10 @@ class Sides:
         sequences: list[TrainingSequence],
         device: Literal["cpu", "cuda"] = "cpu",
         dtype: Literal["float32", "bfloat16"] = "float32",
+        *,
+        compiled: bool = False,
     ) -> None:
-        """directory: of the model. sequences: paths of groups."""
+        """directory: of the model. sequences: paths of groups. compiled: `trainer.compile`."""
         self._paths = sequences
         self._steps = steps(self._paths)
         self._tree, self._rows = (
@@ -99,6 +101,7 @@ class Sides:
                 TrainerSettings(
                     device=device,
                     dtype=dtype,
+                    compile=compiled,
                     minibatches=1,
                     lr=UNCHANGED,
                     max_grad_norm=1e9,

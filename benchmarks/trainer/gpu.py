@@ -44,13 +44,15 @@ from trainer.metrics.flops import peak_flops
 WAYS = ("packed", "chats", "plain")
 
 
-def run(directory: Path, *, check: bool, groups: int, rounds: int) -> dict[str, Any]:
+def run(
+    directory: Path, *, check: bool, compiled: bool, groups: int, rounds: int
+) -> dict[str, Any]:
     """Return all figures."""
     shape = CHECK if check else FULL
     device: Literal["cpu", "cuda"] = "cuda" if torch.cuda.is_available() else "cpu"
     write_model(directory, shape, TWO_LAYERS if check else HALF_BILLION)
     sequences = [path for seed in range(groups) for path in paths(shape, seed)]
-    sides = Sides(directory, sequences, device, "bfloat16")
+    sides = Sides(directory, sequences, device, "bfloat16", compiled=compiled)
     seconds: dict[str, list[float]] = {name: [] for name in WAYS}
     peaks = dict.fromkeys(WAYS, 0)
     for at in range(-1, rounds):
@@ -82,6 +84,7 @@ def run(directory: Path, *, check: bool, groups: int, rounds: int) -> dict[str, 
         "check": check,
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
         "torch": torch.__version__,
+        "compiled": compiled,
         "groups": groups,
         "rounds": rounds,
         "tokens": tokens,
@@ -98,6 +101,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--check", action="store_true", help="a small workload, one round")
+    parser.add_argument("--compile", action="store_true", help="trainer.compile=true")
     parser.add_argument("--groups", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=5)
     asked = parser.parse_args()
@@ -105,6 +109,7 @@ def main() -> None:
         found = run(
             Path(directory),
             check=asked.check,
+            compiled=asked.compile,
             groups=asked.groups,
             rounds=1 if asked.check else asked.rounds,
         )

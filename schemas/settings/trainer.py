@@ -223,6 +223,11 @@ class TrainerSettings(Section):
         description="a vision-language model: do not train its vision tower; less memory, and "
         "usual where images look like those of its pretraining",
     )
+    compile: bool = Field(
+        False,
+        description="CUDA: let torch compile each layer, which fuses its operations; the first "
+        "steps take a minute longer",
+    )
     activation_checkpointing: bool = Field(
         False,
         description="memory: compute each layer again in the backward pass, for a third more time",

@@ -117,14 +117,21 @@ def test_an_update_equals_that_on_a_cpu(
 
 
 @pytest.mark.parametrize(
-    "settings", [{"activation_checkpointing": True}, {"lora": {"rank": 4, "alpha": 8.0}}]
+    "settings",
+    [
+        {"activation_checkpointing": True},
+        {"lora": {"rank": 4, "alpha": 8.0}},
+        {"compile": True},
+        {"compile": True, "packing": "rows"},
+        {"compile": True, "activation_checkpointing": True, "lora": {"rank": 4, "alpha": 8.0}},
+    ],
 )
-def test_checkpointed_activations_and_adapters_equal_those_on_a_cpu(
+def test_other_ways_to_compute_equal_those_on_a_cpu(
     tmp_path: Path, settings: dict[str, Any]
 ) -> None:
     directory = model(tmp_path / "model")
     loss, gradients = updated(directory, "cuda", **settings)
-    expected, of_cpu = updated(directory, "cpu", packing="rows", **settings)
+    expected, of_cpu = updated(directory, "cpu", **settings | {"packing": "rows"})
     assert loss == pytest.approx(expected, rel=1e-3)
     # The first matrix of an adapter has no gradient while the second one is zero.
     assert_near(
@@ -134,9 +141,11 @@ def test_checkpointed_activations_and_adapters_equal_those_on_a_cpu(
     )
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_rows_of_many_lengths_are_compiled_a_few_times(tmp_path: Path, dtype: str) -> None:
-    policy = policy_of(model(tmp_path / "model"), "cuda", dtype=dtype)
+@pytest.mark.parametrize("settings", [{}, {"dtype": "bfloat16"}, {"compile": True}])
+def test_rows_of_many_lengths_are_compiled_a_few_times(
+    tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    policy = policy_of(model(tmp_path / "model"), "cuda", **settings)
     for length in range(12):
         batch = sequences(groups=2, members=4, prompt=100 + 57 * length, reply=20 + 13 * length)
         train(policy, with_old_logprobs(policy, batch))

@@ -27,7 +27,7 @@ from trainer.model.scores import Scores
 from trainer.model.state import ModelState, OptimizerState, RandomState
 from trainer.model.tokenizer import tokenizer_fingerprint
 from trainer.parallel.processes import ONE, Processes
-from trainer.parallel.sharding import checkpoint_activations, shard
+from trainer.parallel.sharding import checkpoint_activations, compile_layers, shard
 from trainer.vision.inputs import ImageInputs, freeze_vision
 
 if TYPE_CHECKING:
@@ -93,6 +93,8 @@ class Policy:
         if settings.activation_checkpointing:
             checkpoint_activations(self.model)
         self.scores = Scores(self.model, settings, self.images)
+        if settings.compile and cuda:
+            compile_layers(self.model)
         shard(self.scores, processes, self.device)
         self.optimizer = torch.optim.AdamW(
             self.trained,

@@ -30,6 +30,15 @@ def checkpoint_activations(model: nn.Module) -> None:
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
 
 
+def compile_layers(model: nn.Module) -> None:
+    """Let torch compile each layer at its first pass; equal layers share the code.
+
+    Do it before `shard`: FSDP's own work stays outside of the compiled code.
+    """
+    for layer in layers_of(model):
+        layer.compile()
+
+
 def shard(model: nn.Module, processes: Processes, device: torch.device) -> None:
     """Leave on each process its shard of every weight; the whole weights exist during a pass.
 
