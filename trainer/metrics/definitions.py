@@ -199,7 +199,8 @@ SECTIONS: Mapping[str, tuple[Metric, ...]] = {
             "model_tflops",
             "TFLOP/s",
             "Model FLOPs / `train_seconds`: 6 for each weight of a matrix (4 if it is frozen) and"
-            " each computed token, and 12 x layers x heads x head size for each attended pair.",
+            " each computed token (of the head: each trained token), and 12 x layers x heads x head"
+            " size for each attended pair.",
         ),
         Metric(
             "mfu",
