@@ -12,12 +12,13 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+from inspector.live.changes import Changes
 from inspector.live.recent import Recent
 from inspector.queries.lake import Lake
 from inspector.queries.listing import open_rows
 from runtime.kafka import Cluster, KafkaError, Reader
 from runtime.logs import logger
-from runtime.process.lifecycle import die, on_loop
+from runtime.process.lifecycle import die
 from runtime.topics.records import Decoder
 from schemas.errors import ForeseenError, Undecodable, UnknownSchema
 from schemas.settings import Settings
@@ -25,9 +26,6 @@ from schemas.settings import Settings
 LOOK_BACK = 100
 """Records of each partition that are read at the start."""
 RETRY_S = 2.0
-PAUSE_S = 0.25
-"""Shortest time between two updates of a page."""
-
 TICK_S = 1.0
 """An open trajectory is looked at once in this time for each page that shows it."""
 
@@ -48,37 +46,27 @@ class Live:
         self._lake, self._follow = lake, follow
         self._recent, self._from_lake = Recent(), list[dict[str, Any]]()
         self._lock, self._stop = threading.Lock(), threading.Event()
-        self._changed = asyncio.Event()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._watching = 0
+        self._changes = Changes()
         self.source = "lake"
 
     def start(self) -> None:
         """Start the reader. Call it on the serving event loop."""
-        self._loop = asyncio.get_running_loop()
+        self._changes.start()
         threading.Thread(target=self._run, name="live", daemon=True).start()
 
     def stop(self) -> None:
         """End the reader and all waiting pages."""
         self._stop.set()
-        self._changed.set()
+        self._changes.stop()
 
     def rows(self, limit: int = 12) -> list[dict[str, Any]]:
         """Return the newest trajectories, newest first."""
         with self._lock:
             return self._from_lake[:limit] if self.source == "lake" else self._recent.rows(limit)
 
-    async def changes(self) -> AsyncIterator[None]:
+    def changes(self) -> AsyncIterator[None]:
         """Yield at once, and after each change; ends with the process."""
-        self._watching += 1
-        try:
-            while not self._stop.is_set():
-                changed = self._changed
-                yield
-                await changed.wait()
-                await asyncio.sleep(PAUSE_S)
-        finally:
-            self._watching -= 1
+        return self._changes.each()
 
     async def ticks(self) -> AsyncIterator[None]:
         """Yield each `TICK_S`; ends with the process."""
@@ -92,15 +80,7 @@ class Live:
             self.source = "Kafka"
             changed = self._recent.fold(event, timestamp_ms)
         if changed:
-            self._tell()
-
-    def _tell(self) -> None:
-        if self._loop is not None:
-            on_loop(self._loop, self._wake)
-
-    def _wake(self) -> None:
-        changed, self._changed = self._changed, asyncio.Event()
-        changed.set()
+            self._changes.tell()
 
     def _run(self) -> None:
         try:
@@ -120,7 +100,7 @@ class Live:
             self._stop.wait(RETRY_S)
 
     def _look_at_lake(self) -> None:
-        if self._from_lake and not self._watching:
+        if self._from_lake and not self._changes.watching:
             return
         try:
             changed = self._lake.refresh()
@@ -133,7 +113,7 @@ class Live:
             if rows is not None:
                 self._from_lake = rows
         if rows:
-            self._tell()
+            self._changes.tell()
 
 
 class Follower:
