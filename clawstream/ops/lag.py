@@ -204,6 +204,8 @@ def _measure(cluster: Cluster, settings: Settings, groups: Iterable[str]) -> lis
         wanted = {(t, p) for t, ps in inputs(topics, role, there).items() for p in ps}
         key = role.split(".")[1].encode() if role.startswith("admit.") else None
         for topic, partition in sorted(wanted or committed.keys()):
+            if partition not in ends(topic):  # deleted, or without a leader, since it was listed
+                continue
             low, high = ends(topic)[partition]
             position = committed.get((topic, partition))
             # A position past the end belongs to a deleted topic of the same name.
