@@ -22,6 +22,7 @@ from gateway.durability.quarantine import (
     DAMAGED,
     QUARANTINED,
     Damage,
+    bytes_in,
     damaged_in,
     move_to,
     reject,
@@ -63,6 +64,26 @@ def drain(settings: Settings, gateway_id: str | None = None) -> Iterator[Drained
         with _taken(root / name) as (paths, runs):
             sent, known = _send(settings, root / name, paths)
         yield Drained(name, sent, known, runs, damaged_in(root / name))
+
+
+class Spooled(NamedTuple):
+    """Bytes of the segments in the spools of all gateways of this directory."""
+
+    waiting: int
+    quarantined: int
+    damaged: int
+
+
+def spooled(settings: Settings) -> Spooled | None:
+    """Return what the spools hold; None without a spool. Raises GatewayError."""
+    try:
+        roots = [settings.spool_dir / name for name in _gateways(settings)]
+    except OSError as error:
+        raise GatewayError(f"spool {settings.spool_dir}: {error}") from error
+    if not roots:
+        return None
+    places = ("", QUARANTINED, DAMAGED)
+    return Spooled(*(sum(bytes_in(root / place) for root in roots) for place in places))
 
 
 def damaged(settings: Settings) -> list[Damage]:

@@ -158,7 +158,7 @@ def watch(settings: Settings, stop: threading.Event) -> None:
             values = [*process_values(processes_of(settings.data_dir)[1])]
             try:
                 found, now_s = lags.poll(), time.time()
-                values += [*lag_values(found, now_s), *topics.poll(now_s)]
+                values += [*lag_values(found, now_s), *topics.poll().values(now_s)]
                 values.append(("clawstream_monitor_last_poll_timestamp_seconds", (), now_s))
             except KafkaError as e:
                 logger().warning("monitor_sees_no_kafka", error=str(e))

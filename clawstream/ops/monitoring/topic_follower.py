@@ -26,7 +26,8 @@ class FollowedState:
     def __init__(self, run_id: str) -> None:
         self._run = run_id
         self._indexes: dict[str, int] = {}
-        self._newest: int | None = None
+        self.newest: WeightVersion | None = None
+        """The newest weight version of the run."""
         self._reports: dict[str, WorkerStatus] = {}
         self._letters: set[RecordId] = set()
         self._resolved: set[RecordId] = set()
@@ -35,7 +36,7 @@ class FollowedState:
         """Apply an event. A letter stays resolved if it is written again."""
         match event:
             case WeightVersion() if event.run_id == self._run:
-                self._indexes[event.version_id] = self._newest = event.sync_index
+                self._indexes[event.version_id], self.newest = event.sync_index, event
             case WorkerStatus() if event.run_id == self._run:
                 self._reports[event.worker_id] = event
             case DeadLetter() | DeadLetterResolved():
@@ -52,19 +53,32 @@ class FollowedState:
         Args:
             now_s: Seconds since the epoch.
         """
-        yield "clawstream_dead_letters_open", (), len(self._letters - self._resolved)
-        if self._newest is not None:
-            yield "clawstream_newest_version", (), self._newest
-        for worker, report in self._reports.items():
+        yield "clawstream_dead_letters_open", (), self.open_letters
+        if self.newest is not None:
+            yield "clawstream_newest_version", (), self.newest.sync_index
+        for report, behind, age_s in self.workers(now_s):
+            at, interval_s = (report.worker_id,), report.heartbeat_interval_ms / 1000
+            yield "clawstream_worker_lag_versions", at, behind
+            yield "clawstream_worker_heartbeat_age_seconds", at, age_s
+            yield "clawstream_worker_heartbeat_interval_seconds", at, interval_s
+
+    @property
+    def open_letters(self) -> int:
+        """Number of records with a dead letter that nobody has resolved."""
+        return len(self._letters - self._resolved)
+
+    def workers(self, now_s: float) -> Iterator[tuple[WorkerStatus, int, float]]:
+        """Yield the last report of each worker, versions that it is behind, and its age in seconds.
+
+        Args:
+            now_s: Seconds since the epoch.
+        """
+        for report in self._reports.values():
             age_s = max(0.0, now_s - report.heartbeat_at / 1e6)
-            if age_s > FORGOTTEN_S:
-                continue
-            served = self._indexes.get(report.weight_version or "", 0)
-            behind = 0 if self._newest is None else max(0, self._newest - served)
-            interval_s = report.heartbeat_interval_ms / 1000
-            yield "clawstream_worker_lag_versions", (worker,), behind
-            yield "clawstream_worker_heartbeat_age_seconds", (worker,), age_s
-            yield "clawstream_worker_heartbeat_interval_seconds", (worker,), interval_s
+            if age_s <= FORGOTTEN_S:
+                served = self._indexes.get(report.weight_version or "", 0)
+                newest = served if self.newest is None else self.newest.sync_index
+                yield report, max(0, newest - served), age_s
 
 
 class TopicFollower:
@@ -76,13 +90,10 @@ class TopicFollower:
         self._reader: Reader | None = None
         self._state = FollowedState(self._run)
 
-    def poll(self, now_s: float) -> Iterator[tuple[str, tuple[str, ...], float]]:
-        """Return the metrics of versions, workers and dead letters. Raises KafkaError.
+    def poll(self) -> FollowedState:
+        """Read what is new, and return the state. Raises KafkaError.
 
         After an error all is read again at the next poll: the rest of what was polled is lost.
-
-        Args:
-            now_s: Seconds since the epoch.
         """
         try:
             self._read()
@@ -91,7 +102,7 @@ class TopicFollower:
         except KafkaError:
             self.close()
             raise
-        return self._state.values(now_s)
+        return self._state
 
     def close(self) -> None:
         """Release the client, and forget what was read."""
