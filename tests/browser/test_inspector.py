@@ -5,23 +5,17 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.browser import logged_in, serving, violations
 from support.export_lake import turn
-from support.inspector import KEY, inspected
+from support.inspector import inspected
 from support.jobs import reward, running, session, step
-from support.ports import free_port
 
 from clawstream.cli.lake.inspect import parts_of
 from inspector.live.feed import Follower, Live
-from inspector.main import serve
-from inspector.web.app import Parts
 from runtime.kafka import Cluster
 from runtime.process.config import with_values
 from runtime.topics.records import create_topics
@@ -29,64 +23,7 @@ from schemas.codec.single_object import Codec
 from schemas.records import ReadyBatch
 from schemas.settings import Settings
 
-playwright = pytest.importorskip("playwright.sync_api")
 pytestmark = pytest.mark.browser
-AXE = Path(playwright.__file__).parents[2] / "axe" / "package" / "axe.min.js"
-CHROMIUM = "/usr/bin/chromium"
-
-
-@contextmanager
-def serving(parts: Parts, live: Live) -> Iterator[str]:
-    """Serve the application in a thread; yields its address."""
-    port, loop, stop = free_port(), asyncio.new_event_loop(), asyncio.Event()
-    parts = parts._replace(live=live)
-    thread = threading.Thread(
-        target=lambda: loop.run_until_complete(serve(parts, live, "127.0.0.1", port, stop))
-    )
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        loop.call_soon_threadsafe(stop.set)
-        thread.join()
-        loop.close()
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with playwright.sync_playwright() as driver:
-        chromium = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield chromium
-        chromium.close()
-
-
-@contextmanager
-def logged_in(browser: Any, address: str, scheme: str = "light", key: str = KEY) -> Iterator[Any]:
-    """Yield a page behind the login form; fails on any message of the browser's console."""
-    context, said = browser.new_context(color_scheme=scheme), list[str]()
-    page = context.new_page()
-    page.on("console", lambda message: said.append(message.text))
-    page.on("pageerror", lambda error: said.append(str(error)))
-    for _ in range(100):  # until it listens
-        try:
-            page.goto(f"{address}/trajectories?channel=train", wait_until="domcontentloaded")
-            break
-        except playwright.Error:
-            page.wait_for_timeout(100)
-    page.wait_for_selector("#key:focus")  # typed earlier, Chromium reports a blocked autofocus
-    page.fill("#key", key)
-    page.click("text=Log in")
-    page.wait_for_url("**/trajectories?channel=train")
-    yield page
-    assert said == []
-    context.close()
-
-
-def violations(page: Any) -> list[str]:
-    """Return the serious issues that axe-core finds on a page."""
-    page.evaluate(AXE.read_text())
-    found = page.evaluate("axe.run()")["violations"]
-    return [f"{v['id']}: {v['nodes'][0]['html']}" for v in found if v["impact"] != "minor"]
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
