@@ -37,6 +37,7 @@ async def serve(parts: Parts, live: Live, host: str, port: int, stop: asyncio.Ev
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait([serving, stopping], return_when=asyncio.FIRST_COMPLETED)
     live.stop()
+    parts.operations.stop()
     parts.lake.close()  # the interpreter waits for the thread of a running query
     server.should_exit = True
     await serving

@@ -16,6 +16,8 @@ request to the last byte of the page, at the median and the 95th percentile.
                             text_random: words of the texts; text_two: two of them
     group, trajectory, tokens, record
                             these pages, of random trajectories
+    operations, operations_series
+                            the operations page, and the counts of its charts
     start_s                 seconds until the first page is served
     rss_mb                  memory of the inspector at the end; rss_mb_start: before searches
     worst_p95_ms            the slowest of all pages, which should be below 300
@@ -53,6 +55,7 @@ from schemas.settings import Settings
 
 CACHE = Path(".cache/bench")
 MANY, FEW = 100_000, 2000
+RANGES = ("1h", "24h", "30d")
 
 
 class Inspector(NamedTuple):
@@ -146,6 +149,9 @@ def pages_of(trajectories: int) -> Mapping[str, Address]:
         "tokens": of_trajectory("/tokens?step=0"),
         "record": of_trajectory("/step/0"),
         "run": lambda r: f"/runs/run-{r.randrange(4)}",
+        "operations": lambda r: f"/operations?range={r.choice(RANGES)}",
+        "operations_series": lambda r: f"/operations/series.json?range={r.choice(RANGES)}&until="
+        f"2026-05-29T10:{r.randrange(10, 60)}:{r.randrange(10, 60)}",
     }  # fmt: skip
 
 

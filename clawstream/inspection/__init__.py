@@ -1,1 +1,1 @@
-"""What the inspector gets from other processes: policies of admission, and the query sandbox."""
+"""What the inspector gets from other processes: policies, query sandbox, the installation now."""

@@ -26,6 +26,7 @@ from runtime.logs import logger
 from schemas.errors import ForeseenError
 from schemas.settings import Settings
 from stream_jobs.errors import SqlError
+from stream_jobs.lake.delta.log import committed_at
 from stream_jobs.lake.delta.table import Delta, DeltaError, LakeMissing, open_table, refresh
 from stream_jobs.lake.tables.catalog import catalog
 
@@ -66,6 +67,7 @@ class LiveLake:
         """Tables whose newest version could not be read, with the reason."""
         self._tables: dict[str, Delta] = {}
         self._shown: dict[str, int] = {}
+        self._committed: dict[str, tuple[int, float | None]] = {}
         self._files: dict[str, frozenset[str]] = {}
         self._schemas: dict[str, Any] = {}
         self._looked_at = float("-inf")
@@ -83,6 +85,28 @@ class LiveLake:
             cursor = self._connection.execute(query, dict(parameters or {}))
             names = [column[0] for column in cursor.description]
             return [dict(zip(names, row, strict=True)) for row in cursor.fetchall()]
+
+    def newest_commit_s(self) -> float | None:
+        """Return when the newest snapshot of any table was written, in seconds since the epoch.
+
+        None: there is no table, or its log cannot be read.
+        """
+        self._keep_fresh()
+        with self._lock:
+            shown = dict(self._shown)
+        for name, version in shown.items():
+            if self._committed.get(name, (None,))[0] != version:
+                self._committed[name] = (version, self._committed_s(name, version))
+        times = [at for name in shown if (at := self._committed[name][1]) is not None]
+        return max(times, default=None)
+
+    def _committed_s(self, name: str, version: int) -> float | None:
+        options = self._settings.lake.storage_options
+        try:
+            at = committed_at(self._settings.lake_uri, name, version, options)
+        except (OSError, ValueError):
+            return None
+        return None if at is None else at.timestamp()
 
     def close(self) -> None:
         """End the running query; later ones fail. Call it when the process stops."""

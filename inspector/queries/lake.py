@@ -21,6 +21,9 @@ class Lake(Protocol):
     def refresh(self) -> bool:
         """Read newer snapshots; return whether there were any."""
 
+    def newest_commit_s(self) -> float | None:
+        """Return when the newest snapshot of any table was written, in seconds since the epoch."""
+
     def close(self) -> None:
         """End the running query; later ones fail."""
 
@@ -64,7 +67,7 @@ COPIES: dict[str, tuple[str, str, tuple[tuple[str, ...], str] | None]] = {
     "members": (
         "groups",
         """SELECT run_id, channel, group_id, round, admitted, batch_seq, reason, detail,
-            kafka_topic_id, as_utc(kafka_timestamp) AS kafka_timestamp,
+            whole_group, kafka_topic_id, as_utc(kafka_timestamp) AS kafka_timestamp,
             unnest(trajectory_ids) AS trajectory_id, unnest(revisions) AS revision,
             unnest(rewards) AS reward, unnest(staleness) AS staleness
         FROM new_rows""",
@@ -73,7 +76,21 @@ COPIES: dict[str, tuple[str, str, tuple[tuple[str, ...], str] | None]] = {
     "errors": (
         "failed_calls",
         """SELECT run_id, trajectory_key, source, status, error_type,
-            as_utc(received_at) AS received_at
+            as_utc(received_at) AS received_at, as_utc(kafka_timestamp) AS kafka_timestamp
+        FROM new_rows""",
+        None,
+    ),
+    "published": (
+        "weights",
+        """SELECT version_id, as_utc(created_at) AS created_at,
+            as_utc(kafka_timestamp) AS kafka_timestamp
+        FROM new_rows""",
+        None,
+    ),
+    "letters": (
+        "dead_letters",
+        """SELECT topic_id, "partition", "offset", reason,
+            as_utc(kafka_timestamp) AS kafka_timestamp
         FROM new_rows""",
         None,
     ),
@@ -97,6 +114,7 @@ COPIES: dict[str, tuple[str, str, tuple[tuple[str, ...], str] | None]] = {
 """Name of a copy to its table, its columns, and the key and order of which the newest row counts.
 
 `closed`: the newest revision of each closed trajectory. `calls`: recorded calls. `payloads`: parts
-of closed trajectories. `members`: decisions of admission. `errors`: failed calls. `curations`,
-`human_rewards`: what people say, with the same columns (`inspector.marks.history`).
+of closed trajectories. `members`: decisions of admission. `errors`: failed calls. `published`:
+weight versions. `letters`: dead letters. `curations`, `human_rewards`: what people say, with the
+same columns (`inspector.marks.history`).
 """

@@ -15,12 +15,14 @@ from fastapi.staticfiles import StaticFiles
 from inspector.errors import InspectorError
 from inspector.live.feed import Live
 from inspector.marks.writer import MarkWriter
+from inspector.operations.watcher import Watcher
+from inspector.queries.activity import Activity
 from inspector.queries.conversation import ReadChat
 from inspector.queries.lake import Lake
 from inspector.queries.policy import Policies
 from inspector.queries.sql import RunSql
 from inspector.queries.tokens import Pieces
-from inspector.web import marking, pages, policy, sql
+from inspector.web import marking, operations, pages, policy, sql
 from inspector.web.access import COOKIE, Access, User, is_cross_site
 from inspector.web.forms import Form, local
 from inspector.web.rendering import render
@@ -43,7 +45,7 @@ class Parts(NamedTuple):
 
     user_of: the user of a key; None if it does not allow to see everything. chat, pieces: read
     requests and token ids. gateway_url: base URL in commands to copy. rewards: lowest and highest
-    value of a human reward. sql: runs a query of a user.
+    value of a human reward. sql: runs a query of a user. activity: counts of the lake over time.
     """
 
     lake: Lake
@@ -56,6 +58,8 @@ class Parts(NamedTuple):
     rewards: tuple[float, float]
     policies: Policies
     sql: RunSql
+    operations: Watcher
+    activity: Activity
 
 
 def create_app(parts: Parts) -> FastAPI:
@@ -65,13 +69,15 @@ def create_app(parts: Parts) -> FastAPI:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         parts.live.start()
+        parts.operations.start()
         yield
+        parts.operations.stop()
         parts.live.stop()
 
     app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     app.state.parts = parts
     app.mount("/static", StaticFiles(directory=STATIC), name="static")
-    for part in (pages, marking, policy, sql):
+    for part in (pages, marking, policy, sql, operations):
         app.include_router(part.router)
     _add_login(app, access)
 

@@ -25,10 +25,28 @@ def _time(value: datetime | None, form: str = "%Y-%m-%d %H:%M:%S") -> str:
     return "–" if value is None else value.strftime(form)
 
 
-def _link(path: str, **query: Any) -> str:
+def link(path: str, **query: Any) -> str:
     """Return an address with the parameters that are not None."""
     given = {name: value for name, value in query.items() if value is not None}
-    return f"{path}?{urlencode(given)}" if given else path
+    return f"{path}?{urlencode(given, safe=':')}" if given else path
+
+
+def _age(seconds: float | None) -> str:
+    """Format a length of time with one unit."""
+    if seconds is None:
+        return "–"
+    for unit, length in (("d", 86_400), ("h", 3_600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{max(0.0, seconds):.0f} s"
+
+
+def _size(count: int | None) -> str:
+    """Format a number of bytes with a binary unit."""
+    if count is None:
+        return "–"
+    power = min(4, max(0, count.bit_length() - 1) // 10)
+    return f"{_number(count / (1 << 10 * power), 1)} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
 
 
 _TEMPLATES = Environment(
@@ -38,13 +56,20 @@ _TEMPLATES = Environment(
     trim_blocks=True,
     lstrip_blocks=True,
 )
-_TEMPLATES.filters |= {"number": _number, "time": _time}
-_TEMPLATES.globals["link"] = _link
+_TEMPLATES.filters |= {"number": _number, "time": _time, "age": _age, "size": _size}
+_TEMPLATES.globals["link"] = link
 
 
 def text_of(template: str, **values: Any) -> str:
     """Return a rendered template. A lone surrogate, which UTF-8 lacks, becomes a question mark."""
     text = _TEMPLATES.get_template(template).render(**values)
+    return text.encode("utf-8", "replace").decode()
+
+
+def block_of(template: str, block: str, **values: Any) -> str:
+    """Return one rendered block of a template, as `text_of` does."""
+    found = _TEMPLATES.get_template(template)
+    text = "".join(found.blocks[block](found.new_context(values)))
     return text.encode("utf-8", "replace").decode()
 
 

@@ -94,12 +94,12 @@ PROCESSES: Mapping[str, tuple[Acl, ...]] = {
         Acl("group", "claw-", ("Describe",), prefixed=True),
     ),
     "inspector": (
-        Acl("topic", "claw.steps", ("Read",)),
-        Acl("topic", "claw.candidates", ("Read", "Write")),
+        Acl("topic", "claw.", ("Read",), prefixed=True),
+        Acl("topic", "claw.candidates", ("Write",)),
         Acl("topic", "claw.rewards", ("Write",)),
-        Acl("topic", "claw.runs", ("Read", "Write")),
+        Acl("topic", "claw.runs", ("Write",)),
         Acl("group", "claw-inspector", ("Read",)),
-        Acl("group", "claw-admit.", ("Describe",), prefixed=True),
+        Acl("group", "claw-", ("Describe",), prefixed=True),
     ),
     "operator": (
         Acl("topic", "claw.", ("All",), prefixed=True),

@@ -1,8 +1,9 @@
-"""Make the pictures of `docs/inspector.md`: six pages in light and dark, 1180 pixels wide.
+"""Make the pictures of `docs/inspector.md`: seven pages in light and dark, 1180 pixels wide.
 
-    PYTHONPATH=.:tests:.cache/browser python tests/browser/screenshots.py docs/images
+    PYTHONPATH=.:tests:.cache/browser python tests/browser/screenshots.py docs/images [PAGE...]
 
-The lake is written for the pictures: a run that learns to look up prices, as `make demo` does.
+The lake is written for the pictures: a run that learns to look up prices, as `make demo` does. So
+are the observations of its processes.
 """
 
 from __future__ import annotations
@@ -11,16 +12,27 @@ import json
 import random
 import sys
 import tempfile
+import time
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from browser.test_inspector import CHROMIUM, logged_in, playwright, serving
-from support.inspector import application
+from support.browser import chromium, logged_in, serving
+from support.inspector import Inspected, application
 from support.run_lake import RUN, RunLake, call, tool_call
 
 from clawstream.query.live_lake import Copy, LiveLake
 from inspector.live.feed import Live
+from inspector.operations.observation import (
+    Consumer,
+    Disk,
+    Observation,
+    Process,
+    Spool,
+    Weights,
+    Worker,
+)
 from inspector.queries.lake import COPIES
 from schemas import records
 from schemas.settings import Settings
@@ -41,7 +53,16 @@ PAGES = {
     "trajectory": f"/t/{RUN}/s0-g14-1",
     "tokens": f"/t/{RUN}/s0-g14-1/tokens?step=1",
     "query": "/sql",
+    "operations": "/operations?range=15m&until=2026-09-21T14:27:30",
 }
+TOPICS = {
+    "claw-assemble": ("claw.steps", "claw.rewards"),
+    "claw-reward": ("claw.trajectories",),
+    f"claw-admit.{RUN}.train": ("claw.candidates",),
+    f"claw-trainer.{RUN}.train": (f"claw.ready-batches.{RUN}.train",),
+    "claw-lake": ("claw.steps", "claw.trajectories", "claw.candidates"),
+}
+REMEDY = "reward (pid 4242) is suspended by a signal: kill -CONT 4242"
 
 
 class DemoLake(RunLake):
@@ -127,31 +148,74 @@ _TOOLS = [
 ]  # fmt: skip
 
 
-def main(out: Path) -> None:
-    """Write the pictures to a directory."""
+def observe(made: Inspected) -> None:
+    """Let the watcher see fourteen minutes of the run; the reward job stops for the last 25 s."""
+    r = random.Random(5)
+    for second in range(0, GROUPS * 30, 5):
+        at_s, late_s = BEGAN_MS / 1000 + second, max(0, second - GROUPS * 30 + 30)
+        found = []
+        for group, topics in TOPICS.items():
+            stalled = group == "claw-reward" and late_s > 15
+            busy = group == f"claw-trainer.{RUN}.train" and second % 30 < 20
+            for topic in topics:
+                waiting_s = late_s if stalled else second % 30 if busy else r.random() * 2
+                records = late_s // 2 if stalled else int(busy) or r.randrange(3)
+                status, remedy = ("stalled", REMEDY) if stalled else ("ok", None)
+                place = 0 if stalled else len(found)
+                found.insert(
+                    place, Consumer(group, topic, records, True, waiting_s, status, remedy)
+                )
+        newest, is_new = second // 30, int(second % 30 < 6)
+        served = [newest, newest - is_new]
+        workers = [
+            Worker(f"gpu-{i}", "ready", f"{RUN}/{v}.0", newest - v, 1.0, 2.0, 0, None)
+            for i, v in enumerate(served)
+        ]
+        made.observed.observation = Observation(
+            at_s, None, found, _processes(), workers,
+            Weights(f"{RUN}/{newest}.0", time.time() - 11), 0, Disk(61 << 30, 200 << 30),
+            Spool(0, 0, 0),
+        )  # fmt: skip
+        made.parts.operations.take(made.observed.observation)
+
+
+def _processes() -> list[Process]:
+    names = ("broker", "gateway", "assemble", "reward", "admit", "lake", "trainer", "rollout")
+    texts = {"gateway": "http://127.0.0.1:8080", "broker": "127.0.0.1:9092"}
+    return [
+        Process(
+            name, "running", True, False, int(name == "rollout"), texts.get(name, ""), None,
+            REMEDY if name == "reward" else None,
+        )
+        for name in names
+    ]  # fmt: skip
+
+
+def main(out: Path, names: Collection[str]) -> None:
+    """Write the pictures of pages to a directory."""
     with tempfile.TemporaryDirectory() as directory:
         settings = Settings(data_dir=Path(directory))
         write(settings)
         lake = LiveLake(settings, {name: Copy(*copy) for name, copy in COPIES.items()})
         made = application(settings, None, lake)  # type: ignore[arg-type]
+        observe(made)
         parts = made.parts._replace(pieces=lambda _, ids: [WORDS[i % len(WORDS)] for i in ids])
-        with playwright.sync_playwright() as driver, serving(parts, Live(lake)) as address:
-            chromium = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        with chromium() as browser, serving(parts, Live(lake)) as address:
             for scheme in ("light", "dark"):
-                with logged_in(chromium, address, scheme) as page:
+                with logged_in(browser, address, scheme) as page:
                     page.set_viewport_size({"width": 1180, "height": 620})
-                    for name, path in PAGES.items():
-                        page.goto(address + path, wait_until="domcontentloaded")
+                    for name in names:
+                        page.goto(address + PAGES[name], wait_until="domcontentloaded")
                         if name == "query":
                             page.fill("#search", QUERY)
                             page.click("#run")
                             page.wait_for_selector("#result .plot canvas")
-                        if name == "run":
+                        if name in ("run", "operations"):
                             page.wait_for_selector("canvas")
                         end = "" if scheme == "light" else "-dark"
-                        page.screenshot(path=out / f"inspector-{name}{end}.png")
-            chromium.close()
+                        path = out / f"inspector-{name}{end}.png"
+                        page.screenshot(path=path, full_page=name == "operations")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2:] or PAGES)

@@ -144,7 +144,7 @@ def first_batch(settings: Settings) -> Iterator[Callable[[], Collection[str]]]:
 
 
 def change_in_inspector(settings: Settings, eventually: Any) -> None:
-    """Follow the topics, mark t0 and set a policy, as the inspector's pages do."""
+    """Follow the topics, mark t0, set a policy and watch the lag, as the inspector's pages do."""
     check_access(cluster_of(settings), settings, "inspector")
     parts, live, _ = parts_of(settings)
     with TestClient(create_app(parts)):
@@ -154,6 +154,12 @@ def change_in_inspector(settings: Settings, eventually: Any) -> None:
         assert parts.policies.publish(RUN_ID, {"min_quality": "0.5"}, "ann", 1) == 2
         found = parts.policies.of(RUN_ID)
         assert found is not None and found.newest.version == 2 and "train" in found.behind
+        watched = eventually(lambda: parts.operations.latest)
+        assert watched.kafka_error is None and watched.dead_letters == 0
+        groups = {
+            c.group.partition("-")[2].partition(".")[0] for c in watched.consumers if c.status
+        }
+        assert {"assemble", "reward", "admit", "lake"} <= groups
 
 
 def logs(processes: Processes) -> str:

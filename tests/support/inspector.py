@@ -15,6 +15,17 @@ from clawstream.query.live_lake import Copy, LiveLake
 from inspector.live.feed import Live
 from inspector.marks.mark import Event
 from inspector.marks.writer import MarkWriter
+from inspector.operations.observation import (
+    Consumer,
+    Disk,
+    Observation,
+    Process,
+    Spool,
+    Weights,
+    Worker,
+)
+from inspector.operations.watcher import Watcher
+from inspector.queries.activity import Activity
 from inspector.queries.lake import COPIES
 from inspector.web.access import User
 from inspector.web.app import Parts, create_app
@@ -33,7 +44,8 @@ HOSTILE = "<script>alert(1)</script>\"'><img src=x onerror=alert(2)>"
 
 @dataclass
 class Inspected:
-    """An application, its lake, a client that has a key, and the log of its marks."""
+    """An application, its lake, a client that has a key, the log of its marks, and what the watcher
+    observes."""
 
     settings: Settings
     written: ExportLake
@@ -41,6 +53,7 @@ class Inspected:
     parts: Parts
     client: TestClient
     log: InMemoryLog
+    observed: Observed
 
     def restarted(self) -> Inspected:
         """Return another process over the same lake: it remembers no marks."""
@@ -93,6 +106,35 @@ class InMemoryLog:
         """Every record is acknowledged already."""
 
 
+class Observed:
+    """Observes what it is given."""
+
+    def __init__(self, observation: Observation) -> None:
+        self.observation = observation
+
+    def __call__(self) -> Observation:
+        return self.observation
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+NOW_S = 1_700_000_000.0
+STALLED = Consumer("claw-lake", "claw.steps", 7, True, 21.0, "stalled", "kill -CONT 7")
+OK = Consumer("claw-lake", "claw.rewards", 2, True, 1.0, "ok", None)
+FOREIGN = Consumer("claw-admit.old.train", "claw.candidates", 3, False, 9.0, None, None)
+LAKE = Process("lake", "running", True, False, 1, "http://lake", None, "kill -CONT 7")
+GATEWAY = Process(
+    "gateway", "restarting", False, False, 2, "", "boom", "gateway is restarting: boom"
+)
+WORKER = Worker("w", "ready", "run/1.0", 2, 3.0, 2.0, 1, None)
+OBSERVED = Observation(
+    NOW_S, None, [STALLED, OK, FOREIGN], [LAKE, GATEWAY], [WORKER], Weights("run/3.0", NOW_S - 600),
+    4, Disk(1 << 30, 1 << 40), Spool(2048, 0, 0),
+)  # fmt: skip
+WITHOUT_KAFKA = Observation(at_s=0.0, kafka_error="no Kafka answers")
+
+
 def inspected(settings: Settings) -> Inspected:
     """Return the application over `hostile_lake`."""
     written = hostile_lake(settings)
@@ -102,14 +144,16 @@ def inspected(settings: Settings) -> Inspected:
 
 def application(settings: Settings, written: ExportLake, lake: LiveLake) -> Inspected:
     """Return an application without marks over a lake. It finds policies in the lake only."""
-    log = InMemoryLog()
+    log, observed = InMemoryLog(), Observed(WITHOUT_KAFKA)
     parts = Parts(
         lake, Live(lake), USERS.get, chat_of, lambda *_: None, "http://gateway",
         marks=MarkWriter(settings.kafka.topics.rewards, lambda: log, log.is_connected),
         rewards=(-10.0, 10.0),
         policies=RunPolicies(settings, cluster_of(settings), lake, lambda: False),
         sql=runner(settings),
+        operations=Watcher(observed),
+        activity=Activity(lake),
     )  # fmt: skip
     client = TestClient(create_app(parts), headers={"accept": "text/html"}, follow_redirects=False)
     client.headers["authorization"] = f"Bearer {KEY}"
-    return Inspected(settings, written, lake, parts, client, log)
+    return Inspected(settings, written, lake, parts, client, log, observed)

@@ -47,12 +47,15 @@ def inspect(
 def parts_of(settings: Settings) -> tuple[Parts, Live, str | None]:
     """Return the parts of the application, its live tail, and the key to print, if any."""
     from clawstream.export.chat import chat_of
+    from clawstream.inspection.operations import Operations
     from clawstream.inspection.policies import RunPolicies
     from clawstream.inspection.sandboxed_sql import runner
     from clawstream.query.live_lake import Copy, LiveLake
     from clawstream.query.token_texts import TokenTexts
     from inspector.live.feed import Follower, Live
     from inspector.marks.writer import MarkWriter, producer_of
+    from inspector.operations.watcher import Watcher
+    from inspector.queries.activity import Activity
     from inspector.queries.lake import COPIES
     from inspector.web.app import Parts
     from runtime.topics.records import cluster_of
@@ -69,6 +72,8 @@ def parts_of(settings: Settings) -> tuple[Parts, Live, str | None]:
         rewards=(gateway.reward_min, gateway.reward_max),
         policies=RunPolicies(settings, cluster, lake, follower.is_connected),
         sql=runner(settings),
+        operations=Watcher(Operations(settings, cluster_of(settings))),
+        activity=Activity(lake),
     )  # fmt: skip
     return parts, live, key
 

@@ -45,6 +45,7 @@ const KEYS = {
   m: () => { const at = document.activeElement.closest(".step") || document; mark(at.querySelector("details.mark")); },
   g: () => follow("a[data-group]"),
   u: () => follow("a[data-up]"),
+  o: () => location.assign("/operations"),
   "?": () => one("#keys") && one("#keys").showModal(),
   ArrowRight: () => token(1),
   ArrowLeft: () => token(-1),
@@ -88,25 +89,31 @@ document.addEventListener("mouseover", (event) => {
   if (target) one("#token-facts").textContent = target.title;
 });
 
-function chart(place, time, x, lines, sync) {
+const utc = (seconds) => new Date(seconds * 1000).toISOString().replace("T", " ");
+
+// span: [from, to] of a chart over time that shows just that, in UTC
+function chart(place, time, x, lines, sync, span) {
   const style = getComputedStyle(document.documentElement);
   const colour = (name) => style.getPropertyValue(name).trim();
   const grid = { stroke: colour("--line"), width: 1 };
   const ticks = { stroke: colour("--dim"), grid, ticks: { show: false }, font: "11px system-ui" };
   const colours = ["--accent", "--warn", "--good", "--bad", "--dim"].map(colour);
   const names = Object.keys(lines);
-  const line = (label, i) => ({ label, stroke: colours[i % colours.length], width: 1.5, points: { show: x.length < 100, size: 4 } });
+  const line = (label, i) => ({ label, stroke: colours[i % colours.length], dash: i < colours.length ? [] : [5, 3], width: 1.5, points: { show: x.length < (span ? 40 : 100), size: 4 } });
+  const days = span && span[1] - span[0] > 172800;
+  const clock = span && { values: (_, at) => at.map((seconds) => days ? utc(seconds).slice(5, 10) : utc(seconds).slice(11, 16)) };
   return new uPlot({
-    width: place.clientWidth, height: 168, legend: { show: names.length > 1 },
+    width: place.clientWidth, height: 168, legend: { show: !!span || names.length > 1 },
+    tzDate: (seconds) => span ? uPlot.tzDate(new Date(seconds * 1000), "Etc/UTC") : new Date(seconds * 1000),
     cursor: { sync: sync && { key: sync.key }, y: false },
-    scales: { x: { time } },
-    axes: [ticks, { ...ticks, size: 52 }],
-    series: [{}, ...names.map(line)],
+    scales: { x: span ? { time, range: () => span } : { time } },
+    axes: [{ ...ticks, ...clock }, { ...ticks, size: 52 }],
+    series: [span ? { label: "UTC", value: (_, seconds) => seconds ? utc(seconds).slice(0, 19) : "–" } : {}, ...names.map(line)],
   }, [x, ...names.map((name) => lines[name])], place);
 }
 
 function resized(made) {
-  addEventListener("resize", () => made.forEach(([place, plot]) => plot.setSize({ width: place.clientWidth, height: 168 })));
+  addEventListener("resize", () => { for (const [place, plot] of made) plot.setSize({ width: place.clientWidth, height: 168 }); });
 }
 
 async function charts() {
@@ -118,6 +125,35 @@ async function charts() {
     const name = place.dataset.name;
     return [place, chart(place, box.dataset.axis === "time", series.x, { [name]: series[name] }, sync)];
   }));
+}
+
+async function operations() {  // the charts of the operations page
+  const box = one("[data-operations]");
+  if (!box) return;
+  const made = new Map(), span = [0, 0], sync = uPlot.sync("operations");
+  resized(made);
+  const draw = async () => {
+    const reply = await fetch(box.dataset.operations);
+    if (!reply.ok) return;
+    const found = await reply.json();
+    [span[0], span[1]] = [found.from, found.to];
+    if (one("#permalink")) one("#permalink").href = found.permalink;
+    for (const place of all("[data-operations] .plot")) {
+      const { x, series } = found.charts[place.dataset.name];
+      const names = Object.keys(series), plot = made.get(place);
+      if (plot && String(plot.series.slice(1).map((line) => line.label)) === String(names)) {
+        plot.setData([x, ...names.map((name) => series[name])]);
+        continue;
+      }
+      if (plot) plot.destroy();
+      made.delete(place);
+      place.textContent = names.length ? "" : "Nothing in this time.";
+      place.classList.toggle("dim", !names.length);
+      if (names.length) made.set(place, chart(place, true, x, series, sync, span));
+    }
+  };
+  await draw();
+  if ("live" in box.dataset) setInterval(() => { if (!document.hidden) draw(); }, 10000);
 }
 
 function result() {
@@ -132,5 +168,6 @@ document.addEventListener("htmx:beforeRequest", (event) => {  // a form that is 
 });
 
 charts();
+operations();
 result();
 document.addEventListener("htmx:afterSettle", result);

@@ -22,6 +22,9 @@ class NoLake:
     def refresh(self) -> bool:
         return False
 
+    def newest_commit_s(self) -> float | None:
+        return None
+
     def close(self) -> None:
         pass
 
@@ -31,6 +34,7 @@ def client_of(user_of: Any) -> TestClient:
     parts = Parts(
         lake, Live(lake), user_of, lambda *_: None, lambda *_: None, "http://gateway",
         marks=nothing, rewards=(0.0, 1.0), policies=nothing, sql=nothing,
+        operations=nothing, activity=nothing,
     )  # fmt: skip
     return TestClient(create_app(parts), follow_redirects=False)
 

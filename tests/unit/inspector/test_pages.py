@@ -23,6 +23,8 @@ PAGES = [
     "/group?run=run&id=g",
     "/marks",
     "/sql?q=<script>alert(1)</script>",
+    "/operations",
+    '/operations?range=<script>&until="><script>',
     "/t/run/evil",
     "/t/run/evil/step/1",
     *(f"/t/run/evil/tokens?by={mode}" for mode in ("logprob", "entropy", "mask", "version")),

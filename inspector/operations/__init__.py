@@ -1,0 +1,1 @@
+"""Operations: what the installation does now, and its lag over time."""
