@@ -68,6 +68,10 @@ class Topics:
         return f"{self.prefix}.weights"
 
     @property
+    def trained_tokens(self) -> str:
+        return f"{self.prefix}.trained-tokens"
+
+    @property
     def workers(self) -> str:
         return f"{self.prefix}.workers"
 
@@ -149,6 +153,9 @@ class Topics:
                 keep | append_time,
             ),
             self._spec(self.weights, 1, (events.WeightVersion,), keep | append_time),
+            self._spec(
+                self.trained_tokens, partitions, (events.TrainedTokens,), long | append_time
+            ),
             self._spec(self.workers, 1, (events.WorkerStatus,), compact | append_time),
             self._spec(self.budgets, 1, (events.RolloutBudget,), compact | append_time),
             self._spec(self.runs, 1, (events.RunIndex,), compact | append_time),

@@ -40,7 +40,9 @@ from trainer.metrics.statistics import (
     staleness,
     version_metrics,
 )
+from trainer.metrics.trained_tokens import TrainedStep, is_recorded, trained_steps
 from trainer.metrics.validation import Validation
+from trainer.model.measurement import FirstPasses
 from trainer.model.policy import Policy
 from trainer.model.update import Algorithms, update
 from trainer.position import Position
@@ -94,6 +96,7 @@ class Run:
         self.current_version = current_version
         self.position = position
         self.unpublished: list[BatchStats] = []
+        self._trained: list[TrainedStep] = []
         self._settings, self._weight_log, self._policy = settings, weight_log, policy
         self._versions, self._attempt = versions, attempt
         self._leads = policy.processes.leads
@@ -174,7 +177,7 @@ class Run:
         ]
         sequences = [sequence for part in parts for sequence in part.sequences]
         critic = self._auxiliary.train_critic(sequences, batch.batch_seq)
-        stats = self._train_policy(sequences, algorithms, batch.batch_seq)
+        stats = self._train_policy(sequences, algorithms, fetched)
         for number, step in enumerate(stats.steps):
             if step.skipped is not None:
                 logger().error(
@@ -245,17 +248,29 @@ class Run:
         return _EstimatedPart(sequences, stats)
 
     def _train_policy(
-        self, sequences: Sequence[TrainingSequence], algorithms: Algorithms, batch_seq: int
+        self,
+        sequences: Sequence[TrainingSequence],
+        algorithms: Algorithms,
+        fetched: FetchedBatch,
     ) -> UpdateStats:
         """Train the policy; while the critic warms up, on the sequences that need none."""
         if self._auxiliary.critic_warms_up(self.sync_index):
             sequences = [sequence for sequence in sequences if sequence.returns is None]
         if not sequences:
             return UpdateStats(steps=(), seconds=0.0, peak_flops=None)
-        changed = any(stats.update.changed_weights for stats in self.unpublished)
+        updates = sum(stats.update.updates for stats in self.unpublished)
         version = self.current_version
-        parent = str(version.version) if version is not None and not changed else None
-        return update(self._policy, sequences, batch_seq, algorithms, self._lr, parent)
+        parent = str(version.version) if version is not None and not updates else None
+        share, batch_seq = self._settings.trainer.record_tokens, fetched.batch.batch_seq
+        recorded = [s for s in sequences if is_recorded(s.trajectory_id, share)]
+        passes = FirstPasses(recorded, updates)
+        stats = update(
+            self._policy, sequences, batch_seq, algorithms, self._lr, parent, passes
+        )
+        found = passes.gathered(self._policy.processes)
+        if self._leads:
+            self._trained += trained_steps(recorded, found, fetched.trajectories, batch_seq)
+        return stats
 
     def _log_left_out(
         self, batch_seq: int, data: BatchSequences, unusable: Mapping[str, str]
@@ -318,9 +333,10 @@ class Run:
             self._complete_checkpoint()
         newest, base_model = self._checkpoints.newest, self._policy.base_model
         version = manifest(state, first_batch_seq, exported, newest, metrics, base_model)
-        self._weight_log.publish(version)
+        trained = [step.record(version.version_id) for step in self._trained]
+        self._weight_log.publish(version, trained)
         self._versions.append(version)
-        self.current_version, self.unpublished = state, []
+        self.current_version, self.unpublished, self._trained = state, [], []
         logger().info(
             "version_published",
             version=version.version_id,

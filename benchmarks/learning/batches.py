@@ -12,6 +12,7 @@ from schemas.records import (
     ReadyBatch,
     RewardValue,
     Segment,
+    TrainedTokens,
     Trajectory,
     TrajectoryStep,
     WeightVersion,
@@ -30,7 +31,7 @@ class MemoryWeightLog:
     topic_id: str = "memory"
     published: list[WeightVersion] = field(default_factory=list)
 
-    def publish(self, version: WeightVersion) -> None:
+    def publish(self, version: WeightVersion, trained: Sequence[TrainedTokens]) -> None:
         self.published.append(version)
 
     def raise_if_fenced(self) -> None:

@@ -115,7 +115,7 @@ def inputs(topics: Topics, role: str, there: Mapping[str, int]) -> dict[str, ran
         case "lake":
             wanted = [
                 *(topics.steps, topics.rewards, topics.trajectories, topics.candidates),
-                *(topics.weights, topics.schemas, topics.dead_letters),
+                *(topics.weights, topics.trained_tokens, topics.schemas, topics.dead_letters),
                 *(t for t in there if topics.parse_ready_batches(t)),
             ]
         case _:

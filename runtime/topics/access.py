@@ -81,6 +81,7 @@ PROCESSES: Mapping[str, tuple[Acl, ...]] = {
         Acl("topic", "claw.ready-batches.", ("Create", "Read"), prefixed=True),
         Acl("topic", "claw.trajectories", ("Read",)),
         Acl("topic", "claw.weights", ("Read", "Write")),
+        Acl("topic", "claw.trained-tokens", ("Write",)),
         Acl("group", "claw-trainer.", ("Read",), prefixed=True),
         Acl("transactional-id", "claw-trainer.", ("Write",), prefixed=True),
     ),

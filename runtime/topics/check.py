@@ -75,7 +75,7 @@ def find_mismatches(
 ) -> Iterator[TopicMismatch]:
     """Yield every mismatch between existing topics and their specification. Pure.
 
-    The four keyed topics must have as many partitions as `steps` has, whatever the settings say.
+    The keyed topics must have as many partitions as `steps` has, whatever the settings say.
     Copies (`jobs.write_ticks=false`) keep the timestamps of their source.
 
     Args:
@@ -107,7 +107,15 @@ def partitions_of(topics: Topics, spec: TopicSpec, there: Mapping[str, int]) -> 
 
 def keyed(topics: Topics) -> frozenset[str]:
     """Return the topics that are partitioned alike, by trajectory key."""
-    return frozenset((topics.steps, topics.rewards, topics.assembly, topics.trajectories))
+    return frozenset(
+        (
+            topics.steps,
+            topics.rewards,
+            topics.assembly,
+            topics.trajectories,
+            topics.trained_tokens,
+        )
+    )
 
 
 def _less(setting: str, found: str, wanted: str) -> bool:

@@ -54,6 +54,7 @@ TOP_LEVEL: tuple[type, ...] = (
     records.RolloutBudget,
     records.RunIndex,
     records.WeightVersion,
+    records.TrainedTokens,
     records.WorkerStatus,
     records.SchemaPublished,
     records.DeadLetter,

@@ -53,6 +53,7 @@ from schemas.records.trajectories import (
     TrajectoryStep,
 )
 from schemas.records.weights import (
+    TrainedTokens,
     WeightFile,
     WeightFormat,
     WeightVersion,
@@ -107,6 +108,7 @@ __all__ = [
     "Tag",
     "Tick",
     "TokenSpan",
+    "TrainedTokens",
     "Trajectory",
     "TrajectoryStep",
     "Usage",

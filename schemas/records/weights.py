@@ -1,4 +1,4 @@
-"""Records of `claw.weights` and `claw.workers`."""
+"""Records of `claw.weights`, `claw.trained-tokens` and `claw.workers`."""
 
 from __future__ import annotations
 
@@ -44,6 +44,25 @@ class WeightVersion:
     last_batch_seq: int | None = None
     metrics: Mapping[str, float]
     created_at: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedTokens:
+    """The tokens of a step as the trainer saw them in a batch. Key: trajectory key.
+
+    Written in one transaction with the version that was trained on them. A step without a trained
+    token has no record.
+    """
+
+    run_id: str
+    trajectory_key: str
+    trajectory_id: str
+    step_id: str
+    version_id: str
+    batch_seq: int
+    updates: int | None = None
+    logprobs: bytes | None = None
+    advantages: bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -232,6 +232,12 @@ class TrainerSettings(Section):
         False,
         description="memory: compute each layer again in the backward pass, for a third more time",
     )
+    record_tokens: Share = Field(
+        1.0,
+        description="share of trajectories whose trained tokens are recorded, with the trainer's "
+        "log-probabilities and advantages: 8 bytes a token on Kafka before compression; lower it "
+        "where these are too many, 0: none",
+    )
     tensorboard_dir: Path | None = Field(
         None, description="write the metrics for TensorBoard; each run has a folder in it"
     )

@@ -193,6 +193,7 @@ class LakeConsumer:
         validation = run_and_channel is not None and run_and_channel[1] == "val"
         return validation or topic in (
             self._topics.weights,
+            self._topics.trained_tokens,
             self._topics.schemas,
             self._topics.dead_letters,
         )

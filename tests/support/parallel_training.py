@@ -22,6 +22,7 @@ from schemas.settings import TrainerSettings
 from trainer.algorithms.registry import load
 from trainer.data.sequences import Tokens, TrainingSequence
 from trainer.model.files import TensorDtypes
+from trainer.model.measurement import FirstPasses
 from trainer.model.policy import Policy
 from trainer.model.update import update
 from trainer.parallel.processes import Processes, open_processes
@@ -64,11 +65,14 @@ def train(model: Path, out: Path, name: str, processes: Processes) -> None:
     )
     policy = Policy(model, settings, processes=processes)
     algorithm, lr = load("cispo", {}, ()), settings.lr
-    steps = []
+    steps: list[dict[str, Any]] = []
     for seq in range(3):
-        parent = "r/0.0" if seq == 0 else None
-        stats = update(policy, sequences(seq), seq, {None: algorithm}, lr, parent)
+        parent, given = "r/0.0" if seq == 0 else None, sequences(seq)
+        passes = FirstPasses(given, 0)
+        stats = update(policy, given, seq, {None: algorithm}, lr, parent, passes)
         steps += [asdict(step) for step in stats.steps]
+        found = [values for values in passes.gathered(processes) if values is not None]
+        steps += [{"logprobs": v.logprobs.tolist(), "updates": v.updates} for v in found]
     policy.save(out / name, TensorDtypes(torch.float32, {}))
     if processes.leads:
         (out / f"{name}.json").write_text(json.dumps(steps))

@@ -16,6 +16,7 @@ from schemas.records import (
     ReadyBatch,
     RewardValue,
     Segment,
+    TrainedTokens,
     Trajectory,
     TrajectoryStep,
     WeightVersion,
@@ -38,11 +39,13 @@ class MemoryWeightLog:
 
     topic_id: str = "memory"
     published: list[WeightVersion] = field(default_factory=list)
+    trained: list[TrainedTokens] = field(default_factory=list)
     fenced: bool = False
 
-    def publish(self, version: WeightVersion) -> None:
+    def publish(self, version: WeightVersion, trained: Sequence[TrainedTokens]) -> None:
         self.raise_if_fenced()
         self.published.append(version)
+        self.trained += trained
 
     def raise_if_fenced(self) -> None:
         if self.fenced:

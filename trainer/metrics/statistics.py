@@ -88,8 +88,9 @@ class UpdateStats:
     peak_flops: float | None
 
     @property
-    def changed_weights(self) -> bool:
-        return any(step.skipped is None for step in self.steps)
+    def updates(self) -> int:
+        """Number of steps taken, each of which changed the weights."""
+        return sum(step.skipped is None for step in self.steps)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

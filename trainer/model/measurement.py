@@ -1,7 +1,10 @@
-"""Measure the tokens of one optimiser step while it is computed, without another pass."""
+"""Measure tokens while they are trained, without another pass."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -10,7 +13,9 @@ from trainer.algorithms.importance import out_of_bounds
 from trainer.algorithms.kl import kl
 from trainer.algorithms.registry import LoadedAlgorithm
 from trainer.data.micro_batch import MicroBatch
+from trainer.data.sequences import TrainingSequence
 from trainer.metrics.statistics import TokenStats
+from trainer.metrics.trained_tokens import FirstPass
 from trainer.parallel.processes import Processes
 
 LARGEST_LOG_RATIO = 20.0
@@ -119,3 +124,52 @@ class Measurement:
             logp_diff=found.get("logp_diff"),
             same_version=(same, difference, largest) if same else None,
         )
+
+
+class FirstPasses:
+    """Log-probabilities of sequences in the first training pass of each.
+
+    They stay on the device until `gathered`: each reading waits for the device.
+    """
+
+    def __init__(self, sequences: Sequence[TrainingSequence], updates: int) -> None:
+        """Begin.
+
+        Args:
+            sequences: whose values are wanted.
+            updates: optimiser steps since the current version.
+        """
+        self._sequences, self._updates = sequences, updates
+        # A changed copy of a sequence has the same tokens.
+        self._wanted = {id(sequence.tokens): i for i, sequence in enumerate(sequences)}
+        self._parts: list[tuple[list[int | None], list[int], Tensor, int]] = []
+
+    def add(self, part: Sequence[TrainingSequence], view: LossBatch) -> None:
+        """Add one pass of this process. view: of `part`, at the weights of the step."""
+        places = [self._wanted.get(id(sequence.tokens)) for sequence in part]
+        if any(place is not None for place in places):
+            lengths = [sequence.trained_tokens for sequence in part]
+            exact = view.logprobs.detach().masked_fill(~view.mask, -torch.inf)
+            self._parts.append((places, lengths, exact, self._updates))
+
+    def end_step(self, sequences: Sequence[TrainingSequence], *, taken: bool) -> None:
+        """End an optimiser step: a later pass of its sequences is not their first.
+
+        Args:
+            sequences: of the step, in all processes.
+            taken: the weights have changed.
+        """
+        for sequence in sequences:
+            self._wanted.pop(id(sequence.tokens), None)
+        self._updates += taken
+
+    def gathered(self, processes: Processes) -> list[FirstPass | None]:
+        """Return the values of each sequence, on every process; None for one without a pass."""
+        own: dict[int, FirstPass] = {}
+        for places, lengths, values, updates in self._parts:
+            shares = np.split(values.float().cpu().numpy(), np.cumsum(lengths)[:-1])
+            for place, share in zip(places, shares, strict=True):
+                if place is not None:
+                    own[place] = FirstPass(share, updates)
+        found = {at: values for part in processes.gather(own) for at, values in part.items()}
+        return [found.get(at) for at in range(len(self._sequences))]

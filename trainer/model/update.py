@@ -18,7 +18,7 @@ from trainer.data.minibatches import minibatches
 from trainer.data.sequences import TrainingSequence
 from trainer.metrics.flops import TrainingFlops, peak_flops
 from trainer.metrics.statistics import StepStats, UpdateStats
-from trainer.model.measurement import Measurement
+from trainer.model.measurement import FirstPasses, Measurement
 from trainer.model.policy import Policy
 from trainer.model.scores import logprobs_of
 from trainer.parallel.sharding import whole
@@ -34,6 +34,7 @@ def update(
     algorithms: Algorithms,
     lr: float,
     parent_version: str | None,
+    first_passes: FirstPasses | None = None,
 ) -> UpdateStats:
     """Train one batch with one optimiser step for each minibatch.
 
@@ -46,6 +47,7 @@ def update(
         algorithms: of each environment that sequences name; None: of the other sequences.
         lr: learning rate.
         parent_version: the version with exactly these weights; None after an update since it.
+        first_passes: gets the log-probabilities of the tokens.
     """
     began = time.perf_counter()
     for group in policy.optimizer.param_groups:
@@ -57,7 +59,9 @@ def update(
     for part in minibatches(sequences, s.minibatches, s.epochs, s.seed, batch_seq):
         unchanged = all(step.skipped is not None for step in steps)
         parent = parent_version if unchanged else None
-        steps.append(_step(policy, part, algorithms, parent, flops))
+        steps.append(_step(policy, part, algorithms, parent, flops, first_passes))
+        if first_passes is not None:
+            first_passes.end_step(part, taken=steps[-1].skipped is None)
     return UpdateStats(
         steps=tuple(steps),
         seconds=time.perf_counter() - began,
@@ -89,6 +93,7 @@ def _step(
     algorithms: Algorithms,
     parent_version: str | None,
     flops: TrainingFlops,
+    first_passes: FirstPasses | None,
 ) -> StepStats:
     """Take one optimiser step; the loss is a mean over all `sequences`.
 
@@ -103,7 +108,9 @@ def _step(
     }
     policy.clear_gradients(zeros=not learned)
     parts = {
-        environment: _backward(policy, found, algorithms[environment], size, parent_version)
+        environment: _backward(
+            policy, found, algorithms[environment], size, parent_version, first_passes
+        )
         for environment, found in learned.items()
     }
     loss = sum(part.loss for part in parts.values())
@@ -179,6 +186,7 @@ def _backward(
     algorithm: LoadedAlgorithm,
     size: MinibatchSize,
     parent_version: str | None,
+    first_passes: FirstPasses | None,
 ) -> _Passes:
     """Add the gradient of the sequences of one algorithm.
 
@@ -187,7 +195,7 @@ def _backward(
         sequences: at least one.
         algorithm: of all of them.
         size: of the whole minibatch.
-        parent_version: see `update`.
+        parent_version, first_passes: see `update`.
     """
     s, processes, packed = policy.settings, policy.processes, policy.scores.packed
     total, computed, pairs = 0.0, 0, 0.0
@@ -203,6 +211,8 @@ def _backward(
             continue
         total += mean.item()
         measurement.add(view, batch)
+        if first_passes is not None:
+            first_passes.add(part, view)
         computed, pairs = computed + batch.computed_tokens, pairs + batch.attended_pairs
     measurement.combine(processes)
     losses, tokens, attended = zip(*processes.gather((total, computed, pairs)), strict=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from runtime.kafka import Cluster, Producer, Record
@@ -10,9 +11,13 @@ from runtime.topics.records import Decoder, dead_letter
 from schemas.codec.single_object import Codec
 from schemas.errors import Undecodable, UnknownSchema
 from schemas.ids import Version, parse_version
-from schemas.records import WeightVersion
+from schemas.records import TrainedTokens, WeightVersion
 from schemas.topics import Topics
 from trainer.versions.history import version_of
+
+
+FLUSH_RECORDS = 10_000
+"""Records in flight at once: the queue of the client is bounded."""
 
 
 class WeightLog(Protocol):
@@ -20,8 +25,12 @@ class WeightLog(Protocol):
 
     topic_id: str
 
-    def publish(self, version: WeightVersion) -> None:
+    def publish(self, version: WeightVersion, trained: Sequence[TrainedTokens]) -> None:
         """Publish the manifest: from now on the version and its checkpoint count.
+
+        Args:
+            version: the manifest.
+            trained: what the trainer saw of the tokens of its batches.
 
         Raises:
             Fenced: A newer trainer has started.
@@ -36,7 +45,7 @@ class NoWeightLog:
 
     topic_id = ""
 
-    def publish(self, version: WeightVersion) -> None:
+    def publish(self, version: WeightVersion, trained: Sequence[TrainedTokens]) -> None:
         """Do nothing."""
 
     def raise_if_fenced(self) -> None:
@@ -55,9 +64,17 @@ class KafkaWeightLog:
         self._topics, self._run_id, self._codec = topics, run_id, Codec()
         self.topic_id = cluster.topic_id(topics.weights)
 
-    def publish(self, version: WeightVersion) -> None:
-        """Publish the manifest in one transaction. Raises Fenced."""
+    def publish(self, version: WeightVersion, trained: Sequence[TrainedTokens]) -> None:
+        """Publish the manifest and the tokens in one transaction. Raises Fenced.
+
+        The manifest comes last: while a transaction is open on the weights log, its readers wait.
+        """
         with self._producer.transaction():
+            for at in range(0, len(trained), FLUSH_RECORDS):
+                for record in trained[at : at + FLUSH_RECORDS]:
+                    key, value = record.trajectory_key.encode(), self._codec.encode(record)
+                    self._producer.put(self._topics.trained_tokens, key, value)
+                self._producer.flush()
             self._producer.put(
                 self._topics.weights, version.version_id.encode(), self._codec.encode(version)
             )

@@ -30,8 +30,10 @@ from trainer.algorithms.registry import load
 from trainer.data.packing import pack
 from trainer.data.sequences import Tokens, TrainingSequence
 from trainer.model.packed_attention import block_mask, not_packable, structure_of, use_packing
+from trainer.model.measurement import FirstPasses
 from trainer.model.policy import Policy
 from trainer.model.update import update
+from trainer.parallel.processes import ONE
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 60,
@@ -92,12 +94,16 @@ def test_the_gradient_is_that_of_plain_rows(model_dir: Path, name: str, budget: 
     rng = np.random.default_rng(budget)
     sequences = [s for index in range(3) for s in group(index, rng)]
     algorithm = load(name, {"entropy_coef": 0.1, "clip_low": 0.9, "clip_high": 9.0}, ())
-    found = []
+    found, seen = [], []
     for packing in ("rows", "tree"):
         policy = Policy(model_dir, settings(packing=packing, micro_batch_tokens=budget))
-        (step,) = update(policy, sequences, 0, {None: algorithm}, 1e-6, "r/2.0").steps
+        passes = FirstPasses(sequences, 0)
+        (step,) = update(policy, sequences, 0, {None: algorithm}, 1e-6, "r/2.0", passes).steps
         found.append((step, [p.grad for p in policy.model.parameters()]))
+        seen.append([p.logprobs.tolist() for p in passes.gathered(ONE) if p is not None])
     (rows, expected), (tree, got) = found
+    assert [len(values) for values in seen[0]] == [s.trained_tokens for s in sequences]
+    assert seen[1] == [pytest.approx(values, abs=1e-4) for values in seen[0]]
     assert tree.loss == pytest.approx(rows.loss, rel=1e-4)
     assert rows.computed_tokens == tree.sequence_tokens > 1.3 * tree.computed_tokens
     assert_equal_gradients(got, expected)

@@ -26,10 +26,13 @@ from trainer.data.micro_batch import collate
 from trainer.data.sequences import Tokens, TrainingSequence, tokens_by_version
 from trainer.learning_rate import learning_rate
 from trainer.metrics.statistics import StepStats, TokenStats, staleness
+from trainer.metrics.trained_tokens import FirstPass
 from trainer.model.files import TensorDtypes, load_masters, save_rounded
+from trainer.model.measurement import FirstPasses
 from trainer.model.policy import Policy
 from trainer.model.scores import Scores
 from trainer.model.update import update
+from trainer.parallel.processes import ONE
 
 BOUND = 2.0
 CISPO = {None: load("cispo", {"ratio_max": BOUND}, ())}
@@ -226,6 +229,26 @@ def test_differences_are_measured_before_the_first_update_only(model_dir: Path) 
     )
 
 
+def seen_by(policy: Policy, sequences: Sequence[TrainingSequence]) -> list[FirstPass | None]:
+    """Train a batch; return the first pass of each sequence."""
+    passes = FirstPasses(sequences, 3)
+    update(policy, sequences, 0, CISPO, 1e-3, None, passes)
+    return passes.gathered(ONE)
+
+
+@pytest.mark.parametrize("more", [{}, {"epochs": 2}, {"recompute_old_logprobs": True}])
+def test_the_first_pass_of_each_sequence_is_recorded(model_dir: Path, more: dict[str, int]) -> None:
+    idle = with_advantage(sequence((2, 9, 30), "001", -3.0, 1.0), 0.0)
+    policy = Policy(model_dir, settings(minibatches=2, **more))
+    before = [list(reference_logprobs(policy, r, 1.0).values()) for r in ROWS]
+    *found, none = seen_by(policy, [*ROWS, idle])
+    assert none is None and {p.updates for p in found if p is not None} == {3, 4}
+    for values, expected in zip(found, before, strict=True):
+        assert values is not None
+        near = values.logprobs.tolist() == pytest.approx(expected, abs=1e-5)
+        assert near == (values.updates == 3), "the second minibatch sees changed weights"
+
+
 def test_a_step_that_is_not_finite_is_skipped_and_the_next_one_is_taken(model_dir: Path) -> None:
     """The broken sequence is alone in its minibatch: the other minibatches train as if the batch
     did not have it.
@@ -235,14 +258,17 @@ def test_a_step_that_is_not_finite_is_skipped_and_the_next_one_is_taken(model_di
         sequence((2, 9, 10, 11), "0011", -3.0, 1.0),
         sequence((2, 9, 10), "001", math.nan, 1.0),
     )
-    stats = update(policy, [good, broken], 7, CISPO, 1e-3, "r/3.0")
+    passes = FirstPasses([good, broken], 0)
+    stats = update(policy, [good, broken], 7, CISPO, 1e-3, "r/3.0", passes)
+    assert [step.skipped is None for step in stats.steps] == [False, True]
+    assert [p.updates for p in passes.gathered(ONE) if p is not None] == [0, 0]
     skipped, taken = sorted(stats.steps, key=lambda step: step.skipped is None)
     assert skipped.skipped == "loss nan, gradient norm nan"
     assert (skipped.loss, skipped.grad_norm) == (None, None)
-    assert taken.skipped is None and stats.changed_weights
+    assert taken.skipped is None and stats.updates
     update(expected, [good], 7, CISPO, 1e-3, None)
     assert same_state(policy, expected)
-    assert not update(policy, [broken], 8, CISPO, 1e-3, None).changed_weights
+    assert not update(policy, [broken], 8, CISPO, 1e-3, None).updates
     assert same_state(policy, expected)
 
 
@@ -267,9 +293,11 @@ def test_a_token_that_the_policy_gives_probability_zero_is_not_trained_but_count
     for p in (policy, expected):
         p.model.lm_head.register_forward_hook(without_token_12)
         p.scores = Scores(p.model, p.settings)
-    (step,) = update(
-        policy, [sequence((2, 9, 10, 11, 12), "00111", -3.0, 1.0)], 0, CISPO, 1e-3, "r/3.0"
-    ).steps
+    given = [sequence((2, 9, 10, 11, 12), "00111", -3.0, 1.0)]
+    passes = FirstPasses(given, 0)
+    (step,) = update(policy, given, 0, CISPO, 1e-3, "r/3.0", passes).steps
+    (seen,) = passes.gathered(ONE)
+    assert seen is not None and np.isneginf(seen.logprobs).tolist() == [False, False, True]
     assert (step.now_at_zero, step.tokens, step.skipped) == (1, 3, None)
     (other,) = update(
         expected, [sequence((2, 9, 10, 11), "0011", -3.0, 1.0)], 0, CISPO, 1e-3, "r/3.0"
