@@ -2,7 +2,7 @@
 
 torchrun --nproc-per-node 2 parallel_run.py MODEL DATA_DIR
 
-DATA_DIR/versions.pickle has the published versions.
+DATA_DIR/versions.pickle has the published versions, and the tokens that they were trained on.
 """
 
 from __future__ import annotations
@@ -49,4 +49,4 @@ if __name__ == "__main__":
             train_batch(run, processes.broadcast(batch(seq)))
         run.end()
         if processes.leads:
-            (given.data_dir / "versions.pickle").write_bytes(pickle.dumps(log.published))
+            (given.data_dir / "versions.pickle").write_bytes(pickle.dumps((log.published, log.trained)))

@@ -23,6 +23,7 @@ from support.small_lake import SmallLake
 
 from schemas import records
 from schemas.settings import Settings
+from schemas.tokens import pack_logprobs
 
 CODEX, FLOW = "codex/1.0", "agent-flow/0.1"
 
@@ -129,6 +130,17 @@ class RunLake(SmallLake):
         )  # fmt: skip
         self.put("weights", "WW", weights)
 
+    def trained(self, step_id: str, sync: int, response: list[int], updates: int = 0) -> None:
+        """Write what the trainer saw of a step: the engine's log-probabilities less 2^-token."""
+        key = step_id.partition("~")[0]
+        record = records.TrainedTokens(
+            run_id=RUN, trajectory_key=key, trajectory_id=key, step_id=step_id,
+            version_id=f"{RUN}/{sync}.0", batch_seq=sync - 1, updates=updates,
+            logprobs=pack_logprobs([-t / 8 - 2**-t for t in response]),
+            advantages=pack_logprobs([1.0] * len(response)),
+        )  # fmt: skip
+        self.put("trained_tokens", "NN", record)
+
 
 def value(reward: float) -> records.RewardValue:
     return records.RewardValue(
@@ -201,6 +213,11 @@ def run_lake(settings: Settings) -> None:
         [lake.member("add-1-0", 4, 0.5, 0), lake.member("add-1-1", 5, 1.0, 1)],
     )
     lake.version(2, logp_mean_abs_diff_same_version=0.25, logp_max_abs_diff_same_version=0.5)
+    add_0 = ("add-0-0~0.0", "add-0-0~1.0", "add-0-1~1.0", "add-0-1~2.0")
+    for step_id, engine in zip(add_0, ([3, 4], [6], [8, 9], [9]), strict=True):
+        lake.trained(step_id, 1, engine)
+    lake.trained("add-1-0~0.0", 2, [3])
+    lake.trained("add-1-1~0.0", 2, [3, 4, 5], updates=1)
     others(lake)
 
 

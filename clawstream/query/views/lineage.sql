@@ -120,3 +120,43 @@ COMMENT ON COLUMN lineage_tokens.version IS
 COMMENT ON COLUMN lineage_tokens.first_token IS
     'First token, counted in response tokens of the step, from 0.';
 COMMENT ON COLUMN lineage_tokens.end_token IS 'One past the last token.';
+
+-- A token that was trained by an abandoned version, too, has a row for each.
+CREATE TEMP VIEW trained_tokens AS
+    WITH aligned AS (
+        SELECT t.run_id, t.version_id, t.batch_seq, t.updates, t.trajectory_id, t.step_id,
+            s.versions, CASE WHEN s.version_first = s.version_last THEN s.version_first END
+                AS only_version,
+            unnest(range(len(t.advantages))) AS token,
+            unnest(s.response_token_ids) AS token_id,
+            unnest(s.response_logprobs) AS engine_logprob,
+            unnest(t.logprobs) AS trainer_logprob,
+            unnest(t.advantages) AS advantage
+        FROM trained_tokens_raw t LEFT JOIN steps_raw s
+            ON s.run_id = t.run_id AND s.step_id = t.step_id
+    )
+    SELECT t.run_id, t.version_id, v.parent_version AS trained_from, v.surviving, t.batch_seq,
+        t.updates, t.trajectory_id, t.step_id, t.token, t.token_id,
+        coalesce(list_first([x.version FOR x IN t.versions
+            IF t.token >= x."start" AND t.token < x."end"]), t.only_version) AS sampled_by,
+        t.engine_logprob, t.trainer_logprob, t.engine_logprob - t.trainer_logprob AS difference,
+        exp(t.trainer_logprob - t.engine_logprob) AS ratio, t.advantage
+    FROM aligned t LEFT JOIN lineage_versions v ON v.version_id = t.version_id
+    WHERE NOT isnan(t.advantage);
+
+COMMENT ON COLUMN trained_tokens.trained_from IS 'Version that training began from: its parent.';
+COMMENT ON COLUMN trained_tokens.surviving IS
+    'True: the newest version of the run comes from the trained one, or is it.';
+COMMENT ON COLUMN trained_tokens.token IS 'Index of the token in the response, from 0.';
+COMMENT ON COLUMN trained_tokens.token_id IS 'Token id.';
+COMMENT ON COLUMN trained_tokens.sampled_by IS
+    'Weight version that sampled the token; null: not known.';
+COMMENT ON COLUMN trained_tokens.engine_logprob IS
+    'Log-probability that the engine gave at sampling, in nats.';
+COMMENT ON COLUMN trained_tokens.trainer_logprob IS
+    'Log-probability of the trainer''s first training pass, in nats; null: no pass was needed, because the advantage is 0.';
+COMMENT ON COLUMN trained_tokens.difference IS
+    'Engine minus trainer, in nats. With `updates` 0 and `sampled_by` = `trained_from` the weights are the same.';
+COMMENT ON COLUMN trained_tokens.ratio IS
+    'Importance ratio: the trainer''s probability divided by the engine''s.';
+COMMENT ON COLUMN trained_tokens.advantage IS 'Advantage of the token.';

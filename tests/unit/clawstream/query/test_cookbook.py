@@ -5,6 +5,7 @@ The views that the queries need follow the rules of the jobs.
 
 from __future__ import annotations
 
+import math
 import random
 import re
 from pathlib import Path
@@ -37,6 +38,14 @@ ANSWERS: dict[str, list[tuple[Any, ...]]] = {
     ],
     "Distribution of staleness": [(0, 3, 0.75), (1, 1, 0.25)],
     "Mismatch of engine and trainer": [("run/1.0", 0.01, 0.125), ("run/2.0", 0.25, 0.5)],
+    # Step add-1-0 was sampled by an older version, add-1-1 was passed after an update.
+    "Tokens on which engine and trainer differ most": [
+        ("run/1.0", step, token, t, -t / 8, -t / 8 - 2**-t, 2**-t, math.exp(-(2**-t)))
+        for step, token, t in (
+            ("add-0-0~0.0", 0, 3), ("add-0-0~0.0", 1, 4), ("add-0-0~1.0", 0, 6),
+            ("add-0-1~1.0", 0, 8), ("add-0-1~1.0", 1, 9), ("add-0-1~2.0", 0, 9),
+        )
+    ],  # fmt: skip
     "The funnel: where calls are lost": [
         ("called", "engine 503 overloaded", 1),
         ("recorded", "late", 1),

@@ -24,6 +24,7 @@ from support.parallel_training import VARIANTS, sequences, train
 from support.trainer_runs import MemoryWeightLog, begin, ids, settings
 
 from demo.model import make_random_model
+from schemas.tokens import unpack_logprobs
 from trainer.data.minibatches import micro_batches, shares
 from trainer.main import train_batch
 from trainer.parallel.processes import ONE, Processes
@@ -85,7 +86,7 @@ def test_two_processes_equal_one(tmp_path: Path) -> None:
 def test_one_process_resumes_the_checkpoint_of_two(tmp_path: Path) -> None:
     model, data_dir = make_random_model(tmp_path / "model"), tmp_path / "two"
     torchrun(parallel_run.__file__, model, data_dir)
-    published = pickle.loads((data_dir / "versions.pickle").read_bytes())
+    published, trained = pickle.loads((data_dir / "versions.pickle").read_bytes())
     log, plain = MemoryWeightLog(published=published), MemoryWeightLog()
     assert [v.checkpoint_version for v in published] == ["r/0.0", "r/0.0", "r/0.0", "r/2.0"]
     before = torch.get_num_threads()
@@ -97,6 +98,14 @@ def test_one_process_resumes_the_checkpoint_of_two(tmp_path: Path) -> None:
         run.end()
     torch.set_num_threads(before)
     assert ids(log) == ["0.0", "1.0", "2.0", "3.0", "4.1", "5.1"]
+    alone_by_id = {(t.version_id, t.step_id): t for t in plain.trained}
+    assert {t.version_id for t in trained} == {"r/2.0", "r/3.0"}, "the critic warms up before"
+    for shared_tokens in trained:
+        other = alone_by_id[shared_tokens.version_id, shared_tokens.step_id]
+        assert shared_tokens.updates == other.updates
+        for name in ("logprobs", "advantages"):
+            values, expected = (unpack_logprobs(getattr(t, name)) for t in (shared_tokens, other))
+            assert values == pytest.approx(expected, abs=1e-3)
     for name, exact in (("loss", 1e-3), ("value_loss", 1e-4), ("explained_variance", 1e-2)):
         shared, alone = ([v.metrics.get(name) for v in found.published] for found in (log, plain))
         assert None not in shared[2:]
