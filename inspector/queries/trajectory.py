@@ -190,7 +190,8 @@ def _trained_versions(lake: Lake, run_id: str, decisions: Iterable[Row]) -> list
     if not admitted:
         return []
     return lake.rows(
-        """SELECT version_id, sync_index, surviving, published_at, metrics FROM lineage_versions
+        """SELECT version_id, parent_version, sync_index, surviving, published_at, metrics
+        FROM lineage_versions
         WHERE run_id = $run AND channel = $channel AND batches_topic_id = $topic
             AND $seq BETWEEN first_batch_seq AND last_batch_seq ORDER BY published_at""",
         {

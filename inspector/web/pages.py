@@ -170,10 +170,11 @@ def token_page(
     length = len(row["response_token_ids"] or ())
     first = max(0, min(first, length))
     reason = None if chosen.get("trainable", True) else chosen["untrainable_reason"] or "excluded"
+    trained = tokens.trained_of(parts.lake, found, chosen)
     return render(
         request, "tokens.html", found=found, head=found.head, step=chosen, mode=mode,
-        tokens=tokens.tokens_of(row, mode, reason, parts.pieces, first), first=first,
-        length=length, page=tokens.PAGE, row=row, modes=tokens.MODES,
+        tokens=tokens.tokens_of(row, mode, reason, parts.pieces, first, trained), first=first,
+        trained=trained, length=length, page=tokens.PAGE, row=row, modes=tokens.MODES,
         versions=sorted({v for v in tokens.version_of_tokens(row, length) if v}),
         prompt_tokens=len(row["prompt_token_ids"] or ()), reason=reason,
     )  # fmt: skip

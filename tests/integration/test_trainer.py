@@ -43,6 +43,7 @@ from schemas.records import (
     Refused,
     RewardValue,
     Segment,
+    TrainedTokens,
     Trajectory,
     TrajectoryStep,
     WeightVersion,
@@ -246,6 +247,20 @@ class Feed:
             for r in self.cluster.read_all(self.topics.weights, await_open=True)
         ]
 
+    def trained(self) -> list[TrainedTokens]:
+        """Return what the trainer recorded of tokens; each is on the partition of its key."""
+        found = []
+        for partition in range(self.settings.kafka.partitions):
+            for record in self.cluster.read_all(
+                self.topics.trained_tokens, partition, await_open=True
+            ):
+                event = self.codec.decode(record.value)
+                assert isinstance(event, TrainedTokens)
+                assert record.key == event.trajectory_key.encode()
+                assert partition == partition_of(record.key, self.settings.kafka.partitions)
+                found.append(event)
+        return found
+
     def ids(self) -> list[str]:
         return [v.version_id.partition("/")[2] for v in self.versions()]
 
@@ -328,17 +343,26 @@ def nursery() -> Iterator[Nursery]:
     nursery.close()
 
 
-def assert_trained_once(versions: list[WeightVersion], batches: int) -> None:
+def assert_trained_once(feed: Feed, batches: int) -> None:
     """Follow the surviving chain from its head.
 
-    It must contain the batches 0 to n-1, each exactly once, in order.
+    It must contain the batches 0 to n-1, each exactly once, in order, and so must the records of
+    its tokens. A version that is not on the log has no tokens there.
     """
+    versions = feed.versions()
     assert len({v.version_id for v in versions}) == len(versions), "an id was used twice"
     trained: list[int] = []
     for version in reversed(ancestors(versions, versions[-1].version_id)):
         if version.first_batch_seq is not None and version.last_batch_seq is not None:
             trained += range(version.first_batch_seq, version.last_batch_seq + 1)
     assert trained == list(range(batches))
+    tokens, by_id = feed.trained(), {v.version_id: v for v in versions}
+    for one in tokens:
+        version = by_id[one.version_id]
+        assert (version.first_batch_seq or 0) <= one.batch_seq <= (version.last_batch_seq or 0)
+    chain = {v.version_id for v in ancestors(versions, versions[-1].version_id)}
+    counts = Counter((t.batch_seq, t.step_id) for t in tokens if t.version_id in chain)
+    assert len(counts) == batches * GROUPS * MEMBERS * 2 and set(counts.values()) <= {1}
 
 
 def test_batches_become_versions_and_the_lag_reaches_zero(
@@ -364,7 +388,7 @@ def test_batches_become_versions_and_the_lag_reaches_zero(
         thread.join()
     assert chart_path(given).read_bytes().startswith(b"\x89PNG")
     versions = feed.versions()
-    assert_trained_once(versions, 3)
+    assert_trained_once(feed, 3)
     assert versions[1].metrics["groups"] == GROUPS
     assert versions[1].metrics["tokens"] == GROUPS * MEMBERS * 4
     assert versions[1].batches_topic_id == feed.cluster.topic_id(feed.topic)
@@ -519,7 +543,7 @@ def test_kill_9_at_random_trains_every_batch_exactly_once_with_the_same_losses(
     with nursery.trainer(until(trained, total), log) as pid:
         assert nursery.wait(pid) == 0, log.read_text()[-2000:]
     versions = feed.versions()
-    assert_trained_once(versions, total)
+    assert_trained_once(feed, total)
     assert versions[-1].sync_index == total and versions[-1].attempt == 3, f"seed {seed}"
     elsewhere = until(trained, total).model_copy(update={"data_dir": tmp_path / "uninterrupted"})
     assert losses(versions) == losses(uninterrupted(feed, elsewhere)), f"seed {seed}"
@@ -539,7 +563,7 @@ def test_a_second_trainer_fences_the_first_and_sigterm_ends_it_clean(
             eventually(lambda: feed.ids() == ["0.0", "1.1"], 180)
             os.kill(second, signal.SIGTERM)
             assert nursery.wait(second) == 0, log.read_text()[-2000:]
-    assert_trained_once(feed.versions(), 1)
+    assert_trained_once(feed, 1)
 
 
 def torchrun(processes: Processes, settings: Settings) -> subprocess.Popen[bytes]:
@@ -566,7 +590,7 @@ def test_two_processes_of_which_one_is_killed_resume_and_train_as_one(
         feed.write(feed.batch(2), feed.batch(3))
         assert torchrun(processes, until(trained, 4)).wait(180) == 0, processes.log("torchrun")
     versions = feed.versions()
-    assert_trained_once(versions, 4)
+    assert_trained_once(feed, 4)
     assert versions[-1].attempt == 1
     elsewhere = until(trained, 4).model_copy(update={"data_dir": tmp_path / "one"})
     assert losses(versions) == pytest.approx(losses(uninterrupted(feed, elsewhere)), rel=1e-3)

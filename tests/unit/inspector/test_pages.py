@@ -7,8 +7,14 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from support.inspector import KEY, Inspected, inspected
+from support.export_lake import ExportLake
+from support.inspector import KEY, Inspected, application, inspected
+from support.run_lake import run_lake
+from support.small_lake import SmallLake
 
+from clawstream.query.live_lake import Copy, LiveLake
+from inspector.queries.lake import COPIES
+from inspector.queries.tokens import MODES
 from inspector.queries.trajectory import state
 from inspector.web import app
 from inspector.web.app import HEADERS
@@ -27,7 +33,7 @@ PAGES = [
     '/operations?range=<script>&until="><script>',
     "/t/run/evil",
     "/t/run/evil/step/1",
-    *(f"/t/run/evil/tokens?by={mode}" for mode in ("logprob", "entropy", "mask", "version")),
+    *(f"/t/run/evil/tokens?by={mode}" for mode in MODES),
 ]
 pytestmark = pytest.mark.slow
 
@@ -35,6 +41,14 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def shown(tmp_path_factory: pytest.TempPathFactory) -> Inspected:
     return inspected(Settings(data_dir=tmp_path_factory.mktemp("inspector")))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Inspected:
+    """Return the pages of a run with versions that were trained on its tokens."""
+    run_lake(settings := Settings(data_dir=tmp_path_factory.mktemp("trained")))
+    lake = LiveLake(settings, {name: Copy(*copy) for name, copy in COPIES.items()})
+    return application(settings, ExportLake(SmallLake(settings), {}), lake)
 
 
 class Tags(HTMLParser):
@@ -197,3 +211,20 @@ def test_static_files_need_no_key_and_are_named_with_their_licence() -> None:
     static = Path(app.__file__).parent / "static"
     licences = (static / "LICENSES.txt").read_text()
     assert all(name in licences for name in ("htmx 2.0.11", "htmx-ext-sse 2.2.4", "uPlot 1.6.32"))
+
+
+class TestTokens:
+    def test_show_engine_and_trainer(self, trained: Inspected) -> None:
+        text = trained.client.get("/t/run/add-0-0/tokens?by=difference").text
+        classes = re.findall(r'class="t (\w+)" id="token-', text)
+        assert classes == ["dp2", "dp2"]
+        assert "trainer -0.5000, difference 0.12 · ratio 0.8825 · advantage 1" in text
+        assert "Trained into run/1.0. The trainer's log-probabilities are those of run/0.0." in text
+        later = trained.client.get("/t/run/add-1-1/tokens?by=difference").text
+        assert "those of run/1.0 after 1 optimizer step, so a difference contains" in later
+
+    def test_say_why_there_is_no_difference(self, trained: Inspected) -> None:
+        waits = trained.client.get("/t/run/sub-1-0/tokens?by=difference").text
+        assert "No weight version was trained on it yet." in waits
+        excluded = trained.client.get("/t/run/add-0-1/tokens?by=difference").text
+        assert "The trainer recorded no token of this step" in excluded

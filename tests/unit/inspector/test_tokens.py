@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 from hypothesis import given
@@ -25,8 +26,15 @@ STEP: dict[str, Any] = {
 }
 
 
-def css(mode: str, reason: str | None = None) -> list[str]:
-    return [t.css for t in tokens_of(STEP, mode, reason, lambda *_: None)]
+TRAINED: dict[str, Any] = {
+    "logprobs": [-0.25, math.nan, math.nan], "advantages": [0.5, math.nan, math.nan]
+}  # fmt: skip
+
+
+def css(
+    mode: str, reason: str | None = None, trained: dict[str, Any] | None = None
+) -> list[str]:
+    return [t.css for t in tokens_of(STEP, mode, reason, lambda *_: None, trained=trained)]
 
 
 def test_each_mode_has_its_colours() -> None:
@@ -35,6 +43,34 @@ def test_each_mode_has_its_colours() -> None:
     assert css("mask", "aborted") == ["m0", "m0", "m0"]
     assert css("version") == ["v0", "v0", "v1"]
     assert css("entropy") == ["q6", "q6", "none"]
+    assert css("difference") == ["none"] * 3
+
+
+def test_the_trainer_s_mask_and_log_probabilities_count_where_they_are_recorded() -> None:
+    assert css("mask", None, TRAINED) == ["m1", "m0", "m0"]
+    assert css("difference", None, TRAINED) == ["dp3", "none", "none"]
+    first, second, third = tokens_of(STEP, "mask", None, lambda *_: None, trained=TRAINED)
+    ratio = f"ratio {math.exp(-0.24):.4g} · advantage 0.5"
+    assert f"trainer -0.2500, difference 0.24 · {ratio}" in first.title
+    assert first.title.endswith("r/1.0 · mask 1")
+    assert second.title.endswith("mask 0: the trainer left it out")
+    assert third.title.endswith("mask 0: redacted")
+    idle = {"logprobs": None, "advantages": [0.0, 0.0, math.nan]}
+    assert css("difference", None, idle) == ["none"] * 3
+    assert css("mask", None, idle) == ["m1", "m1", "m0"]
+
+
+@given(st.floats(-30, 0), st.floats(-30, 0) | st.just(-math.inf))
+def test_the_colour_of_a_difference_tells_its_sign_and_size(p: float, q: float) -> None:
+    step = STEP | {"response_logprobs": [p, -1.0, None]}
+    trained = TRAINED | {"logprobs": [q, math.nan, math.nan]}
+    found = tokens_of(step, "difference", None, lambda *_: None, trained=trained)[0].css
+    size = abs(p - q)
+    if size < 0.01:
+        assert found == "d0"
+    else:
+        assert found[:2] == ("dp" if p > q else "dn")
+        assert int(found[2]) == sum(size >= bound for bound in (0.01, 0.05, 0.2, 1.0))
 
 
 def test_a_page_begins_where_it_is_asked_to() -> None:

@@ -64,6 +64,13 @@ def let_blobs_age(settings: Settings) -> None:
         os.utime(path, (0, 0))
 
 
+def trained(key: str) -> records.TrainedTokens:
+    return records.TrainedTokens(
+        run_id="r", trajectory_key=key, trajectory_id=key, step_id=f"{key}~0.0", version_id="r/1.0",
+        batch_seq=0, advantages=b"",
+    )  # fmt: skip
+
+
 def letter() -> records.DeadLetter:
     return records.DeadLetter(
         topic="claw.steps", topic_id="T", partition=0, offset=1, key=b"joe", value=WORD.encode(),
@@ -77,6 +84,7 @@ def test_no_file_has_the_rows_and_others_stay(settings: Settings) -> None:
     lake.put("steps", "T", of_joe(2), step(3))
     lake.put("rewards", "R", a_reward(0), a_reward(1, trajectory_key="joe", reason=WORD))
     lake.put("rewards", "R", a_reward(2, trajectory_key="joe", run_id="other"))
+    lake.put("trained_tokens", "N", trained("ann"), trained("joe"))
     lake.put("dead_letters", "D", letter())
     compact(open_table(settings.lake_uri, "steps", {}), "steps", {})  # leaves the small files
     assert has(settings, WORD)
@@ -86,6 +94,7 @@ def test_no_file_has_the_rows_and_others_stay(settings: Settings) -> None:
     assert found == {
         "steps": (2, "claw.steps", False),
         "rewards": (1, "claw.rewards", True),
+        "trained_tokens": (1, "claw.trained-tokens", False),
         "dead_letters": (1, "claw.dead-letters", True),
     }
     assert erasure.run() == 0
@@ -93,6 +102,7 @@ def test_no_file_has_the_rows_and_others_stay(settings: Settings) -> None:
     assert list(erasure.find()) == [] and erasure.run() == 0
     assert column(settings, "steps", "trajectory_key") == ["ann", "ann"]
     assert sorted(column(settings, "rewards", "event_id")) == ["w0", "w2"]
+    assert column(settings, "trained_tokens", "trajectory_key") == ["ann"]
 
 
 def test_a_writer_that_runs_goes_on_and_writes_each_row_once(settings: Settings) -> None:
