@@ -21,7 +21,8 @@ Loop
     the batch before is trained. Then it is trained. At most one batch is ahead; it is in no
     position.
  7. At each multiple of sync_every: files of the version (atomic), then the manifest on the weights
-    log in one transaction, which makes the version valid.
+    log in one transaction, which makes the version valid. What was seen of its tokens is in the
+    same transaction.
  8. Every save_every versions, after the manifest: the state is copied to CPU memory, and a thread
     writes the copy (atomic). After a kill, the batches since the checkpoint are trained again, so
     each batch is trained exactly once along the surviving chain.

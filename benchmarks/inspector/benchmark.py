@@ -15,7 +15,8 @@ request to the last byte of the page, at the median and the 95th percentile.
     text_common             full text: words of most trajectories; text_rare: of five or of none;
                             text_random: words of the texts; text_two: two of them
     group, trajectory, tokens, record
-                            these pages, of random trajectories
+                            these pages, of random trajectories; tokens_difference: by the
+                            difference of engine and trainer
     operations, operations_series
                             the operations page, and the counts of its charts
     start_s                 seconds until the first page is served
@@ -147,6 +148,7 @@ def pages_of(trajectories: int) -> Mapping[str, Address]:
         "group": group,
         "trajectory": of_trajectory(),
         "tokens": of_trajectory("/tokens?step=0"),
+        "tokens_difference": of_trajectory("/tokens?step=0&by=difference"),
         "record": of_trajectory("/step/0"),
         "run": lambda r: f"/runs/run-{r.randrange(4)}",
         "operations": lambda r: f"/operations?range={r.choice(RANGES)}",

@@ -55,7 +55,7 @@ def group_of(number: int) -> str:
 
 def lake_of(directory: Path, trajectories: int) -> Settings:
     """Return the settings of a lake with so many trajectories; writes it if it is not there."""
-    where = directory / f"inspector-{trajectories}"
+    where = directory / f"inspector-with-trained-tokens-{trajectories}"
     settings = Settings(data_dir=where)
     if not (where / "complete").exists():
         shutil.rmtree(where, ignore_errors=True)
@@ -94,7 +94,10 @@ def _write(settings: Settings, trajectories: int) -> None:
         for run in range(RUNS):
             name = f"run-{run}"
             mine = [m[2] for m in made if m[2].run_id == name]
-            put("groups", f"B{run}", list(_decisions(name, mine, numbers[-1])))
+            decided = list(_decisions(name, mine, numbers[-1]))
+            put("groups", f"B{run}", decided)
+            put("trained_tokens", "NN", list(_trained(decided, made)))
+            put("weights", "WW", [_version(name, f"B{run}", numbers[-1])])
     list(maintain(settings))
 
 
@@ -252,6 +255,39 @@ def _decisions(
             revisions=tuple(0 for _ in groups[g]), reason="zero_variance", detail="all equal",
             input_topic_id="CC", input_from=0, input_to=1,
         )  # fmt: skip
+
+
+def _trained(
+    decided: Sequence[tuple[int, Any]],
+    made: Sequence[tuple[list[records.Step], records.Trajectory, records.Candidate]],
+) -> Iterator[tuple[int, records.TrainedTokens]]:
+    """Yield what the trainer records of the steps of batches, one second later."""
+    steps = {candidate.trajectory_id: found for found, _, candidate in made}
+    for at, batch in decided:
+        if isinstance(batch, records.ReadyBatch):
+            members = (member for group in batch.groups for member in group.members)
+            for step in (s for member in members for s in steps[member.trajectory_id]):
+                yield at + 1000, records.TrainedTokens(
+                    run_id=step.run_id, trajectory_key=step.trajectory_key,
+                    trajectory_id=step.trajectory_key, step_id=step.step_id,
+                    version_id=_version_id(step.run_id, batch.batch_seq),
+                    batch_seq=batch.batch_seq, updates=0, logprobs=step.response_logprobs,
+                    advantages=bytes(len(step.response_token_ids or b"")),
+                )  # fmt: skip
+
+
+def _version_id(run: str, number: int) -> str:
+    return f"{run}/{number + 1}.0"
+
+
+def _version(run: str, topic_id: str, number: int) -> tuple[int, records.WeightVersion]:
+    """Return the version that is trained on the batches up to a trajectory."""
+    return _closed_ms(number) + 1000, records.WeightVersion(
+        version_id=_version_id(run, number), run_id=run, sync_index=number + 1, attempt=0,
+        parent_version=_version_id(run, number - AT_ONCE) if number >= AT_ONCE else None,
+        format="full", files=(), channel="train", batches_topic_id=topic_id,
+        first_batch_seq=number, last_batch_seq=number, metrics={}, created_at=1,
+    )  # fmt: skip
 
 
 def _member(candidate: records.Candidate) -> records.BatchMember:

@@ -235,8 +235,8 @@ class TrainerSettings(Section):
     record_tokens: Share = Field(
         1.0,
         description="share of trajectories whose trained tokens are recorded, with the trainer's "
-        "log-probabilities and advantages: 8 bytes a token on Kafka before compression; lower it "
-        "where these are too many, 0: none",
+        "log-probabilities and advantages; lower it where 4 bytes a token on Kafka and in the lake "
+        "are too many, 0: none",
     )
     tensorboard_dir: Path | None = Field(
         None, description="write the metrics for TensorBoard; each run has a folder in it"

@@ -7,6 +7,7 @@ the two groups of a batch is of an environment with an algorithm of its own.
 from __future__ import annotations
 
 import asyncio
+import math
 from pathlib import Path
 
 import aiohttp
@@ -18,8 +19,9 @@ from support.ports import free_port
 from support.up import ROOT, Up, own_installation, up
 
 from schemas.ids import parse_version
-from schemas.records import Step, Trajectory, WeightVersion, WorkerStatus
+from schemas.records import Step, TrainedTokens, Trajectory, WeightVersion, WorkerStatus
 from schemas.settings import Settings
+from schemas.tokens import unpack_logprobs
 
 VERSIONS, MEMBERS, REPLY_TOKENS = 3, 4, 12
 ENVIRONMENTS = ("colours", "others")
@@ -126,9 +128,36 @@ def run_model(running: Up) -> list[WeightVersion]:
     }
     assert how == {(1.0, 1.0, 0, 1.0)}, "the model's generation defaults applied"
     versions: list[WeightVersion] = feed.versions()
+    trained = feed.events(feed.topics.trained_tokens, TrainedTokens)
+    assert {one.step_id for one in trained} == {step.step_id for step in steps}
+    for version in versions[1:]:
+        found = differences(version, steps, trained)
+        mean = sum(found) / len(found)
+        print(f"{version.version_id}: {len(found)} tokens, mean |engine - trainer| {mean:.2g}")
+        assert mean == pytest.approx(version.metrics["logp_mean_abs_diff_same_version"], rel=1e-3)
+        assert max(found) == pytest.approx(version.metrics["logp_max_abs_diff_same_version"])
     feed.close()
     running.stop()
     return versions
+
+
+def differences(
+    version: WeightVersion, steps: list[Step], trained: list[TrainedTokens]
+) -> list[float]:
+    """Return |engine - trainer| of the tokens of a version that its parent sampled, from records
+    made before the first optimizer step."""
+    engine = {
+        step.step_id: unpack_logprobs(step.response_logprobs or b"")
+        for step in steps
+        if step.version_first == version.parent_version
+    }
+    return [
+        abs(p - q)
+        for one in trained
+        if one.version_id == version.version_id and one.updates == 0 and one.step_id in engine
+        for p, q in zip(engine[one.step_id], unpack_logprobs(one.logprobs or b""), strict=True)
+        if not math.isnan(q)  # it was not trained
+    ]
 
 
 @pytest.mark.long
