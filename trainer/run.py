@@ -264,9 +264,7 @@ class Run:
         share, batch_seq = self._settings.trainer.record_tokens, fetched.batch.batch_seq
         recorded = [s for s in sequences if is_recorded(s.trajectory_id, share)]
         passes = FirstPasses(recorded, updates)
-        stats = update(
-            self._policy, sequences, batch_seq, algorithms, self._lr, parent, passes
-        )
+        stats = update(self._policy, sequences, batch_seq, algorithms, self._lr, parent, passes)
         found = passes.gathered(self._policy.processes)
         if self._leads:
             self._trained += trained_steps(recorded, found, fetched.trajectories, batch_seq)

@@ -49,4 +49,6 @@ if __name__ == "__main__":
             train_batch(run, processes.broadcast(batch(seq)))
         run.end()
         if processes.leads:
-            (given.data_dir / "versions.pickle").write_bytes(pickle.dumps((log.published, log.trained)))
+            (given.data_dir / "versions.pickle").write_bytes(
+                pickle.dumps((log.published, log.trained))
+            )

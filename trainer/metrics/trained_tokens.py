@@ -85,9 +85,7 @@ def trained_steps(
                 )
 
 
-def _spread(
-    values: NDArray[np.float32] | None, mask: NDArray[np.bool_]
-) -> NDArray[np.float32]:
+def _spread(values: NDArray[np.float32] | None, mask: NDArray[np.bool_]) -> NDArray[np.float32]:
     """Return one little-endian value for each token: NaN where it is not trained."""
     assert values is not None, "advantages are estimated before training"
     found = np.full(len(mask), np.nan, "<f4")

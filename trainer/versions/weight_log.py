@@ -15,7 +15,6 @@ from schemas.records import TrainedTokens, WeightVersion
 from schemas.topics import Topics
 from trainer.versions.history import version_of
 
-
 FLUSH_RECORDS = 10_000
 """Records in flight at once: the queue of the client is bounded."""
 

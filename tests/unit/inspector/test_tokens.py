@@ -31,9 +31,7 @@ TRAINED: dict[str, Any] = {
 }  # fmt: skip
 
 
-def css(
-    mode: str, reason: str | None = None, trained: dict[str, Any] | None = None
-) -> list[str]:
+def css(mode: str, reason: str | None = None, trained: dict[str, Any] | None = None) -> list[str]:
     return [t.css for t in tokens_of(STEP, mode, reason, lambda *_: None, trained=trained)]
 
 

@@ -42,10 +42,14 @@ ANSWERS: dict[str, list[tuple[Any, ...]]] = {
     "Tokens on which engine and trainer differ most": [
         ("run/1.0", step, token, t, -t / 8, -t / 8 - 2**-t, 2**-t, math.exp(-(2**-t)))
         for step, token, t in (
-            ("add-0-0~0.0", 0, 3), ("add-0-0~0.0", 1, 4), ("add-0-0~1.0", 0, 6),
-            ("add-0-1~1.0", 0, 8), ("add-0-1~1.0", 1, 9), ("add-0-1~2.0", 0, 9),
+            ("add-0-0~0.0", 0, 3),
+            ("add-0-0~0.0", 1, 4),
+            ("add-0-0~1.0", 0, 6),
+            ("add-0-1~1.0", 0, 8),
+            ("add-0-1~1.0", 1, 9),
+            ("add-0-1~2.0", 0, 9),
         )
-    ],  # fmt: skip
+    ],
     "The funnel: where calls are lost": [
         ("called", "engine 503 overloaded", 1),
         ("recorded", "late", 1),

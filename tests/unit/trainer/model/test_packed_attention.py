@@ -29,8 +29,8 @@ from schemas.settings import TrainerSettings
 from trainer.algorithms.registry import load
 from trainer.data.packing import pack
 from trainer.data.sequences import Tokens, TrainingSequence
-from trainer.model.packed_attention import block_mask, not_packable, structure_of, use_packing
 from trainer.model.measurement import FirstPasses
+from trainer.model.packed_attention import block_mask, not_packable, structure_of, use_packing
 from trainer.model.policy import Policy
 from trainer.model.update import update
 from trainer.parallel.processes import ONE
