@@ -56,7 +56,8 @@ def test_the_way_to_a_token(browser: Any, tmp_path: Path, scheme: str) -> None:
         page.keyboard.press("g")
         page.wait_for_url("**/group?run=run&id=g")
         assert not violations(page)
-        for path in ("/", "/runs/run", "/t/run/evil", "/t/run/evil/step/0", "/marks", "/sql"):
+        pages = ("/", "/runs/run", "/t/run/evil", "/t/run/evil/step/0", "/marks", "/sql")
+        for path in (*pages, "/t/run/g-1/tokens?by=difference"):
             page.goto(f"{address}{path}", wait_until="domcontentloaded")
             assert not violations(page), path
         page.click(f"button[value={'dark' if scheme == 'light' else 'light'}]")
