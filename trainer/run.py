@@ -28,6 +28,7 @@ from trainer.data.sequences import (
     trained_lengths,
 )
 from trainer.data.tokenizer_check import check_tokenizer
+from trainer.data.trained_tokens import TrainedStep, is_recorded, trained_steps
 from trainer.data.view import batch_view, with_advantages, with_returns
 from trainer.errors import CheckpointFailed, InvalidCheckpoint, StorageFailed
 from trainer.learning_rate import learning_rate
@@ -40,7 +41,6 @@ from trainer.metrics.statistics import (
     staleness,
     version_metrics,
 )
-from trainer.metrics.trained_tokens import TrainedStep, is_recorded, trained_steps
 from trainer.metrics.validation import Validation
 from trainer.model.measurement import FirstPasses
 from trainer.model.policy import Policy

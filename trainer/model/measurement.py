@@ -14,8 +14,8 @@ from trainer.algorithms.kl import kl
 from trainer.algorithms.registry import LoadedAlgorithm
 from trainer.data.micro_batch import MicroBatch
 from trainer.data.sequences import TrainingSequence
+from trainer.data.trained_tokens import FirstPass
 from trainer.metrics.statistics import TokenStats
-from trainer.metrics.trained_tokens import FirstPass
 from trainer.parallel.processes import Processes
 
 LARGEST_LOG_RATIO = 20.0

@@ -66,16 +66,16 @@ def test_what_nobody_outlives_is_for_ever(setting: str, endless: str) -> None:
 
 
 def test_payload_is_kept_as_long_as_the_settings_say_or_longer() -> None:
-    both = (TOPICS.steps, TOPICS.trajectories)
-    assert found({t: {"retention.ms": WEEK} for t in both}) == [
-        (t, "retention.ms", WEEK, MONTH) for t in both
+    kept = (TOPICS.steps, TOPICS.trajectories, TOPICS.trained_tokens)
+    assert found({t: {"retention.ms": WEEK} for t in kept}) == [
+        (t, "retention.ms", WEEK, MONTH) for t in kept
     ]
     for longer in ("-1", str(2 * int(MONTH))):
-        assert found({t: {"retention.ms": longer} for t in both}) == []
+        assert found({t: {"retention.ms": longer} for t in kept}) == []
     week = {"steps_retention_s": int(WEEK) / 1000}
-    assert found({t: {"retention.ms": WEEK} for t in both}, kafka=week) == []
+    assert found({t: {"retention.ms": WEEK} for t in kept}, kafka=week) == []
     two_months = {"steps_retention_s": 2 * int(MONTH) / 1000}
-    assert [m[0] for m in found({}, kafka=two_months)] == [*both], (
+    assert [m[0] for m in found({}, kafka=two_months)] == [*kept], (
         "settings that ask for more than the topics keep"
     )
     assert found({TOPICS.steps: {"retention.bytes": "1000000"}}) == [
