@@ -15,7 +15,7 @@ from support.ports import free_port
 from runtime.broker.embedded import EmbeddedBroker
 from runtime.kafka import Cluster, Fenced, SourceTruncated, Unavailable
 from runtime.topics.records import Decoder, create_topics, dead_letter
-from schemas.codec.single_object import MAGIC, Codec
+from schemas.codec.single_object import MAGIC, TOP_LEVEL, Codec
 from schemas.errors import UnknownSchema
 from schemas.records import Tick
 from schemas.settings import Settings
@@ -32,7 +32,7 @@ def test_topics_are_made_once_and_have_ids(cluster: Cluster, settings: Settings)
     assert cluster.topics(steps) == {steps: 4}
     decoder = Decoder(cluster, settings.kafka.topics.schemas)
     names = {decoder.decode(r.value).name for r in cluster.read_all(settings.kafka.topics.schemas)}
-    assert "clawstream.Step" in names and len(names) == 26
+    assert "clawstream.Step" in names and len(names) == len(TOP_LEVEL)
 
 
 def test_schemas_that_are_missing_are_announced(cluster: Cluster, settings: Settings) -> None:
@@ -42,9 +42,9 @@ def test_schemas_that_are_missing_are_announced(cluster: Cluster, settings: Sett
     cluster.create_topic(topic, 1, spec.config)
     create_topics(cluster, settings)
     first, codec = list(cluster.read_all(topic)), Codec()
-    assert len({r.key for r in first}) == len(first) == 26
+    assert len({r.key for r in first}) == len(first) == len(TOP_LEVEL)
     create_topics(cluster, settings)
-    assert len(list(cluster.read_all(topic))) == 26, "nothing is said twice"
+    assert len(list(cluster.read_all(topic))) == len(TOP_LEVEL), "nothing is said twice"
     producer = cluster.producer()
     producer.put(topic, first[0].key, None)
     producer.put(topic, first[1].key, b"garbage")

@@ -11,7 +11,7 @@ from clawstream.ops.lag import data_lag, format_lag, lag
 from runtime.kafka import Cluster
 from runtime.topics.records import create_topics
 from schemas import records
-from schemas.codec.single_object import Codec
+from schemas.codec.single_object import TOP_LEVEL, Codec
 from schemas.settings import Settings
 from schemas.topics import partition_of
 
@@ -84,13 +84,13 @@ def test_lag_counts_work_and_reaches_zero(settings: Settings, cluster: Cluster) 
         ("lake", "steps"): (22, 1),
         ("lake", "trajectories"): (1, 1),
         ("lake", "candidates"): (22, 2),
-        ("lake", "schemas"): (26, 26),
+        ("lake", "schemas"): (len(TOP_LEVEL), len(TOP_LEVEL)),
         ("lake", "ready-batches.default.train"): (2, 1),
     }
     assert all(r.exact and r.committed is None for r in rows.values())
     assert all((r.waiting_s > 0) == (r.records > 0) for r in rows.values())
     assert rows["assemble", "rewards"].partitions == 4
-    assert data_lag(cluster, settings, f"{prefix}-lake") == 5 + 26
+    assert data_lag(cluster, settings, f"{prefix}-lake") == 5 + len(TOP_LEVEL)
 
     for topic in (topics.steps, topics.trajectories, topics.candidates, topics.schemas, ready.name):
         commit(cluster, f"{prefix}-lake", topic)
@@ -149,7 +149,7 @@ def test_a_long_backlog_is_an_upper_bound_and_an_open_transaction_is_not_there_y
     assert (rows[topics.dead_letters].offsets, rows[topics.dead_letters].exact) == (0, True)
     assert "<=11" in format_lag(rows.values())
     wait_for_end(cluster, topics.dead_letters, 2)
-    assert data_lag(cluster, settings, f"{prefix}-lake") == 1 + 26
+    assert data_lag(cluster, settings, f"{prefix}-lake") == 1 + len(TOP_LEVEL)
 
 
 class Busy(Cluster):
