@@ -253,7 +253,10 @@ class Run:
         algorithms: Algorithms,
         fetched: FetchedBatch,
     ) -> UpdateStats:
-        """Train the policy; while the critic warms up, on the sequences that need none."""
+        """Train the policy, and keep what it saw of the tokens for the next version.
+
+        While the critic warms up, it trains on the sequences that need none.
+        """
         if self._auxiliary.critic_warms_up(self.sync_index):
             sequences = [sequence for sequence in sequences if sequence.returns is None]
         if not sequences:

@@ -26,9 +26,11 @@ from runtime.topics.records import create_topics
 from schemas import records
 from schemas.codec.single_object import TOP_LEVEL, Codec
 from schemas.settings import LakeSettings, Settings
+from schemas.tokens import pack_logprobs
 from stream_jobs.lake.lookup import LakeBehind, check_not_behind
 from stream_jobs.lake.main import Lake, dataset, open_table
 from stream_jobs.lake.tables.catalog import catalog
+from trainer.versions.weight_log import KafkaWeightLog
 
 
 @pytest.fixture
@@ -181,6 +183,7 @@ def test_poison_new_topics_and_a_topic_made_anew(
         topics.trajectories,
         topics.candidates,
         topics.weights,
+        topics.trained_tokens,
         topics.dead_letters,
     ):
         producer.put(topic, b"k", b"\xc3\x01 poison", partition=0)
@@ -197,22 +200,34 @@ def test_poison_new_topics_and_a_topic_made_anew(
         version_id="r/0.1", run_id="r", sync_index=0, attempt=1, format="full", files=(),
         channel="train", metrics={"loss": 0.5}, created_at=1,
     )  # fmt: skip
+    trained = [
+        records.TrainedTokens(
+            run_id="r", trajectory_key=key, trajectory_id=key, step_id=f"{key}~0.0",
+            version_id="r/0.1", batch_seq=0, updates=0, logprobs=pack_logprobs([-0.5]),
+            advantages=pack_logprobs([1.0]),
+        )
+        for key in ("a", "b", "c")
+    ]  # fmt: skip
     # No column can hold that time.
     producer.put(topics.trajectories, b"k", codec.encode(endless), partition=0)
-    producer.put(topics.weights, b"r/0.1", codec.encode(first))
     producer.flush()
+    weight_log = KafkaWeightLog(cluster, topics, "r")
+    weight_log.publish(first, trained)
+    weight_log.close()
     eventually(lambda: column(settings, "rewards", "event_id") == ["w1"])
     eventually(lambda: column(settings, "weights", "metrics") == [[("loss", 0.5)]])
+    eventually(lambda: len(column(settings, "trained_tokens", "step_id")) == len(trained))
+    assert column(settings, "trained_tokens", "logprobs") == [[-0.5]] * len(trained)
     eventually(lambda: column(settings, "run_events", "kind") == ["ended"])
     # The lake dead-letters values that no column can hold, and invalid records of topics that no
     # other process reads.
-    eventually(lambda: len(column(settings, "dead_letters", "process")) >= 7)
+    eventually(lambda: len(column(settings, "dead_letters", "process")) >= 10)
     letters = zip(
         *(column(settings, "dead_letters", c) for c in ("topic", "reason", "process")), strict=True
     )
     poisoned = [
         (t, r, "lake")
-        for t in (topics.weights, topics.dead_letters)
+        for t in (topics.weights, topics.trained_tokens, topics.dead_letters)
         for r in ("undecodable",) * 2 + ("invalid",)
     ]
     assert sorted(letters) == sorted([*poisoned, (topics.trajectories, "invalid", "lake")])
