@@ -6,6 +6,13 @@ from dataclasses import dataclass
 
 from schemas.records.parts import RewardSource
 
+COMPLETION_SOURCE: RewardSource = "env"
+COMPLETION_NAME = "complete_trajectory"
+COMPLETION_VERSION = "1"
+"""Source, name and function version of the reward with which a trajectory is completed. Its
+revision is 0, and its target the whole trajectory.
+"""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reward:

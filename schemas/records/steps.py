@@ -126,7 +126,11 @@ class FailedCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionEvent:
-    """A trajectory opened or ended. Key: trajectory key."""
+    """A trajectory opened or ended. Key: trajectory key.
+
+    reward: of an end. `schemas.records.rewards` has its name; a `Reward` on `claw.rewards` equals
+    it.
+    """
 
     event_id: str
     run_id: str
@@ -139,6 +143,7 @@ class SessionEvent:
     step_id: str | None = None
     metadata_json: bytes | None = None
     reason: str | None = None
+    reward: float | None = None
     created_at: int
 
 

@@ -11,6 +11,8 @@ Rules (docs/contract.md):
   (`log_time`). In a gateway-assigned session inactivity is the normal end, `completed`, and the
   next step begins the next trajectory. Only `claw.steps` decides the content of a trajectory, so
   its steps do not depend on how the inputs interleave.
+- A completion brings its own reward, so the first candidate revision has it. The same reward on
+  `claw.rewards` changes nothing; another record there counts as without the completion's.
 - Rewards, curation and assessments apply to open and closed trajectories alike. A target counts
   as known when it appeared at most `orphan_after` after the reward, by log timestamps of both
   inputs, regardless of read order.
@@ -243,9 +245,11 @@ class AssemblyFold:
 
     def _apply(self, made: Iterable[Change]) -> None:
         for change in made:
-            change.apply(self.state)
-            self._changes.append(change)
             if isinstance(change, changes.Closed) or (
-                isinstance(change, changes.Annotated) and change.key in self.state.closed
+                isinstance(change, changes.Annotated)
+                and change.key in self.state.closed
+                and not self.state.annotations(change.key).confirms(change.annotation)
             ):
                 self._revised[change.key] = None
+            change.apply(self.state)
+            self._changes.append(change)

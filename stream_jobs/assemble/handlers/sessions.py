@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 from schemas.ids import check_group_id, is_gateway_assigned
 from schemas.records import SessionEvent
 from stream_jobs.assemble.handlers.rejected import InvalidRecord
-from stream_jobs.assemble.handlers.targets import target_of, wait
+from stream_jobs.assemble.handlers.targets import end, target_of, wait
 from stream_jobs.assemble.limits import PAYLOAD_BYTES, Limits
 from stream_jobs.assemble.matching.token_prefix import hash_of
 from stream_jobs.assemble.payload.trainability import REASON_CHARS
-from stream_jobs.assemble.state.changes import Attributed, Change, Closed, Opened
+from stream_jobs.assemble.state.changes import Attributed, Change, Opened
 from stream_jobs.assemble.state.partition_state import PartitionState
 from stream_jobs.assemble.state.trajectories import STEPS, Completion, PendingTarget, RunTrajectory
 
@@ -54,7 +56,9 @@ def _on_opened(
 def _on_ended(
     state: PartitionState, limits: Limits, offset: int, name: RunTrajectory, event: SessionEvent
 ) -> list[Change]:
-    now, reason = state.time[STEPS], event.reason[:REASON_CHARS] if event.reason else None
+    if event.reward is not None and not math.isfinite(event.reward):
+        raise InvalidRecord(f"reward {event.reward} is not finite")
+    reason = event.reason[:REASON_CHARS] if event.reason else None
     step_suffix = None
     if event.step_id is not None and is_gateway_assigned(name[1]):
         step_suffix = event.step_id[len(name[1]) + 1 :]
@@ -62,10 +66,10 @@ def _on_ended(
     if found in state.closed:
         return []
     assert event.kind != "opened"
-    completion = Completion(event.kind, reason, hash_of(event.event_id.encode()))
-    pending = PendingTarget(STEPS, offset, now, name, step_suffix, completion)
+    completion = Completion(event.kind, reason, hash_of(event.event_id.encode()), event.reward)
+    pending = PendingTarget(STEPS, offset, state.time[STEPS], name, step_suffix, completion)
     if pending.awaited in state.waiting_for:
         return []
     if found is None:
         return wait(state, limits, pending)
-    return [Closed(found, event.kind, reason, now)]
+    return end(state, found, completion)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from schemas.ids import is_gateway_assigned
+from schemas.records.rewards import COMPLETION_NAME, COMPLETION_SOURCE, COMPLETION_VERSION
 from stream_jobs.assemble.limits import Limits
-from stream_jobs.assemble.state.annotations import Annotation
+from stream_jobs.assemble.state.annotations import AT_END, Annotation, CurrentReward
 from stream_jobs.assemble.state.changes import (
     Annotated,
     Change,
@@ -116,15 +117,34 @@ def end_wait(state: PartitionState, pending: PendingTarget, why: str) -> list[Ch
     changes: list[Change] = [WaitEnded(pending.source, pending.offset)]
     found = target_of(state, pending.key, pending.step_suffix)
     if isinstance(pending.what, Completion) and found is not None:
-        if found in state.opened:
-            what = pending.what
-            changes.append(Closed(found, what.outcome, what.reason, state.time[STEPS]))
-        return changes
+        return [*changes, *end(state, found, pending.what)] if found in state.opened else changes
     detail = (
         f"no {'step' if pending.step_suffix else 'trajectory'} "
         f"{_describe(pending.key, pending.step_suffix)}: {why}"
     )
     return [*changes, dead_letter(pending.source, pending.offset, "unknown_target", detail)]
+
+
+def end(state: PartitionState, key: RunTrajectory, how: Completion) -> list[Change]:
+    """Return the changes that end an open trajectory: its own reward, and then the closing.
+
+    The limit on rewards does not apply: there is one end, and its reward must count.
+    """
+    changes = list[Change]()
+    if how.reward is not None:
+        own = CurrentReward(
+            source=COMPLETION_SOURCE,
+            name=COMPLETION_NAME,
+            version=COMPLETION_VERSION,
+            step_suffix=None,
+            value=how.reward,
+            reason=None,
+            revision=0,
+            offset=AT_END,
+        )
+        if state.annotations(key).accepts(own):
+            changes.append(Annotated(key, own))
+    return [*changes, Closed(key, how.outcome, how.reason, state.time[STEPS])]
 
 
 def dead_letter(source: SourceTopic, offset: int, reason: str, detail: str) -> Change:

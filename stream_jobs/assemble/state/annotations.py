@@ -17,11 +17,15 @@ whose names or event ids keep changing.
 """
 NO_OFFSET = -1
 """Offset of an annotation whose topic was replaced: every record of the new topic is later."""
+AT_END = 1 << 62
+"""Offset of the reward of a completion: every record of `claw.rewards` is earlier. So the first
+record there counts, as without it, and the lake need not read session events for its rewards.
+"""
 
 
 class CurrentReward(Struct, frozen=True, array_like=True, tag="r"):
     """The reward that counts for its slot. step_suffix: None for the whole trajectory. offset: on
-    `claw.rewards`, or NO_OFFSET.
+    `claw.rewards`, or NO_OFFSET, or AT_END.
     """
 
     source: RewardSource
@@ -143,6 +147,13 @@ class Annotations(Struct, array_like=True):
                 return annotation.event not in self.seen
             case AssessmentState():
                 return self.assessed is None or annotation.revision > self.assessed.revision
+
+    def confirms(self, annotation: Annotation) -> bool:
+        """Return whether an annotation only repeats the content of the reward that counts."""
+        if not isinstance(annotation, CurrentReward):
+            return False
+        old = self.rewards.of(annotation)
+        return old is not None and replace(old, offset=annotation.offset) == annotation
 
     def add(self, annotation: Annotation) -> None:
         """Add an annotation, if it changes the state."""

@@ -97,11 +97,12 @@ class ClosedTrajectory(Struct, array_like=True, dict=True):
 
 
 class Completion(Struct, frozen=True, array_like=True, tag="c"):
-    """The end of a trajectory that may still have steps in a spool. event: hash of its event id."""
+    """The end of a trajectory. event: hash of its event id. reward: see `SessionEvent`."""
 
     outcome: Outcome
     reason: str | None
     event: int
+    reward: float | None = None
 
 
 class PendingTarget(Struct, frozen=True, array_like=True):
