@@ -33,6 +33,7 @@ from schemas.records import (
     Tick,
     Trajectory,
 )
+from schemas.records.rewards import COMPLETION_NAME
 from schemas.topics import partition_of
 from schemas.trajectory_parts import joined
 from stream_jobs.assemble import changelog
@@ -50,6 +51,8 @@ LIMITS = Limits(
     trajectory_timeout=3000, closed_horizon=10_000_000, orphan_after=800, closed_max=10_000,
     anonymous_inactivity=900, agent_inactivity=1500,
 )  # fmt: skip
+WITH_REWARD = "with reward"
+"""Reason of the ends that carry a reward."""
 Log = list[tuple[int, Any]]
 """(timestamp, event) of each offset."""
 Logs = tuple[Log, Log]
@@ -400,6 +403,18 @@ class Story:
             made = curation(key, "", None, **rng.choice(marks))
         self.put(replace(made, run_id=run, event_id=f"e{self.count}", **target), when)
 
+    def ended(self, run: str, end: SessionEvent, delay: int = 0) -> None:
+        """Write an end: half of them with a reward, which also comes on `claw.rewards` then."""
+        rng, key = self.rng, end.trajectory_key
+        if rng.random() < 0.5:
+            own = reward(key, rng.choice([0.0, 0.5, 1.0]), name=COMPLETION_NAME)
+            end = replace(end, reward=own.value, reason=WITH_REWARD)
+            if end.step_id is not None:
+                own = replace(own, step_id=end.step_id, trajectory_id=key)
+            own = replace(own, run_id=run, event_id=f"e{self.count}")
+            self.put(own, delay + rng.choice([-300, 0, 0, 100, 2500]))
+        self.put(replace(end, run_id=run), delay)
+
 
 def chaos(rng: Random, length: int) -> Logs:
     """Generate events in any order: late steps, ends before starts, rewards without a target."""
@@ -429,7 +444,7 @@ def chaos(rng: Random, length: int) -> Logs:
             end = session(
                 key, rng.choice(["completed", "failed", "abandoned"]), f"s{story.count}", **named
             )
-            story.put(replace(end, run_id=run), delay)
+            story.ended(run, end, delay)
     return story.logs(10_000)
 
 
@@ -468,11 +483,7 @@ def full_rounds(rng: Random) -> tuple[Logs, Logs]:
         if what == "opened":
             story.put(opened)
         elif what == "end":
-            story.put(
-                replace(
-                    session(key, rng.choice(["completed", "failed"]), f"{run}{key}-end"), run_id=run
-                )
-            )
+            story.ended(run, session(key, rng.choice(["completed", "failed"]), f"{run}{key}-end"))
             _rewarded(story, run, key, {})
         else:
             story.call(run, key)

@@ -29,6 +29,7 @@ from support.examples import examples
 from support.interleavings import (
     AGENT,
     LIMITS,
+    WITH_REWARD,
     Logs,
     Rig,
     chaos,
@@ -49,6 +50,7 @@ from schemas.records import (
     RunEnded,
     Tick,
 )
+from schemas.records.rewards import COMPLETION_NAME
 from stream_jobs.admit.decisions.journal import CandidateLog, InputRecord, Invalid, JournalRecord
 from stream_jobs.admit.decisions.state import resume_from_journal
 from stream_jobs.admit.fold import AdmissionFold
@@ -90,7 +92,8 @@ def test_any_interleaving_duplicates_batches_and_kills_give_the_same(
 ) -> None:
     """Compare trajectories, last revisions, late marks and dead letters.
 
-    Each late mark occurs once, and no late step is in a trajectory.
+    Each late mark occurs once, and no late step is in a trajectory. The first revision has the
+    reward of the completion.
     """
     rng = Random(seed)
     plain, other = both(
@@ -98,6 +101,9 @@ def test_any_interleaving_duplicates_batches_and_kills_give_the_same(
     )
     assert other.trajectories == plain.trajectories
     assert other.last() == plain.last()
+    for key, ended in other.trajectories.items():
+        first = {r.name for r in other.revisions[key][0].rewards if r.step_id is None}
+        assert ended.reason != WITH_REWARD or COMPLETION_NAME in first
     assert other.marks == plain.marks and other.dead_letters == plain.dead_letters
     held = {(key[0], s.step_id) for key, t in other.trajectories.items() for s in t.steps}
     late = [(key[0], step_id) for key, step_id, kind, _ in other.marks if kind == "late"]

@@ -22,13 +22,16 @@ from support.assemble import (
 )
 from support.examples import examples
 
-from schemas.records import Tick
+from schemas.records import SessionEvent, Tick
+from schemas.records.rewards import COMPLETION_NAME
 from stream_jobs.assemble.changelog import ChangelogReader
 from stream_jobs.assemble.state.partition_state import PartitionState
 from stream_jobs.assemble.state.trajectories import REWARDS, STEPS, SourceTopic
 
 KEYS = ("a", "b", ANONYMOUS_KEY)
 MOMENT = st.integers(0, 400)
+CARRIED = st.sampled_from([None, 0.0, 1.0])
+"""The reward of a completion."""
 
 
 @st.composite
@@ -56,13 +59,22 @@ def inputs(draw: st.DrawFn) -> tuple[list[tuple[int, Any]], list[tuple[int, Any]
         elif kind == "tick" or (key == ANONYMOUS_KEY and kind == "opened"):
             steps.append(Tick(partition=0))
         elif key == ANONYMOUS_KEY:
-            n = draw(st.integers(0, 4))
-            steps.append(session(key, kind, f"{n}-{kind}", step_id=f"{key}~C{n}.0"))
+            n, value = draw(st.integers(0, 4)), draw(CARRIED)
+            end = session(key, kind, f"{n}-{kind}-{value}", step_id=f"{key}~C{n}.0", reward=value)
+            steps.append(end)
         else:
-            steps.append(
-                session(key, kind, f"{key}-{kind}-{draw(st.integers(0, 1))}", metadata_json=b"{}")
-            )
-    rewards: list[Any] = []
+            value = draw(CARRIED) if kind == "completed" else None
+            name = f"{key}-{kind}-{draw(st.integers(0, 1))}-{value}"
+            steps.append(session(key, kind, name, metadata_json=b"{}", reward=value))
+    carried = [e for e in steps if isinstance(e, SessionEvent) and e.reward is not None]
+    rewards: list[Any] = [
+        replace(
+            reward(e.trajectory_key, e.reward, name=COMPLETION_NAME),
+            trajectory_id=e.trajectory_key if e.step_id is not None else None,
+            step_id=e.step_id,
+        )
+        for e in carried
+    ]
     for i in range(draw(st.integers(0, 10))):
         key, n = draw(st.sampled_from(KEYS)), draw(st.none() | st.integers(0, 3))
         n = 0 if n is None and key == ANONYMOUS_KEY else n
@@ -83,7 +95,7 @@ def inputs(draw: st.DrawFn) -> tuple[list[tuple[int, Any]], list[tuple[int, Any]
         else:
             rewards.append(curation(key, f"e{i}", n, trainable=draw(st.booleans())))
     logs = []
-    for log in (steps, rewards):
+    for log in (steps, draw(st.permutations(rewards))):
         at = 0
         timed = []
         for event in log:
