@@ -18,6 +18,7 @@ from gateway.protocols.request_fields import dumps
 from gateway.proxy.services import Services
 from schemas.ids import is_gateway_assigned, stable_id
 from schemas.records import Curation, Reward, SessionEvent
+from schemas.records.rewards import COMPLETION_NAME, COMPLETION_SOURCE, COMPLETION_VERSION
 
 AT_ONCE = 256
 """Records created before the event loop yields: 10 ms, small beside the wait for Kafka."""
@@ -48,31 +49,47 @@ class Recorder:
             **self._common(ref),
         )
 
-    def ended(self, ref: TrajectoryRef, body: Complete) -> list[Reward | SessionEvent]:
-        """Return the trajectory's reward, if it has one, and its end. Raises Unprocessable."""
+    def ended(
+        self, ref: TrajectoryRef, body: Complete, field: str = "reward", by: str | None = None
+    ) -> list[Reward | SessionEvent]:
+        """Return the trajectory's reward, if it has one, and its end, which carries the reward.
+
+        Assemble takes the reward from the end; the lake's table of rewards has the other record.
+
+        Args:
+            ref: The trajectory.
+            body: Its end.
+            field: Name of the reward's field in error messages.
+            by: Author of the reward.
+
+        Raises:
+            Unprocessable: The reward is outside the limits, or no trajectory is named.
+        """
         if body.step_id is None:
             check_one_trajectory(ref.trajectory_key, "step_id")
-        step = () if body.step_id is None else (body.step_id,)
+        content = () if body.step_id is None else (body.step_id,)
+        content += () if body.reward is None else (repr(body.reward),)
         event = SessionEvent(
-            event_id=stable_id(ref.run_id, ref.trajectory_key, body.outcome, *step),
+            event_id=stable_id(ref.run_id, ref.trajectory_key, body.outcome, *content),
             kind=body.outcome,
             group_id=ref.group_id,
             channel=ref.channel,
             step_id=body.step_id,
             reason=body.reason,
+            reward=body.reward,
             **self._common(ref),
         )
         if body.reward is None:
             return [event]
         reward = GiveReward(
-            source="env",
-            name="complete_trajectory",
-            function_version="1",
+            source=COMPLETION_SOURCE,
+            name=COMPLETION_NAME,
+            function_version=COMPLETION_VERSION,
             value=body.reward,
             trajectory_id=ref.trajectory_key,
             step_id=body.step_id if is_gateway_assigned(ref.trajectory_key) else None,
         )
-        return [self.reward(ref, reward, "reward"), event]
+        return [self.reward(ref, reward, field, by), event]
 
     def reward(
         self, ref: TrajectoryRef, body: GiveReward, field: str = "value", by: str | None = None
@@ -149,10 +166,22 @@ class Recorder:
     async def record(self, events: Sequence[Event]) -> None:
         """Write the events in this order; all are durable on return.
 
+        Ends are written after the rewards are durable, so whoever reads an end finds its reward.
+
         Raises:
             NotRecorded: Some of the events may be durable.
         """
+        if any(isinstance(event, Reward) for event in events):
+            await self._write([event for event in events if not _is_end(event)])
+            events = [event for event in events if _is_end(event)]
+        await self._write(events)
+
+    async def _write(self, events: Sequence[Event]) -> None:
         for at in range(0, len(events), AT_ONCE):
             if at:
                 await asyncio.sleep(0)
             await self._services.record_writer.record(events[at : at + AT_ONCE])
+
+
+def _is_end(event: Event) -> bool:
+    return isinstance(event, SessionEvent) and event.kind != "opened"

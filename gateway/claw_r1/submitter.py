@@ -108,25 +108,28 @@ class Submitter:
         """
         recorder, authenticator = self._recorder, self._services.authenticator
         opened: dict[bytes, Event] = {}
-        ended: dict[bytes, Event] = {}
         rewards: list[Event] = []
+        ended: list[Event] = []
         for attributed, step in steps:
             payload, ref = attributed.payload, attributed.ref
+            field = f"steps.{attributed.index}.reward"
             if payload.metadata and ref.kafka_key not in opened:
                 opened[ref.kafka_key] = recorder.opened(ref, Register(metadata=payload.metadata))
             if payload.is_last:
-                (ended[ref.kafka_key],) = recorder.ended(ref, Complete())
-            if payload.reward is None:
-                continue
-            if payload.is_last:
-                authenticator.require_completion_reward(caller)
-                name, step_id = "complete_trajectory", None
-            else:
+                if payload.reward is not None:
+                    authenticator.require_completion_reward(caller)
+                end = Complete(reward=payload.reward)
+                *reward, ending = recorder.ended(ref, end, field, caller.name)
+                rewards += reward
+                ended.append(ending)
+            elif payload.reward is not None:
                 authenticator.require(caller, "reward")
-                name, step_id = "submit_steps", step.step_id
-            reward = GiveReward(
-                source="env", name=name, function_version="1", step_id=step_id, value=payload.reward
-            )
-            field = f"steps.{attributed.index}.reward"
-            rewards.append(recorder.reward(ref, reward, field, caller.name))
-        return [*opened.values(), *(step for _, step in steps), *rewards, *ended.values()]
+                given = GiveReward(
+                    source="env",
+                    name="submit_steps",
+                    function_version="1",
+                    step_id=step.step_id,
+                    value=payload.reward,
+                )
+                rewards.append(recorder.reward(ref, given, field, caller.name))
+        return [*opened.values(), *(step for _, step in steps), *rewards, *ended]

@@ -14,7 +14,7 @@ class InMemoryLogProducer:
 
     reachable: False: known to be unreachable.
     acknowledges: False: appears reachable but does not acknowledge.
-    gate: While cleared, sends wait.
+    gate: While cleared, sends wait. held: the messages that waited.
     passed: Result of `passed_since` for every position.
     """
 
@@ -28,12 +28,14 @@ class InMemoryLogProducer:
         self.passed = Passed(0, 0.0)
         self.gate = asyncio.Event()
         self.gate.set()
+        self.held: list[Message] = []
         self._waiting: set[asyncio.Task[None]] = set()
 
     def send(self, messages: Sequence[Message], sent: Sent) -> None:
         if self.gate.is_set() or not messages:
             sent(self._take(messages))
             return
+        self.held += messages
         task = asyncio.create_task(self._send_later(messages, sent))
         self._waiting.add(task)
         task.add_done_callback(self._waiting.discard)

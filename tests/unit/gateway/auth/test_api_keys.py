@@ -446,11 +446,11 @@ def test_a_step_says_which_trajectory_of_a_key_of_the_gateway_is_meant(
             ("/rewards", REWARD | {"trajectory_id": key, "step_id": step}, 201),
             ("/rewards", of_trajectory, 201),
             ("/sessions/complete", {"step_id": step, "reward": 0.5}, 200),
-            (f"/complete_trajectory/{key}", {"step_id": step}, 200),
+            (f"/complete_trajectory/{key}", {"step_id": step, "reward": 0.5}, 200),
         ):
             async with w.http.post(w.url + path, json=body) as r:
                 assert r.status == status, (path, await r.text())
-        recorded, reward, _, of_end, end, again = w.records()
+        recorded, reward, _, of_end, end, _, again = w.records()
         alone = REWARD | {"trajectory_id": of_trajectory["trajectory_id"]}
         async with w.http.post(w.url + "/rewards", json=alone) as r:
             assert r.status == 201, await r.text()

@@ -19,6 +19,7 @@ from support.scripted.script import Script, ScriptedChoice
 from gateway.durability.spool import Spool
 from gateway.errors import SpoolTaken
 from schemas.codec.single_object import Codec
+from schemas.records import Reward, SessionEvent
 from schemas.tokens import unpack_ids
 
 HI = ScriptedChoice([7, 8, 9], ["Hel", "lo", ""], [-0.5, -0.25, -0.125])
@@ -337,6 +338,30 @@ def test_completion_without_a_log_is_spooled_behind_its_step(run_scenario: RunSc
         w.producer.reachable = True
         await w.until(lambda: len(w.producer.messages) == 3)
         assert [type(r).__name__ for r in w.records()] == ["Step", "Reward", "SessionEvent"]
+        assert w.records()[-1].reward == 1.0
+
+    run_scenario(scenario, Script([HI]))
+
+
+@pytest.mark.parametrize("path", ["/complete_trajectory/t1", "/submit_steps"])
+def test_an_end_carries_its_reward_and_is_sent_after_the_reward_is_durable(
+    run_scenario: RunScenario, path: str
+) -> None:
+    """A gateway that is killed in between leaves a reward without an end, never the reverse."""
+    last = {"trajectory_uid": "t1", "prompt_ids": [1], "response_ids": [2], "is_last": True}
+
+    async def scenario(w: GatewayFixture) -> None:
+        w.producer.gate.clear()
+        body = {"steps": [{**last, "reward": 0.5}]} if "steps" in path else {"reward": 0.5}
+        request = asyncio.create_task(w.http.post(w.url + path, json=body))
+        await w.until(lambda: w.producer.held)
+        assert not any(isinstance(CODEC.decode(m.value), SessionEvent) for m in w.producer.held)
+        w.producer.gate.set()
+        async with await request as r:
+            assert r.status == 200
+        *_, reward, end = w.records()
+        assert (type(reward), reward.value) == (Reward, 0.5)
+        assert (end.kind, end.reward) == ("completed", 0.5)
 
     run_scenario(scenario, Script([HI]))
 
