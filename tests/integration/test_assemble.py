@@ -10,6 +10,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from runtime.exit_codes import EXIT_FAILED, EXIT_SOURCE
 from runtime.kafka import Cluster
 from runtime.topics.records import create_topics
 from schemas.records import Candidate, DeadLetter, SessionEvent, Step, StepMark, Tick, Trajectory
+from schemas.records.rewards import COMPLETION_NAME
 from schemas.settings import Settings
 from schemas.topics import partition_of
 from stream_jobs.assemble.payload.segment_tree import prompt_of
@@ -30,6 +32,23 @@ from stream_jobs.assemble.payload.segment_tree import prompt_of
 def jobs(settings: Settings, cluster: Cluster, tmp_path: Path) -> Iterator[Jobs]:
     with running(settings, cluster, tmp_path) as made:
         yield made
+
+
+def test_an_end_that_is_read_long_before_its_reward_has_it_in_revision_0(
+    jobs: Jobs, eventually: Eventually
+) -> None:
+    jobs.start()
+    *events, end = jobs.conversation("k")
+    jobs.put(*events, replace(end, reward=0.75))
+    eventually(lambda: "k" in jobs.candidates())
+    own = {"source": "env", "name": COMPLETION_NAME}
+    jobs.put(reward("k", 0.75, **own), reward("k", 0.25, **own | {"reward_revision": 1}))
+    eventually(lambda: jobs.candidates()["k"].revision > 0)
+    revisions = [c for _, c in jobs.records(jobs.topics.candidates, Candidate)]
+    assert [[(r.name, r.value) for r in c.rewards] for c in revisions] == [
+        [(COMPLETION_NAME, 0.75)],
+        [(COMPLETION_NAME, 0.25)],
+    ]
 
 
 def test_join_places_and_ordered_stop(jobs: Jobs, eventually: Eventually) -> None:

@@ -49,9 +49,10 @@ def session(key: str, kind: Any, **more: Any) -> SessionEvent:
 
 
 def reward(key: str, value: float, **more: Any) -> Reward:
+    given = {"source": "env", "name": "score", "function_version": "1", "reward_revision": 0}
     return Reward(
-        event_id=new_event_id(), run_id="run", trajectory_key=key, source="env", name="score",
-        function_version="1", value=value, reward_revision=0, created_at=0, **more,
+        event_id=new_event_id(), run_id="run", trajectory_key=key, value=value, created_at=0,
+        **given | more,
     )  # fmt: skip
 
 
