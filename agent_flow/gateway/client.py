@@ -12,7 +12,7 @@ from urllib.parse import quote
 import httpx
 
 from agent_flow.errors import FlowError, GatewayUnavailable
-from agent_flow.outcome import Outcome
+from agent_flow.outcome import Outcome, Reward
 
 Channel = Literal["train", "val"]
 API_KEY = "CLAWSTREAM_API_KEY"
@@ -99,15 +99,19 @@ class Gateway:
         self,
         place: Place,
         outcome: Outcome,
-        reward: float | None = None,
+        reward: Reward = None,
         reason: str | None = None,
     ) -> None:
-        """End the trajectory.
+        """End the trajectory, with a reward or with several by name.
 
         Raises:
             FlowError: The gateway refuses it, or gives no answer.
         """
-        body = {"outcome": outcome, "reward": reward, "reason": reason and reason[:2000]}
+        body = {
+            "outcome": outcome,
+            "rewards" if isinstance(reward, Mapping) else "reward": reward,
+            "reason": reason and reason[:2000],
+        }
         path = f"/complete_trajectory/{quote(place.key, safe='@:=+~')}"
         await self._request("POST", path, self._headers(place), body)
 

@@ -250,12 +250,8 @@ class Runner:
             agents_end = await self._end(agent, ended, own)
             if agents_end is not ended and agents_end.reason is not None:
                 self._progress.reasons[agents_end.reason] += 1
-        number = reward if isinstance(reward, float) else None
         try:
-            if isinstance(reward, dict):
-                for name, value in reward.items():
-                    await self._gateway.reward(rollout.place, name, value)
-            await self._gateway.complete(rollout.place, ended.outcome, number, ended.reason)
+            await self._gateway.complete(rollout.place, ended.outcome, reward, ended.reason)
         except GatewayUnavailable:
             raise
         except FlowError as error:  # the reward is out of bounds, or the key may not give one

@@ -10,6 +10,7 @@ from gateway.errors import Unprocessable
 from gateway.protocols.request_fields import dumps
 from schemas.records import Channel, RewardSource
 from schemas.records.parts import NAME_CHARS, TAGS_MAX
+from schemas.records.rewards import COMPLETION_MAX
 
 Value = Annotated[float, Field(allow_inf_nan=False, strict=True)]
 Text = Annotated[str, Field(min_length=1, max_length=NAME_CHARS)]
@@ -45,12 +46,13 @@ class OpenSession(Register):
 class Complete(_Body):
     """Body that ends a trajectory.
 
-    reward: the reward from the environment, if any. step_id: a step of the trajectory, required
-    where the gateway assigned the key.
+    reward: the reward from the environment, if any. rewards: several by name, instead of reward.
+    step_id: a step of the trajectory, required where the gateway assigned the key.
     """
 
     step_id: str | None = None
     reward: Value | None = None
+    rewards: Annotated[dict[Text, Value], Field(max_length=COMPLETION_MAX)] | None = None
     outcome: Literal["completed", "failed", "abandoned", "replaced"] = "completed"
     reason: Reason | None = None
     channel: Channel | None = None

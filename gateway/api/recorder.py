@@ -52,23 +52,27 @@ class Recorder:
     def ended(
         self, ref: TrajectoryRef, body: Complete, field: str = "reward", by: str | None = None
     ) -> list[Reward | SessionEvent]:
-        """Return the trajectory's reward, if it has one, and its end, which carries the reward.
+        """Return the rewards of a completion, and the trajectory's end, which carries them.
 
-        Assemble takes the reward from the end; the lake's table of rewards has the other record.
+        Assemble takes the rewards from the end; the lake's table of rewards has the other records.
 
         Args:
             ref: The trajectory.
             body: Its end.
-            field: Name of the reward's field in error messages.
-            by: Author of the reward.
+            field: Name of a single reward's field in error messages.
+            by: Author of the rewards.
 
         Raises:
-            Unprocessable: The reward is outside the limits, or no trajectory is named.
+            Unprocessable: A reward is outside the limits, or no trajectory is named.
         """
         if body.step_id is None:
             check_one_trajectory(ref.trajectory_key, "step_id")
-        content = () if body.step_id is None else (body.step_id,)
-        content += () if body.reward is None else (repr(body.reward),)
+        if body.reward is not None and body.rewards:
+            raise Unprocessable("rewards: a completion has reward or rewards, not both", "rewards")
+        named = body.rewards or {}
+        values = {COMPLETION_NAME: body.reward} if body.reward is not None else named
+        content = [] if body.step_id is None else [body.step_id]
+        content += [f"{name}={value!r}" for name, value in sorted(values.items())]
         event = SessionEvent(
             event_id=stable_id(ref.run_id, ref.trajectory_key, body.outcome, *content),
             kind=body.outcome,
@@ -76,20 +80,24 @@ class Recorder:
             channel=ref.channel,
             step_id=body.step_id,
             reason=body.reason,
-            reward=body.reward,
+            rewards=values or None,
             **self._common(ref),
         )
-        if body.reward is None:
-            return [event]
-        reward = GiveReward(
-            source=COMPLETION_SOURCE,
-            name=COMPLETION_NAME,
-            function_version=COMPLETION_VERSION,
-            value=body.reward,
-            trajectory_id=ref.trajectory_key,
-            step_id=body.step_id if is_gateway_assigned(ref.trajectory_key) else None,
-        )
-        return [self.reward(ref, reward, field, by), event]
+        rewards = [
+            GiveReward(
+                source=COMPLETION_SOURCE,
+                name=name,
+                function_version=COMPLETION_VERSION,
+                value=value,
+                trajectory_id=ref.trajectory_key,
+                step_id=body.step_id if is_gateway_assigned(ref.trajectory_key) else None,
+            )
+            for name, value in values.items()
+        ]
+        return [
+            *(self.reward(ref, r, f"rewards.{r.name}" if named else field, by) for r in rewards),
+            event,
+        ]
 
     def reward(
         self, ref: TrajectoryRef, body: GiveReward, field: str = "value", by: str | None = None

@@ -56,7 +56,7 @@ def session_routes(services: Services) -> APIRouter:
         group: str | None = None,
     ) -> dict[str, str]:
         body = body or Complete()
-        if body.reward is not None:
+        if body.reward is not None or body.rewards:
             authenticator.require_completion_reward(caller)
         if body.step_id is not None:
             key = target_of(key, body.step_id)

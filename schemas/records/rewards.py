@@ -7,11 +7,14 @@ from dataclasses import dataclass
 from schemas.records.parts import RewardSource
 
 COMPLETION_SOURCE: RewardSource = "env"
-COMPLETION_NAME = "complete_trajectory"
 COMPLETION_VERSION = "1"
-"""Source, name and function version of the reward with which a trajectory is completed. Its
-revision is 0, and its target the whole trajectory.
+"""Source and function version of the rewards with which a trajectory is completed. Their revision
+is 0, and their target the whole trajectory.
 """
+COMPLETION_NAME = "complete_trajectory"
+"""Name of such a reward that is only a number."""
+COMPLETION_MAX = 100
+"""Most rewards of one completion."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -128,8 +129,7 @@ class FailedCall:
 class SessionEvent:
     """A trajectory opened or ended. Key: trajectory key.
 
-    reward: of an end. `schemas.records.rewards` has its name; a `Reward` on `claw.rewards` equals
-    it.
+    rewards: of an end, by name. Each is a `Reward` on `claw.rewards`, too.
     """
 
     event_id: str
@@ -143,7 +143,7 @@ class SessionEvent:
     step_id: str | None = None
     metadata_json: bytes | None = None
     reason: str | None = None
-    reward: float | None = None
+    rewards: Mapping[str, float] | None = None
     created_at: int
 
 

@@ -11,7 +11,7 @@ Rules (docs/contract.md):
   (`log_time`). In a gateway-assigned session inactivity is the normal end, `completed`, and the
   next step begins the next trajectory. Only `claw.steps` decides the content of a trajectory, so
   its steps do not depend on how the inputs interleave.
-- A completion brings its own reward, so the first candidate revision has it. The same reward on
+- A completion brings its own rewards, so the first candidate revision has them. The same reward on
   `claw.rewards` changes nothing; another record there counts as without the completion's.
 - Rewards, curation and assessments apply to open and closed trajectories alike. A target counts
   as known when it appeared at most `orphan_after` after the reward, by log timestamps of both

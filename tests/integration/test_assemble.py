@@ -39,7 +39,7 @@ def test_an_end_that_is_read_long_before_its_reward_has_it_in_revision_0(
 ) -> None:
     jobs.start()
     *events, end = jobs.conversation("k")
-    jobs.put(*events, replace(end, reward=0.75))
+    jobs.put(*events, replace(end, rewards={COMPLETION_NAME: 0.75}))
     eventually(lambda: "k" in jobs.candidates())
     own = {"source": "env", "name": COMPLETION_NAME}
     jobs.put(reward("k", 0.75, **own), reward("k", 0.25, **own | {"reward_revision": 1}))

@@ -102,7 +102,7 @@ class Installation:
         self._eventually(
             lambda: sorted(column(self.jobs.settings, "rewards", "value")) == [0.25, 1.0]
         )
-        assert column(self.jobs.settings, "session_events", "reward") == [1.0]
+        assert column(self.jobs.settings, "session_events", "rewards") == [[(COMPLETION_NAME, 1.0)]]
         assert column(self.jobs.settings, "dead_letters", "reason") == []
 
 

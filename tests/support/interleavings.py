@@ -408,7 +408,7 @@ class Story:
         rng, key = self.rng, end.trajectory_key
         if rng.random() < 0.5:
             own = reward(key, rng.choice([0.0, 0.5, 1.0]), name=COMPLETION_NAME)
-            end = replace(end, reward=own.value, reason=WITH_REWARD)
+            end = replace(end, rewards={COMPLETION_NAME: own.value}, reason=WITH_REWARD)
             if end.step_id is not None:
                 own = replace(own, step_id=end.step_id, trajectory_id=key)
             own = replace(own, run_id=run, event_id=f"e{self.count}")

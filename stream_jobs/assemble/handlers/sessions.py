@@ -6,6 +6,8 @@ import math
 
 from schemas.ids import check_group_id, is_gateway_assigned
 from schemas.records import SessionEvent
+from schemas.records.parts import NAME_CHARS
+from schemas.records.rewards import COMPLETION_MAX
 from stream_jobs.assemble.handlers.rejected import InvalidRecord
 from stream_jobs.assemble.handlers.targets import end, target_of, wait
 from stream_jobs.assemble.limits import PAYLOAD_BYTES, Limits
@@ -56,8 +58,14 @@ def _on_opened(
 def _on_ended(
     state: PartitionState, limits: Limits, offset: int, name: RunTrajectory, event: SessionEvent
 ) -> list[Change]:
-    if event.reward is not None and not math.isfinite(event.reward):
-        raise InvalidRecord(f"reward {event.reward} is not finite")
+    rewards = dict(event.rewards or {})
+    if len(rewards) > COMPLETION_MAX or any(len(name) > NAME_CHARS for name in rewards):
+        raise InvalidRecord(
+            f"an end has at most {COMPLETION_MAX} rewards, with names of at most {NAME_CHARS} "
+            "characters"
+        )
+    if not all(map(math.isfinite, rewards.values())):
+        raise InvalidRecord("a reward of the end is not finite")
     reason = event.reason[:REASON_CHARS] if event.reason else None
     step_suffix = None
     if event.step_id is not None and is_gateway_assigned(name[1]):
@@ -66,7 +74,7 @@ def _on_ended(
     if found in state.closed:
         return []
     assert event.kind != "opened"
-    completion = Completion(event.kind, reason, hash_of(event.event_id.encode()), event.reward)
+    completion = Completion(event.kind, reason, hash_of(event.event_id.encode()), rewards)
     pending = PendingTarget(STEPS, offset, state.time[STEPS], name, step_suffix, completion)
     if pending.awaited in state.waiting_for:
         return []

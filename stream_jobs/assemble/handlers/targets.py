@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from schemas.ids import is_gateway_assigned
-from schemas.records.rewards import COMPLETION_NAME, COMPLETION_SOURCE, COMPLETION_VERSION
+from schemas.records.rewards import COMPLETION_SOURCE, COMPLETION_VERSION
 from stream_jobs.assemble.limits import Limits
 from stream_jobs.assemble.state.annotations import AT_END, Annotation, CurrentReward
 from stream_jobs.assemble.state.changes import (
@@ -126,18 +126,18 @@ def end_wait(state: PartitionState, pending: PendingTarget, why: str) -> list[Ch
 
 
 def end(state: PartitionState, key: RunTrajectory, how: Completion) -> list[Change]:
-    """Return the changes that end an open trajectory: its own reward, and then the closing.
+    """Return the changes that end an open trajectory: its own rewards, and then the closing.
 
-    The limit on rewards does not apply: there is one end, and its reward must count.
+    The limit on rewards does not apply: there is one end, and its few rewards must count.
     """
     changes = list[Change]()
-    if how.reward is not None:
+    for name, value in (how.rewards or {}).items():
         own = CurrentReward(
             source=COMPLETION_SOURCE,
-            name=COMPLETION_NAME,
+            name=name,
             version=COMPLETION_VERSION,
             step_suffix=None,
-            value=how.reward,
+            value=value,
             reason=None,
             revision=0,
             offset=AT_END,

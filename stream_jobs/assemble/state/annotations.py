@@ -18,8 +18,8 @@ whose names or event ids keep changing.
 NO_OFFSET = -1
 """Offset of an annotation whose topic was replaced: every record of the new topic is later."""
 AT_END = 1 << 62
-"""Offset of the reward of a completion: every record of `claw.rewards` is earlier. So the first
-record there counts, as without it, and the lake need not read session events for its rewards.
+"""Offset of the rewards of a completion: every record of `claw.rewards` is earlier. So the first
+record there counts, as without them, and the lake need not read session events for its rewards.
 """
 
 

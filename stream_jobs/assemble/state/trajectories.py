@@ -97,12 +97,12 @@ class ClosedTrajectory(Struct, array_like=True, dict=True):
 
 
 class Completion(Struct, frozen=True, array_like=True, tag="c"):
-    """The end of a trajectory. event: hash of its event id. reward: see `SessionEvent`."""
+    """The end of a trajectory. event: hash of its event id. rewards: see `SessionEvent`."""
 
     outcome: Outcome
     reason: str | None
     event: int
-    reward: float | None = None
+    rewards: dict[str, float] | None = None
 
 
 class PendingTarget(Struct, frozen=True, array_like=True):

@@ -275,9 +275,13 @@ def test_stopping_ends_a_rollout_whose_reward_is_on_its_way(tmp_path: Path) -> N
     asked = asyncio.Event()
 
     class SlowGateway(Gateway):
-        async def reward(self, *_: Any, **__: Any) -> None:
-            asked.set()
-            await asyncio.Event().wait()
+        async def complete(
+            self, place: Any, outcome: Any, reward: Any = None, reason: Any = None
+        ) -> None:
+            if reward is not None:
+                asked.set()
+                await asyncio.Event().wait()
+            await super().complete(place, outcome, reward, reason)
 
     @flow()
     async def named(task: Any, rollout: Any) -> dict[str, float]:
@@ -370,6 +374,12 @@ def test_named_rewards_and_other_agents(tmp_path: Path) -> None:
         ("critic", "complete_trajectory", False): 0.5,
     }
     assert ends(records) == {"opened": 2, "completed": 2}
+    # Without this a group could be admitted before it has its members' rewards.
+    assert {
+        r.trajectory_key.partition(".")[2]: r.rewards
+        for r in records
+        if isinstance(r, SessionEvent) and r.kind == "completed"
+    } == {"": {"exact": 1.0, "style": 0.5}, "critic": {"complete_trajectory": 0.5}}
 
 
 def test_another_agent_is_opened_once_and_has_a_name(tmp_path: Path) -> None:

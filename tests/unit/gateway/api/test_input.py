@@ -332,6 +332,24 @@ def test_register_and_complete_by_path(run_scenario: RunScenario) -> None:
     run_scenario(scenario, Script([HI]))
 
 
+def test_a_completion_with_several_rewards_by_name(run_scenario: RunScenario) -> None:
+    async def scenario(w: GatewayFixture) -> None:
+        for rewards in ({"exact": 1, "style": 0.5}, {"style": 0.5, "exact": 1}, {"exact": 0.0}, {}):
+            async with w.http.post(w.url + "/t/g/complete_trajectory", json={"rewards": rewards}):
+                pass
+        exact, style, end, *again, other, _, without = w.records()
+        assert [(r.source, r.name, r.value, r.step_id) for r in (exact, style)] == [
+            ("env", "exact", 1.0, None),
+            ("env", "style", 0.5, None),
+        ]
+        assert end.rewards == {"exact": 1.0, "style": 0.5} and without.rewards is None
+        assert {r.event_id for r in again} == {r.event_id for r in (exact, style, end)}
+        assert len({e.event_id for e in w.records() if isinstance(e, SessionEvent)}) == 3
+        assert other.value == 0.0
+
+    run_scenario(scenario, Script([HI]))
+
+
 def test_in_an_anonymous_session_a_step_says_which_trajectory_a_reward_is_of(
     run_scenario: RunScenario,
 ) -> None:
@@ -435,6 +453,10 @@ REQUESTS: list[tuple[str, Any, int, str]] = [
     ("/complete_trajectory/a~b", {}, 400, "trajectory_key"),
     ("/t/g/complete_trajectory", {"outcome": "timed_out"}, 422, "outcome"),
     ("/t/g/complete_trajectory", {"reward": 1e300}, 422, "reward"),
+    ("/t/g/complete_trajectory", {"rewards": {"a": 1e300}}, 422, "rewards.a"),
+    ("/t/g/complete_trajectory", {"rewards": {"a": "1"}}, 422, "rewards.a"),
+    ("/t/g/complete_trajectory", {"rewards": {"a": 1.0}, "reward": 1.0}, 422, "rewards"),
+    ("/t/g/complete_trajectory", {"rewards": {str(n): 1.0 for n in range(101)}}, 422, "rewards"),
     ("/t/g/register_trajectory", {"round": "1"}, 422, "round"),
 ]
 

@@ -338,7 +338,7 @@ def test_completion_without_a_log_is_spooled_behind_its_step(run_scenario: RunSc
         w.producer.reachable = True
         await w.until(lambda: len(w.producer.messages) == 3)
         assert [type(r).__name__ for r in w.records()] == ["Step", "Reward", "SessionEvent"]
-        assert w.records()[-1].reward == 1.0
+        assert w.records()[-1].rewards == {"complete_trajectory": 1.0}
 
     run_scenario(scenario, Script([HI]))
 
@@ -361,7 +361,7 @@ def test_an_end_carries_its_reward_and_is_sent_after_the_reward_is_durable(
             assert r.status == 200
         *_, reward, end = w.records()
         assert (type(reward), reward.value) == (Reward, 0.5)
-        assert (end.kind, end.reward) == ("completed", 0.5)
+        assert (end.kind, end.rewards) == ("completed", {"complete_trajectory": 0.5})
 
     run_scenario(scenario, Script([HI]))
 

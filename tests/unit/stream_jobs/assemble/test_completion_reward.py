@@ -1,4 +1,4 @@
-"""The reward that a completion carries is in revision 0, however the two topics interleave."""
+"""The rewards that a completion carries are in revision 0, however the two topics interleave."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ import pytest
 from support.assemble import ANONYMOUS_KEY, InMemoryPartition, reward, session, step
 
 from schemas.records import Tick
+from schemas.records.rewards import COMPLETION_MAX, COMPLETION_NAME
 from stream_jobs.assemble.state.annotations import REWARDS_MAX
 from stream_jobs.assemble.state.trajectories import REWARDS, STEPS
 
 OWN = reward("k", 1.0, name="complete_trajectory")
-END = session("k", "completed", reward=1.0)
+END = session("k", "completed", rewards={COMPLETION_NAME: 1.0})
 STEP = step("k", 0)
 
 
@@ -25,6 +26,14 @@ def revisions(worker: InMemoryPartition, key: str = "k") -> list[list[tuple[str,
 def test_an_end_that_is_read_before_its_reward_has_it_in_revision_0() -> None:
     worker = InMemoryPartition().feed((STEPS, 1, STEP), (STEPS, 2, END))
     assert revisions(worker) == [[("complete_trajectory", 1.0)]]
+
+
+def test_an_end_brings_several_rewards_by_name() -> None:
+    end = replace(END, rewards={"style": 0.5, "exact": 1.0})
+    worker = InMemoryPartition().feed((STEPS, 1, STEP), (STEPS, 2, end))
+    worker.feed((REWARDS, 3, reward("k", 1.0, name="exact")))
+    worker.feed((REWARDS, 3, reward("k", 0.5, name="style")))
+    assert revisions(worker) == [[("exact", 1.0), ("style", 0.5)]]
 
 
 @pytest.mark.parametrize("end_at", range(4))
@@ -42,7 +51,7 @@ def test_the_same_reward_on_its_own_topic_adds_no_revision(end_at: int) -> None:
 def test_it_is_the_reward_of_the_whole_trajectory_like_one_on_claw_rewards() -> None:
     by_end = InMemoryPartition().feed((STEPS, 1, STEP), (STEPS, 2, END))
     by_reward = InMemoryPartition().feed((STEPS, 1, STEP), (REWARDS, 1, OWN))
-    by_reward.feed((STEPS, 2, replace(END, reward=None)))
+    by_reward.feed((STEPS, 2, replace(END, rewards=None)))
     assert by_end.last("k") == by_reward.last("k")
 
 
@@ -81,14 +90,14 @@ def test_an_end_that_waits_for_its_steps_brings_its_reward() -> None:
 
 
 def test_an_end_of_an_anonymous_session_brings_the_reward_of_its_trajectory() -> None:
-    end = session(ANONYMOUS_KEY, "completed", step_id=f"{ANONYMOUS_KEY}~C0.0", reward=0.5)
+    end = session(ANONYMOUS_KEY, "completed", step_id=f"{ANONYMOUS_KEY}~C0.0", rewards={COMPLETION_NAME: 0.5})
     worker = InMemoryPartition().feed((STEPS, 1, step(ANONYMOUS_KEY, 0)), (STEPS, 2, end))
     (found,) = worker.last(f"{ANONYMOUS_KEY}~C0").rewards
     assert (found.step_id, found.value) == (None, 0.5)
 
 
 def test_an_end_after_the_end_changes_nothing() -> None:
-    worker = InMemoryPartition().feed((STEPS, 1, STEP), (STEPS, 2, replace(END, reward=None)))
+    worker = InMemoryPartition().feed((STEPS, 1, STEP), (STEPS, 2, replace(END, rewards=None)))
     worker.feed((STEPS, 3, replace(END, event_id="again")))
     assert revisions(worker) == [[]] and not worker.dead_letters
 
@@ -101,9 +110,17 @@ def test_it_is_kept_beyond_the_limit_of_rewards() -> None:
     assert not worker.dead_letters and len(worker.last("k").rewards) == REWARDS_MAX + 1
 
 
-def test_a_value_that_is_no_number_is_a_dead_letter() -> None:
-    worker = InMemoryPartition().feed(
-        (STEPS, 1, STEP), (STEPS, 2, replace(END, reward=float("nan")))
-    )
+@pytest.mark.parametrize(
+    ("rewards", "detail"),
+    [
+        ({"a": float("nan")}, "finite"),
+        ({"a" * 201: 1.0}, "200"),
+        ({str(n): 1.0 for n in range(COMPLETION_MAX + 1)}, "at most 100"),
+    ],
+)
+def test_rewards_that_no_gateway_writes_are_a_dead_letter(
+    rewards: dict[str, float], detail: str
+) -> None:
+    worker = InMemoryPartition().feed((STEPS, 1, STEP), (STEPS, 2, replace(END, rewards=rewards)))
     (letter,) = worker.dead_letters
-    assert letter.reason == "invalid" and "finite" in letter.detail and not worker.candidates
+    assert letter.reason == "invalid" and detail in letter.detail and not worker.candidates

@@ -23,15 +23,14 @@ from support.assemble import (
 from support.examples import examples
 
 from schemas.records import SessionEvent, Tick
-from schemas.records.rewards import COMPLETION_NAME
 from stream_jobs.assemble.changelog import ChangelogReader
 from stream_jobs.assemble.state.partition_state import PartitionState
 from stream_jobs.assemble.state.trajectories import REWARDS, STEPS, SourceTopic
 
 KEYS = ("a", "b", ANONYMOUS_KEY)
 MOMENT = st.integers(0, 400)
-CARRIED = st.sampled_from([None, 0.0, 1.0])
-"""The reward of a completion."""
+CARRIED = st.sampled_from([None, {"a": 0.0}, {"a": 1.0, "b": 0.5}])
+"""The rewards of a completion."""
 
 
 @st.composite
@@ -60,20 +59,21 @@ def inputs(draw: st.DrawFn) -> tuple[list[tuple[int, Any]], list[tuple[int, Any]
             steps.append(Tick(partition=0))
         elif key == ANONYMOUS_KEY:
             n, value = draw(st.integers(0, 4)), draw(CARRIED)
-            end = session(key, kind, f"{n}-{kind}-{value}", step_id=f"{key}~C{n}.0", reward=value)
+            end = session(key, kind, f"{n}-{kind}-{value}", step_id=f"{key}~C{n}.0", rewards=value)
             steps.append(end)
         else:
             value = draw(CARRIED) if kind == "completed" else None
             name = f"{key}-{kind}-{draw(st.integers(0, 1))}-{value}"
-            steps.append(session(key, kind, name, metadata_json=b"{}", reward=value))
-    carried = [e for e in steps if isinstance(e, SessionEvent) and e.reward is not None]
+            steps.append(session(key, kind, name, metadata_json=b"{}", rewards=value))
     rewards: list[Any] = [
         replace(
-            reward(e.trajectory_key, e.reward, name=COMPLETION_NAME),
+            reward(e.trajectory_key, value, name=name),
             trajectory_id=e.trajectory_key if e.step_id is not None else None,
             step_id=e.step_id,
         )
-        for e in carried
+        for e in steps
+        if isinstance(e, SessionEvent)
+        for name, value in (e.rewards or {}).items()
     ]
     for i in range(draw(st.integers(0, 10))):
         key, n = draw(st.sampled_from(KEYS)), draw(st.none() | st.integers(0, 3))
