@@ -15,13 +15,7 @@ from support.containers import INFRA, Containers
 
 FAST = {
     "lake": {"flush_interval_s": 0.5},
-    "admit": {
-        "policy": {
-            "group_size": 2,
-            "batch_groups": 1,
-            "required_rewards": ["env/complete_trajectory"],
-        }
-    },
+    "admit": {"policy": {"group_size": 2, "batch_groups": 1}},
 }
 """Settings in which two trajectories are a batch, added to those of the containers."""
 Run = Callable[..., Any]

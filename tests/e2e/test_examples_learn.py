@@ -34,8 +34,8 @@ def settings_of(home: Path, model: Path, reward: str, functions: dict[str, Any])
         "run_id": "examples",
         "jobs": {"reward_functions": functions},
         "admit": {"policy": {
-            "group_size": 8, "batch_groups": 8, "required_rewards": [reward],
-            "reward_weights": {reward: 1.0}, "drop_zero_variance": False,
+            "group_size": 8, "batch_groups": 8, "reward_weights": {reward: 1.0},
+            "drop_zero_variance": False,
         }},
         "trainer": {"model_path": model, "max_versions": VERSIONS, "lr": 5e-4, "seed": 0},
         "rollout": {

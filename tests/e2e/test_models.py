@@ -46,9 +46,7 @@ def settings_of(home: Path, model: Path, dtype: str, lr: float) -> Settings:
     return Settings.model_validate({
         **own_installation(home),
         "run_id": "models",
-        "admit": {"policy": {
-            "group_size": MEMBERS, "batch_groups": len(ENVIRONMENTS), "required_rewards": ["env"],
-        }},
+        "admit": {"policy": {"group_size": MEMBERS, "batch_groups": len(ENVIRONMENTS)}},
         "trainer": {
             "model_path": model, "max_versions": VERSIONS, "lr": lr,
             "environments": {ENVIRONMENTS[0]: {"algorithm": "dr_grpo"}},

@@ -46,8 +46,7 @@ def settings_of(home: Path, model: Path) -> Settings:
         **own_installation(home),
         "run_id": "two",
         "admit": {"channels": ["train"], "policy": {
-            "group_size": MEMBERS, "batch_groups": GROUPS, "required_rewards": ["env"],
-            "max_staleness": MAX_STALENESS,
+            "group_size": MEMBERS, "batch_groups": GROUPS, "max_staleness": MAX_STALENESS,
         }},
         "trainer": {"model_path": model, "lr": 1e-4},
         "rollout": {

@@ -361,6 +361,20 @@ def test_of_candidates_from_before_the_first_policy_the_newest_revision_is_admit
     assert isinstance(late, Late) and late.revision == 2
 
 
+def test_no_group_is_admitted_without_the_reward_of_a_completion() -> None:
+    """The policy requires no reward, and assemble reads the end before the reward's own record."""
+    own = reward("a", 1.0, name=COMPLETION_NAME)
+    end = session("a", "completed", rewards={COMPLETION_NAME: 1.0})
+    rig = plainly(([(1, step("a", 0)), (2, end)], [(1, own)]))
+    made = AdmissionPolicy(run_id="r", batch_groups=1, **(POLICY | {"required_rewards": ()}))
+    log = [InputRecord(0, made), *(InputRecord(1 + i, c, PLACE) for i, c in enumerate(rig.sent))]
+    state = AdmissionFold("r", "train", SOURCE)
+    decided = [d for e in log for d in state.fold(e)]
+    (batch,) = [d for d in decided if isinstance(d, ReadyBatch)]
+    assert [r.value for r in batch.groups[0].members[0].rewards] == [1.0]
+    assert not [d for d in decided if isinstance(d, Late)]
+
+
 def test_candidates_from_before_the_first_policy_outlive_a_crash_behind_its_first_batch() -> None:
     """The first batch must not mark the second candidate, which is still pending, as decided."""
     closed = [
