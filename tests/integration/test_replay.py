@@ -110,7 +110,9 @@ def group(jobs: Jobs, number: int) -> list[Any]:
         # This reward never balances a rule's reward: the values of a group differ for any subset of
         # these rewards.
         told.insert(2, reward(key, member / 8))
-        told[-1] = replace(told[-1], rewards={"end": member / 16})  # nowhere else: its topic may be delayed
+        told[-1] = replace(
+            told[-1], rewards={"end": member / 16}
+        )  # nowhere else: its topic may be delayed
         events.append(told)
     return [e for at in range(max(map(len, events))) for one in events for e in one[at : at + 1]]
 

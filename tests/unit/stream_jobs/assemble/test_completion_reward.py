@@ -90,7 +90,9 @@ def test_an_end_that_waits_for_its_steps_brings_its_reward() -> None:
 
 
 def test_an_end_of_an_anonymous_session_brings_the_reward_of_its_trajectory() -> None:
-    end = session(ANONYMOUS_KEY, "completed", step_id=f"{ANONYMOUS_KEY}~C0.0", rewards={COMPLETION_NAME: 0.5})
+    end = session(
+        ANONYMOUS_KEY, "completed", step_id=f"{ANONYMOUS_KEY}~C0.0", rewards={COMPLETION_NAME: 0.5}
+    )
     worker = InMemoryPartition().feed((STEPS, 1, step(ANONYMOUS_KEY, 0)), (STEPS, 2, end))
     (found,) = worker.last(f"{ANONYMOUS_KEY}~C0").rewards
     assert (found.step_id, found.value) == (None, 0.5)
