@@ -109,7 +109,7 @@ class Submitter:
         recorder, authenticator = self._recorder, self._services.authenticator
         opened: dict[bytes, Event] = {}
         rewards: list[Event] = []
-        ended: list[Event] = []
+        ended: dict[str, Event] = {}
         for attributed, step in steps:
             payload, ref = attributed.payload, attributed.ref
             field = f"steps.{attributed.index}.reward"
@@ -119,9 +119,9 @@ class Submitter:
                 if payload.reward is not None:
                     authenticator.require_completion_reward(caller)
                 end = Complete(reward=payload.reward)
-                *reward, ending = recorder.ended(ref, end, field, caller.name)
-                rewards += reward
-                ended.append(ending)
+                *its_reward, ending = recorder.ended(ref, end, field, caller.name)
+                rewards += its_reward
+                ended[ending.event_id] = ending
             elif payload.reward is not None:
                 authenticator.require(caller, "reward")
                 given = GiveReward(
@@ -132,4 +132,4 @@ class Submitter:
                     value=payload.reward,
                 )
                 rewards.append(recorder.reward(ref, given, field, caller.name))
-        return [*opened.values(), *(step for _, step in steps), *rewards, *ended]
+        return [*opened.values(), *(step for _, step in steps), *rewards, *ended.values()]

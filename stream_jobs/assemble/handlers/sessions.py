@@ -74,7 +74,7 @@ def _on_ended(
     if found in state.closed:
         return []
     assert event.kind != "opened"
-    completion = Completion(event.kind, reason, hash_of(event.event_id.encode()), rewards)
+    completion = Completion(event.kind, reason, hash_of(event.event_id.encode()), rewards or None)
     pending = PendingTarget(STEPS, offset, state.time[STEPS], name, step_suffix, completion)
     if pending.awaited in state.waiting_for:
         return []
