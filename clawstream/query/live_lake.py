@@ -3,7 +3,8 @@
 A connection to the lake takes half a second and reads Delta snapshots of that moment. `LiveLake`
 keeps one connection and moves it to newer snapshots: only tables with a new version are registered
 again. A `Copy` is a table in memory with the few columns of a table that a list needs. It is kept
-up to date from the files that are new; when files are gone (merged, expired), it is rebuilt.
+up to date from the files that are new; when files are gone (merged, expired), it is rebuilt. `find`
+searches the index of the texts, which follows the same snapshots.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import pyarrow as pa
 import pyarrow.dataset as ds
 
 from clawstream.query.connection import (
@@ -22,6 +24,7 @@ from clawstream.query.connection import (
     open_dataset,
     translated_errors,
 )
+from clawstream.search.index import TextIndex
 from runtime.logs import logger
 from schemas.errors import ForeseenError
 from schemas.settings import Settings
@@ -36,6 +39,8 @@ WAIT_S = 30.0
 """A caller waits for newer snapshots only if the present ones are older; otherwise a background
 thread refreshes."""
 
+CALLS = "steps"
+"""The table whose texts are indexed."""
 ALL = "all tables"
 """Name in `LiveLake.failed` when the lake cannot be connected to again."""
 
@@ -62,6 +67,8 @@ class LiveLake:
 
     def __init__(self, settings: Settings, copies: Mapping[str, Copy]) -> None:
         self._settings, self._copies = settings, copies
+        self.texts = TextIndex(settings.lake.sql_timeout_s)
+        """The full-text index of the recorded calls; the caller starts it."""
         self._lock, self._refreshing = threading.Lock(), threading.Lock()
         self.failed: dict[str, str] = {}
         """Tables whose newest version could not be read, with the reason."""
@@ -74,14 +81,23 @@ class LiveLake:
         self._closed = False
         self._connect()
 
-    def rows(self, query: str, parameters: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
-        """Return the rows of a query as dictionaries. parameters: values of `$name`.
+    def rows(
+        self,
+        query: str,
+        parameters: Mapping[str, Any] | None = None,
+        tables: Mapping[str, Any] | None = None,
+    ) -> list[dict[str, Any]]:
+        """Return the rows of a query as dictionaries.
+
+        Args:
+            parameters: values of `$name`.
+            tables: name to Arrow table, for this query only.
 
         Raises:
             SqlError: the query fails, for example at a damaged file, or takes too long.
         """
         self._keep_fresh()
-        with self._lock, self._time_limit(), translated_errors():
+        with self._lock, self._time_limit(), translated_errors(), self._with(tables or {}):
             cursor = self._connection.execute(query, dict(parameters or {}))
             names = [column[0] for column in cursor.description]
             return [dict(zip(names, row, strict=True)) for row in cursor.fetchall()]
@@ -108,10 +124,31 @@ class LiveLake:
             return None
         return None if at is None else at.timestamp()
 
+    def find(self, search: str) -> tuple[list[pa.Table], float]:
+        """Return the trajectories with each term of a search, and the indexed share of the calls.
+
+        Raises:
+            SqlError: it takes too long.
+        """
+        self._keep_fresh()
+        return self.texts.find(search)
+
+    @contextmanager
+    def _with(self, tables: Mapping[str, Any]) -> Iterator[None]:
+        """Let queries read further tables."""
+        for name, table in tables.items():
+            self._connection.register(name, table)
+        try:
+            yield
+        finally:
+            for name in tables:
+                self._connection.unregister(name)
+
     def close(self) -> None:
         """End the running query; later ones fail. Call it when the process stops."""
         self._closed = True
         self._connection.interrupt()
+        self.texts.stop()
 
     @contextmanager
     def _time_limit(self) -> Iterator[None]:
@@ -238,6 +275,8 @@ class LiveLake:
             for made, copy in self._copies.items():
                 if copy.table == name:
                     self._copy(made, copy, rebuilt)
+            if name == CALLS:
+                self.texts.follow(fragments)
             self._connection.commit()
         # An interrupted query, too: else the next refresh would begin inside of the transaction.
         except BaseException:

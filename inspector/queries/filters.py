@@ -1,12 +1,13 @@
-"""The filters of the list of trajectories: from the address to SQL with bound parameters. Pure."""
+"""The filters of the list of trajectories: from the address to SQL with bound parameters."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from datetime import datetime
-from typing import Any
+from typing import Any, NamedTuple
+
+from inspector.queries.lake import Lake
 
 OUTCOMES = ("completed", "failed", "abandoned", "timed_out", "lost", "replaced")
 STAGES = ("admitted", "refused", "undecided")
@@ -18,7 +19,8 @@ class Filters:
     """What the list shows; None: anything.
 
     agent: part of the user agent or model. task: part of the metadata or group. version: sync
-    index among the trainable tokens. text: part of a request or reply. stage: what admission said.
+    index among the trainable tokens. text: words of requests and replies. stage: what admission
+    said.
     """
 
     run_id: str | None = None
@@ -75,14 +77,32 @@ def parse_place(query: Mapping[str, str]) -> tuple[str, str] | None:
     return at.replace(tzinfo=None).isoformat(), query.get("before_id", "")
 
 
-def condition_of(filters: Filters) -> tuple[str, dict[str, Any]]:
-    """Return the SQL condition over `closed c`, and its parameters."""
+class Selection(NamedTuple):
+    """A condition over `closed c`, with the parameters and tables that it needs.
+
+    indexed: share of the calls whose texts could be searched.
+    """
+
+    condition: str
+    parameters: Mapping[str, Any]
+    tables: Mapping[str, Any]
+    indexed: float
+
+
+def selection_of(lake: Lake, filters: Filters) -> Selection:
+    """Return what selects the trajectories of filters."""
     given = filters.given
-    conditions = list(_conditions(filters))
-    parameters = {name: value for name, value in given.items() if name != "stage"}
-    if filters.text is not None:  # as it is spelled inside of the recorded JSON
-        parameters["text"] = json.dumps(filters.text, ensure_ascii=False)[1:-1]
-    return " AND ".join(conditions) or "true", parameters
+    found, indexed = lake.find(filters.text) if filters.text is not None else ((), 1.0)
+    tables = {f"text_{number}": table for number, table in enumerate(found)}
+    conditions = [
+        *_conditions(filters),
+        *(
+            f"(c.run_id, c.trajectory_key) IN (SELECT (run_id, trajectory_key) FROM {name})"
+            for name in tables
+        ),
+    ]
+    parameters = {name: v for name, v in given.items() if name not in ("stage", "text")}
+    return Selection(" AND ".join(conditions) or "true", parameters, tables, indexed)
 
 
 def _conditions(filters: Filters) -> Iterator[str]:
@@ -111,8 +131,3 @@ def _conditions(filters: Filters) -> Iterator[str]:
             "refused": f"{place} IN {refused} AND {place} NOT IN {decided}",
             "undecided": f"{place} NOT IN {decided} AND {place} NOT IN {refused}",
         }[filters.stage]
-    if "text" in given:
-        mine = "run_id = $run_id AND" if "run_id" in given else ""  # skips files of other runs
-        yield f"""(c.run_id, c.trajectory_key) IN (SELECT (run_id, trajectory_key) FROM steps_raw
-            WHERE {mine} (contains(lower(response_json), lower($text))
-                OR contains(lower(request_json), lower($text))))"""

@@ -6,7 +6,7 @@ the lake, within the log times that the copies name.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 Row = dict[str, Any]
@@ -15,8 +15,26 @@ Row = dict[str, Any]
 class Lake(Protocol):
     """A lake with the tables and views of `docs/lake.md`, and `COPIES` as further tables."""
 
-    def rows(self, query: str, parameters: Mapping[str, Any] | None = None) -> list[Row]:
-        """Return the rows of a query; parameters are the values of `$name`."""
+    def rows(
+        self,
+        query: str,
+        parameters: Mapping[str, Any] | None = None,
+        tables: Mapping[str, Any] | None = None,
+    ) -> list[Row]:
+        """Return the rows of a query.
+
+        Args:
+            parameters: values of `$name`.
+            tables: name to Arrow table, which the query reads like those of the lake.
+        """
+
+    def find(self, search: str) -> tuple[Sequence[Any], float]:
+        """Search requests and replies.
+
+        Returns:
+            An Arrow table with `run_id` and `trajectory_key` for each term of the search, and the
+            share of the calls that is indexed by now.
+        """
 
     def refresh(self) -> bool:
         """Read newer snapshots; return whether there were any."""

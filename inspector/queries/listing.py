@@ -4,18 +4,23 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from inspector.queries.filters import Filters, condition_of
+from inspector.queries.filters import Filters, Selection, selection_of
 from inspector.queries.lake import Lake, Row
 
 PAGE = 50
 
 
 class Page(NamedTuple):
-    """A page. total: rows on all pages. next: parameters of the next page; None: the end."""
+    """A page.
+
+    total: rows on all pages. next: parameters of the next page; None: the end. indexed: share of
+    the calls whose texts could be searched.
+    """
 
     rows: list[Row]
     total: int
     next: dict[str, Any] | None
+    indexed: float
 
 
 _ROWS = """
@@ -46,15 +51,14 @@ def page_of(lake: Lake, filters: Filters, before: tuple[str, str] | None = None)
     Args:
         before: the time of closing and the id of the last row of the former page.
     """
-    condition, parameters = condition_of(filters)
+    selection = selection_of(lake, filters)
     place: dict[str, Any] = {}
     after = "true"
     if before is not None:
         after = "(closed_at, trajectory_id) < ($before_at::TIMESTAMP, $before_id)"
         place = {"before_at": before[0], "before_id": before[1]}
-    found = lake.rows(
-        _ROWS.format(condition=condition, after=after, limit=PAGE + 1), parameters | place
-    )
+    query = _ROWS.format(condition=selection.condition, after=after, limit=PAGE + 1)
+    found = lake.rows(query, {**selection.parameters, **place}, selection.tables)
     total = found[0]["total"]
     found = [row for row in found if row["trajectory_id"] is not None]  # no row: only the total
     rows, last = found[:PAGE], found[PAGE - 1] if len(found) > PAGE else None
@@ -62,21 +66,16 @@ def page_of(lake: Lake, filters: Filters, before: tuple[str, str] | None = None)
         **filters.given,
         "before_at": last["closed_at"].isoformat(), "before_id": last["trajectory_id"]
     }  # fmt: skip
-    return Page(rows, total, following)
+    return Page(rows, total, following, selection.indexed)
 
 
-def closed_ids(
-    lake: Lake, condition: str, parameters: dict[str, Any], limit: int
-) -> list[tuple[str, str]]:
-    """Return (run id, trajectory id) of closed trajectories.
-
-    Args:
-        condition: over `closed c`, with its parameters.
-        limit: most rows.
-    """
+def closed_ids(lake: Lake, selection: Selection, limit: int) -> list[tuple[str, str]]:
+    """Return (run id, trajectory id) of at most `limit` closed trajectories."""
     found = lake.rows(
-        f"SELECT DISTINCT run_id, trajectory_id FROM closed c WHERE {condition} LIMIT {limit}",
-        parameters,
+        f"""SELECT DISTINCT run_id, trajectory_id FROM closed c
+        WHERE {selection.condition} LIMIT {limit}""",
+        selection.parameters,
+        selection.tables,
     )
     return [(row["run_id"], row["trajectory_id"]) for row in found]
 

@@ -13,7 +13,7 @@ from inspector.errors import InvalidMark, NotPermitted
 from inspector.marks import history
 from inspector.marks.mark import Mark, Target
 from inspector.marks.writer import TARGETS_MAX
-from inspector.queries.filters import condition_of, parse_filters
+from inspector.queries.filters import Filters, parse_filters, selection_of
 from inspector.queries.lake import Lake
 from inspector.queries.listing import closed_ids
 from inspector.web.access import User
@@ -110,14 +110,12 @@ def _targets(lake: Lake, given: Mapping[str, str]) -> list[Target]:
         case "trajectory":
             return [Target(run_id, given.get("trajectory", ""), given.get("step"))]
         case "group":
-            condition = "c.run_id = $run AND c.group_id = $group"
-            parameters: dict[str, Any] = {"run": run_id, "group": given.get("group", "")}
+            filters = Filters(run_id=run_id, group_id=given.get("group", ""))
         case "query":
             filters = parse_filters(dict(parse_qsl(given.get("query", ""))))
-            condition, parameters = condition_of(filters)
         case _:
             raise InvalidMark("of: trajectory, group or query")
-    found = closed_ids(lake, condition, parameters, TARGETS_MAX + 1)
+    found = closed_ids(lake, selection_of(lake, filters), TARGETS_MAX + 1)
     if not found:
         raise InvalidMark("there is no such trajectory: only closed ones are found")
     if len(found) > TARGETS_MAX:
