@@ -136,9 +136,11 @@ WITHOUT_KAFKA = Observation(at_s=0.0, kafka_error="no Kafka answers")
 
 
 def inspected(settings: Settings) -> Inspected:
-    """Return the application over `hostile_lake`."""
+    """Return the application over `hostile_lake`, whose texts are indexed."""
     written = hostile_lake(settings)
     lake = LiveLake(settings, {name: Copy(*copy) for name, copy in COPIES.items()})
+    lake.refresh()
+    lake.texts.catch_up()
     return application(settings, written, lake)
 
 

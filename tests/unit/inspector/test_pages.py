@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from support.export_lake import ExportLake
+from support.export_lake import ExportLake, turn
 from support.inspector import KEY, Inspected, application, inspected
 from support.run_lake import run_lake
 from support.small_lake import SmallLake
@@ -135,7 +137,15 @@ class TestList:
             ({"reward_min": "0.5"}, {"g-0", "evil"}),
             ({"reward_max": "0.2"}, {"g-1"}),
             ({"text": "ONERROR=alert"}, {"evil"}),
-            ({"text": "\"'>"}, {"evil"}),
+            ({"text": "ONERR"}, {"evil"}),
+            ({"text": '"img src" script'}, {"evil"}),
+            ({"text": '"src img"'}, set()),
+            ({"text": "onerror", "run_id": "run", "reward_min": "0.5"}, {"evil"}),
+            ({"text": "onerror", "group_id": "g"}, set()),
+            ({"text": "6"}, {"g-0", "g-1"}),
+            ({"text": "user"}, set()),
+            ({"text": "\"'>"}, set()),
+            ({"text": 'AND OR NOT NEAR( " * ^ : - \0'}, set()),
             ({"agent": "onerror"}, {"evil"}),
             ({"agent": "m"}, {"g-0", "g-1", "h-0", "h-1", "evil"}),
             ({"task": '"gold":"7"'}, {"g-0", "g-1", "h-0", "h-1", "evil"}),
@@ -153,6 +163,20 @@ class TestList:
         text = shown.client.get("/trajectories", params=query).text
         assert set(ids_on(text)) == expected
         assert f'id="total">{len(expected)}<' in text
+
+    def test_says_which_share_of_the_calls_is_not_indexed_yet(self, tmp_path: Path) -> None:
+        shown = inspected(Settings(data_dir=tmp_path))
+        assert "index of texts" not in shown.client.get("/trajectories?text=zebra").text
+        asked = json.dumps({"messages": [{"role": "user", "content": "Zebra?"}]}).encode()
+        shown.written.put("new", [replace(turn("new", 0, [1], [2]), request_json=asked)], 1.0, "n")
+        assert shown.lake.refresh()
+        text = shown.client.get("/trajectories?text=zebra").text
+        assert "The index of texts has 90 % of the calls so far." in text and not ids_on(text)
+        assert "index of texts" not in shown.client.get("/trajectories?group_id=n").text
+        shown.lake.texts.catch_up()
+        text = shown.client.get("/trajectories?text=zebra").text
+        assert "index of texts" not in text and ids_on(text) == ["new"]
+        shown.lake.close()
 
     def test_pages_follow_each_other(
         self, shown: Inspected, monkeypatch: pytest.MonkeyPatch

@@ -12,6 +12,8 @@ from support.small_lake import SmallLake
 from clawstream.query.live_lake import Copy, LiveLake
 from schemas.settings import Settings
 from stream_jobs.errors import SqlError
+from stream_jobs.lake.delta.maintenance import SMALL_FILES, maintain
+from stream_jobs.lake.erasure import Erasure
 
 CALLS = Copy("steps", "SELECT step_id FROM new_rows")
 pytestmark = pytest.mark.slow
@@ -48,6 +50,28 @@ def test_rows_of_a_file_that_was_unreadable_for_a_moment_come_with_the_next_refr
     away.rename(new)
     assert lake.refresh() and not lake.failed
     assert ids(lake, "made") == ids(lake, "steps_raw") == ["a~0.0", "b~0.0"]
+
+
+def test_the_index_of_texts_follows_appends_merged_files_and_erasure(
+    settings: Settings, written: SmallLake
+) -> None:
+    lake = LiveLake(settings, {})
+
+    def found(search: str) -> tuple[set[str], float]:
+        lake.refresh()
+        lake.texts.catch_up()
+        (table,), indexed = lake.find(search)
+        return set(table.column("trajectory_key").to_pylist()), indexed
+
+    assert found("2") == ({"a"}, 1.0)
+    for number in range(SMALL_FILES):
+        written.put("steps", "SS", *(turn(f"{k}{number}", 0, [1], [70 + number]) for k in "bc"))
+    assert found("73") == ({"b3", "c3"}, 1.0)
+    Erasure(settings, [("run", "b3")]).run()
+    assert found("73") == ({"c3"}, 1.0)
+    assert [done.made_files for done in maintain(settings, ["steps"])] == [1]
+    assert found("73") == ({"c3"}, 1.0) and found("74") == ({"b4", "c4"}, 1.0)
+    lake.close()
 
 
 def test_a_query_ends_at_the_time_limit_and_when_the_process_stops(settings: Settings) -> None:

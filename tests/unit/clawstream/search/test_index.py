@@ -210,6 +210,7 @@ def test_a_damaged_file_is_left_out_said_and_tried_again(table: Table) -> None:
     assert table.found("two") == {("run", "l")} and table.index.find("one")[1] == 1.0
 
 
+@pytest.mark.slow
 def test_many_small_files_share_few_segments(table: Table) -> None:
     for number in range(70):
         table.write(call(f"k{number}", f"word{number}"))
