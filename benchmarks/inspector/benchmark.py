@@ -12,14 +12,19 @@ process of its own without a broker; one client asks for one page after another,
 request to the last byte of the page, at the median and the 95th percentile.
 
     list, list_PAGE         the list without filters; with one filter; its second page
-    text_common             full text: words of most trajectories; text_rare: of five or of none;
-                            text_random: words of the texts; text_two: two of them
+    text_common             full text: words of all trajectories; text_rare: of five, of one or of
+                            none; text_random: beginnings of words; text_short: of one to three
+                            letters; text_two: two words; text_phrase: a phrase of all
+                            trajectories or of few; text_in_run, text_filtered: with other filters
     group, trajectory, tokens, record
                             these pages, of random trajectories; tokens_difference: by the
                             difference of engine and trainer
     operations, operations_series
                             the operations page, and the counts of its charts
     start_s                 seconds until the first page is served
+    index_s                 seconds from there until all texts are indexed; index_cpu_s: CPU time of
+                            the inspector in it, pages included
+    indexing                pages without a search meanwhile, in turn
     rss_mb                  memory of the inspector at the end; rss_mb_start: before searches
     worst_p95_ms            the slowest of all pages, which should be below 300
 """
@@ -36,6 +41,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlencode
@@ -44,6 +50,7 @@ from benchmarks.gateway.benchmark import percentile
 from benchmarks.inspector.lake import (
     ABSENT,
     COMMON,
+    PROMPT,
     RARE,
     group_of,
     key_of,
@@ -57,6 +64,9 @@ from schemas.settings import Settings
 CACHE = Path(".cache/bench")
 MANY, FEW = 100_000, 2000
 RANGES = ("1h", "24h", "30d")
+
+INCOMPLETE = "The index of texts has"
+"""Text of a list whose full text is not indexed yet."""
 
 
 class Inspector(NamedTuple):
@@ -140,11 +150,17 @@ def pages_of(trajectories: int) -> Mapping[str, Address]:
         "list_status": listed(outcome="failed"),
         "list_admission": listed(stage=lambda r: r.choice(["admitted", "refused", "undecided"])),
         "list_run_reward": listed(run_id="run-2", reward_min=0.5, stage="admitted"),
-        "text_common": listed(text=lambda r: r.choice([COMMON, "tools", "search"])),
+        "text_common": listed(text=lambda r: r.choice([COMMON, "tools", "products"])),
         "text_rare": listed(text=lambda r: r.choice([RARE, ABSENT, f"call-{r.randrange(9999)}-0"])),
         "text_random": listed(text=_word),
-        "text_two": listed(text=lambda r: f"{_word(r)} {_word(r)}"),
+        "text_short": listed(text=lambda r: _word(r)[: r.randint(1, 3)]),
+        "text_two": listed(text=lambda r: f"{r.choice([COMMON, _word(r)])} {_word(r)}"),
+        "text_phrase": listed(text=lambda r: f'"{r.choice([PROMPT, "the needle is here"])}"'),
         "text_in_run": listed(run_id="run-3", text=_word),
+        "text_filtered": listed(
+            run_id="run-2", reward_min=0.5, stage="admitted", agent="agent-1",
+            text=lambda r: r.choice([COMMON, _word(r)]),
+        ),
         "group": group,
         "trajectory": of_trajectory(),
         "tokens": of_trajectory("/tokens?step=0"),
@@ -172,14 +188,17 @@ def run(directory: Path, trajectories: int, requests: int, only: str) -> dict[st
     with inspecting(settings, directory) as inspector:
         inspector.get("/trajectories")
         result["start_s"] = time.monotonic() - began
+        cpu_s = inspector.process.cpu_s()
+        times = list(_while_indexing(inspector, pages_of(trajectories), seed))
+        result["index_s"] = time.monotonic() - began - result["start_s"]
+        result["index_cpu_s"] = inspector.process.cpu_s() - cpu_s
+        found |= _percentiles("indexing", times)
         result["rss_mb_start"] = inspector.process.rss() / 1e6
         for name, address in pages_of(trajectories).items():
             if not re.search(only, name):
                 continue
             times = [inspector.milliseconds(address(seed)) for _ in range(requests)]
-            p50, p95 = percentile(times, 0.5), percentile(times, 0.95)
-            found |= {f"{name}_p50_ms": p50, f"{name}_p95_ms": p95}
-            print(f"{name}: {p50:.0f} {p95:.0f} ms", file=sys.stderr)
+            found |= _percentiles(name, times)
         result["long_trajectory_ms"] = inspector.milliseconds(f"/t/{run_of(0)}/{key_of(0)}")
         result["rss_mb"] = inspector.process.rss() / 1e6
     worst = max((ms for name, ms in found.items() if name.endswith("p95_ms")), default=None)
@@ -189,6 +208,23 @@ def run(directory: Path, trajectories: int, requests: int, only: str) -> dict[st
             **result, **found, "worst_p95_ms": worst, "machine": machine(),
         }
     )  # fmt: skip
+
+
+def _while_indexing(
+    inspector: Inspector, pages: Mapping[str, Address], seed: random.Random
+) -> Iterator[float]:
+    """Yield the times of pages without a search until all texts are indexed; at least one."""
+    others = [address for name, address in pages.items() if not name.startswith("text")]
+    for address in cycle(others):
+        yield inspector.milliseconds(address(seed))
+        if INCOMPLETE not in inspector.get(f"/trajectories?text={ABSENT}"):
+            return
+
+
+def _percentiles(name: str, times: list[float]) -> dict[str, float]:
+    p50, p95 = percentile(times, 0.5), percentile(times, 0.95)
+    print(f"{name}: {p50:.0f} {p95:.0f} ms", file=sys.stderr)
+    return {f"{name}_p50_ms": p50, f"{name}_p95_ms": p95}
 
 
 def main() -> None:

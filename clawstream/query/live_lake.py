@@ -68,7 +68,7 @@ class LiveLake:
     def __init__(self, settings: Settings, copies: Mapping[str, Copy]) -> None:
         self._settings, self._copies = settings, copies
         self.texts = TextIndex(settings.lake.sql_timeout_s)
-        """The full-text index of the recorded calls; the caller starts it."""
+        """The full-text index of the recorded calls."""
         self._lock, self._refreshing = threading.Lock(), threading.Lock()
         self.failed: dict[str, str] = {}
         """Tables whose newest version could not be read, with the reason."""
@@ -123,6 +123,10 @@ class LiveLake:
         except (OSError, ValueError):
             return None
         return None if at is None else at.timestamp()
+
+    def start(self) -> None:
+        """Index texts in the background, and follow the lake while nobody queries it, too."""
+        self.texts.start(self.refresh)
 
     def find(self, search: str) -> tuple[list[pa.Table], float]:
         """Return the trajectories with each term of a search, and the indexed share of the calls.

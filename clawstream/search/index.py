@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -23,8 +23,9 @@ from runtime.logs import logger
 from runtime.process.lifecycle import die
 from stream_jobs.errors import SqlError
 
-RETRY_S = 30.0
-"""A file that could not be read is tried again after this time."""
+IDLE_S = 30.0
+"""After this time without a newer snapshot the index looks for one, and tries a file again that
+could not be read."""
 STOP_S = 2.0
 """Longest wait for the end of a read."""
 _COLUMNS = ["run_id", "trajectory_key", "request_json", "response_json"]
@@ -58,21 +59,29 @@ class TextIndex:
         self._lock = threading.Lock()
         self._changed = threading.Event()
         self._stopped = False
-        self._thread = threading.Thread(target=self._run, name="text-index", daemon=True)
+        self._thread: threading.Thread | None = None
         self._files: dict[str, Any] = {}
         self._rows: dict[str, int] = {}
         self._unreadable = set[str]()
         self._parts: list[_Part] = []
 
-    def start(self) -> None:
-        """Read new files in a thread of its own from now on."""
+    def start(self, refresh: Callable[[], object]) -> None:
+        """Read new files in a thread of its own from now on.
+
+        Args:
+            refresh: looks for a newer snapshot and passes its files to `follow`. It is called while
+                nobody else does, so that what is erased leaves the index.
+        """
+        self._thread = threading.Thread(
+            target=self._run, args=(refresh,), name="text-index", daemon=True
+        )
         self._thread.start()
 
     def stop(self) -> None:
         """End the thread and delete the index; later searches find nothing."""
         self._stopped = True
         self._changed.set()
-        if self._thread.is_alive():
+        if self._thread is not None:
             self._thread.join(STOP_S)
         with self._lock:
             self._drop(self._parts)
@@ -118,13 +127,14 @@ class TextIndex:
         while not self._stopped and (files := self._next()):
             self._build(files)
 
-    def _run(self) -> None:
+    def _run(self, refresh: Callable[[], object]) -> None:
         try:
             while not self._stopped:
                 self.catch_up()
-                if not self._changed.wait(RETRY_S if self._unreadable else None):
+                if not self._changed.wait(IDLE_S):
                     with self._lock:
                         self._unreadable.clear()
+                    refresh()
                 self._changed.clear()
         except Exception as error:  # noqa: BLE001 - searches would miss new calls for ever
             die(error)

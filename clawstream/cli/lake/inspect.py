@@ -61,7 +61,7 @@ def parts_of(settings: Settings) -> tuple[Parts, Live, str | None]:
     from runtime.topics.records import cluster_of
 
     lake = LiveLake(settings, {name: Copy(*copy) for name, copy in COPIES.items()})
-    lake.texts.start()
+    lake.start()
     user_of, key = _keys(settings)
     cluster, gateway, topics = cluster_of(settings), settings.gateway, settings.kafka.topics
     follower = Follower(cluster, settings)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator, Sequence
 from itertools import count
 from pathlib import Path
@@ -96,8 +97,8 @@ def table(tmp_path: Path) -> Iterator[Table]:
 
 TEXTS = st.lists(
     st.sampled_from(
-        ["go", "Gone", "a", "b-c", "né", "ne", "数据", "数", "ß", "AND", "NEAR(", '"', "*", "\0", "\ud800",
-         "\ue000", "{", '{"go": ["a"]}', "^", "col:", "🙂"]
+        ["go", "Gone", "a", "b-c", "né", "ne", "数据", "数", "ß", "AND", "NEAR(", '"', "*", "\0",
+         "\ud800", "\ue000", "{", '{"go": ["a"]}', "^", "col:", "🙂"]
     ) | st.text(max_size=3),
     max_size=5,
 ).map(" ".join)  # fmt: skip
@@ -143,8 +144,8 @@ def test_finds_what_a_scan_finds_whatever_became_of_the_files(
 
 @pytest.mark.parametrize(
     "search",
-    ['"', '""', "*", "a*", "go AND", "AND", "NOT NOT", "NEAR(", "NEAR(a b, 2)", "text:go", "^go", "-go",
-     "go)", "'; DROP TABLE words --", "\0", "\ud800", "a OR b", "{x}", "%", "\\", "a" * 60_000,
+    ['"', '""', "*", "a*", "go AND", "AND", "NOT NOT", "NEAR(", "NEAR(a b, 2)", "text:go", "^go",
+     "-go", "go)", "'; DROP TABLE words --", "\0", "\ud800", "a OR b", "{x}", "%", "\\", "a" * 60_000,
      "(" * 5000, '"' + "a " * 20_000],
 )  # fmt: skip
 def test_a_hostile_search_is_a_plain_one(table: Table, search: str) -> None:
@@ -228,14 +229,17 @@ def test_a_text_that_steps_repeat_is_in_one_document(table: Table) -> None:
     assert len(part.segment._places) == 1
 
 
-def test_the_thread_indexes_what_comes_and_ends(table: Table) -> None:
-    table.index.start()
+def test_the_thread_indexes_what_comes_also_while_nobody_asks(
+    table: Table, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(index, "IDLE_S", 0.01)
     table.write(call("k", "one"))
-    table.follow()
+    table.index.start(table.follow)
     while not table.found("one"):
-        table.index._changed.wait(0.01)
+        threading.Event().wait(0.001)
     table.index.stop()
-    assert not table.index._thread.is_alive() and table.found("one") == set()
+    assert "text-index" not in [thread.name for thread in threading.enumerate()]
+    assert table.found("one") == set()
 
 
 def test_a_search_ends_at_the_time_limit(tmp_path: Path) -> None:
