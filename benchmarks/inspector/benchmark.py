@@ -9,7 +9,8 @@ The lake is written once, by the lake's own writer and maintenance, and kept in 
 trajectories have one to three calls with texts of about 2 KB. `clawstream inspect` runs as a
 process of its own without a broker; one client asks for one page after another, each page
 `--requests` times with other trajectories, groups and words. Figures are milliseconds from the
-request to the last byte of the page, at the median and the 95th percentile.
+request to the last byte of the page, at the median and the 95th percentile; `..._cpu_ms` is the
+CPU time of the inspector for a page, which other work on the machine hardly changes.
 
     list, list_PAGE         the list without filters; with one filter; its second page
     text_common             full text: words of all trajectories; text_rare: of five, of one or of
@@ -197,8 +198,10 @@ def run(directory: Path, trajectories: int, requests: int, only: str) -> dict[st
         for name, address in pages_of(trajectories).items():
             if not re.search(only, name):
                 continue
+            cpu_s = inspector.process.cpu_s()
             times = [inspector.milliseconds(address(seed)) for _ in range(requests)]
             found |= _percentiles(name, times)
+            found[f"{name}_cpu_ms"] = 1e3 * (inspector.process.cpu_s() - cpu_s) / requests
         result["long_trajectory_ms"] = inspector.milliseconds(f"/t/{run_of(0)}/{key_of(0)}")
         result["rss_mb"] = inspector.process.rss() / 1e6
     worst = max((ms for name, ms in found.items() if name.endswith("p95_ms")), default=None)

@@ -145,8 +145,8 @@ def test_finds_what_a_scan_finds_whatever_became_of_the_files(
 @pytest.mark.parametrize(
     "search",
     ['"', '""', "*", "a*", "go AND", "AND", "NOT NOT", "NEAR(", "NEAR(a b, 2)", "text:go", "^go",
-     "-go", "go)", "'; DROP TABLE words --", "\0", "\ud800", "a OR b", "{x}", "%", "\\", "a" * 60_000,
-     "(" * 5000, '"' + "a " * 20_000],
+     "-go", "go)", "'; DROP TABLE words --", "\0", "\ud800", "a OR b", "{x}", "%", "\\",
+     "a" * 60_000, "(" * 5000, '"' + "a " * 20_000],
 )  # fmt: skip
 def test_a_hostile_search_is_a_plain_one(table: Table, search: str) -> None:
     table.write(call("k", "go AND or not near text x drop table words a b"), call("l", "other"))
