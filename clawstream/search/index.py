@@ -149,7 +149,7 @@ class TextIndex:
                 names = self._small(missing)
             else:
                 self._drop([part for part in self._parts if part not in present])
-                names = _mergeable(self._parts)
+                names = _mergeable([p for p in self._parts if not p.files & self._unreadable])
             return {name: self._files[name] for name in names}
 
     def _small(self, names: Collection[str]) -> list[str]:

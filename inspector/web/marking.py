@@ -115,7 +115,10 @@ def _targets(lake: Lake, given: Mapping[str, str]) -> list[Target]:
             filters = parse_filters(dict(parse_qsl(given.get("query", ""))))
         case _:
             raise InvalidMark("of: trajectory, group or query")
-    found = closed_ids(lake, selection_of(lake, filters), TARGETS_MAX + 1)
+    selection = selection_of(lake, filters)
+    if selection.indexed < 1:
+        raise InvalidMark("the index of texts lacks some calls yet: try again")
+    found = closed_ids(lake, selection, TARGETS_MAX + 1)
     if not found:
         raise InvalidMark("there is no such trajectory: only closed ones are found")
     if len(found) > TARGETS_MAX:

@@ -173,9 +173,14 @@ class TestList:
         text = shown.client.get("/trajectories?text=zebra").text
         assert "The index of texts has 90 % of the calls so far." in text and not ids_on(text)
         assert "index of texts" not in shown.client.get("/trajectories?group_id=n").text
+        query = {"of": "query", "query": "text=onerror", "trainable": "no"}
+        reply = shown.client.post("/marks", data=query)
+        assert reply.status_code == 422 and "lacks some calls yet" in reply.text
         shown.lake.texts.catch_up()
         text = shown.client.get("/trajectories?text=zebra").text
         assert "index of texts" not in text and ids_on(text) == ["new"]
+        assert shown.client.post("/marks", data=query).status_code == 303
+        assert [event.trajectory_key for _, _, event in shown.log.events] == ["evil"]
         shown.lake.close()
 
     def test_pages_follow_each_other(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import resource
 import threading
 from collections.abc import Iterator, Sequence
-from itertools import count
+from contextlib import contextmanager
+from itertools import count as counted
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,7 +42,7 @@ class Table:
 
     def __init__(self, directory: Path) -> None:
         self.index, self.files = TextIndex(60.0), dict[str, list[Call]]()
-        self._directory, self._names = directory, count()
+        self._directory, self._names = directory, counted()
 
     def write(self, *calls: Call) -> str:
         name = str(self._directory / f"{next(self._names)}.parquet")
@@ -55,8 +57,10 @@ class Table:
         rows = [row for name in names for row in self.files.pop(name)]
         self.write(*(row for row in rows if row.trajectory_key != erased))
 
-    def follow(self) -> None:
-        fragments = {f.path: f for name in self.files for f in ds.dataset(name).get_fragments()}
+    def follow(self, count: int | None = None) -> None:
+        """Let the index follow the first files, or all."""
+        names = list(self.files)[:count]
+        fragments = {f.path: f for name in names for f in ds.dataset(name).get_fragments()}
         self.index.follow(fragments)
 
     def found(self, search: str) -> set[tuple[str, str]]:
@@ -209,6 +213,39 @@ def test_a_damaged_file_is_left_out_said_and_tried_again(table: Table) -> None:
     table.follow()
     table.index.catch_up()
     assert table.found("two") == {("run", "l")} and table.index.find("one")[1] == 1.0
+
+
+@contextmanager
+def full_disk() -> Iterator[None]:
+    """Let files grow to 64 KB."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.slow
+def test_a_full_disk_is_said_and_what_is_indexed_answers(table: Table) -> None:
+    for number in range(16):  # together too large for memory
+        table.write(call(f"k{number}", " ".join(f"{number}x{i:x}" for i in range(8000))))
+    for number in range(16):
+        table.follow(number + 1)
+        with full_disk():  # the merge of 16 segments fails
+            table.index.catch_up()
+    assert table.index.find("")[1] == 1.0 and len(table.index._parts) == 16
+    large = call("large", " ".join(f"y{i:x}" for i in range(100_000)))
+    table.write(*[large] * 16)
+    table.follow()
+    with full_disk():
+        table.index.catch_up()
+    assert table.index.find("")[1] == 0.5
+    assert table.found("15x1") == {("run", "k15")} and table.found("y7") == set()
+    table.follow()
+    table.index.catch_up()
+    assert table.found("15x1") == {("run", "k15")} and table.found("y7") == {("run", "large")}
+    assert table.index.find("")[1] == 1.0 and len(table.index._parts) == 2
 
 
 @pytest.mark.slow
