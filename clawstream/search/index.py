@@ -47,6 +47,10 @@ class _Part(NamedTuple):
     rows: int
 
 
+class _Stopped(Exception):
+    """The index is stopped while a segment is built."""
+
+
 class TextIndex:
     """The full-text index of a table of steps. Thread-safe.
 
@@ -167,6 +171,8 @@ class TextIndex:
         unreadable = set[str]()
         try:
             segment = Segment(self._documents(files, unreadable))
+        except _Stopped:
+            return
         except Error as e:
             logger().warning("full_text_not_indexed", files=len(files), error=str(e))
             with self._lock:
@@ -193,20 +199,26 @@ class TextIndex:
         for name, fragment in files.items():
             try:
                 for run_id, key, request, response in _rows(fragment):
-                    if self._stopped:
-                        return
                     known = texts.setdefault((run_id, key), {})
                     for text in texts_of(request, response):
                         if text not in known:
                             known[text] = None
                             size += len(text)
                     if size > _DOCUMENTS_CHARACTERS:
-                        yield from (Document(*place, found) for place, found in texts.items())
+                        yield from self._until_stopped(texts)
                         texts, size = {}, 0
             except (pa.ArrowException, OSError) as e:
                 logger().warning("full_text_not_indexed", file=name, error=str(e))
                 unreadable.add(name)
-        yield from (Document(*place, found) for place, found in texts.items())
+        yield from self._until_stopped(texts)
+
+    def _until_stopped(
+        self, texts: Mapping[tuple[str, str], Collection[str]]
+    ) -> Iterator[Document]:
+        for (run_id, key), found in texts.items():
+            if self._stopped:
+                raise _Stopped
+            yield Document(run_id, key, found)
 
 
 def _rows(fragment: Any) -> Iterator[tuple[str, str, str | None, str | None]]:
