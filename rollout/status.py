@@ -38,7 +38,9 @@ class Report:
 
     def engine_started(self) -> None:
         """Record a new engine: nothing is loaded, loads count from 0. Keeps the last error."""
-        self.status = replace(self.status, started_at=now_micros(), loads=0, failed_loads=0)
+        self.status = replace(
+            self.status, started_at=now_micros(), loads=0, failed_loads=0, loaded_at=None
+        )
         self.set_state("starting", None, self.status.error)
 
     def engine_serves(self, models: tuple[str, ...]) -> None:
@@ -48,7 +50,10 @@ class Report:
     def loaded(self, version_id: str, milliseconds: float) -> None:
         """Record a loaded version."""
         self.status = replace(
-            self.status, loads=self.status.loads + 1, last_load_ms=round(milliseconds, 3)
+            self.status,
+            loads=self.status.loads + 1,
+            last_load_ms=round(milliseconds, 3),
+            loaded_at=now_micros(),
         )
         self.set_state("ready", version_id)
 

@@ -35,11 +35,6 @@ AGENT_KEY = re.compile(AGENT_PREFIX + "[a-z0-9-]{1,64}-[0-9a-f]{32}")
 GATEWAY_ASSIGNED_KEY = re.compile(f"{ANONYMOUS_KEY.pattern}|{AGENT_KEY.pattern}")
 # Any text, but half a surrogate pair is none: JSON can spell it, UTF-8 cannot.
 GROUP_ID = re.compile(r"[^\x00-\x1f\x7f\ud800-\udfff]{1,200}")
-# https://www.w3.org/TR/trace-context/#traceparent-header: version, trace id, span id, flags. The
-# version ff and ids of zeros alone are invalid.
-TRACEPARENT = re.compile(
-    "(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})"
-)
 VERSION_ID = re.compile(r"([a-z0-9-]{1,64})/(\d{1,18})\.(\d{1,18})")
 
 

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 import orjson
 
 from gateway.attribution.conversation import last_user_text, system_text
-from schemas.ids import TRACEPARENT
+from schemas.trace_context import parse_traceparent
 
 AgentName = Literal["claude-code", "codex", "opencode", "openclaw"]
 
@@ -84,8 +84,8 @@ def session_of(headers: Mapping[str, str], payload: Mapping[str, Any]) -> AgentS
         case "opencode":
             found = headers.get("x-parent-session-id") or headers.get("x-session-id")
         case "openclaw":
-            trace = TRACEPARENT.fullmatch(headers.get("traceparent", ""))
-            found = trace[1] if trace else None
+            trace = parse_traceparent(headers.get("traceparent"))
+            found = trace.trace_id if trace else None
     return AgentSession(agent, found) if found and len(found) <= MAX_ID else None
 
 

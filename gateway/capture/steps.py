@@ -64,6 +64,7 @@ def steps_of(
     status: StepStatus,
     finished_at: int,
     unread: Unread | None = None,
+    first_token_ms: float | None = None,
 ) -> list[Step]:
     """Build one step per choice.
 
@@ -74,6 +75,7 @@ def steps_of(
         parsed: None: the reply cannot be assembled; its steps have tokens and no message.
         finished_at: Microseconds.
         unread: Unreadable parts of the reply: noted in every step, stored in the first one.
+        first_token_ms: Time to the first bytes of a stream; None: no stream, or none came.
     """
     if parsed is None or (unread and not parsed.choices):
         choices = tuple(Choice(i, b"null", None) for i in range(call.request.n))
@@ -86,7 +88,11 @@ def steps_of(
             choices = tuple(replace(choice, index=at) for at, choice in enumerate(choices))
     steps = []
     for choice in choices:
-        steps.append(_step(call, choice, captured, sampler, status, model, finished_at, usage))
+        steps.append(
+            _step(
+                call, choice, captured, sampler, status, model, finished_at, usage, first_token_ms
+            )
+        )
         usage = None
     return _with_unread(steps, unread) if unread else steps
 
@@ -110,7 +116,7 @@ def _with_unread(steps: list[Step], unread: Unread) -> list[Step]:
 
 def _step(
     call: Call, choice: Choice, captured: CapturedTokens, sampler: Sampler, status: StepStatus,
-    model: str, finished_at: int, usage: Usage | None,
+    model: str, finished_at: int, usage: Usage | None, first_token_ms: float | None,
 ) -> Step:  # fmt: skip
     tokens = choice.tokens or captured.tokens(choice.index, call.request)
     # Some protocols report an aborted reply as finished; the middleware reports the abort.
@@ -150,6 +156,7 @@ def _step(
         usage=usage,
         tokenizer_fingerprint=sampler.tokenizer,
         traceparent=call.traceparent,
+        time_to_first_token_ms=first_token_ms,
         continuation=_continuation(call, tokens, captured.rendered(choice.index, call.request)),
     )
 

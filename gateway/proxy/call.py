@@ -33,6 +33,7 @@ from gateway.proxy.failed_calls import Attempt, Failure, engine_failure, failure
 from gateway.proxy.forwarding import (
     content_headers,
     credentials_of,
+    engine_traceparent,
     forwarded,
     returned,
     with_query,
@@ -60,6 +61,7 @@ class ProxiedCall:
         self._engine: EngineSpec | None = None
         self._sampler = Sampler()
         self._reply: PlainReply | StreamedReply | None = None
+        self._first_token_ms: float | None = None
 
     async def run(self) -> str:
         """Serve the call and return its outcome.
@@ -96,6 +98,8 @@ class ProxiedCall:
     def _request(self) -> UpstreamCall:
         call, headers = self.call, self.attempt.headers
         sent = forwarded(headers, has_body=True)
+        if call.traceparent is not None:
+            sent["traceparent"] = engine_traceparent(call.traceparent, call.call_id)
         gateway = self.services.settings.gateway
         family, prior = gateway.exact_continuation, None
         if family is not None and call.continues is not None:
@@ -164,13 +168,17 @@ class ProxiedCall:
 
     def began_streaming(self) -> None:
         """Measure the time to the first bytes of a stream."""
-        services = self.services
-        services.metrics.first_token.observe(services.clock.monotonic() - self.attempt.began)
+        waited_s = self.services.clock.monotonic() - self.attempt.began
+        self._first_token_ms = waited_s * 1000
+        self.services.metrics.first_token.observe(waited_s)
 
     def steps(self, parsed: ParsedReply | None, status: StepStatus, unread: Unread) -> list[Step]:
         """Build the steps of the reply, see `steps_of`."""
         now = self.services.clock.micros()
-        return steps_of(self.call, parsed, self.captured, self._sampler, status, now, unread)
+        return steps_of(
+            self.call, parsed, self.captured, self._sampler, status, now, unread,
+            self._first_token_ms,
+        )  # fmt: skip
 
     async def record(self, steps: Sequence[Step]) -> None:
         """Make steps durable. Raises NotRecorded."""

@@ -7,7 +7,12 @@ from urllib.parse import unquote_plus
 
 from gateway.auth.session_keys import KEY_PREFIXES
 from gateway.engines.client import Response
-from schemas.ids import TRACEPARENT
+from schemas.trace_context import (
+    TRACEPARENT_CHARS,
+    TraceContext,
+    call_span_id,
+    parse_traceparent,
+)
 
 FORWARDED = frozenset({
     "traceparent", "tracestate", "x-request-id", "x-client-request-id", "x-session-id",
@@ -34,8 +39,14 @@ def credentials_of(headers: Mapping[str, str]) -> dict[str, str]:
 
 
 def forwarded(headers: Mapping[str, str], has_body: bool) -> dict[str, str]:
-    """Return the client's headers for the engine. headers: Names in lower case."""
+    """Return the client's headers for the engine. headers: Names in lower case.
+
+    A `tracestate` belongs to the `traceparent` beside it: without a valid one both are dropped.
+    """
     kept = {name: value for name, value in headers.items() if name in FORWARDED}
+    if ("traceparent" in kept or "tracestate" in kept) and traceparent_of(headers) is None:
+        kept.pop("traceparent", None)
+        kept.pop("tracestate", None)
     if has_body:
         kept["content-type"] = "application/json"
     return kept
@@ -72,6 +83,20 @@ def with_query(path: str, query: bytes) -> str:
 
 
 def traceparent_of(headers: Mapping[str, str]) -> str | None:
-    """Return the client's trace context if it is valid. headers: Names in lower case."""
+    """Return the client's trace context if it is valid, without what a later version adds.
+
+    headers: Names in lower case.
+    """
     sent = headers.get("traceparent")
-    return sent if sent is not None and TRACEPARENT.fullmatch(sent) else None
+    return sent[:TRACEPARENT_CHARS] if sent and parse_traceparent(sent) is not None else None
+
+
+def engine_traceparent(traceparent: str, call_id: str) -> str:
+    """Return the trace context for an engine: the gateway's span of the call is the parent.
+
+    Args:
+        traceparent: The client's, valid.
+    """
+    client = parse_traceparent(traceparent)
+    assert client is not None, f"{traceparent!r} is no trace context"
+    return TraceContext(client.trace_id, call_span_id(call_id), client.flags).header

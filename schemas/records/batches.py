@@ -21,6 +21,7 @@ class BatchMember:
     untrainable_steps: tuple[str, ...]
     trainable_tokens: int
     oldest_sync_index: int | None = None
+    traceparent: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +73,7 @@ class Refused:
     input_from: int
     input_to: int
     event_time: int | None = None
+    traceparents: tuple[str | None, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

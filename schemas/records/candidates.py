@@ -53,6 +53,7 @@ class Candidate:
     tags: tuple[str, ...] = ()
     assessed_quality: float | None = None
     assessment_revision: int | None = None
+    traceparent: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -92,6 +92,7 @@ class Step:
     tokenizer_fingerprint: str | None = None
     continuation: Continuation | None = None
     traceparent: str | None = None
+    time_to_first_token_ms: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -70,6 +70,7 @@ class Trajectory:
     parts: int
     segments: tuple[Segment, ...]
     steps: tuple[TrajectoryStep, ...]
+    traceparent: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

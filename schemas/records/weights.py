@@ -82,3 +82,4 @@ class WorkerStatus:
     last_load_ms: float | None = None
     failed_loads: int = 0
     error: str | None = None
+    loaded_at: int | None = None

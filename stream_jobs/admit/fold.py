@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from schemas.records import (
     AdmissionPolicy,
@@ -423,6 +423,7 @@ class AdmissionFold:
             whole_group=n is not None, reason=reason, detail=detail, n=n or 0,
             input_topic_id=self.source.topic_id,
             input_from=self.input_from, input_to=self._input_to, event_time=at,
+            traceparents=_traceparents(members),
         )  # fmt: skip
 
     def _policy_applied(self, policy: AdmissionPolicy, offset: int) -> PolicyApplied:
@@ -443,3 +444,9 @@ class AdmissionFold:
         if self.policy is None:
             raise RuntimeError(f"run {self.run_id}: nothing can be decided before its first policy")
         return self.policy
+
+
+def _traceparents(members: Sequence[Candidate]) -> tuple[str | None, ...]:
+    """Return the trace context of each member; nothing when none has one."""
+    found = tuple(c.traceparent for c in members)
+    return found if any(found) else ()

@@ -66,6 +66,7 @@ class Member:
                 c.trajectory_id,
                 c.trajectory_key,
                 self.place.topic_id if self.place is not None else "",
+                c.traceparent or "",
             ]
             untrained = [s.step_id for s in c.steps if not s.trainable]
             revisions = 0
@@ -248,7 +249,8 @@ def split_by_record_size(members: Sequence[Candidate]) -> list[list[Candidate]]:
     parts: list[list[Candidate]] = [[]]
     size = 0
     for c in members:
-        size += (taken := _REFUSED_BYTES + _bytes(c.trajectory_id))
+        texts = _bytes(c.trajectory_id) + _bytes(c.traceparent or "")
+        size += (taken := _REFUSED_BYTES + texts)
         if size > MAX_RECORD_BYTES:
             parts.append([])
             size = taken
@@ -291,4 +293,5 @@ def _batch_member(member: Member) -> BatchMember:
         untrainable_steps=tuple(s.step_id for s in c.steps if not s.trainable),
         trainable_tokens=c.trainable_tokens,
         oldest_sync_index=c.oldest_sync_index,
+        traceparent=c.traceparent,
     )

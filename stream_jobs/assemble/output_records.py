@@ -141,6 +141,7 @@ def assembled(
         parts=1,
         segments=tree.segments,
         steps=done,
+        traceparent=closed.traceparent,
     )
     order = tuple(sorted(range(len(tree.nodes)), key=lambda at: tree.nodes[at].index))
     straight = order == tuple(range(len(order)))
@@ -236,6 +237,7 @@ def _whole_candidate(key: RunTrajectory, closed: ClosedTrajectory) -> Candidate:
         tags=tuple(whole.tags or ()),
         assessed_quality=quality,
         assessment_revision=assessed.revision if assessed is not None else None,
+        traceparent=closed.traceparent,
     )
 
 

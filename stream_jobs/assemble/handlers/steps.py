@@ -10,6 +10,7 @@ from schemas.ids import (
 )
 from schemas.records import Step
 from schemas.records.parts import NAME_CHARS, TAGS_MAX
+from schemas.trace_context import parse_traceparent
 from stream_jobs.assemble.handlers.rejected import InvalidRecord
 from stream_jobs.assemble.limits import PAYLOAD_BYTES, Limits
 from stream_jobs.assemble.matching.anonymous_sessions import (
@@ -36,7 +37,12 @@ from stream_jobs.assemble.state import changes
 from stream_jobs.assemble.state.changes import Change
 from stream_jobs.assemble.state.partition_state import PartitionState
 from stream_jobs.assemble.state.steps import OpenStep, OpenSteps, call_suffix
-from stream_jobs.assemble.state.trajectories import STEPS, RunTrajectory, StepMarkDecision
+from stream_jobs.assemble.state.trajectories import (
+    STEPS,
+    OpenTrajectory,
+    RunTrajectory,
+    StepMarkDecision,
+)
 
 
 def on_step(
@@ -85,14 +91,26 @@ def on_step(
     made: list[Change] = []
     if trajectory is None:
         made.append(changes.Opened(key, now, step.channel or "train", offset))
-    if step.group_id is not None and (trajectory is None or trajectory.group_id is None):
-        made.append(changes.Attributed(key, now, group_id=check_group_id(step.group_id)))
+    if attributes := _attributes(trajectory, step):
+        made.append(changes.Attributed(key, now, **attributes))
     made.append(changes.StepAdded(trajectory.open_seq if trajectory else offset, new))
     if (retry := _retry(steps, new, step)) is not None:
         made.append(changes.Retried(key, retry.replaced, retry.counted))
     if (full := _full(limits, steps, new)) is not None:
         made.append(changes.Closed(key, "timed_out", full, now))
     return made, payload_of(step, trained, steps.start_of(new), messages)
+
+
+def _attributes(trajectory: OpenTrajectory | None, step: Step) -> dict[str, str]:
+    """Return what a step is the first of its trajectory to name. Raises InvalidId."""
+    found = dict[str, str]()
+    if step.group_id is not None and (trajectory is None or trajectory.group_id is None):
+        found["group_id"] = check_group_id(step.group_id)
+    if (trajectory is None or trajectory.traceparent is None) and (
+        context := parse_traceparent(step.traceparent)
+    ) is not None:
+        found["traceparent"] = context.header
+    return found
 
 
 def _check_sizes(step: Step, step_suffix: str) -> None:

@@ -72,10 +72,11 @@ class Attributed(Change, frozen=True, tag="a"):
     group_size: int | None = None
     round: int | None = None
     meta: int | None = None
+    traceparent: str | None = None
 
     def apply(self, state: PartitionState) -> None:
         trajectory = state.record_activity(self.key, self.at)
-        for name in ("group_id", "group_size", "round", "meta"):
+        for name in ("group_id", "group_size", "round", "meta", "traceparent"):
             if getattr(trajectory, name) is None:
                 setattr(trajectory, name, getattr(self, name))
 
@@ -140,6 +141,7 @@ class Closed(Change, frozen=True, tag="c"):
                 for s in was.steps
             ],
             annotations=was.annotations,
+            traceparent=was.traceparent,
         )
         state.closed.add(self.key, closed)
 

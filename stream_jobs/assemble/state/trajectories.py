@@ -38,6 +38,7 @@ class OpenTrajectory(Struct, array_like=True):
             in the changelog.
         last: Time of its last record, ms.
         meta: Offset of the opened event that carries metadata.
+        traceparent: Trace context of the first call that has one.
     """
 
     open_seq: int
@@ -50,6 +51,7 @@ class OpenTrajectory(Struct, array_like=True):
     meta: int | None = None
     steps: OpenSteps = field(default_factory=OpenSteps)
     annotations: Annotations = field(default_factory=Annotations)
+    traceparent: str | None = None
 
 
 class ClosedStep(Struct, frozen=True, array_like=True):
@@ -89,6 +91,7 @@ class ClosedTrajectory(Struct, array_like=True, dict=True):
     place: PayloadPlace | None = None
     revision: int = -1
     late: list[int] = field(default_factory=list)
+    traceparent: str | None = None
 
     @cached_property
     def step_times(self) -> dict[str, int]:

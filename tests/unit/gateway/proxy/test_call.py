@@ -24,6 +24,7 @@ from schemas import engine_frames
 from schemas.codec.single_object import Codec
 from schemas.records import Step, VersionSpan
 from schemas.tokens import unpack_ids, unpack_logprobs
+from schemas.trace_context import call_span_id
 
 HI = ScriptedChoice([7, 8, 9], ["Hel", "lo", ""], [-0.5, -0.25, -0.125])
 YO = ScriptedChoice([5, 6], ["Y", "o"], [-1.0, -2.0], finish_reason="length")
@@ -59,7 +60,7 @@ def sdk(w: GatewayFixture, path: str = "/t1/g1/v1", key: str = "none", **more: A
     return AsyncOpenAI(base_url=w.url + path, api_key=key, max_retries=0, timeout=600, **more)
 
 
-TRACEPARENT = f"00-{'ab' * 16}-{'cd' * 8}-01"
+TRACEPARENT = f"00-{'ab' * 16}-{'cd' * 8}-03"
 
 
 def events(body: bytes) -> list[bytes]:
@@ -84,6 +85,7 @@ def test_plain_call_is_one_step_with_everything(run_scenario: RunScenario) -> No
             "x-clawstream-channel": "val",
             "idempotency-key": "once",
             "traceparent": TRACEPARENT,
+            "tracestate": "vendor=1",
         }
         async with sdk(w, default_headers=headers) as client:
             raw = await client.chat.completions.with_raw_response.create(**ASK, temperature=0.5)
@@ -118,7 +120,10 @@ def test_plain_call_is_one_step_with_everything(run_scenario: RunScenario) -> No
         assert step.tokenizer_fingerprint == "f00d"
         assert (step.retry_count, step.idempotency_key, step.streamed) == (0, "once", False)
         assert step.user_agent is not None and "OpenAI" in step.user_agent
-        assert step.traceparent == TRACEPARENT
+        assert step.traceparent == TRACEPARENT and step.time_to_first_token_ms is None
+        assert w.engine.headers[0]["tracestate"] == "vendor=1"
+        parent = call_span_id(step.call_id)
+        assert w.engine.headers[0]["traceparent"] == f"00-{'ab' * 16}-{parent}-03"
         assert w.producer.messages[0].key == b"t1"
         assert w.engine.requests[0]["temperature"] == 0.5
         assert await w.metric("clawstream_gateway_steps_answered_total") == 1
@@ -140,6 +145,9 @@ def test_streamed_call_is_one_step_with_everything(run_scenario: RunScenario) ->
         (step,) = w.steps()
         assert raw.headers["x-clawstream-step"] == step.step_id
         assert step.streamed and step.status == "ok" and step.finish_reason == "stop"
+        waited_ms = step.time_to_first_token_ms
+        assert waited_ms is not None and 0 < waited_ms < (step.finished_at - step.received_at) / 900
+        assert "traceparent" not in w.engine.headers[0] and step.traceparent is None
         assert json.loads(step.response_json) == {"role": "assistant", "content": "Hello"}
         assert_tokens(step, HI)
         assert step.versions == spans_in(w, SPANS)

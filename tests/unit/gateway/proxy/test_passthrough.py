@@ -24,7 +24,7 @@ from gateway.app import create_app
 from gateway.auth.api_keys import create_key
 from gateway.engines.registry import EngineRegistry
 from gateway.protocols.request_fields import with_whole_characters
-from gateway.proxy.forwarding import returned, traceparent_of, with_query
+from gateway.proxy.forwarding import forwarded, returned, traceparent_of, with_query
 from schemas.codec.single_object import Codec
 from schemas.settings import Settings
 
@@ -375,3 +375,15 @@ def test_no_page_may_call_where_none_is_named(run_scenario: RunScenario) -> None
 )
 def test_only_a_valid_trace_context_is_recorded(sent: str, is_valid: bool) -> None:
     assert traceparent_of({"traceparent": sent}) == (sent if is_valid else None)
+
+
+def test_a_trace_state_goes_on_only_beside_a_valid_trace_context() -> None:
+    valid = {"traceparent": f"00-{'ab' * 16}-{'cd' * 8}-01", "tracestate": "a=1"}
+    assert forwarded(valid, has_body=False) == valid
+    assert forwarded(valid | {"traceparent": "broken"}, has_body=False) == {}
+    assert forwarded({"tracestate": "a=1", "x-title": "t"}, has_body=False) == {"x-title": "t"}
+
+
+def test_of_a_later_version_the_part_is_recorded_that_version_00_has() -> None:
+    known = f"01-{'ab' * 16}-{'cd' * 8}-01"
+    assert traceparent_of({"traceparent": f"{known}-{'x' * 1000}"}) == known

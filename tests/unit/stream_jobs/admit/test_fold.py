@@ -488,3 +488,18 @@ def test_a_run_of_groups_with_equal_rewards_is_noticed_now_and_then() -> None:
     assert [(f.in_a_row, f.refused_groups, f.admitted_groups) for f in found[before:] if f] == [
         (8, 28, 1)
     ]
+
+
+def test_decisions_name_the_trace_contexts_of_their_trajectories() -> None:
+    """The content hash of a batch, by which a replay is compared, does not depend on them."""
+    traced = cand("a", traceparent=f"00-{'ab' * 16}-{'cd' * 8}-01")
+    (batch,) = fold(policy(), traced, cand("b", value=0.0))
+    (plain,) = fold(policy(), cand("a"), cand("b", value=0.0))
+    assert isinstance(batch, ReadyBatch) and isinstance(plain, ReadyBatch)
+    members = batch.groups[0].members
+    assert [m.traceparent for m in members] == [traced.traceparent, None]
+    assert batch.content_hash == plain.content_hash
+    (refused,) = fold(policy(), traced, cand("b"))
+    (untraced,) = fold(policy(), cand("a"), cand("b"))
+    assert isinstance(refused, Refused) and isinstance(untraced, Refused)
+    assert refused.traceparents == (traced.traceparent, None) and untraced.traceparents == ()

@@ -350,3 +350,19 @@ def test_dead_letters_due_of_a_recreated_topic_concern_no_record_of_the_new_one(
     w.fold.replace_source(STEPS, "new", 0)
     w.batch([])
     assert [b.detail for b in w.dead_letters] == ["of rewards"]
+
+
+def test_a_trajectory_has_the_trace_context_of_its_first_call_that_has_one() -> None:
+    sent = [f"00-{n * 32}-{'cd' * 8}-01" for n in "ab"]
+    steps = [
+        (STEPS, 10, step("k", 0, [1], [2])),
+        (STEPS, 11, replace(step("k", 1, [1, 2, 3], [4]), traceparent="no context", group_id="g")),
+        (STEPS, 12, replace(step("k", 2, [1, 2, 3, 4], [5]), traceparent=sent[0])),
+        (STEPS, 13, replace(step("k", 3, [1, 2, 3, 4, 5], [6]), traceparent=sent[1])),
+        (STEPS, 14, session("k", "completed")),
+        (STEPS, 15, step("other", 0, [1], [2])),
+        (STEPS, 16, session("other", "completed")),
+    ]
+    w = InMemoryPartition().feed(*steps)
+    assert (w.trajectories["k"].traceparent, w.last("k").traceparent) == (sent[0], sent[0])
+    assert (w.trajectories["k"].group_id, w.last("other").traceparent) == ("g", None)
