@@ -2,7 +2,7 @@
 # Resolves the locks again. No index or download address gets into them.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-data="--extra broker --extra gateway --extra jobs --extra lake --extra inspector --extra s3"
+data="--extra broker --extra gateway --extra jobs --extra lake --extra inspector --extra s3 --extra traces"
 extras="$data --extra trainer --extra rollout-cpu --extra flow --extra demo --extra dev"
 compile=".venv/bin/uv pip compile -q --python-version 3.11 --python-platform x86_64-manylinux_2_35 --generate-hashes --no-emit-index-url --no-annotate --no-header"
 # shellcheck disable=SC2086

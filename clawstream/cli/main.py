@@ -138,6 +138,12 @@ app.command("save-model")(save_model)
 process(app, "rollout", "rollout.main:main", "Run vLLM and load each weight version into it.")
 process(
     app,
+    "traces",
+    "clawstream.ops.tracing.process:main",
+    "Export calls, trajectories and versions as OpenTelemetry spans.",
+)
+process(
+    app,
     "monitor",
     "clawstream.ops.monitoring.exporter:main",
     "Show lag and processes to Prometheus.",

@@ -8,6 +8,7 @@ The name of a group defines its inputs, so a group without commits lags by the w
     <prefix>-admit.<run>.<channel>       its run's candidates partition; only records of that run
     <prefix>-trainer.<run>.<channel>     ready batches of that run and channel
     <prefix>-lake                        every topic that the lake keeps
+    <prefix>-traces                      steps, candidates, weights, workers, ready batches
     any other group of the prefix        what it has committed
 
 Offsets include control records of transactions and the Ticks of every second, so an idle
@@ -23,6 +24,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from clawstream.ops.monitoring.rules import Status, worst
+from clawstream.ops.tracing.topics import followed_topics
 from clawstream.text_table import text_table
 from runtime.kafka import Cluster, Record
 from schemas.codec.single_object import Codec
@@ -89,7 +91,8 @@ def expected_groups(settings: Settings) -> list[str]:
     prefix, run = settings.kafka.topic_prefix, settings.run_id
     admits = (f"admit.{run}.{channel}" for channel in settings.admit.channels)
     compare = ("compare",) if settings.jobs.compares_groups else ()
-    roles = ("assemble", "reward", *compare, *admits, f"trainer.{run}.train", "lake")
+    traces = ("traces",) if settings.traces.endpoint is not None else ()
+    roles = ("assemble", "reward", *compare, *admits, f"trainer.{run}.train", "lake", *traces)
     return [f"{prefix}-{role}" for role in roles]
 
 
@@ -118,6 +121,8 @@ def inputs(topics: Topics, role: str, there: Mapping[str, int]) -> dict[str, ran
                 *(topics.weights, topics.trained_tokens, topics.schemas, topics.dead_letters),
                 *(t for t in there if topics.parse_ready_batches(t)),
             ]
+        case "traces":
+            wanted = followed_topics(topics, there)
         case _:
             wanted = []
     return {t: range(there[t]) for t in wanted if t in there}

@@ -37,6 +37,7 @@ COMMANDS = {
     "lake": ("lake",),
     "trainer": ("train",),
     "rollout": ("rollout",),
+    "traces": ("traces",),
     "monitor": ("monitor",),
 }
 
@@ -61,6 +62,8 @@ def wanted(settings: Settings) -> list[str]:
         left_out.add("trainer")
         if not (settings.rollout.model_path or settings.rollout.attach_urls):
             left_out.add("rollout")
+    if settings.traces.endpoint is None:
+        left_out.add("traces")
     if settings.metrics.port is None:
         left_out.add("monitor")
     return [n for n in COMMANDS if n in settings.up.processes and n not in left_out]
@@ -250,7 +253,8 @@ class Installation:
             await self.supervisor.stop(*instances(self.settings, name))
         if self._running("lake"):
             clean &= await self.drain([f"{prefix}-lake"], "lake")
-        await self.supervisor.stop("lake", "monitor")
+        # Not drained: a collector may be away for long, and the next start goes on.
+        await self.supervisor.stop("lake", "traces", "monitor")
         if not keep_broker:
             await self.stop_broker()
         return clean

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 import orjson
 
 from gateway.attribution.conversation import last_user_text, system_text
-from schemas.trace_context import parse_traceparent
+from schemas.ids import parse_traceparent
 
 AgentName = Literal["claude-code", "codex", "opencode", "openclaw"]
 

@@ -98,8 +98,9 @@ class ProxiedCall:
     def _request(self) -> UpstreamCall:
         call, headers = self.call, self.attempt.headers
         sent = forwarded(headers, has_body=True)
-        if call.traceparent is not None:
-            sent["traceparent"] = engine_traceparent(call.traceparent, call.call_id)
+        own_traces = self.services.settings.traces.gives_own_traces
+        if (traceparent := engine_traceparent(call, own_traces)) is not None:
+            sent["traceparent"] = traceparent
         gateway = self.services.settings.gateway
         family, prior = gateway.exact_continuation, None
         if family is not None and call.continues is not None:

@@ -6,11 +6,13 @@ from collections.abc import Mapping
 from urllib.parse import unquote_plus
 
 from gateway.auth.session_keys import KEY_PREFIXES
+from gateway.capture.steps import Call
 from gateway.engines.client import Response
-from schemas.trace_context import (
+from schemas.ids import (
     TRACEPARENT_CHARS,
     TraceContext,
     call_span_id,
+    own_trace_id,
     parse_traceparent,
 )
 
@@ -91,12 +93,17 @@ def traceparent_of(headers: Mapping[str, str]) -> str | None:
     return sent[:TRACEPARENT_CHARS] if sent and parse_traceparent(sent) is not None else None
 
 
-def engine_traceparent(traceparent: str, call_id: str) -> str:
+def engine_traceparent(call: Call, own_traces: bool) -> str | None:
     """Return the trace context for an engine: the gateway's span of the call is the parent.
 
     Args:
-        traceparent: The client's, valid.
+        own_traces: A call without a trace context has a trace, too.
     """
-    client = parse_traceparent(traceparent)
-    assert client is not None, f"{traceparent!r} is no trace context"
-    return TraceContext(client.trace_id, call_span_id(call_id), client.flags).header
+    if call.traceparent is None and not own_traces:
+        return None
+    client, span_id = parse_traceparent(call.traceparent), call_span_id(call.call_id)
+    if client is not None:
+        return TraceContext(client.trace_id, span_id, client.flags).header
+    trajectory = call.trajectory
+    trace_id = own_trace_id(trajectory.run_id, trajectory.trajectory_key, call.call_id)
+    return TraceContext(trace_id, span_id).header

@@ -73,7 +73,8 @@ class AsyncCommits:
 class Reader:
     """Reads given partitions from given offsets, committed records only.
 
-    The group and its commits only serve lag displays.
+    Who resumes from the commits of the group repeats the records since the last one that landed;
+    for all others they only serve lag displays.
 
     Args:
         start: (topic, partition) to first offset. An offset that the topic no longer has raises
@@ -202,10 +203,10 @@ class Reader:
         return self._consumer.consumer_group_metadata()
 
     def commit(self, positions: Mapping[tuple[str, int], int]) -> None:
-        """Commit the group's positions asynchronously, for lag displays only.
+        """Commit the group's positions asynchronously.
 
-        No process resumes from them and a failure is not an error. The next call, also one without
-        positions, repeats commits that Kafka has not stored.
+        A failure is not an error: the next call, also one without positions, repeats commits that
+        Kafka has not stored.
         """
         if due := self._commits.due(positions):
             self._consumer.commit(

@@ -49,6 +49,7 @@ _SECRET_WORD = re.compile(
 _ARGUMENTS = ("rollout", "extra_args")
 _JSON_NAME = re.compile(r'"([^"]+)"\s*:')
 _OPTIONS = (("gateway", "blob_options"), ("lake", "storage_options"))
+_HEADERS = ("traces", "headers")
 
 
 def remember(settings: Settings) -> bytes | None:
@@ -232,6 +233,7 @@ def public(settings: Settings) -> tuple[dict[str, Any], list[list[str]]]:
             for name in _at(tree, (section, options)) or ()
             if _SECRET.search(name)
         ]
+    paths += [[*_HEADERS, name] for name in _at(tree, _HEADERS) or ()]
     withheld = [path for path in paths if _at(tree, path) is not None]
     for path in withheld:
         del _at(tree, path[:-1])[path[-1]]

@@ -90,6 +90,14 @@ PROCESSES: Mapping[str, tuple[Acl, ...]] = {
         Acl("topic", "claw.workers", ("Write",)),
         Acl("group", "claw-rollout", ("Read",)),
     ),
+    "traces": (
+        Acl("topic", "claw.steps", ("Read",)),
+        Acl("topic", "claw.candidates", ("Read",)),
+        Acl("topic", "claw.ready-batches.", ("Read",), prefixed=True),
+        Acl("topic", "claw.weights", ("Read",)),
+        Acl("topic", "claw.workers", ("Read",)),
+        Acl("group", "claw-traces", ("Read",)),
+    ),
     "monitor": (
         Acl("topic", "claw.", ("Read",), prefixed=True),
         Acl("group", "claw-", ("Describe",), prefixed=True),

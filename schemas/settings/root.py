@@ -21,7 +21,7 @@ from schemas.settings.lake import LakeSettings
 from schemas.settings.reward_models import Classifier, CodeTests, Judge, RewardModel
 from schemas.settings.rollout import ENGINE_STOP_S, RolloutSettings
 from schemas.settings.trainer import TrainerSettings
-from schemas.settings.up import METRICS_PORTS, MetricsSettings, UpSettings
+from schemas.settings.up import METRICS_PORTS, MetricsSettings, TracesSettings, UpSettings
 
 REWARD_ROOM_S = 2.0
 """Between the time-out of a reward model and that of its process."""
@@ -50,6 +50,7 @@ class Settings(Section):
     rollout: RolloutSettings = RolloutSettings()
     up: UpSettings = UpSettings()
     metrics: MetricsSettings = MetricsSettings()
+    traces: TracesSettings = TracesSettings()
     demo: DemoSettings = DemoSettings()
 
     @model_validator(mode="before")

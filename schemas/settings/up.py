@@ -1,8 +1,12 @@
-"""The supervisor `clawstream up`, and the metrics of all processes."""
+"""The supervisor `clawstream up`, and what all processes show: metrics and traces."""
 
 from __future__ import annotations
 
-from pydantic import Field
+from collections.abc import Mapping
+from typing import Literal
+from urllib.parse import urlsplit
+
+from pydantic import Field, field_validator
 
 from schemas.settings.base import Port, Positive, Section
 
@@ -13,7 +17,7 @@ class UpSettings(Section):
     processes: tuple[str, ...] = Field(
         (
             *("broker", "gateway", "assemble", "reward", "compare", "admit", "lake", "trainer"),
-            *("rollout", "monitor"),
+            *("rollout", "traces", "monitor"),
         ),
         description="leave some out, or run them elsewhere",
     )
@@ -27,7 +31,7 @@ class UpSettings(Section):
 
 
 METRICS_PORTS = (
-    *("monitor", "assemble", "reward", "compare", "admit", "lake", "trainer", "rollout"),
+    *("monitor", "assemble", "reward", "compare", "admit", "lake", "trainer", "traces", "rollout"),
 )
 """The processes in the order of their ports. The gateway's metrics are on its own port."""
 
@@ -39,8 +43,8 @@ class MetricsSettings(Section):
     port: Port | None = Field(
         None,
         description="first port of the metrics, the monitor's; those of assemble, reward, compare, "
-        "admit, lake, trainer and the rollout workers follow in this order; default: none are "
-        "served, and `up` starts no monitor",
+        "admit, lake, trainer, traces and the rollout workers follow in this order; default: none "
+        "are served, and `up` starts no monitor",
     )
 
     def port_of(self, process: str) -> int | None:
@@ -53,3 +57,52 @@ class MetricsSettings(Section):
         """Return the settings of a process behind so many others of its name."""
         port = None if self.port is None else self.port + processes
         return self.model_copy(update={"port": port})
+
+
+TRACES_PATH = "/v1/traces"
+
+
+class TracesSettings(Section):
+    """`clawstream traces`: calls, trajectories, batches and versions as OpenTelemetry spans."""
+
+    endpoint: str | None = Field(
+        None,
+        description="base URL of an OTLP/HTTP receiver, e.g. http://localhost:4318; /v1/traces is "
+        "added; default: no spans, and `up` starts no traces",
+    )
+    headers: Mapping[str, str] = Field(
+        {}, description="of each request, e.g. Authorization; secret: never written to a file"
+    )
+    service_name: str = Field(
+        "clawstream",
+        min_length=1,
+        description="several installations on one collector; the part is appended, "
+        "e.g. clawstream-gateway",
+    )
+    calls_without_context: Literal["skip", "own_trace"] = Field(
+        "skip",
+        description="own_trace: also trace calls whose client sends no traceparent, a trace for "
+        "each trajectory key",
+    )
+
+    @field_validator("endpoint")
+    @classmethod
+    def _is_a_url(cls, endpoint: str | None) -> str | None:
+        if endpoint is not None:
+            parts = urlsplit(endpoint)
+            if parts.scheme not in ("http", "https") or not parts.netloc or parts.query:
+                raise ValueError("must be a URL such as http://localhost:4318")
+        return endpoint
+
+    @property
+    def url(self) -> str | None:
+        """Where spans are posted."""
+        if self.endpoint is None:
+            return None
+        base = self.endpoint.rstrip("/")
+        return base if base.endswith(TRACES_PATH) else base + TRACES_PATH
+
+    @property
+    def gives_own_traces(self) -> bool:
+        """Whether calls without a trace context get a trace."""
+        return self.endpoint is not None and self.calls_without_context == "own_trace"

@@ -39,6 +39,7 @@ def call(
         "finish_reason": "stop",
         "received_at": 0,
         "finished_at": prompt_s + response_s,
+        "time_to_first_token_ms": prompt_s / 1000,
         "user_agent": FLOW,
         "usage": records.Usage(
             prompt_tokens=len(prompt),

@@ -13,6 +13,7 @@ from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.registry import Collector
 
 from clawstream.ops.monitoring.exporter import MonitorMetrics
+from clawstream.ops.tracing.metrics import TraceMetrics
 from gateway.metrics import Metrics
 from rollout.metrics import WorkerMetrics
 from rollout.status import Report
@@ -46,6 +47,7 @@ def all_metrics() -> Mapping[str, Sequence[Described]]:
         "assemble, reward and compare": _of_registry(JobMetrics().registry),
         "admit": _of_registry(DecisionMetrics(()).registry),
         "lake": _of_registry(LakeMetrics().registry),
+        "traces": _of_registry(TraceMetrics().registry),
         "trainer": _described(VersionMetrics()),
         "rollout": _described(WorkerMetrics(Report(Settings(), ""))),
     }

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from schemas.ids import (
     check_group_id,
     is_anonymous_session,
     is_gateway_assigned,
+    parse_traceparent,
     session_trajectory_id,
 )
 from schemas.records import Step
 from schemas.records.parts import NAME_CHARS, TAGS_MAX
-from schemas.trace_context import parse_traceparent
 from stream_jobs.assemble.handlers.rejected import InvalidRecord
 from stream_jobs.assemble.limits import PAYLOAD_BYTES, Limits
 from stream_jobs.assemble.matching.anonymous_sessions import (
@@ -91,8 +93,7 @@ def on_step(
     made: list[Change] = []
     if trajectory is None:
         made.append(changes.Opened(key, now, step.channel or "train", offset))
-    if attributes := _attributes(trajectory, step):
-        made.append(changes.Attributed(key, now, **attributes))
+    made += _attributed(key, now, trajectory, step)
     made.append(changes.StepAdded(trajectory.open_seq if trajectory else offset, new))
     if (retry := _retry(steps, new, step)) is not None:
         made.append(changes.Retried(key, retry.replaced, retry.counted))
@@ -101,16 +102,18 @@ def on_step(
     return made, payload_of(step, trained, steps.start_of(new), messages)
 
 
-def _attributes(trajectory: OpenTrajectory | None, step: Step) -> dict[str, str]:
-    """Return what a step is the first of its trajectory to name. Raises InvalidId."""
-    found = dict[str, str]()
+def _attributed(
+    key: RunTrajectory, now: int, trajectory: OpenTrajectory | None, step: Step
+) -> Iterator[Change]:
+    """Yield what a step is the first of its trajectory to name. Raises InvalidId."""
+    group_id = context = None
     if step.group_id is not None and (trajectory is None or trajectory.group_id is None):
-        found["group_id"] = check_group_id(step.group_id)
-    if (trajectory is None or trajectory.traceparent is None) and (
-        context := parse_traceparent(step.traceparent)
-    ) is not None:
-        found["traceparent"] = context.header
-    return found
+        group_id = check_group_id(step.group_id)
+    if trajectory is None or trajectory.traceparent is None:
+        context = parse_traceparent(step.traceparent)
+    if group_id is not None or context is not None:
+        traceparent = context.header if context is not None else None
+        yield changes.Attributed(key, now, group_id=group_id, traceparent=traceparent)
 
 
 def _check_sizes(step: Step, step_suffix: str) -> None:

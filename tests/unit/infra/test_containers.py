@@ -90,7 +90,7 @@ def listens(service: str, settings: Settings) -> int | None:
 
 def test_every_profile_is_described() -> None:
     profiles = {p for s in services().values() for p in s.get("profiles", ())}
-    assert profiles == {"cluster", "s3", "compare", "learn", "gpu", "monitoring", "ui"}
+    assert profiles == {"cluster", "s3", "compare", "learn", "gpu", "tracing", "monitoring", "ui"}
     guide = (ROOT / "docs" / "deployment.md").read_text()
     assert {p for p in profiles if f"| `{p}` |" not in guide} == set()
 
@@ -169,7 +169,10 @@ def test_the_guide_for_three_machines_starts_each_process_once(tmp_path: Path) -
         if words.startswith("up "):
             settings = load(file, given["overrides"], {})
             assert settings.bootstrap_servers == "a.internal:19092"
-            assert {*settings.up.processes} - {*wanted(settings)} <= {"compare"}  # needs a judge
+            assert {*settings.up.processes} - {*wanted(settings)} <= {
+                "compare",
+                "traces",
+            }  # need a judge, a collector
             started += settings.up.processes
     assert sorted(started) == sorted(COMMANDS)
 

@@ -103,7 +103,7 @@ def test_the_targets_are_the_ports_of_the_containers() -> None:
     assert ports.pop("vllm") == ("rollout", given.rollout.port)
     assert ports == {p: (p, given.metrics.port_of(p)) for p in METRICS_PORTS}
     services = yaml.safe_load((ROOT / "infra/docker-compose.yml").read_text())["services"]
-    for name in ("prometheus", "grafana", "kafbat"):
+    for name in ("prometheus", "grafana", "jaeger", "kafbat"):
         assert re.search(r":v?\d+\.\d+\.\d+$", services[name]["image"]), name
     assert {*METRICS_PORTS, "gateway"} <= services.keys()
 

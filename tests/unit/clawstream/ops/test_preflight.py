@@ -19,7 +19,7 @@ from schemas.errors import SettingsError
 from trainer.algorithms.registry import ALGORITHMS
 
 EVERY = list(COMMANDS)
-DATA_PART = [n for n in EVERY if n not in ("compare", "trainer", "rollout")]
+DATA_PART = [n for n in EVERY if n not in ("compare", "trainer", "rollout", "traces")]
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_every_port_is_looked_at() -> None:
 
 
 def test_two_processes_do_not_share_a_port() -> None:
-    words = ["metrics.port=8194", "rollout.workers=2"]
+    words = ["metrics.port=8193", "rollout.workers=2"]
     with pytest.raises(
         SettingsError, match=r"^setting metrics\.port: .*\b8201, and .* rollout \(rollout\.port\)"
     ):
@@ -118,8 +118,8 @@ def test_the_inspector_has_a_port_of_its_own() -> None:
     ("words", "problem"),
     [
         (["rollout.port=65535", "rollout.workers=2"], r"rollout\.port=65535: .* at most 65534"),
-        (["metrics.port=65529"], r"metrics\.port=65529: .* at most 65528"),
-        (["metrics.port=65528", "rollout.workers=2"], r"metrics\.port=65528: .* at most 65527"),
+        (["metrics.port=65528"], r"metrics\.port=65528: .* at most 65527"),
+        (["metrics.port=65527", "rollout.workers=2"], r"metrics\.port=65527: .* at most 65526"),
         (["broker.port=65520", "broker.nodes=3"], r"broker\.port=65520: .* at most 65514"),
     ],
 )
@@ -142,6 +142,7 @@ def test_ports_above_the_highest_one_are_refused(words: list[str], problem: str)
         ),
         (["trainer.model_path=/m"], ["trainer", "rollout"]),
         (["rollout.model_path=/m"], ["rollout"]),
+        (["traces.endpoint=http://collector:4318"], ["traces"]),
         (["trainer.model_path=/m", "rollout.workers=2"], ["trainer", "rollout-0", "rollout-1"]),
         (
             ["rollout.workers=2", "rollout.attach_urls=[http://a:1, http://b:1]"],

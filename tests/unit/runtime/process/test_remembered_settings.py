@@ -28,6 +28,7 @@ SECRETS = [
     "gateway.upstreams=[{url: 'http://a:1'}, {url: 'http://b:1', api_key: hunter2}]",
     "kafka={bootstrap_servers: 'a:1', security: {protocol: sasl_ssl, user: u, password: hunter2}}",
     "lake.storage_options={AWS_SECRET_ACCESS_KEY: hunter2, AWS_REGION: eu}",
+    "traces.headers={Authorization: hunter2}",
     "rollout.extra_args=['--api-key', hunter2, '--max-num-batched-tokens', '512', "
     "'--hf_token=hunter2']",
 ]
@@ -116,6 +117,7 @@ def test_secrets_are_not_written_and_who_lacks_them_is_told(tmp_path: Path) -> N
         "kafka.security.password",
         "gateway.upstreams.1.api_key",
         "lake.storage_options.AWS_SECRET_ACCESS_KEY",
+        "traces.headers.Authorization",
         "rollout.extra_args.--api-key",
         "rollout.extra_args.--hf_token",
     ]

@@ -87,7 +87,7 @@ def test_every_process_has_a_port_of_its_own() -> None:
     assert set(METRICS_PORTS) == COMMANDS.keys() - {"broker", "gateway"}
     assert "monitor" in wanted(settings) and "monitor" not in wanted(Settings())
     taken = [port for _, _, port, name in ports(settings, [*COMMANDS]) if name == "metrics.port"]
-    assert sorted(taken) == list(range(9400, 9409))
+    assert sorted(taken) == list(range(9400, 9410))
     workers = instances(settings, "rollout").values()
-    assert [w.metrics.port_of("rollout") for w in workers] == [9407, 9408]
+    assert [w.metrics.port_of("rollout") for w in workers] == [9408, 9409]
     assert not [p for p in ports(Settings(), [*COMMANDS]) if p[3] == "metrics.port"]

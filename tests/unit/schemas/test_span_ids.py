@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from schemas.ids import anonymous_session_key, new_call_id
-from schemas.trace_context import (
+from schemas.ids import (
     TraceContext,
+    anonymous_session_key,
     call_span_id,
+    new_call_id,
     own_trace_id,
     parse_traceparent,
     span_id_of,
