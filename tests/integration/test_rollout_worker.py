@@ -208,8 +208,10 @@ def test_from_nothing_to_ready_to_gone(bench: Callable[[], Bench]) -> None:
             )
             assert status.base_url == f"http://127.0.0.1:{b.engine.port}"
             assert status.last_load_ms is not None and status.heartbeat_interval_ms == 200
+            assert status.loaded_at is not None and status.loaded_at <= status.heartbeat_at
             second = b.publish("ours", 1)
-            assert (await b.serves(second)).loads == 2
+            later = await b.serves(second)
+            assert later.loads == 2 and (later.loaded_at or 0) > status.loaded_at
         said = b.said()
         assert states(said) == [
             ("starting", None), ("ready", first), ("ready", second), ("gone", None)

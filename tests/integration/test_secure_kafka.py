@@ -14,6 +14,7 @@ import pytest
 from fastapi.testclient import TestClient
 from support.jobs import RUN
 from support.lake import column
+from support.otlp import Receiver, receiving
 from support.ports import free_port
 from support.processes import Processes
 from support.secure_broker import PASSWORD, SecureBroker, secure_broker
@@ -87,14 +88,17 @@ def a_step(trajectory: str, reward: float) -> dict[str, Any]:
 def test_the_pipeline_needs_no_other_permissions(
     settings_of: Callable[..., Settings], tmp_path: Path, eventually: Any
 ) -> None:
-    operator = settings_of("operator")
+    operator, receiver = settings_of("operator"), Receiver()
     create_topics(cluster_of(operator), operator)
-    with Processes(tmp_path / "logs") as processes:
+    with Processes(tmp_path / "logs") as processes, receiving(receiver) as port:
         gateway = settings_of("gateway")
         processes.start("gateway", command("gateway", *overrides_of(gateway)), env=ENVIRON)
         for job in JOBS:
             words = overrides_of(settings_of(job))
             processes.start(job, [sys.executable, "-c", RUN.format(job), *words])
+        words = [f"traces.endpoint=http://127.0.0.1:{port}"]
+        words += ["traces.calls_without_context=own_trace", *overrides_of(settings_of("traces"))]
+        processes.start("traces", command("traces", *words), env=ENVIRON)
         url = f"http://127.0.0.1:{gateway.gateway.port}"
 
         def submitted() -> bool:
@@ -108,6 +112,7 @@ def test_the_pipeline_needs_no_other_permissions(
         eventually(submitted)
         with first_batch(settings_of("trainer")) as batch:
             assert sorted(eventually(batch)) == ["t0", "t1"], logs(processes)
+        eventually(lambda: len(receiver.named("admit")) == 2)
         for table in ("steps", "trajectories", "assessments", "batches"):
             eventually(lambda table=table: column(operator, table, "run_id"))
         change_in_inspector(settings_of("inspector"), eventually)
@@ -163,7 +168,7 @@ def change_in_inspector(settings: Settings, eventually: Any) -> None:
 
 
 def logs(processes: Processes) -> str:
-    return "".join(processes.log(name) for name in ("gateway", *JOBS))
+    return "".join(processes.log(name) for name in ("gateway", *JOBS, "traces"))
 
 
 def test_a_refused_connection_ends_a_command_with_the_remedy(
