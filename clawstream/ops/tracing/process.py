@@ -69,7 +69,8 @@ class SpanSender:
                 self._taken(len(spans), outcome)
                 return True
             self._metrics.failures.inc()
-            if outcome.refuses_data:
+            # A collector that refuses even an empty request does not refuse these spans.
+            if outcome.refuses_data and self._collector.export([]).taken:
                 return self._halve(spans, outcome)
             self._failed(outcome)
             self._stop.wait(wait_s)

@@ -95,11 +95,11 @@ def test_what_a_collector_rejects_of_a_request_is_counted() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("status", [301, 401, 404, 500, 503])
+@pytest.mark.parametrize("status", [301, 400, 401, 404, 500, 503])
 def test_a_collector_that_takes_nothing_is_asked_again_until_the_process_stops(
     status: int,
 ) -> None:
-    """A redirection, too: the exporter takes it for a success."""
+    """Also one that redirects, which the exporter takes for a success, or calls all data bad."""
     receiver = Receiver()
     receiver.status = status
     with sending(receiver) as (sender, metrics, stop):
