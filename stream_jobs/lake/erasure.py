@@ -15,7 +15,6 @@ from collections.abc import Collection, Iterator, Mapping
 from datetime import UTC, datetime, timedelta
 from typing import Any, NamedTuple
 
-import pyarrow as pa
 import pyarrow.compute as pc
 
 from runtime.blob_store import BlobStore
@@ -30,9 +29,8 @@ from stream_jobs.lake.delta.table import (
     LakeError,
     LakeMissing,
     dataset,
-    detecting_full_storage,
+    delete_rows,
     open_table,
-    writer_properties,
 )
 from stream_jobs.lake.tables.catalog import catalog, tables_of
 
@@ -183,11 +181,7 @@ class Erasure:
             if not dataset(table, self._options).count_rows(filter=self._filter(name)):
                 return
             try:
-                with detecting_full_storage(table.table_uri):
-                    table.delete(
-                        self._predicate(name),
-                        writer_properties=writer_properties(pa.schema(table.schema())),
-                    )
+                delete_rows(table, self._predicate(name))
             except CommitCollided:
                 continue
         raise ErasureCollided(

@@ -26,6 +26,7 @@ from datetime import UTC, datetime, timedelta
 from typing import NamedTuple
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from runtime.logs import configure, logger
 from runtime.process.child import die_with_parent
@@ -38,10 +39,13 @@ from stream_jobs.lake.delta.table import (
     DeltaError,
     LakeFull,
     LakeMissing,
+    dataset,
+    delete_rows,
     detecting_full_storage,
     files_of,
     history_properties,
     open_table,
+    reading,
     table_damage,
     writer_properties,
 )
@@ -108,18 +112,14 @@ def _delete_expired(settings: Settings, name: str, table: Delta, now: datetime) 
     if days is None:
         return 0
     oldest = now - timedelta(days=days)
-    files = pa.table(table.get_add_actions(flatten=True))
-    if "min.kafka_timestamp" in files.column_names:
-        lows = files.column("min.kafka_timestamp")
-        if not lows.null_count and all(low.as_py() >= oldest for low in lows):
-            return 0  # avoids a commit that could collide
-    stamp = oldest.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
-    with detecting_full_storage(table.table_uri):
-        done = table.delete(
-            f"kafka_timestamp < '{stamp}'",
-            writer_properties=writer_properties(pa.schema(table.schema())),
+    with reading(table, name, settings.lake.storage_options):
+        rows = dataset(table, settings.lake.storage_options).count_rows(
+            filter=pc.field("kafka_timestamp") < oldest
         )
-    return int(done["num_deleted_rows"] or 0)
+    if rows:  # else a commit could collide for nothing
+        stamp = oldest.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+        delete_rows(table, f"kafka_timestamp < '{stamp}'")
+    return int(rows)
 
 
 def small_files(table: Delta) -> int:

@@ -273,6 +273,30 @@ def commit(table: DeltaTable, rows: pa.Table, versions: Mapping[str, int]) -> No
         )
 
 
+def delete_rows(table: DeltaTable, condition: str) -> None:
+    """Delete the rows for which a condition holds, in one commit; a null keeps its row.
+
+    It replaces them by no rows. `DeltaTable.delete` would write the rows that stay as views of
+    strings, which no filter of Arrow can compare with strings (delta-rs issue 4579).
+
+    Args:
+        condition: in the SQL of DataFusion.
+
+    Raises:
+        CommitCollided: another commit has added or removed such rows since this snapshot.
+        LakeFull: the storage is full.
+    """
+    schema = pa.schema(table.schema())
+    with detecting_full_storage(table.table_uri):
+        write_deltalake(
+            table,
+            schema.empty_table(),
+            mode="overwrite",
+            predicate=condition,
+            writer_properties=writer_properties(schema),
+        )
+
+
 def add_columns(
     table: DeltaTable, name: str, rows: pa.Table, versions: Mapping[str, int], own: pa.Schema
 ) -> None:
