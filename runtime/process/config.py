@@ -48,14 +48,24 @@ def _said(error: ErrorDetails) -> str:
     return "there is no such setting" if error["type"] == "extra_forbidden" else error["msg"]
 
 
+class _ValueLoader(yaml.SafeLoader):
+    """YAML without aliases: a few hundred characters with them stand for billions of values."""
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("aliases are not allowed")
+        return super().compose_node(parent, index)
+
+
 def value_of(text: str, path: str) -> Any:
     """What is written for a setting, as YAML. Raises SettingsError that names its path."""
     try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as e:
+        return yaml.load(text, _ValueLoader)
+    # ValueError: a date that does not exist, or too many digits. RecursionError: too many brackets.
+    except (yaml.YAMLError, ValueError, RecursionError) as e:
         if _SECRET.search(path):
             raise SettingsError(f"setting {path}: not valid YAML; put it in quotes") from None
-        raise SettingsError(f"setting {path}: {text!r} is not valid YAML: {e}") from e
+        raise SettingsError(f"setting {path}: {text[:80]!r} is not valid YAML: {e}") from e
 
 
 STANDARD_INPUT = Path("-")

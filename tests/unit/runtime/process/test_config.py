@@ -40,6 +40,10 @@ def test_words_beat_environment_beats_file(tmp_path: Path) -> None:
         ("run_id=Not/Good", "setting run_id: String should match pattern"),
         ("trainer.lr", "settings are written a.b=c"),
         ("trainer.lr={", "setting trainer.lr: '{' is not valid YAML"),
+        ("trainer.lr=[&a [1, 1], &b [*a, *a], [*b, *b]]", "aliases are not allowed"),
+        ("run_id=2026-13-45", "is not valid YAML: month must be in 1..12"),
+        ("trainer.lr=" + "9" * 5000, "is not valid YAML: Exceeds the limit"),
+        ("trainer.lr=" + "[" * 5000, "is not valid YAML"),
         ("admit.policy.group_size=1", "min_members 2 is above group_size 1"),
         (
             "admit.policy.sync_every=2",
