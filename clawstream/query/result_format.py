@@ -46,10 +46,22 @@ def rows_of(batches: Iterable[pa.RecordBatch]) -> Iterator[Row]:
 
 
 def _values(column: pa.Array) -> list[Any]:
-    values: list[Any] = column.to_pylist(maps_as_pydicts="lossy")
+    try:
+        values: list[Any] = column.to_pylist(maps_as_pydicts="lossy")
+    except (OverflowError, ValueError):
+        return [_value(scalar) for scalar in column]
     if pa.types.is_decimal(column.type) and column.type.scale == 0:  # DuckDB's sums of integers
         return [None if v is None else int(v) for v in values]
     return values
+
+
+def _value(scalar: pa.Scalar) -> Any:
+    """Return a value; a time beyond those of Python, such as infinity, is text."""
+    try:
+        return scalar.as_py(maps_as_pydicts="lossy")
+    except (OverflowError, ValueError):
+        is_flat = not pa.types.is_nested(scalar.type)
+        return scalar.cast(pa.string()).as_py() if is_flat else "<value out of range>"
 
 
 def _table(names: Sequence[str], rows: Iterable[Row]) -> Iterator[str]:

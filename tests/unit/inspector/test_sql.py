@@ -50,6 +50,13 @@ def test_what_is_wrong_or_not_allowed_is_said(shown: Inspected, query: str, why:
 
 
 @pytest.mark.slow
+def test_times_that_python_lacks_are_text(shown: Inspected) -> None:
+    query = "SELECT date 'infinity' AS a, [date '99999-01-01'] AS b, 1 AS c"
+    text = unescape(shown.client.post("/sql", data={"q": query}).text)
+    assert text.count("<value out of range") == 2
+
+
+@pytest.mark.slow
 def test_an_address_fills_the_query_in_and_does_not_run_it(shown: Inspected) -> None:
     text = shown.client.get("/sql", params={"q": "SELECT 1 AS one"}).text
     assert "SELECT 1 AS one" in text and 'id="rows"' not in text
