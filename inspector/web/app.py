@@ -9,8 +9,10 @@ from typing import NamedTuple
 from urllib.parse import quote
 
 from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, RedirectResponse
 from fastapi.staticfiles import StaticFiles
+from starlette.exceptions import HTTPException
 
 from inspector.errors import InspectorError
 from inspector.live.feed import Live
@@ -26,7 +28,7 @@ from inspector.web import marking, operations, pages, policy, sql
 from inspector.web.access import COOKIE, Access, User, is_cross_site
 from inspector.web.forms import Form, local
 from inspector.web.rendering import render
-from schemas.errors import ForeseenError
+from schemas.errors import ForeseenError, InvalidId
 
 HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
@@ -102,18 +104,25 @@ def create_app(parts: Parts) -> FastAPI:
 
     app.exception_handler(ForeseenError)(_error_page)
 
+    @app.exception_handler(RequestValidationError)
     @app.exception_handler(404)
     async def absent(request: Request, _: Exception) -> Response:
         text = "No such page, or the lake does not have it (yet): see `clawstream lag`."
         return render(request, "message.html", 404, title="Not found", text=text)
+
+    @app.exception_handler(HTTPException)
+    async def refused(request: Request, error: HTTPException) -> Response:
+        return render(
+            request, "message.html", error.status_code, title="Not possible", text=error.detail
+        )
 
     return app
 
 
 async def _error_page(request: Request, error: ForeseenError) -> Response:
     status, title = 503, "Not available"
-    if isinstance(error, InspectorError):
-        status, title = error.status, "Not possible"
+    if isinstance(error, InspectorError | InvalidId):
+        status, title = getattr(error, "status", 422), "Not possible"
     return render(request, "message.html", status, title=title, text=str(error))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import isfinite
 from typing import Annotated, Any, NamedTuple
 from urllib.parse import parse_qsl
 
@@ -93,9 +94,12 @@ def _mark_of(given: Mapping[str, str], user: User, rewards: tuple[float, float])
 
 def _number(given: Mapping[str, str], name: str) -> float | None:
     try:
-        return float(given[name]) if name in given else None
+        value = float(given[name]) if name in given else None
+        if value is not None and not isfinite(value):
+            raise ValueError
     except ValueError:
         raise InvalidMark(f"{name}: {given[name][:40]!r} is not a number") from None
+    return value
 
 
 def _check_may_reward(user: User, is_reward: bool) -> None:

@@ -55,6 +55,22 @@ def test_a_mark_is_an_event_with_who_and_when_and_shows_at_once(shown: Inspected
     assert "see step 1" in shown.client.get("/marks").text
 
 
+@pytest.mark.parametrize(
+    ("path", "changes"),
+    [
+        ("/marks", {"quality": "nan"}),
+        ("/marks", {"quality": "0.5", "trajectory": "../g-0"}),
+        ("/marks", {"quality": "0.5", "run": ""}),
+        ("/marks/undo", {"by": "ann", "made_at": "1e999"}),
+        ("/marks/undo", {"by": "ann", "made_at": "nan"}),
+        ("/marks/undo", {"event_id": "none"}),
+    ],
+)
+def test_an_invalid_form_is_refused(shown: Inspected, path: str, changes: dict[str, str]) -> None:
+    reply = shown.client.post(path, data=G0 | changes)
+    assert reply.status_code == 422 and "Not possible" in reply.text and not shown.log.events
+
+
 def test_a_step_is_marked_apart_from_its_trajectory(shown: Inspected) -> None:
     mark(shown, G0 | {"step": "g-0~1.0", "next": "/t/run/g-0#step-1"}, trainable="no")
     (event,) = events(shown)

@@ -90,8 +90,14 @@ class TestEveryPage:
         assert reply.headers["location"].startswith("/login?next=%2F")
 
     def test_that_does_not_exist_is_not_found(self, shown: Inspected) -> None:
-        for path in ("/runs/none", "/group?run=run&id=none", "/t/run/none", "/t/run/g-0/step/9"):
-            assert shown.client.get(path).status_code == 404
+        for path in ("/runs/none", "/group?run=run&id=none", "/group", "/t/run/none",
+                     "/t/run/g-0/step/9", "/t/run/g-0/step/x", "/static/..%2fapp.py"):  # fmt: skip
+            reply = shown.client.get(path)
+            assert reply.status_code == 404 and "Not found" in reply.text
+
+    def test_a_form_has_a_greatest_length(self, shown: Inspected) -> None:
+        reply = shown.client.post("/sql", data={"q": "x" * 70_000})
+        assert reply.status_code == 413 and "at most 65536 bytes" in reply.text
 
 
 class TestLogin:
