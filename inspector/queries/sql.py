@@ -89,6 +89,12 @@ def _is_axis(column: Sequence[Any]) -> bool:
     return times or (_has_numbers(column) and all(_number(v) is not None for v in column))
 
 
+def numbers_of(result: Result) -> list[bool]:
+    """Return which columns have numbers, which are aligned on the right."""
+    columns = zip(*result.rows, strict=True)
+    return [_has_numbers(column) for column in columns] or [False] * len(result.names)
+
+
 def _has_numbers(column: Sequence[Any]) -> bool:
     known = [value for value in column if value is not None]
     numbers = (

@@ -55,6 +55,7 @@ def _page(
     return render(
         request, "sql.html", query=query, result=result, error=error, took_s=took_s,
         schema=sql.schema_of(parts.lake), chart=sql.chart_of(result) if result else None,
+        numbers=sql.numbers_of(result) if result else [],
         cell=sql.cell, examples=EXAMPLES, rows=sql.ROWS,
         command=f"clawstream sql {shlex.quote(query)} --format csv",
     )  # fmt: skip

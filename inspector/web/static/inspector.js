@@ -77,10 +77,17 @@ async function copy(button) {
   setTimeout(() => { button.textContent = name; }, 1200);
 }
 
+function insert(field, text) {
+  field.focus();
+  field.setRangeText(text, field.selectionStart, field.selectionEnd, "end");
+}
+
 document.addEventListener("click", (event) => {
   const button = event.target.closest("button[data-copy]");
   if (button) copy(button);
   if (event.target.closest("button[data-keys]")) KEYS["?"]();
+  const name = event.target.closest("button[data-insert]");
+  if (name) insert(one("#search"), name.dataset.insert);
   const target = event.target.closest("#tokens .t");
   if (target) show(target);
 });
@@ -89,9 +96,19 @@ document.addEventListener("mouseover", (event) => {
   if (target) one("#token-facts").textContent = target.title;
 });
 
-const utc = (seconds) => new Date(seconds * 1000).toISOString().replace("T", " ");
+// Times of an axis in UTC, 24 hours: see "values" of an axis in uPlot's documentation.
+const DAY = "\n{YYYY}-{MM}-{DD}";
+const TIMES = [
+  [86400 * 365, "{YYYY}", null, null, null, null, null, null, 1],
+  [86400, "{MM}-{DD}", "\n{YYYY}", null, null, null, null, null, 1],
+  [60, "{HH}:{mm}", DAY, null, DAY, null, null, null, 1],
+  [1, "{HH}:{mm}:{ss}", DAY, null, DAY, null, null, null, 1],
+];
 
-// span: [from, to] of a chart over time that shows just that, in UTC
+const utc = (seconds) => new Date(seconds * 1000).toISOString().slice(0, 19).replace("T", " ");
+const shown = (value) => (value == null ? "–" : value.toLocaleString("en", { maximumSignificantDigits: 4 }));
+
+// span: [from, to] of a chart over time that shows just that
 function chart(place, time, x, lines, sync, span) {
   const style = getComputedStyle(document.documentElement);
   const colour = (name) => style.getPropertyValue(name).trim();
@@ -100,15 +117,20 @@ function chart(place, time, x, lines, sync, span) {
   const colours = ["--accent", "--warn", "--good", "--bad", "--dim"].map(colour);
   const names = Object.keys(lines);
   const line = (label, i) => ({ label, stroke: colours[i % colours.length], dash: i < colours.length ? [] : [5, 3], width: 1.5, points: { show: x.length < (span ? 40 : 100), size: 4 } });
-  const days = span && span[1] - span[0] > 172800;
-  const clock = span && { values: (_, at) => at.map((seconds) => days ? utc(seconds).slice(5, 10) : utc(seconds).slice(11, 16)) };
+  const at = (value) => (value == null ? "–" : time ? utc(value) : shown(value));
+  const say = (plot) => {  // the value under the cursor, above a chart of one line
+    const facts = place.parentElement.querySelector("figcaption output");
+    const i = plot.cursor.idx;
+    if (facts) facts.textContent = i == null ? "" : `${at(x[i])}: ${shown(lines[names[0]][i])}`;
+  };
   return new uPlot({
     width: place.clientWidth, height: 168, legend: { show: !!span || names.length > 1 },
-    tzDate: (seconds) => span ? uPlot.tzDate(new Date(seconds * 1000), "Etc/UTC") : new Date(seconds * 1000),
+    tzDate: (seconds) => uPlot.tzDate(new Date(seconds * 1000), "Etc/UTC"),
     cursor: { sync: sync && { key: sync.key }, y: false },
     scales: { x: span ? { time, range: () => span } : { time } },
-    axes: [{ ...ticks, ...clock }, { ...ticks, size: 52 }],
-    series: [span ? { label: "UTC", value: (_, seconds) => seconds ? utc(seconds).slice(0, 19) : "–" } : {}, ...names.map(line)],
+    hooks: { setCursor: [say] },
+    axes: [time ? { ...ticks, values: TIMES, size: 44 } : { ...ticks, size: 28 }, { ...ticks, size: 52 }],
+    series: [{ label: time ? "UTC" : "x", value: (_, value) => at(value) }, ...names.map(line)],
   }, [x, ...names.map((name) => lines[name])], place);
 }
 
@@ -123,7 +145,9 @@ async function charts() {
   const sync = uPlot.sync("run");
   resized(all(".plot").map((place) => {
     const name = place.dataset.name;
-    return [place, chart(place, box.dataset.axis === "time", series.x, { [name]: series[name] }, sync)];
+    const plot = chart(place, box.dataset.axis === "time", series.x, { [name]: series[name] }, sync);
+    if (box.dataset.list) place.addEventListener("click", () => { if (plot.cursor.idx != null) location.assign(box.dataset.list + series.x[plot.cursor.idx]); });
+    return [place, plot];
   }));
 }
 

@@ -31,7 +31,11 @@ def test_a_query_shows_rows_and_a_chart(shown: Inspected) -> None:
     query = "SELECT round(reward) AS level, count(*) AS n FROM trajectories GROUP BY 1 ORDER BY 1"
     reply = shown.client.post("/sql", data={"q": query})
     text = unescape(reply.text)
-    assert reply.status_code == 200 and 'id="rows">' in text and "<th>level<th>n" in text
+    assert (
+        reply.status_code == 200
+        and 'id="rows">' in text
+        and '<th class="r">level<th class="r">n' in text
+    )
     assert "clawstream sql" in text and query in text
     assert reply.headers["hx-push-url"].startswith("/sql?q=SELECT%20round")
 
