@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from statistics import fmean, pstdev
-from typing import Any
+from typing import Any, NamedTuple
 
 from inspector.queries.conversation import ReadChat, brief, turns_of
 from inspector.queries.lake import Lake, Row
@@ -11,6 +11,16 @@ from inspector.queries.trajectory import recorded
 
 STEPS_SHOWN = 400
 """Steps of a group that are read; more are left out of the columns."""
+
+
+class Rewards(NamedTuple):
+    """The rewards of a round. spread: the standard deviation, over n."""
+
+    known: int
+    mean: float | None
+    spread: float | None
+
+
 _COLUMNS = "step_id, protocol, request_json, response_json"
 
 
@@ -41,17 +51,17 @@ def group_of(lake: Lake, run_id: str, group_id: str, read: ReadChat) -> dict[str
         decision = rollout["decision"] or {}
         number = rollout["round"] if rollout["round"] is not None else decision.get("round")
         rounds.setdefault(number, []).append(rollout)
-    for members in rounds.values():
-        _add_advantages(members)
-    return {"run_id": run_id, "group_id": group_id, "rounds": rounds}
+    rewards = {number: _add_advantages(members) for number, members in rounds.items()}
+    return {"run_id": run_id, "group_id": group_id, "rounds": rounds, "rewards": rewards}
 
 
-def _add_advantages(members: list[Row]) -> None:
+def _add_advantages(members: list[Row]) -> Rewards:
     rewards = [m["reward"] for m in members if m["reward"] is not None]
-    mean, spread = (fmean(rewards), pstdev(rewards)) if rewards else (0.0, 0.0)
+    mean, spread = (fmean(rewards), pstdev(rewards)) if rewards else (None, None)
     for m in members:
-        m["advantage"] = None if m["reward"] is None else m["reward"] - mean
+        m["advantage"] = None if m["reward"] is None or mean is None else m["reward"] - mean
         m["normalized"] = m["advantage"] / spread if m["advantage"] is not None and spread else None
+    return Rewards(len(rewards), mean, spread)
 
 
 def _add_turns(lake: Lake, run_id: str, rollouts: list[Row], read: ReadChat) -> None:
