@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
-from datetime import datetime
 from typing import Any, NamedTuple
 
 from inspector.queries.lake import Lake
@@ -66,15 +65,6 @@ def _int64(text: str) -> int:
     if not -(2**63) <= value < 2**63:
         raise ValueError
     return value
-
-
-def parse_place(query: Mapping[str, str]) -> tuple[str, str] | None:
-    """Return the time of closing and the id after which a page begins; None: at the newest."""
-    try:
-        at = datetime.fromisoformat(query.get("before_at", ""))
-    except ValueError:
-        return None
-    return at.replace(tzinfo=None).isoformat(), query.get("before_id", "")
 
 
 class Selection(NamedTuple):

@@ -15,12 +15,25 @@ _AT_ONCE = 16
 
 
 class Moment(NamedTuple):
-    """A moment of the timeline. where: the process or topic. after_s: since the first moment."""
+    """A moment of the timeline.
+
+    where: the process or topic. step: index of the step; None: of the trajectory. after_s: since
+    the first moment.
+    """
 
     at: Any
     where: str
     what: str
+    step: int | None
     after_s: float
+
+
+class Span(NamedTuple):
+    """The call of a step. left, width: its place between the first and last call, in percent."""
+
+    seconds: float
+    left: float
+    width: float
 
 
 class Trajectory(NamedTuple):
@@ -215,23 +228,51 @@ def _findings(lake: Lake, head: Row) -> list[Row]:
 def timeline(found: Trajectory) -> list[Moment]:
     """Return what happened to a trajectory, in order of time."""
     head = found.head
-    moments: list[tuple[Any, str, str]] = []
+    moments: list[tuple[Any, str, str, int | None]] = []
     for step in found.steps:
-        name = f"step {step['index']}"
-        moments.append((step["received_at"], "gateway", f"{name}: request"))
-        moments.append((step["finished_at"], "gateway", f"{name}: last token"))
+        index = step["index"]
+        moments.append((step["received_at"], "gateway", f"step {index}: request", index))
+        moments.append((step["finished_at"], "gateway", f"step {index}: last token", index))
         where = f"{step['kafka_partition']}:{step['kafka_offset']}"
-        moments.append((step["kafka_timestamp"], "Kafka", f"{name} on claw.steps, {where}"))
+        on_log = f"step {index} on claw.steps, {where}"
+        moments.append((step["kafka_timestamp"], "Kafka", on_log, index))
     if not found.is_open:
-        moments.append((head["closed_at"], "assemble", f"closed: {head['outcome']}"))
-        moments.append((head["assembled_at"], "assemble", "payload on claw.trajectories"))
+        moments.append((head["closed_at"], "assemble", f"closed: {head['outcome']}", None))
+        moments.append((head["assembled_at"], "assemble", "payload on claw.trajectories", None))
         revision = f"candidate revision {head['revision']}, as the lake has it"
-        moments.append((head["kafka_timestamp"], "lake", revision))
+        moments.append((head["kafka_timestamp"], "lake", revision, None))
     for d in found.decisions:
         what = f"in batch {d['batch_seq']} of {d['channel']}" if d["admitted"] else d["reason"]
-        moments.append((d["kafka_timestamp"], "admit", what))
+        moments.append((d["kafka_timestamp"], "admit", what, None))
     for v in found.versions:
         lost = "" if v["surviving"] else " (not on the surviving chain)"
-        moments.append((v["published_at"], "trainer", f"trained into {v['version_id']}{lost}"))
+        moments.append(
+            (v["published_at"], "trainer", f"trained into {v['version_id']}{lost}", None)
+        )
     known = sorted((m for m in moments if m[0] is not None), key=lambda m: m[0])
     return [Moment(*m, (m[0] - known[0][0]).total_seconds()) for m in known]
+
+
+def main_moments(moments: Sequence[Moment]) -> list[Moment]:
+    """Return the moments of the whole trajectory, the first one, and the last one of each place."""
+    last = {m.where: m for m in moments if m.step is not None}
+    return [m for m in moments if m.step is None or m in (moments[0], last[m.where])]
+
+
+def spans(steps: Sequence[Row]) -> list[Span | None]:
+    """Return when each step was called and for how long; None if its times are not known."""
+    times = [(s["received_at"], s["finished_at"]) for s in steps]
+    known = [(a, b) for a, b in times if a is not None and b is not None]
+    if not known:
+        return [None] * len(steps)
+    began = min(a for a, _ in known)
+    whole = (max(b for _, b in known) - began).total_seconds() or 1.0
+    return [
+        None if a is None or b is None
+        else Span(
+            (b - a).total_seconds(),
+            100 * (a - began).total_seconds() / whole,
+            100 * (b - a).total_seconds() / whole,
+        )
+        for a, b in times
+    ]  # fmt: skip

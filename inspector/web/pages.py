@@ -14,8 +14,8 @@ from fastapi.sse import EventSourceResponse, ServerSentEvent
 
 from inspector.marks import history
 from inspector.queries import group, listing, overview, tokens, trajectory
-from inspector.queries.conversation import turns_of
-from inspector.queries.filters import OUTCOMES, STAGES, parse_filters, parse_place
+from inspector.queries.conversation import brief, turns_of
+from inspector.queries.filters import OUTCOMES, STAGES, parse_filters
 from inspector.web import copies
 from inspector.web.dependencies import Used
 from inspector.web.marking import Offered
@@ -63,8 +63,8 @@ def trajectories(request: Request, parts: Used, marking: Offered) -> Response:
     """Show the list with filters; for htmx, only the rows that follow."""
     query = dict(request.query_params)
     filters = parse_filters(query)
-    before = parse_place(query)
-    page = listing.page_of(parts.lake, filters, before)
+    before, sort = listing.parse_place(query), listing.parse_sort(query)
+    page = listing.page_of(parts.lake, filters, before, sort)
     held = history.held_in_list(parts.lake, parts.marks, page.rows)
     values: dict[str, Any] = {"page": page, "filters": filters, "held": held}
     if request.headers.get("hx-request"):
@@ -72,7 +72,7 @@ def trajectories(request: Request, parts: Used, marking: Offered) -> Response:
     return render(
         request, "trajectories.html", outcomes=OUTCOMES, stages=STAGES, live=parts.live,
         offered=listing.channels_of(parts.lake), continued=before is not None, marking=marking,
-        query=urlencode(filters.given), **values,
+        query=urlencode(filters.given), sort=sort, **values,
     )  # fmt: skip
 
 
@@ -107,9 +107,11 @@ def trajectory_page(
         if row["step_id"] is None or row["step_id"] in indexes
     ]  # fmt: skip
     turns, tools = turns_of(trajectory.with_bodies(parts.lake, found), parts.chat)
+    moments = trajectory.timeline(found)
     return render(
         request, "trajectory.html", found=found, head=found.head, tools=tools, state=state,
-        turns=list(zip(found.steps, turns, strict=True)), timeline=trajectory.timeline(found),
+        turns=list(zip(found.steps, turns, trajectory.spans(found.steps), strict=True)),
+        timeline=moments, main_moments=trajectory.main_moments(moments), brief=brief,
         metadata=_pretty(found.metadata_json), sql=copies.sql_of(run_id, trajectory_id),
         marks=marks, held=history.held(marks), said=history.said, indexes=indexes, marking=marking,
     )  # fmt: skip

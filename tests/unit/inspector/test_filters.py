@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from inspector.queries.filters import Filters, parse_filters, parse_place
+from inspector.queries.filters import Filters, parse_filters
+from inspector.queries.listing import Place, parse_place, parse_sort
 
 
 @pytest.mark.parametrize("text", ["9" * 40, "-" + "9" * 40, "x", "1.5", ""])
@@ -19,6 +20,17 @@ def test_a_place_without_a_time_is_the_newest(query: dict[str, str]) -> None:
     assert parse_place(query) is None
 
 
-def test_a_place_is_a_time_and_an_id() -> None:
-    place = ("2026-01-02T03:04:05", "x")
-    assert parse_place({"before_at": place[0], "before_id": place[1]}) == place
+def test_a_place_is_a_value_of_the_order_a_time_and_an_id() -> None:
+    query = {"before_at": "2026-01-02T03:04:05", "before_id": "x"}
+    assert parse_place(query) == Place(0.0, "2026-01-02T03:04:05", "x")
+    assert parse_place(query | {"before_key": "-inf"}) == Place(
+        float("-inf"), "2026-01-02T03:04:05", "x"
+    )
+    assert parse_place(query | {"before_key": "x"}) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("reward", "reward"), ("-reward", "-reward"), ("--reward", None)]
+)
+def test_only_known_columns_order_the_list(text: str, expected: str | None) -> None:
+    assert parse_sort({"sort": text}) == expected

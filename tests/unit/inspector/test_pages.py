@@ -193,13 +193,35 @@ class TestList:
         self, shown: Inspected, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("inspector.queries.listing.PAGE", 2)
-        found, path = [], "/trajectories?channel=train"
-        while path:
-            text = shown.client.get(path, headers={"hx-request": "true"}).text
-            found += ids_on(text)
-            more = re.search(r'hx-get="([^"]+)"', text)
-            path = more[1].replace("&amp;", "&") if more else ""
+        found = _all_rows(shown, "/trajectories?channel=train")
         assert found == sorted(["g-0", "g-1", "h-0", "h-1", "evil"], reverse=True)
+
+    @pytest.mark.parametrize(
+        ("sort", "expected"),
+        [
+            ("-reward", ["g-0", "evil", "g-1", "h-1", "h-0"]),
+            ("reward", ["g-1", "evil", "g-0", "h-1", "h-0"]),
+            ("-steps", ["g-1", "g-0", "evil", "h-1", "h-0"]),
+            ("closed", ["h-1", "h-0", "g-1", "g-0", "evil"]),
+        ],
+    )
+    def test_pages_follow_each_other_in_the_order_of_a_column(
+        self, shown: Inspected, monkeypatch: pytest.MonkeyPatch, sort: str, expected: list[str]
+    ) -> None:
+        monkeypatch.setattr("inspector.queries.listing.PAGE", 2)
+        assert f"sort={sort}" in shown.client.get(f"/trajectories?sort={sort}").text
+        assert _all_rows(shown, f"/trajectories?sort={sort}") == expected
+
+
+def _all_rows(shown: Inspected, path: str) -> list[str]:
+    """Return the trajectories of a list, by following its pages."""
+    found: list[str] = []
+    while path:
+        text = shown.client.get(path, headers={"hx-request": "true"}).text
+        found += ids_on(text)
+        more = re.search(r'hx-get="([^"]+)"', text)
+        path = more[1].replace("&amp;", "&") if more else ""
+    return found
 
 
 class TestTrajectory:
