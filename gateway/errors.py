@@ -31,7 +31,7 @@ class WrongKey(GatewayError):
 
 
 class Forbidden(GatewayError):
-    """The API key lacks a scope. Names the scope."""
+    """The API key lacks a scope, or a page of another site calls. Names the scope or origin."""
 
 
 class KeysUnreadable(GatewayError):

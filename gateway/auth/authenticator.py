@@ -10,7 +10,10 @@ clients) or `api-key`:
 - any other value, or none: an unknown caller. Where `gateway.auth` is open, every caller may do
   everything.
 
-An invalid Clawstream key is refused even where no key is required. Keys are looked up by their
+An invalid Clawstream key is refused even where no key is required. A web page without a key is
+answered if it is of this machine or its origin is in `gateway.cors_origins`: a browser sends any
+page's requests to an open gateway on loopback, also under a name that the page's owner has pointed
+to 127.0.0.1. Keys are looked up by their
 SHA-256 and never logged.
 """
 
@@ -21,6 +24,7 @@ import contextlib
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
 from gateway.auth import api_keys
 from gateway.auth.api_keys import ApiKey, KeyRing, Scope, digest_of
@@ -32,6 +36,7 @@ from schemas.records import Channel
 from schemas.settings import Settings
 
 KEY_HEADERS = ("x-api-key", "api-key")
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
 RELOAD_S = 1.0
 """Interval in seconds between reads of the API key file: a revoked key stays valid this long."""
 
@@ -92,6 +97,7 @@ class Authenticator:
     def __init__(self, settings: Settings, metrics: Metrics) -> None:
         self._metrics = metrics
         self._required = settings.gateway.auth_required
+        self._origins = frozenset(settings.gateway.cors_origins)
         self._session_rewards = settings.gateway.session_rewards
         self._keys = KeyRing(settings.api_keys_file)
         self._sessions = SessionKeys(secret_of(settings))
@@ -111,7 +117,7 @@ class Authenticator:
 
         Raises:
             WrongKey: The key is missing or invalid.
-            Forbidden: The caller lacks the scope.
+            Forbidden: The caller lacks the scope, or is a web page of another site.
         """
         try:
             caller = self._caller(headers)
@@ -149,6 +155,7 @@ class Authenticator:
                     "this gateway needs an API key: as Authorization: Bearer, x-api-key or api-key",
                     "authorization",
                 )
+            self._check_page(headers)
             return ANONYMOUS
         digest = digest_of(token)
         if token.startswith(api_keys.PREFIX):
@@ -164,7 +171,24 @@ class Authenticator:
             raise WrongKey(
                 "this is no key of this gateway: see clawstream keys create", "authorization"
             )
+        self._check_page(headers)
         return Principal(digest, None, None, unbound=True)
+
+    def _check_page(self, headers: Mapping[str, str]) -> None:
+        """Raise Forbidden if a web page of another site makes the request."""
+        origin = headers.get("origin")
+        if origin is None or not self._origins.isdisjoint(("*", origin)):
+            return
+        try:
+            host = urlsplit(origin).hostname
+        except ValueError:
+            host = None
+        if host not in LOOPBACK:
+            raise Forbidden(
+                f"pages of {origin[:200]!r} may not call this gateway: name the origin in "
+                "gateway.cors_origins, or use an API key",
+                "origin",
+            )
 
     def _session_caller(self, token: str, digest: bytes) -> Principal:
         session = self._sessions.find(token, digest)

@@ -356,7 +356,7 @@ def test_no_page_may_call_where_none_is_named(run_scenario: RunScenario) -> None
         async with w.http.post(
             w.url + CALL, data=ASK, headers={"Origin": "https://app.example"}
         ) as reply:
-            assert reply.status == 200 and "access-control-allow-origin" not in reply.headers
+            assert reply.status == 403 and "access-control-allow-origin" not in reply.headers
 
     run_scenario(scenario, Script([HI]))
 

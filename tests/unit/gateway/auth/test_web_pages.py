@@ -1,0 +1,52 @@
+"""Web pages of other sites cannot use an open gateway by way of a developer's browser."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from support.gateway import GatewayFixture, run_gateway
+from support.scripted.script import Script, ScriptedChoice
+
+from schemas.codec.single_object import Codec
+
+ASK: dict[str, Any] = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
+CALL = "/t/g/v1/chat/completions"
+FOREIGN = ("http://evil.example", "http://evil.example:8100", "null", "http://127.0.0.1.evil.com")
+OURS = ("http://localhost:3000", "http://127.0.0.1:8100", "http://[::1]:5173")
+NAMED = "https://app.example"
+
+
+async def status(made: GatewayFixture, path: str, body: Any, origin: str | None) -> int:
+    """Return the status of what a page of an origin sends. A rebound name is its own Host."""
+    headers = {"content-type": "text/plain"}
+    if origin is not None:
+        headers |= {"origin": origin, "host": origin.rpartition("/")[2]}
+    async with made.http.post(made.url + path, data=json.dumps(body), headers=headers) as reply:
+        return int(reply.status)
+
+
+def test_an_open_gateway_answers_only_pages_of_this_machine_and_named_ones(
+    tmp_path: Path,
+) -> None:
+    """A browser sends text/plain to any site without asking it first."""
+
+    async def scenario(made: GatewayFixture) -> None:
+        for origin in FOREIGN:
+            assert await status(made, CALL, ASK, origin) == 403, origin
+            assert await status(made, "/t/g/complete_trajectory", {"reward": 1}, origin) == 403
+        assert made.steps() == []
+        for other in (*OURS, NAMED, None):
+            assert await status(made, CALL, ASK, other) == 200, other
+
+    script = Script([ScriptedChoice([7], ["x"], [-0.5])])
+    run_gateway(tmp_path, Codec(), scenario, script, cors_origins=[NAMED])
+
+
+def test_an_open_gateway_for_all_pages_answers_them(tmp_path: Path) -> None:
+    async def scenario(made: GatewayFixture) -> None:
+        assert await status(made, CALL, ASK, FOREIGN[0]) == 200
+
+    script = Script([ScriptedChoice([7], ["x"], [-0.5])])
+    run_gateway(tmp_path, Codec(), scenario, script, cors_origins=["*"])
