@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 import traceback
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -289,13 +290,18 @@ def sql(
     at: str | None = None,
 ) -> None:
     """Query the lake."""
+    words = [query, *(overrides or ())]  # settings may stand before the query, which may have "="
+    overrides = [word for word in words if re.match(r"[a-z][a-z0-9_.]*=", word)]
+    queries = [word for word in words if word not in overrides]
+    if len(queries) != 1:
+        fail("sql takes one query, in quotes", 2)
     # The query process starts up while this process reads its settings.
     with load("clawstream.query.sandbox_launch").query_process() as worker:
         settings = settings_of(config, overrides)
         module = load("clawstream.query.sandbox")
         if output == "parquet" and sys.stdout.isatty():
             fail("parquet is for a file: add `> answer.parquet`", 2)
-        module.write_sql(settings, query, sys.stdout.buffer, output, at, worker)
+        module.write_sql(settings, queries[0], sys.stdout.buffer, output, at, worker)
         sys.stdout.buffer.flush()
 
 

@@ -124,6 +124,7 @@ def test_every_command_has_help(capsys: pytest.CaptureFixture[str]) -> None:
         (("admit", "--config", "/nowhere.yaml"), "/nowhere.yaml"),
         (("sql", "select 1", "lake.url=x"), "setting lake.url:"),
         (("sql", "-f", "xml", "select 1"), "'xml'"),
+        (("sql", "select", "1"), "one query, in quotes"),
         (("jobs", "dance"), "dance"),
     ],
 )
@@ -148,8 +149,10 @@ def test_sql_says_what_is_wrong_in_a_line(tmp_path: Path) -> None:
     ):
         done = call("sql", query, data)
         assert done.returncode == 1 and said in done.stderr and "Traceback" not in done.stderr
-    done = call("sql", "select count(*) as n from steps", data, "--format", "json")
-    assert (done.returncode, json.loads(done.stdout)) == (0, [{"n": 0}])
+    query = "select count(*) as n from steps where step_id='x=1'"
+    for order in ((query, data), (data, query)):
+        done = call("sql", *order, "--format", "json")
+        assert (done.returncode, json.loads(done.stdout)) == (0, [{"n": 0}])
 
 
 def test_without_a_broker_they_say_so_soon(tmp_path: Path) -> None:
