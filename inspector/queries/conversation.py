@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -11,6 +12,10 @@ Chat = tuple[tuple[Message, ...], tuple[Message, ...]]
 """Messages, the reply last, and tools, in the shape of Chat Completions."""
 ReadChat = Callable[[str, bytes, bytes], Chat | None]
 """Reads (protocol, request, response) of a step; None: no chat."""
+
+
+_DATA_URL = re.compile(r"data:image/(png|jpeg|gif|webp);base64,")
+"""Images that a page shows: a browser runs no script of them. None of another host is loaded."""
 
 
 class ToolCall(NamedTuple):
@@ -25,11 +30,13 @@ class ToolCall(NamedTuple):
 class Part(NamedTuple):
     """A message to show.
 
-    answers: the call that a tool's result answers. first: whether the result is shown first here.
+    images: data URLs. answers: the call that a tool's result answers. first: whether the result is
+    shown first here.
     """
 
     role: str
     text: str
+    images: tuple[str, ...]
     calls: tuple[ToolCall, ...]
     answers: ToolCall | None
     first: bool
@@ -94,7 +101,7 @@ def _common(before: Sequence[Message], now: Sequence[Message]) -> int:
 
 def _shown(message: Message) -> tuple[Any, ...]:
     calls = tuple((c.call_id, c.name, c.arguments) for c in _calls(message, 0))
-    return message.get("role"), text_of(message), calls
+    return message.get("role"), text_of(message), images_of(message), calls
 
 
 class _Matcher:
@@ -110,7 +117,8 @@ class _Matcher:
         first = answered is not None and answered not in self._answered
         if answered is not None:
             self._answered.add(answered)
-        return Part(str(message.get("role")), text_of(message), made, answered, first)
+        role, text, images = str(message.get("role")), text_of(message), images_of(message)
+        return Part(role, text, images, made, answered, first)
 
     def _known(self, call: ToolCall) -> ToolCall:
         """Return the call as it was first seen: a request may repeat it."""
@@ -135,20 +143,40 @@ def _calls(message: Message, step: int) -> list[ToolCall]:
 
 
 def text_of(message: Message) -> str:
-    """Return the text of a message; other content, such as images, as JSON."""
-    content = message.get("content")
-    if isinstance(content, str):
-        return content
-    if content is None:
+    """Return the text of a message; content that is neither text nor an image as JSON."""
+    if message.get("content") is None:
         refusal = message.get("refusal")
         return refusal if isinstance(refusal, str) else ""
-    blocks = content if isinstance(content, list) else [content]
     return "\n".join(
         block["text"]
         if isinstance(block, dict) and isinstance(block.get("text"), str)
+        else block if isinstance(block, str)
         else json.dumps(block, ensure_ascii=False)
-        for block in blocks
-    )
+        for block in _blocks(message)
+        if _image(block) is None
+    )  # fmt: skip
+
+
+def images_of(message: Message) -> tuple[str, ...]:
+    """Return the images that a message holds, as data URLs. Those of other hosts are text."""
+    return tuple(url for block in _blocks(message) if (url := _image(block)) is not None)
+
+
+def _blocks(message: Message) -> list[Any]:
+    content = message.get("content")
+    return content if isinstance(content, list) else [] if content is None else [content]
+
+
+def _image(block: Any) -> str | None:
+    """Return the data URL of an image of Chat Completions, Responses or Messages."""
+    match block:
+        case {"image_url": {"url": str(url)}} | {"image_url": str(url)}:
+            pass
+        case {"source": {"media_type": str(kind), "data": str(data)}}:
+            url = f"data:{kind};base64,{data}"
+        case _:
+            return None
+    return url if _DATA_URL.match(url) else None
 
 
 def brief(reply: Part | None) -> str:
