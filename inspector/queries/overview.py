@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 from inspector.queries.lake import Lake, Row
 
 BUCKETS = 80
 """Points of a series over time."""
+CURVE = 24
+"""Points of the curve of a run in the list of runs."""
 Axis = Literal["version", "time"]
 
 
@@ -20,9 +23,9 @@ class Stage(NamedTuple):
 
 
 def runs(lake: Lake) -> list[Row]:
-    """Return all runs with totals, the newest first."""
-    return lake.rows(
-        """WITH closing AS (
+    """Return all runs with totals and `curve`, the mean reward over time; the newest first."""
+    found = lake.rows(
+        f"""WITH closing AS (
             SELECT run_id, count(*) AS trajectories, avg(reward) AS reward,
                 max(newest_sync_index) AS version, max(closed_at) AS closed_at
             FROM closed GROUP BY ALL
@@ -32,10 +35,32 @@ def runs(lake: Lake) -> list[Row]:
         ), batching AS (
             SELECT run_id, count(DISTINCT (channel, batch_seq)) AS batches
             FROM members WHERE admitted GROUP BY ALL
+        ), span AS (
+            SELECT run_id, epoch(min(closed_at)) AS first,
+                greatest(epoch(max(closed_at)) - epoch(min(closed_at)), 1) AS length
+            FROM closed GROUP BY ALL
+        ), points AS (
+            SELECT run_id, floor((epoch(closed_at) - first) / length * {CURVE - 1}) AS x,
+                avg(reward) AS y
+            FROM closed JOIN span USING (run_id) WHERE reward IS NOT NULL GROUP BY ALL
+        ), curves AS (
+            SELECT run_id, list((x, y) ORDER BY x) AS points FROM points GROUP BY ALL
         )
         SELECT * FROM calling FULL JOIN closing USING (run_id) LEFT JOIN batching USING (run_id)
+            LEFT JOIN curves USING (run_id)
         ORDER BY coalesce(called_at, closed_at) DESC, run_id"""
     )
+    return [run | {"curve": curve_of(run.pop("points") or ())} for run in found]
+
+
+def curve_of(points: Sequence[tuple[float, float]]) -> str:
+    """Return the points of an SVG line, in a box of `CURVE` - 1 by 10; "" for fewer than two."""
+    ys = [y for _, y in points]
+    if len(ys) < 2:
+        return ""
+    low, height = min(ys), max(ys) - min(ys)
+    at = (5.0 if height == 0 else 10 * (1 - (y - low) / height) for y in ys)
+    return " ".join(f"{x:g},{y:.2f}" for (x, _), y in zip(points, at, strict=True))
 
 
 def series(lake: Lake, run_id: str, axis: Axis, channel: str) -> dict[str, list[Any]]:

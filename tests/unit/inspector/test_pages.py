@@ -17,6 +17,7 @@ from support.small_lake import SmallLake
 from clawstream.query.live_lake import Copy, LiveLake
 from inspector.queries.lake import COPIES
 from inspector.queries.tokens import MODES
+from inspector.queries.overview import curve_of
 from inspector.queries.trajectory import state
 from inspector.web import app
 from inspector.web.app import HEADERS
@@ -262,6 +263,19 @@ def test_the_funnel_counts_each_step_once(shown: Inspected) -> None:
     assert stages["rewarded"] == (7, [("no reward yet", 2)])
     assert stages["admitted"] == (0, [("waits for its group", 7)])
     assert stages["trained"] == (0, [])
+
+
+@pytest.mark.parametrize(
+    ("points", "expected"),
+    [
+        ([], ""),
+        ([(0.0, 0.5)], ""),
+        ([(0.0, 0.5), (23.0, 0.5)], "0,5.00 23,5.00"),
+        ([(0.0, -1.0), (4.0, 0.0), (23.0, 1.0)], "0,10.00 4,5.00 23,0.00"),
+    ],
+)
+def test_the_curve_of_a_run_fills_its_box(points: list[tuple[float, float]], expected: str) -> None:
+    assert curve_of(points) == expected
 
 
 def test_static_files_need_no_key_and_are_named_with_their_licence() -> None:
