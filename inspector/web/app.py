@@ -91,7 +91,9 @@ def create_app(parts: Parts) -> FastAPI:
         is_open = request.url.path.startswith(OPEN_PATHS)
         try:
             request.state.user = (
-                None if is_open else access.user(headers.get("authorization"), cookies.get(COOKIE))
+                None
+                if is_open
+                else access.user(headers.get("authorization"), cookies.get(_session(request)))
             )
             response = _refusal(request, is_open) or await call_next(request)
         except ForeseenError as error:  # of the keys: handlers see only errors of routes
@@ -155,14 +157,14 @@ def _add_login(app: FastAPI, access: Access) -> None:
         if session is None:
             return render(request, "login.html", 401, next=target, wrong=True)
         response = RedirectResponse(target, 303)
-        _set_cookie(request, response, COOKIE, session)
+        _set_cookie(request, response, _session(request), session)
         return response
 
     @app.post("/logout")
     def log_out(request: Request) -> Response:
-        access.log_out(request.cookies.get(COOKIE))
+        access.log_out(request.cookies.get(_session(request)))
         response = RedirectResponse("/login", 303)
-        response.delete_cookie(COOKIE)
+        response.delete_cookie(_session(request))
         return response
 
     @app.post("/theme")
@@ -171,6 +173,11 @@ def _add_login(app: FastAPI, access: Access) -> None:
         name = given.get("to") if given.get("to") in ("light", "dark") else "auto"
         _set_cookie(request, response, "theme", str(name))
         return response
+
+
+def _session(request: Request) -> str:
+    """Return the name of the session's cookie: a browser sends one to all ports of a host."""
+    return f"{COOKIE}_{request.url.port or request.url.scheme}"
 
 
 def _set_cookie(request: Request, response: Response, name: str, value: str) -> None:

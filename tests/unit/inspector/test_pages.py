@@ -115,6 +115,16 @@ class TestLogin:
         assert shown.client.get("/", headers=as_browser).status_code == 303
         shown.client.cookies.clear()
 
+    def test_inspectors_on_two_ports_have_a_session_each(self, shown: Inspected) -> None:
+        names = set()
+        for port in (8300, 9000):
+            address = f"http://testserver:{port}"
+            reply = shown.client.post(f"{address}/login", data={"key": KEY})
+            names.add(reply.headers["set-cookie"].partition("=")[0])
+            assert shown.client.get(f"{address}/", headers={"authorization": ""}).status_code == 200
+        assert len(names) == 2
+        shown.client.cookies.clear()
+
     @pytest.mark.parametrize(
         "target", ["//evil.example", "https://evil.example", "/\\evil.example"]
     )
