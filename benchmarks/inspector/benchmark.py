@@ -140,6 +140,9 @@ def pages_of(trajectories: int) -> Mapping[str, Address]:
     return {
         "list": listed(),
         "list_next": listed(before_at="2026-05-29T00:00:00", before_id="x"),
+        "list_sorted": listed(sort=lambda r: r.choice(["-reward", "quality", "-tokens"])),
+        "list_sorted_next": listed(sort="-reward", before_key=0.5,
+                                   before_at="2026-05-29T00:00:00", before_id="x"),
         "list_run": listed(run_id="run-1"),
         "list_agent": listed(agent=lambda r: f"agent-{r.randrange(5)}"),
         "list_task": listed(task=lambda r: f'"task": {r.randrange(500)},'),
@@ -167,6 +170,7 @@ def pages_of(trajectories: int) -> Mapping[str, Address]:
         "tokens": of_trajectory("/tokens?step=0"),
         "tokens_difference": of_trajectory("/tokens?step=0&by=difference"),
         "record": of_trajectory("/step/0"),
+        "runs": lambda _: "/",
         "run": lambda r: f"/runs/run-{r.randrange(4)}",
         "operations": lambda r: f"/operations?range={r.choice(RANGES)}",
         "operations_series": lambda r: f"/operations/series.json?range={r.choice(RANGES)}&until="
