@@ -53,14 +53,11 @@ def runs(lake: Lake) -> list[Row]:
     return [run | {"curve": curve_of(run.pop("points") or ())} for run in found]
 
 
-def curve_of(points: Sequence[tuple[float, float]]) -> str:
-    """Return the points of an SVG line, in a box of `CURVE` - 1 by 10; "" for fewer than two."""
-    ys = [y for _, y in points]
-    if len(ys) < 2:
-        return ""
-    low, height = min(ys), max(ys) - min(ys)
-    at = (5.0 if height == 0 else 10 * (1 - (y - low) / height) for y in ys)
-    return " ".join(f"{x:g},{y:.2f}" for (x, _), y in zip(points, at, strict=True))
+def curve_of(points: Sequence[tuple[float, float]]) -> list[float | None]:
+    """Return `CURVE` values from (place, value), each as the distance from the lowest one."""
+    values = {round(place): value for place, value in points}
+    low = min(values.values(), default=0.0)
+    return [values[place] - low if place in values else None for place in range(CURVE)]
 
 
 def series(lake: Lake, run_id: str, axis: Axis, channel: str) -> dict[str, list[Any]]:

@@ -13,6 +13,7 @@ from fastapi.responses import JSONResponse
 from fastapi.sse import EventSourceResponse, ServerSentEvent
 
 from inspector.marks import history
+from inspector.operations.sparkline import HEIGHT, WIDTH, path_of
 from inspector.queries import group, listing, overview, tokens, trajectory
 from inspector.queries.conversation import brief, turns_of
 from inspector.queries.filters import OUTCOMES, STAGES, parse_filters
@@ -28,7 +29,12 @@ router = APIRouter()
 @router.get("/")
 def runs(request: Request, parts: Used) -> Response:
     """Show all runs."""
-    return render(request, "runs.html", runs=overview.runs(parts.lake), live=parts.live)
+    found = overview.runs(parts.lake)
+    curves = {run["run_id"]: path_of(run["curve"], least=1e-9) for run in found}
+    return render(
+        request, "runs.html", runs=found, live=parts.live,
+        curves=curves, width=WIDTH, height=HEIGHT,
+    )  # fmt: skip
 
 
 @router.get("/runs/{run_id}")

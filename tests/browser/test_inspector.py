@@ -105,7 +105,7 @@ def test_a_query_draws_a_chart(browser: Any, tmp_path: Path) -> None:
         page.keyboard.press("Control+Enter")
         page.wait_for_selector("#result .plot canvas")
         assert page.inner_text("#rows") == "3" and "q=SELECT" in page.url
-        page.hover("#result .plot canvas")
+        page.hover("#result .u-over")
         page.wait_for_selector("#result output:has-text('1: ')")
         page.click("details.view >> nth=0")
         page.click("button.insert >> nth=0")

@@ -17,7 +17,7 @@ from support.small_lake import SmallLake
 from clawstream.query.live_lake import Copy, LiveLake
 from inspector.queries.lake import COPIES
 from inspector.queries.tokens import MODES
-from inspector.queries.overview import curve_of
+from inspector.queries.overview import CURVE, curve_of
 from inspector.queries.trajectory import state
 from inspector.web import app
 from inspector.web.app import HEADERS
@@ -275,17 +275,9 @@ def test_the_funnel_counts_each_step_once(shown: Inspected) -> None:
     assert stages["trained"] == (0, [])
 
 
-@pytest.mark.parametrize(
-    ("points", "expected"),
-    [
-        ([], ""),
-        ([(0.0, 0.5)], ""),
-        ([(0.0, 0.5), (23.0, 0.5)], "0,5.00 23,5.00"),
-        ([(0.0, -1.0), (4.0, 0.0), (23.0, 1.0)], "0,10.00 4,5.00 23,0.00"),
-    ],
-)
-def test_the_curve_of_a_run_fills_its_box(points: list[tuple[float, float]], expected: str) -> None:
-    assert curve_of(points) == expected
+def test_the_curve_of_a_run_begins_at_its_lowest_value() -> None:
+    assert curve_of([(0.0, -1.0), (2.0, 0.5)])[:4] == [0.0, None, 1.5, None]
+    assert curve_of([]) == [None] * CURVE
 
 
 def test_static_files_need_no_key_and_are_named_with_their_licence() -> None:
