@@ -46,10 +46,10 @@ def inspect(
 
 def parts_of(settings: Settings) -> tuple[Parts, Live, str | None]:
     """Return the parts of the application, its live tail, and the key to print, if any."""
-    from clawstream.export.chat import chat_of
     from clawstream.inspection.operations import Operations
     from clawstream.inspection.policies import RunPolicies
     from clawstream.inspection.sandboxed_sql import runner
+    from clawstream.inspection.whole_chats import whole_chats
     from clawstream.query.live_lake import Copy, LiveLake
     from clawstream.query.token_texts import TokenTexts
     from inspector.live.feed import Follower, Live
@@ -58,6 +58,7 @@ def parts_of(settings: Settings) -> tuple[Parts, Live, str | None]:
     from inspector.queries.activity import Activity
     from inspector.queries.lake import COPIES
     from inspector.web.app import Parts
+    from runtime.blob_store import BlobStore
     from runtime.topics.records import cluster_of
 
     lake = LiveLake(settings, {name: Copy(*copy) for name, copy in COPIES.items()})
@@ -67,8 +68,10 @@ def parts_of(settings: Settings) -> tuple[Parts, Live, str | None]:
     follower = Follower(cluster, settings)
     live = Live(lake, follower)
     url = gateway.public_url or f"http://127.0.0.1:{gateway.port}{gateway.base_path}"
+    blobs = BlobStore(settings.blob_uri, gateway.blob_options)
     parts = Parts(
-        lake, live, user_of, chat_of, TokenTexts(lake.rows, gateway.tokenizer_path), url,
+        lake, live, user_of, whole_chats(blobs.get),
+        TokenTexts(lake.rows, gateway.tokenizer_path), url,
         marks=MarkWriter(topics.rewards, producer_of(cluster, topics), follower.is_connected),
         rewards=(gateway.reward_min, gateway.reward_max),
         policies=RunPolicies(settings, cluster, lake, follower.is_connected),
