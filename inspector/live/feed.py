@@ -64,6 +64,11 @@ class Live:
         with self._lock:
             return self._from_lake[:limit] if self.source == "lake" else self._recent.rows(limit)
 
+    @property
+    def watching(self) -> int:
+        """The number of pages that wait for a change."""
+        return self._changes.watching
+
     def changes(self) -> AsyncIterator[None]:
         """Yield at once, and after each change; ends with the process."""
         return self._changes.each()

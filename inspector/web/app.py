@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -17,6 +18,7 @@ from starlette.exceptions import HTTPException
 from inspector.errors import InspectorError
 from inspector.live.feed import Live
 from inspector.marks.writer import MarkWriter
+from inspector.metrics import PageMetrics
 from inspector.operations.watcher import Watcher
 from inspector.queries.activity import Activity
 from inspector.queries.conversation import ReadChat
@@ -38,7 +40,7 @@ HEADERS = {
     "x-content-type-options": "nosniff",
     "cache-control": "no-store",
 }
-OPEN_PATHS = ("/login", "/static/", "/favicon.ico")
+OPEN_PATHS = ("/login", "/static/", "/favicon.ico", "/metrics")
 STATIC = Path(__file__).parent / "static"
 
 
@@ -62,6 +64,7 @@ class Parts(NamedTuple):
     sql: RunSql
     operations: Watcher
     activity: Activity
+    metrics: PageMetrics
 
 
 def create_app(parts: Parts) -> FastAPI:
@@ -82,12 +85,17 @@ def create_app(parts: Parts) -> FastAPI:
     for part in (pages, marking, policy, sql, operations):
         app.include_router(part.router)
     _add_login(app, access)
+    parts.metrics.watching.set_function(lambda: parts.live.watching)
+
+    @app.get("/metrics")
+    def metrics() -> Response:
+        return Response(parts.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @app.middleware("http")
     async def guard(
         request: Request, call_next: Callable[[Request], Awaitable[Response]]
     ) -> Response:
-        headers, cookies = request.headers, request.cookies
+        headers, cookies, began = request.headers, request.cookies, time.perf_counter()
         is_open = request.url.path.startswith(OPEN_PATHS)
         try:
             request.state.user = (
@@ -102,6 +110,10 @@ def create_app(parts: Parts) -> FastAPI:
             response.headers.setdefault(name, value)
         if request.url.path.startswith("/static/"):
             response.headers["cache-control"] = "max-age=3600"
+        # Not the path: it has ids, and a route that is not known has any name.
+        route = getattr(request.scope.get("route"), "path", "other")
+        took = parts.metrics.pages.labels(route, response.status_code)
+        took.observe(time.perf_counter() - began)
         return response
 
     app.exception_handler(ForeseenError)(_error_page)

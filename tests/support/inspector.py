@@ -15,6 +15,7 @@ from clawstream.query.live_lake import Copy, LiveLake
 from inspector.live.feed import Live
 from inspector.marks.mark import Event
 from inspector.marks.writer import MarkWriter
+from inspector.metrics import PageMetrics
 from inspector.operations.observation import (
     Consumer,
     Disk,
@@ -154,7 +155,7 @@ def application(settings: Settings, written: ExportLake, lake: LiveLake) -> Insp
         policies=RunPolicies(settings, cluster_of(settings), lake, lambda: False),
         sql=runner(settings),
         operations=Watcher(observed),
-        activity=Activity(lake),
+        activity=Activity(lake), metrics=PageMetrics(),
     )  # fmt: skip
     client = TestClient(create_app(parts), headers={"accept": "text/html"}, follow_redirects=False)
     client.headers["authorization"] = f"Bearer {KEY}"

@@ -54,11 +54,13 @@ def parts_of(settings: Settings) -> tuple[Parts, Live, str | None]:
     from clawstream.query.token_texts import TokenTexts
     from inspector.live.feed import Follower, Live
     from inspector.marks.writer import MarkWriter, producer_of
+    from inspector.metrics import PageMetrics
     from inspector.operations.watcher import Watcher
     from inspector.queries.activity import Activity
     from inspector.queries.lake import COPIES
     from inspector.web.app import Parts
     from runtime.blob_store import BlobStore
+    from runtime.process.metrics import add_process_metrics
     from runtime.topics.records import cluster_of
 
     lake = LiveLake(settings, {name: Copy(*copy) for name, copy in COPIES.items()})
@@ -68,6 +70,8 @@ def parts_of(settings: Settings) -> tuple[Parts, Live, str | None]:
     follower = Follower(cluster, settings)
     live = Live(lake, follower)
     url = gateway.public_url or f"http://127.0.0.1:{gateway.port}{gateway.base_path}"
+    metrics = PageMetrics()
+    add_process_metrics(metrics.registry, settings)
     blobs = BlobStore(settings.blob_uri, gateway.blob_options)
     parts = Parts(
         lake, live, user_of, whole_chats(blobs.get),
@@ -77,7 +81,7 @@ def parts_of(settings: Settings) -> tuple[Parts, Live, str | None]:
         policies=RunPolicies(settings, cluster, lake, follower.is_connected),
         sql=runner(settings),
         operations=Watcher(Operations(settings, cluster_of(settings))),
-        activity=Activity(lake),
+        activity=Activity(lake), metrics=metrics,
     )  # fmt: skip
     return parts, live, key
 

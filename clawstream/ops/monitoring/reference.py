@@ -15,6 +15,7 @@ from prometheus_client.registry import Collector
 from clawstream.ops.monitoring.exporter import MonitorMetrics
 from clawstream.ops.tracing.metrics import TraceMetrics
 from gateway.metrics import Metrics
+from inspector.metrics import PageMetrics
 from rollout.metrics import WorkerMetrics
 from rollout.status import Report
 from runtime.process.metrics import DiskSpace
@@ -49,6 +50,7 @@ def all_metrics() -> Mapping[str, Sequence[Described]]:
         "lake": _of_registry(LakeMetrics().registry),
         "traces": _of_registry(TraceMetrics().registry),
         "trainer": _described(VersionMetrics()),
+        "inspector": _of_registry(PageMetrics().registry),
         "rollout": _described(WorkerMetrics(Report(Settings(), ""))),
     }
 

@@ -117,10 +117,9 @@ class TestProcess:
             "metrics": settings.metrics.port_of(name),
         }
         assert ports(name) == {k: v for k, v in expected.items() if v is not None}
-        annotations = WORKLOADS[name]["spec"]["template"]["metadata"].get("annotations", {})
-        if name != "inspector":
-            scraped = ports(name).get("metrics", ports(name).get("http"))
-            assert annotations["prometheus.io/port"] == str(scraped)
+        annotations = WORKLOADS[name]["spec"]["template"]["metadata"]["annotations"]
+        scraped = ports(name).get("metrics", ports(name).get("http"))
+        assert annotations["prometheus.io/port"] == str(scraped)
 
     def test_the_probes_ask_a_port_of_the_process(self, name: str) -> None:
         probes = [v["httpGet"] for k, v in container(name).items() if k.endswith("Probe")]

@@ -100,6 +100,7 @@ def test_the_targets_are_the_ports_of_the_containers() -> None:
             ((name,),) = (c["names"] for c in job["dns_sd_configs"])
             ports[job["job_name"]] = name, job["dns_sd_configs"][0]["port"]
     assert ports.pop("gateway") == ("gateway", given.gateway.port)
+    assert ports.pop("inspector") == ("inspector", 8300)
     assert ports.pop("vllm") == ("rollout", given.rollout.port)
     assert ports == {p: (p, given.metrics.port_of(p)) for p in METRICS_PORTS}
     services = yaml.safe_load((ROOT / "infra/docker-compose.yml").read_text())["services"]

@@ -9,6 +9,7 @@ from fastapi.testclient import TestClient
 
 from gateway.errors import KeysUnreadable
 from inspector.live.feed import Live
+from inspector.metrics import PageMetrics
 from inspector.web.access import is_cross_site
 from inspector.web.app import HEADERS, Parts, create_app
 
@@ -34,7 +35,7 @@ def client_of(user_of: Any) -> TestClient:
     parts = Parts(
         lake, Live(lake), user_of, lambda *_: None, lambda *_: None, "http://gateway",
         marks=nothing, rewards=(0.0, 1.0), policies=nothing, sql=nothing,
-        operations=nothing, activity=nothing,
+        operations=nothing, activity=nothing, metrics=PageMetrics(),
     )  # fmt: skip
     return TestClient(create_app(parts), follow_redirects=False)
 

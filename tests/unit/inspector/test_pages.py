@@ -101,6 +101,17 @@ class TestEveryPage:
         assert reply.status_code == 413 and "at most 65536 bytes" in reply.text
 
 
+def test_metrics_need_no_key_and_name_no_ids(shown: Inspected) -> None:
+    for path in ("/t/run/g-0", "/t/run/none", "/nothing/g-0"):
+        shown.client.get(path)
+    reply = shown.client.get("/metrics", headers={"authorization": ""})
+    assert reply.status_code == 200
+    name = "clawstream_inspector_page_seconds_count"
+    page = f'{name}{{route="/t/{{run_id}}/{{trajectory_id}}",status="200"}}'
+    assert page in reply.text and f'{name}{{route="other",status="404"}}' in reply.text
+    assert "clawstream_inspector_live_pages 0.0" in reply.text and "g-0" not in reply.text
+
+
 class TestLogin:
     def test_exchanges_a_key_for_a_strict_cookie(self, shown: Inspected) -> None:
         form = {"key": KEY, "next": "/trajectories?channel=train"}
