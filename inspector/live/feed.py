@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from inspector.live.changes import Changes
-from inspector.live.recent import Recent
+from inspector.live.recent import Recent, newest
 from inspector.queries.lake import Lake
 from inspector.queries.listing import open_rows
 from runtime.kafka import Cluster, KafkaError, Reader
@@ -59,10 +59,12 @@ class Live:
         self._stop.set()
         self._changes.stop()
 
-    def rows(self, limit: int = 12) -> list[dict[str, Any]]:
-        """Return the newest trajectories, newest first."""
+    def rows(self, run_id: str | None = None, limit: int = 12) -> list[dict[str, Any]]:
+        """Return the newest trajectories, of all runs or of one, newest first."""
         with self._lock:
-            return self._from_lake[:limit] if self.source == "lake" else self._recent.rows(limit)
+            if self.source == "lake":
+                return list(newest(self._from_lake, limit, run_id))
+            return self._recent.rows(limit, run_id)
 
     @property
     def watching(self) -> int:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
+from itertools import islice
 from typing import Any
 
 from schemas.records import Candidate, SessionEvent, Step
@@ -45,10 +47,9 @@ class Recent:
             return False
         return True
 
-    def rows(self, limit: int) -> list[dict[str, Any]]:
-        """Return the newest trajectories, newest first."""
-        newest = list(reversed(self._by_key.values()))[:limit]
-        return [dict(row) for row in newest]
+    def rows(self, limit: int, run_id: str | None = None) -> list[dict[str, Any]]:
+        """Return the newest trajectories, of all runs or of one, newest first."""
+        return [dict(row) for row in newest(reversed(self._by_key.values()), limit, run_id)]
 
     def _row(self, run_id: str, key: str, timestamp_ms: int) -> dict[str, Any]:
         """Return the row of a trajectory, moved to the newest place."""
@@ -64,6 +65,13 @@ class Recent:
         if len(self._by_key) > KEPT:
             self._by_key.popitem(last=False)
         return row
+
+
+def newest(
+    rows: Iterable[dict[str, Any]], limit: int, run_id: str | None
+) -> Iterator[dict[str, Any]]:
+    """Return the first rows, of all runs or of one."""
+    return islice((row for row in rows if run_id in (None, row["run_id"])), limit)
 
 
 def _said(response_json: bytes) -> str:

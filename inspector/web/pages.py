@@ -189,10 +189,10 @@ def token_page(
 
 
 @router.get("/live", response_class=EventSourceResponse)
-async def live(parts: Used) -> AsyncIterator[ServerSentEvent]:
-    """Send the newest trajectories, whenever they change."""
+async def live(parts: Used, run: str | None = None) -> AsyncIterator[ServerSentEvent]:
+    """Send the newest trajectories, of all runs or of one, whenever they change."""
     async for _ in parts.live.changes():
-        html = text_of("live.html", rows=parts.live.rows(), source=parts.live.source)
+        html = text_of("live.html", rows=parts.live.rows(run), source=parts.live.source)
         yield ServerSentEvent(raw_data=html, event="live")
 
 

@@ -39,6 +39,14 @@ def test_the_newest_comes_first_and_the_oldest_is_forgotten() -> None:
     assert len(rows) == recent.KEPT and rows[-1]["trajectory_id"] == "k1"
 
 
+def test_the_newest_of_one_run() -> None:
+    seen = Recent()
+    for number, run in enumerate(("a", "b", "a", "b")):
+        seen.fold(turn(f"k{number}", 0, [1], [2], run_id=run), number)
+    assert [row["trajectory_id"] for row in seen.rows(1, "a")] == ["k2"]
+    assert [row["trajectory_id"] for row in seen.rows(9, "b")] == ["k3", "k1"]
+
+
 def test_other_records_change_nothing() -> None:
     seen = Recent()
     assert not seen.fold(object(), 1) and seen.rows(1) == []
