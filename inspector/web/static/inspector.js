@@ -121,7 +121,7 @@ function chart(place, time, x, lines, sync, span) {
   const say = (plot) => {  // the value under the cursor, above a chart of one line
     const facts = place.parentElement.querySelector("figcaption output");
     const i = plot.cursor.idx;
-    if (facts) facts.textContent = i == null ? "" : `${at(x[i])}: ${shown(lines[names[0]][i])}`;
+    if (facts && names.length === 1) facts.textContent = i == null ? "" : `${at(x[i])}: ${shown(lines[names[0]][i])}`;
   };
   return new uPlot({
     width: place.clientWidth, height: 168, legend: { show: !!span || names.length > 1 },
