@@ -21,6 +21,7 @@ from inspector.web import copies
 from inspector.web.dependencies import Used
 from inspector.web.marking import Offered
 from inspector.web.rendering import render, text_of
+from schemas.blob_refs import referenced
 from schemas.errors import ForeseenError
 
 router = APIRouter()
@@ -150,11 +151,13 @@ def raw_step(
     if not rows:  # erased since the page was opened
         raise HTTPException(404)
     record = {name: _value(value) for name, value in rows[0].items()}
+    bodies = (rows[0]["request_json"].encode(), rows[0]["response_json"].encode())
     return render(
         request, "step.html", head=found.head, step=step,
         record=json.dumps(record, indent=2, ensure_ascii=False, default=str),
         curl=copies.curl_of(rows[0], parts.gateway_url),
         case=copies.case_of(rows[0], parts.gateway_url),
+        is_whole=not any(referenced("", body) for body in bodies),
     )  # fmt: skip
 
 

@@ -21,6 +21,8 @@ from inspector.queries.tokens import MODES
 from inspector.queries.trajectory import state
 from inspector.web import app
 from inspector.web.app import HEADERS
+from schemas.blob_refs import reference
+from schemas.records import Blob
 from schemas.settings import Settings
 
 PAGES = [
@@ -241,8 +243,6 @@ class TestTrajectory:
         assert lanes == ["lane0", "lane0", "lane1"]
 
     def test_a_step_of_an_open_trajectory_is_shown(self, shown: Inspected) -> None:
-        from support.export_lake import turn
-
         shown.written.lake.put("steps", "SS", turn("open", 0, [1], [2]))
         assert shown.lake.refresh()
         text = shown.client.get("/t/run/open").text
@@ -259,6 +259,15 @@ class TestTrajectory:
     def test_copies_are_commands_of_the_shell(self, shown: Inspected) -> None:
         text = shown.client.get("/t/run/g-0/step/0").text
         assert "curl http://gateway/v1/chat/completions" in text and "def test_step" in text
+
+
+def test_a_reference_to_the_blob_store_is_no_request_to_copy(tmp_path: Path) -> None:
+    made = inspected(Settings(data_dir=tmp_path))
+    blob = reference(Blob(field="request_json", url="s3://b/x", sha256="0" * 64, size_bytes=9))
+    made.written.lake.put("steps", "SS", turn("large", 0, [1], [2], request_json=blob))
+    assert made.lake.refresh()
+    text = made.client.get("/t/run/large/step/0").text
+    assert "in the blob store" in text and "Copy as curl" not in text and "s3://b/x" in text
 
 
 def test_the_funnel_counts_each_step_once(shown: Inspected) -> None:
