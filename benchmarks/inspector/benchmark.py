@@ -153,6 +153,7 @@ def pages_of(trajectories: int) -> Mapping[str, Address]:
         "list_quality": listed(quality_max=lambda r: r.random()),
         "list_status": listed(outcome="failed"),
         "list_admission": listed(stage=lambda r: r.choice(["admitted", "refused", "undecided"])),
+        "list_reason": listed(reason="zero_variance"),
         "list_run_reward": listed(run_id="run-2", reward_min=0.5, stage="admitted"),
         "text_common": listed(text=lambda r: r.choice([COMMON, "tools", "products"])),
         "text_rare": listed(text=lambda r: r.choice([RARE, ABSENT, f"call-{r.randrange(9999)}-0"])),

@@ -19,7 +19,7 @@ class Filters:
 
     agent: part of the user agent or model. task: part of the metadata or group. version: sync
     index among the trainable tokens. text: words of requests and replies. stage: what admission
-    said.
+    said. reason: why it is not rewarded, not trainable or refused, as the funnel names it.
     """
 
     run_id: str | None = None
@@ -34,6 +34,7 @@ class Filters:
     quality_max: float | None = None
     outcome: str | None = None
     stage: str | None = None
+    reason: str | None = None
     text: str | None = None
 
     @property
@@ -121,3 +122,7 @@ def _conditions(filters: Filters) -> Iterator[str]:
             "refused": f"{place} IN {refused} AND {place} NOT IN {decided}",
             "undecided": f"{place} NOT IN {decided} AND {place} NOT IN {refused}",
         }[filters.stage]
+    if "reason" in given:
+        yield """(c.reason = $reason OR c.unrewarded_reason = $reason
+            OR (c.run_id, c.trajectory_id) IN (SELECT (run_id, trajectory_id) FROM members
+                WHERE NOT admitted AND reason = $reason))"""

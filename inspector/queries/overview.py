@@ -139,6 +139,11 @@ def funnel(lake: Lake, run_id: str) -> list[Stage]:
     return stages
 
 
+def is_filter(stage: str, reason: str) -> bool:
+    """Return whether the list can be filtered by the reason of a loss: records have it."""
+    return stage in ("rewarded", "admitted") and reason not in (_UNREWARDED, _WAITS)
+
+
 def _reasons(rows: list[Row], names: tuple[str, ...] = ("reason",)) -> list[tuple[Any, int]]:
     """Return (reason, steps), the most frequent first."""
     found = [
@@ -148,7 +153,8 @@ def _reasons(rows: list[Row], names: tuple[str, ...] = ("reason",)) -> list[tupl
     return sorted(found, key=lambda pair: -pair[1])
 
 
-_FATES = """
+_UNREWARDED, _WAITS = "no reward yet", "waits for its group"
+_FATES = f"""
     WITH decided AS (
         SELECT run_id, trajectory_id, bool_or(admitted) AS admitted,
             max_by(reason, kafka_timestamp) AS refused,
@@ -164,8 +170,8 @@ _FATES = """
             WHEN NOT coalesce(d.admitted, false) THEN 'admitted'
             WHEN c.channel <> 'train' OR t.last IS NULL OR d.batch_seq > t.last THEN 'trained'
             END AS lost_at,
-            CASE WHEN c.reward IS NULL THEN coalesce(c.unrewarded_reason, 'no reward yet')
-            WHEN d.trajectory_id IS NULL THEN coalesce(c.reason, 'waits for its group')
+            CASE WHEN c.reward IS NULL THEN coalesce(c.unrewarded_reason, '{_UNREWARDED}')
+            WHEN d.trajectory_id IS NULL THEN coalesce(c.reason, '{_WAITS}')
             WHEN NOT d.admitted THEN coalesce(d.refused, 'refused')
             WHEN c.channel <> 'train' THEN 'channel ' || c.channel || ' is not trained'
             ELSE 'batch not trained yet' END AS reason, c.untrained_reason

@@ -46,7 +46,10 @@ def run(request: Request, parts: Used, run_id: str, by: str = "") -> Response:
     if not stages[0].calls and not totals:
         raise HTTPException(404)
     axis = by if by in ("version", "time") else _axis(parts.lake, run_id)
-    return render(request, "run.html", run_id=run_id, totals=totals, stages=stages, axis=axis)
+    return render(
+        request, "run.html", run_id=run_id, totals=totals, stages=stages, axis=axis,
+        is_filter=overview.is_filter,
+    )  # fmt: skip
 
 
 def _axis(lake: Any, run_id: str) -> str:

@@ -261,6 +261,14 @@ class TestTrajectory:
         assert "curl http://gateway/v1/chat/completions" in text and "def test_step" in text
 
 
+def test_the_reason_of_a_loss_leads_to_its_trajectories(trained: Inspected) -> None:
+    text = trained.client.get("/runs/run").text
+    (address,) = re.findall(r'href="([^"]*reason=[^"]*)">zero variance', text)
+    listed = trained.client.get(address.replace("&amp;", "&")).text
+    assert ids_on(listed) == ["sub-0-1", "sub-0-0"]
+    assert "no reward yet</span>" in text and "reason=no" not in text
+
+
 def test_a_reference_to_the_blob_store_is_no_request_to_copy(tmp_path: Path) -> None:
     made = inspected(Settings(data_dir=tmp_path))
     blob = reference(Blob(field="request_json", url="s3://b/x", sha256="0" * 64, size_bytes=9))
