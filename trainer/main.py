@@ -26,8 +26,8 @@ Loop
  8. Every save_every versions, after the manifest: the state is copied to CPU memory, and a thread
     writes the copy (atomic). After a kill, the batches since the checkpoint are trained again, so
     each batch is trained exactly once along the surviving chain.
- 9. The position of training is committed to Kafka for lag displays, idle or not; files beyond
-    keep_* are deleted.
+ 9. The position of training is committed to Kafka for lag displays, idle or not, with a heartbeat
+    while the work in hand is within its time limits; files beyond keep_* are deleted.
     Validation batches that have come are folded at the start and between batches; nothing is
     stored of them.
 Stop
@@ -55,6 +55,7 @@ from schemas.errors import SettingsError
 from schemas.settings import Settings, TrainerSettings
 from trainer.algorithms.registry import load_all
 from trainer.data.batches import BatchReader, FetchedBatch
+from trainer.data.commits import PositionCommits
 from trainer.data.prefetch import Prefetch
 from trainer.data.validation_reader import ValidationReader
 from trainer.metrics.monitor import Monitor
@@ -62,7 +63,7 @@ from trainer.metrics.prometheus import VersionMetrics
 from trainer.metrics.validation import Validations
 from trainer.parallel.processes import Processes, open_processes
 from trainer.position import start_of, starting_position
-from trainer.run import Run
+from trainer.run import FILES_S, Run
 from trainer.settings_check import (
     check_algorithm,
     check_best_by,
@@ -71,6 +72,7 @@ from trainer.settings_check import (
 )
 from trainer.start import open_run
 from trainer.versions.weight_log import KafkaWeightLog, NoWeightLog, read_versions
+from trainer.watchdog import Watchdog
 
 POLL_S = 0.2
 
@@ -131,28 +133,42 @@ def lead(
     weight_log = KafkaWeightLog(cluster, topics, settings.run_id)
     versions, taken = read_versions(cluster, decoder, topics.weights, settings.run_id)
     locate = partial(starting_position, cluster, topics.ready_batches(settings.run_id, "train"))
-    run = open_run(settings, weight_log, versions, taken, locate, processes)
-    validation = ValidationReader(cluster, settings, decoder)
-    monitor = Monitor(settings, len(versions), run.sync_index + 1, metrics)
-    validations = Validations()
-    assert run.current_version is not None  # the initial version is published at the latest
-    ready(f"version {run.current_version.version}")
+    training, reading = processes.watchdog, Watchdog()
+    with PositionCommits(
+        cluster, settings, lambda: training.in_time or reading.in_time
+    ) as position_commits:
+        with training.work("start", FILES_S):
+            run = open_run(settings, weight_log, versions, taken, locate, processes)
+        validation = ValidationReader(cluster, settings, decoder)
+        monitor = Monitor(settings, len(versions), run.sync_index + 1, metrics)
+        validations = Validations()
+        assert run.current_version is not None  # the initial version is published at the latest
+        ready(f"version {run.current_version.version}")
 
-    def validate() -> None:
-        for changed in validations.add(validation.read()):
-            run.validated(changed)
-            monitor.validation(changed)
+        def validate() -> None:
+            for changed in validations.add(validation.read()):
+                run.validated(changed)
+                monitor.validation(changed)
 
-    validate()  # before any deletion, also when nothing is trained: keep_best_by needs it
-    source = partial(BatchReader, cluster, settings, decoder, run.position, run.read_images)
-    with Prefetch(source, weight_log.dead_letter) as batches:
-        while not stop.is_set() and not run.finished:
-            validate()
-            if train_next(run, batches, processes):
-                monitor.versions(run.versions)
-        processes.broadcast(Next(None, ends=True))
-        run.end()
-        batches.close()
+        validate()  # before any deletion, also when nothing is trained: keep_best_by needs it
+        source = partial(
+            BatchReader,
+            cluster,
+            settings,
+            decoder,
+            run.position,
+            run.read_images,
+            position_commits.move,
+            reading,
+        )
+        with Prefetch(source, weight_log.dead_letter) as batches:
+            while not stop.is_set() and not run.finished:
+                validate()
+                if train_next(run, batches, processes):
+                    monitor.versions(run.versions)
+            processes.broadcast(Next(None, ends=True))
+            run.end()
+            batches.close()
     validation.close()
     weight_log.close()
     monitor.close(run.versions)

@@ -62,6 +62,10 @@ from trainer.versions.publish import Publisher, manifest
 from trainer.versions.weight_log import WeightLog
 from trainer.vision.reader import ImageReader
 
+FILES_S = 1800.0
+"""Reading a checkpoint, or writing one or a version, may take this long at least."""
+BATCH_S = 600.0
+"""The same for the work on a batch between two passes: it may load a reference model or critic."""
 NO_MEDIA = "the trainer passes no videos and sounds, and images to vision-language models only"
 
 
@@ -99,7 +103,7 @@ class Run:
         self._trained: list[TrainedStep] = []
         self._settings, self._weight_log, self._policy = settings, weight_log, policy
         self._versions, self._attempt = versions, attempt
-        self._leads = policy.processes.leads
+        self._leads, self._watchdog = policy.processes.leads, policy.processes.watchdog
         group = policy.processes.background_group()
         self._checkpoints = CheckpointWriter(
             settings.checkpoint_dir, settings.checkpoint_uri, current_version, group
@@ -158,6 +162,7 @@ class Run:
         batch = fetched.batch
         with (
             self._unfinished.training(batch.batch_seq) if self._leads else nullcontext(),
+            self._watchdog.work("batch", BATCH_S),
             explain_out_of_memory(batch, self._settings.trainer),
             self._policy.processes.joined(),
         ):
@@ -324,7 +329,7 @@ class Run:
             weights_topic_id=self._weight_log.topic_id,
             position=self.position,
         )
-        with self._fenced_first():
+        with self._file_work():
             self._checkpoints.raise_if_failed()
             exported = self._publisher.export(state)
         metrics = version_metrics(self.unpublished, lr, time.perf_counter() - began)
@@ -367,7 +372,7 @@ class Run:
 
     def _checkpoint(self, state: VersionState) -> None:
         """Begin the checkpoint of the current version; wait for the one before."""
-        with self._fenced_first():
+        with self._file_work():
             self._checkpoints.start(
                 state,
                 {**self._policy.state, **self._auxiliary.state},
@@ -376,16 +381,18 @@ class Run:
 
     def _complete_checkpoint(self) -> None:
         """Wait until the checkpoint in progress, if any, is complete."""
-        with self._fenced_first():
+        with self._file_work():
             self._checkpoints.wait()
 
     @contextmanager
-    def _fenced_first(self) -> Iterator[None]:
-        """Raise Fenced instead of an error of files if a newer trainer, which deletes them, took
-        over.
+    def _file_work(self) -> Iterator[None]:
+        """Read or write files, within a time limit.
+
+        Raise Fenced instead of an error if a newer trainer, which deletes them, took over.
         """
         try:
-            yield
+            with self._watchdog.work("files", FILES_S):
+                yield
         except (OSError, SafetensorError, CheckpointFailed, InvalidCheckpoint, StorageFailed):
             self._weight_log.raise_if_fenced()
             raise
@@ -395,7 +402,8 @@ class Run:
         if not self._leads:
             return
         try:
-            self._delete_old(current_version)
+            with self._watchdog.work("files", FILES_S):
+                self._delete_old(current_version)
         except StorageFailed as e:
             self._weight_log.raise_if_fenced()
             logger().warning(

@@ -70,6 +70,10 @@ class Backlog:
         records: Data records left, an upper bound if `exact` is False.
         oldest_ms: Log timestamp of the oldest one; None: none is left, or it is unknown.
         status: None: not watched.
+        handled: The offset below which the group has handled all records, if that is beyond its
+            position, which stays before some of them by rule.
+        unhandled: Records from there on, Ticks included; may be an upper bound above zero.
+        metadata: Of the commit.
     """
 
     group: str
@@ -84,6 +88,14 @@ class Backlog:
     exact: bool = True
     oldest_ms: int | None = None
     status: Status | None = None
+    handled: int | None = None
+    unhandled: int = 0
+    metadata: str = ""
+
+    @property
+    def left(self) -> int:
+        """Records that the group has to handle; may be an upper bound above zero."""
+        return self.records if self.handled is None else self.unhandled
 
 
 def expected_groups(settings: Settings) -> list[str]:
@@ -200,39 +212,49 @@ def _measure(cluster: Cluster, settings: Settings, groups: Iterable[str]) -> lis
     topics, prefix = settings.kafka.topics, settings.kafka.topic_prefix
     there = {t: n for t, n in cluster.topics().items() if t.startswith(f"{prefix}.")}
     # All positions before any end: a group that continues to read would otherwise be past an end.
-    positions = {group: cluster.committed(group) for group in groups}
+    commits = {group: cluster.commits(group) for group in groups}
     ends = cache(cluster.watermarks)
     out = []
-    for group, everything in positions.items():
+    for group, everything in commits.items():
         role = group.removeprefix(f"{prefix}-")
-        committed = {tp: o for tp, o in everything.items() if tp[0] in there}
+        committed = {tp: commit for tp, commit in everything.items() if tp[0] in there}
         wanted = {(t, p) for t, ps in inputs(topics, role, there).items() for p in ps}
         key = role.split(".")[1].encode() if role.startswith("admit.") else None
         for topic, partition in sorted(wanted or committed.keys()):
             if partition not in ends(topic):  # deleted, or without a leader, since it was listed
                 continue
             low, high = ends(topic)[partition]
-            position = committed.get((topic, partition))
+            commit = committed.get((topic, partition))
             # A position past the end belongs to a deleted topic of the same name.
-            known = position is not None and position <= high
-            start = max(position, low) if position is not None and known else low
-            out.append(Backlog(group, topic, partition, start, low, high, known, key))
+            if commit is None or commit.offset > high:
+                out.append(Backlog(group, topic, partition, low, low, high, False, key))
+                continue
+            b = Backlog(group, topic, partition, max(commit.offset, low), low, high, True, key)
+            b.metadata = commit.metadata
+            if b.position < commit.handled <= high:
+                b.handled = commit.handled
+            out.append(b)
     return out
 
 
 def _count_records(cluster: Cluster, backlogs: Iterable[Backlog], scan_records: int) -> None:
-    """Fill in `records` and `exact` by one pass over the rest of each partition for all groups."""
-    by_partition: dict[tuple[str, int], list[Backlog]] = {}
+    """Fill in the numbers of records by one pass over the rest of each partition for all groups.
+
+    Of a long rest only the part behind `handled` is read, if that is short.
+    """
+    by_partition: dict[tuple[str, int], list[tuple[Backlog, int]]] = {}
     for b in backlogs:
         b.records, b.exact = b.end - b.position, b.end == b.position
-        if 0 < b.records <= scan_records:
-            b.records = 0
-            by_partition.setdefault((b.topic, b.partition), []).append(b)
+        b.unhandled = 0 if b.handled is None else b.end - b.handled
+        first = b.position if b.records <= scan_records else b.handled
+        if first is not None and 0 < b.end - first <= scan_records:
+            b.records, b.unhandled = first - b.position, 0
+            by_partition.setdefault((b.topic, b.partition), []).append((b, first))
     if not by_partition:
         return
     codec, deadline = Codec(), time.monotonic() + SCAN_TIMEOUT_S
-    ends = {tp: max(b.end for b in bs) for tp, bs in by_partition.items()}
-    starts = {tp: min(b.position for b in bs) for tp, bs in by_partition.items()}
+    ends = {tp: max(b.end for b, _ in waiting) for tp, waiting in by_partition.items()}
+    starts = {tp: min(first for _, first in waiting) for tp, waiting in by_partition.items()}
     reader = cluster.reader("clawstream-lag", starts)
 
     def all_read() -> bool:
@@ -241,16 +263,26 @@ def _count_records(cluster: Cluster, backlogs: Iterable[Backlog], scan_records: 
     try:
         while not all_read() and time.monotonic() < deadline:
             for record in reader.poll(2_000, 0.1):
-                for b in by_partition[record.topic, record.partition]:
-                    if b.position <= record.offset < b.end and _counts(codec, record, b.key):
-                        b.records += 1
-                        b.oldest_ms = b.oldest_ms or record.timestamp_ms
+                for b, first in by_partition[record.topic, record.partition]:
+                    if first <= record.offset < b.end:
+                        _count(codec, record, b, whole=first == b.position)
         for tp, waiting in by_partition.items():
-            for b in waiting:
-                unread = b.end - max(b.position, reader.positions[tp])
-                b.records, b.exact = b.records + max(0, unread), unread <= 0
+            for b, first in waiting:
+                unread = max(0, b.end - max(first, reader.positions[tp]))
+                b.records, b.exact = b.records + unread, not unread and first == b.position
+                b.unhandled += 0 if b.handled is None else min(unread, b.end - b.handled)
     finally:
         reader.close()
+
+
+def _count(codec: Codec, record: Record, b: Backlog, *, whole: bool) -> None:
+    """Count a record of a backlog. whole: All of its records are counted, from the oldest on."""
+    if b.handled is not None and record.offset >= b.handled:
+        b.unhandled += 1
+    if _counts(codec, record, b.key):
+        b.records += 1
+        if whole:
+            b.oldest_ms = b.oldest_ms or record.timestamp_ms
 
 
 def _counts(codec: Codec, record: Record, key: bytes | None) -> bool:

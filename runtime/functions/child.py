@@ -48,10 +48,15 @@ class Lost(Exception):
 
 
 class Child:
-    """One child process, asked by one thread at a time."""
+    """One child process, asked by one thread at a time.
+
+    Attributes:
+        deadline: When the request in hand is given up, on the monotonic clock; None: there is none.
+    """
 
     def __init__(self, settings: FunctionSettings) -> None:
         """Start the process. Raises OSError when the machine has no room for it."""
+        self.deadline: float | None = None
         self._connection, theirs = Pipe()
         self._memory_mb = settings.memory_mb
         with theirs:
@@ -106,7 +111,7 @@ class Child:
     def _ask(
         self, request: tuple[Any, ...], answers: int, timeout_s: float
     ) -> Iterator[tuple[int, str, Any]]:
-        deadline = time.monotonic() + timeout_s
+        deadline = self.deadline = time.monotonic() + timeout_s
         try:
             self._limit_sending(timeout_s)
             self._connection.send(request)
@@ -123,6 +128,8 @@ class Child:
                 reason = f"more memory than functions.memory_mb={self._memory_mb}"
                 raise Lost(reason, "its process ended") from e
             raise Lost(CRASHED, f"the process ended with exit code {code}") from e
+        finally:
+            self.deadline = None
 
     def _limit_sending(self, timeout_s: float) -> None:
         """Limit the time of sending: a child that does not read must not block the sender."""

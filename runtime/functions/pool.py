@@ -31,6 +31,9 @@ from schemas.rule_spec import NoAnswer
 from schemas.settings import FunctionSettings
 from schemas.user_function import FunctionNotFound
 
+LATE_S = 5.0
+"""How long after its deadline a call is still being given up: its child is killed."""
+
 
 class PoolStopped(BaseException):
     """The pool was stopped while a call waited.
@@ -110,6 +113,14 @@ class FunctionPool:
                 source, _Function(source, min(batch_max, self._settings.concurrency))
             )
         return partial(self._call, function)
+
+    @property
+    def in_time(self) -> bool:
+        """Whether calls are being answered, each within its time limit."""
+        with self._lock:
+            deadlines = [child.deadline for child in self._children]
+        due = [deadline for deadline in deadlines if deadline is not None]
+        return bool(due) and time.monotonic() < min(due) + LATE_S
 
     def stop(self) -> None:
         """Kill the children.

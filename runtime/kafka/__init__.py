@@ -5,6 +5,7 @@ Readers see committed records only. This package does not know what a record mea
 """
 
 from runtime.kafka.cluster import Cluster
+from runtime.kafka.commit import NO_METADATA, Commit, CommitMetadata, heartbeat
 from runtime.kafka.errors import Denied, Fenced, KafkaError, SourceTruncated, TooLarge, Unavailable
 from runtime.kafka.loop_producer import LoopProducer
 from runtime.kafka.producer import Producer
@@ -13,9 +14,12 @@ from runtime.kafka.record import Ack, Record
 
 __all__ = [
     "BEGINNING",
+    "NO_METADATA",
     "READ_TIMEOUT_S",
     "Ack",
     "Cluster",
+    "Commit",
+    "CommitMetadata",
     "Denied",
     "Fenced",
     "KafkaError",
@@ -26,4 +30,5 @@ __all__ = [
     "SourceTruncated",
     "TooLarge",
     "Unavailable",
+    "heartbeat",
 ]

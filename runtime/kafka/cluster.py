@@ -17,6 +17,7 @@ from confluent_kafka import (
 from confluent_kafka import KafkaError as Code
 from confluent_kafka.admin import AdminClient, ConfigResource, NewTopic, OffsetSpec, TopicMetadata
 
+from runtime.kafka.commit import Commit
 from runtime.kafka.errors import (
     Denied,
     KafkaError,
@@ -414,6 +415,10 @@ class Cluster:
 
     def committed(self, group: str) -> dict[tuple[str, int], int]:
         """Return what the group has committed: (topic, partition) to next offset."""
+        return {at: commit.offset for at, commit in self.commits(group).items()}
+
+    def commits(self, group: str) -> dict[tuple[str, int], Commit]:
+        """Return what the group has committed, with the metadata, by (topic, partition)."""
         request = [ConsumerGroupTopicPartitions(group)]
 
         def partitions() -> Any:
@@ -422,7 +427,11 @@ class Cluster:
 
         # A broker that has just started is still reading its groups; the client does not wait.
         found = retried(partitions, COORDINATOR_STARTS)
-        return {(tp.topic, tp.partition): tp.offset for tp in found if tp.offset >= 0}
+        return {
+            (tp.topic, tp.partition): Commit(tp.offset, tp.metadata or "")
+            for tp in found
+            if tp.offset >= 0
+        }
 
 
 def _dotted(overrides: Mapping[str, Any]) -> dict[str, Any]:

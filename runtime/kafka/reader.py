@@ -9,6 +9,7 @@ from typing import Any
 from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaException, TopicPartition
 from confluent_kafka import KafkaError as Code
 
+from runtime.kafka.commit import NO_METADATA, CommitMetadata
 from runtime.kafka.errors import Unavailable, translated, translating
 from runtime.kafka.record import Record, record_of
 from runtime.logs import logger
@@ -202,7 +203,9 @@ class Reader:
         """The group, as `Producer.commit_positions` names it to Kafka."""
         return self._consumer.consumer_group_metadata()
 
-    def commit(self, positions: Mapping[tuple[str, int], int]) -> None:
+    def commit(
+        self, positions: Mapping[tuple[str, int], int], metadata: CommitMetadata = NO_METADATA
+    ) -> None:
         """Commit the group's positions asynchronously.
 
         A failure is not an error: the next call, also one without positions, repeats commits that
@@ -210,7 +213,8 @@ class Reader:
         """
         if due := self._commits.due(positions):
             self._consumer.commit(
-                offsets=[TopicPartition(t, p, o) for (t, p), o in due.items()], asynchronous=True
+                offsets=[TopicPartition(t, p, o, str(metadata)) for (t, p), o in due.items()],
+                asynchronous=True,
             )
 
     def _on_commit(self, error: Code | None, partitions: Iterable[TopicPartition]) -> None:

@@ -106,6 +106,10 @@ class Assembler:
                 "see Clocks in docs/operating.md",
             )
 
+    def goes_on(self) -> bool:
+        """Return False: its batches are short."""
+        return False
+
     async def tick(self) -> None:
         """Write a tick into the inputs of every owned partition. A lost tick is harmless: the next
         one replaces it.

@@ -53,16 +53,19 @@ class CompareJob:
         self._producer = cluster.producer()
         self.decoder = Decoder(cluster, self._topics.schemas)
         self._evaluation = Evaluation(
-            GROUPS_AT_ONCE, self._producer, self.decoder.codec, self._topics.rewards
+            GROUPS_AT_ONCE,
+            evaluator.pool,
+            self._producer,
+            self.decoder.codec,
+            self._topics.rewards,
         )
         self._folds: dict[int, GroupFold] = {}
 
     async def assigned(self, partitions: Sequence[int]) -> Mapping[tuple[str, int], int]:
         """Resume at the group's positions.
 
-        Returns:
-            The first offset of each partition without a position, or with one after its end: of
-            the oldest record whose group may still wait.
+        A partition without a position, or with one after its end, begins with the oldest record
+        whose group may still wait; one whose position was trimmed begins with the oldest record.
         """
         first = await asyncio.to_thread(self._open, partitions)
         logger().info("partitions_assigned", partitions=list(partitions))
@@ -78,8 +81,8 @@ class CompareJob:
         for p, (low, high) in self._cluster.watermarks(topic, partitions).items():
             position = committed.get((topic, p))
             if position is None or position > high:
-                position = found[topic, p] = recent[p]
-            at = max(position, low)
+                position = recent[p]
+            at = found[topic, p] = max(position, low)
             fold = GroupFold(tickers, self._group_size, self._wait_ms, self._evaluator.names)
             start = first_tick_needed(self._cluster, self.decoder, (topic, p), low, at, tickers)
             for record in self._cluster.read_range(topic, p, start, at - 1):
@@ -119,7 +122,13 @@ class CompareJob:
             PoolStopped: The job is closing.
             BlobStoreAway, Unavailable: The process restarts from its position.
         """
-        return self._evaluator.evaluate(group, self._read, now_micros())
+        rewards = self._evaluator.evaluate(group, self._read, now_micros())
+        self._evaluation.evaluated += 1
+        return rewards
+
+    def goes_on(self) -> bool:
+        """Return whether the evaluation of the groups in hand does."""
+        return self._evaluation.goes_on()
 
     def _read(self, member: Member) -> Trajectory | str:
         if member.place is None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from runtime.kafka import Cluster, Reader, Record, SourceTruncated, Unavailable
+from runtime.kafka import Cluster, Reader, Record, SourceTruncated, Unavailable, heartbeat
 from runtime.logs import logger
 from runtime.topics.records import Decoder, dead_letter, reason_of
 from schemas.errors import Undecodable, UnknownSchema
@@ -26,6 +27,7 @@ FETCH_WAIT_MS = 250
 
 Rows wait for the next flush anyway, and each fetch names all partitions of all topics.
 """
+HEARTBEAT_S = 5.0
 MAX_BUFFER_BYTES = 64 * 1024 * 1024
 """Encoded bytes that trigger a flush, whatever the number of rows."""
 _OMIT_DIVISOR = 8
@@ -68,6 +70,8 @@ class LakeConsumer:
         )
         self._producer = cluster.producer()
         self._committed: dict[tuple[str, int], int] = {}
+        self._start: dict[tuple[str, int], int] = {}
+        self._committed_at = time.monotonic()
         self.rows: dict[str, list[Row]] = {name: [] for name in catalog()}
         self._buffered_rows = self._buffered_bytes = 0
         self.skipped = 0
@@ -125,6 +129,7 @@ class LakeConsumer:
             logger().info("lake_follows", topic=topic, topic_id=topic_id, positions=positions)
         self._followed |= found
         if start:
+            self._start |= start
             self._reader.add(start)
 
     def poll(self) -> None:
@@ -236,16 +241,29 @@ class LakeConsumer:
             rows.clear()
         self._buffered_rows = self._buffered_bytes = 0
         self._lake.redelivered.clear()
+        moved = {s: o for s, o in self._intact_positions().items() if self._committed.get(s) != o}
+        self._reader.commit(moved)
+        self._committed |= moved
+        self._committed_at = time.monotonic()
+
+    def commit_heartbeat(self) -> None:
+        """Every `HEARTBEAT_S`, commit the positions again that wait for the next flush.
+
+        With a long flush interval the lake would otherwise look stalled.
+        """
+        if time.monotonic() - self._committed_at < HEARTBEAT_S:
+            return
+        before = self._start | self._committed
+        waiting = {s: before[s] for s, o in self._intact_positions().items() if before[s] != o}
+        self._reader.commit(waiting, heartbeat())
+        self._committed_at = time.monotonic()
+
+    def _intact_positions(self) -> Mapping[tuple[str, int], int]:
+        """Return the positions without those of topics that feed a damaged table."""
         behind = {
             t for t, f in self._followed.items() if len(self._intact_tables(t)) < len(f.tables)
         }
-        moved = {
-            s: o
-            for s, o in self._reader.positions.items()
-            if s[0] not in behind and self._committed.get(s) != o
-        }
-        self._reader.commit(moved)
-        self._committed |= moved
+        return {s: o for s, o in self._reader.positions.items() if s[0] not in behind}
 
     def is_recreated(self, error: SourceTruncated) -> bool:
         """Return True if the topic of a truncated source was recreated.

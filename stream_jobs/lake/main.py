@@ -166,6 +166,7 @@ def _follow(
             maintenance.poll()
         try:
             consumer.poll()
+            consumer.commit_heartbeat()
         except (
             LakeFull
         ) as e:  # while columns were added: records read since the flush are read again

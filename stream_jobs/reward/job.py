@@ -114,20 +114,25 @@ class RewardJob:
         self.decoder = Decoder(cluster, self._topics.schemas)
         self._evaluation = Evaluation(
             settings.functions.calls_at_once,
+            evaluator.pool,
             self._producer,
             self.decoder.codec,
             self._topics.rewards,
         )
         self._buffers: dict[int, PartBuffer] = {}
-        self._due: dict[int, int] = {}  # the next offset of each partition, where it is known
+        self._due: dict[int, int] = {}  # the next offset of each partition
         self._topic_id = ""
 
     async def assigned(self, partitions: Sequence[int]) -> Mapping[tuple[str, int], int]:
-        """Resume at the group's positions. Raises SourceTruncated when the topic lost one."""
+        """Resume at the group's positions, without one at the start of the log.
+
+        Raises:
+            SourceTruncated: The topic lost a position.
+        """
         self._buffers = {p: PartBuffer() for p in partitions}
         await asyncio.to_thread(self._check_positions, partitions)
         logger().info("partitions_assigned", partitions=list(partitions))
-        return {}
+        return {(self._topics.trajectories, p): due for p, due in self._due.items()}
 
     def _check_positions(self, partitions: Sequence[int]) -> None:
         topic, self._due = self._topics.trajectories, {}
@@ -137,20 +142,15 @@ class RewardJob:
             self._cluster.committed(self._group),
         )
         for p, (low, high) in ends.items():
-            position = committed.get((topic, p))
-            if (
-                position is not None
-                and low == high == position + 1
-                and self._was_control_record(p, position)
-            ):
+            position = committed.get((topic, p), low)
+            if low == high == position + 1 and self._was_control_record(p, position):
                 position = high
-            if position is not None and not low <= position <= high:
+            if not low <= position <= high:
                 raise SourceTruncated(
                     f"source truncated: {topic}-{p} holds offsets {low} to {high - 1}, position "
                     f"{position}; run clawstream doctor"
                 )
-            if position is not None:
-                self._due[p] = position
+            self._due[p] = position
 
     def _was_control_record(self, partition: int, offset: int) -> bool:
         """Return whether the last offset of a log, now empty, was a control record (blocking).
@@ -182,9 +182,9 @@ class RewardJob:
 
     async def _check_no_gap(self, partition: int, records: Sequence[Record]) -> None:
         """Raise SourceTruncated when retention removed records that were not yet read."""
-        due = self._due.get(partition)
+        due = self._due[partition]
         for record in records:
-            if due is not None and record.offset > due:
+            if record.offset > due:
                 await asyncio.to_thread(
                     check_truncation, self._cluster, record.topic, partition, due, record.offset
                 )
@@ -267,12 +267,15 @@ class RewardJob:
             BlobStoreAway: The blob store cannot be reached; the process restarts from its position.
             PoolStopped: The job is closing.
         """
-        now = now_micros()
-        return [
-            result
-            for trajectory in trajectories
-            for result in self.evaluator.evaluate(trajectory, now)
-        ]
+        now, results = now_micros(), list[Reward | Assessment]()
+        for trajectory in trajectories:
+            results += self.evaluator.evaluate(trajectory, now)
+            self._evaluation.evaluated += 1
+        return results
+
+    def goes_on(self) -> bool:
+        """Return whether the evaluation of the batch in hand does."""
+        return self._evaluation.goes_on()
 
     def stop(self) -> None:
         """Stop running functions; the current batch is abandoned where it waits for one."""

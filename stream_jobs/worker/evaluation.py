@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+from runtime.functions.pool import FunctionPool
 from runtime.kafka import Ack, Producer
 from schemas.codec.single_object import Codec
 from schemas.records import Assessment, Reward
@@ -18,16 +19,30 @@ Results = Sequence[Reward | Assessment]
 class Evaluation:
     """The threads of a job that wait for functions in child processes, and its results.
 
+    Attributes:
+        evaluated: Number of evaluations so far; their threads count it.
+
     Args:
         at_once: Number of threads.
+        pool: The functions.
         producer: Sends the results; its owner closes it.
         codec: Encodes them.
         topic: `claw.rewards`.
     """
 
-    def __init__(self, at_once: int, producer: Producer, codec: Codec, topic: str) -> None:
+    def __init__(
+        self, at_once: int, pool: FunctionPool, producer: Producer, codec: Codec, topic: str
+    ) -> None:
+        self.evaluated = self._seen = 0
         self._threads = ThreadPoolExecutor(at_once, "evaluation")
-        self._producer, self._codec, self._topic = producer, codec, topic
+        self._pool, self._producer, self._codec, self._topic = pool, producer, codec, topic
+
+    def goes_on(self) -> bool:
+        """Return whether evaluations have ended since the last call, or wait for functions whose
+        time limit has not passed.
+        """
+        before, self._seen = self._seen, self.evaluated
+        return before != self._seen or self._pool.in_time
 
     async def run(
         self, items: Sequence[T], evaluate: Callable[[T], Results]

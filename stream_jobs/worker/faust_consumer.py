@@ -19,7 +19,7 @@ import faust
 from faust.transport.drivers import aiokafka as driver
 from faust.types import TP
 
-from runtime.kafka import Record
+from runtime.kafka import CommitMetadata, Record
 from runtime.kafka.security import password_of, ssl_context
 from runtime.logs import logger
 from schemas.settings import KafkaSecurity, Settings
@@ -104,6 +104,28 @@ class _Thread(driver.AIOKafkaConsumerThread):  # type: ignore[misc]
         consumer._isolation_level = "read_committed"
         return consumer
 
+    async def commit_with_metadata(self, commits: Mapping[TP, tuple[int, CommitMetadata]]) -> bool:
+        """Commit as Faust does, which has no metadata: return whether Kafka has taken it.
+
+        An error other than a rebalance ends the app, and so the process.
+        """
+        assigned = self.assignment()
+        own = {
+            driver.ensure_aiokafka_TP(tp): driver.OffsetAndMetadata(offset, str(metadata))
+            for tp, (offset, metadata) in commits.items()
+            if tp in assigned
+        }
+        if not own:
+            return False
+        try:
+            await self._ensure_consumer().commit(own)
+        except Exception as e:
+            if not (isinstance(e, driver.CommitFailedError) and "already rebalanced" in str(e)):
+                self.log.exception("Committing raised %r; assignment: %r", e, assigned)
+                await self.crash(e)
+            return False
+        return True
+
 
 class Consumer(driver.Consumer):  # type: ignore[misc]
     """Seeks to the job's own positions instead of committed offsets, and passes on whole fetches
@@ -122,6 +144,11 @@ class Consumer(driver.Consumer):  # type: ignore[misc]
 
     def _new_consumer_thread(self) -> Any:
         return _Thread(self, loop=self.loop, beacon=self.beacon)
+
+    async def commit_with_metadata(self, commits: Mapping[TP, tuple[int, CommitMetadata]]) -> bool:
+        """Commit positions; return False during a rebalance. Another error ends the app."""
+        taken: bool = await self._thread.call_thread(self._thread.commit_with_metadata, commits)
+        return taken
 
     async def seek_to_committed(self) -> Mapping[TP, int]:
         committed = dict(await super().seek_to_committed())

@@ -6,6 +6,11 @@ the supervisor restarts it. Records bypass its streams and are processed in the 
 they were fetched, because per-record overhead exceeds the cost of the fold. Finished work is
 committed by offset.
 
+Kafka also learns from each commit whether the worker is well. Every `HEARTBEAT_S` that a batch goes
+on, as its job says, the positions of all partitions are committed again with a heartbeat, and a
+position that has to stay before records that are handled names the last of them. Otherwise a worker
+that waits for a slow reward function would look like one that is stalled.
+
 On SIGTERM the current batch is finished and committed, then the process exits 0.
 """
 
@@ -15,6 +20,7 @@ import asyncio
 import logging
 import os
 import sys
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -22,7 +28,7 @@ from typing import Any, Protocol
 
 from faust.types import TP
 
-from runtime.kafka import Cluster, Record
+from runtime.kafka import NO_METADATA, Cluster, CommitMetadata, Record, heartbeat
 from runtime.logs import LogThrottle, logger
 from runtime.process.lifecycle import die
 from runtime.process.metrics import serving_metrics
@@ -41,6 +47,7 @@ FETCH_PAUSE_S = 0.02
 as many records. A record that arrives in an idle period is not delayed.
 """
 COMMIT_S = 1.0
+HEARTBEAT_S = 5.0
 LOOK_S = 0.5
 """Interval of the check whether Faust has stopped."""
 STOP_S = 8.0
@@ -60,7 +67,7 @@ class Job(Protocol):
 
     async def assigned(self, partitions: Sequence[int]) -> Mapping[tuple[str, int], int]:
         """Take over partitions. Returns first offsets by (topic, partition); committed offsets
-        apply to the others.
+        apply to the others, which get no heartbeats.
         """
 
     async def revoked(self) -> None:
@@ -69,6 +76,11 @@ class Job(Protocol):
     async def process(self, partition: int, records: Sequence[Record]) -> Mapping[str, int]:
         """Process the next records of a partition. Returns the last durably finished offset by
         topic.
+        """
+
+    def goes_on(self) -> bool:
+        """Return whether the batch in hand has got on since the last call, or waits for work whose
+        own time limit has not passed. Asked every `HEARTBEAT_S`.
         """
 
     async def tick(self) -> None:
@@ -105,7 +117,9 @@ class Shell:
         self._positions: Mapping[tuple[str, int], int] = {}
         self._batch_records = settings.jobs.batch_records
         self._fetch_buffer = FetchBuffer(self._batch_records)
-        self._done: dict[TP, int] = {}
+        self._done: dict[TP, tuple[int, CommitMetadata]] = {}
+        self._finished: dict[TP, tuple[int, CommitMetadata]] = {}  # the newest of each partition
+        self._heartbeat_at = time.monotonic()
         self._revokes = 0
         self._busy = asyncio.Lock()
         self._schema_wait = SchemaWait(
@@ -170,15 +184,28 @@ class Shell:
                 die(e)
 
     async def _commit(self) -> None:
-        """Commit the finished offsets."""
+        """Commit the finished offsets, and a heartbeat if one is due."""
         done, self._done = self._done, {}
         generation = self._app.consumer_generation_id
+        due = done | self._heartbeats()
         if (
-            done
-            and not await self._app.consumer._commit(done)
+            due
+            and not await self._app.consumer.commit_with_metadata(due)
             and generation == self._app.consumer_generation_id
         ):
             self._done = done | self._done
+
+    def _heartbeats(self) -> dict[TP, tuple[int, CommitMetadata]]:
+        """Return what to commit again while a batch goes on: all partitions wait for its end."""
+        now = time.monotonic()
+        if not self._busy.locked() or now - self._heartbeat_at < HEARTBEAT_S:
+            return {}
+        if not self._job.goes_on():
+            return {}
+        self._heartbeat_at = now
+        return {
+            tp: (offset, heartbeat(metadata)) for tp, (offset, metadata) in self._finished.items()
+        }
 
     # -- rebalances
 
@@ -189,7 +216,7 @@ class Shell:
         try:
             self._revokes += 1
             self._metrics.partitions.set(0)
-            self._positions = {}
+            self._positions, self._finished = {}, {}
             self._schema_wait.drop()
             await self._job.revoked()
             await self._commit()
@@ -209,7 +236,7 @@ class Shell:
             }
             if absent:
                 raise NotCoPartitioned(f"assigned {sorted(assignment)}, but not {sorted(absent)}")
-            self._done = {}
+            self._done, self._finished = {}, {}
             try:
                 positions = await self._job.assigned(partitions)
             except FencedOut:
@@ -225,10 +252,11 @@ class Shell:
                 )  # already out of date: Faust comes again with the newer assignment
                 return
             self._positions = positions
+            self._finished = {
+                TP(t, p): (offset, NO_METADATA) for (t, p), offset in positions.items()
+            }
             if positions:
-                await self._app.consumer._commit(
-                    {TP(t, p): offset for (t, p), offset in positions.items()}
-                )
+                await self._app.consumer.commit_with_metadata(self._finished)
             self._metrics.partitions.set(len(partitions))
             ready(f"{len(partitions)} partitions")
         except Exception as e:  # noqa: BLE001 - protocol point 6
@@ -274,10 +302,21 @@ class Shell:
             done = await self._job.process(partition, records)
         self._metrics.records.inc(len(records))
         if generation == self._app.consumer_generation_id:
-            self._done |= {TP(topic, partition): offset + 1 for topic, offset in done.items()}
+            handled = {record.topic: record.offset for record in records}
+            finished = {
+                TP(topic, partition): (offset + 1, _metadata(offset, handled.get(topic, offset)))
+                for topic, offset in done.items()
+            }
+            self._done |= finished
+            self._finished |= finished
 
     def _pause(self, partition: int, pause: bool) -> None:
         """Stop or resume fetching a partition of all inputs."""
         consumer = self._app.consumer
         places = {TP(topic, partition) for topic in self._job.inputs} & consumer.assignment()
         (consumer.pause_partitions if pause else consumer.resume_partitions)(places)
+
+
+def _metadata(done: int, handled: int) -> CommitMetadata:
+    """Return the metadata of the last durably finished offset, where more is handled."""
+    return CommitMetadata(handled=handled + 1) if handled > done else NO_METADATA

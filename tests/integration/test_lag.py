@@ -8,7 +8,7 @@ from __future__ import annotations
 from support.positions import tell
 
 from clawstream.ops.lag import data_lag, format_lag, lag
-from runtime.kafka import Cluster
+from runtime.kafka import Cluster, Commit
 from runtime.topics.records import create_topics
 from schemas import records
 from schemas.codec.single_object import TOP_LEVEL, Codec
@@ -157,7 +157,7 @@ class Busy(Cluster):
 
     going_on: tuple[str, str] | None = None
 
-    def committed(self, group: str) -> dict[tuple[str, int], int]:
+    def commits(self, group: str) -> dict[tuple[str, int], Commit]:
         """Return the group's new position."""
         if self.going_on is not None and self.going_on[0] == group:
             topic = self.going_on[1]
@@ -171,7 +171,7 @@ class Busy(Cluster):
                 )
             producer.flush()
             commit(Cluster(self.bootstrap_servers), group, topic)
-        return super().committed(group)
+        return super().commits(group)
 
 
 def test_a_group_that_goes_on_while_lag_is_asked_is_not_behind_by_the_whole_log(

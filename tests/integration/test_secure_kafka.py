@@ -32,6 +32,7 @@ from schemas.settings import Settings
 from trainer.data.batches import BatchReader
 from trainer.position import starting_position
 from trainer.versions.weight_log import KafkaWeightLog
+from trainer.watchdog import Watchdog
 
 RUN_ID = "demo"
 JOBS = ("assemble", "reward", "compare", "admit", "lake")
@@ -136,7 +137,14 @@ def first_batch(settings: Settings) -> Iterator[Callable[[], Collection[str]]]:
     weights = KafkaWeightLog(cluster, topics, RUN_ID)
     position = starting_position(cluster, topics.ready_batches(RUN_ID, "train"), None)
     reader = BatchReader(
-        cluster, settings, Decoder(cluster, topics.schemas), position, None, weights.dead_letter
+        cluster,
+        settings,
+        Decoder(cluster, topics.schemas),
+        position,
+        None,
+        lambda _: None,
+        Watchdog(),
+        weights.dead_letter,
     )
 
     def trajectories() -> Collection[str]:

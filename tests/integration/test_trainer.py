@@ -59,6 +59,7 @@ from trainer.position import starting_position
 from trainer.positions import positions
 from trainer.start import open_run
 from trainer.versions.history import ancestors
+from trainer.watchdog import Watchdog
 
 NURSERY = """
 import json, os, sys
@@ -504,12 +505,18 @@ def losses(versions: list[WeightVersion]) -> list[float]:
     return [version.metrics["loss"] for version in chain if version.last_batch_seq is not None]
 
 
+def ignore(*_: object) -> None:
+    """Take the positions or dead letters of a reader."""
+
+
 def uninterrupted(feed: Feed, settings: Settings) -> list[WeightVersion]:
     """Train the batches on the topic without a break, on a weights log in memory."""
     weight_log, locate = MemoryWeightLog(), partial(starting_position, feed.cluster, feed.topic)
     run = open_run(settings, weight_log, [], set(), locate)
     decoder = Decoder(feed.cluster, feed.topics.schemas)
-    reader = BatchReader(feed.cluster, settings, decoder, run.position, None, lambda *_: None)
+    reader = BatchReader(
+        feed.cluster, settings, decoder, run.position, None, ignore, Watchdog(), ignore
+    )
     torch.set_num_threads(settings.trainer.threads)
     while not run.finished:
         fetched = reader.next(run.position.next_batch_seq, 0.2)

@@ -17,8 +17,10 @@ from trainer.data.trajectories import read_payload
 from trainer.errors import BatchGap, TopicReplaced
 from trainer.position import Position
 from trainer.settings_check import check_named_algorithm
+from trainer.watchdog import Watchdog
 
-COMMIT_INTERVAL_S = 5.0
+PAYLOAD_S = 120.0
+"""Reading the payload of the first batch longer than this is taken for stuck."""
 CHECK_INTERVAL_S = 5.0
 
 DeadLetterSink = Callable[[Record, str, str, str], None]
@@ -66,8 +68,7 @@ def check(
 class BatchReader:
     """Read the ready-batches topic of one run and channel one record at a time.
 
-    The group's committed offset is used for lag displays only. It covers all handled records,
-    including control records at the end.
+    The position of training covers all handled records, including control records at the end.
     """
 
     def __init__(
@@ -77,10 +78,20 @@ class BatchReader:
         decoder: Decoder,
         position: Position,
         read_images: ReadImages | None,
+        commit: Callable[[int], None],
+        watchdog: Watchdog,
         dead_letter: DeadLetterSink,
     ) -> None:
-        """read_images: None for a model without images."""
-        self._read_images = read_images
+        """Start to read.
+
+        Args:
+            cluster, settings, decoder, position: where, and from where on.
+            read_images: None for a model without images.
+            commit: takes the offset of the first batch that is not trained.
+            watchdog: of the thread that reads.
+            dead_letter: takes records that are no batches.
+        """
+        self._read_images, self._commit, self._watchdog = read_images, commit, watchdog
         self._cluster, self._settings, self._decoder = cluster, settings, decoder
         self._dead_letter_sink, self._topic_id = dead_letter, position.topic_id
         topics = settings.kafka.topics
@@ -90,8 +101,7 @@ class BatchReader:
         self._reader = cluster.reader(self._group, {(self.topic, 0): position.next_offset})
         self._unread: Record | None = None
         """The batch that was read last, until its payload is read, too."""
-        self._committed: int | None = None
-        self._committed_at = self._checked_at = time.monotonic()
+        self._checked_at = time.monotonic()
 
     def next(self, batch_seq: int, timeout_s: float) -> FetchedBatch | None:
         """Return the next batch with its payload, or None when there is none yet.
@@ -141,10 +151,11 @@ class BatchReader:
     def _with_payload(self, record: Record, batch: ReadyBatch, batch_seq: int) -> FetchedBatch:
         check(batch, self.topic, record.offset, batch_seq, self._settings)
         began = time.perf_counter()
-        trajectories = read_payload(
-            self._cluster, self._decoder, self._trajectories, self._group, batch
-        )
-        images = self._read_images(batch, trajectories) if self._read_images else NO_IMAGES
+        with self._watchdog.work("payload", PAYLOAD_S):
+            trajectories = read_payload(
+                self._cluster, self._decoder, self._trajectories, self._group, batch
+            )
+            images = self._read_images(batch, trajectories) if self._read_images else NO_IMAGES
         return FetchedBatch(
             batch=batch,
             trajectories=trajectories,
@@ -158,9 +169,7 @@ class BatchReader:
         )
 
     def commit(self, before: int | None) -> None:
-        """Commit the training position to Kafka when it changed.
-
-        The commit is repeated every 5 s, because the last commit may be lost.
+        """Commit the position of training.
 
         Args:
             before: offset of the first batch that is not trained; None: all that was read with
@@ -171,10 +180,7 @@ class BatchReader:
             position = before
         elif self._unread is not None:
             position = self._unread.offset
-        now = time.monotonic()
-        if position != self._committed or now - self._committed_at > COMMIT_INTERVAL_S:
-            self._reader.commit({(self.topic, 0): position})
-            self._committed, self._committed_at = position, now
+        self._commit(position)
 
     def _dead_letter(self, record: Record, reason: str, detail: str) -> None:
         self._dead_letter_sink(record, self._topic_id, reason, detail)

@@ -8,7 +8,7 @@ sequences, and FSDP2 keeps a shard of weights, gradients and optimiser on each.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -18,22 +18,26 @@ import torch.distributed as dist
 
 from trainer.data.minibatches import micro_batches, shares
 from trainer.errors import ProcessLost
+from trainer.watchdog import Watchdog
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from trainer.data.sequences import TrainingSequence
 
 T = TypeVar("T")
 TIMEOUT = timedelta(minutes=30)
 """Longest wait for another process. One that ended is noticed at once."""
+PASS_S = 120.0
+"""A pass of the first batch that takes longer is taken for stuck."""
 
 
 class Processes:
-    """The rank of this process and the number of processes; the default is one process."""
+    """The rank of this process and the number of processes; the default is one process.
+
+    watchdog: of the thread of this process that trains.
+    """
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
-        self.rank, self.size = rank, size
+        self.rank, self.size, self.watchdog = rank, size, Watchdog()
 
     @property
     def leads(self) -> bool:
@@ -82,28 +86,27 @@ class Processes:
 
     def passes(
         self, sequences: Sequence[TrainingSequence], max_tokens: int, *, packed: bool
-    ) -> list[tuple[list[TrainingSequence], bool]]:
-        """Return the forward passes of this process, as many as every other process has.
+    ) -> Iterator[tuple[list[TrainingSequence], bool]]:
+        """Yield the forward passes of this process, as many as every other process has.
 
-        A pass gathers the weights from all processes, so all must have the same number.
+        A pass gathers the weights from all processes, so all must have the same number. The
+        watchdog takes it for one piece of work, which ends when the next pass is asked for.
 
         Args:
             sequences: each is in one pass of one process, as a whole.
             max_tokens: of a pass.
             packed: the model takes packed rows.
 
-        Returns:
+        Yields:
             For each pass its sequences, and whether it counts. One that does not count fills up.
             Those with images come last: only they gather the weights of the vision tower.
         """
         seen = [sequence for sequence in sequences if sequence.images]
         unseen = [sequence for sequence in sequences if not sequence.images]
-        return [
-            found
-            for kind in (unseen, seen)
-            if kind
-            for found in self._passes(kind, max_tokens, packed=packed)
-        ]
+        for kind in (unseen, seen):
+            for found in self._passes(kind, max_tokens, packed=packed) if kind else ():
+                with self.watchdog.work("pass", PASS_S):
+                    yield found
 
     def _passes(
         self, sequences: Sequence[TrainingSequence], max_tokens: int, *, packed: bool
@@ -135,7 +138,7 @@ def open_processes(device: str) -> Iterator[Processes]:
     """
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:
-        yield ONE
+        yield Processes()
         return
     if device != "cpu" and torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

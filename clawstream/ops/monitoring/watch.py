@@ -10,7 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from clawstream.ops.lag import Backlog, backlogs, expected_groups, waiting_s
-from clawstream.ops.monitoring.rules import PROBLEMS, Sample, Status, patience_s, status_of, worst
+from clawstream.ops.monitoring.rules import (
+    PATIENCE_S,
+    PROBLEMS,
+    Sample,
+    Status,
+    status_of,
+    worst,
+)
 from clawstream.ops.status import has_ended, processes_of
 from runtime.kafka import Cluster
 from schemas.settings import Settings
@@ -19,8 +26,6 @@ INTERVAL_S = 5.0
 SCAN_RECORDS = 100
 """Records of a partition that each poll may read: more are counted by their offsets."""
 DOCTOR_POLL_S = 2.0
-DOCTOR_PATIENCE_S = 60.0
-"""`clawstream doctor` waits for no consumer that may make no progress for longer."""
 
 
 class LagWatch:
@@ -50,12 +55,12 @@ class LagWatch:
 
     def _judge(self, b: Backlog, now_s: float) -> Status:
         window = self._windows.setdefault(_place(b), deque())
-        window.append(Sample(now_s, b.position if b.committed else None, b.records))
-        patience = patience_s(self._settings, role_of(b.group, self._settings))
+        position = b.position if b.committed else None
+        window.append(Sample(now_s, position, b.left, b.metadata))
         # Twice the patience: long enough to tell a consumer that stopped from one that never read.
-        while now_s - window[0].time_s > 2 * patience + INTERVAL_S:
+        while now_s - window[0].time_s > 2 * PATIENCE_S + INTERVAL_S:
             window.popleft()
-        return status_of(window, patience)
+        return status_of(window)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,18 +118,14 @@ def stalled_consumers(
 def watch_for_stalled(
     cluster: Cluster, settings: Settings, processes: Mapping[str, Mapping[str, Any]]
 ) -> list[StalledConsumer]:
-    """Watch until every consumer has moved, has nothing to read, or is judged.
-
-    A consumer whose patience exceeds `DOCTOR_PATIENCE_S`, such as the trainer's, is not waited for.
-    """
+    """Watch until every consumer has moved, has nothing to read, or is judged."""
     watch = LagWatch(cluster, settings)
-    first = {_place(b): b.position for b in watch.poll() if b.status}
+    first = {_place(b): (b.position, b.metadata) for b in watch.poll() if b.status}
 
     def is_open(b: Backlog) -> bool:
-        patience = patience_s(settings, role_of(b.group, settings))
         expected = b.committed or _process_of(b, settings) in processes
-        moved = first.get(_place(b)) != b.position
-        return bool(b.records) and expected and not moved and patience <= DOCTOR_PATIENCE_S
+        moved = first.get(_place(b)) != (b.position, b.metadata)
+        return bool(b.left) and expected and not moved
 
     while True:
         found = watch.poll()

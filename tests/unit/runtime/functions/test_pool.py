@@ -22,7 +22,7 @@ from clawstream.ops.preflight import problems_of
 from rewards.registry import Rule
 from rewards.results import rewards_of
 from runtime.functions.child import Source
-from runtime.functions.pool import FunctionPool, PoolStopped, _Call, _Function
+from runtime.functions.pool import LATE_S, FunctionPool, PoolStopped, _Call, _Function
 from schemas.records import Trajectory, TrajectoryStep
 from schemas.rule_spec import NamedFunction, NoAnswer
 from schemas.settings import FunctionSettings, Settings
@@ -338,3 +338,21 @@ def test_names_that_are_there_are_no_error() -> None:
     jobs = {"reward_functions": {"*": ["own_functions.py:fails@1", "exact_match@1"]}}
     settings = Settings.model_validate({"jobs": jobs, "functions": {"dirs": [str(TESTS)]}})
     assert problems_of(settings, ["gateway", "reward"]) == []
+
+
+@pytest.mark.slow
+def test_a_pool_knows_whether_its_calls_are_in_time(tmp_path: Path) -> None:
+    begun = tmp_path / "begun"
+    with FunctionPool(FunctionSettings(dirs=(TESTS,), timeout_s=3600)) as pool:
+        waits = pool.find("own_functions.py:waits")
+        assert not pool.in_time, "no call is in hand"
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(waits, trajectory(begun=str(begun)))
+            while not begun.exists():
+                time.sleep(0.01)
+            assert pool.in_time
+            (child,) = pool._children
+            child.deadline = time.monotonic() - LATE_S
+            assert not pool.in_time, "its thread should have given it up"
+            pool.stop()
+        assert not pool.in_time

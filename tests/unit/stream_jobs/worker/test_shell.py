@@ -14,7 +14,7 @@ from typing import Any, cast
 import pytest
 from faust.types import TP
 
-from runtime.kafka import Cluster, Record
+from runtime.kafka import NO_METADATA, Cluster, CommitMetadata, Record
 from runtime.topics.records import Decoder
 from schemas.codec.single_object import MAGIC, Codec
 from schemas.records import Tick
@@ -54,6 +54,7 @@ class Job:
 
     inputs: tuple[str, ...] = ("s", "r")
     tick_interval_s = 60.0
+    well = True
 
     def __init__(self) -> None:
         self.owned: set[int] = set()
@@ -78,6 +79,9 @@ class Job:
         self.processed.put_nowait((partition, [r.offset for r in records]))
         return {r.topic: r.offset for r in records}
 
+    def goes_on(self) -> bool:
+        return self.well
+
     async def tick(self) -> None: ...
 
     def stop(self) -> None: ...
@@ -90,8 +94,10 @@ class Group:
 
     def __init__(self) -> None:
         self.paused: set[TP] = set()
+        self.commits: list[Mapping[TP, tuple[int, CommitMetadata]]] = []
 
-    async def _commit(self, offsets: Mapping[TP, int]) -> bool:
+    async def commit_with_metadata(self, commits: Mapping[TP, tuple[int, CommitMetadata]]) -> bool:
+        self.commits.append(commits)
         return True
 
     def pause_partitions(self, places: set[TP]) -> None:
@@ -231,7 +237,7 @@ def test_a_record_of_an_unknown_schema_keeps_no_other_partition_waiting(
         schemas.back.set()
         assert await job.processed.get() == (0, [0, 1, 2])
         async with shell._busy:
-            assert not shell._app.consumer.paused and shell._done[TP("s", 0)] == 3
+            assert not shell._app.consumer.paused and shell._done[TP("s", 0)] == (3, NO_METADATA)
         assert job.decoder.knows(newer) and not job.decoder.knows(POISON)
         assert schemas.questions == 1
 
@@ -253,6 +259,53 @@ def test_what_waits_for_a_schema_is_dropped_with_its_partition(
         schemas.back.set()
         await shell._process(batch({0: [fetched(0, KNOWN)]}, generation=2))
         assert await job.processed.get() == (0, [0]) and job.processed.empty()
+
+    asyncio.run(main())
+    assert not died
+
+
+class HoldingJob(Job):
+    """A job whose position stays behind its first record."""
+
+    async def process(self, partition: int, records: Sequence[Record]) -> Mapping[str, int]:
+        return {"s": 0}
+
+
+def test_positions_are_committed_again_while_a_batch_goes_on(
+    tmp_path: Path, died: list[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shell, "HEARTBEAT_S", 0.0)
+
+    async def main() -> None:
+        job = HoldingJob()
+        job.go.set()
+        shell = shell_of(job, tmp_path)
+        await shell._assigned()
+        commits = shell._app.consumer.commits
+        begun = {TP("s", 0): (7, NO_METADATA), TP("s", 1): (7, NO_METADATA)}
+        assert commits == [begun]
+        await shell._commit()
+        async with shell._busy:
+            await shell._commit()
+        assert [tp for tp, (at, said) in commits[1].items() if at == 7 and said.heartbeat_s] == [
+            *begun
+        ]
+        await shell._process(batch({0: [fetched(i, KNOWN) for i in range(3)]}))
+        await shell._commit()
+        held = CommitMetadata(handled=3)
+        assert commits[2:] == [{TP("s", 0): (1, held)}]
+        async with shell._busy:
+            await shell._commit()
+            job.well = False
+            await shell._commit()
+            job.well = True
+            await shell._revoked()
+            await shell._commit()
+        (last,) = commits[3:]
+        assert {tp: (at, said.handled) for tp, (at, said) in last.items()} == {
+            TP("s", 0): (1, 3),
+            TP("s", 1): (7, None),
+        }
 
     asyncio.run(main())
     assert not died

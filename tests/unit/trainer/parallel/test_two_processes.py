@@ -126,7 +126,7 @@ def test_every_sequence_has_one_process_and_all_have_as_many_passes(
         for i, length in enumerate(lengths)
         for sequence in sequences(0, (length,))
     ]
-    parts = [Processes(rank, size).passes(rows, 80, packed=packed) for rank in range(size)]
+    parts = [[*Processes(rank, size).passes(rows, 80, packed=packed)] for rank in range(size)]
     assert len({len(part) for part in parts}) == 1
     counted = [s for part in parts for sequence, counts in part for s in sequence if counts]
     assert sorted(map(id, counted)) == sorted(map(id, rows))

@@ -155,7 +155,7 @@ def test_a_sequence_with_images_has_a_pass_of_its_own() -> None:
     assert sum(map(len, parts)) == 5
     passes = ONE.passes([*seen, *text], 100, packed=False)
     assert [part for part, _ in passes] == [text, [seen[0]], [seen[1]]]
-    shares = [Processes(rank, 2).passes([*seen, *text], 100, packed=False) for rank in (0, 1)]
+    shares = [[*Processes(rank, 2).passes([*seen, *text], 100, packed=False)] for rank in (0, 1)]
     with_images = [[bool(part[0].images) for part, _ in own] for own in shares]
     assert with_images[0] == with_images[1], "each process gathers the vision tower as often"
 

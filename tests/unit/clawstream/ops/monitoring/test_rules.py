@@ -12,18 +12,16 @@ from hypothesis import strategies as st
 
 from clawstream.ops.lag import Backlog, by_topic, format_lag
 from clawstream.ops.monitoring.rules import (
+    PATIENCE_S,
     PROBLEMS,
     STATUSES,
     Sample,
     Status,
-    patience_s,
     status_of,
     worst,
 )
 from clawstream.ops.monitoring.watch import process_problems, stalled_consumers
 from schemas.settings import Settings
-
-PATIENCE_S = 15.0
 
 
 def samples(*seen: tuple[int | None, int], every_s: float = 5.0) -> list[Sample]:
@@ -52,7 +50,7 @@ def samples(*seen: tuple[int | None, int], every_s: float = 5.0) -> list[Sample]
     ],
 )
 def test_statuses(seen: Sequence[tuple[int | None, int]], status: Status) -> None:
-    assert status_of(samples(*seen), PATIENCE_S) == status
+    assert status_of(samples(*seen)) == status
 
 
 windows = st.lists(
@@ -69,7 +67,7 @@ windows = st.lists(
 
 @given(windows)
 def test_a_problem_stands_still_for_its_patience_with_work_left(window: list[Sample]) -> None:
-    status, last = status_of(window, PATIENCE_S), window[-1]
+    status, last = status_of(window), window[-1]
     recent = [s for s in window if s.time_s >= last.time_s - PATIENCE_S]
     if status in PROBLEMS or status == "absent":
         assert {s.committed for s in recent} == {last.committed}
@@ -93,41 +91,32 @@ def test_only_differences_of_times_and_offsets_count(
         )
         for s in quarters
     ]
-    assert status_of(moved, PATIENCE_S) == status_of(quarters, PATIENCE_S)
+    assert status_of(moved) == status_of(quarters)
 
 
 @given(windows, st.integers(1, 3))
 def test_to_stand_still_for_longer_ends_as_a_problem(window: list[Sample], records: int) -> None:
     last = replace(window[-1], records=records, committed=window[-1].committed or 0)
     later = [replace(last, time_s=last.time_s + s) for s in (0.5, 8.0, 16.0)]
-    assert status_of([*window, *later], PATIENCE_S) in PROBLEMS
+    assert status_of([*window, *later]) in PROBLEMS
 
 
-def test_the_worst_status_and_the_patience_of_each_role() -> None:
+def test_a_heartbeat_is_progress_and_its_end_is_a_stop() -> None:
+    """Samples every 5 s of a consumer at one position, with a heartbeat at every other one."""
+    beating = [Sample(5.0 * i, 5, 9, f"beat {i // 2}") for i in range(20)]
+    assert {status_of(beating[:n]) for n in range(len(beating))} == {"ok"}
+    more = [replace(s, records=9 + i) for i, s in enumerate(beating)]
+    assert status_of(more) == "behind"
+    last = beating[-1]
+    later = [replace(last, time_s=last.time_s + 5.0 * i) for i in range(1, 5)]
+    statuses = [status_of([*beating, *later[:n]]) for n in range(5)]
+    assert statuses == ["ok", "ok", "stopped", "stopped", "stopped"]
+    assert status_of([*beating, replace(last, records=0)]) == "ok"
+
+
+def test_the_worst_status() -> None:
     assert worst(["ok", "stalled", "behind"]) == "stalled" and worst([]) == "ok"
     assert STATUSES[-1] == "stalled"
-    settings = Settings.model_validate({"lake": {"flush_interval_s": 5}})
-    assert patience_s(settings, "assemble") == patience_s(settings, "admit.r.train") == 15
-    assert patience_s(settings, "lake") == 20
-    assert patience_s(settings, "reward") == 15 + settings.functions.timeout_s
-    assert patience_s(settings, "compare") == 15 + settings.admit.policy.group_deadline_s
-    assert patience_s(settings, "trainer.r.train") == 3600
-
-
-def test_the_reward_job_may_need_the_time_limit_for_each_call_of_a_batch() -> None:
-    tree: dict[str, Any] = {
-        "functions": {"timeout_s": 2, "processes": 3, "concurrency": 4},
-        "jobs": {"reward_functions": {"a": ["r.py:f@1", "exact_match@1"], "*": ["r.py:f@1"]}},
-    }
-
-    def patience(**jobs: Any) -> float:
-        given = {**tree, "jobs": {**tree["jobs"], **jobs}}
-        return patience_s(Settings.model_validate(given), "reward")
-
-    assert patience(reward_functions={"a": ["exact_match@1"]}) == 15 + 2
-    assert patience() == 15 + 2 * 4
-    assert patience(quality_functions={"*": ["q.py:g@1", "built_in"]}) == 15 + 2 * 2 * 4
-    assert patience(batch_records=5) == 15 + 2 * 2
 
 
 def backlog(partition: int, status: Status, records: int = 3) -> Backlog:
