@@ -428,10 +428,21 @@ class Cluster:
         # A broker that has just started is still reading its groups; the client does not wait.
         found = retried(partitions, COORDINATOR_STARTS)
         return {
-            (tp.topic, tp.partition): Commit(tp.offset, tp.metadata or "")
+            (tp.topic, tp.partition): Commit(tp.offset, _metadata(tp))
             for tp in found
             if tp.offset >= 0
         }
+
+
+def _metadata(committed: TopicPartition) -> str:
+    """Return the metadata of a commit, without that of clients that do not end it as C does.
+
+    librdkafka ends it with a null character, and reads it up to the next one.
+    """
+    try:
+        return committed.metadata or ""
+    except UnicodeDecodeError:
+        return ""
 
 
 def _dotted(overrides: Mapping[str, Any]) -> dict[str, Any]:

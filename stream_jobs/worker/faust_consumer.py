@@ -95,6 +95,12 @@ def _credentials(security: KafkaSecurity) -> Any:
     return faust.SSLCredentials(context) if context is not None else None
 
 
+def _text_of(metadata: CommitMetadata) -> str:
+    """Return metadata for Kafka, with the end that `Cluster.commits` needs."""
+    text = str(metadata)
+    return f"{text}\0" if text else ""
+
+
 class _Thread(driver.AIOKafkaConsumerThread):  # type: ignore[misc]
     """Sets the fetch wait and the isolation level, for which Faust has no settings."""
 
@@ -111,7 +117,7 @@ class _Thread(driver.AIOKafkaConsumerThread):  # type: ignore[misc]
         """
         assigned = self.assignment()
         own = {
-            driver.ensure_aiokafka_TP(tp): driver.OffsetAndMetadata(offset, str(metadata))
+            driver.ensure_aiokafka_TP(tp): driver.OffsetAndMetadata(offset, _text_of(metadata))
             for tp, (offset, metadata) in commits.items()
             if tp in assigned
         }
