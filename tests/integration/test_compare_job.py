@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ import pytest
 from support.jobs import Eventually, Jobs, running, session, step
 from support.model_endpoint import Reply, chat, model_endpoint
 
+from clawstream.ops.monitoring.rules import PATIENCE_S
+from clawstream.ops.monitoring.watch import LagWatch
 from runtime.kafka import Cluster
 from schemas.records import Candidate, Reward
 from schemas.settings import Settings
@@ -74,6 +77,16 @@ def test_members_of_a_group_are_compared(
                 for record, c in jobs.records(jobs.topics.candidates, Candidate)
                 if c.trajectory_id == "waits"
             )
+            watch, since = LagWatch(cluster, jobs.settings), time.monotonic()
+            while time.monotonic() - since < PATIENCE_S + 5:
+                (held,) = (
+                    b
+                    for b in watch.poll()
+                    if (b.group, b.topic, b.partition)
+                    == (f"{jobs.topics.prefix}-compare", waiting.topic, waiting.partition)
+                )
+                assert (held.position <= waiting.offset, held.status) == (True, "ok"), held
+                time.sleep(1.0)
             worker.kill()
             worker.wait()
             positions = cluster.committed(f"{jobs.topics.prefix}-compare")

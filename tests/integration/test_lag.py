@@ -5,10 +5,11 @@ Ticks and control records are not counted as work; all other records are.
 
 from __future__ import annotations
 
+import pytest
 from support.positions import tell
 
-from clawstream.ops.lag import data_lag, format_lag, lag
-from runtime.kafka import Cluster, Commit
+from clawstream.ops.lag import backlogs, data_lag, format_lag, lag
+from runtime.kafka import Cluster, Commit, CommitMetadata
 from runtime.topics.records import create_topics
 from schemas import records
 from schemas.codec.single_object import TOP_LEVEL, Codec
@@ -125,6 +126,43 @@ def test_lag_counts_work_and_reaches_zero(settings: Settings, cluster: Cluster) 
     ]
     row = [f"{prefix}-by-hand", topics.steps, "4", "22", "23", "1", "0", "0", "-"]
     assert printed[1].split() == row
+
+
+@pytest.mark.parametrize("scan_records", [10, 1_000])
+def test_what_a_group_has_handled_beyond_its_position_is_not_left(
+    settings: Settings, cluster: Cluster, scan_records: int
+) -> None:
+    """Of 20 records and a Tick all are handled, then a control record and another Tick come."""
+    create_topics(cluster, settings)
+    topic, group = settings.kafka.topics.weights, f"{settings.kafka.topic_prefix}-mine"
+    tick = Codec().encode(records.Tick(partition=0))
+    producer, other = cluster.producer(), cluster.producer(f"{group}-other")
+    for _ in range(20):
+        producer.put(topic, b"k", Codec().encode(ENDED))
+    producer.flush()
+    with other.transaction():
+        other.put(topic, b"k", tick)
+    wait_for_end(cluster, topic, 22)
+
+    def left(handled: int) -> tuple[int, int]:
+        reader = cluster.reader(group, {})
+        while cluster.commits(group).get((topic, 0), Commit(0)).handled != handled:
+            reader.commit({(topic, 0): 3}, CommitMetadata(handled=handled))
+            reader.poll(1, 0.1)
+        reader.close()
+        (b,) = (
+            b
+            for b in backlogs(cluster, settings, scan_records)
+            if (b.group, b.topic) == (group, topic)
+        )
+        return b.records, b.left
+
+    held = 17 if scan_records > 20 else 18  # a short part is counted, a long one is its offsets
+    assert left(21) == (held, 0)
+    producer.put(topic, b"k", tick)
+    producer.flush()
+    assert left(21) == (held, 1)
+    assert left(23) == (17 if scan_records > 20 else 20, 0)
 
 
 def test_a_long_backlog_is_an_upper_bound_and_an_open_transaction_is_not_there_yet(
