@@ -247,9 +247,9 @@ class LakeConsumer:
         self._committed_at = time.monotonic()
 
     def commit_heartbeat(self) -> None:
-        """Every `HEARTBEAT_S`, commit the positions again that wait for the next flush.
+        """Every `HEARTBEAT_S`, commit the positions again that wait for the end of a flush.
 
-        With a long flush interval the lake would otherwise look stalled.
+        With a long flush or flush interval the lake would otherwise look stalled.
         """
         if time.monotonic() - self._committed_at < HEARTBEAT_S:
             return

@@ -225,6 +225,7 @@ def _flush(lake: Lake, consumer: LakeConsumer, metrics: LakeMetrics, commit_offs
             if rows or due:
                 added[name] = lake.append(name, rows, positions, consumer.reject, due)
                 metrics.rows.labels(name).inc(added[name])
+                consumer.commit_heartbeat()
     metrics.damaged.set(len(lake.damaged))
     metrics.flushed_at.set_to_current_time()
     consumer.commit()

@@ -6,10 +6,9 @@ the supervisor restarts it. Records bypass its streams and are processed in the 
 they were fetched, because per-record overhead exceeds the cost of the fold. Finished work is
 committed by offset.
 
-Kafka also learns from each commit whether the worker is well. Every `HEARTBEAT_S` that a batch goes
-on, as its job says, the positions of all partitions are committed again with a heartbeat, and a
-position that has to stay before records that are handled names the last of them. Otherwise a worker
-that waits for a slow reward function would look like one that is stalled.
+The metadata of the commits tells a slow worker from a stalled one. Every `HEARTBEAT_S`, while a
+batch goes on, the positions of all partitions are committed again with a heartbeat. A commit of a
+position that has to stay before handled records says how far they reach.
 
 On SIGTERM the current batch is finished and committed, then the process exits 0.
 """
@@ -79,8 +78,8 @@ class Job(Protocol):
         """
 
     def goes_on(self) -> bool:
-        """Return whether the batch in hand has got on since the last call, or waits for work whose
-        own time limit has not passed. Asked every `HEARTBEAT_S`.
+        """Return whether the batch in hand has made progress since the last call, or waits for work
+        whose own time limit has not passed. Called every `HEARTBEAT_S`.
         """
 
     async def tick(self) -> None:
@@ -256,7 +255,7 @@ class Shell:
                 TP(t, p): (offset, NO_METADATA) for (t, p), offset in positions.items()
             }
             if positions:
-                await self._app.consumer.commit_with_metadata(self._finished)
+                await self._app.consumer.commit_with_metadata(dict(self._finished))
             self._metrics.partitions.set(len(partitions))
             ready(f"{len(partitions)} partitions")
         except Exception as e:  # noqa: BLE001 - protocol point 6

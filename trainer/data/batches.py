@@ -20,7 +20,7 @@ from trainer.settings_check import check_named_algorithm
 from trainer.watchdog import Watchdog
 
 PAYLOAD_S = 120.0
-"""Reading the payload of the first batch longer than this is taken for stuck."""
+"""Reading the payload of a batch may take this long at least."""
 CHECK_INTERVAL_S = 5.0
 
 DeadLetterSink = Callable[[Record, str, str, str], None]

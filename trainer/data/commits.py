@@ -52,10 +52,11 @@ class PositionCommits:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        """Commit the last position, and end the thread."""
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        """End the thread and commit the last position; a trainer that failed may be fenced."""
         self._stopped = True
         self._wake.set()
         self._thread.join()
-        self._reader.commit({self._at: self._position})
+        if error is None:
+            self._reader.commit({self._at: self._position})
         self._reader.close()

@@ -27,7 +27,7 @@ T = TypeVar("T")
 TIMEOUT = timedelta(minutes=30)
 """Longest wait for another process. One that ended is noticed at once."""
 PASS_S = 120.0
-"""A pass of the first batch that takes longer is taken for stuck."""
+"""A pass, or the broadcast of a batch, may take this long at least."""
 
 
 class Processes:
@@ -48,7 +48,8 @@ class Processes:
         """Return the leader's value on every process."""
         if self.size > 1:
             values = [value]
-            dist.broadcast_object_list(values, src=0)
+            with self.watchdog.work("broadcast", PASS_S):
+                dist.broadcast_object_list(values, src=0)
             value = values[0]
         return value  # type: ignore[return-value]
 
