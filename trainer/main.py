@@ -55,9 +55,10 @@ from schemas.errors import SettingsError
 from schemas.settings import Settings, TrainerSettings
 from trainer.algorithms.registry import load_all
 from trainer.data.batches import BatchReader, FetchedBatch
-from trainer.data.commits import PositionCommits
 from trainer.data.prefetch import Prefetch
 from trainer.data.validation_reader import ValidationReader
+from trainer.liveness.commits import PositionCommits
+from trainer.liveness.watchdog import Watchdog
 from trainer.metrics.monitor import Monitor
 from trainer.metrics.prometheus import VersionMetrics
 from trainer.metrics.validation import Validations
@@ -72,7 +73,6 @@ from trainer.settings_check import (
 )
 from trainer.start import open_run
 from trainer.versions.weight_log import KafkaWeightLog, NoWeightLog, read_versions
-from trainer.watchdog import Watchdog
 
 POLL_S = 0.2
 

@@ -30,9 +30,9 @@ from runtime.topics.access import PROCESSES, Acl, acls_of, check_access
 from runtime.topics.records import Decoder, cluster_of, create_topics, now_micros
 from schemas.settings import Settings
 from trainer.data.batches import BatchReader
+from trainer.liveness.watchdog import Watchdog
 from trainer.position import starting_position
 from trainer.versions.weight_log import KafkaWeightLog
-from trainer.watchdog import Watchdog
 
 RUN_ID = "demo"
 JOBS = ("assemble", "reward", "compare", "admit", "lake")

@@ -41,13 +41,13 @@ from schemas.records import (
 from schemas.settings import MetricsSettings, Settings
 from trainer.data.batches import BatchReader
 from trainer.errors import BatchesReplaced, BatchGap, PayloadUnreadable
+from trainer.liveness.watchdog import Watchdog
 from trainer.main import train
 from trainer.metrics.monitor import chart_path
 from trainer.position import starting_position
 from trainer.positions import positions
 from trainer.start import open_run
 from trainer.versions.history import ancestors
-from trainer.watchdog import Watchdog
 
 NURSERY = """
 import json, os, sys

@@ -15,9 +15,9 @@ from schemas.settings import Settings
 from trainer.data.sequences import NO_IMAGES, BatchImages
 from trainer.data.trajectories import read_payload
 from trainer.errors import BatchGap, TopicReplaced
+from trainer.liveness.watchdog import Watchdog
 from trainer.position import Position
 from trainer.settings_check import check_named_algorithm
-from trainer.watchdog import Watchdog
 
 PAYLOAD_S = 120.0
 """Reading the payload of a batch may take this long at least."""

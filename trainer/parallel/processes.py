@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from trainer.data.minibatches import micro_batches, shares
 from trainer.errors import ProcessLost
-from trainer.watchdog import Watchdog
+from trainer.liveness.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from trainer.data.sequences import TrainingSequence

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from trainer.watchdog import FACTOR, MOST_S, Watchdog
+from trainer.liveness.watchdog import FACTOR, MOST_S, Watchdog
 
 
 @dataclass

@@ -1,0 +1,1 @@
+"""Whether training goes on, as a watch on the lag sees it."""
