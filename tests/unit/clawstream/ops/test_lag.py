@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, cast
 
 from clawstream.ops.lag import data_lag
+from runtime.kafka import Commit
 from schemas.settings import Settings
 
 
@@ -14,7 +15,7 @@ class LosesALeader:
     def topics(self) -> dict[str, int]:
         return {"claw.trajectories": 1}
 
-    def committed(self, group: str) -> dict[tuple[str, int], int]:
+    def commits(self, group: str) -> dict[tuple[str, int], Commit]:
         return {}
 
     def watermarks(self, topic: str) -> dict[int, tuple[int, int]]:
