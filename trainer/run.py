@@ -65,7 +65,9 @@ from trainer.vision.reader import ImageReader
 FILES_S = 1800.0
 """Reading a checkpoint, or writing one or a version, may take this long at least."""
 BATCH_S = 600.0
-"""The same for the work on a batch between two passes: it may load a reference model or critic."""
+"""The same for publishing, and for the work on a batch between two passes: it may load a reference
+model or a critic.
+"""
 NO_MEDIA = "the trainer passes no videos and sounds, and images to vision-language models only"
 
 
@@ -340,7 +342,8 @@ class Run:
         newest, base_model = self._checkpoints.newest, self._policy.base_model
         version = manifest(state, first_batch_seq, exported, newest, metrics, base_model)
         trained = [step.record(version.version_id) for step in self._trained]
-        self._weight_log.publish(version, trained)
+        with self._watchdog.work("publish", BATCH_S):
+            self._weight_log.publish(version, trained)
         self._versions.append(version)
         self.current_version, self.unpublished, self._trained = state, [], []
         logger().info(
