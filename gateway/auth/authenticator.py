@@ -10,11 +10,14 @@ clients) or `api-key`:
 - any other value, or none: an unknown caller. Where `gateway.auth` is open, every caller may do
   everything.
 
-An invalid Clawstream key is refused even where no key is required. A web page without a key is
-answered if it is of this machine or its origin is in `gateway.cors_origins`: a browser sends any
-page's requests to an open gateway on loopback, also under a name that the page's owner has pointed
-to 127.0.0.1. Keys are looked up by their
+An invalid Clawstream key is refused even where no key is required. Keys are looked up by their
 SHA-256 and never logged.
+
+A web page without a Clawstream key is answered only if it is of this machine or its origin is in
+`gateway.cors_origins`: a browser sends any page's requests to an open gateway on loopback, also
+under a name that the page's owner has pointed to 127.0.0.1. A page of a site has the scheme http or
+https, or the origin `null` in a sandboxed frame. Other schemes (`vscode-webview:`, `file:`) are
+those of installed programs, which no site can use.
 """
 
 from __future__ import annotations
@@ -180,10 +183,11 @@ class Authenticator:
         if origin is None or not self._origins.isdisjoint(("*", origin)):
             return
         try:
-            host = urlsplit(origin).hostname
+            scheme, host = (parts := urlsplit(origin)).scheme, parts.hostname or ""
         except ValueError:
-            host = None
-        if host not in LOOPBACK:
+            scheme = host = ""
+        is_site = scheme in ("", "http", "https")
+        if is_site and host not in LOOPBACK and not host.endswith(".localhost"):
             raise Forbidden(
                 f"pages of {origin[:200]!r} may not call this gateway: name the origin in "
                 "gateway.cors_origins, or use an API key",

@@ -13,8 +13,15 @@ from schemas.codec.single_object import Codec
 
 ASK: dict[str, Any] = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
 CALL = "/t/g/v1/chat/completions"
-FOREIGN = ("http://evil.example", "http://evil.example:8100", "null", "http://127.0.0.1.evil.com")
-OURS = ("http://localhost:3000", "http://127.0.0.1:8100", "http://[::1]:5173")
+FOREIGN = (
+    *("http://evil.example", "http://evil.example:8100", "http://127.0.0.1.evil.com"),
+    *("http://evillocalhost", "HTTP://evil.example", "http://[", "evil.example", "null"),
+)
+OURS = (
+    *("http://localhost:3000", "http://127.0.0.1:8100", "http://[::1]:5173"),
+    "http://tauri.localhost",
+)
+APPS = ("vscode-webview://1a2b", "app://obsidian.md", "file://", "chrome-extension://abcdef")
 NAMED = "https://app.example"
 
 
@@ -37,7 +44,7 @@ def test_an_open_gateway_answers_only_pages_of_this_machine_and_named_ones(
             assert await status(made, CALL, ASK, origin) == 403, origin
             assert await status(made, "/t/g/complete_trajectory", {"reward": 1}, origin) == 403
         assert made.steps() == []
-        for other in (*OURS, NAMED, None):
+        for other in (*OURS, *APPS, NAMED, None):
             assert await status(made, CALL, ASK, other) == 200, other
 
     script = Script([ScriptedChoice([7], ["x"], [-0.5])])
