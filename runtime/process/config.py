@@ -21,7 +21,8 @@ from schemas.settings import Settings
 
 PREFIX = "CLAWSTREAM__"
 _SECRET = re.compile(
-    r"secret|password|credential|client_options|storage_options|upstreams", re.IGNORECASE
+    r"secret|password|credential|client_options|storage_options|upstreams|traces\.(headers|endpoint)",
+    re.IGNORECASE,
 )
 """Settings whose values are not repeated in errors, which end up on terminals and in logs."""
 

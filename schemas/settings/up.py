@@ -90,8 +90,10 @@ class TracesSettings(Section):
     def _is_a_url(cls, endpoint: str | None) -> str | None:
         if endpoint is not None:
             parts = urlsplit(endpoint)
-            if parts.scheme not in ("http", "https") or not parts.netloc or parts.query:
+            if parts.scheme not in ("http", "https") or not parts.hostname or parts.query:
                 raise ValueError("must be a URL such as http://localhost:4318")
+            if parts.username is not None:  # the endpoint is logged and written to a file
+                raise ValueError("holds a login; put it into traces.headers")
         return endpoint
 
     @property

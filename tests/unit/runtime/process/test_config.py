@@ -91,6 +91,10 @@ def test_a_name_may_be_a_number() -> None:
         ["kafka.bootstrap_servers='a:1'", "kafka.security={password: hunter2}"],
         ["kafka.security.password=[hunter2]"],
         ["lake.storage_options=hunter2"],
+        ["traces.headers=Authorization=Basic hunter2"],
+        ["traces.headers={Authorization: 'Basic hunter2}"],
+        ["traces.headers={Authorization: [hunter2]}"],
+        ["traces.endpoint=http://me:hunter2@collector:4318"],
         ["gateway.session_secret=hunter2", "trainer.sync_every=2"],
     ],
 )
