@@ -38,9 +38,7 @@ class Report:
 
     def engine_started(self) -> None:
         """Record a new engine: nothing is loaded, loads count from 0. Keeps the last error."""
-        self.status = replace(
-            self.status, started_at=now_micros(), loads=0, failed_loads=0, loaded_at=None
-        )
+        self.status = replace(self.status, started_at=now_micros(), loads=0, failed_loads=0)
         self.set_state("starting", None, self.status.error)
 
     def engine_serves(self, models: tuple[str, ...]) -> None:
@@ -49,13 +47,13 @@ class Report:
 
     def loaded(self, version_id: str, milliseconds: float) -> None:
         """Record a loaded version."""
+        self.set_state("ready", version_id)
         self.status = replace(
             self.status,
             loads=self.status.loads + 1,
             last_load_ms=round(milliseconds, 3),
             loaded_at=now_micros(),
         )
-        self.set_state("ready", version_id)
 
     def load_failed(self, version_id: str | None, error: str) -> None:
         """Record a failed load. version_id: the version that serves on, None for none."""
@@ -66,9 +64,19 @@ class Report:
     def set_state(
         self, state: WorkerState, version_id: str | None, error: str | None = None
     ) -> None:
-        """Set the state, the served version (None: boot weights or none) and the last error."""
+        """Set the state, the served version (None: boot weights or none) and the last error.
+
+        Another version than before has no time of loading: another worker has loaded it.
+        """
         error = error[:_ERROR_CHARACTERS] if error else None
-        self.status = replace(self.status, state=state, weight_version=version_id, error=error)
+        loaded_at = self.status.loaded_at if version_id == self.status.weight_version else None
+        self.status = replace(
+            self.status,
+            state=state,
+            weight_version=version_id,
+            error=error,
+            loaded_at=loaded_at,
+        )
         self.changed.set()
 
 

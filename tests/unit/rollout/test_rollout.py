@@ -234,6 +234,19 @@ def test_versions_that_the_engine_refuses_leave_no_files(
     asyncio.run(scenario())
 
 
+def test_a_version_that_another_worker_loaded_has_no_time_of_loading() -> None:
+    """Else its span would be the last loading of this worker, under the wrong version."""
+    report = Report(Settings(), "http://127.0.0.1:9")
+    report.loaded("run/1.0", 5.0)
+    at = report.status.loaded_at
+    report.set_state("draining", "run/1.0")
+    assert at is not None and report.status.loaded_at == at
+    report.set_state("ready", "run/2.0")
+    assert report.status.loaded_at is None
+    report.loaded("run/3.0", 5.0)
+    assert report.status.loaded_at is not None
+
+
 def test_an_adapter_has_a_directory_of_its_own_while_the_engine_holds_it(tmp_path: Path) -> None:
     published = tmp_path / "published"
     published.mkdir()
