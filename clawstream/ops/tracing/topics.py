@@ -78,10 +78,10 @@ class TracedTopics:
             self._reader.commit(start)
             self._reader.poll(1, POLL_S)  # nothing is assigned yet: only the answer is awaited
 
-    def _starts(self, names: Sequence[str]) -> dict[tuple[str, int], int]:
+    def _starts(self, partitions: Mapping[str, int]) -> dict[tuple[str, int], int]:
         committed, start = self._cluster.committed(self.group), dict[tuple[str, int], int]()
-        for topic in names:
-            for partition, (low, high) in self._cluster.watermarks(topic).items():
+        for topic, count in partitions.items():
+            for partition, (low, high) in self._cluster.watermarks(topic, range(count)).items():
                 position = committed.get((topic, partition))
                 start[topic, partition] = first_offset(position, low, high)
                 if position is not None and position < low:
@@ -93,13 +93,14 @@ class TracedTopics:
 
     def _follow_new_topics(self) -> None:
         self._refreshed_at = time.monotonic()
-        found = followed_topics(self._topics, self._cluster.topics())
+        there = self._cluster.topics()
+        found = followed_topics(self._topics, there)
         ids = self._cluster.topic_ids([*self._ids, *(t for t in found if t not in self._ids)])
         for topic, topic_id in self._ids.items():
             if ids.get(topic) != topic_id:
                 raise SourceTruncated(f"{topic} had id {topic_id} and has it no more")
-        if start := self._starts([topic for topic in ids if topic not in self._ids]):
-            self._reader.add(start)
+        if new := {topic: there[topic] for topic in ids if topic not in self._ids}:
+            self._reader.add(self._starts(new))
         self._ids = ids
 
     def poll(self) -> Sequence[Record]:
