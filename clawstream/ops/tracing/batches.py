@@ -13,18 +13,26 @@ from schemas.topics import Topics
 
 KNOWN_MAX = 20_000
 """Batches of a topic whose offset is remembered."""
+TOPICS_MAX = 32
+"""Topics, each of one run, of which batches are remembered: those that were read last."""
 
 
 class BatchFinder:
-    """Finds batches by their number. Remembers offsets of batches that were read."""
+    """Finds batches by their number.
+
+    Attributes:
+        known: Topic id to number and offset of batches that were read, in order.
+    """
 
     def __init__(self, cluster: Cluster, decoder: Decoder, topics: Topics) -> None:
         self._cluster, self._decoder, self._topics = cluster, decoder, topics
-        self._known: dict[str, list[tuple[int, int]]] = {}
+        self.known: dict[str, list[tuple[int, int]]] = {}
 
     def note(self, topic_id: str, batch_seq: int, offset: int) -> None:
         """Remember where a batch is."""
-        known = self._known.setdefault(topic_id, [])
+        known = self.known[topic_id] = self.known.pop(topic_id, [])  # now the last one
+        if len(self.known) > TOPICS_MAX:
+            del self.known[next(iter(self.known))]
         at = bisect_right(known, (batch_seq, offset))
         if at == 0 or known[at - 1] != (batch_seq, offset):
             insort(known, (batch_seq, offset))
@@ -48,7 +56,7 @@ class BatchFinder:
         if self._cluster.topic_ids([topic]).get(topic) != topic_id:
             return  # recreated since
         low, high = self._cluster.watermarks(topic, [0])[0]
-        known = self._known.get(topic_id, [])
+        known = self.known.get(topic_id, [])
         at = bisect_right(known, (first, high))
         start = max(low, known[at - 1][1] if at else low)
         if start >= high:
