@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -15,8 +16,10 @@ from schemas.records import TrainedTokens, WeightVersion
 from schemas.topics import Topics
 from trainer.versions.history import version_of
 
-FLUSH_RECORDS = 10_000
-"""Records in flight at once: the queue of the client is bounded."""
+FLUSH_BYTES = 8 << 20
+"""Tokens in flight at once: the queue of the client is bounded, by records and by bytes."""
+TOKENS_TIMEOUT_S = 25.0
+"""Of the tokens of a version: with the commit it is less than the time-out of a transaction."""
 
 
 class WeightLog(Protocol):
@@ -64,16 +67,24 @@ class KafkaWeightLog:
         self.topic_id = cluster.topic_id(topics.weights)
 
     def publish(self, version: WeightVersion, trained: Sequence[TrainedTokens]) -> None:
-        """Publish the manifest and the tokens in one transaction. Raises Fenced.
+        """Publish the manifest and the tokens in one transaction.
 
         The manifest comes last: while a transaction is open on the weights log, its readers wait.
+
+        Raises:
+            Fenced: A newer trainer has started.
+            Unavailable: Kafka does not take the tokens in time.
         """
         with self._producer.transaction():
-            for at in range(0, len(trained), FLUSH_RECORDS):
-                for record in trained[at : at + FLUSH_RECORDS]:
-                    key, value = record.trajectory_key.encode(), self._codec.encode(record)
-                    self._producer.put(self._topics.trained_tokens, key, value)
-                self._producer.flush()
+            deadline, in_flight = time.monotonic() + TOKENS_TIMEOUT_S, 0
+            for record in trained:
+                key, value = record.trajectory_key.encode(), self._codec.encode(record)
+                self._producer.put(self._topics.trained_tokens, key, value)
+                in_flight += len(value)
+                if in_flight >= FLUSH_BYTES:
+                    self._producer.flush(max(0.0, deadline - time.monotonic()))
+                    in_flight = 0
+            self._producer.flush(max(0.0, deadline - time.monotonic()))
             self._producer.put(
                 self._topics.weights, version.version_id.encode(), self._codec.encode(version)
             )
