@@ -7,12 +7,12 @@ from dataclasses import replace
 
 from clawstream.ops.tracing.spans import (
     Attribute,
-    Home,
+    Parent,
     RecordPlace,
     Span,
     SpanId,
     attributes,
-    home_of_call,
+    parent_of_call,
     present,
 )
 from schemas.ids import call_span_id, span_id_of
@@ -28,17 +28,17 @@ def step_spans(step: Step, at: RecordPlace, own_traces: bool) -> Iterator[Span]:
 
     The first choice stands for the call: it has the usage.
     """
-    home = home_of_call(
+    context = parent_of_call(
         step.traceparent, step.run_id, step.trajectory_key, step.call_id, own_traces
     )
-    if home is None:
+    if context is None:
         return
-    call = _call(step, home)
+    call = _call(step, context)
     if step.choice_index:
         choice_id = span_id_of("choice", step.step_id)
         call = replace(
             call,
-            id=SpanId(home.trace_id, choice_id),
+            id=SpanId(context.trace_id, choice_id),
             parent_id=call_span_id(step.call_id),
             is_remote=False,
             name="choice",
@@ -47,7 +47,7 @@ def step_spans(step: Step, at: RecordPlace, own_traces: bool) -> Iterator[Span]:
     yield call
     yield Span(
         id=SpanId(
-            home.trace_id,
+            context.trace_id,
             # A record that is sent again lies elsewhere, at another time.
             span_id_of("publish", step.step_id, at.topic_id, str(at.partition), str(at.offset)),
         ),
@@ -67,7 +67,7 @@ def step_spans(step: Step, at: RecordPlace, own_traces: bool) -> Iterator[Span]:
     )
 
 
-def _call(step: Step, home: Home) -> Span:
+def _call(step: Step, context: Parent) -> Span:
     usage, sampling = step.usage, step.sampling
     waited_ms = step.time_to_first_token_ms
     found: dict[str, Attribute | None] = {
@@ -94,9 +94,9 @@ def _call(step: Step, home: Home) -> Span:
         }
     last = step.versions[-1].version if step.versions else step.version_first
     return Span(
-        id=SpanId(home.trace_id, call_span_id(step.call_id)),
-        parent_id=home.parent_id,
-        is_remote=home.is_remote,
+        id=SpanId(context.trace_id, call_span_id(step.call_id)),
+        parent_id=context.parent_id,
+        is_remote=context.is_remote,
         part="gateway",
         name=_name(step.protocol, step.model),
         kind="server",
@@ -121,10 +121,10 @@ def _call(step: Step, home: Home) -> Span:
 
 def failed_call_spans(call: FailedCall, own_traces: bool) -> Iterator[Span]:
     """Yield the span of a call that ended with an error."""
-    home = home_of_call(
+    context = parent_of_call(
         call.traceparent, call.run_id, call.trajectory_key, call.event_id, own_traces
     )
-    if home is None:
+    if context is None:
         return
     found: dict[str, Attribute | None] = {
         **_request(call.protocol, call.model, call.streamed, call.user_agent),
@@ -133,9 +133,9 @@ def failed_call_spans(call: FailedCall, own_traces: bool) -> Iterator[Span]:
         "error.type": call.error_type or str(call.status),
     }
     yield Span(
-        id=SpanId(home.trace_id, call_span_id(call.event_id)),
-        parent_id=home.parent_id,
-        is_remote=home.is_remote,
+        id=SpanId(context.trace_id, call_span_id(call.event_id)),
+        parent_id=context.parent_id,
+        is_remote=context.is_remote,
         part="gateway",
         name=_name(call.protocol, call.model),
         kind="server",

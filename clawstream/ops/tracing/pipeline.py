@@ -11,13 +11,13 @@ from collections.abc import Iterable, Iterator
 from clawstream.ops.tracing.spans import (
     EVENTS_MAX,
     LINKS_MAX,
-    Home,
+    Parent,
     RecordPlace,
     Span,
     SpanEvent,
     SpanId,
     attributes,
-    home_of_trajectory,
+    parent_of_trajectory,
     present,
     trajectory_span_id,
 )
@@ -44,21 +44,21 @@ def candidate_spans(c: Candidate, at: RecordPlace, own_traces: bool) -> Iterator
 
     A record that assemble sends again after a crash has a span of its own for its revision.
     """
-    home = home_of_trajectory(
+    context = parent_of_trajectory(
         c.traceparent, c.run_id, c.trajectory_key, c.trajectory_id, own_traces
     )
-    if home is None or c.revision > REVISIONS_MAX:
+    if context is None or c.revision > REVISIONS_MAX:
         return
     opened_us, closed_us = c.opened_at * 1000, c.closed_at * 1000
-    trajectory = SpanId(home.trace_id, trajectory_span_id(c.run_id, c.trajectory_id))
+    trajectory = SpanId(context.trace_id, trajectory_span_id(c.run_id, c.trajectory_id))
     named = attributes(
         run_id=c.run_id, trajectory_id=c.trajectory_id, group_id=c.group_id, round=c.round
     )
     if c.revision == 0:
         yield Span(
             id=trajectory,
-            parent_id=home.parent_id,
-            is_remote=home.is_remote,
+            parent_id=context.parent_id,
+            is_remote=context.is_remote,
             part="assemble",
             name="trajectory",
             start_us=opened_us,
@@ -76,7 +76,7 @@ def candidate_spans(c: Candidate, at: RecordPlace, own_traces: bool) -> Iterator
     revision = span_id_of("revision", c.run_id, c.trajectory_id, str(c.revision), *place)
     end_us = max(closed_us, at.at_us)
     yield Span(
-        id=SpanId(home.trace_id, revision),
+        id=SpanId(context.trace_id, revision),
         parent_id=trajectory.span_id,
         part="assemble",
         name="assemble",
@@ -137,14 +137,14 @@ def batch_spans(batch: ReadyBatch, at: RecordPlace, own_traces: bool) -> Iterato
             trainable_tokens=batch.trainable_tokens,
         ),
         links=tuple(
-            SpanId(home.trace_id, trajectory_span_id(batch.run_id, member.trajectory_id))
-            for home, _, member in traced[:LINKS_MAX]
+            SpanId(context.trace_id, trajectory_span_id(batch.run_id, member.trajectory_id))
+            for context, _, member in traced[:LINKS_MAX]
         ),
     )
-    for home, group, member in traced:
+    for context, group, member in traced:
         yield Span(
             id=SpanId(
-                home.trace_id, _admit_span_id(at.topic_id, batch.batch_seq, member.trajectory_id)
+                context.trace_id, _admit_span_id(at.topic_id, batch.batch_seq, member.trajectory_id)
             ),
             parent_id=trajectory_span_id(batch.run_id, member.trajectory_id),
             part="admit",
@@ -173,14 +173,16 @@ def _batch(batch: ReadyBatch) -> dict[str, str | bool | int | float | tuple[str,
     )
 
 
-def _traced(batch: ReadyBatch, own_traces: bool) -> Iterator[tuple[Home, BatchGroup, BatchMember]]:
+def _traced(
+    batch: ReadyBatch, own_traces: bool
+) -> Iterator[tuple[Parent, BatchGroup, BatchMember]]:
     for group in batch.groups:
         for m in group.members:
-            home = home_of_trajectory(
+            context = parent_of_trajectory(
                 m.traceparent, batch.run_id, m.trajectory_key, m.trajectory_id, own_traces
             )
-            if home is not None:
-                yield home, group, m
+            if context is not None:
+                yield context, group, m
 
 
 def refused_spans(refused: Refused, at: RecordPlace, own_traces: bool) -> Iterator[Span]:
@@ -191,12 +193,12 @@ def refused_spans(refused: Refused, at: RecordPlace, own_traces: bool) -> Iterat
     traceparents = refused.traceparents or (None,) * len(ids)
     for trajectory_id, traceparent in zip(ids, traceparents, strict=True):
         key = key_of_trajectory(trajectory_id)
-        home = home_of_trajectory(traceparent, refused.run_id, key, trajectory_id, own_traces)
-        if home is None:
+        context = parent_of_trajectory(traceparent, refused.run_id, key, trajectory_id, own_traces)
+        if context is None:
             continue
         place = (at.topic_id, str(at.offset), trajectory_id)
         yield Span(
-            id=SpanId(home.trace_id, span_id_of("refuse", *place)),
+            id=SpanId(context.trace_id, span_id_of("refuse", *place)),
             parent_id=trajectory_span_id(refused.run_id, trajectory_id),
             part="admit",
             name="refuse",
@@ -247,9 +249,9 @@ def trained_spans(
         return
     whole = version_span_id(version.version_id)
     for batch in batches:
-        for home, _, m in _traced(batch, own_traces):
+        for context, _, m in _traced(batch, own_traces):
             parent = _admit_span_id(version.batches_topic_id, batch.batch_seq, m.trajectory_id)
-            span = SpanId(home.trace_id, span_id_of("train", version.version_id, parent))
+            span = SpanId(context.trace_id, span_id_of("train", version.version_id, parent))
             yield _trained(version, span, parent, "train", (whole,))
 
 

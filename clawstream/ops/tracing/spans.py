@@ -69,18 +69,18 @@ class RecordPlace(NamedTuple):
         return self.timestamp_ms * 1000
 
 
-class Home(NamedTuple):
-    """The trace of a call or trajectory, and the span above it."""
+class Parent(NamedTuple):
+    """The trace of a call or trajectory, and its parent span; None: it is the root."""
 
     trace_id: str
     parent_id: str | None
     is_remote: bool
 
 
-def home_of_call(
+def parent_of_call(
     traceparent: str | None, run_id: str, key: str | None, call_id: str, own_traces: bool
-) -> Home | None:
-    """Return the trace of a call; None: it has no spans.
+) -> Parent | None:
+    """Return the parent of a call's span; None: the call has no spans.
 
     Args:
         key: Trajectory key; None: not known.
@@ -88,26 +88,26 @@ def home_of_call(
     """
     context = parse_traceparent(traceparent)
     if context is not None:
-        return Home(context.trace_id, context.span_id, True) if context.is_sampled else None
+        return Parent(context.trace_id, context.span_id, True) if context.is_sampled else None
     if not own_traces or key is None:
         return None
     # Which trajectory of a gateway-assigned key it belongs to is decided later.
     parent = None if is_gateway_assigned(key) else trajectory_span_id(run_id, key)
-    return Home(own_trace_id(run_id, key, call_id), parent, False)
+    return Parent(own_trace_id(run_id, key, call_id), parent, False)
 
 
-def home_of_trajectory(
+def parent_of_trajectory(
     traceparent: str | None, run_id: str, key: str, trajectory_id: str, own_traces: bool
-) -> Home | None:
-    """Return the trace of a trajectory; None: it has no spans.
+) -> Parent | None:
+    """Return the parent of a trajectory's span; None: the trajectory has no spans.
 
     Args:
         traceparent: Of its first call that has one.
     """
     context = parse_traceparent(traceparent)
     if context is not None:
-        return Home(context.trace_id, context.span_id, True) if context.is_sampled else None
-    return Home(own_trace_id(run_id, key, trajectory_id), None, False) if own_traces else None
+        return Parent(context.trace_id, context.span_id, True) if context.is_sampled else None
+    return Parent(own_trace_id(run_id, key, trajectory_id), None, False) if own_traces else None
 
 
 def trajectory_span_id(run_id: str, trajectory_id: str) -> str:
