@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import quote
@@ -97,12 +98,12 @@ def create_app(parts: Parts) -> FastAPI:
     ) -> Response:
         headers, cookies, began = request.headers, request.cookies, time.perf_counter()
         is_open = request.url.path.startswith(OPEN_PATHS)
+        user_now = partial(
+            access.user, headers.get("authorization"), cookies.get(_session(request))
+        )
+        request.state.user_now = user_now  # a stream outlives what is known at its start
         try:
-            request.state.user = (
-                None
-                if is_open
-                else access.user(headers.get("authorization"), cookies.get(_session(request)))
-            )
+            request.state.user = None if is_open else user_now()
             response = _refusal(request, is_open) or await call_next(request)
         except ForeseenError as error:  # of the keys: handlers see only errors of routes
             response = await _error_page(request, error)

@@ -15,7 +15,7 @@ from inspector.operations.observation import Consumer, Observation, Weights, con
 from inspector.operations.sparkline import HEIGHT, WIDTH, path_of
 from inspector.operations.time_range import RANGES, TimeRange, time_range
 from inspector.queries.activity import CHARTS, newest_version, open_dead_letters
-from inspector.web.dependencies import Used
+from inspector.web.dependencies import Permitted, Used
 from inspector.web.rendering import block_of, link, render
 from schemas.errors import ForeseenError
 
@@ -54,10 +54,12 @@ def page(request: Request, parts: Used, range: str = "", until: str = "") -> Res
 
 
 @router.get("/operations/changes", response_class=EventSourceResponse)
-async def changes(parts: Used, range: str = "", until: str = "") -> AsyncIterator[ServerSentEvent]:
+async def changes(
+    parts: Used, permitted: Permitted, range: str = "", until: str = ""
+) -> AsyncIterator[ServerSentEvent]:
     """Send the parts of the page that have changed, after each observation."""
     sent: dict[str, str] = {}
-    async for _ in parts.operations.changes():
+    async for _ in permitted(parts.operations.changes()):
         shown = time_range(range, until, time.time())
         state = await run_in_threadpool(_state, parts, shown)
         for name in LIVE_PARTS:

@@ -18,7 +18,7 @@ from inspector.queries import group, listing, overview, tokens, trajectory
 from inspector.queries.conversation import brief, turns_of
 from inspector.queries.filters import OUTCOMES, STAGES, parse_filters
 from inspector.web import copies
-from inspector.web.dependencies import Used
+from inspector.web.dependencies import Permitted, Used
 from inspector.web.marking import Offered
 from inspector.web.rendering import render, text_of
 from schemas.blob_refs import referenced
@@ -129,10 +129,10 @@ def trajectory_page(
 
 @router.get("/t/{run_id}/{trajectory_id}/changes", response_class=EventSourceResponse)
 async def changes(
-    parts: Used, run_id: str, trajectory_id: str, seen: str = ""
+    parts: Used, permitted: Permitted, run_id: str, trajectory_id: str, seen: str = ""
 ) -> AsyncIterator[ServerSentEvent]:
     """Say when the lake has more of an open trajectory than its page shows."""
-    async for _ in parts.live.ticks():
+    async for _ in permitted(parts.live.ticks()):
         try:
             state = await run_in_threadpool(trajectory.state, parts.lake, run_id, trajectory_id)
         except ForeseenError:  # the browser connects again
@@ -195,9 +195,11 @@ def token_page(
 
 
 @router.get("/live", response_class=EventSourceResponse)
-async def live(parts: Used, run: str | None = None) -> AsyncIterator[ServerSentEvent]:
+async def live(
+    parts: Used, permitted: Permitted, run: str | None = None
+) -> AsyncIterator[ServerSentEvent]:
     """Send the newest trajectories, of all runs or of one, whenever they change."""
-    async for _ in parts.live.changes():
+    async for _ in permitted(parts.live.changes()):
         html = text_of("live.html", rows=parts.live.rows(run), source=parts.live.source)
         yield ServerSentEvent(raw_data=html, event="live")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from itertools import count
 from typing import Any, cast
 
 import pytest
@@ -10,7 +12,9 @@ from fastapi.testclient import TestClient
 from gateway.errors import KeysUnreadable
 from inspector.live.feed import Live
 from inspector.metrics import PageMetrics
-from inspector.web.access import is_cross_site
+from inspector.operations.observation import Observation
+from inspector.operations.watcher import Watcher
+from inspector.web.access import User, is_cross_site
 from inspector.web.app import HEADERS, Parts, create_app
 
 
@@ -30,12 +34,41 @@ class NoLake:
         pass
 
 
-def client_of(user_of: Any) -> TestClient:
-    lake, nothing = NoLake(), cast(Any, None)  # no request reaches these
+class CallsCome(NoLake):
+    """A lake in which a trajectory has more calls at each look."""
+
+    def __init__(self) -> None:
+        self._calls = count()
+
+    def rows(self, query: str, parameters: Any = None) -> list[dict[str, Any]]:
+        return [{"state": next(self._calls)}]
+
+
+class FewChanges(Live):
+    """A live tail with three changes."""
+
+    async def changes(self) -> AsyncIterator[None]:
+        for _ in range(3):
+            yield
+
+    ticks = changes
+
+
+class FewObservations(Watcher):
+    """A watcher with three observations."""
+
+    async def changes(self) -> AsyncIterator[None]:
+        for number in range(3):
+            self.latest = Observation(0.0, dead_letters=number)
+            yield
+
+
+def client_of(user_of: Any, lake: Any = None) -> TestClient:
+    lake, nothing = lake or NoLake(), cast(Any, None)  # no request reaches these
     parts = Parts(
-        lake, Live(lake), user_of, lambda *_: None, lambda *_: None, "http://gateway",
+        lake, FewChanges(lake), user_of, lambda *_: None, lambda *_: None, "http://gateway",
         marks=nothing, rewards=(0.0, 1.0), policies=nothing, sql=nothing,
-        operations=nothing, activity=nothing, metrics=PageMetrics(),
+        operations=FewObservations(nothing), activity=nothing, metrics=PageMetrics(),
     )  # fmt: skip
     return TestClient(create_app(parts), follow_redirects=False)
 
@@ -64,3 +97,31 @@ def test_the_browser_says_whether_another_site_sent_a_form(
     headers: dict[str, str], foreign: bool
 ) -> None:
     assert is_cross_site(headers) is foreign
+
+
+@pytest.mark.parametrize(
+    ("path", "event"),
+    [
+        ("/live", "event: live"),
+        ("/operations/changes", "event: facts"),
+        ("/t/run/key/changes", "event: changed"),
+    ],
+)
+def test_a_stream_ends_when_its_key_is_revoked(path: str, event: str) -> None:
+    ann = User("ann", frozenset({"curate"}))
+    keys = [ann, ann]  # valid for the request and the first change
+    client = client_of(lambda _: keys.pop() if keys else None, CallsCome())
+    reply = client.get(path, headers={"authorization": "Bearer x"})
+    assert reply.text.count(event) == 1
+
+
+def test_a_stream_ends_when_the_keys_are_unreadable() -> None:
+    found = iter([User("ann", frozenset({"curate"}))])
+
+    def user_of(_: str) -> User:
+        for user in found:
+            return user
+        raise KeysUnreadable("keys.json cannot be read")
+
+    reply = client_of(user_of).get("/live", headers={"authorization": "Bearer x"})
+    assert reply.status_code == 200 and "event:" not in reply.text
