@@ -123,6 +123,6 @@ def _conditions(filters: Filters) -> Iterator[str]:
             "undecided": f"{place} NOT IN {decided} AND {place} NOT IN {refused}",
         }[filters.stage]
     if "reason" in given:
-        yield """(c.reason = $reason OR c.unrewarded_reason = $reason
+        yield """(c.reason = $reason OR (c.reward IS NULL AND c.unrewarded_reason = $reason)
             OR (c.run_id, c.trajectory_id) IN (SELECT (run_id, trajectory_id) FROM members
                 WHERE NOT admitted AND reason = $reason))"""
