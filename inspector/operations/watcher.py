@@ -40,6 +40,11 @@ class Watcher:
         self._stop.set()
         self._changes.stop()
 
+    @property
+    def watching(self) -> int:
+        """The number of pages that wait for an observation."""
+        return self._changes.watching
+
     def changes(self) -> AsyncIterator[None]:
         """Yield at once, and after each observation; ends with the process."""
         return self._changes.each()

@@ -86,11 +86,16 @@ def create_app(parts: Parts) -> FastAPI:
     for part in (pages, marking, policy, sql, operations):
         app.include_router(part.router)
     _add_login(app, access)
-    parts.metrics.watching.set_function(lambda: parts.live.watching)
+    parts.metrics.watching.set_function(lambda: parts.live.watching + parts.operations.watching)
 
     @app.get("/metrics")
     def metrics() -> Response:
         return Response(parts.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    def observe(request: Request, status: int, began: float) -> None:
+        # Not the path: it has ids, and a route that is not known has any name.
+        route = getattr(request.scope.get("route"), "path", "other")
+        parts.metrics.pages.labels(route, status).observe(time.perf_counter() - began)
 
     @app.middleware("http")
     async def guard(
@@ -107,14 +112,14 @@ def create_app(parts: Parts) -> FastAPI:
             response = _refusal(request, is_open) or await call_next(request)
         except ForeseenError as error:  # of the keys: handlers see only errors of routes
             response = await _error_page(request, error)
+        except Exception:  # the server replies with 500
+            observe(request, 500, began)
+            raise
         for name, value in HEADERS.items():
             response.headers.setdefault(name, value)
         if request.url.path.startswith("/static/"):
             response.headers["cache-control"] = "max-age=3600"
-        # Not the path: it has ids, and a route that is not known has any name.
-        route = getattr(request.scope.get("route"), "path", "other")
-        took = parts.metrics.pages.labels(route, response.status_code)
-        took.observe(time.perf_counter() - began)
+        observe(request, response.status_code, began)
         return response
 
     app.exception_handler(ForeseenError)(_error_page)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
+from fastapi.testclient import TestClient
 from support.export_lake import ExportLake, turn
 from support.inspector import KEY, Inspected, application, inspected
 from support.markup import unsafe
@@ -20,9 +23,9 @@ from inspector.queries.overview import CURVE, curve_of
 from inspector.queries.tokens import MODES
 from inspector.queries.trajectory import state
 from inspector.web import app
-from inspector.web.app import HEADERS
+from inspector.web.app import HEADERS, create_app
 from schemas.blob_refs import reference
-from schemas.records import Blob
+from schemas.records import Blob, Candidate, RewardValue
 from schemas.settings import Settings
 
 PAGES = [
@@ -91,12 +94,40 @@ class TestEveryPage:
 def test_metrics_need_no_key_and_name_no_ids(shown: Inspected) -> None:
     for path in ("/t/run/g-0", "/t/run/none", "/nothing/g-0"):
         shown.client.get(path)
+    with pytest.raises(ZeroDivisionError):
+        failing(shown).get("/runs/run")
     reply = shown.client.get("/metrics", headers={"authorization": ""})
     assert reply.status_code == 200
     name = "clawstream_inspector_page_seconds_count"
     page = f'{name}{{route="/t/{{run_id}}/{{trajectory_id}}",status="200"}}'
     assert page in reply.text and f'{name}{{route="other",status="404"}}' in reply.text
+    assert f'{name}{{route="/runs/{{run_id}}",status="500"}} 1.0' in reply.text
     assert "clawstream_inspector_live_pages 0.0" in reply.text and "g-0" not in reply.text
+
+
+def failing(shown: Inspected) -> TestClient:
+    """Return a client of an application that fails at each query of the lake."""
+
+    class Failing:
+        def rows(self, *_: Any) -> None:
+            raise ZeroDivisionError
+
+    parts = shown.parts._replace(lake=cast(Any, Failing()))
+    return TestClient(create_app(parts), headers={"authorization": f"Bearer {KEY}"})
+
+
+def test_all_pages_that_wait_for_changes_are_counted(shown: Inspected) -> None:
+    def metrics() -> str:
+        return shown.client.get("/metrics").text
+
+    async def wait() -> None:
+        async for _ in shown.parts.live.changes():
+            async for _ in shown.parts.operations.changes():
+                assert "clawstream_inspector_live_pages 2.0" in metrics()
+                return
+
+    asyncio.run(wait())
+    assert "clawstream_inspector_live_pages 0.0" in metrics()
 
 
 class TestLogin:
@@ -267,6 +298,24 @@ def test_the_reason_of_a_loss_leads_to_its_trajectories(trained: Inspected) -> N
     listed = trained.client.get(address.replace("&amp;", "&")).text
     assert ids_on(listed) == ["sub-0-1", "sub-0-0"]
     assert "no reward yet</span>" in text and "reason=no" not in text
+
+
+def test_a_reason_selects_the_trajectories_that_are_lost_by_it(tmp_path: Path) -> None:
+    made = inspected(Settings(data_dir=tmp_path))
+    given = {"source": "rule", "function_version": "1", "reward_revision": 0}
+    absent = RewardValue(name="a", value=None, reason="no_answer", **given)
+    for key, values in (
+        ("lost", [absent]),
+        ("kept", [absent, RewardValue(name="b", value=1.0, **given)]),
+    ):
+        candidate = Candidate(
+            run_id="run", channel="train", trajectory_key=key, trajectory_id=key, group_id=key,
+            group_size=1, round=0, revision=0, outcome="completed", opened_at=1000, closed_at=2000,
+            rewards=tuple(values), prompt_tokens=1, trainable_tokens=1, trainable=True, steps=(),
+        )  # fmt: skip
+        made.written.lake.put("candidates", "CC", candidate)
+    assert made.lake.refresh()
+    assert ids_on(made.client.get("/trajectories?reason=no_answer").text) == ["lost"]
 
 
 def test_a_reference_to_the_blob_store_is_no_request_to_copy(tmp_path: Path) -> None:
