@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 from clawstream.export.chat import chat_of
@@ -11,22 +12,30 @@ from schemas.blob_refs import referenced
 
 LARGEST = 64 * 1024 * 1024
 """Bytes of a body that is read from the blob store; of a larger one the reference is shown."""
+RETRY_S = 10.0
+"""A store that is away is asked again after this time: each request may wait for a time-out."""
 
 
-def whole_chats(get: Callable[[str], bytes]) -> ReadChat:
+def whole_chats(get: Callable[[str], bytes], now: Callable[[], float] = time.monotonic) -> ReadChat:
     """Return what reads chats, with bodies of the blob store in place of references.
 
     Args:
         get: SHA-256 (hex) to bytes. A reference whose blob cannot be read stays.
+        now: A monotonic clock in seconds.
     """
+    asked_again_s = float("-inf")
 
     def whole(body: bytes) -> bytes:
+        nonlocal asked_again_s
         blob = referenced("", body)
-        if blob is None or blob.size_bytes > LARGEST:
+        if blob is None or blob.size_bytes > LARGEST or now() < asked_again_s:
             return body
         try:
             return get(blob.sha256)
-        except (BlobMissing, BlobStoreAway):
+        except BlobMissing:
+            return body
+        except BlobStoreAway:
+            asked_again_s = now() + RETRY_S
             return body
 
     def read(protocol: str, request: bytes, response: bytes) -> Chat | None:

@@ -9,7 +9,7 @@ import pytest
 
 from clawstream.inspection import whole_chats as module
 from clawstream.inspection.whole_chats import whole_chats
-from runtime.blob_store import BlobMissing
+from runtime.blob_store import BlobMissing, BlobStoreAway
 from schemas.blob_refs import reference
 from schemas.records import Blob
 
@@ -42,3 +42,20 @@ def test_a_body_that_cannot_be_read_is_no_chat(monkeypatch: pytest.MonkeyPatch) 
     assert whole_chats(missing)("openai.chat", request, REPLY) is None
     monkeypatch.setattr(module, "LARGEST", 4)
     assert whole_chats(store.__getitem__)("openai.chat", request, REPLY) is None
+
+
+def test_a_store_that_is_away_is_asked_again_after_a_while() -> None:
+    """Each request may wait for a time-out, and a page has many steps."""
+    asked, times = list[str](), [0.0]
+
+    def away(digest: str) -> bytes:
+        asked.append(digest)
+        raise BlobStoreAway("time-out")
+
+    _, (request, reply) = stored(REQUEST, REPLY)
+    read = whole_chats(away, lambda: times[0])
+    for _ in range(3):
+        assert read("openai.chat", request, reply) is None
+    assert len(asked) == 1
+    times[0] = module.RETRY_S
+    assert read("openai.chat", request, reply) is None and len(asked) == 2
