@@ -5,6 +5,8 @@ from __future__ import annotations
 import shlex
 from typing import Any
 
+from schemas.replies import loaded
+
 PATHS = {
     "openai.chat": "/v1/chat/completions",
     "openai.completions": "/v1/completions",
@@ -39,8 +41,13 @@ def sql_of(run_id: str, trajectory_id: str) -> str:
     return f"clawstream sql {shlex.quote(query)}"
 
 
-def case_of(step: dict[str, Any], gateway_url: str) -> str:
-    """Return a pytest module that repeats the call of a step and compares the tools it calls."""
+def case_of(step: dict[str, Any], gateway_url: str) -> str | None:
+    """Return a pytest module that repeats the call of a step and compares the tools it calls.
+
+    None: the request or the reply is no JSON object, so there is nothing to repeat or compare.
+    """
+    if not all(_is_object(step[name]) for name in ("request_json", "response_json")):
+        return None
     url = gateway_url.rstrip("/") + PATHS.get(step["protocol"], PATHS["openai.chat"])
     request, reply = repr(step["request_json"]), repr(step["response_json"])
     return f'''"""The recorded call, repeated: the reply calls the same tools."""
@@ -76,3 +83,10 @@ def test_step() -> None:
     reply.raise_for_status()
     assert calls(reply.json()) == calls(RECORDED)
 '''
+
+
+def _is_object(text: str) -> bool:
+    try:
+        return isinstance(loaded(text), dict)
+    except ValueError:
+        return False

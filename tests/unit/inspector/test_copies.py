@@ -58,7 +58,7 @@ def test_the_test_case_sends_the_recorded_request_and_compares_the_tools(
     monkeypatch.setenv("CLAWSTREAM_KEY", "claw-k")
     module: dict[str, Any] = {}
     given = step() | {"protocol": protocol, "response_json": json.dumps(recorded)}
-    exec(case_of(given, "http://gateway/"), module)
+    exec(str(case_of(given, "http://gateway/")), module)
     module["test_step"]()
     assert json.loads(sent[0].content) == REQUEST | {"stream": False}
     assert sent[0].headers["authorization"] == "Bearer claw-k"
@@ -67,11 +67,17 @@ def test_the_test_case_sends_the_recorded_request_and_compares_the_tools(
         module["test_step"]()
 
 
+@pytest.mark.parametrize("field", ["request_json", "response_json"])
+@pytest.mark.parametrize("body", ["", "data: {", "[]"])
+def test_a_body_that_nothing_understands_is_no_test_case(field: str, body: str) -> None:
+    assert case_of(step() | {field: body}, "http://gateway/") is None
+
+
 def test_no_recorded_text_is_code() -> None:
     hostile = '"""\nimport os; os.abort()\n"""'
     given = step() | {"step_id": hostile, "request_json": json.dumps({"a": hostile})}
     module: dict[str, Any] = {}
-    exec(case_of(given, "http://gateway/"), module)
+    exec(str(case_of(given, "http://gateway/")), module)
     assert (module["STEP"], module["REQUEST"]) == (hostile, {"a": hostile})
 
 
