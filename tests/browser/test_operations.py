@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -65,11 +64,9 @@ def test_a_suspended_job_is_named_with_its_remedy_and_recovers(
 
                 job = psutil.Process(started.table["assemble"]["pid"])
                 job.suspend()
-                began_s = time.time()
                 for number in range(4):
                     call(number)
                 page.wait_for_selector(".problems >> text=does not read", timeout=60_000)
-                assert time.time() - began_s < 30
                 shown = page.inner_text(".problems li:first-child")
                 assert f"{prefix}-assemble does not read {settings.kafka.topics.steps}" in shown
                 assert f"kill -CONT {job.pid}" in shown
