@@ -22,7 +22,10 @@ _TERM = re.compile(r'"([^"]*)"?|([^\s"]+)')
 
 
 class Term(NamedTuple):
-    """Words that stand next to each other in a text. is_prefix: the last one may go on."""
+    """Words that stand next to each other in a text.
+
+    is_prefix: The last one is the beginning of a word, or a whole word.
+    """
 
     words: tuple[str, ...]
     is_prefix: bool
@@ -48,7 +51,7 @@ def words_of(text: str) -> list[str]:
 def terms_of(search: str) -> list[Term]:
     """Return the terms of a search, each once: phrases in quotes, and all else at its spaces.
 
-    A term outside quotes may go on, unless its last word is a single character.
+    The last word of a term outside quotes is a prefix, unless it is a single character.
     """
     terms = dict[Term, None]()
     for phrase, word in _TERM.findall(search):

@@ -302,16 +302,16 @@ def test_the_reason_of_a_loss_leads_to_its_trajectories(trained: Inspected) -> N
 
 def test_a_reason_selects_the_trajectories_that_are_lost_by_it(tmp_path: Path) -> None:
     made = inspected(Settings(data_dir=tmp_path))
-    given = {"source": "rule", "function_version": "1", "reward_revision": 0}
-    absent = RewardValue(name="a", value=None, reason="no_answer", **given)
-    for key, values in (
-        ("lost", [absent]),
-        ("kept", [absent, RewardValue(name="b", value=1.0, **given)]),
-    ):
+    absent = RewardValue(
+        source="rule", name="a", function_version="1", value=None, reward_revision=0,
+        reason="no_answer",
+    )  # fmt: skip
+    value = replace(absent, name="b", value=1.0, reason=None)
+    for key, values in (("lost", (absent,)), ("kept", (absent, value))):
         candidate = Candidate(
             run_id="run", channel="train", trajectory_key=key, trajectory_id=key, group_id=key,
             group_size=1, round=0, revision=0, outcome="completed", opened_at=1000, closed_at=2000,
-            rewards=tuple(values), prompt_tokens=1, trainable_tokens=1, trainable=True, steps=(),
+            rewards=values, prompt_tokens=1, trainable_tokens=1, trainable=True, steps=(),
         )  # fmt: skip
         made.written.lake.put("candidates", "CC", candidate)
     assert made.lake.refresh()
