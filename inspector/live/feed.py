@@ -84,7 +84,8 @@ class Live:
     def take(self, event: Any, timestamp_ms: int) -> None:
         """Fold a record; called in the reader's thread."""
         with self._lock:
-            self.source = "Kafka"
+            if self.source == "lake":  # a reader begins before the end: what it told comes again
+                self.source, self._recent = "Kafka", Recent()
             changed = self._recent.fold(event, timestamp_ms)
         if changed:
             self._changes.tell()

@@ -1,12 +1,19 @@
-"""The newest trajectories, as a fold over records."""
+"""The newest trajectories, as a fold over records, and their reader."""
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
 from support.admit import cand
 from support.export_lake import turn
 
-from inspector.live import recent
+from inspector.live import feed, recent
+from inspector.live.feed import Live
 from inspector.live.recent import Recent
+from runtime.kafka import KafkaError
 from schemas.records import RewardValue, SessionEvent
 
 OPENED = SessionEvent(
@@ -50,3 +57,42 @@ def test_the_newest_of_one_run() -> None:
 def test_other_records_change_nothing() -> None:
     seen = Recent()
     assert not seen.fold(object(), 1) and seen.rows(1) == []
+
+
+class NoLake:
+    """A lake without rows."""
+
+    def rows(self, *_: Any) -> list[dict[str, Any]]:
+        return []
+
+    def find(self, search: str) -> tuple[tuple[()], float]:
+        return (), 1.0
+
+    def refresh(self) -> bool:
+        return False
+
+    def newest_commit_s(self) -> None:
+        return None
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def test_a_step_that_is_read_again_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader begins a little before the end of its topics, also after a lost connection."""
+    monkeypatch.setattr(feed, "RETRY_S", 0.0)
+    ends = [lambda: None, _lose_the_broker]
+
+    def follow(take: Callable[[Any, int], None], stop: threading.Event) -> None:
+        take(turn("a", 0, [1], [2]), 1000)
+        if len(ends) == 1:
+            stop.set()
+        ends.pop()()
+
+    live = Live(NoLake(), follow)
+    live._read()
+    assert not ends and [row["steps"] for row in live._recent.rows(5)] == [1]
+
+
+def _lose_the_broker() -> None:
+    raise KafkaError("no broker answers")
