@@ -116,7 +116,7 @@ class TopicFollower:
         while self._reader is not None and (records := self._reader.poll(POLL_RECORDS, 0.1)):
             for record in records:
                 if record.value is None:
-                    self._state.forget_worker((record.key or b"").decode())
+                    self._state.forget_worker((record.key or b"").decode(errors="replace"))
                     continue
                 with suppress(Undecodable, UnknownSchema):
                     self._state.fold(self._decoder.decode(record.value))

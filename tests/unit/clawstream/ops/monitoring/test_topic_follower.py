@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
-from clawstream.ops.monitoring.topic_follower import FORGOTTEN_S, FollowedState
+from clawstream.ops.monitoring.topic_follower import FORGOTTEN_S, FollowedState, TopicFollower
+from runtime.kafka import Record
 from schemas.records import DeadLetter, DeadLetterResolved, WeightVersion, WorkerStatus
+from schemas.settings import Settings
 
 NOW_S = 10_000.0
 
@@ -72,3 +74,16 @@ def test_a_worker_that_has_ended_is_not_shown() -> None:
     state.fold(report("w", 3))
     state.forget_worker("w")
     assert [name for name, *_ in state.values(NOW_S)] == ["clawstream_dead_letters_open"]
+
+
+def test_a_tombstone_with_any_key_does_not_end_the_reader() -> None:
+    class OneTombstone:
+        def __init__(self) -> None:
+            self.left = [[Record("claw.workers", 0, 0, 0, b"\xff", None, {})]]
+
+        def poll(self, *_: Any) -> list[Record]:
+            return self.left.pop() if self.left else []
+
+    follower = TopicFollower(cast(Any, None), Settings())
+    follower._reader = cast(Any, OneTombstone())
+    assert list(follower.poll().workers(NOW_S)) == []
