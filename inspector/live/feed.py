@@ -1,8 +1,8 @@
 """The live tail: one reader for all open pages.
 
 A thread reads `claw.steps` and `claw.candidates` from a little before their ends, and folds them
-into `Recent`. Without a broker it looks at the lake instead. Every open page waits on the same
-number, so another page costs one rendered text sent once more, and nothing elsewhere.
+into `Recent`. Without a broker it looks at the lake instead. Every open page waits for the same
+event, so another page costs one rendered text sent once more, and nothing elsewhere.
 """
 
 from __future__ import annotations
