@@ -11,6 +11,10 @@ class InspectorError(ForeseenError):
     status = 422
 
 
+class SearchTooLong(InspectorError):
+    """The text of a search is too long. The message names the limit."""
+
+
 class InvalidMark(InspectorError):
     """A mark is empty or has an invalid value. The message names the field."""
 

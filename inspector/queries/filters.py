@@ -6,8 +6,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
+from inspector.errors import SearchTooLong
 from inspector.queries.lake import Lake
 
+TEXT_CHARACTERS = 400
+"""Of a search: each word of it is a query of the index, and all are one query of the list."""
 OUTCOMES = ("completed", "failed", "abandoned", "timed_out", "lost", "replaced")
 STAGES = ("admitted", "refused", "undecided")
 _EQUAL = ("run_id", "group_id", "channel", "outcome")
@@ -45,7 +48,13 @@ class Filters:
 
 
 def parse_filters(query: Mapping[str, str]) -> Filters:
-    """Read filters from the parameters of an address; ignores empty and unreadable values."""
+    """Read filters from the parameters of an address; ignores empty and unreadable values.
+
+    Raises:
+        SearchTooLong: the text has more than `TEXT_CHARACTERS`.
+    """
+    if len(query.get("text", "")) > TEXT_CHARACTERS:
+        raise SearchTooLong(f"a search for texts has at most {TEXT_CHARACTERS} characters")
     given: dict[str, Any] = {}
     read: dict[str, Callable[[str], Any]] = {"int": _int64, "float": float}
     for field in fields(Filters):

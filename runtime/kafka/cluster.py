@@ -327,11 +327,10 @@ class Cluster:
 
         Without such a record it is the end.
         """
-        asked = {
-            TopicPartition(topic, p): OffsetSpec.for_timestamp(timestamp_ms)
-            for p in range(self.topics(topic).get(topic, 0))
-        }
-        ends, found = self.watermarks(topic, isolation=isolation), dict[int, int]()
+        partitions = range(self.topics(topic).get(topic, 0))
+        at = OffsetSpec.for_timestamp(timestamp_ms)
+        asked = {TopicPartition(topic, p): at for p in partitions}
+        ends, found = self.watermarks(topic, partitions, isolation), dict[int, int]()
         for tp, future in self.admin.list_offsets(asked, request_timeout=READ_TIMEOUT_S).items():
             with translating():
                 offset = future.result().offset

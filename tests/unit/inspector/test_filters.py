@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import pytest
 
-from inspector.queries.filters import Filters, parse_filters
+from inspector.errors import SearchTooLong
+from inspector.queries.filters import TEXT_CHARACTERS, Filters, parse_filters
 from inspector.queries.listing import Place, parse_place, parse_sort
 
 
 @pytest.mark.parametrize("text", ["9" * 40, "-" + "9" * 40, "x", "1.5", ""])
 def test_a_version_that_sql_cannot_hold_is_ignored(text: str) -> None:
     assert parse_filters({"version": text}) == Filters()
+
+
+def test_a_search_has_a_bound() -> None:
+    longest = "x" * TEXT_CHARACTERS
+    assert parse_filters({"text": longest}) == Filters(text=longest)
+    with pytest.raises(SearchTooLong, match="at most 400 characters"):
+        parse_filters({"text": longest + "x"})
 
 
 @pytest.mark.parametrize(
