@@ -91,7 +91,8 @@ def merge_sources(
             loaded = yaml.safe_load(
                 sys.stdin.read() if file == STANDARD_INPUT else file.read_text()
             )
-        except (OSError, yaml.YAMLError) as e:
+        # ValueError: no text in UTF-8, or what `value_of` names.
+        except (OSError, yaml.YAMLError, ValueError, RecursionError) as e:
             raise SettingsError(f"settings file {file}: {e}") from e
         if loaded is not None and not isinstance(loaded, dict):
             raise SettingsError(f"settings file {file}: the top must be a mapping")

@@ -111,6 +111,10 @@ def test_missing_or_broken_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "list.yaml").write_text("- 1")
     with pytest.raises(SettingsError, match="must be a mapping"):
         load(tmp_path / "list.yaml", [], {})
+    for content in (b"\xff\xfe\x80", b"run_id: 2026-13-45", b"trainer: {lr: " + b"[" * 5000):
+        (tmp_path / "broken.yaml").write_bytes(content)
+        with pytest.raises(SettingsError, match=r"settings file .*broken\.yaml: "):
+            load(tmp_path / "broken.yaml", [], {})
 
 
 def test_an_algorithm_that_compares_members_refuses_groups_of_one() -> None:
