@@ -7,7 +7,7 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
@@ -82,6 +82,8 @@ def command(
         }
 
         def call(**given: Any) -> None:
+            if "settings" in own:
+                _refuse_settings_as_words(given, options)
             arguments = {n: [given[p.name] for p in of_n] for n, of_n in options.items()}
             function(*(provided[n](*a) if n in provided else a[0] for n, a in arguments.items()))
 
@@ -102,6 +104,21 @@ def _options(function: Callable[..., Any]) -> list[inspect.Parameter]:
         p.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=hints[p.name])
         for p in inspect.signature(function).parameters.values()
     ]
+
+
+def _refuse_settings_as_words(
+    given: Mapping[str, Any], options: Mapping[str, Sequence[inspect.Parameter]]
+) -> None:
+    """End with 2 when a setting stands where a required word of the command belongs."""
+    from schemas.settings import Settings
+
+    for option in chain.from_iterable(options.values()):
+        if option.default is not inspect.Parameter.empty:
+            continue
+        name = re.match(r"(\w+)[\w.]*=", str(given[option.name]))
+        if name is not None and name[1] in Settings.model_fields:
+            word = option.name.upper()
+            fail(f"{word} is missing: settings such as {given[option.name]!r} stand after it", 2)
 
 
 def _settings(overrides: Overrides = None, config: Config = None) -> Settings:
