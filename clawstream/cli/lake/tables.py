@@ -116,7 +116,7 @@ def _tables(
 def compact(tables: tuple[list[str], Settings]) -> None:
     """Merge small files; delete expired rows and unneeded files. The writer may keep running."""
     names, settings = tables
-    for done in maintenance.maintain(settings, names or None):
+    for done in maintenance.maintain(settings, _existing(names, settings)):
         deferred = f"; the rest next time: {done.deferred}" if done.deferred else ""
         typer.echo(
             f"{done.table}: {done.merged_files} files into {done.made_files}, "

@@ -76,12 +76,20 @@ def maintain(
 ) -> Iterator[MaintenanceResult]:
     """Maintain tables one by one.
 
-    Skips tables that do not exist; defers work that collides with other commits.
+    Defers work that collides with other commits.
+
+    Args:
+        names: Tables; default: all that exist.
+
+    Raises:
+        LakeMissing: A table of `names` does not exist.
     """
     for name in names if names is not None else catalog():
         try:
             table = open_table(settings.lake_uri, name, settings.lake.storage_options)
         except LakeMissing:
+            if names is not None:
+                raise
             continue
         except LakeDamaged as e:
             yield MaintenanceResult(name, deferred=str(e))

@@ -26,3 +26,12 @@ def test_a_setting_is_no_word_of_a_command(
 ) -> None:
     done = CliRunner().invoke(app, [*words, f"data_dir={tmp_path}"])
     assert (done.exit_code, f"{missing} is missing" in done.output) == (2, True)
+
+
+@pytest.mark.parametrize("command", ["compact", "checkpoint", "vacuum"])
+@pytest.mark.parametrize("tables", [[], ["steps"]])
+def test_care_of_tables_says_that_there_is_no_lake(
+    tmp_path: Path, command: str, tables: list[str]
+) -> None:
+    done = CliRunner().invoke(app, ["tables", command, *tables, f"data_dir={tmp_path}"])
+    assert (done.exit_code, f"at {tmp_path}/lake" in done.output) == (1, True)
