@@ -248,17 +248,20 @@ def doctor(
     from clawstream.ops.monitoring.watch import process_problems, watch_for_stalled
     from clawstream.ops.status import processes_of
 
+    _, processes = processes_of(settings.data_dir)
+    problems = [*process_problems(processes, settings)]
+    for problem in problems:  # before Kafka is asked: its broker may be one of these processes
+        typer.echo(problem)
     cluster = cluster_of(settings)
     diagnoses = examine(cluster, _stored_positions(settings, cluster))
     typer.echo(format_diagnoses(diagnoses, every))
-    _, processes = processes_of(settings.data_dir)
-    problems = [
-        *process_problems(processes, settings),
+    others = [
         *map(str, watch_for_stalled(cluster, settings, processes)),
         *map(str, spools.damaged(settings)),
     ]
-    for problem in problems:
+    for problem in others:
         typer.echo(problem)
+    problems += others
     if problems or any(d.verdict in SERIOUS for d in diagnoses):
         raise SystemExit(1)
 

@@ -143,7 +143,7 @@ def process_problems(
         processes: Rows of the supervisor's table by process.
     """
     for name, row in processes.items():
-        runs = row["state"] == "running" and not _is_suspended(row["pid"])
+        runs = row["state"] == "running" and _suspended(row["pid"]) is None
         if not runs and not has_ended(row):
             yield _remedy(name, settings, processes)
 
@@ -168,18 +168,27 @@ def _remedy(process: str, settings: Settings, processes: Mapping[str, Mapping[st
         return f"start {process}, or look at its log where it runs; it continues where it stopped"
     if row["state"] != "running":
         return f"{process} is {row['state']}: {row['error'] or 'no error was logged'}; see {log}"
-    if _is_suspended(row["pid"]):
-        return f"{process} (pid {row['pid']}) is suspended by a signal: kill -CONT {row['pid']}"
+    if (suspended := _suspended(row["pid"])) is not None:
+        return f"{process} (pid {suspended}) is suspended by a signal: kill -CONT {suspended}"
     return (
         f"{process} (pid {row['pid']}) runs without progress: see {log}; "
         f"kill -9 {row['pid']} restarts it without loss"
     )
 
 
-def _is_suspended(pid: int) -> bool:
-    """Return whether a process of this machine is stopped (state T of proc_pid_stat(5))."""
+def _suspended(pid: int) -> int | None:
+    """Return a process of this machine that is stopped (state T of proc_pid_stat(5)): this one, or
+    one that it started, such as the broker's Java.
+    """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[0] == "T"
+        started = [
+            int(child)
+            for children in Path(f"/proc/{pid}/task").glob("*/children")
+            for child in children.read_text().split()
+        ]
+    except OSError:  # it has ended
+        return None
+    if stat.rpartition(")")[2].split()[0] == "T":
+        return pid
+    return next((found for child in started if (found := _suspended(child)) is not None), None)

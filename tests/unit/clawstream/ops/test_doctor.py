@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from clawstream.cli.main import app
 from clawstream.ops.doctor import Diagnosis, Verdict, diagnose, format_diagnoses
+from runtime.exit_codes import EXIT_KAFKA
 from runtime.topics.positions import StoredPosition
 from stream_jobs.lake.delta.log import read_committed_offsets
 from stream_jobs.lake.main import Lake
 from stream_jobs.lake.positions import recreated_topics
 
+STARTS_A_SLEEPER = """
+import subprocess
+child = subprocess.Popen(["sleep", "60"])
+print(child.pid, flush=True)
+child.wait()
+"""
 ENDS = {("t", 0): (5, 9), ("t", 1): (0, 0)}
 
 
@@ -83,3 +98,25 @@ def test_a_topic_is_new_when_no_table_knows_its_id() -> None:
     stored = [position("A"), position("B"), position("C", topic="u"), position("D", topic="many.*")]
     assert list(recreated_topics(stored, {"t": "B", "u": "C"})) == []
     assert list(recreated_topics(stored, {"t": "new", "u": "C"})) == [("t", ["A", "B"])]
+
+
+def test_a_suspended_broker_is_named_although_kafka_does_not_answer(tmp_path: Path) -> None:
+    words = [sys.executable, "-c", STARTS_A_SLEEPER]
+    with (
+        subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as wrapper,
+        (tmp_path / "up.lock").open("w") as lock,
+    ):
+        assert wrapper.stdout is not None
+        java = int(wrapper.stdout.readline())
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        print(os.getpid(), file=lock, flush=True)
+        row = {"state": "running", "pid": wrapper.pid, "exit_code": None, "error": None}
+        (tmp_path / "up.json").write_text(json.dumps({"processes": {"broker": row}}))
+        os.kill(java, signal.SIGSTOP)
+        try:
+            given = [f"data_dir={tmp_path}", "kafka.bootstrap_servers=127.0.0.1:1"]
+            done = CliRunner().invoke(app, ["doctor", *given])
+        finally:
+            os.kill(java, signal.SIGKILL)
+    assert f"broker (pid {java}) is suspended by a signal: kill -CONT {java}" in done.output
+    assert done.exit_code == EXIT_KAFKA

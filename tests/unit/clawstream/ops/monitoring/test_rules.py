@@ -125,8 +125,12 @@ def backlog(partition: int, status: Status, records: int = 3) -> Backlog:
     )
 
 
+ENDED = 1 << 30
+"""No process has this pid."""
+
+
 def row(state: str = "running", **more: Any) -> dict[str, Any]:
-    return {"state": state, "pid": 1, "exit_code": None, "error": None, **more}
+    return {"state": state, "pid": ENDED, "exit_code": None, "error": None, **more}
 
 
 def test_a_stalled_consumer_is_named_with_its_remedy() -> None:
@@ -137,7 +141,7 @@ def test_a_stalled_consumer_is_named_with_its_remedy() -> None:
     assert text.startswith("stalled: claw-assemble does not read claw.steps (partition 0, 2): 7")
     assert "the oldest for 10 s; start assemble" in text
     for process, remedy in (
-        (row(), "kill -9 1 restarts it"),
+        (row(), f"kill -9 {ENDED} restarts it"),
         (row("restarting", error="no space", exit_code=70), "assemble is restarting: no space"),
     ):
         (stalled,) = stalled_consumers(found, settings, {"assemble": process}, 11.0)
