@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from runtime.atomic_file import is_full
 from runtime.errors import InUse
 from runtime.kafka.errors import Denied, Fenced, SourceTruncated, Unavailable
 from schemas.errors import ForeseenError, InvalidId, SettingsError
@@ -104,7 +105,7 @@ def exit_code(error: BaseException) -> int:
             return EXIT_KAFKA
         case InUse():
             return EXIT_IN_USE
-        case ForeseenError():
+        case _ if is_foreseen(error):
             return EXIT_FAILED
         case _:
             return EXIT_CRASH
@@ -112,4 +113,14 @@ def exit_code(error: BaseException) -> int:
 
 def is_foreseen(error: BaseException) -> bool:
     """Whether the message alone says what to do, so that a traceback would only hide it."""
-    return isinstance(error, ForeseenError)
+    return isinstance(error, ForeseenError) or _is_of_a_full_disk(error)
+
+
+def message_of(error: BaseException) -> str:
+    """Return what to tell about an error."""
+    text = str(error) or type(error).__name__
+    return f"{text}: make room" if _is_of_a_full_disk(error) else text
+
+
+def _is_of_a_full_disk(error: BaseException) -> bool:
+    return isinstance(error, OSError) and is_full(error)

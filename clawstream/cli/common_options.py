@@ -197,10 +197,12 @@ def plain_errors() -> Iterator[None]:
 
     try:
         yield
-    except ForeseenError as e:
-        from runtime.exit_codes import exit_code
+    except (ForeseenError, OSError) as e:
+        from runtime.exit_codes import exit_code, is_foreseen, message_of
 
-        fail(str(e) or type(e).__name__, exit_code(e))
+        if not is_foreseen(e):
+            raise
+        fail(message_of(e), exit_code(e))
 
 
 def cluster_of(settings: Settings) -> Cluster:

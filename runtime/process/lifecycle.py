@@ -11,7 +11,7 @@ import threading
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
-from runtime.exit_codes import exit_code, is_foreseen
+from runtime.exit_codes import exit_code, is_foreseen, message_of
 from runtime.logs import configure, logger
 from schemas.settings import Settings
 
@@ -35,9 +35,7 @@ def die(error: BaseException) -> None:
     code = exit_code(error)
     try:
         trace = None if is_foreseen(error) else error
-        logger().error(
-            "process_died", exit_code=code, error=str(error) or type(error).__name__, exc_info=trace
-        )
+        logger().error("process_died", exit_code=code, error=message_of(error), exc_info=trace)
         sys.stderr.flush()
     finally:
         os._exit(code)

@@ -1,4 +1,4 @@
-"""Words of commands that are wrong or missing."""
+"""Errors of commands that a user can do something about."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from clawstream.cli.common_options import plain_errors
 from clawstream.cli.main import app
+from runtime.exit_codes import EXIT_FAILED
 
 
 @pytest.mark.parametrize(
@@ -35,3 +37,12 @@ def test_care_of_tables_says_that_there_is_no_lake(
 ) -> None:
     done = CliRunner().invoke(app, ["tables", command, *tables, f"data_dir={tmp_path}"])
     assert (done.exit_code, f"at {tmp_path}/lake" in done.output) == (1, True)
+
+
+def test_a_full_disk_is_an_error_without_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end, plain_errors(), Path("/dev/full").open("w") as full:
+        full.write("x")
+    assert end.value.code == EXIT_FAILED
+    assert capsys.readouterr().err == "clawstream: [Errno 28] No space left on device: make room\n"
+    with pytest.raises(IsADirectoryError), plain_errors():
+        Path("/").write_text("x")
