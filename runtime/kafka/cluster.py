@@ -96,7 +96,7 @@ class Cluster:
 
     def reader(self, group: str, start: Mapping[tuple[str, int], int], **overrides: Any) -> Reader:
         """Create a reader of given partitions. overrides: librdkafka options, `_` for `.`."""
-        return Reader(self._options, group, start, **_dotted(overrides))
+        return Reader(self._options, group, start, self.watermarks, **_dotted(overrides))
 
     # -- topics
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaException, TopicPartition
 from confluent_kafka import KafkaError as Code
 
 from runtime.kafka.commit import NO_METADATA, CommitMetadata
-from runtime.kafka.errors import Unavailable, translated, translating
+from runtime.kafka.errors import KafkaError, Unavailable, translated, translating
 from runtime.kafka.record import Record, record_of
 from runtime.logs import logger
 
@@ -24,6 +26,10 @@ _ENDS_READING = (
 READ_TIMEOUT_S = 30.0
 REPEAT_LOG_S = 30.0
 """How often the same error is logged again, while it lasts."""
+SILENT_S = 60.0
+"""How long a reader may be silent until it asks whether records wait."""
+DOUBT_S = 5.0
+"""How much longer, if some do: a record may have come in the moment of the question."""
 FETCH_BYTES = (64 * 1024, 10 * 1024 * 1024)
 """Minimum and maximum fetch size of a range read, at `FETCH_BYTES_EACH` per offset."""
 FETCH_BYTES_EACH = 16 * 1024
@@ -57,6 +63,12 @@ class AsyncCommits:
         self._due |= positions
         return dict(self._due)
 
+    def again(self) -> AsyncCommits:
+        """Return the same positions, all of them to commit."""
+        other = AsyncCommits()
+        other.due(self._newest)
+        return other
+
     def landed(self, at: tuple[str, int], offset: int) -> None:
         """Record that Kafka has stored a position.
 
@@ -71,13 +83,45 @@ class AsyncCommits:
             self._due[at] = self._newest[at]
 
 
+class Silence:
+    """Tells a reader that has nothing to read from one that has stopped reading. Pure."""
+
+    def __init__(self, now: float) -> None:
+        """now: seconds, as in all methods."""
+        self._ask_at, self._doubted = now + SILENT_S, False
+
+    def broken(self, now: float) -> None:
+        """Record that the reader has delivered something."""
+        self._ask_at, self._doubted = now + SILENT_S, False
+
+    def asks(self, now: float) -> bool:
+        """Return whether it is time to ask whether records wait."""
+        return now >= self._ask_at
+
+    def stopped(self, now: float, *, waiting: bool) -> bool:
+        """Take the answer; return whether the reader has stopped."""
+        stopped = waiting and self._doubted
+        self._doubted = waiting and not stopped
+        self._ask_at = now + (DOUBT_S if self._doubted else SILENT_S)
+        return stopped
+
+
+Ends = Callable[[str, Iterable[int]], Mapping[int, tuple[int, int]]]
+"""Topic and partitions to first offset and end of each; `Cluster.watermarks`."""
+
+
 class Reader:
     """Reads given partitions from given offsets, committed records only.
 
     Who resumes from the commits of the group repeats the records since the last one that landed;
     for all others they only serve lag displays.
 
+    If its client delivers nothing for a minute although records wait, it gets a new client, which
+    continues at the same positions: librdkafka 2.16 was seen to stop for good after its only broker
+    was killed and then frozen.
+
     Args:
+        ends: Asks Kafka, by another client, for the ends of partitions.
         start: (topic, partition) to first offset. An offset that the topic no longer has raises
             SourceTruncated.
     """
@@ -87,28 +131,33 @@ class Reader:
         options: Mapping[str, Any],
         group: str,
         start: Mapping[tuple[str, int], int],
+        ends: Ends,
         **overrides: Any,
     ) -> None:
-        self._consumer = Consumer(
-            {
-                "group.id": group,
-                "enable.auto.commit": False,
-                "auto.offset.reset": "error",
-                "isolation.level": "read_committed",
-                "enable.partition.eof": True,
-                "fetch.wait.max.ms": 50,
-                "fetch.message.max.bytes": 10 * 1024 * 1024,
-                "queued.max.messages.kbytes": 65536,
-                "on_commit": self._on_commit,
-                **options,
-                **overrides,
-            }
-        )
+        self._options = {
+            "group.id": group,
+            "enable.auto.commit": False,
+            "auto.offset.reset": "error",
+            "isolation.level": "read_committed",
+            "enable.partition.eof": True,
+            "fetch.wait.max.ms": 50,
+            "fetch.message.max.bytes": 10 * 1024 * 1024,
+            "queued.max.messages.kbytes": 65536,
+            **options,
+            **overrides,
+        }
         self._next: dict[tuple[str, int], int] = dict(start)
         self._ends: set[tuple[str, int]] = set()
         self._errors = ErrorLogThrottle()
         self._commits = AsyncCommits()
-        self._assign(start)
+        self._ask_ends, self._silence = ends, Silence(time.monotonic())
+        self._begin()
+
+    def _begin(self) -> None:
+        """Make a client that reads from the positions."""
+        commits = self._commits
+        self._consumer = Consumer({**self._options, "on_commit": partial(_on_commit, commits)})
+        self._assign(self._next)
 
     def _assign(self, start: Mapping[tuple[str, int], int]) -> None:
         if start:
@@ -138,6 +187,7 @@ class Reader:
         """
         first = self._consumer.poll(timeout_s)
         if first is None:
+            self._renew_if_stopped()
             return []
         out: list[Record] = []
         for m in (first, *(self._consumer.consume(max_records - 1, 0) if max_records > 1 else ())):
@@ -157,7 +207,32 @@ class Reader:
                 raise translated(KafkaException(err))
             else:
                 self._errors.log(err, time.monotonic())
+                continue
+            self._silence.broken(time.monotonic())
         return out
+
+    def _renew_if_stopped(self) -> None:
+        """Make a new client in place of one that has stopped."""
+        if not self._silence.asks(time.monotonic()):
+            return
+        try:
+            waiting = any(self._waiting())
+        except KafkaError:  # away: the client has a reason to be silent
+            waiting = False
+        if not self._silence.stopped(time.monotonic(), waiting=waiting):
+            return
+        logger().error("kafka_reader_stopped", positions=[f"{t}-{p}" for t, p in self._next])
+        # What the old client still reports of its commits is dropped, and they are made again.
+        old, self._commits = self._consumer, self._commits.again()
+        threading.Thread(target=old.close, name="stopped-reader", daemon=True).start()
+        self._begin()
+
+    def _waiting(self) -> Iterator[bool]:
+        """Yield whether each partition has records to read. Raises KafkaError."""
+        for topic in {topic for topic, _ in self._next}:
+            partitions = [p for t, p in self._next if t == topic]
+            for partition, (_, end) in self._ask_ends(topic, partitions).items():
+                yield end > max(0, self._next[topic, partition])
 
     def read_until(
         self, at: tuple[str, int], end: int, max_records: int = 2000
@@ -217,15 +292,18 @@ class Reader:
                 asynchronous=True,
             )
 
-    def _on_commit(self, error: Code | None, partitions: Iterable[TopicPartition]) -> None:
-        """Called inside of `poll`: what became of a commit."""
-        for tp in partitions:
-            if error is None and tp.error is None:
-                self._commits.landed((tp.topic, tp.partition), tp.offset)
-
     def close(self) -> None:
         """Leave; commits in flight are finished."""
         self._consumer.close()
+
+
+def _on_commit(
+    commits: AsyncCommits, error: Code | None, partitions: Iterable[TopicPartition]
+) -> None:
+    """Called inside of `poll`: what became of a commit."""
+    for tp in partitions:
+        if error is None and tp.error is None:
+            commits.landed((tp.topic, tp.partition), tp.offset)
 
 
 def fetch_options(ranges: Sequence[tuple[int, int]]) -> dict[str, int]:

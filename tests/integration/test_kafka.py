@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from confluent_kafka import TopicPartition
 from support.ports import free_port
 
+import runtime.kafka.reader as reader_module
 from runtime.broker.embedded import EmbeddedBroker
 from runtime.kafka import Cluster, Fenced, SourceTruncated, Unavailable
 from runtime.topics.records import Decoder, create_topics, dead_letter
@@ -240,6 +243,29 @@ def test_reader_position_gets_past_control_records(cluster: Cluster, settings: S
         got += reader.poll(10, 1.0)
     assert [r.value for r in got] == [b"1"]
     assert reader.positions[topic, 0] == end == 2
+    reader.close()
+
+
+def test_a_reader_whose_client_has_stopped_goes_on_with_a_new_one(
+    cluster: Cluster, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader_module, "SILENT_S", 0.5)
+    monkeypatch.setattr(reader_module, "DOUBT_S", 0.1)
+    topic = settings.kafka.topics.dead_letters
+    create_topics(cluster, settings)
+    producer = cluster.producer(f"{topic}-stopped")
+    reader = cluster.reader("g-stopped", {(topic, 0): cluster.end(topic, 0)})
+    while not reader.at_end:
+        reader.poll(10, 1.0)
+    stopped = reader._consumer
+    stopped.pause([TopicPartition(topic, 0)])  # nothing else makes librdkafka stop at will
+    with producer.transaction():
+        producer.put(topic, b"a", b"1")
+    deadline, got = time.monotonic() + 30, []
+    while not got and time.monotonic() < deadline:
+        got = reader.poll(10, 0.1)
+    assert [r.value for r in got] == [b"1"]
+    assert reader._consumer is not stopped
     reader.close()
 
 
