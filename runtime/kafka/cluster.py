@@ -96,7 +96,7 @@ class Cluster:
 
     def reader(self, group: str, start: Mapping[tuple[str, int], int], **overrides: Any) -> Reader:
         """Create a reader of given partitions. overrides: librdkafka options, `_` for `.`."""
-        return Reader(self._options, group, start, self.watermarks, **_dotted(overrides))
+        return Reader(self._options, group, start, self._ends, **_dotted(overrides))
 
     # -- topics
 
@@ -249,6 +249,12 @@ class Cluster:
         """
         wanted = list(range(self.topics(topic).get(topic, 0)) if partitions is None else partitions)
         return retried(lambda: self._watermarks(topic, wanted, isolation), LEADER_MOVES)
+
+    def _ends(self, topic: str, partitions: Iterable[int]) -> dict[int, int]:
+        """Return the end of each partition; does not wait for a broker that is away."""
+        with translating():
+            found = self._watermarks(topic, partitions, "read_committed")
+        return {partition: end for partition, (_, end) in found.items()}
 
     def _watermarks(
         self, topic: str, partitions: Iterable[int], isolation: str

@@ -106,8 +106,8 @@ class Silence:
         return stopped
 
 
-Ends = Callable[[str, Iterable[int]], Mapping[int, tuple[int, int]]]
-"""Topic and partitions to first offset and end of each; `Cluster.watermarks`."""
+Ends = Callable[[str, Iterable[int]], Mapping[int, int]]
+"""Topic and partitions to one past the last committed offset of each. Raises KafkaError."""
 
 
 class Reader:
@@ -231,7 +231,7 @@ class Reader:
         """Yield whether each partition has records to read. Raises KafkaError."""
         for topic in {topic for topic, _ in self._next}:
             partitions = [p for t, p in self._next if t == topic]
-            for partition, (_, end) in self._ask_ends(topic, partitions).items():
+            for partition, end in self._ask_ends(topic, partitions).items():
                 yield end > max(0, self._next[topic, partition])
 
     def read_until(
