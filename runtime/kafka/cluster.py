@@ -138,16 +138,7 @@ class Cluster:
             Unavailable: No broker answers in time; the message says what to do.
             Denied: The brokers refuse the connection.
         """
-        try:
-            self._listed(timeout_s=timeout_s)
-        except Denied:
-            raise
-        except Unavailable as e:
-            raise Unavailable(
-                f"no Kafka answers at {self.bootstrap_servers} within {timeout_s:g} s: start one "
-                "with `clawstream up` or `clawstream broker start`, or set kafka.bootstrap_servers "
-                "and, for a listener with TLS or a login, kafka.security"
-            ) from e
+        self._listed(timeout_s=timeout_s)
 
     def topics(self, name: str | None = None) -> dict[str, int]:
         """Return topic to number of partitions, of one topic or of all.
@@ -169,6 +160,8 @@ class Cluster:
     def _listed(
         self, name: str | None = None, timeout_s: float = READ_TIMEOUT_S
     ) -> dict[str, TopicMetadata]:
+        """Return the metadata of topics. Raises Unavailable and Denied as `ask`."""
+
         def listed() -> dict[str, TopicMetadata]:
             self._refusals.clear(self.admin)
             try:
@@ -178,7 +171,16 @@ class Cluster:
                 raise
 
         patience = dict.fromkeys((Code._TRANSPORT, Code._TIMED_OUT), timeout_s - ASK_S)
-        return retried(listed, patience)
+        try:
+            return retried(listed, patience)
+        except Denied:
+            raise
+        except Unavailable as e:
+            raise Unavailable(
+                f"no Kafka answers at {self.bootstrap_servers} within {timeout_s:g} s: start one "
+                "with `clawstream up` or `clawstream broker start`, or set kafka.bootstrap_servers "
+                "and, for a listener with TLS or a login, kafka.security"
+            ) from e
 
     def topic_ids(self, names: Sequence[str]) -> dict[str, str]:
         """Return Kafka's UUID of each topic that exists."""
