@@ -21,7 +21,7 @@ test-unit-sockets: PART := $(GATEWAY_SOCKETS)
 test-unit-gateway: PART := tests/unit/gateway $(GATEWAY_SOCKETS:%=--ignore=%)
 test-unit-others: PART := tests/unit --ignore=tests/unit/gateway
 
-.PHONY: help install demo up down test test-unit $(UNIT_PARTS) test-long test-compose test-exports test-readers test-browser test-alerts test-kubernetes smollm2 environments test-environments lint format lock bench-gateway bench-jobs bench-trainer bench-weights bench-inspector bench-check docs clean
+.PHONY: help install demo up down bubblewrap test test-unit $(UNIT_PARTS) test-long test-compose test-exports test-readers test-browser test-alerts test-kubernetes smollm2 environments test-environments lint format lock bench-gateway bench-jobs bench-trainer bench-weights bench-inspector bench-check docs clean
 
 help: ## this list
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -40,7 +40,10 @@ up: install ## all processes on this machine, until Ctrl-C
 down: ## stop what `make up` started in another terminal
 	.venv/bin/clawstream down data_dir=$(DATA_DIR)
 
-test: install ## unit, integration on a real Kafka, end to end on a real vLLM
+bubblewrap: ## the sandbox of code tests, by apt; without it their tests are skipped
+	@command -v bwrap >/dev/null || { apt-get update -qq && apt-get install -y -qq --no-install-recommends bubblewrap; } || echo "bubblewrap is missing: apt-get install bubblewrap"
+
+test: install bubblewrap ## unit, integration on a real Kafka, end to end on a real vLLM
 	-@$(PY) -m clawstream broker prepare
 	$(PY) -m pytest -m "not long and not gpu and not compose and not browser" -n 2 --dist loadfile --no-loadscope-reorder -q --durations=40
 
@@ -50,7 +53,7 @@ test-unit: install ## the fast unit tests, about a minute; `make test` runs the 
 $(UNIT_PARTS):
 	@$(PY) -m pytest $(PART) -m "not slow" -q
 
-test-long: install smollm2 environments ## faults, soak, and a search for new counterexamples, many minutes
+test-long: install bubblewrap smollm2 environments ## faults, soak, and a search for new counterexamples, many minutes
 	-@$(PY) -m clawstream broker prepare
 	$(PY) -m pytest -m "long" -q --timeout=3600
 	$(PY) -m pytest tests/unit -m "hypothesis and not long" -n 2 -q --hypothesis-profile=searching

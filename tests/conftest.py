@@ -119,3 +119,14 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from demo.model import make_random_model  # torch and transformers: 10 s
 
     return make_random_model(tmp_path_factory.mktemp("model") / "m")
+
+
+@pytest.fixture(scope="session")
+def bubblewrap() -> None:
+    """Skip a test where the sandbox of code tests does not work."""
+    from rewards.code.sandbox import Limits, Sandbox, SandboxError
+
+    try:
+        Sandbox(Limits(memory_mb=128, processes=8))
+    except SandboxError as e:
+        pytest.skip(str(e))

@@ -45,6 +45,7 @@ TOPICS = (
     "runs",
     "schemas",
     "steps",
+    "trained-tokens",
     "trajectories",
     "weights",
     "workers",

@@ -451,6 +451,7 @@ def closed(cluster: Cluster, topics: Any, *replies: tuple[str, str, str]) -> Non
     producer.close()
 
 
+@pytest.mark.usefixtures("bubblewrap")
 def test_each_fault_of_a_judge_or_of_code_is_recorded_and_others_go_on(
     settings: Settings, cluster: Cluster, eventually: Eventually
 ) -> None:
@@ -527,6 +528,7 @@ def test_sigterm_ends_the_worker_while_a_judge_does_not_reply(
     assert read(cluster, settings.kafka.topics.rewards) == []
 
 
+@pytest.mark.usefixtures("bubblewrap")
 def test_sigterm_ends_the_worker_and_the_program_that_it_runs(
     settings: Settings, cluster: Cluster, eventually: Eventually
 ) -> None:

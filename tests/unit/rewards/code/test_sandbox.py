@@ -20,11 +20,8 @@ from schemas.user_function import FunctionNotFound
 
 
 @pytest.fixture(scope="module")
-def sandbox() -> Sandbox:
-    try:
-        return Sandbox(Limits(memory_mb=128, processes=8))
-    except SandboxError as e:
-        pytest.skip(str(e))
+def sandbox(bubblewrap: None) -> Sandbox:
+    return Sandbox(Limits(memory_mb=128, processes=8))
 
 
 def run(sandbox: Sandbox, program: str, seconds: float = 20.0, stdin: bytes = b"") -> Result:
