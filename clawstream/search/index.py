@@ -167,7 +167,7 @@ class TextIndex:
         return chosen
 
     def _build(self, files: Mapping[str, Any]) -> None:
-        """Index some files; the segment replaces those that have only these files."""
+        """Index some files in one segment, in place of the segments of these files."""
         unreadable = set[str]()
         try:
             segment = Segment(self._documents(files, unreadable))

@@ -16,7 +16,7 @@ from inspector.marks import history
 from inspector.operations.sparkline import HEIGHT, WIDTH, path_of
 from inspector.queries import group, listing, overview, tokens, trajectory
 from inspector.queries.conversation import brief, turns_of
-from inspector.queries.filters import OUTCOMES, STAGES, parse_filters
+from inspector.queries.filters import OUTCOMES, STAGES, TEXT_CHARACTERS, parse_filters
 from inspector.web import copies
 from inspector.web.dependencies import Permitted, Used
 from inspector.web.marking import Offered
@@ -82,7 +82,7 @@ def trajectories(request: Request, parts: Used, marking: Offered) -> Response:
     return render(
         request, "trajectories.html", outcomes=OUTCOMES, stages=STAGES, live=parts.live,
         offered=listing.channels_of(parts.lake), continued=before is not None, marking=marking,
-        query=urlencode(filters.given), sort=sort, **values,
+        query=urlencode(filters.given), sort=sort, text_characters=TEXT_CHARACTERS, **values,
     )  # fmt: skip
 
 

@@ -88,7 +88,7 @@ class Silence:
 
     def __init__(self, now: float) -> None:
         """now: seconds, as in all methods."""
-        self._ask_at, self._doubted = now + SILENT_S, False
+        self.broken(now)
 
     def broken(self, now: float) -> None:
         """Record that the reader has delivered something."""

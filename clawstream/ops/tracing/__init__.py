@@ -12,5 +12,5 @@ collector is away. The protocol:
    are equal, id by id.
 
 Spans are a view, not data: if retention removes records that were not exported yet, their spans
-are lost, and the process says so and goes on.
+are lost, which the process logs.
 """

@@ -14,7 +14,7 @@ from schemas.topics import Topics
 KNOWN_MAX = 20_000
 """Batches of a topic whose offset is remembered."""
 TOPICS_MAX = 32
-"""Topics, each of one run, of which batches are remembered: those that were read last."""
+"""Largest number of topics with remembered batches, the last ones read; each has one run."""
 
 
 class BatchFinder:

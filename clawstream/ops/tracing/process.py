@@ -130,7 +130,7 @@ class SpanReader:
         while not self._stop.is_set():
             try:
                 return list(self._spans(record.value, at))
-            except (Undecodable, UnknownSchema):  # the process that owns the topic says so
+            except (Undecodable, UnknownSchema):  # its owner reports it
                 self._metrics.unreadable.inc()
                 return []
             except Unavailable as error:

@@ -1,4 +1,4 @@
-"""Test what the inspector is told of an installation, without a broker."""
+"""Test the observation of an installation for the inspector, without a broker."""
 
 from __future__ import annotations
 
