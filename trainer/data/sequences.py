@@ -1,9 +1,9 @@
 """Convert a batch and its trajectories to training sequences with pure functions.
 
 A trajectory is a tree of segments, and each token is stored once. A sequence is a path from the
-root to a leaf. Where paths share sampled tokens, only the first sequence trains them; the others
-have them as context. So each sampled token of a trainable step is trained exactly once, and a
-linear conversation is one sequence.
+root to the last segment to train. Where paths share sampled tokens, only the first sequence trains
+them; the others have them as context. So each sampled token of a trainable step is trained exactly
+once, a linear conversation is one sequence, and branches without a token to train change nothing.
 """
 
 from __future__ import annotations
@@ -306,9 +306,7 @@ def trained_lengths(sequences: Sequence[TrainingSequence]) -> tuple[int, ...]:
 def sequences_of(
     trajectory: Trajectory, untrainable_steps: Collection[str], readable: ReadableIds | None = None
 ) -> list[TrainingSequence]:
-    """Return the sequences of one trajectory, leaves in order.
-
-    Paths are cut after their last segment to train; a path without a token to train is left out.
+    """Return the sequences of one trajectory. They end at the last segment to train.
 
     Args:
         trajectory: the trajectory.
@@ -430,21 +428,34 @@ def _sampled(ids: NDArray[np.int32], segment: Segment, step: TrajectoryStep, sta
 
 
 def _paths(trajectory: Trajectory, tree: list[Tokens]) -> Iterator[TrainingSequence]:
-    """Yield the sequence of each leaf; a segment that was trained is context from then on."""
-    parents = [segment.parent for segment in trajectory.segments]
-    for leaf in sorted(set(range(len(parents))).difference(parents)):
-        at: int | None = leaf
-        while at is not None and not tree[at].mask.any():
-            at = parents[at]
-        path: list[int] = []
-        while at is not None:
-            path.append(at)
-            at = parents[at]
-        if not path:
-            continue
-        tokens = concatenated(tree[index] for index in reversed(path))
+    """Yield the sequence of each path to train; a token that was trained is context from then on.
+
+    A path ends at a segment to train behind which there is none. At a fork, the branch with the
+    earlier step to train comes first. So paths and their order depend on what is trained alone.
+    """
+    segments, trained = trajectory.segments, [bool(tokens.mask.any()) for tokens in tree]
+    behind = [False] * len(segments)  # whether a segment to train is behind it
+    for index in reversed(range(len(segments))):
+        parent = segments[index].parent
+        if parent is not None and (trained[index] or behind[index]):
+            behind[parent] = True
+    ends = (index for index in range(len(segments)) if trained[index] and not behind[index])
+    paths = [_path(segments, end) for end in ends]
+    paths.sort(key=lambda path: [segments[index].step_index for index in path if trained[index]])
+    for path in paths:
+        tokens = concatenated(tree[index] for index in path)
         tokens.mask[0] = False  # the first token has no log-probability under the model
         if tokens.mask.any():
             yield TrainingSequence(trajectory.trajectory_id, tokens)
         for index in path:
             tree[index] = tree[index]._replace(mask=np.zeros_like(tree[index].mask))
+
+
+def _path(segments: Sequence[Segment], end: int) -> list[int]:
+    """Return the indexes of the segments from the root to `end`."""
+    path: list[int] = []
+    at: int | None = end
+    while at is not None:
+        path.append(at)
+        at = segments[at].parent
+    return path[::-1]

@@ -394,7 +394,7 @@ def test_paths_end_before_ids_that_the_model_cannot_compute_and_the_others_are_w
     group = BatchGroup(group_id="1", round=0, n=2, members=(member("a", 1.0), member("b", 0.0)))
     found = sequences_of_batch(batch(group), payload, 2, "trajectory", ReadableIds(5000, {99}))
     trained = [s.tokens.trained().ids.tolist() for s in found.sequences]
-    assert trained == [[2, 3], [9]] * 2
+    assert trained == [[2, 3, 9]] * 2
     assert not any(bad in s.tokens.ids for s in found.sequences)
     lost = (found.with_media, found.outside_vocabulary)
     assert lost == (({"a": 3, "b": 3}, {}) if bad == 99 else ({}, {"a": 3, "b": 3}))
