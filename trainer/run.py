@@ -277,7 +277,7 @@ class Run:
         stats = update(self._policy, sequences, batch_seq, algorithms, self._lr, parent, passes)
         found = passes.gathered(self._policy.processes)
         if self._leads:
-            self._trained += trained_steps(recorded, found, fetched.trajectories, batch_seq)
+            self._trained += trained_steps(found, fetched.trajectories, batch_seq)
         return stats
 
     def _log_left_out(

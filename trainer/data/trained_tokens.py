@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
 from typing import NamedTuple
 from zlib import crc32
@@ -49,8 +49,7 @@ def is_recorded(trajectory_id: str, share: float) -> bool:
 
 
 def trained_steps(
-    sequences: Sequence[TrainingSequence],
-    passes: Sequence[FirstPass | None],
+    trained: Iterable[tuple[TrainingSequence, FirstPass | None]],
     trajectories: Mapping[str, Trajectory],
     batch_seq: int,
 ) -> Iterator[TrainedStep]:
@@ -59,12 +58,11 @@ def trained_steps(
     The tokens of a step are adjacent in its sequence, from its first response token on.
 
     Args:
-        sequences: of a batch, with advantages.
-        passes: of each sequence; None: it needed none.
+        trained: sequences of a batch, with advantages, and their passes; None: none was needed.
         trajectories: of the batch, by id.
         batch_seq: number of the batch.
     """
-    for sequence, found in zip(sequences, passes, strict=True):
+    for sequence, found in trained:
         trajectory = trajectories[sequence.trajectory_id]
         step_ids = {step.index: step.step_id for step in trajectory.steps}
         tokens = sequence.tokens

@@ -129,7 +129,8 @@ class Measurement:
 class FirstPasses:
     """Log-probabilities of sequences in the first training pass of each.
 
-    They stay on the device until `gathered`: each reading waits for the device.
+    A pass of a skipped optimiser step does not count: nothing was learned from it. The values stay
+    on the device until `gathered`: each reading waits for the device.
     """
 
     def __init__(self, sequences: Sequence[TrainingSequence], updates: int) -> None:
@@ -143,6 +144,7 @@ class FirstPasses:
         # A changed copy of a sequence has the same tokens.
         self._wanted = {id(sequence.tokens): i for i, sequence in enumerate(sequences)}
         self._parts: list[tuple[list[int | None], list[int], Tensor, int]] = []
+        self._of_earlier_steps = 0
 
     def add(self, part: Sequence[TrainingSequence], view: LossBatch) -> None:
         """Add one pass of this process. view: of `part`, at the weights of the step."""
@@ -153,18 +155,24 @@ class FirstPasses:
             self._parts.append((places, lengths, exact, self._updates))
 
     def end_step(self, sequences: Sequence[TrainingSequence], *, taken: bool) -> None:
-        """End an optimiser step: a later pass of its sequences is not their first.
+        """End an optimiser step: after a taken one, a later pass of its sequences is not the first.
 
         Args:
             sequences: of the step, in all processes.
             taken: the weights have changed.
         """
+        if not taken:
+            del self._parts[self._of_earlier_steps :]
+            return
         for sequence in sequences:
             self._wanted.pop(id(sequence.tokens), None)
-        self._updates += taken
+        self._of_earlier_steps = len(self._parts)
+        self._updates += 1
 
-    def gathered(self, processes: Processes) -> list[FirstPass | None]:
-        """Return the values of each sequence, on every process; None for one without a pass."""
+    def gathered(self, processes: Processes) -> list[tuple[TrainingSequence, FirstPass | None]]:
+        """Return the sequences of taken steps with their values, on every process; None: no pass
+        was needed.
+        """
         own: dict[int, FirstPass] = {}
         for places, lengths, values, updates in self._parts:
             shares = np.split(values.float().cpu().numpy(), np.cumsum(lengths)[:-1])
@@ -172,4 +180,8 @@ class FirstPasses:
                 if place is not None:
                     own[place] = FirstPass(share, updates)
         found = {at: values for part in processes.gather(own) for at, values in part.items()}
-        return [found.get(at) for at in range(len(self._sequences))]
+        return [
+            (sequence, found.get(at))
+            for at, sequence in enumerate(self._sequences)
+            if id(sequence.tokens) not in self._wanted
+        ]

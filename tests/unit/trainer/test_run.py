@@ -496,6 +496,7 @@ def test_a_batch_that_is_not_finite_is_passed_over_and_said(
     assert (said["batch_seq"], said["reason"]) == (0, "loss nan, gradient norm nan")
     initial, skipped = weight_log.published
     assert weights_sha(initial) == weights_sha(skipped)
+    assert weight_log.trained == [], "no token was trained"
     assert (skipped.metrics["optimizer_steps"], skipped.metrics["optimizer_steps_skipped"]) == (
         0.0,
         1.0,

@@ -59,7 +59,8 @@ def sampled(sequence: TrainingSequence) -> np.ndarray:
 def recorded(
     of: Trajectory, sequences: list[TrainingSequence], passes: list[FirstPass | None]
 ) -> list[TrainedStep]:
-    return list(trained_steps(sequences, passes, {of.trajectory_id: of}, 7))
+    trained = zip(sequences, passes, strict=True)
+    return list(trained_steps(trained, {of.trajectory_id: of}, 7))
 
 
 def test_a_redacted_token_has_no_value_and_a_step_without_a_pass_no_log_probabilities() -> None:

@@ -100,7 +100,7 @@ def test_the_gradient_is_that_of_plain_rows(model_dir: Path, name: str, budget: 
         passes = FirstPasses(sequences, 0)
         (step,) = update(policy, sequences, 0, {None: algorithm}, 1e-6, "r/2.0", passes).steps
         found.append((step, [p.grad for p in policy.model.parameters()]))
-        seen.append([p.logprobs.tolist() for p in passes.gathered(ONE) if p is not None])
+        seen.append([p.logprobs.tolist() for _, p in passes.gathered(ONE) if p is not None])
     (rows, expected), (tree, got) = found
     assert [len(values) for values in seen[0]] == [s.trained_tokens for s in sequences]
     assert seen[1] == [pytest.approx(values, abs=1e-4) for values in seen[0]]

@@ -233,7 +233,9 @@ def seen_by(policy: Policy, sequences: Sequence[TrainingSequence]) -> list[First
     """Train a batch; return the first pass of each sequence."""
     passes = FirstPasses(sequences, 3)
     update(policy, sequences, 0, CISPO, 1e-3, None, passes)
-    return passes.gathered(ONE)
+    trained, found = zip(*passes.gathered(ONE), strict=True)
+    assert list(trained) == list(sequences)
+    return list(found)
 
 
 @pytest.mark.parametrize("more", [{}, {"epochs": 2}, {"recompute_old_logprobs": True}])
@@ -261,14 +263,17 @@ def test_a_step_that_is_not_finite_is_skipped_and_the_next_one_is_taken(model_di
     passes = FirstPasses([good, broken], 0)
     stats = update(policy, [good, broken], 7, CISPO, 1e-3, "r/3.0", passes)
     assert [step.skipped is None for step in stats.steps] == [False, True]
-    assert [p.updates for p in passes.gathered(ONE) if p is not None] == [0, 0]
+    ((trained, first),) = passes.gathered(ONE)
+    assert trained is good and first is not None and first.updates == 0
     skipped, taken = sorted(stats.steps, key=lambda step: step.skipped is None)
     assert skipped.skipped == "loss nan, gradient norm nan"
     assert (skipped.loss, skipped.grad_norm) == (None, None)
     assert taken.skipped is None and stats.updates
     update(expected, [good], 7, CISPO, 1e-3, None)
     assert same_state(policy, expected)
-    assert not update(policy, [broken], 8, CISPO, 1e-3, None).updates
+    passes = FirstPasses([broken], 0)
+    assert not update(policy, [broken], 8, CISPO, 1e-3, None, passes).updates
+    assert passes.gathered(ONE) == [], "a skipped step trains nothing"
     assert same_state(policy, expected)
 
 
@@ -296,7 +301,7 @@ def test_a_token_that_the_policy_gives_probability_zero_is_not_trained_but_count
     given = [sequence((2, 9, 10, 11, 12), "00111", -3.0, 1.0)]
     passes = FirstPasses(given, 0)
     (step,) = update(policy, given, 0, CISPO, 1e-3, "r/3.0", passes).steps
-    (seen,) = passes.gathered(ONE)
+    ((_, seen),) = passes.gathered(ONE)
     assert seen is not None and np.isneginf(seen.logprobs).tolist() == [False, False, True]
     assert (step.now_at_zero, step.tokens, step.skipped) == (1, 3, None)
     (other,) = update(
