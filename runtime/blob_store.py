@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from hashlib import sha256
@@ -58,7 +59,10 @@ class BlobStore:
         if self._directory is not None:
             self._uri = self._directory.as_uri()
         self._now, self._lock = now, Lock()
-        self._old_at: dict[str, float] = {}  # digest to the time when its blob is RENEWED_S old
+        # A plain dict finds its front by a search past all earlier removals.
+        self._old_at: OrderedDict[str, float] = (
+            OrderedDict()
+        )  # digest to the time when its blob is RENEWED_S old
 
     def url_of(self, digest: str) -> str:
         """Where the bytes of a sha256 in hex are kept."""
@@ -83,7 +87,7 @@ class BlobStore:
             self._old_at.pop(digest, None)  # so that the oldest knowledge comes first
             self._old_at[digest] = began + RENEWED_S - max(age_s, 0.0)
             if len(self._old_at) > REMEMBERED:
-                del self._old_at[next(iter(self._old_at))]
+                self._old_at.popitem(last=False)
         return digest
 
     def get(self, digest: str) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
@@ -19,7 +20,8 @@ class DedupeWindow:
 
     def __init__(self, size: int) -> None:
         self._size = size
-        self._seen: dict[bytes, None] = {}
+        # The front of a plain dict is found by a search past all earlier evictions.
+        self._seen: OrderedDict[bytes, None] = OrderedDict()
 
     def __contains__(self, digest: bytes) -> bool:
         return digest in self._seen
@@ -34,7 +36,7 @@ class DedupeWindow:
             seen.pop(d, None)
             seen[d] = None
             if len(seen) > size:
-                del seen[next(iter(seen))]
+                seen.popitem(last=False)
 
 
 def digest(key: Iterable[Any]) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import time
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -324,6 +325,22 @@ def test_window_remembers_the_newest(numbers: list[int], size: int) -> None:
     newest = list(dict.fromkeys(reversed(numbers)))[:size]
     assert len(window) == len(newest)
     assert all(digest((n,)) in window for n in newest)
+
+
+def cpu_of_adding(window: DedupeWindow, keys: range) -> float:
+    digests = [digest((n,)) for n in keys]
+    began = time.thread_time()
+    window.add(digests)
+    return time.thread_time() - began
+
+
+def test_an_id_costs_the_same_before_and_after_the_window_is_full() -> None:
+    size = 50_000
+    window = DedupeWindow(size)
+    filling = cpu_of_adding(window, range(size))
+    evicting = cpu_of_adding(window, range(size, 2 * size))
+    assert len(window) == size
+    assert evicting < 5 * filling  # a search for the oldest id takes 20 to 100 times as long
 
 
 fates = st.lists(
