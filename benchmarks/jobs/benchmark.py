@@ -33,6 +33,9 @@ is missing or too many.
                                     assemble_...: the whole worker
     rss_growth_500k_1m              percent by which a worker of assemble grows from step 500,000 to
                                     a million, 50,000 closed remembered
+    lake_window_full_ratio          CPU of the lake writer alone, a small step, once its window of
+                                    recent ids (`lake.dedupe_window`) is full, to that of a writer
+                                    whose window never fills; median of eight pairs
 """
 
 from __future__ import annotations
@@ -59,6 +62,7 @@ from benchmarks.jobs.sides import (
     say,
 )
 from benchmarks.jobs.turns import part_turns
+from benchmarks.jobs.window import part_window
 from benchmarks.machine import loop_ns, machine, rounded
 from benchmarks.processes import free_port
 from runtime.broker.embedded import EmbeddedBroker
@@ -118,7 +122,8 @@ def part_workers(bench: Bench) -> dict[str, Any]:
 
 
 PARTS: Mapping[str, Callable[[Bench], dict[str, Any]]] = {
-    "pipeline": part_pipeline, "workers": part_workers, "turns": part_turns, "memory": part_memory
+    "pipeline": part_pipeline, "workers": part_workers, "turns": part_turns, "memory": part_memory,
+    "window": part_window,
 }  # fmt: skip
 
 

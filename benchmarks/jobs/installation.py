@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
@@ -27,7 +27,13 @@ class Installation:
     """Topics under their own prefix, a data directory, one run; all are deleted after `with`."""
 
     def __init__(
-        self, directory: Path, bootstrap_servers: str, prefix: str, load: Load, **jobs: Any
+        self,
+        directory: Path,
+        bootstrap_servers: str,
+        prefix: str,
+        load: Load,
+        lake: Mapping[str, Any],
+        **jobs: Any,
     ) -> None:
         self._directory = directory / prefix
         policy = {
@@ -41,6 +47,7 @@ class Installation:
             "kafka": {"bootstrap_servers": bootstrap_servers, "topic_prefix": prefix},
             "jobs": {"reward_functions": {RUN: [f"{RULE}@1"]}, **jobs},
             "admit": {"policy": policy},
+            "lake": dict(lake),
         }
         self.settings = Settings.model_validate(self._given)
         self.topics, self.cluster = self.settings.kafka.topics, cluster_of(self.settings)

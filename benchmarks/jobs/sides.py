@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 from uuid import uuid4
 
@@ -48,9 +49,12 @@ class Bench:
     servers: str
     size: Size
 
-    def installation(self, load: Load, **jobs: Any) -> Installation:
-        """Create an installation with its own topics."""
-        return Installation(self.directory, self.servers, f"b{uuid4().hex[:10]}", load, **jobs)
+    def installation(
+        self, load: Load, lake: Mapping[str, Any] = MappingProxyType({}), **jobs: Any
+    ) -> Installation:
+        """Create an installation with its own topics. lake, jobs: settings of these sections."""
+        prefix = f"b{uuid4().hex[:10]}"
+        return Installation(self.directory, self.servers, prefix, load, lake, **jobs)
 
 
 def say(text: str) -> None:
