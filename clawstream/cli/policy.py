@@ -39,7 +39,9 @@ _HIDDEN = ("run_id", "policy_version", "published_by", "created_at")
 @contextmanager
 def _log_of(run: str | None, overrides: list[str] | None, config: Path | None) -> Iterator[Any]:
     """Open the policies of a run; a refused policy ends the command with exit code 2."""
-    settings = settings_of(config, [*(overrides or ()), *([f"run_id={run}"] if run else [])])
+    settings = settings_of(config, overrides)
+    if run is not None:
+        settings = load("runtime.process.config").with_values(settings, {"run_id": run})
     module, errors = load("stream_jobs.admit.policy_log"), load("stream_jobs.errors")
     try:
         yield module.PolicyLog(settings, cluster_of(settings))

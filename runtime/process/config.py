@@ -9,6 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from pydantic_core import ErrorDetails
 
 from schemas.errors import SettingsError
 from schemas.settings import Settings
+from schemas.settings.field_types import FieldType, field_at
 
 PREFIX = "CLAWSTREAM__"
 _SECRET = re.compile(
@@ -58,15 +60,69 @@ class _ValueLoader(yaml.SafeLoader):
         return super().compose_node(parent, index)
 
 
-def value_of(text: str, path: str) -> Any:
-    """What is written for a setting, as YAML. Raises SettingsError that names its path."""
+def _construct(text: str, loader: type[yaml.SafeLoader], kind: FieldType) -> Any:
+    """Return the value of a YAML document; what is text in the settings stays as it is written."""
+    source = loader(text)
     try:
-        return yaml.load(text, _ValueLoader)
+        node = source.get_single_node()
+        if node is None:
+            return None
+        _keep_text(node, kind, set())
+        return source.construct_document(node)
+    finally:
+        source.dispose()
+
+
+def _keep_text(node: yaml.Node, kind: FieldType, seen: set[int]) -> None:
+    """Mark scalars as strings where the settings have text: `010` is an id, and no octal number."""
+    if id(node) in seen:
+        return
+    seen.add(id(node))
+    if isinstance(node, yaml.ScalarNode):
+        is_null = node.tag == _NULL and kind.optional
+        if kind.is_text and not is_null and node.tag != _MERGE:
+            node.tag = _STRING
+    elif isinstance(node, yaml.SequenceNode):
+        for item in node.value:
+            _keep_text(item, kind.of(None), seen)
+    elif isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            _keep_text(key, kind.keys, seen)
+            _keep_text(value, kind.of(str(key.value)), seen)
+
+
+_NULL, _STRING, _MERGE = (f"tag:yaml.org,2002:{name}" for name in ("null", "str", "merge"))
+_NULLS = ("", "~", "null", "Null", "NULL")
+
+
+def value_of(text: str, path: str) -> Any:
+    """Return the value that is written for a setting.
+
+    Text stays as it is written, but for quotes around it; anything else is YAML.
+
+    Raises:
+        SettingsError: It is no YAML. The message names the path.
+    """
+    kind = field_at(Settings, path)
+    if kind.is_text:
+        return _text(text.strip(), kind.optional)
+    try:
+        return _construct(text, _ValueLoader, kind)
     # ValueError: a date that does not exist, or too many digits. RecursionError: too many brackets.
     except (yaml.YAMLError, ValueError, RecursionError) as e:
         if _SECRET.search(path):
             raise SettingsError(f"setting {path}: not valid YAML; put it in quotes") from None
         raise SettingsError(f"setting {path}: {text[:80]!r} is not valid YAML: {e}") from e
+
+
+def _text(text: str, optional: bool) -> str | None:
+    if optional and text in _NULLS:
+        return None
+    if text[:1] in ("'", '"'):
+        with suppress(yaml.YAMLError):
+            unquoted = yaml.load(text, _ValueLoader)
+            return unquoted if isinstance(unquoted, str) else text
+    return text
 
 
 STANDARD_INPUT = Path("-")
@@ -88,9 +144,8 @@ def merge_sources(
     tree: dict[str, Any] = {}
     if file is not None:
         try:
-            loaded = yaml.safe_load(
-                sys.stdin.read() if file == STANDARD_INPUT else file.read_text()
-            )
+            text = sys.stdin.read() if file == STANDARD_INPUT else file.read_text()
+            loaded = _construct(text, yaml.SafeLoader, FieldType(Settings))
         # ValueError: no text in UTF-8, or what `value_of` names.
         except (OSError, yaml.YAMLError, ValueError, RecursionError) as e:
             raise SettingsError(f"settings file {file}: {e}") from e

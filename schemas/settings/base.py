@@ -10,8 +10,6 @@ HIGHEST_PORT = 65535
 Port = Annotated[int, Field(ge=1, le=HIGHEST_PORT)]
 Positive = Annotated[float, Field(gt=0)]
 Count = Annotated[int, Field(ge=1)]
-Name = Annotated[str, Field(coerce_numbers_to_str=True)]
-"""Accepts a number, too: `worker_id=1` on a command line is YAML for an integer."""
 
 
 class Section(BaseModel):

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
-from schemas.settings.base import Count, Name, Port, Positive, Section
+from schemas.settings.base import Count, Port, Positive, Section
 
 TemplateFamily = Literal[
     "qwen3", "qwen3.5", "qwen3.6", "qwen3.8", "prime-qwen3", "llama-3", "gemma4",
@@ -103,7 +103,7 @@ def _is_loopback(host: str) -> bool:
 class GatewaySettings(Section):
     """Where agents point their base_url."""
 
-    gateway_id: Name = Field("gateway-0", description="several gateways: one name each")
+    gateway_id: str = Field("gateway-0", description="several gateways: one name each")
     host: str = Field("127.0.0.1", description="0.0.0.0 to serve other machines")
     port: Port = Field(8100, description="the port is taken")
     public_url: str | None = Field(None, description="URL for agents, e.g. of a load balancer")

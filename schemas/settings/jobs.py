@@ -9,7 +9,7 @@ from typing import Annotated
 from pydantic import Field, model_validator
 
 from schemas.rule_spec import is_own, name_in, of_run
-from schemas.settings.base import Count, Name, Positive, Section
+from schemas.settings.base import Count, Positive, Section
 from schemas.settings.reward_models import RewardModel, compares, reads_messages, source_of
 
 NEW_MESSAGES_BYTES = 16 << 10
@@ -47,7 +47,7 @@ class FunctionSettings(Section):
 class JobsSettings(Section):
     """The stream jobs `assemble`, `reward` and `compare`."""
 
-    worker_id: Name | None = Field(
+    worker_id: str | None = Field(
         None,
         description="fixed name per worker: a restarted worker gets its partitions back; default: "
         "host and process id",
@@ -92,7 +92,7 @@ class JobsSettings(Section):
         description="run id (or *) to `name@version`, `file.py:function@version` or "
         "`module:function@version`",
     )
-    reward_models: Mapping[Annotated[Name, Field(pattern=r"^[^:@]+$")], RewardModel] = Field(
+    reward_models: Mapping[Annotated[str, Field(pattern=r"^[^:@]+$")], RewardModel] = Field(
         {}, description="name for `reward_functions` to a reward with settings, by its `type`"
     )
     quality_functions: Mapping[str, tuple[str, ...]] = Field(

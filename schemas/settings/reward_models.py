@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from schemas.records.parts import RewardSource
-from schemas.settings.base import Count, Name, Positive, Section
+from schemas.settings.base import Count, Positive, Section
 
 REPLIES = "Task:\n{metadata}\n\nReplies of the assistant:\n{replies}"
 SCALE = 10
@@ -66,7 +66,7 @@ class Judge(Section):
     extra_body: Mapping[str, Any] = Field(
         {}, description="more fields of the request, such as chat_template_kwargs; null: none"
     )
-    api_key_env: Name | None = Field(None, description="environment variable with the API key")
+    api_key_env: str | None = Field(None, description="environment variable with the API key")
     timeout_s: Positive = Field(
         25.0, description="longest time of a verdict with all attempts; below functions.timeout_s"
     )
@@ -131,7 +131,7 @@ class Classifier(Section):
     )
     batch_size: Count = Field(32, description="texts at once in a child process")
     device: str = Field("cpu", description="of torch, in a child process")
-    api_key_env: Name | None = Field(None, description="environment variable with the API key")
+    api_key_env: str | None = Field(None, description="environment variable with the API key")
     timeout_s: Positive = Field(
         25.0, description="longest time at the endpoint; below functions.timeout_s"
     )

@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from schemas.settings.base import Count, Name, Port, Positive, Section
+from schemas.settings.base import Count, Port, Positive, Section
 
 ENGINE_STOP_S = 10.0
 """Seconds an engine may take to exit before SIGKILL; the worker's own exit gets one more."""
@@ -24,10 +24,10 @@ class RolloutSettings(Section):
     workers: Count = Field(
         1, description="engines that `clawstream up` runs, on the ports from rollout.port on"
     )
-    gpus: tuple[Name, ...] = Field(
+    gpus: tuple[str, ...] = Field(
         (), description='CUDA_VISIBLE_DEVICES of each worker: [0, 1], or ["0,1", "2,3"]'
     )
-    worker_id: Name = Field(
+    worker_id: str = Field(
         "worker", description="workers on several machines; of several, each gets a number after it"
     )
     attach_urls: tuple[str, ...] = Field(

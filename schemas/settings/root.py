@@ -12,7 +12,7 @@ from schemas.claw_r1 import SECTION, without_claw_r1
 from schemas.ids import RUN_ID
 from schemas.rule_spec import is_own, of_run
 from schemas.settings.admit import AdmitSettings
-from schemas.settings.base import HIGHEST_PORT, Name, Section
+from schemas.settings.base import HIGHEST_PORT, Section
 from schemas.settings.demo import DemoSettings
 from schemas.settings.gateway import GatewaySettings
 from schemas.settings.jobs import FunctionSettings, JobsSettings
@@ -32,7 +32,7 @@ COMPARISON_ROOM_S = 5.0
 class Settings(Section):
     """Everything. The name of a field, with dots, is the name on the command line."""
 
-    run_id: Name = Field(
+    run_id: str = Field(
         "default", pattern=f"^{RUN_ID.pattern}$", description="experiments side by side"
     )
     data_dir: Path = Field(Path("data"), description="where everything is kept")

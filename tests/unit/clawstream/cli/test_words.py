@@ -30,6 +30,12 @@ def test_a_setting_is_no_word_of_a_command(
     assert (done.exit_code, f"{missing} is missing" in done.output) == (2, True)
 
 
+@pytest.mark.parametrize("run", ["Not/Good", ""])
+def test_a_run_that_is_no_id_is_refused(tmp_path: Path, run: str) -> None:
+    done = CliRunner().invoke(app, ["policy", "show", "--run", run, f"data_dir={tmp_path}"])
+    assert (done.exit_code, "setting run_id" in done.output) == (2, True), done.output
+
+
 @pytest.mark.parametrize("command", ["compact", "checkpoint", "vacuum"])
 @pytest.mark.parametrize("tables", [[], ["steps"]])
 def test_care_of_tables_says_that_there_is_no_lake(

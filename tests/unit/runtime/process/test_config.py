@@ -41,7 +41,8 @@ def test_words_beat_environment_beats_file(tmp_path: Path) -> None:
         ("trainer.lr", "settings are written a.b=c"),
         ("trainer.lr={", "setting trainer.lr: '{' is not valid YAML"),
         ("trainer.lr=[&a [1, 1], &b [*a, *a], [*b, *b]]", "aliases are not allowed"),
-        ("run_id=2026-13-45", "is not valid YAML: month must be in 1..12"),
+        ("trainer.lr=2026-13-45", "is not valid YAML: month must be in 1..12"),
+        ("run_id=1.5", "setting run_id: String should match pattern"),
         ("trainer.lr=" + "9" * 5000, "is not valid YAML: Exceeds the limit"),
         ("trainer.lr=" + "[" * 5000, "is not valid YAML"),
         ("admit.policy.group_size=1", "min_members 2 is above group_size 1"),
@@ -65,31 +66,63 @@ def test_wrong_setting_is_named(word: str, message: str) -> None:
     assert message in str(error.value)
 
 
-def test_a_name_may_be_a_number() -> None:
-    settings = load(
-        None, ["run_id=7", "jobs.worker_id=1", "rollout.worker_id=2", "gateway.gateway_id=3"], {}
+IDS = ["7", "010", "0x10", "1e3", "2026-01-01", "2026-13-45", "true", "null", "no", "007-a"]
+
+
+@pytest.mark.parametrize("text", IDS)
+def test_an_id_is_what_is_written(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text(
+        f"run_id: {text}\ndata_dir: {text}\njobs: {{worker_id: '{text}', "
+        f"reward_functions: {{{text}: [exact_match]}}}}\nrollout: {{gpus: [{text}]}}\n"
+        f"kafka: {{client_options: {{client.id: {text}}}}}\n"
     )
-    names = (
-        settings.run_id,
-        settings.jobs.worker_id,
-        settings.rollout.worker_id,
-        settings.gateway.gateway_id,
-    )
-    assert names == ("7", "1", "2", "3")
-    with pytest.raises(SettingsError, match="setting run_id: String should match pattern"):
-        load(None, ["run_id=1.5"], {})
+    in_file = load(file, [], {})
+    given = load(None, [f"run_id={text}", f"data_dir={text}", f"jobs.worker_id='{text}'"], {})
+    from_environment = load(None, [], {"CLAWSTREAM__RUN_ID": f"{text}\n"})
+    for settings in (in_file, given):
+        assert (settings.run_id, settings.data_dir, settings.jobs.worker_id) == (
+            text, Path(text), text
+        )  # fmt: skip
+    assert from_environment.run_id == text
+    assert (dict(in_file.jobs.reward_functions), in_file.rollout.gpus) == (
+        {text: ("exact_match",)}, (text,)
+    )  # fmt: skip
+    assert in_file.kafka.client_options == {"client.id": text}
+
+
+@pytest.mark.parametrize(
+    ("word", "value"),
+    [
+        ("gateway.host=::1", "::1"),
+        ("gateway.host=[::1]", "[::1]"),
+        ("gateway.host='a: b'", "a: b"),
+        ("gateway.host=a: #b", "a: #b"),
+        ('gateway.host="\\u0041"', "A"),
+        ("gateway.host='", "'"),
+        ("gateway.host=*@%", "*@%"),
+    ],
+)
+def test_text_needs_no_quotes(word: str, value: str) -> None:
+    assert load(None, [word], {}).gateway.host == value
+
+
+@pytest.mark.parametrize("text", ["", "null", "~"])
+def test_null_unsets_text_that_may_be_absent(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text(f"lake: {{uri: {text}}}\n")
+    assert load(None, [f"lake.uri={text}"], {}).lake.uri is None
+    assert load(file, [], {}).lake.uri is None
 
 
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["gateway.session_secret=[hunter2]"],
-        ["gateway.session_secret=@hunter2"],
         ["gateway.sesion_secret=hunter2"],
         ["kafka.client_options={sasl.password: [hunter2]}"],
         ["kafka.client_options={sasl.password: hunter2}"],
         ["kafka.bootstrap_servers='a:1'", "kafka.security={password: hunter2}"],
-        ["kafka.security.password=[hunter2]"],
+        ["kafka.security.user=me", "kafka.security.password=hunter2", "trainer.sync_every=2"],
         ["lake.storage_options=hunter2"],
         ["traces.headers=Authorization=Basic hunter2"],
         ["traces.headers={Authorization: 'Basic hunter2}"],
@@ -111,7 +144,7 @@ def test_missing_or_broken_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "list.yaml").write_text("- 1")
     with pytest.raises(SettingsError, match="must be a mapping"):
         load(tmp_path / "list.yaml", [], {})
-    for content in (b"\xff\xfe\x80", b"run_id: 2026-13-45", b"trainer: {lr: " + b"[" * 5000):
+    for content in (b"\xff\xfe\x80", b"trainer: {lr: 2026-13-45}", b"trainer: {lr: " + b"[" * 5000):
         (tmp_path / "broken.yaml").write_bytes(content)
         with pytest.raises(SettingsError, match=r"settings file .*broken\.yaml: "):
             load(tmp_path / "broken.yaml", [], {})
