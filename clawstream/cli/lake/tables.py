@@ -21,6 +21,7 @@ from clawstream.cli.common_options import (
     settings_of,
 )
 from clawstream.query.result_format import as_text
+from schemas.ids import check_run_id
 from schemas.settings import Settings
 from stream_jobs.lake import erasure as erasures
 from stream_jobs.lake.delta import maintenance, snapshots
@@ -154,7 +155,10 @@ def erase(
         typer.Option("--trajectory", help="A trajectory or session key. May be repeated."),
     ] = None,
     run: Annotated[
-        str | None, typer.Option("--run", "-r", help="Its run; default: run_id.")
+        str | None,
+        typer.Option(
+            "--run", "-r", help="Run of the trajectories; default: run_id, with --where all runs."
+        ),
     ] = None,
     where: Annotated[
         str | None,
@@ -168,7 +172,7 @@ def erase(
         fail("say which: --trajectory KEY, or --where CONDITION", 2)
     keys = {(run or settings.run_id, key) for key in trajectory or ()}
     if where:
-        keys |= _keys_where(settings, of, where)
+        keys |= _keys_where(settings, of, where, run)
     erasure = erasures.Erasure(settings, keys)
     found = list(erasure.find())
     for rows in found:
@@ -177,17 +181,23 @@ def erase(
         typer.echo(f"{rows.table}: {rows.rows} rows; {log}")
         if rows.table == erasures.LETTERS:
             typer.echo(f"{rows.table}: of these keys in every run, as a letter names no run")
-    what = f"{len(keys)} trajectories, {sum(rows.rows for rows in found)} rows"
+    runs = ", ".join(sorted({run_id for run_id, _ in keys})) or "no run"
+    what = f"{len(keys)} trajectories of {runs}, {sum(rows.rows for rows in found)} rows"
     if yes:
         typer.echo(f"erased {what}, {erasure.run()} blobs")
     else:
         typer.echo(f"{what}, {len(erasure.blobs())} blobs would be erased: add --yes to erase them")
 
 
-def _keys_where(settings: Settings, table: str, where: str) -> set[tuple[str, str]]:
+def _keys_where(
+    settings: Settings, table: str, where: str, run: str | None
+) -> set[tuple[str, str]]:
     """Return the trajectories of the rows that fulfil a condition; print how many have none."""
     columns = "run_id, trajectory_key"
-    query = f"select {columns}, count(*) as n from {table} where ({where}) group by {columns}"
+    of_run = "" if run is None else f" and run_id = '{check_run_id(run)}'"
+    query = (
+        f"select {columns}, count(*) as n from {table} where ({where}){of_run} group by {columns}"
+    )
     with load("clawstream.query.sandbox").answer(settings, query) as batches:
         rows = [row for batch in batches for row in batch.to_pylist()]
     if keyless := sum(row["n"] for row in rows if row["trajectory_key"] is None):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -192,6 +192,24 @@ def test_rows_without_a_trajectory_are_counted_and_stay(settings: Settings) -> N
     assert "failed_calls: 1 rows belong to no trajectory and stay" in done.output
     assert "dead_letters: of these keys in every run" in done.output
     assert column(settings, "failed_calls", "trajectory_key") == [None]
+
+
+@pytest.mark.parametrize(
+    ("options", "what", "left"),
+    [
+        (("--run", "other"), "erased 1 trajectories of other, 1 rows", ["r"]),
+        (("--run", "nobody"), "erased 0 trajectories of no run, 0 rows", ["other", "r"]),
+        ((), "erased 2 trajectories of other, r, 2 rows", []),
+    ],
+)
+def test_a_condition_erases_the_given_run_only(
+    settings: Settings, options: Sequence[str], what: str, left: list[str]
+) -> None:
+    SmallLake(settings).put("steps", "T", of_joe(1), of_joe(2, run_id="other"))
+    words = ["erase", "--where", "choice_index = 0 or true", *options, "--yes"]
+    done = CliRunner().invoke(app, [*words, f"data_dir={settings.data_dir}"])
+    assert (done.exit_code, what in done.output) == (0, True), done.output
+    assert sorted(column(settings, "steps", "run_id")) == left
 
 
 def test_a_named_snapshot_and_a_wrong_key_are_refused(settings: Settings) -> None:
