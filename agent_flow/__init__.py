@@ -1,11 +1,12 @@
 """Agent flows: write a task and a reward, get rollouts that are recorded, grouped and trained.
 
     from agent_flow import flow
+    from agent_flow.rewards import last_number
 
     @flow(group_size=8)
     async def calculator(task, rollout):
         reply = await rollout.chat(task["question"], tools=[add], max_turns=6)
-        return float(str(task["answer"]) in reply.text)
+        return last_number(reply.text, task["answer"])
 
     @calculator.tasks
     def tasks():

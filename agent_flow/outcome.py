@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from agent_flow.errors import RolloutFailed
+from schemas.numbers.values import number_of
 
 Reward = float | Mapping[str, float] | None
 """A number, several named numbers, or None: the reward comes later, from somebody else."""
@@ -36,8 +37,10 @@ def checked_reward(value: Any) -> Reward:
     if isinstance(value, Mapping):
         if not value:
             raise RolloutFailed("the flow returned an empty mapping; return None for no reward")
-        return {str(name): _number(number, f"reward {name!r}") for name, number in value.items()}
-    return _number(value, "the reward")
+        return {
+            str(name): checked_number(number, f"reward {name!r}") for name, number in value.items()
+        }
+    return checked_number(value, "the reward")
 
 
 def total(reward: Reward) -> float | None:
@@ -47,11 +50,14 @@ def total(reward: Reward) -> float | None:
     return math.fsum(reward.values()) if isinstance(reward, Mapping) else reward
 
 
-def _number(value: Any, what: str) -> float:
+def checked_number(value: Any, what: str) -> float:
+    """Return a finite number. what: the value's name, for errors. Raises RolloutFailed."""
     try:
-        number = float(value)
-    except (TypeError, ValueError) as error:
+        number = float(number_of(value))
+    except TypeError as error:
         raise RolloutFailed(f"{what} is {value!r:.80}, not a number") from error
-    if isinstance(value, str) or not math.isfinite(number):
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
         raise RolloutFailed(f"{what} is {value!r:.80}, not a finite number")
     return number

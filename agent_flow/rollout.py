@@ -13,7 +13,7 @@ from agent_flow.chat.stream import Message
 from agent_flow.chat.tools import Tool
 from agent_flow.errors import FlowError
 from agent_flow.gateway.client import Place, Session
-from agent_flow.outcome import Reward
+from agent_flow.outcome import Reward, checked_number
 
 if TYPE_CHECKING:
     from anthropic import AsyncAnthropic
@@ -160,11 +160,14 @@ class Rollout:
             name: of the reward.
 
         Raises:
+            RolloutFailed: It is no finite number.
             FlowError: The gateway refuses it, or step_id is None.
         """
         if step_id is None:
             raise FlowError("step_reward: the reply has no step id; was it sent by a gateway?")
-        await self.give_reward(self.place, name, value, step_id)
+        await self.give_reward(
+            self.place, name, checked_number(value, f"step reward {name!r}"), step_id
+        )
 
     async def close(self) -> None:
         """Close what `anthropic` opened."""

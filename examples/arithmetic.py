@@ -3,6 +3,7 @@
 import random
 
 from agent_flow import flow
+from agent_flow.rewards import last_number
 
 
 def calculate(expression: str) -> str:
@@ -15,7 +16,7 @@ def calculate(expression: str) -> str:
 @flow(group_size=8, timeout_s=120)
 async def arithmetic(task, rollout):
     reply = await rollout.chat(task["question"], tools=[calculate], max_turns=4)
-    return float(str(task["answer"]) in reply.text)
+    return last_number(reply.text, task["answer"])
 
 
 @arithmetic.tasks

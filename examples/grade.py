@@ -1,8 +1,8 @@
-"""Grade what a command has printed: 1.0 if its last line has the task's answer."""
+"""Grade what a command has printed: 1.0 if the last number of its last line is the answer."""
 
-import re
+from agent_flow.rewards import last_number
 
 
 def grade(task, result):
     last = (result.stdout.strip().splitlines() or [""])[-1]
-    return float(str(task["answer"]) in re.findall(r"\d+", last))
+    return last_number(last, task["answer"])

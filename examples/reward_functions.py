@@ -5,8 +5,8 @@ clawstream flow exec tasks=examples/arithmetic.jsonl -- my-agent {question}
 """
 
 import json
-import re
 
+from schemas.numbers.text import last_number_in, number_in
 from schemas.records import Trajectory
 from schemas.replies import answer_in, loaded
 
@@ -17,4 +17,5 @@ def right(trajectory: Trajectory) -> float | None:
     if answer is None or not trajectory.steps:
         return None  # nothing to compare: recorded as `no_reward`, which is not 0.0
     said = answer_in(loaded(trajectory.steps[-1].response_json)) or ""
-    return float(re.findall(r"\d+", said)[-1:] == [str(answer)])
+    number = last_number_in(said)
+    return float(number is not None and number.equals(number_in(answer)))

@@ -5,6 +5,7 @@ clawstream flow run env=verifiers:examples/verifiers_calculator.py size=100 conc
 """
 
 import random
+import re
 
 import verifiers.v1 as vf
 
@@ -25,7 +26,8 @@ class Problem(vf.TaskData):
 class ProblemTask(vf.Task[Problem]):
     @vf.reward(weight=1.0)
     async def right(self, trace: vf.Trace) -> float:
-        return float(str(self.data.answer) in (trace.last_reply or ""))
+        numbers = re.findall(r"-?\d+", (trace.last_reply or "").replace(",", ""))
+        return float(numbers[-1:] == [str(self.data.answer)])
 
     @vf.reward(weight=0.1)
     async def used_the_tool(self, trace: vf.Trace) -> float:

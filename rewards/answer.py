@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import re
+from decimal import Decimal
 from typing import Any
 
 import orjson
 
 from schemas.records import Trajectory, TrajectoryStep
 from schemas.replies import AUXILIARY_TAGS, answer_in, loaded
+
+_TAG = "(?:think|thinking|thought|reasoning)"
+_THOUGHT = re.compile(
+    rf"\A(?:(?!<{_TAG}>).)*?</{_TAG}>|<(?P<tag>{_TAG})>(?:.*?</(?P=tag)>|.*)", re.DOTALL
+)
+"""A thought that the prompt has opened, or one in tags, closed or not."""
+Gold = str | int | float | Decimal | bool
 
 
 def metadata(trajectory: Trajectory) -> dict[str, Any]:
@@ -24,23 +34,34 @@ def metadata(trajectory: Trajectory) -> dict[str, Any]:
     return found
 
 
-def gold(trajectory: Trajectory) -> str:
-    """Return the expected answer: metadata `gold`, else verl's `reward_model.ground_truth`.
+def golds(trajectory: Trajectory) -> list[Gold]:
+    """Return the accepted answers: metadata `gold`, else verl's `reward_model.ground_truth`.
+
+    A list, and verl's `{"target": ...}`, are several of them. Numbers have the digits of the
+    metadata: a `float` could not hold them.
 
     Raises:
-        ValueError: The metadata has neither.
+        ValueError: The metadata has none, or something else.
     """
-    fields = metadata(trajectory)
+    metadata(trajectory)
+    assert trajectory.metadata_json is not None
+    fields = json.loads(trajectory.metadata_json, parse_float=Decimal)
     found = fields.get("gold")
     if found is None and isinstance(model := fields.get("reward_model"), dict):
         found = model.get("ground_truth")
-    if found is None:
+    if isinstance(found, dict) and found.keys() == {"target"}:
+        found = found["target"]
+    accepted = found if isinstance(found, list) else [found]
+    if not accepted or found is None:
         raise ValueError("metadata has no gold")
-    return str(found)
+    for one in accepted:
+        if not isinstance(one, Gold):
+            raise ValueError(f"gold is no text or number: {json.dumps(one, default=str):.80}")
+    return accepted
 
 
 def last_answer(trajectory: Trajectory) -> str:
-    """Return the text of the agent's last reply.
+    """Return the text of the agent's last reply, without thoughts in tags such as <think>.
 
     Ignores auxiliary calls (of a sub-agent, for a title, a summary or a compaction) and calls that
     a retry replaced.
@@ -53,7 +74,15 @@ def last_answer(trajectory: Trajectory) -> str:
     text = answer_in(loaded(own_steps(trajectory)[-1].response_json))
     if text is None:
         raise ValueError("the last reply has no text")
-    return text
+    return without_thoughts(text)
+
+
+def without_thoughts(text: str) -> str:
+    """Return a reply without its thoughts.
+
+    A thought that is not closed ends with the text; one that the prompt has opened begins with it.
+    """
+    return _THOUGHT.sub("", text)
 
 
 def own_steps(trajectory: Trajectory) -> list[TrajectoryStep]:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-import re
-
-from rewards.answer import gold, last_answer
+from rewards.answer import golds, last_answer
+from schemas.numbers.text import Number, last_number_in, number_in
 from schemas.records import Trajectory
-
-_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 
 def last_number(trajectory: Trajectory) -> float:
     """Return 1.0 or 0.0; an answer without a number is wrong, not missing.
 
+    Both sides are read in the same way (`schemas.numbers.text`). Of a list of golds any may match.
+
     Raises:
-        ValueError: There is no numeric `gold` or no answer.
+        ValueError: There is no answer, or no `gold`, or one that is no number.
     """
-    numbers = _NUMBER.findall(last_answer(trajectory))
-    return float(bool(numbers) and float(numbers[-1].replace(",", "")) == float(gold(trajectory)))
+    given, accepted = last_number_in(last_answer(trajectory)), list[Number]()
+    for gold in golds(trajectory):
+        try:
+            accepted.append(number_in(gold))
+        except ValueError as e:
+            raise ValueError(f"gold: {e}") from e
+    return float(given is not None and any(given.equals(one) for one in accepted))

@@ -15,6 +15,7 @@ import orjson
 
 from rewards.registry import GroupRule, Rule, group_rule_of, rule_of
 from schemas.ids import stable_id
+from schemas.numbers.values import number_of
 from schemas.records import Candidate, Reward, Trajectory
 from schemas.rule_spec import reason_text
 from schemas.settings import Settings
@@ -132,11 +133,13 @@ def _checked(step: str | None, value: object, steps: set[str]) -> Checked:
             raise ValueError(f"the details have {len(detail)} bytes, above {DETAIL_MAX_BYTES}")
     if value is None:
         return None, "the function returned None", detail
-    if not isinstance(value, int | float):
-        raise TypeError(f"a reward is a number, not {type(value).__name__}")
-    if not math.isfinite(value):
-        return None, f"not a finite number: {value}", detail
-    return float(value), None, detail
+    try:
+        number = float(number_of(value))
+    except TypeError as e:
+        raise TypeError(f"a reward is a number, not {e}") from e
+    if not math.isfinite(number):
+        return None, f"not a finite number: {number}", detail
+    return number, None, detail
 
 
 def _reward(

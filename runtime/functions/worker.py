@@ -15,10 +15,12 @@ import os
 import resource
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from schemas.numbers.values import number_of
 from schemas.rule_spec import REASON_CHARS, reason_text
 from schemas.user_function import FunctionNotFound, batch_size_of, load_function
 
@@ -48,8 +50,8 @@ def to_builtins(answer: Any, depth: int = 0) -> Any:
         return str.__getitem__(answer, slice(REASON_CHARS))
     if isinstance(answer, bytes):
         return bytes.__getitem__(answer, slice(REASON_CHARS))
-    if isinstance(answer, int | float):
-        return int(answer) if isinstance(answer, int) else float(answer)
+    with suppress(TypeError):
+        return number_of(answer)
     if depth < DEPTH_MAX and isinstance(answer, Mapping):
         return {
             to_builtins(key, DEPTH_MAX): to_builtins(value, depth + 1)

@@ -21,8 +21,11 @@ from support.gateway import GatewayFixture, run_gateway
 from support.model_endpoint import Reply as Answer
 from support.model_endpoint import chat, model_endpoint
 from support.toy_model import Call, Heard, Reply, ToyModel
+from support.trajectories import answered
 
 from agent_flow.environments.verifiers.client import DEFAULT_PYTHON, PYTHON
+from agent_flow.play.command import CommandResult
+from agent_flow.rewards import last_number
 from rewards.registry import Rule
 from rewards.results import rewards_of
 from runtime.process.config import load
@@ -229,6 +232,19 @@ def test_online(tmp_path: Path) -> None:
     assert given == [(steps[0].step_id, "thumb", 1.0), (steps[1].step_id, "thumb", 0.0)]
     assert len({step.trajectory_key for step in steps}) == 1
     assert not [r for r in records if isinstance(r, SessionEvent)]
+
+
+LISTED = f"{', '.join(str(number) for number in range(500))} or 501"
+
+
+@pytest.mark.parametrize(("said", "value"), [("It is 69.", 1.0), ("69.0", 1.0), (LISTED, 0.0)])
+def test_no_example_rewards_an_answer_among_others(said: str, value: float) -> None:
+    task = TASKS[0]
+    grade = load_function("grade.py:grade", [EXAMPLES])
+    right = load_function("reward_functions.py:right", [EXAMPLES])
+    result = CommandResult(0, f"thinking: 69\n{said}\n", "", Path())
+    assert grade(task, result) == last_number(said, task["answer"]) == value
+    assert right(answered(said, answer=task["answer"])) == value
 
 
 def test_the_judge_and_its_task_are_short_together() -> None:

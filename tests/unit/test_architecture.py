@@ -24,7 +24,7 @@ ALLOWED = {
     "trainer": {"schemas", "runtime", "trainer"},
     "rollout": {"schemas", "runtime", "rollout"},
     "inspector": {"schemas", "runtime", "inspector"},
-    "agent_flow": {"agent_flow"},
+    "agent_flow": {"schemas", "agent_flow"},  # `schemas.numbers` only: the SDK installs alone
     "clawstream": {
         "agent_flow",
         "schemas",
@@ -146,6 +146,16 @@ def test_a_job_imports_no_other_job_and_the_worker_none() -> None:
         assert not found[package] & (JOBS - {package}), package
 
 
+def test_the_sdk_imports_only_what_its_own_wheel_has() -> None:
+    found = {
+        there
+        for here, packages in arrows().items()
+        if here.partition(".")[0] == "agent_flow"
+        for there in packages
+    }
+    assert {there for there in found if not there.startswith("agent_flow.")} == {"schemas.numbers"}
+
+
 def test_only_the_application_imports_the_compatibility_api() -> None:
     found = {package for package, used in arrows().items() if "gateway.claw_r1" in used}
     assert found <= {"gateway.app", "clawstream.cli"}
@@ -196,7 +206,13 @@ def test_file_is_named_by_a_noun(path: Path) -> None:
                 *("pydantic", "structlog", "msgspec", "orjson"),
             },
         ),
-        ("agent_flow.main", {"torch", "vllm", "confluent_kafka", "faust", "transformers"}),
+        (
+            "agent_flow.main",
+            {
+                *("torch", "vllm", "confluent_kafka", "faust", "transformers"),
+                *("numpy", "msgspec", "orjson", "fastavro"),
+            },
+        ),
     ],
 )
 def test_light_modules_stay_light(module: str, heavy: set[str]) -> None:

@@ -67,10 +67,63 @@ def trajectory(
         ("last_number", "first 7, then 1,042.", "1042", 1.0),
         ("last_number", "none", "3", 0.0),
         ("last_number", "-3", "3", 0.0),
+        ("exact_match", "café", '"cafe\u0301"', 1.0),
+        ("exact_match", "STRASSE", '"straße"', 1.0),
+        ("exact_match", "3", "3.0", 1.0),
+        ("exact_match", "3 ", '"3.0"', 0.0),
+        ("exact_match", "true", "true", 1.0),
+        ("exact_match", "1", "true", 0.0),
+        ("exact_match", "Paris", '["paris", "Paris, France"]', 1.0),
+        ("exact_match", "Rome", '{"target": ["Paris"]}', 0.0),
+        ("exact_match", "Paris", '{"target": "Paris"}', 1.0),
+        ("exact_match", "<think>Rome? No.</think>\n\nParis", '"Paris"', 1.0),
+        ("exact_match", "Rome? No.</think>Paris", '"Paris"', 1.0),
+        ("exact_match", "Paris<think>and", '"Paris"', 1.0),
+        ("last_number", "x = −5", "5", 0.0),
+        ("last_number", "x = −5", "-5", 1.0),
+        ("last_number", "x = −5", '"−5"', 1.0),
+        ("last_number", "= 121932631112635268", "121932631112635269", 0.0),
+        ("last_number", "= 121932631112635269123", "121932631112635269123", 1.0),
+        ("last_number", "= 121932631112635269123", "121932631112635269124", 0.0),
+        ("last_number", "p = .5", "5", 0.0),
+        ("last_number", "p = .5", "0.5", 1.0),
+        ("last_number", "about 1.5e3", "3", 0.0),
+        ("last_number", "about 1.5e3", "1500", 1.0),
+        ("last_number", "The roots are (1,2)", "12", 0.0),
+        ("last_number", "The roots are (1,2)", "2", 1.0),
+        ("last_number", "between 3-5", "5", 1.0),
+        ("last_number", "So it is 1080.", '"1,080"', 1.0),
+        ("last_number", "0.1", "0.1", 1.0),
+        ("last_number", "0.10000000000000001", "0.1", 0.0),
+        ("last_number", "3/4", '"0.75"', 1.0),
+        ("last_number", "2 or 3", "[2, 3]", 1.0),
+        ("last_number", "<think>It may be 42", "42", 0.0),
     ],
 )
 def test_built_in_rules(name: str, answer: str, gold: str, value: float) -> None:
-    assert BUILT_IN[name](trajectory(answer, b'{"gold":%s}' % gold.encode())) == value
+    said = orjson.dumps(answer)[1:-1].decode()
+    assert BUILT_IN[name](trajectory(said, b'{"gold":%s}' % gold.encode())) == value
+
+
+@pytest.mark.parametrize(
+    ("name", "gold", "reason"),
+    [
+        ("last_number", '"many"', "gold: no single number: many"),
+        ("last_number", '"nan"', "gold: no single number: nan"),
+        ("last_number", '"3-5"', "gold: no single number: 3-5"),
+        ("last_number", '["3", "many"]', "gold: no single number: many"),
+        ("last_number", "true", "gold: True is no number"),
+        ("exact_match", "[]", "metadata has no gold"),
+        ("exact_match", "null", "metadata has no gold"),
+        ("exact_match", "[null]", "gold is no text or number: null"),
+        ("exact_match", '[["a"]]', 'gold is no text or number: ["a"]'),
+        ("exact_match", '{"answer": 1.0}', 'gold is no text or number: {"answer": "1.0"}'),
+    ],
+)
+def test_a_gold_that_cannot_be_read_is_no_reward(name: str, gold: str, reason: str) -> None:
+    given = trajectory("3", b'{"gold":%s}' % gold.encode())
+    (reward,) = rewards_of(given, Rule(name, "1", BUILT_IN[name]), 0)
+    assert (reward.value, reward.reason) == (None, f"ValueError: {reason}")
 
 
 @pytest.mark.parametrize(
