@@ -19,7 +19,7 @@ from pydantic_core import ErrorDetails
 
 from schemas.errors import SettingsError
 from schemas.settings import Settings
-from schemas.settings.field_types import FieldType, field_at
+from runtime.process.field_types import FieldType, field_at
 
 PREFIX = "CLAWSTREAM__"
 _SECRET = re.compile(

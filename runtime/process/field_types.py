@@ -1,4 +1,4 @@
-"""Which values a field of the settings takes: text, or anything else."""
+"""Which values a field of a pydantic model takes: text, or anything else."""
 
 from __future__ import annotations
 
