@@ -17,9 +17,9 @@ import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from runtime.process.field_types import FieldType, field_at
 from schemas.errors import SettingsError
 from schemas.settings import Settings
-from runtime.process.field_types import FieldType, field_at
 
 PREFIX = "CLAWSTREAM__"
 _SECRET = re.compile(
