@@ -55,11 +55,11 @@ $(UNIT_PARTS):
 
 test-long: install bubblewrap smollm2 environments ## faults, soak, and a search for new counterexamples, many minutes
 	-@$(PY) -m clawstream broker prepare
-	$(PY) -m pytest -m "long" -q --timeout=3600
+	$(PY) -m pytest -m "long" -q
 	$(PY) -m pytest tests/unit -m "hypothesis and not long" -n 2 -q --hypothesis-profile=searching
 
 test-compose: install ## the containers on a Docker engine; BASE_IMAGE=... where python:3.11-slim-bookworm can't be pulled
-	$(PY) -m pytest tests/compose -m compose -q -s --timeout=3600
+	$(PY) -m pytest tests/compose -m compose -q -s
 
 test-exports: install ## exports load in datasets, TRL and verl, and losses equal theirs; installed outside of .venv
 	.venv/bin/uv pip install -q --python $(PY) --target .cache/exports --no-deps --require-hashes -r requirements/exports.lock

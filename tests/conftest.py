@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
@@ -14,6 +13,7 @@ import pytest
 import uvloop
 from hypothesis import HealthCheck
 from hypothesis import settings as hypothesis_settings
+from support.patience import PATIENCE_S, until
 from support.ports import free_port
 
 from runtime.broker.embedded import EmbeddedBroker
@@ -92,12 +92,8 @@ def eventually() -> Callable[..., object]:
     It returns the condition's value, and fails at the deadline.
     """
 
-    def poll(condition: Callable[[], T], timeout_s: float = 180.0) -> T:
-        deadline = time.monotonic() + timeout_s
-        while not (value := condition()):
-            assert time.monotonic() < deadline, f"not true within {timeout_s} s: {condition}"
-            time.sleep(0.05)
-        return value
+    def poll(condition: Callable[[], T], timeout_s: float = PATIENCE_S) -> T:
+        return until(condition, seconds=timeout_s)
 
     return poll
 

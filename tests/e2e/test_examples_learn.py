@@ -20,8 +20,6 @@ COMPARED = 4
 """Batches at the start and at the end whose rewards are compared."""
 RISE = 0.3
 
-pytestmark = pytest.mark.timeout(1800)
-
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -11,7 +11,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ import pytest
 from support import agents
 from support.arithmetic_model import make_arithmetic_model
 from support.feed import Feed
+from support.patience import Patience
 from support.ports import free_port
 from support.up import ENVIRON, ROOT, Up, own_installation, up
 
@@ -39,7 +39,7 @@ VERDICT = ('{"explanation": "', '", "score": ', "}")
 """Tokens of which the toy model, as a judge, makes a JSON object of the requested schema."""
 USER = "Is it open?\n+\nThank you! And on Sunday?\n-\nThat is not right.\nBye\n"
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.long
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Stage:
             stdin: Input of the command.
             environment: Variables of the command.
         """
-        began = time.monotonic()
+        patience = Patience(LONGEST_S)
         path = f"{Path(sys.executable).parent}:{environment['PATH']}"
         done = subprocess.run(
             list(map(str, words)),
@@ -99,17 +99,17 @@ class Stage:
             input=stdin,
             capture_output=True,
             text=True,
-            timeout=LONGEST_S,
             check=False,
         )
         said = f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
         assert done.returncode == 0, said
         print(said)
-        left = LONGEST_S - (time.monotonic() - began)
         self.running.until(
-            lambda: self._is_recorded(name, rollouts), f"{rollouts} rewarded rollouts", left
+            lambda: self._is_recorded(name, rollouts),
+            f"{rollouts} rewarded rollouts",
+            patience.left_s,
         )
-        self.seconds[name] = round(time.monotonic() - began, 1)
+        self.seconds[name] = round(LONGEST_S - patience.left_s, 1)
         return self._played(name)
 
     def flow(

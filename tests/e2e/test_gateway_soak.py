@@ -51,7 +51,7 @@ AGENTS = (
     "codex_cli_rs/0.50.0",
     "python-requests/2.32",
 )
-pytestmark = [pytest.mark.long, pytest.mark.timeout(3500)]
+pytestmark = pytest.mark.long
 
 
 def body_of(i: int, path: str, said: str) -> dict[str, Any]:

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import pytest
 from support.feed import Feed
 from support.ports import free_port
 from support.scripted.engine import ScriptedEngine
@@ -215,7 +214,6 @@ def children(pid: int) -> list[str]:
     return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
 
 
-@pytest.mark.timeout(1500)
 def test_what_was_answered_is_kept_once_and_in_order(tmp_path: Path) -> None:
     async def body() -> None:
         async with ScriptedEngine(script).serve() as engine_url:

@@ -16,7 +16,7 @@ UPDATES = 50
 BLOCKS = 24
 """Of the KV cache. 16 calls of up to 256 tokens would need 32 blocks of 128 tokens."""
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.long
 
 
 def test_each_token_is_of_the_version_in_its_span(tmp_path: Path) -> None:

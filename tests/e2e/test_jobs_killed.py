@@ -63,7 +63,6 @@ def kill_at_random(
     print(json.dumps({"kills": kills, "seconds_of_kills": round(killed_s), **pause, **figures}))
 
 
-@pytest.mark.timeout(1500)
 def test_killed_at_random(tmp_path: Path) -> None:
     """The short version of `test_a_hundred_kills`: every process is killed once."""
     kill_at_random(
@@ -77,7 +76,6 @@ def test_killed_at_random(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(3600)
 def test_a_hundred_kills(tmp_path: Path) -> None:
     """102 kills during 200,000 steps: about 17 minutes on two cores."""
     kill_at_random(

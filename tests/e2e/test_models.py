@@ -39,8 +39,6 @@ of the forward pass (0.2).
 BOUND = {"float32": 1e-3, "bfloat16": 0.5}
 """Largest difference between engine and trainer in the log-probability of a token."""
 
-pytestmark = pytest.mark.timeout(1800)
-
 
 def settings_of(home: Path, model: Path, dtype: str, lr: float) -> Settings:
     return Settings.model_validate({

@@ -22,7 +22,7 @@ VERSIONS = 2
 VERDICTS = {"Thank you!": 1.0, "That is not right.": 0.0}
 """The user's next message, and the reward of the reply before it."""
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.long
 
 
 def settings_of(home: Path, model: Path) -> Settings:

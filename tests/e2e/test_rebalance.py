@@ -103,7 +103,6 @@ def stand_still(made: Installation, stop_s: float, wait_s: float) -> None:
     assert stopped.wait(180) in (0, EXIT_FAILED)
 
 
-@pytest.mark.timeout(1500)
 def test_workers_change(tmp_path: Path) -> None:
     """The short version of the next two tests, without their bound on stalls."""
 
@@ -115,13 +114,11 @@ def test_workers_change(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(1800)
 def test_workers_come_and_go_under_load(tmp_path: Path) -> None:
     assert under_load(tmp_path, 500.0, lambda made: come_and_go(made, batches=60)) <= STALL_S
 
 
 @pytest.mark.long
-@pytest.mark.timeout(1800)
 def test_a_worker_that_stood_still_for_a_minute(tmp_path: Path) -> None:
     def change(made: Installation) -> None:
         for stop_s in (STOPPED_S, 0.0, 0.0, 0.0):

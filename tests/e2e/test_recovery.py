@@ -140,7 +140,6 @@ def test_recovers_what_was_open(jobs: Jobs, eventually: Callable[..., Any]) -> N
 
 
 @pytest.mark.long
-@pytest.mark.timeout(3600)
 def test_recovers_fifty_thousand_open_steps(jobs: Jobs, eventually: Callable[..., Any]) -> None:
     """The oldest trajectory is a million records old.
 

@@ -112,7 +112,6 @@ def kill_nodes(
     return pauses
 
 
-@pytest.mark.timeout(1500)
 def test_one_is_killed(tmp_path: Path) -> None:
     """The short version of the next test: a random node, and no bounds on the pauses."""
     rng = random.Random(os.getpid())
@@ -120,7 +119,6 @@ def test_one_is_killed(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(1800)
 def test_each_is_killed_under_load(tmp_path: Path) -> None:
     rng = random.Random(os.getpid())
     pauses = kill_nodes(tmp_path, range(1, NODES + 1), rate=500.0, batches=60, settings_of=rng)

@@ -38,7 +38,7 @@ def tasks():
     return ({{"id": number}} for number in itertools.count())
 """
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(1200)]
+pytestmark = pytest.mark.long
 
 
 def settings_of(home: Path, model: Path) -> Settings:
@@ -120,6 +120,7 @@ def kill_and_wait(running: Up, run: Run) -> WorkerStatus:
     run.killed_at = run.statuses(KILLED)[-1].heartbeat_at
     os.kill(row["pid"], signal.SIGKILL)
     running.until(lambda: running.table["rollout-1"]["restarts"] == 1, "it is restarted")
+    running.until(lambda: bool(run.statuses(OTHER)), "the other worker sends a heartbeat")
     run.killed_at = max(s.heartbeat_at for s in run.statuses(OTHER))
     running.until(lambda: run.serves(KILLED) is not None, "the killed worker is ready", 600)
     back = next(s for s in run.statuses(KILLED) if s.state == "ready")

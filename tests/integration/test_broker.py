@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -19,6 +19,7 @@ import psutil
 import pytest
 from confluent_kafka import Consumer, KafkaError, Message, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient, ConfigResource, NewTopic, ResourceType
+from support.patience import until
 from support.ports import free_port
 
 from runtime.broker import embedded as broker_cli
@@ -27,13 +28,6 @@ from runtime.broker.embedded import BrokerError, EmbeddedBroker, NodeStatus
 from runtime.broker.jars import find_java
 from runtime.process.ports import PortTaken
 from schemas.settings import BrokerSettings
-
-
-def wait_for(what: str, condition: Callable[[], bool], timeout_s: float = 180.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
-        time.sleep(0.05)
 
 
 def create_topic(servers: str, name: str, partitions: int = 1) -> None:
@@ -113,7 +107,7 @@ class SteadyProducer:
 
     def await_more(self, count: int) -> None:
         goal = len(self.acknowledged) + count
-        wait_for(f"{count} more acknowledged records", lambda: len(self.acknowledged) >= goal)
+        until(lambda: len(self.acknowledged) >= goal, f"{count} more acknowledged records")
 
 
 def test_acknowledged_records_survive_kill_and_restart(tmp_path: Path) -> None:
@@ -254,7 +248,7 @@ def running_pid(data_dir: Path) -> int:
         found[:] = [node for node in broker_cli.status(data_dir) if node.ready]
         return bool(found)
 
-    wait_for("a broker that serves", serving)
+    until(serving, "a broker that serves")
     (node,) = found
     assert node.pid is not None
     return node.pid
@@ -281,11 +275,10 @@ def test_in_the_foreground_it_ends_as_its_jvm_does_and_never_outlives_its_parent
     with program("run", tmp_path, port) as supervised:
         pid = running_pid(tmp_path)
         supervised.kill()
-        wait_for("the JVM dies with its parent", lambda: not psutil.pid_exists(pid))
+        until(lambda: not psutil.pid_exists(pid), "the JVM dies with its parent")
 
 
 @pytest.mark.long
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("verb", ["run", "start"])
 def test_it_may_take_any_time_to_start(
     tmp_path: Path, verb: str, capfd: pytest.CaptureFixture[str]
@@ -295,7 +288,7 @@ def test_it_may_take_any_time_to_start(
     A supervisor that stops the broker meanwhile never sees the end of the recovery.
     """
     with program(verb, tmp_path, free_port()) as starter:
-        wait_for("its JVM", lambda: any(node.pid for node in broker_cli.status(tmp_path)))
+        until(lambda: any(node.pid for node in broker_cli.status(tmp_path)), "its JVM")
         (node,) = broker_cli.status(tmp_path)
         assert node.pid is not None
         os.kill(node.pid, signal.SIGSTOP)
@@ -331,7 +324,7 @@ def test_a_node_that_is_killed_again_while_it_starts_leaves_the_others_alone(
             )
             return len(found) == 3
 
-        wait_for(what, three)
+        until(three, what)
         return found
 
     def started_anew(former: int) -> int:
@@ -345,7 +338,7 @@ def test_a_node_that_is_killed_again_while_it_starts_leaves_the_others_alone(
             )
             return bool(found)
 
-        wait_for("the node starts again", another)
+        until(another, "the node starts again")
         return found[0]
 
     with program("run", tmp_path, free_port(nodes=3), nodes=3) as supervised:
@@ -371,9 +364,7 @@ def test_detached_it_outlives_its_starter_until_told_to_stop(tmp_path: Path) -> 
     with program("start", tmp_path, port) as starter:
         assert starter.wait(240) == 0
     pid = running_pid(tmp_path)
-    wait_for(
-        "its status", lambda: broker_cli.status(tmp_path) == (NodeStatus(1, port, pid, ready=True),)
-    )
+    until(lambda: broker_cli.status(tmp_path) == (NodeStatus(1, port, pid, ready=True),))
     assert broker_cli.stop(tmp_path) == [pid]
     assert broker_cli.stop(tmp_path) == []
     assert broker_cli.status(tmp_path) == (NodeStatus(1, port, None, ready=False),)

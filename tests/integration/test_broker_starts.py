@@ -8,11 +8,10 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support.patience import until
 from support.ports import free_port
 
 from runtime.broker.data_dir import one_starter
@@ -40,13 +39,6 @@ def java(tmp_path: Path) -> str:
     return str(path)
 
 
-def wait_for(what: str, condition: Callable[[], bool], timeout_s: float = 180.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
-        time.sleep(0.05)
-
-
 class Start:
     """A start that is in progress in a thread."""
 
@@ -63,7 +55,7 @@ class Start:
             self.error = error
 
     def await_nodes(self, count: int) -> None:
-        wait_for(f"{count} nodes", lambda: len(self.broker.pids) == count)
+        until(lambda: len(self.broker.pids) == count, f"{count} nodes")
 
     def ended_with(self) -> str:
         self._thread.join(2 * PATIENCE_S)
@@ -78,7 +70,7 @@ def test_a_node_of_before_that_dies_meanwhile_is_not_waited_for(tmp_path: Path, 
     first.directory.mkdir(parents=True)
     before = subprocess.Popen([java, "kafka.Kafka", str(first.properties)])
     first.pid_file.write_text(f"{before.pid}\n")
-    wait_for("node 1", lambda: read_pid(first) == before.pid)
+    until(lambda: read_pid(first) == before.pid, "node 1")
     start = Start(broker)
     try:
         start.await_nodes(2)
@@ -93,7 +85,7 @@ def test_what_is_stopped_while_it_starts_stays_stopped(tmp_path: Path, java: str
     broker = EmbeddedBroker(tmp_path / "broker", free_port(nodes=3), nodes=3, java=java)
     start = Start(broker)
     start.await_nodes(3)
-    wait_for("their pid files", lambda: all(map(read_pid, broker.plans.values())))
+    until(lambda: all(map(read_pid, broker.plans.values())), "their pid files")
     assert len(stop_pids(list(broker.plans.values()), timeout_s=0.5)) == 3
     assert "exited with 137" in start.ended_with()
     assert [read_pid(plan) for plan in broker.plans.values()] == [None] * 3
@@ -126,14 +118,11 @@ def test_what_a_jvm_has_started_ends_with_it(tmp_path: Path) -> None:
         tmp_path / "out",
         parent_death_signal=None,
     )
-    wait_for(
-        "the child",
-        lambda: (tmp_path / "child").exists() and bool((tmp_path / "child").read_text()),
-    )
+    until(lambda: (tmp_path / "child").exists() and (tmp_path / "child").read_text(), "the child")
     child = int((tmp_path / "child").read_text())
     jvm.end(0.0)
     assert jvm.exit_code == 128 + signal.SIGKILL
-    wait_for("the child is gone", lambda: not runs(child))
+    until(lambda: not runs(child), "the child is gone")
 
 
 PARENT = """
@@ -154,9 +143,9 @@ def test_a_jvm_that_is_to_die_with_its_parent_at_once_does(tmp_path: Path) -> No
     with parent:
         assert parent.stdout is not None
         pid = int(parent.stdout.readline())
-        wait_for("it ignores SIGTERM", lambda: ignores_term(pid))
+        until(lambda: ignores_term(pid), "it ignores SIGTERM")
         parent.kill()
-    wait_for("the JVM is gone", lambda: not runs(pid))
+    until(lambda: not runs(pid), "the JVM is gone")
 
 
 def ignores_term(pid: int) -> bool:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import pytest
 import torch
 from support.engine import engine_settings
 from support.gateway import running
@@ -30,7 +29,6 @@ from schemas.records import Step
 from schemas.settings import Settings
 from schemas.tokens import unpack_ids, unpack_logprobs
 
-pytestmark = pytest.mark.timeout(900)
 CODEC = Codec()
 QUESTION = [{"role": "user", "content": "price of k374 plus 2?"}]
 LIMIT = 24

@@ -311,7 +311,6 @@ def sequence_of(step: Step) -> list[int]:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("stream", [False, True], ids=["plain", "streamed"])
 @pytest.mark.parametrize(
     "talk", [chat_turns, messages_turns, responses_turns], ids=["chat", "messages", "responses"]

@@ -10,7 +10,6 @@ including parallel ones, and reasoning come when a test asks for them.
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, Literal
@@ -36,14 +35,13 @@ from support.contract import (
     teach,
     text_of,
 )
+from support.patience import until
 from support.speakers import SPEAKERS, THINK, THOUGHT, anthropic_client, openai_client
 from transformers import AutoModelForCausalLM
 
 from gateway.capture.engine_tokens import NO_TOKENS
 from schemas.records import VersionSpan
 from schemas.tokens import unpack_ids
-
-pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture(scope="module")
@@ -300,11 +298,7 @@ def test_a_client_that_leaves_is_recorded_with_what_it_got(contract: Contract) -
     for _ in range(10):  # on a busy machine the engine may finish before this process can leave
         trajectory = f"t{uuid4().hex}"
         got = contract.run(leave(trajectory))
-        deadline = time.monotonic() + 60
-        while not (steps := contract.captured.steps(trajectory)):
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        (step,) = steps
+        (step,) = until(lambda t=trajectory: contract.captured.steps(t))
         if step.status == "aborted":
             break
     assert step.status == "aborted" and step.finish_reason is None

@@ -28,7 +28,6 @@ from trainer.data.sequences import Tokens, TrainingSequence
 from trainer.model.policy import Policy
 
 NAMES = ("openai.chat", "openai.responses", "anthropic.messages")
-pytestmark = pytest.mark.timeout(900)
 
 
 class Vision(NamedTuple):

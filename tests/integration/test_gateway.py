@@ -11,7 +11,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any
 import aiohttp
 import pytest
 from openai import AsyncOpenAI
+from support.patience import until_async
 from support.ports import free_port
 from support.scripted.engine import ScriptedEngine
 from support.scripted.script import Script, ScriptedChoice
@@ -275,10 +275,7 @@ def test_broker_paused_and_gateway_killed_lose_nothing(
             answered.extend(await call(client))
             assert spool_files(settings)
             os.kill(pid, signal.SIGCONT)
-            deadline = time.monotonic() + 90
-            while spool_files(settings):
-                assert time.monotonic() < deadline, "the spool was not drained"
-                await asyncio.sleep(0.1)
+            await until_async(lambda: not spool_files(settings), "the spool is drained")
             answered.extend(await call(client, stream=True))
 
     async def body() -> None:
@@ -406,10 +403,7 @@ def test_any_order_of_starts(tmp_path: Path) -> None:
                     answered = await call(client) + await call(client, stream=True)
                 with EmbeddedBroker(tmp_path / "broker", port):
                     await until_up(settings, "/ready")
-                    deadline = time.monotonic() + 90
-                    while spool_files(settings):
-                        assert time.monotonic() < deadline, "the spool was not drained"
-                        await asyncio.sleep(0.1)
+                    await until_async(lambda: not spool_files(settings), "the spool is drained")
                     assert step_ids(Cluster(settings.bootstrap_servers), settings) == answered
                     process.send_signal(signal.SIGTERM)
                     assert process.wait(180) == 0

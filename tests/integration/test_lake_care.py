@@ -20,6 +20,7 @@ import fastavro
 import pytest
 from deltalake import DeltaTable
 from support.lake import Eventually, Writers, a_reward, a_step, column, put_steps, running
+from support.patience import Patience
 
 from clawstream.query.connection import connect
 from runtime.exit_codes import EXIT_FENCED
@@ -62,9 +63,9 @@ def test_rows_are_the_steps_whoever_is_killed_while_files_are_merged(
     writer, before = processes.write(**flush), version()
     maintenance, began, lasts, mortal = processes.maintain(), time.monotonic(), 0.0, False
     doomed = 0.0
-    deadline = time.monotonic() + 400
+    patience = Patience(400)
     while min(killed.values()) < 2 or merges() < 2:
-        assert time.monotonic() < deadline, (killed, merges())
+        patience.check((killed, merges()))
         for _ in range(20):
             put_steps(producer, settings, range(sent, sent + 30))
             sent += 30

@@ -10,9 +10,8 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from uuid import uuid4
 
 import pytest
 from support.jobs import ROOT, Eventually, Jobs, reward, running, step
+from support.patience import until
 from typer.testing import CliRunner
 
 from clawstream.cli.main import app
@@ -145,21 +145,21 @@ def recorded(kafka: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[R
         lake.start()
         try:
             # Log time advances even without a working process.
-            _until(lambda: jobs.records(jobs.topics.candidates, Tick))
+            until(lambda: jobs.records(jobs.topics.candidates, Tick))
             _record_half(jobs, cluster, settings)
         finally:
             first.set()
             admission.join(180)
         second.start()
         try:
-            _until(lambda: len(jobs.records(jobs.topics.candidates, AdmissionPolicy)) == 2)
+            until(lambda: len(jobs.records(jobs.topics.candidates, AdmissionPolicy)) == 2)
             _record_rest(jobs)
             _settle(jobs, cluster, settings)
             for worker in jobs.workers:
                 worker.send_signal(signal.SIGTERM)
             assert [worker.wait(180) for worker in jobs.workers] == [0, 0]
-            _until(lambda: _lake_has_all(cluster, settings))
-            _until(
+            until(lambda: _lake_has_all(cluster, settings))
+            until(
                 lambda: _has_read(
                     cluster, settings, "admit.run.train", _ends(cluster, settings, "candidates")
                 )
@@ -170,20 +170,13 @@ def recorded(kafka: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[R
             lake.join(180)
     mine = [t for t in cluster.topics() if t.startswith(f"{settings.kafka.topic_prefix}.")]
     # The marker of the last transaction comes a moment after its commit.
-    _until(
+    until(
         lambda: all(
             cluster.watermarks(t) == cluster.watermarks(t, isolation="read_uncommitted")
             for t in mine
         )
     )
     yield Recorded(settings, cluster, {t: cluster.watermarks(t) for t in mine})
-
-
-def _until(condition: Callable[[], Any], timeout_s: float = 180.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, condition
-        time.sleep(0.1)
 
 
 def _batches(cluster: Cluster, settings: Settings) -> list[ReadyBatch]:
@@ -210,7 +203,7 @@ def _record_half(jobs: Jobs, cluster: Cluster, settings: Settings) -> None:
         )
     )
     jobs.producer.flush()
-    _until(lambda: len(_batches(cluster, settings)) >= 2)
+    until(lambda: len(_batches(cluster, settings)) >= 2)
 
 
 def _record_rest(jobs: Jobs) -> None:
@@ -228,13 +221,13 @@ def _settle(jobs: Jobs, cluster: Cluster, settings: Settings) -> None:
 
     No reward waits to be folded.
     """
-    _until(lambda: len(jobs.candidates()) == 4 * GROUPS + 1)
-    _until(
+    until(lambda: len(jobs.candidates()) == 4 * GROUPS + 1)
+    until(
         lambda: all(any(r.source == "rule" for r in c.rewards) for c in jobs.candidates().values())
     )
-    _until(lambda: len(_batches(cluster, settings)) >= 2 + GROUPS - 4)
+    until(lambda: len(_batches(cluster, settings)) >= 2 + GROUPS - 4)
     came = _ends(cluster, settings, "steps", "rewards")
-    _until(lambda: _has_read(cluster, settings, "assemble", came))
+    until(lambda: _has_read(cluster, settings, "assemble", came))
 
 
 def _ends(cluster: Cluster, settings: Settings, *names: str) -> dict[tuple[str, int], int]:

@@ -24,7 +24,6 @@ from trainer.model.files import TensorDtypes
 from trainer.model.lora import CONFIG, WEIGHTS
 from trainer.model.policy import Policy
 
-pytestmark = pytest.mark.timeout(900)
 RANK = 4
 VERSIONS = [f"run/{i}.0" for i in range(5)]
 

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import pytest
 from support.ports import free_port
 from support.up import ENVIRON, ROOT, command
 
@@ -29,7 +28,6 @@ from schemas.settings import Settings
 
 TOKENS = 230
 STREAMS = 24
-pytestmark = pytest.mark.timeout(900)
 
 
 @contextmanager

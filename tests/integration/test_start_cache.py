@@ -43,7 +43,6 @@ def uses(cache: StartCache, directory: Path) -> bool:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(900)
 def test_a_start_uses_it_unless_it_is_bad(tmp_path: Path, jars_dir: Path) -> None:
     cache = start_cache(find_java(), jars_dir)
     assert make_start_cache(cache)
@@ -75,7 +74,6 @@ def test_a_start_that_crashes_on_it_goes_on_without(tmp_path: Path, jars_dir: Pa
 
 
 @pytest.mark.long
-@pytest.mark.timeout(900)
 def test_a_making_that_is_killed_leaves_nothing_in_the_way(tmp_path: Path, jars_dir: Path) -> None:
     cache = start_cache(find_java(), jars_dir)
     after_s = 0.5

@@ -12,12 +12,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 from structlog.testing import capture_logs
+from support.patience import until_async
 
 from runtime.exit_codes import EXIT_FENCED, EXIT_SETTINGS
 from runtime.process.supervisor import AlreadyRunning, ProcessSpec, Supervisor, ask_to_stop
@@ -38,13 +38,6 @@ def exits(code: int) -> list[str]:
     return [sys.executable, "-c", f"raise SystemExit({code})"]
 
 
-async def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.02)
-
-
 def pid_of(supervisor: Supervisor, name: str) -> int | None:
     pid = supervisor.table[name]["pid"]
     assert pid is None or isinstance(pid, int)
@@ -61,13 +54,13 @@ def test_killed_process_comes_back(tmp_path: Path) -> None:
     async def body() -> None:
         async with Supervisor(tmp_path, restart_delay_s=0.05) as supervisor:
             supervisor.start(ProcessSpec("a", SLEEP))
-            await until(lambda: pid_of(supervisor, "a") is not None)
+            await until_async(lambda: pid_of(supervisor, "a") is not None)
             first = pid_of(supervisor, "a")
             assert first is not None
             os.kill(first, signal.SIGKILL)
-            await until(lambda: pid_of(supervisor, "a") not in (None, first))
+            await until_async(lambda: pid_of(supervisor, "a") not in (None, first))
             assert supervisor.table["a"]["restarts"] == 1
-            await until(
+            await until_async(
                 lambda: read_table(tmp_path)["processes"]["a"]["pid"] == pid_of(supervisor, "a")
             )
             written = read_table(tmp_path)
@@ -99,7 +92,7 @@ def test_crashing_process_is_restarted_ever_more_slowly(tmp_path: Path) -> None:
     async def body() -> None:
         async with Supervisor(tmp_path, restart_delay_s=0.02) as supervisor:
             supervisor.start(ProcessSpec("a", exits(70)))
-            await until(lambda: restarts_of(supervisor, "a") >= 4)
+            await until_async(lambda: restarts_of(supervisor, "a") >= 4)
             await supervisor.stop_all()
             assert supervisor.table["a"]["exit_code"] == 70
 
@@ -114,7 +107,7 @@ def test_killed_process_is_not_restarted_more_slowly(tmp_path: Path, ends: list[
         async with Supervisor(tmp_path, restart_delay_s=0.02) as supervisor:
             supervisor.start(ProcessSpec("a", ends))
             with capture_logs() as logged:
-                await until(lambda: restarts_of(supervisor, "a") >= 5)
+                await until_async(lambda: restarts_of(supervisor, "a") >= 5)
             await supervisor.stop_all()
             assert [e["delay_s"] for e in logged if e["event"] == "restart"][:5] == [0.02] * 5
 
@@ -125,7 +118,7 @@ def test_process_deaf_to_sigterm_is_killed(tmp_path: Path) -> None:
     async def body() -> None:
         async with Supervisor(tmp_path, stop_timeout_s=0.5) as supervisor:
             supervisor.start(ProcessSpec("a", DEAF))
-            await until(
+            await until_async(
                 lambda: (
                     (tmp_path / "logs" / "a.log").exists()
                     and "up" in (tmp_path / "logs" / "a.log").read_text()
@@ -176,7 +169,7 @@ def test_what_cannot_be_spawned_is_tried_again(tmp_path: Path) -> None:
     async def body() -> None:
         async with Supervisor(tmp_path, restart_delay_s=0.01) as supervisor:
             supervisor.start(ProcessSpec("absent", [str(tmp_path / "no-such-program")]))
-            await until(lambda: restarts_of(supervisor, "absent") >= 2)
+            await until_async(lambda: restarts_of(supervisor, "absent") >= 2)
             await supervisor.stop_all()
             assert supervisor.state("absent") == "stopped"
 
@@ -223,7 +216,7 @@ def test_an_exception_in_a_task_of_the_supervisor_ends_everything_and_is_raised(
     async def body() -> None:
         async with Supervisor(tmp_path) as supervisor:
             supervisor.start(ProcessSpec("a", SLEEP))
-            await until(lambda: pid_of(supervisor, "a") is not None)
+            await until_async(lambda: pid_of(supervisor, "a") is not None)
             pids.append(pid_of(supervisor, "a"))
             # its table cannot be written any more, and the cause is not a full disk
             shutil.rmtree(tmp_path)
@@ -248,7 +241,7 @@ def test_what_a_process_says_of_its_readiness_is_in_the_table(tmp_path: Path) ->
             with capture_logs() as logged:
                 supervisor.start(ProcessSpec("a", [sys.executable, "-c", says], b"go on"))
                 await supervisor.wait_settled(["a"])
-                await until(lambda: supervisor.table["a"]["status"] == "lost")
+                await until_async(lambda: supervisor.table["a"]["status"] == "lost")
             assert supervisor.table["a"]["ready"] is False
             told = [(e["event"], e["name"], e["status"]) for e in logged]
             assert told == [("ready", "a", "first line"), ("not_ready", "a", "lost")]
@@ -276,7 +269,7 @@ def test_the_last_error_line_of_a_process_is_shown(tmp_path: Path, code: str, er
         async with Supervisor(tmp_path, restart_delay_s=600) as supervisor:
             with capture_logs() as logged:
                 supervisor.start(ProcessSpec("a", [sys.executable, "-c", code]))
-                await until(lambda: restarts_of(supervisor, "a") == 1)
+                await until_async(lambda: restarts_of(supervisor, "a") == 1)
             assert supervisor.table["a"]["error"] == error
             assert [e["error"] for e in logged if e["event"] == "restart"] == [error]
 

@@ -206,7 +206,6 @@ def test_without_an_endpoint_the_process_says_what_to_set(traced: Traced) -> Non
 
 
 @pytest.mark.long
-@pytest.mark.timeout(3000)
 @pytest.mark.parametrize("seed", range(3))
 def test_every_span_comes_whatever_happens_to_the_process_and_the_collector(
     traced: Traced, eventually: Eventually, seed: int

@@ -8,12 +8,11 @@ from __future__ import annotations
 import asyncio
 import socket
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from structlog.testing import capture_logs
+from support.patience import until_async
 from support.ports import free_port
 
 from clawstream.ops.up import Installation, main
@@ -36,13 +35,6 @@ def settings(directory: Path, port: int, **broker: str) -> Settings:
     )
 
 
-async def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.02)
-
-
 def test_a_broker_that_lives_but_does_not_serve_is_waited_for_past_the_time_out(
     tmp_path: Path,
 ) -> None:
@@ -55,12 +47,12 @@ def test_a_broker_that_lives_but_does_not_serve_is_waited_for_past_the_time_out(
         async with Installation(settings(tmp_path, free_port())) as installation:
             supervisor = installation.supervisor
             supervisor.start(ProcessSpec("broker", SLEEP))
-            await until(lambda: supervisor.state("broker") == "running")
+            await until_async(lambda: supervisor.state("broker") == "running")
             with capture_logs() as lines:
                 waiting = asyncio.create_task(
                     installation.wait_for_kafka(timeout_s=0.0, report_every_s=0.0)
                 )
-                await until(lambda: len(lines) >= 3 or waiting.done())
+                await until_async(lambda: len(lines) >= 3 or waiting.done())
             assert not waiting.done()
             assert {line["event"] for line in lines} == {"waiting_for_broker"}
             await supervisor.stop("broker")
@@ -81,7 +73,7 @@ def test_up_can_be_stopped_while_it_waits_for_its_broker(tmp_path: Path) -> None
     async def body() -> None:
         stop = asyncio.Event()
         up = asyncio.create_task(main(settings(tmp_path, free_port(), java=str(java)), stop))
-        await until(
+        await until_async(
             lambda: (
                 up.done() or read_table(tmp_path).get("processes", {}).get("broker", {}).get("pid")
             )
@@ -106,7 +98,7 @@ def test_nothing_is_waited_for_when_the_broker_cannot_run(tmp_path: Path) -> Non
                 )
             )
             supervisor.start(ProcessSpec("assemble", SLEEP))
-            await until(
+            await until_async(
                 lambda: (
                     supervisor.state("broker") == "restarting"
                     and supervisor.state("assemble") == "running"

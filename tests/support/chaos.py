@@ -18,6 +18,7 @@ from typing import Any
 
 from support.chaos_feed import GROUP_SIZE, Ack, Feeder
 from support.chaos_logs import Outputs
+from support.patience import Patience
 from support.ports import free_port
 from support.up import ENVIRON, ROOT, Up, command, up
 
@@ -221,11 +222,11 @@ class Installation:
             early = [p for p in range(partitions) if out.event_times.get(p, 0) <= until_ms]
             return f"orphans may wait in {early}" if early else ""
 
-        deadline, quiet = time.monotonic() + timeout_s, 0
+        patience, quiet = Patience(timeout_s), 0
         while quiet < 2:  # records written by the reward job must have passed assemble as well
             why = rest()
             quiet = 0 if why else quiet + 1
-            assert time.monotonic() < deadline, f"not settled within {timeout_s:g} s: {why}"
+            patience.check(why)
             time.sleep(0.3)
 
     def stop(self) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 from support.assemble import InMemoryPartition
 from support.chaos_feed import Ack, name_of
+from support.patience import until
 
 from runtime.kafka import Cluster, Record
 from runtime.topics.records import Decoder
@@ -196,10 +197,11 @@ class Logs:
             partition_of(self.settings.run_id.encode(), cluster.topics(candidates)[candidates]),
         )
         group = f"{self.settings.kafka.topic_prefix}-admit.{self.settings.run_id}.{TRAIN}"
-        end, deadline = self.entries[-1].offset + 1 if self.entries else 0, time.monotonic() + 60
-        while cluster.committed(group).get(at, 0) < end:
-            assert time.monotonic() < deadline, f"admission has not read {at} to {end}"
-            time.sleep(0.1)
+        end = self.entries[-1].offset + 1 if self.entries else 0
+        until(
+            lambda: cluster.committed(group).get(at, 0) >= end,
+            f"admission has not read {at} to {end}",
+        )
 
     def _inputs(self, records: Iterable[tuple[SourceTopic, Record, Any]]) -> None:
         fold, batch = InMemoryPartition(limits=limits_of(self.settings)), []

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
+
+from support.patience import Patience
 
 from runtime.kafka import Cluster
 
@@ -15,9 +16,9 @@ def tell(
 
     The reader's commits are asynchronous and may be lost, so one commit is not enough.
     """
-    reader, deadline = cluster.reader(group, {}), time.monotonic() + timeout_s
+    reader, patience = cluster.reader(group, {}), Patience()
     while not positions.items() <= cluster.committed(group).items():
-        assert time.monotonic() < deadline, (group, positions, cluster.committed(group))
+        patience.check((group, positions, cluster.committed(group)))
         reader.commit(positions)
         reader.poll(1, 0.1)
     reader.close()

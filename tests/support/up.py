@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+from support.patience import Patience
 from support.ports import free_port
 from support.processes import ROOT as ROOT
 from support.processes import Processes
@@ -95,12 +96,12 @@ class Up:
 
         At the deadline, fail with the ends of all logs.
         """
-        deadline = time.monotonic() + timeout_s
+        patience = Patience(timeout_s)
         while not condition():
             assert self.process.poll() is None, self._tails(
                 f"`up` has ended with {self.process.poll()}: {what}"
             )
-            assert time.monotonic() < deadline, self._tails(f"not within {timeout_s:g} s: {what}")
+            assert patience.left_s > 0, self._tails(f"not within {timeout_s:g} s: {what}")
             time.sleep(0.1)
 
     def until_says(self, name: str, text: str, timeout_s: float = 180.0) -> None:
