@@ -45,7 +45,8 @@ Process = Annotated[str | None, typer.Option("--process", help="Process that rej
 Reason = Annotated[
     str | None,
     typer.Option(
-        "--reason", help="undecodable, unknown_schema, unknown_target, too_many_rewards, invalid."
+        "--reason",
+        help="undecodable, unknown_schema, unknown_target, too_many_rewards, untrainable, invalid.",
     ),
 ]
 Run = Annotated[str | None, typer.Option("--run", help="Run of the record, if it is known.")]

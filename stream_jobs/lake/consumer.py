@@ -58,7 +58,9 @@ class LakeConsumer:
         lake: Lake,
     ) -> None:
         self._cluster, self._codec, self._lake, self._share = cluster, schemas, lake, lake.share
-        self._decode = RowDecoder(schemas, decoder, lake.tables, self._add_columns)
+        self._decode = RowDecoder(
+            schemas, decoder, lake.tables, self._add_columns, self._reject_invalid
+        )
         self._topics = settings.kafka.topics
         self._flush_rows = settings.lake.flush_rows
         self._followed: dict[str, _Followed] = {}
@@ -152,10 +154,7 @@ class LakeConsumer:
             self._skip(record, reason_of(e), str(e))
             return
         except TooManyFields as e:
-            self.skipped += 1
-            self._dead_letter(
-                record, "invalid", str(e)
-            )  # on any topic: its owner may have accepted it
+            self._reject_invalid(record, str(e))
             return
         if name not in followed.records:
             self._skip(record, "invalid", f"a {name} does not belong on {record.topic}")
@@ -191,6 +190,11 @@ class LakeConsumer:
                 offset=record.offset,
                 reason=detail,
             )
+
+    def _reject_invalid(self, record: Record, why: str) -> None:
+        """Dead-letter a record of any topic that a table cannot take: its owner may accept it."""
+        self.skipped += 1
+        self._dead_letter(record, "invalid", why)
 
     def _is_owner(self, topic: str) -> bool:
         """Return whether no other process dead-letters the records of a topic."""

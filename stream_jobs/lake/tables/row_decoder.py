@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 from runtime.kafka import Record
 from runtime.topics.records import Decoder
@@ -18,6 +19,7 @@ from stream_jobs.errors import TooManyFields
 from stream_jobs.lake.tables.table import ConsumedRecord, Row, Table
 
 _HEADER, _CONFLUENT = 10, 5
+_T = TypeVar("_T")
 
 
 class WriterSchemas(Codec):
@@ -62,7 +64,7 @@ class RowDecoder:
     """Decode a Kafka record to its name and its rows for each table.
 
     tables: current tables by name. add_columns: adds columns to one of them; returns False if they
-    conflict; raises TooManyFields.
+    conflict; raises TooManyFields. reject: takes a record that has no row in one table, and why.
     """
 
     def __init__(
@@ -71,13 +73,10 @@ class RowDecoder:
         decoder: Decoder,
         tables: Mapping[str, Table],
         widen: Callable[[Table], bool],
+        reject: Callable[[Record, str], None],
     ) -> None:
-        self._schemas, self._decoder, self._tables, self._add_columns = (
-            schemas,
-            decoder,
-            tables,
-            widen,
-        )
+        self._schemas, self._decoder, self._tables = schemas, decoder, tables
+        self._add_columns, self._reject = widen, reject
         self._routes: dict[bytes, _Route] = {}
         self._refused: dict[bytes, TooManyFields] = {}
 
@@ -110,11 +109,24 @@ class RowDecoder:
                     # A column that another release added has another type: the rest is stored.
                     by_record.append(name)
                 else:
-                    out.append((name, [self._tables[name].row(fields, record.headers, place)]))
+                    make = partial(self._tables[name].row, fields, record.headers, place)
+                    out += [(name, [row]) for row in self._derived(record, name, make)]
         if by_record:
             placed = ConsumedRecord(*place, record.headers, self._decoder.decode(value))
-            out += [(name, self._tables[name].rows_of(placed)) for name in by_record]
+            for name in by_record:
+                make_all = partial(self._tables[name].rows_of, placed)
+                out += [(name, rows) for rows in self._derived(record, name, make_all)]
         return route.name, out
+
+    def _derived(self, record: Record, table: str, make: Callable[[], _T]) -> list[_T]:
+        """Return what `make` derives for a table, or nothing and reject the record."""
+        try:
+            return [make()]
+        except MemoryError:
+            raise  # the machine's fault, not the record's
+        except Exception as e:  # noqa: BLE001 - a record must not stop the tables
+            self._reject(record, f"table {table}: no row can be derived: {type(e).__name__}: {e}")
+            return []
 
     def _new_route(self, value: bytes | None, header: bytes) -> _Route:
         """Make a route; caches a refusal, because each attempt refreshes the table."""

@@ -121,7 +121,11 @@ def met(schemas: WriterSchemas, schema: Any, bodies: tuple[bytes, ...]) -> None:
     except Undecodable:
         return
     rows = RowDecoder(
-        schemas, cast(Decoder, schemas), dict(catalog()), lambda table: bool(table.schema)
+        schemas,
+        cast(Decoder, schemas),
+        dict(catalog()),
+        lambda table: bool(table.schema),
+        lambda record, why: None,
     )
     for body in bodies:
         with contextlib.suppress(Undecodable, UnknownSchema):

@@ -119,6 +119,10 @@ def _keep(dead_lettered: list[tuple[Any, ...]], *one: Any) -> None:
     dead_lettered.append(one)
 
 
+def never(record: Record, why: str) -> None:
+    raise AssertionError(why)
+
+
 @pytest.mark.parametrize("items", READABLE)
 def test_the_lake_dead_letters_it_as_well(items: str) -> None:
     """The lake decodes the first record of a schema and reads the following ones as columns."""
@@ -126,7 +130,7 @@ def test_the_lake_dead_letters_it_as_well(items: str) -> None:
     schema["fields"].append({"name": "many", "type": {"type": "array", "items": ITEMS[items]}})
     schemas = WriterSchemas()
     header = MAGIC + bytes.fromhex(schemas.announce(json.dumps(schema)))
-    rows_of = RowDecoder(schemas, cast(Decoder, schemas), catalog(), lambda wider: False)
+    rows_of = RowDecoder(schemas, cast(Decoder, schemas), catalog(), lambda wider: False, never)
     reward = Reward(
         event_id="e",
         run_id="r",

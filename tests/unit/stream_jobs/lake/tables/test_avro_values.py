@@ -234,6 +234,10 @@ class _Alone:
         self.decode = codec.decode
 
 
+def never(record: Record, why: str) -> None:
+    raise AssertionError(why)
+
+
 def deep(kind: str, depth: int) -> dict[str, Any]:
     """Return the schema of a reward with a field of `depth` nested types."""
     inner: Any = "string"
@@ -275,7 +279,9 @@ def test_a_type_nested_too_deeply_for_a_column_leaves_the_rest_of_the_record(
         # fastavro rejects deeper types: neither the schema nor its records exist then.
         assert depth >= 300
         return
-    rows_of = RowDecoder(schemas, typing.cast(Decoder, _Alone(schemas)), catalog(), add_columns)
+    rows_of = RowDecoder(
+        schemas, typing.cast(Decoder, _Alone(schemas)), catalog(), add_columns, never
+    )
     reward = Reward(
         event_id="e", run_id="r", trajectory_key="k", source="rule", name="f", function_version="1",
         reward_revision=0, created_at=1
@@ -306,7 +312,9 @@ def test_a_record_with_too_many_new_fields_is_refused_whole_and_its_table_is_ask
         asked.append(wider)
         raise TooManyFields(wider.name, 101, 100)
 
-    rows_of = RowDecoder(schemas, typing.cast(Decoder, _Alone(schemas)), catalog(), add_columns)
+    rows_of = RowDecoder(
+        schemas, typing.cast(Decoder, _Alone(schemas)), catalog(), add_columns, never
+    )
     reward = Reward(
         event_id="e", run_id="r", trajectory_key="k", source="rule", name="f", function_version="1",
         reward_revision=0, created_at=1
@@ -328,7 +336,7 @@ def test_a_column_of_another_type_leaves_the_rest_of_the_record() -> None:
         tables[wider.name] = wider
         return True
 
-    rows_of = RowDecoder(schemas, typing.cast(Decoder, _Alone(schemas)), tables, add_columns)
+    rows_of = RowDecoder(schemas, typing.cast(Decoder, _Alone(schemas)), tables, add_columns, never)
     reward = Reward(
         event_id="e", run_id="r", trajectory_key="k", source="rule", name="f", function_version="1",
         reward_revision=0, created_at=1
