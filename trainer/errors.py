@@ -75,8 +75,11 @@ class BatchesReplaced(TrainerError, SourceTruncated):
     """
 
 
-class TooFewMembers(TrainerError, SettingsError):
-    """The advantage of a group of one is always zero: the algorithm needs at least two rewards."""
+class UntrainableBatch(TrainerError):
+    """Nothing can be calculated from a batch, or its tokens must not be trained.
+
+    It ends no trainer: the batch is skipped, and a dead letter names it.
+    """
 
 
 class ProcessLost(TrainerError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import traceback
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -12,7 +13,6 @@ from safetensors import SafetensorError
 
 from runtime.blob_store import BlobStore
 from runtime.logs import logger
-from schemas.errors import SettingsError
 from schemas.ids import Version, parse_version
 from schemas.records import ReadyBatch, WeightVersion
 from schemas.settings import Settings
@@ -30,7 +30,12 @@ from trainer.data.sequences import (
 from trainer.data.tokenizer_check import check_tokenizer
 from trainer.data.trained_tokens import TrainedStep, is_recorded, trained_steps
 from trainer.data.view import batch_view, with_advantages, with_returns
-from trainer.errors import CheckpointFailed, InvalidCheckpoint, StorageFailed
+from trainer.errors import (
+    CheckpointFailed,
+    InvalidCheckpoint,
+    StorageFailed,
+    UntrainableBatch,
+)
 from trainer.learning_rate import learning_rate
 from trainer.memory import explain_out_of_memory
 from trainer.metrics.definitions import headline
@@ -178,10 +183,14 @@ class Run:
             fetched.trajectories.values(), self._policy.tokenizer_fingerprint, batch.batch_seq
         )
         split = by_environment(batch, fetched.trajectories, s.trainer.environments)
-        parts = [
-            self._estimated(part, fetched, environment, algorithms[environment])
-            for environment, part in split.items()
-        ]
+        try:
+            parts = [
+                self._estimated(part, fetched, environment, algorithms[environment])
+                for environment, part in split.items()
+            ]
+        except UntrainableBatch as e:
+            self._skip(fetched, str(e))
+            return
         sequences = [sequence for part in parts for sequence in part.sequences]
         critic = self._auxiliary.train_critic(sequences, batch.batch_seq)
         stats = self._train_policy(sequences, algorithms, fetched)
@@ -205,6 +214,14 @@ class Run:
             )
         )
 
+    def _skip(self, fetched: FetchedBatch, why: str) -> None:
+        """Train nothing on a batch; its version has the weights before. A dead letter names it."""
+        self._weight_log.dead_letter(fetched.record, fetched.position.topic_id, "untrainable", why)
+        nothing = UpdateStats(steps=(), seconds=0.0, peak_flops=None)
+        self.unpublished.append(
+            BatchStats(update=nothing, data=(), read_seconds=fetched.read_seconds)
+        )
+
     def _estimated(
         self,
         batch: ReadyBatch,
@@ -219,24 +236,30 @@ class Run:
             fetched: the whole batch.
             environment: a name in `trainer.environments`; None: all others.
             algorithm: of the environment.
+
+        Raises:
+            UntrainableBatch: what was recorded cannot be calculated with.
         """
-        data = sequences_of_batch(
-            batch,
-            fetched.trajectories,
-            algorithm.smallest_group,
-            algorithm.rewards,
-            self._policy.readable,
-            environment,
-            fetched.images,
-        )
+        with _calculation(batch.batch_seq):
+            data = sequences_of_batch(
+                batch,
+                fetched.trajectories,
+                algorithm.smallest_group,
+                algorithm.rewards,
+                self._policy.readable,
+                environment,
+                fetched.images,
+            )
         self._log_left_out(batch.batch_seq, data, fetched.images.unusable)
         versions = tokens_by_version(data.sequences)
         self._check_ids(versions.keys(), batch.batch_seq)
         sequences = self._auxiliary.score(data.sequences, algorithm.needs, self.sync_index)
-        view = batch_view(sequences, data.members, self._settings.run_id, self.sync_index)
-        sequences = with_advantages(sequences, algorithm.advantage(view, algorithm.settings))
-        if algorithm.returns is not None:
-            sequences = with_returns(sequences, algorithm.returns(view, algorithm.settings))
+        # An error of a user's own estimator ends the trainer: its author has to know of it.
+        with nullcontext() if algorithm.own_advantage else _calculation(batch.batch_seq):
+            view = batch_view(sequences, data.members, self._settings.run_id, self.sync_index)
+            sequences = with_advantages(sequences, algorithm.advantage(view, algorithm.settings))
+            if algorithm.returns is not None:
+                sequences = with_returns(sequences, algorithm.returns(view, algorithm.settings))
         stats = DataStats(
             environment=environment,
             rewards=data.rewards,
@@ -428,8 +451,8 @@ class Run:
         """Refuse tokens of versions with ids that this trainer gives to its own versions.
 
         Raises:
-            SettingsError: `trainer.first_attempt` is too low for recorded data of another
-                installation.
+            UntrainableBatch: an agent stated such a version, or `trainer.first_attempt` is too low
+                for recorded data of another installation.
             Fenced: The ids are those of a newer trainer.
         """
         own = {version.version_id for version in self._versions}
@@ -442,10 +465,10 @@ class Run:
             ):
                 continue
             self._weight_log.raise_if_fenced()
-            raise SettingsError(
-                f"setting trainer.first_attempt={self._settings.trainer.first_attempt}: batch "
-                f"{batch_seq} has tokens of {name}, which is not on this weights log, and versions "
-                f"of attempt {self._attempt} are published here; set trainer.first_attempt="
+            raise UntrainableBatch(
+                f"batch {batch_seq} has tokens of {name}, which is not on this weights log, and "
+                f"versions of attempt {self._attempt} are published here: an agent stated it, or "
+                f"the data is of another installation; then set trainer.first_attempt="
                 f"{version.attempt + 1}, or higher, and a run_id without versions"
             )
 
@@ -462,6 +485,16 @@ class Run:
     @property
     def _lr(self) -> float:
         return learning_rate(self._settings.trainer, self._next_sync_index - 1)
+
+
+@contextmanager
+def _calculation(batch_seq: int) -> Iterator[None]:
+    """Raise UntrainableBatch for what a calculation from recorded values raises."""
+    try:
+        yield
+    except (ArithmeticError, LookupError, TypeError, ValueError) as e:
+        trace = "".join(traceback.format_exception(e))
+        raise UntrainableBatch(f"batch {batch_seq}: {type(e).__name__}: {e}\n{trace}") from e
 
 
 def _trajectories(sequences: Sequence[TrainingSequence]) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from runtime.kafka import Record
 from schemas.records import (
     BatchGroup,
     BatchMember,
@@ -33,6 +34,9 @@ class MemoryWeightLog:
 
     def publish(self, version: WeightVersion, trained: Sequence[TrainedTokens]) -> None:
         self.published.append(version)
+
+    def dead_letter(self, record: Record, topic_id: str, reason: str, detail: str) -> None:
+        raise AssertionError(detail)
 
     def raise_if_fenced(self) -> None:
         pass
@@ -82,6 +86,7 @@ def batch_of(groups: Sequence[Sequence[Reply]], algorithm: str, seq: int) -> Fet
     )
     return FetchedBatch(
         batch=batch,
+        record=Record("batches", 0, seq, 0, RUN.encode(), None, {}),
         trajectories={name: _trajectory(name, reply) for group in named for name, reply in group},
         position=Position(topic_id="t", next_offset=seq + 1, next_batch_seq=seq + 1),
         read_seconds=0.0,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
 
-from runtime.kafka import Fenced
+from runtime.kafka import Fenced, Record
 from schemas.ids import parse_version
 from schemas.records import (
     BatchGroup,
@@ -40,12 +40,18 @@ class MemoryWeightLog:
     topic_id: str = "memory"
     published: list[WeightVersion] = field(default_factory=list)
     trained: list[TrainedTokens] = field(default_factory=list)
+    dead_letters: list[tuple[int, str, str]] = field(default_factory=list)
+    """Offset, reason and detail."""
     fenced: bool = False
 
     def publish(self, version: WeightVersion, trained: Sequence[TrainedTokens]) -> None:
         self.raise_if_fenced()
         self.published.append(version)
         self.trained += trained
+
+    def dead_letter(self, record: Record, topic_id: str, reason: str, detail: str) -> None:
+        self.raise_if_fenced()
+        self.dead_letters.append((record.offset, reason, detail))
 
     def raise_if_fenced(self) -> None:
         if self.fenced:
@@ -155,7 +161,18 @@ def fetched(seq: int, topic_id: str = "topic") -> FetchedBatch:
         created_at_event_time=0,
     )
     position = Position(topic_id=topic_id, next_offset=2 * seq + 2, next_batch_seq=seq + 1)
-    return FetchedBatch(batch=batch, trajectories=trajectories, position=position, read_seconds=0.0)
+    return FetchedBatch(
+        batch=batch,
+        record=record_of(position),
+        trajectories=trajectories,
+        position=position,
+        read_seconds=0.0,
+    )
+
+
+def record_of(position: Position) -> Record:
+    """Return the record of the batch before a position, without its bytes."""
+    return Record("batches", 0, position.next_offset - 1, 0, b"r", None, {})
 
 
 def add_turn_with_images(

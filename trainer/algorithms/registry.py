@@ -159,6 +159,7 @@ class LoadedAlgorithm:
         needs: optional columns of the batch that must be there.
         rewards: the rewards that it reads; of a user's own estimator: those of trajectories.
         smallest_group: members that the estimator needs.
+        own_advantage: whether the estimator is a user's own.
         skips_zero_advantages: whether loss and gradient of a sequence without advantage are zero.
     """
 
@@ -172,6 +173,7 @@ class LoadedAlgorithm:
     needs: frozenset[Column]
     rewards: RewardUse
     smallest_group: int
+    own_advantage: bool
     skips_zero_advantages: bool
 
 
@@ -267,6 +269,7 @@ def load(
         needs=needs(algorithm),
         rewards=_rewards(algorithm.advantage),
         smallest_group=2 if algorithm.advantage in COMPARES else 1,
+        own_advantage=algorithm.advantage not in ADVANTAGES,
         skips_zero_advantages=zero and not s.entropy_coef and not (s.kl_coef and s.kl_in == "loss"),
     )
 

@@ -31,9 +31,13 @@ ReadImages = Callable[[ReadyBatch, Mapping[str, Trajectory]], BatchImages]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchedBatch:
-    """A batch, its payload, and the position that a checkpoint stores after its training."""
+    """A batch, its payload, and the position that a checkpoint stores after its training.
+
+    record: the batch as it was read.
+    """
 
     batch: ReadyBatch
+    record: Record
     trajectories: dict[str, Trajectory]
     position: Position
     read_seconds: float
@@ -158,6 +162,7 @@ class BatchReader:
             images = self._read_images(batch, trajectories) if self._read_images else NO_IMAGES
         return FetchedBatch(
             batch=batch,
+            record=record,
             trajectories=trajectories,
             images=images,
             position=Position(

@@ -16,11 +16,11 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from schemas.records import BatchGroup, BatchMember, ReadyBatch, Segment, Trajectory, TrajectoryStep
+from schemas.records import BatchMember, ReadyBatch, Segment, Trajectory, TrajectoryStep
 from schemas.reward_matching import step_rewards, training_reward
 from schemas.tokens import count
 from trainer.algorithms.registry import RewardUse
-from trainer.errors import PayloadUnreadable, TooFewMembers
+from trainer.errors import PayloadUnreadable
 
 Reason = Literal["at zero", "vocabulary", "media"]
 
@@ -205,9 +205,6 @@ def sequences_of_batch(
         readable: ids that the model can compute.
         environment: of the batch; the sequences name it.
         images: of the batch.
-
-    Raises:
-        TooFewMembers: a group is smaller than the algorithm needs.
     """
     sequences: list[TrainingSequence] = []
     members: list[TrainedMember] = []
@@ -219,7 +216,7 @@ def sequences_of_batch(
             _member(m, groups, batch.reward_weights, trajectories[m.trajectory_id])
             for m in group.members
         ]
-        usable = _usable(group, candidates, smallest_group, rewards_used)
+        usable = _usable(candidates, smallest_group, rewards_used)
         members += usable
         names = {m.trajectory_id for m in usable}
         for member in group.members:
@@ -258,18 +255,11 @@ def _readable_paths(
 
 
 def _usable(
-    group: BatchGroup, members: list[TrainedMember], smallest: int, rewards_used: RewardUse
+    members: list[TrainedMember], smallest: int, rewards_used: RewardUse
 ) -> list[TrainedMember]:
     """Return the members with a reward that the algorithm uses; none if they are too few."""
     usable = [member for member in members if member.has(rewards_used)]
-    if len(usable) >= smallest:
-        return usable
-    if group.n < smallest:
-        raise TooFewMembers(
-            f"{len(usable)} reward(s) of group {group.group_id}, which the algorithm compares: "
-            f"alone a member has no advantage; use groups of {smallest} or more"
-        )
-    return []
+    return usable if len(usable) >= smallest else []
 
 
 def _member(

@@ -38,6 +38,13 @@ class WeightLog(Protocol):
             Fenced: A newer trainer has started.
         """
 
+    def dead_letter(self, record: Record, topic_id: str, reason: str, detail: str) -> None:
+        """Dead-letter a record. A restart may repeat it under the same id.
+
+        Raises:
+            Fenced: A newer trainer has started.
+        """
+
     def raise_if_fenced(self) -> None:
         """Raise Fenced when a newer trainer took over. Costs a round trip."""
 
@@ -48,6 +55,9 @@ class NoWeightLog:
     topic_id = ""
 
     def publish(self, version: WeightVersion, trained: Sequence[TrainedTokens]) -> None:
+        """Do nothing."""
+
+    def dead_letter(self, record: Record, topic_id: str, reason: str, detail: str) -> None:
         """Do nothing."""
 
     def raise_if_fenced(self) -> None:

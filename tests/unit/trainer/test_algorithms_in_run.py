@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support.trainer_runs import ANY_ID, MemoryWeightLog
+from support.trainer_runs import ANY_ID, MemoryWeightLog, record_of
 
 from demo.model import make_random_model
 from schemas.errors import SettingsError
@@ -142,14 +142,16 @@ def fetched(algorithm: str, seq: int = 0) -> FetchedBatch:
         trainable_tokens=30,
         created_at_event_time=0,
     )
+    position = Position(topic_id="t", next_offset=2 * seq + 2, next_batch_seq=seq + 1)
     return FetchedBatch(
         batch=batch,
+        record=record_of(position),
         trajectories={
             m.trajectory_id: trajectory(m.trajectory_id, m.trajectory_id == "b")
             for group in GROUPS
             for m in group
         },
-        position=Position(topic_id="t", next_offset=2 * seq + 2, next_batch_seq=seq + 1),
+        position=position,
         read_seconds=0.0,
     )
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 import os
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
@@ -52,7 +53,7 @@ from trainer.errors import (
     OutOfMemory,
     ProcessLost,
 )
-from trainer.main import check_settings
+from trainer.main import check_settings, train_batch
 from trainer.metrics.validation import Validation
 from trainer.model.policy import Policy
 from trainer.parallel.processes import Processes
@@ -130,13 +131,55 @@ def test_tokens_of_versions_that_would_get_an_id_of_ours_are_refused(
         batch.trajectories[name] = replace(
             trajectory, steps=(replace(step, oldest_version="r/5.2", newest_version="r/5.2"),)
         )
-    with pytest.raises(
-        SettingsError, match=r"tokens of r/5\.2, which is not on this weights log.*first_attempt=3"
-    ):
-        run.train(batch)
+    run.train(batch)
+    ((offset, reason, detail),) = weight_log.dead_letters
+    assert (offset, reason) == (batch.offset, "untrainable")
+    assert "tokens of r/5.2, which is not on this weights log" in detail
+    assert "first_attempt=3" in detail
     weight_log.fenced = True
     with pytest.raises(Fenced):  # a newer trainer published it
         run.train(batch)
+
+
+WORST = -sys.float_info.max
+
+
+def with_rewards(batch: FetchedBatch, *values: float, of_steps: bool) -> FetchedBatch:
+    """Return the batch with other rewards of the first members of its first group."""
+    first, *others = batch.batch.groups
+    members = list(first.members)
+    for i, value in enumerate(values):
+        step_id = batch.trajectories[members[i].trajectory_id].steps[0].step_id
+        reward = replace(members[i].rewards[0], value=value, step_id=step_id if of_steps else None)
+        members[i] = replace(members[i], rewards=(reward,))
+    groups = (replace(first, members=tuple(members)), *others)
+    return replace(batch, batch=replace(batch.batch, groups=groups))
+
+
+def test_a_batch_that_cannot_be_calculated_is_skipped_with_a_dead_letter(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    """Batches of an older release, or of another writer, have any number."""
+    s = settings(tmp_path, model_dir, algorithm={"advantage": "grpo_process"})
+    run = begin(s, weight_log := MemoryWeightLog())
+    train_batch(run, with_rewards(fetched(0), WORST, WORST, of_steps=True))
+    ((offset, reason, detail),) = weight_log.dead_letters
+    assert (offset, reason) == (fetched(0).offset, "untrainable")
+    assert detail.startswith("batch 0: OverflowError")
+    assert not weight_log.trained
+    train_batch(run, fetched(1))
+    assert ids(weight_log) == ["0.0", "1.0", "2.0"]
+    assert {t.batch_seq for t in weight_log.trained} == {1}
+
+
+def test_a_reward_that_admission_would_refuse_leaves_its_member_out(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    run = begin(settings(tmp_path, model_dir), weight_log := MemoryWeightLog())
+    train_batch(run, with_rewards(fetched(0), WORST, of_steps=False))
+    assert ids(weight_log) == ["0.0", "1.0"] and not weight_log.dead_letters
+    metrics = weight_log.published[-1].metrics
+    assert metrics["members_unrewarded"] == 1 and abs(metrics["reward_mean"]) <= 2
 
 
 @pytest.mark.slow

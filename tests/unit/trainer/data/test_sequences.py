@@ -39,7 +39,7 @@ from trainer.data.sequences import (
 )
 from trainer.data.trajectories import scans
 from trainer.data.view import batch_view, with_advantages
-from trainer.errors import PayloadUnreadable, TooFewMembers
+from trainer.errors import PayloadUnreadable
 
 
 def step(
@@ -400,10 +400,13 @@ def test_paths_end_before_ids_that_the_model_cannot_compute_and_the_others_are_w
     assert lost == (({"a": 3, "b": 3}, {}) if bad == 99 else ({}, {"a": 3, "b": 3}))
 
 
-def test_grpo_refuses_groups_of_one() -> None:
+def test_a_group_of_one_is_left_out_where_the_algorithm_compares() -> None:
+    """A client names the size of its group: it ends no trainer."""
     lonely = BatchGroup(group_id="1", round=0, n=1, members=(member("a", 1.0),))
-    with pytest.raises(TooFewMembers, match="groups of 2"):
-        sequences_of_batch(batch(lonely), {"a": trajectory([], [], "a")}, 2, "trajectory", ANY_ID)
+    found = sequences_of_batch(
+        batch(lonely), {"a": trajectory([], [], "a")}, 2, "trajectory", ANY_ID
+    )
+    assert (found.sequences, found.unrewarded) == ((), ("a",))
 
 
 def sequence(length: int) -> TrainingSequence:
