@@ -47,7 +47,7 @@ def total(reward: Reward) -> float | None:
     """Return the sum of the rewards; None without any."""
     if reward is None:
         return None
-    return math.fsum(reward.values()) if isinstance(reward, Mapping) else reward
+    return sum(reward.values()) if isinstance(reward, Mapping) else reward
 
 
 def checked_number(value: Any, what: str) -> float:

@@ -8,7 +8,6 @@ The revision is the version if it is a whole number: a newer version supersedes 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 
 import orjson
@@ -17,6 +16,7 @@ from rewards.registry import GroupRule, Rule, group_rule_of, rule_of
 from schemas.ids import stable_id
 from schemas.numbers.values import number_of
 from schemas.records import Candidate, Reward, Trajectory
+from schemas.records.rewards import out_of_bounds
 from schemas.rule_spec import reason_text
 from schemas.settings import Settings
 from schemas.user_function import Find
@@ -134,12 +134,12 @@ def _checked(step: str | None, value: object, steps: set[str]) -> Checked:
     if value is None:
         return None, "the function returned None", detail
     try:
-        number = float(number_of(value))
+        number = number_of(value)
     except TypeError as e:
         raise TypeError(f"a reward is a number, not {e}") from e
-    if not math.isfinite(number):
-        return None, f"not a finite number: {number}", detail
-    return number, None, detail
+    if (why := out_of_bounds(number)) is not None:
+        return None, why, detail
+    return float(number), None, detail
 
 
 def _reward(

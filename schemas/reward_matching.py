@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from schemas.records import RewardValue
+from schemas.records.rewards import out_of_bounds
 
 SMALLEST_GROUP: Mapping[str, int] = dict.fromkeys(
     (
@@ -51,9 +52,20 @@ def valueless(required: Iterable[str], rewards: Iterable[RewardValue]) -> tuple[
 
 
 def training_reward(weights: Mapping[str, float], rewards: Iterable[RewardValue]) -> float | None:
-    """Return the weighted sum of trajectory-level values, or None without any value.
+    """Return the weighted sum of trajectory-level values; None without any value, and for a sum
+    that is out of bounds, which admission refuses.
 
     A missing reward never counts as 0.0.
+
+    Args:
+        weights, rewards: See `weighted_sum`.
+    """
+    total = weighted_sum(weights, rewards)
+    return None if total is None or out_of_bounds(total) is not None else total
+
+
+def weighted_sum(weights: Mapping[str, float], rewards: Iterable[RewardValue]) -> float | None:
+    """Return the weighted sum of trajectory-level values, of any size; None without any value.
 
     Args:
         weights: `source/name` to weight; empty: weight 1 for every trajectory-level reward.
@@ -73,7 +85,7 @@ def step_rewards(weights: Mapping[str, float], rewards: Iterable[RewardValue]) -
     """Return step id to the weighted sum of the step's values; steps without a value are absent.
 
     Args:
-        weights, rewards: See `training_reward`.
+        weights, rewards: See `weighted_sum`.
     """
     found: dict[str, float] = {}
     for v in rewards:

@@ -9,7 +9,6 @@ neither calls nor the spool.
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any
@@ -22,7 +21,9 @@ from gateway.claw_r1.bodies import TokenId
 from gateway.errors import NotConfigured, Unprocessable
 from rewards.registry import Rule, rule_of
 from runtime.functions.pool import FunctionPool
+from schemas.numbers.values import number_of
 from schemas.records import Segment, Trajectory, TrajectoryStep
+from schemas.records.rewards import out_of_bounds
 from schemas.rule_spec import reason_text
 from schemas.settings import Settings
 from schemas.tokens import pack_ids
@@ -82,9 +83,13 @@ def score_of(rule: Rule, trajectory: Trajectory) -> float:
         score = score.get(STEP_ID)
     if isinstance(score, list | tuple):  # with details
         score = score[0]
-    if isinstance(score, int | float) and math.isfinite(score):
-        return float(score)
-    raise Unprocessable(f"{rule}: gave {score!r:.80}, which is no finite number", "dataset_fields")
+    try:
+        number = number_of(score)
+    except TypeError as error:
+        raise Unprocessable(f"{rule}: {score!r:.80} is no number", "dataset_fields") from error
+    if (why := out_of_bounds(number)) is not None:
+        raise Unprocessable(f"{rule}: {why}", "dataset_fields")
+    return float(number)
 
 
 class RewardFunction:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -17,6 +16,7 @@ from schemas.ids import (
 )
 from schemas.records import Curation, Reward
 from schemas.records.parts import NAME_CHARS, TAGS_MAX
+from schemas.records.rewards import out_of_bounds
 
 NOTE_CHARS = 2000
 FUNCTION_VERSION = "1"
@@ -64,8 +64,8 @@ class Mark:
             raise InvalidMark(f"tags: at most {TAGS_MAX}, each of 1 to {NAME_CHARS} characters")
         if len(self.note or "") > NOTE_CHARS:
             raise InvalidMark(f"note: at most {NOTE_CHARS} characters")
-        if self.reward is not None and not math.isfinite(self.reward):
-            raise InvalidMark(f"reward: {self.reward} is not finite")
+        if self.reward is not None and (why := out_of_bounds(self.reward)) is not None:
+            raise InvalidMark(f"reward: {why}")
         if not 0 < len(self.reward_name) <= NAME_CHARS:
             raise InvalidMark(f"reward_name: 1 to {NAME_CHARS} characters")
 

@@ -13,6 +13,10 @@ is 0, and their target the whole trajectory.
 """
 COMPLETION_NAME = "complete_trajectory"
 """Name of such a reward that is only a number."""
+LARGEST_REWARD = 1e6
+"""Largest absolute value of a reward, of a weight, and of a training reward: one rule for every way
+in. Sums, means and squares of many of them are finite.
+"""
 COMPLETION_MAX = 100
 """Most rewards of one completion."""
 
@@ -91,3 +95,14 @@ class Assessment:
     assessment_revision: int
     by: str | None = None
     created_at: int
+
+
+def out_of_bounds(value: float) -> str | None:
+    """Return why a number is no reward or weight; None if it is within the bounds."""
+    if -LARGEST_REWARD <= value <= LARGEST_REWARD:  # False for NaN
+        return None
+    try:
+        shown = f"{value:g}"
+    except OverflowError:  # an integer beyond every float
+        shown = "the number"
+    return f"{shown} is not in [{-LARGEST_REWARD:g}, {LARGEST_REWARD:g}]"

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from schemas.records import Channel, Outcome
 from schemas.reward_matching import SMALLEST_GROUP
-from schemas.settings.base import Count, Positive, Section
+from schemas.settings.base import Count, Positive, RewardNumber, Section
 
 
 class PolicySettings(Section):
@@ -22,7 +22,7 @@ class PolicySettings(Section):
         description="rewards each member needs, `source` or `source/name`; default: every "
         "function that counts",
     )
-    reward_weights: Mapping[str, float] = Field(
+    reward_weights: Mapping[str, RewardNumber] = Field(
         {}, description="`source/name` to weight in the training reward"
     )
     reward_deadline_s: Positive = Field(600.0, description="slow reward models or people")

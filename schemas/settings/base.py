@@ -6,10 +6,14 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from schemas.records.rewards import LARGEST_REWARD
+
 HIGHEST_PORT = 65535
 Port = Annotated[int, Field(ge=1, le=HIGHEST_PORT)]
 Positive = Annotated[float, Field(gt=0)]
 Count = Annotated[int, Field(ge=1)]
+RewardNumber = Annotated[float, Field(ge=-LARGEST_REWARD, le=LARGEST_REWARD)]
+"""A reward or a weight, within the bounds of `schemas.records.rewards`."""
 
 
 class Section(BaseModel):

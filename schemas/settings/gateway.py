@@ -10,7 +10,8 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
-from schemas.settings.base import Count, Port, Positive, Section
+from schemas.records.rewards import LARGEST_REWARD
+from schemas.settings.base import Count, Port, Positive, RewardNumber, Section
 
 TemplateFamily = Literal[
     "qwen3", "qwen3.5", "qwen3.6", "qwen3.8", "prime-qwen3", "llama-3", "gemma4",
@@ -179,8 +180,12 @@ class GatewaySettings(Section):
     session_rewards: bool = Field(
         False, description="whether a session key suffices to send a reward with the completion"
     )
-    reward_min: float = Field(-1e6, allow_inf_nan=False, description="smallest accepted reward")
-    reward_max: float = Field(1e6, allow_inf_nan=False, description="largest accepted reward")
+    reward_min: RewardNumber = Field(
+        -LARGEST_REWARD, description="smallest reward that clients and people may give"
+    )
+    reward_max: RewardNumber = Field(
+        LARGEST_REWARD, description="largest reward that clients and people may give"
+    )
     max_prompt_tokens: Count | None = Field(
         None,
         description="reject longer prompts before the engine does; costs a tokenize request for "

@@ -8,13 +8,13 @@ a test compares both. `staleness_refusal` depends on the batch: the fold checks 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
 from schemas.records import AdmissionPolicy, Candidate, CandidateStep
-from schemas.reward_matching import missing, training_reward, valueless
+from schemas.records.rewards import out_of_bounds
+from schemas.reward_matching import missing, valueless, weighted_sum
 
 
 class Ineligibility(NamedTuple):
@@ -132,9 +132,9 @@ def ineligibilities(
         yield Ineligibility("quality", f"quality {candidate.quality:g} below {least:g}")
     if policy.required_rewards and (none := valueless(policy.required_rewards, candidate.rewards)):
         yield Ineligibility("reward_missing", f"no value of {', '.join(none)}")
-    reward = training_reward(policy.reward_weights, candidate.rewards)
-    if reward is not None and not math.isfinite(reward):
-        yield Ineligibility("reward_missing", f"the training reward is {reward}")
+    total = weighted_sum(policy.reward_weights, candidate.rewards)
+    if total is not None and (why := out_of_bounds(total)) is not None:
+        yield Ineligibility("reward_missing", f"the training reward {why}")
 
 
 def missing_input(candidate: Candidate, policy: AdmissionPolicy) -> Ineligibility | None:

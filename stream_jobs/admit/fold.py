@@ -76,7 +76,7 @@ class AdmissionFold:
         self._batches = OpenBatches(channel)
         self._timers = TimerQueue()
         # Newest revisions from before the run's first policy.
-        self._before_policy: dict[str, tuple[Candidate, InputRecord]] = {}
+        self._before_policy = OrderedDict[str, tuple[Candidate, InputRecord]]()
         self._ended: int | None = None
         self._out: list[Decision] = []
 
@@ -233,7 +233,7 @@ class AdmissionFold:
         Candidates not yet folded remain undecided, so `input_from` must include them.
         """
         while self._before_policy:
-            self._candidate(*self._before_policy.pop(next(iter(self._before_policy))))
+            self._candidate(*self._before_policy.popitem(last=False)[1])
 
     def _evaluate_all(self) -> None:
         """Evaluate all groups before closing a batch: a group may have to leave its batch."""

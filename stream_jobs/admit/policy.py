@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
 from schemas.records import AdmissionPolicy
+from schemas.records.rewards import out_of_bounds
 from schemas.settings import PolicySettings, Settings
 
 SETTINGS = "settings"
@@ -146,6 +146,6 @@ def _invalid_field(policy: AdmissionPolicy) -> str | None:
         if (value := getattr(policy, field)) is not None and not 0 <= value <= 1:
             return f"{field} is {value}, must be in [0, 1]"
     for name, weight in policy.reward_weights.items():
-        if not math.isfinite(weight):
-            return f"reward_weights of {name!r:.250} is {weight}, must be finite"
+        if (why := out_of_bounds(weight)) is not None:
+            return f"reward_weights of {name!r:.250}: {why}"
     return None

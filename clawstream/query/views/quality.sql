@@ -115,7 +115,7 @@ CREATE TEMP MACRO readiness_under(other_policy) AS TABLE
                 CASE WHEN quality < p.min_quality THEN 'quality' END,
                 CASE WHEN len([i FOR i IN range(1, len(received) + 1)
                             IF received[i] > 0 AND valued[i] = 0]) > 0
-                        OR NOT coalesce(isfinite(training_reward), true) THEN 'reward_missing' END
+                        OR NOT coalesce(training_reward BETWEEN -1e6 AND 1e6, true) THEN 'reward_missing' END
             ] IF x IS NOT NULL] AS reasons
         FROM part
     ), temporary AS (

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
-
 from schemas.ids import is_gateway_assigned, key_of_trajectory
 from schemas.records import Assessment, Curation, Reward
 from schemas.records.parts import NAME_CHARS, TAGS_MAX
+from schemas.records.rewards import out_of_bounds
 from stream_jobs.assemble.handlers.rejected import InvalidRecord
 from stream_jobs.assemble.handlers.targets import annotate_or_wait
 from stream_jobs.assemble.limits import Limits
@@ -24,8 +23,8 @@ def on_reward(
     """Return the changes of a reward. Raises RejectedRecord."""
     if len(reward.name) > NAME_CHARS or len(reward.function_version) > NAME_CHARS:
         raise InvalidRecord(f"name and function_version have at most {NAME_CHARS} characters")
-    if reward.value is not None and not math.isfinite(reward.value):
-        raise InvalidRecord(f"value {reward.value} is not finite; no reward is null, with a reason")
+    if reward.value is not None and (why := out_of_bounds(reward.value)) is not None:
+        raise InvalidRecord(f"value: {why}; no reward is null, with a reason")
     current = CurrentReward(
         source=reward.source,
         name=reward.name,

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
-
 from schemas.ids import check_group_id, is_gateway_assigned
 from schemas.records import SessionEvent
 from schemas.records.parts import NAME_CHARS
-from schemas.records.rewards import COMPLETION_MAX
+from schemas.records.rewards import COMPLETION_MAX, out_of_bounds
 from stream_jobs.assemble.handlers.rejected import InvalidRecord
 from stream_jobs.assemble.handlers.targets import end, target_of, wait
 from stream_jobs.assemble.limits import PAYLOAD_BYTES, Limits
@@ -64,8 +62,8 @@ def _on_ended(
             f"an end has at most {COMPLETION_MAX} rewards, with names of at most {NAME_CHARS} "
             "characters"
         )
-    if not all(map(math.isfinite, rewards.values())):
-        raise InvalidRecord("a reward of the end is not finite")
+    if (why := next(filter(None, map(out_of_bounds, rewards.values())), None)) is not None:
+        raise InvalidRecord(f"a reward of the end: {why}")
     reason = event.reason[:REASON_CHARS] if event.reason else None
     step_suffix = None
     if event.step_id is not None and is_gateway_assigned(name[1]):

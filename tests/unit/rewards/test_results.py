@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -132,7 +133,9 @@ def test_a_gold_that_cannot_be_read_is_no_reward(name: str, gold: str, reason: s
         (0.5, [(None, 0.5, None)]),
         (True, [(None, 1.0, None)]),
         (None, [(None, None, "the function returned None")]),
-        (math.nan, [(None, None, "not a finite number: nan")]),
+        (math.nan, [(None, None, "nan is not in [-1e+06, 1e+06]")]),
+        (-sys.float_info.max, [(None, None, "-1.79769e+308 is not in [-1e+06, 1e+06]")]),
+        (10**400, [(None, None, "the number is not in [-1e+06, 1e+06]")]),
         ((0.5, {"outcome": "passed"}), [(None, 0.5, None)]),
         (
             (0.5, {"long": "x" * 5000}),

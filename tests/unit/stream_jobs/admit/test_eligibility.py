@@ -110,7 +110,7 @@ def drawn(rng: random.Random, number: int) -> tuple[Candidate, AdmissionPolicy]:
         return rng.choice([None, *values])
 
     def a_reward() -> RewardValue:
-        value = rng.choice([None, 0.0, 1.0, 0.5, float("nan")])
+        value = rng.choice([None, 0.0, 1.0, 0.5, float("nan"), 1e6])
         step = rng.choice([None, None, "x~1.0"])
         return RewardValue(
             source=rng.choice(["rule", "human", "env"]),

@@ -144,6 +144,7 @@ def test_group_deadline_admits_short_or_refuses() -> None:
         ("too_long", {"prompt_tokens": 96}),
         ("quality", {"quality": 0.4}),
         ("reward_missing", {"value": float("nan")}),
+        ("reward_missing", {"value": -sys.float_info.max}),
     ],
 )
 def test_unusable_member(reason: str, changes: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -269,14 +270,15 @@ def test_what_cannot_be_folded_is_dead_lettered_and_changes_nothing() -> None:
         (STEPS, 0, step("k", 0, step_id="other~C0.0")),
         (STEPS, 0, step("k", 0, run_id="NO")),
         (REWARDS, 0, reward("k", float("nan"))),
+        (REWARDS, 0, reward("k", -sys.float_info.max)),
         (REWARDS, 0, curation("k", "c", quality=1.5)),
         (REWARDS, 0, step("k", 0)),
     )
     assert [(b.source, b.offset, b.reason) for b in w.dead_letters] == [
         (STEPS, 0, "undecodable"), *((STEPS, i, "invalid") for i in range(1, 5)),
-        *((REWARDS, i, "invalid") for i in range(3)),
+        *((REWARDS, i, "invalid") for i in range(4)),
     ]  # fmt: skip
-    assert not w.state.opened and w.state.applied == [4, 2]
+    assert not w.state.opened and w.state.applied == [4, 3]
     fold = AssemblyFold(PartitionState(), LIMITS)
     fold.record(STEPS, 0, 0, b"wrong key", step("k", 0))
     assert [b.reason for b in fold.state.pending.dead_letters] == ["invalid"]
