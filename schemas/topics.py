@@ -154,7 +154,10 @@ class Topics:
             ),
             self._spec(self.weights, 1, (events.WeightVersion,), keep | append_time),
             self._spec(
-                self.trained_tokens, partitions, (events.TrainedTokens,), long | append_time
+                self.trained_tokens,
+                partitions,
+                (events.TrainedTokens, events.TrainedTrajectory),
+                long | append_time,
             ),
             self._spec(self.workers, 1, (events.WorkerStatus,), compact | append_time),
             self._spec(self.budgets, 1, (events.RolloutBudget,), compact | append_time),

@@ -25,10 +25,20 @@ from trainer.data.sequences import (
     TrainingSequence,
     sequences_of_batch,
     tokens_by_version,
+    trained_indexes,
     trained_lengths,
 )
 from trainer.data.tokenizer_check import check_tokenizer
 from trainer.data.trained_tokens import TrainedStep, is_recorded, trained_steps
+from trainer.data.untrained import (
+    BATCH_SKIPPED,
+    CRITIC_WARMS_UP,
+    NO_MEDIA,
+    UPDATE_SKIPPED,
+    LeftOut,
+    TrajectoryDecision,
+    step_decisions,
+)
 from trainer.data.view import batch_view, with_advantages, with_returns
 from trainer.errors import (
     CheckpointFailed,
@@ -64,7 +74,7 @@ from trainer.versions.history import (
     next_sync_index,
 )
 from trainer.versions.publish import Publisher, manifest
-from trainer.versions.weight_log import WeightLog
+from trainer.versions.weight_log import Trained, WeightLog
 from trainer.vision.reader import ImageReader
 
 FILES_S = 1800.0
@@ -73,7 +83,6 @@ BATCH_S = 600.0
 """The same for publishing, and for the work on a batch between two passes: it may load a reference
 model or a critic.
 """
-NO_MEDIA = "the trainer passes no videos and sounds, and images to vision-language models only"
 
 
 class _EstimatedPart(NamedTuple):
@@ -81,6 +90,7 @@ class _EstimatedPart(NamedTuple):
 
     sequences: tuple[TrainingSequence, ...]
     data: DataStats
+    left_out: LeftOut
 
 
 class Run:
@@ -108,6 +118,7 @@ class Run:
         self.position = position
         self.unpublished: list[BatchStats] = []
         self._trained: list[TrainedStep] = []
+        self._decided: list[TrajectoryDecision] = []
         self._settings, self._weight_log, self._policy = settings, weight_log, policy
         self._versions, self._attempt = versions, attempt
         self._leads, self._watchdog = policy.processes.leads, policy.processes.watchdog
@@ -193,7 +204,8 @@ class Run:
             return
         sequences = [sequence for part in parts for sequence in part.sequences]
         critic = self._auxiliary.train_critic(sequences, batch.batch_seq)
-        stats = self._train_policy(sequences, algorithms, fetched)
+        stats, trained = self._train_policy(sequences, algorithms, fetched)
+        self._decide(fetched, parts, {id(sequence.tokens) for sequence in trained})
         for number, step in enumerate(stats.steps):
             if step.skipped is not None:
                 logger().error(
@@ -217,6 +229,13 @@ class Run:
     def _skip(self, fetched: FetchedBatch, why: str) -> None:
         """Train nothing on a batch; its version has the weights before. A dead letter names it."""
         self._weight_log.dead_letter(fetched.record, fetched.position.topic_id, "untrainable", why)
+        self._keep_decisions(
+            fetched,
+            {
+                name: dict.fromkeys((step.index for step in trajectory.steps), BATCH_SKIPPED)
+                for name, trajectory in fetched.trajectories.items()
+            },
+        )
         nothing = UpdateStats(steps=(), seconds=0.0, peak_flops=None)
         self.unpublished.append(
             BatchStats(update=nothing, data=(), read_seconds=fetched.read_seconds)
@@ -275,22 +294,25 @@ class Run:
             sampled_at_zero=sum(data.sampled_at_zero.values()),
             staleness=staleness(versions, self._settings.run_id, self.sync_index),
         )
-        return _EstimatedPart(sequences, stats)
+        return _EstimatedPart(sequences, stats, data.left_out)
 
     def _train_policy(
         self,
         sequences: Sequence[TrainingSequence],
         algorithms: Algorithms,
         fetched: FetchedBatch,
-    ) -> UpdateStats:
+    ) -> tuple[UpdateStats, Sequence[TrainingSequence]]:
         """Train the policy, and keep what it saw of the tokens for the next version.
 
         While the critic warms up, it trains on the sequences that need none.
+
+        Returns:
+            What was measured, and the sequences that it was trained on.
         """
         if self._auxiliary.critic_warms_up(self.sync_index):
             sequences = [sequence for sequence in sequences if sequence.returns is None]
         if not sequences:
-            return UpdateStats(steps=(), seconds=0.0, peak_flops=None)
+            return UpdateStats(steps=(), seconds=0.0, peak_flops=None), ()
         updates = sum(stats.update.updates for stats in self.unpublished)
         version = self.current_version
         parent = str(version.version) if version is not None and not updates else None
@@ -301,7 +323,30 @@ class Run:
         found = passes.gathered(self._policy.processes)
         if self._leads:
             self._trained += trained_steps(found, fetched.trajectories, batch_seq)
-        return stats
+        return stats, [sequence for sequence in sequences if passes.trained(sequence)]
+
+    def _decide(
+        self, fetched: FetchedBatch, parts: Sequence[_EstimatedPart], trained: Set[int]
+    ) -> None:
+        """Keep what was done with each step for the next version.
+
+        Args:
+            trained: `id` of the tokens of each sequence that was trained.
+        """
+        left_out = {name: dict(steps) for part in parts for name, steps in part.left_out.items()}
+        warms_up = self._auxiliary.critic_warms_up(self.sync_index)
+        for sequence in (s for part in parts for s in part.sequences):
+            if id(sequence.tokens) not in trained:
+                waits = warms_up and sequence.returns is not None
+                reason = CRITIC_WARMS_UP if waits else UPDATE_SKIPPED
+                steps = left_out[sequence.trajectory_id]
+                steps |= dict.fromkeys(trained_indexes([sequence]), reason)
+        self._keep_decisions(fetched, left_out)
+
+    def _keep_decisions(self, fetched: FetchedBatch, left_out: LeftOut) -> None:
+        if self._leads:
+            batch_seq = fetched.batch.batch_seq
+            self._decided += step_decisions(fetched.trajectories.values(), left_out, batch_seq)
 
     def _log_left_out(
         self, batch_seq: int, data: BatchSequences, unusable: Mapping[str, str]
@@ -364,11 +409,15 @@ class Run:
             self._complete_checkpoint()
         newest, base_model = self._checkpoints.newest, self._policy.base_model
         version = manifest(state, first_batch_seq, exported, newest, metrics, base_model)
-        trained = [step.record(version.version_id) for step in self._trained]
+        trained: list[Trained] = [
+            *(one.record(version.version_id) for one in self._decided),
+            *(one.record(version.version_id) for one in self._trained),
+        ]
         with self._watchdog.work("publish", BATCH_S):
             self._weight_log.publish(version, trained)
         self._versions.append(version)
-        self.current_version, self.unpublished, self._trained = state, [], []
+        self.current_version, self.unpublished = state, []
+        self._decided, self._trained = [], []
         logger().info(
             "version_published",
             version=version.version_id,

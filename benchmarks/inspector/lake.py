@@ -97,6 +97,7 @@ def _write(settings: Settings, trajectories: int) -> None:
             decided = list(_decisions(name, mine, numbers[-1]))
             put("groups", f"B{run}", decided)
             put("trained_tokens", "NN", list(_trained(decided, made)))
+            put("trained_trajectories", "NT", list(_trained_trajectories(decided, made)))
             put("weights", "WW", [_version(name, f"B{run}", numbers[-1])])
     list(maintain(settings))
 
@@ -273,6 +274,24 @@ def _trained(
                     version_id=_version_id(step.run_id, batch.batch_seq),
                     batch_seq=batch.batch_seq, updates=0, logprobs=step.response_logprobs,
                     advantages=bytes(len(step.response_token_ids or b"")),
+                )  # fmt: skip
+
+
+def _trained_trajectories(
+    decided: Sequence[tuple[int, Any]],
+    made: Sequence[tuple[list[records.Step], records.Trajectory, records.Candidate]],
+) -> Iterator[tuple[int, records.TrainedTrajectory]]:
+    """Yield what the trainer records of the trajectories of batches: it trained every step."""
+    found = {trajectory.trajectory_id: trajectory for _, trajectory, _ in made}
+    for at, batch in decided:
+        if isinstance(batch, records.ReadyBatch):
+            for member in (m for group in batch.groups for m in group.members):
+                one = found[member.trajectory_id]
+                yield at + 1000, records.TrainedTrajectory(
+                    run_id=one.run_id, trajectory_key=one.trajectory_key,
+                    trajectory_id=one.trajectory_id,
+                    version_id=_version_id(one.run_id, batch.batch_seq), batch_seq=batch.batch_seq,
+                    steps=tuple(records.StepTraining(step_id=s.step_id) for s in one.steps),
                 )  # fmt: skip
 
 

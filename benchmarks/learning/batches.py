@@ -13,7 +13,6 @@ from schemas.records import (
     ReadyBatch,
     RewardValue,
     Segment,
-    TrainedTokens,
     Trajectory,
     TrajectoryStep,
     WeightVersion,
@@ -21,6 +20,7 @@ from schemas.records import (
 from schemas.tokens import pack_ids, pack_logprobs
 from trainer.data.batches import FetchedBatch
 from trainer.position import Position
+from trainer.versions.weight_log import Trained
 
 RUN = "r"
 
@@ -32,7 +32,7 @@ class MemoryWeightLog:
     topic_id: str = "memory"
     published: list[WeightVersion] = field(default_factory=list)
 
-    def publish(self, version: WeightVersion, trained: Sequence[TrainedTokens]) -> None:
+    def publish(self, version: WeightVersion, trained: Sequence[Trained]) -> None:
         self.published.append(version)
 
     def dead_letter(self, record: Record, topic_id: str, reason: str, detail: str) -> None:

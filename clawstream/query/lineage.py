@@ -179,8 +179,14 @@ class Lineage:
                 AND kafka_timestamp BETWEEN {_time(times["since"])} AND {_time(times["until"])}
                 AND step_id IN (SELECT unnest(steps).step_id FROM {found})""",
         )
+        trained = self._table(
+            "some_trained",
+            f"""SELECT * FROM trained_trajectories_raw t WHERE run_id = {_text(run)}
+                AND version_id IN (SELECT version_id FROM {versions})
+                AND trajectory_id IN (SELECT trajectory_id FROM {found})""",
+        )
         return self._rows(
-            f"""FROM lineage_steps_of('{versions}', '{groups}', '{found}', '{steps}')
+            f"""FROM lineage_steps_of('{versions}', '{groups}', '{found}', '{steps}', '{trained}')
                 ORDER BY step_index"""
         )
 

@@ -55,6 +55,7 @@ TOP_LEVEL: tuple[type, ...] = (
     records.RunIndex,
     records.WeightVersion,
     records.TrainedTokens,
+    records.TrainedTrajectory,
     records.WorkerStatus,
     records.SchemaPublished,
     records.DeadLetter,

@@ -53,7 +53,9 @@ from schemas.records.trajectories import (
     TrajectoryStep,
 )
 from schemas.records.weights import (
+    StepTraining,
     TrainedTokens,
+    TrainedTrajectory,
     WeightFile,
     WeightFormat,
     WeightVersion,
@@ -105,10 +107,12 @@ __all__ = [
     "StepMark",
     "StepMarkKind",
     "StepStatus",
+    "StepTraining",
     "Tag",
     "Tick",
     "TokenSpan",
     "TrainedTokens",
+    "TrainedTrajectory",
     "Trajectory",
     "TrajectoryStep",
     "Usage",

@@ -66,6 +66,29 @@ class TrainedTokens:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StepTraining:
+    """What the trainer did with a step. untrained_reason: None if tokens of it were trained."""
+
+    step_id: str
+    untrained_reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedTrajectory:
+    """What the trainer did with each step of a trajectory of a batch. Key: trajectory key.
+
+    Written in one transaction with the version that was trained on the batch.
+    """
+
+    run_id: str
+    trajectory_key: str
+    trajectory_id: str
+    version_id: str
+    batch_seq: int
+    steps: tuple[StepTraining, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerStatus:
     """A rollout worker says how it is. Key: worker id; a tombstone means a clean exit."""
 

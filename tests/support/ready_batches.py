@@ -206,10 +206,10 @@ class Feed:
                 self.topics.trained_tokens, partition, await_open=True
             ):
                 event = self.codec.decode(record.value)
-                assert isinstance(event, TrainedTokens)
                 assert record.key == event.trajectory_key.encode()
                 assert partition == partition_of(record.key, self.settings.kafka.partitions)
-                found.append(event)
+                if isinstance(event, TrainedTokens):
+                    found.append(event)
         return found
 
     def ids(self) -> list[str]:

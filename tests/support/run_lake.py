@@ -142,6 +142,21 @@ class RunLake(SmallLake):
         )  # fmt: skip
         self.put("trained_tokens", "NN", record)
 
+    def decided(self, sync: int, reasons: dict[str, str | None]) -> None:
+        """Write what the trainer did with all steps of a batch. reasons: by step id."""
+        by_key: dict[str, list[records.StepTraining]] = {}
+        for step_id, reason in reasons.items():
+            one = records.StepTraining(step_id=step_id, untrained_reason=reason)
+            by_key.setdefault(step_id.partition("~")[0], []).append(one)
+        made = [
+            records.TrainedTrajectory(
+                run_id=RUN, trajectory_key=key, trajectory_id=key, version_id=f"{RUN}/{sync}.0",
+                batch_seq=sync - 1, steps=tuple(steps),
+            )
+            for key, steps in by_key.items()
+        ]  # fmt: skip
+        self.put("trained_trajectories", "NT", *made)
+
 
 def value(reward: float) -> records.RewardValue:
     return records.RewardValue(
@@ -217,6 +232,9 @@ def run_lake(settings: Settings) -> None:
     add_0 = ("add-0-0~0.0", "add-0-0~1.0", "add-0-1~1.0", "add-0-1~2.0")
     for step_id, engine in zip(add_0, ([3, 4], [6], [8, 9], [9]), strict=True):
         lake.trained(step_id, 1, engine)
+    left_out = {"add-0-1~0.0": "left out by curation, or by policy 1"}
+    lake.decided(1, dict.fromkeys(add_0) | left_out)
+    lake.decided(2, dict.fromkeys(("add-1-0~0.0", "add-1-1~0.0")))
     lake.trained("add-1-0~0.0", 2, [3])
     lake.trained("add-1-1~0.0", 2, [3, 4, 5], updates=1)
     others(lake)

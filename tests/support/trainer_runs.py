@@ -17,6 +17,7 @@ from schemas.records import (
     RewardValue,
     Segment,
     TrainedTokens,
+    TrainedTrajectory,
     Trajectory,
     TrajectoryStep,
     WeightVersion,
@@ -28,6 +29,7 @@ from trainer.data.sequences import ReadableIds
 from trainer.position import Position, start_of
 from trainer.run import Run
 from trainer.start import open_run
+from trainer.versions.weight_log import Trained
 
 GROUPS, MEMBERS = 2, 3
 ANY_ID = ReadableIds(2**31 - 1)
@@ -40,14 +42,16 @@ class MemoryWeightLog:
     topic_id: str = "memory"
     published: list[WeightVersion] = field(default_factory=list)
     trained: list[TrainedTokens] = field(default_factory=list)
+    decided: list[TrainedTrajectory] = field(default_factory=list)
     dead_letters: list[tuple[int, str, str]] = field(default_factory=list)
     """Offset, reason and detail."""
     fenced: bool = False
 
-    def publish(self, version: WeightVersion, trained: Sequence[TrainedTokens]) -> None:
+    def publish(self, version: WeightVersion, trained: Sequence[Trained]) -> None:
         self.raise_if_fenced()
         self.published.append(version)
-        self.trained += trained
+        self.trained += [one for one in trained if isinstance(one, TrainedTokens)]
+        self.decided += [one for one in trained if isinstance(one, TrainedTrajectory)]
 
     def dead_letter(self, record: Record, topic_id: str, reason: str, detail: str) -> None:
         self.raise_if_fenced()

@@ -20,9 +20,17 @@ from schemas.records import BatchMember, ReadyBatch, Segment, Trajectory, Trajec
 from schemas.reward_matching import step_rewards, training_reward
 from schemas.tokens import count
 from trainer.algorithms.registry import RewardUse
+from trainer.data.untrained import (
+    NO_MEDIA,
+    NO_REWARD,
+    LeftOut,
+    Unreadable,
+    too_few_rewards,
+    untrained_steps,
+)
 from trainer.errors import PayloadUnreadable
 
-Reason = Literal["at zero", "vocabulary", "media"]
+Reason = Literal["at zero"] | Unreadable
 
 
 class ReadableIds(NamedTuple):
@@ -166,6 +174,7 @@ class BatchSequences:
             sampled, so the recorded value is invalid.
         outside_vocabulary, with_media: number of tokens that are not trained because an id of their
             segment, or of one before it, is not readable, by trajectory.
+        left_out: why a step has no token to train, for every such step.
     """
 
     sequences: tuple[TrainingSequence, ...]
@@ -175,6 +184,7 @@ class BatchSequences:
     sampled_at_zero: Mapping[str, int]
     outside_vocabulary: Mapping[str, int]
     with_media: Mapping[str, int]
+    left_out: LeftOut
 
     @property
     def rewards(self) -> tuple[float, ...]:
@@ -210,6 +220,7 @@ def sequences_of_batch(
     members: list[TrainedMember] = []
     unrewarded: list[str] = []
     lost: dict[Reason, dict[str, int]] = {"at zero": {}, "vocabulary": {}, "media": {}}
+    left_out: dict[str, dict[int, str]] = {}
     groups = 0
     for group in batch.groups:
         candidates = [
@@ -219,15 +230,32 @@ def sequences_of_batch(
         usable = _usable(candidates, smallest_group, rewards_used)
         members += usable
         names = {m.trajectory_id for m in usable}
-        for member in group.members:
+        for member, found in zip(group.members, candidates, strict=True):
             name = member.trajectory_id
             if name not in names:
                 unrewarded.append(name)
+                rewarded = found.has(rewards_used)
+                why = too_few_rewards(smallest_group) if rewarded else NO_REWARD
+                left_out[name] = dict.fromkeys(found.steps, why)
                 continue
             known = readable.without_images() if name in images.unusable else readable
+            trajectory = trajectories[name]
+            tree = _segment_tokens(trajectory, member.untrainable_steps)
+            unreadable = _unreadable_segments(trajectory, tree, known)
+            for reason, tokens in _lost_tokens(tree, unreadable).items():
+                lost[reason][name] = tokens
+            paths = list(_paths(trajectory, tree))
+            left_out[name] = untrained_steps(
+                trajectory,
+                member,
+                batch.policy_version,
+                trained_indexes(paths),
+                unreadable,
+                images.unusable.get(name, NO_MEDIA),
+            )
             sequences += (
                 replace(path, group=groups, environment=environment, images=images.of(path))
-                for path in _readable_paths(trajectories[name], member, known, lost)
+                for path in paths
             )
         groups += bool(usable)
     return BatchSequences(
@@ -238,20 +266,13 @@ def sequences_of_batch(
         sampled_at_zero=lost["at zero"],
         outside_vocabulary=lost["vocabulary"],
         with_media=lost["media"],
+        left_out=left_out,
     )
 
 
-def _readable_paths(
-    trajectory: Trajectory,
-    member: BatchMember,
-    readable: ReadableIds,
-    lost: Mapping[Reason, dict[str, int]],
-) -> Iterator[TrainingSequence]:
-    """Return the sequences of a member; its tokens that are not trained are added to `lost`."""
-    tree = _segment_tokens(trajectory, member.untrainable_steps)
-    for reason, tokens in _lost_tokens(trajectory, tree, readable).items():
-        lost[reason][trajectory.trajectory_id] = tokens
-    return _paths(trajectory, tree)
+def trained_indexes(paths: Iterable[TrainingSequence]) -> set[int]:
+    """Return the indexes of the steps with a token to train, of the sequences of a trajectory."""
+    return {index for path in paths for index in np.unique(path.tokens.trained().steps).tolist()}
 
 
 def _usable(
@@ -309,7 +330,7 @@ def sequences_of(
     """
     tree = _segment_tokens(trajectory, untrainable_steps)
     if readable is not None:
-        _lost_tokens(trajectory, tree, readable)
+        _lost_tokens(tree, _unreadable_segments(trajectory, tree, readable))
     return list(_paths(trajectory, tree))
 
 
@@ -349,32 +370,38 @@ def _segment_tokens(trajectory: Trajectory, untrainable_steps: Collection[str]) 
     return found
 
 
-def _lost_tokens(
-    trajectory: Trajectory, tree: list[Tokens], readable: ReadableIds
-) -> Counter[Reason]:
-    """Train nothing at and behind a segment with an id that the model cannot compute.
+def _unreadable_segments(
+    trajectory: Trajectory, tree: Sequence[Tokens], readable: ReadableIds
+) -> list[Unreadable | None]:
+    """Return for each segment why the model cannot compute it, or one before it; None: it can.
 
     An agent can submit any id, and an engine can serve another model than the trained one. Paths
     end before such a segment; the other paths of the trajectory are whole.
-
-    Args:
-        trajectory: its segments.
-        tree: their tokens; changed.
-        readable: ids that the model can compute.
-
-    Returns:
-        The number of sampled tokens that are not trained, for each reason that there is.
     """
-    reasons: list[Reason | None] = []
+    found: list[Unreadable | None] = []
     media = np.array(sorted(readable.media), np.int32)
-    lost: Counter[Reason] = Counter()
-    for index, (segment, tokens) in enumerate(zip(trajectory.segments, tree, strict=True)):
-        reason = None if segment.parent is None else reasons[segment.parent]
+    for segment, tokens in zip(trajectory.segments, tree, strict=True):
+        reason = None if segment.parent is None else found[segment.parent]
         if reason is None and ((tokens.ids < 0) | (tokens.ids >= readable.vocabulary)).any():
             reason = "vocabulary"
         elif reason is None and np.isin(tokens.ids, media).any():
             reason = "media"
-        reasons.append(reason)
+        found.append(reason)
+    return found
+
+
+def _lost_tokens(tree: list[Tokens], unreadable: Sequence[Unreadable | None]) -> Counter[Reason]:
+    """Train nothing of unreadable segments.
+
+    Args:
+        tree: tokens of the segments; changed.
+        unreadable: of each segment, why the model cannot compute it.
+
+    Returns:
+        The number of sampled tokens that are not trained, for each reason that there is.
+    """
+    lost: Counter[Reason] = Counter()
+    for index, (reason, tokens) in enumerate(zip(unreadable, tree, strict=True)):
         lost["at zero"] += int(np.isinf(tokens.logprobs).sum())
         if reason is not None:
             lost[reason] += int(np.count_nonzero(tokens.mask))

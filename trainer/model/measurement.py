@@ -143,6 +143,7 @@ class FirstPasses:
         self._sequences, self._updates = sequences, updates
         # A changed copy of a sequence has the same tokens.
         self._wanted = {id(sequence.tokens): i for i, sequence in enumerate(sequences)}
+        self._taken = set[int]()
         self._parts: list[tuple[list[int | None], list[int], Tensor, int]] = []
         self._of_earlier_steps = 0
 
@@ -166,8 +167,13 @@ class FirstPasses:
             return
         for sequence in sequences:
             self._wanted.pop(id(sequence.tokens), None)
+            self._taken.add(id(sequence.tokens))
         self._of_earlier_steps = len(self._parts)
         self._updates += 1
+
+    def trained(self, sequence: TrainingSequence) -> bool:
+        """Return whether an optimiser step on the sequence was taken, in whichever process."""
+        return id(sequence.tokens) in self._taken
 
     def gathered(self, processes: Processes) -> list[tuple[TrainingSequence, FirstPass | None]]:
         """Return the sequences of taken steps with their values, on every process; None: no pass
@@ -183,5 +189,5 @@ class FirstPasses:
         return [
             (sequence, found.get(at))
             for at, sequence in enumerate(self._sequences)
-            if id(sequence.tokens) not in self._wanted
+            if self.trained(sequence)
         ]

@@ -12,7 +12,7 @@ from runtime.topics.records import Decoder, dead_letter
 from schemas.codec.single_object import Codec
 from schemas.errors import Undecodable, UnknownSchema
 from schemas.ids import Version, parse_version
-from schemas.records import TrainedTokens, WeightVersion
+from schemas.records import TrainedTokens, TrainedTrajectory, WeightVersion
 from schemas.topics import Topics
 from trainer.versions.history import version_of
 
@@ -22,17 +22,21 @@ TOKENS_TIMEOUT_S = 25.0
 """Of the tokens of a version: with the commit it is less than the time-out of a transaction."""
 
 
+Trained = TrainedTokens | TrainedTrajectory
+"""What is recorded of the training of a version."""
+
+
 class WeightLog(Protocol):
     """Where versions are published. topic_id: Kafka's id of the weights topic."""
 
     topic_id: str
 
-    def publish(self, version: WeightVersion, trained: Sequence[TrainedTokens]) -> None:
+    def publish(self, version: WeightVersion, trained: Sequence[Trained]) -> None:
         """Publish the manifest: from now on the version and its checkpoint count.
 
         Args:
             version: the manifest.
-            trained: what the trainer saw of the tokens of its batches.
+            trained: what the trainer did with the steps of its batches, and saw of their tokens.
 
         Raises:
             Fenced: A newer trainer has started.
@@ -54,7 +58,7 @@ class NoWeightLog:
 
     topic_id = ""
 
-    def publish(self, version: WeightVersion, trained: Sequence[TrainedTokens]) -> None:
+    def publish(self, version: WeightVersion, trained: Sequence[Trained]) -> None:
         """Do nothing."""
 
     def dead_letter(self, record: Record, topic_id: str, reason: str, detail: str) -> None:
@@ -76,8 +80,8 @@ class KafkaWeightLog:
         self._topics, self._run_id, self._codec = topics, run_id, Codec()
         self.topic_id = cluster.topic_id(topics.weights)
 
-    def publish(self, version: WeightVersion, trained: Sequence[TrainedTokens]) -> None:
-        """Publish the manifest and the tokens in one transaction.
+    def publish(self, version: WeightVersion, trained: Sequence[Trained]) -> None:
+        """Publish the manifest and what was trained in one transaction.
 
         The manifest comes last: while a transaction is open on the weights log, its readers wait.
 

@@ -3,9 +3,8 @@
 -- The topic id and number identify a batch: a recreated topic starts with batch 0 again. Two
 -- versions may name one batch: a trainer that was killed trains it again from its checkpoint, and
 -- only one of the two is on the surviving chain, which follows `parent_version` from the newest
--- version on the log. Whether a step is trained follows the trainer (`trainer/data/sequences.py`):
--- it omits members without a training reward and groups with fewer than two members left to compare.
--- `clawstream/query/lineage.py` calls the macros with pruned copies of the tables.
+-- version on the log. Whether a step was trained, and why not, is what the trainer recorded with the
+-- version (`trained_trajectories`). `clawstream/query/lineage.py` calls the macros with pruned copies of the tables.
 
 CREATE TEMP VIEW lineage_versions AS
     WITH RECURSIVE known AS (
@@ -30,11 +29,11 @@ COMMENT ON COLUMN lineage_versions.surviving IS
 COMMENT ON COLUMN lineage_versions.published_at IS
     'Time at which it was published, by the log''s clock.';
 
-CREATE TEMP MACRO lineage_steps_of(versions, groups, trajectories, steps) AS TABLE
+CREATE TEMP MACRO lineage_steps_of(versions, groups, trajectories, steps, decisions) AS TABLE
     WITH members AS (
         SELECT run_id, channel, kafka_topic_id AS batches_topic_id, batch_seq, group_id, round,
-            admission_policy_version, n, list_count(rewards) AS rewarded, unnest(members) AS m,
-            unnest(rewards) AS reward, unnest(staleness) AS staleness
+            admission_policy_version, unnest(members) AS m, unnest(rewards) AS reward,
+            unnest(staleness) AS staleness
         FROM query_table(groups) WHERE admitted
     ), inside AS (
         SELECT m.*, p.opened_at, p.closed_at, unnest(p.steps) AS s
@@ -42,22 +41,16 @@ CREATE TEMP MACRO lineage_steps_of(versions, groups, trajectories, steps) AS TAB
             ON p.kafka_topic_id = m.m.place.topic_id AND p.kafka_partition = m.m.place.partition
             AND p.kafka_offset <= m.m.place.last_offset
             AND p.run_id = m.run_id AND p.trajectory_id = m.m.trajectory_id
-    ), evaluated AS (
-        SELECT *, CASE
-            WHEN reward IS NULL THEN 'no training reward'
-            WHEN rewarded < 2 AND n >= 2 THEN 'fewer than two training rewards in its group'
-            WHEN NOT s.trainable THEN coalesce(s.untrainable_reason, 'untrainable')
-            WHEN list_contains(m.untrainable_steps, s.step_id)
-            THEN 'left out by curation, or by policy ' || admission_policy_version
-            WHEN s.segment IS NULL OR s.response_tokens = 0 THEN 'no sampled tokens'
-            END AS untrained_reason
-        FROM inside
+    ), recorded AS (
+        SELECT t.version_id, t.batch_seq, t.trajectory_id, unnest(t.steps) AS d
+        FROM query_table(decisions) t
     )
     SELECT v.version_id, v.surviving, j.run_id, j.channel, j.batches_topic_id, j.batch_seq,
         j.group_id, j.round, j.m.trajectory_id AS trajectory_id, j.m.revision AS revision,
         j.reward, j.staleness, j.admission_policy_version, s.step_id, s.index AS step_index,
         s.parent AS parent_index, s.response_tokens,
-        j.untrained_reason IS NULL AND v.version_id IS NOT NULL AS trained, j.untrained_reason,
+        r.version_id IS NOT NULL AND r.d.untrained_reason IS NULL AS trained,
+        r.d.untrained_reason AS untrained_reason,
         list_sort(list_distinct(CASE
             WHEN len(t.versions) > 0 THEN [span.version FOR span IN t.versions]
             WHEN t.step_id IS NULL
@@ -65,14 +58,17 @@ CREATE TEMP MACRO lineage_steps_of(versions, groups, trajectories, steps) AS TAB
             ELSE [x FOR x IN [t.version_first, t.version_last] IF x IS NOT NULL]
             END)) AS sampled_by,
         [tag.name FOR tag IN s.tags] AS tags, s.drift
-    FROM evaluated j
+    FROM inside j
         LEFT JOIN query_table(versions) v ON v.run_id = j.run_id AND v.channel = j.channel
             AND v.batches_topic_id = j.batches_topic_id
             AND j.batch_seq BETWEEN v.first_batch_seq AND v.last_batch_seq
+        LEFT JOIN recorded r ON r.version_id = v.version_id AND r.batch_seq = j.batch_seq
+            AND r.trajectory_id = j.m.trajectory_id AND r.d.step_id = s.step_id
         LEFT JOIN query_table(steps) t ON t.run_id = j.run_id AND t.step_id = s.step_id;
 
 CREATE TEMP VIEW lineage_steps AS
-    FROM lineage_steps_of('lineage_versions', 'groups_raw', 'trajectories_raw', 'steps_raw');
+    FROM lineage_steps_of('lineage_versions', 'groups_raw', 'trajectories_raw', 'steps_raw',
+        'trained_trajectories_raw');
 
 COMMENT ON COLUMN lineage_steps.version_id IS
     'Weight version that was trained on the step''s batch; null: none yet.';
@@ -94,7 +90,7 @@ COMMENT ON COLUMN lineage_steps.parent_index IS
 COMMENT ON COLUMN lineage_steps.response_tokens IS 'Number of sampled tokens.';
 COMMENT ON COLUMN lineage_steps.trained IS 'True: its tokens were trained.';
 COMMENT ON COLUMN lineage_steps.untrained_reason IS
-    'Why its tokens were not trained; null: no reason.';
+    'Why that version was not trained on its tokens, by the trainer; null: it was, or no version was trained on the batch yet.';
 COMMENT ON COLUMN lineage_steps.sampled_by IS
     'Ids of the weight versions that sampled its tokens.';
 COMMENT ON COLUMN lineage_steps.tags IS 'Names of the step''s tags.';

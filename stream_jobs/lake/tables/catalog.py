@@ -41,7 +41,7 @@ def tables_of(topics: Topics, topic: str) -> tuple[str, ...]:
         topics.trajectories: ("trajectories", "step_marks"),
         topics.candidates: ("candidates", "run_events"),
         topics.weights: ("weights",),
-        topics.trained_tokens: ("trained_tokens",),
+        topics.trained_tokens: ("trained_tokens", "trained_trajectories"),
         topics.schemas: ("schemas",),
         topics.dead_letters: ("dead_letters", "dead_letters_resolved"),
     }.get(topic)
@@ -235,6 +235,11 @@ def _other_tables() -> Iterable[Table]:
         "trained_tokens",
         records.TrainedTokens,
         stats=("run_id", "step_id", "trajectory_id", "version_id"),
+    )
+    yield _table(
+        "trained_trajectories",
+        records.TrainedTrajectory,
+        stats=("run_id", "trajectory_id", "version_id"),
     )
     yield _table("schemas", records.SchemaPublished, ("fingerprint",))
     yield _table("dead_letters", records.DeadLetter, ("topic_id", "partition", "offset", "process"))

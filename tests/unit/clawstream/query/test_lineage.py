@@ -153,6 +153,21 @@ class Story(SmallLake):
         self.next[topic] -= 1
         self.put("groups", f"{topic}", record)
 
+    def trained(self, name: str, seq: int, reasons: dict[str, dict[str, str | None]]) -> None:
+        """Write what the trainer of a version did with the steps of trajectories of a batch."""
+        made = [
+            records.TrainedTrajectory(
+                run_id=RUN, trajectory_key=key.partition("~")[0], trajectory_id=key,
+                version_id=f"{RUN}/{name}", batch_seq=seq,
+                steps=tuple(
+                    records.StepTraining(step_id=s, untrained_reason=why)
+                    for s, why in steps.items()
+                ),
+            )
+            for key, steps in reasons.items()
+        ]  # fmt: skip
+        self.put("trained_trajectories", "NT", *made)
+
 
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory: pytest.TempPathFactory) -> Settings:
@@ -220,6 +235,20 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Settings:
         version("2.0", "1.0", 2, 3),
         version("2.1", "1.0", 2, 3), version("3.1", "2.1", 4, 5), version("4.1", "3.1", 6, 7),
     )  # fmt: skip
+    for name, seq in (("1.0", 0), ("1.0", 1), ("2.0", 2), ("2.0", 3), ("2.1", 2), ("2.1", 3),
+                      ("3.1", 4), ("3.1", 5)):  # fmt: skip
+        pair = [f"g{seq}-{n}" for n in range(2)]
+        lake.trained(name, seq, {k: {f"{k}~{n}.0": None for n in (1, 2)} for k in pair})
+    g6_0 = ["retried", "left out by curation, or by policy 7", None, "no sampled tokens"]
+    lake.trained("4.1", 6, {
+        "g6-0": {f"g6-0~{n}.0": why for n, why in enumerate(g6_0)},
+        "g6-1": {"g6-1~1.0": None},
+        f"{session}~9": {f"{session}~{n}.0": "no training reward" for n in (9, 10)},
+    })  # fmt: skip
+    lake.trained("4.1", 7, {
+        "g7-0": {"g7-0~1.0": "its group has fewer than 2 training rewards"},
+        "g7-1": {"g7-1~1.0": "no training reward"},
+    })  # fmt: skip
     return settings
 
 
@@ -296,7 +325,7 @@ def test_what_was_not_trained_says_why(lineage: Lineage) -> None:
     assert {s["untrained_reason"] for s in members[session]["steps"]} == {"no training reward"}
     assert (
         members["g7-0"]["steps"][0]["untrained_reason"]
-        == "fewer than two training rewards in its group"
+        == "its group has fewer than 2 training rewards"
     )
     assert (members["g6-1"]["steps"][0]["trained"], said["totals"]["trained_steps"]) == (True, 2)
     assert said["totals"]["not_in_lake"] == ["g9-0"]
