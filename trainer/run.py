@@ -29,7 +29,6 @@ from trainer.data.sequences import (
     trained_lengths,
 )
 from trainer.data.tokenizer_check import check_tokenizer
-from trainer.data.trained_tokens import TrainedStep, is_recorded, trained_steps
 from trainer.data.untrained import (
     BATCH_SKIPPED,
     CRITIC_WARMS_UP,
@@ -74,6 +73,7 @@ from trainer.versions.history import (
     next_sync_index,
 )
 from trainer.versions.publish import Publisher, manifest
+from trainer.versions.trained_tokens import TrainedStep, is_recorded, trained_steps
 from trainer.versions.weight_log import Trained, WeightLog
 from trainer.vision.reader import ImageReader
 

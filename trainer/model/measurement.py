@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from trainer.algorithms.batch import LossBatch
@@ -14,7 +16,6 @@ from trainer.algorithms.kl import kl
 from trainer.algorithms.registry import LoadedAlgorithm
 from trainer.data.micro_batch import MicroBatch
 from trainer.data.sequences import TrainingSequence
-from trainer.data.trained_tokens import FirstPass
 from trainer.metrics.statistics import TokenStats
 from trainer.parallel.processes import Processes
 
@@ -124,6 +125,18 @@ class Measurement:
             logp_diff=found.get("logp_diff"),
             same_version=(same, difference, largest) if same else None,
         )
+
+
+class FirstPass(NamedTuple):
+    """What the first training pass of a sequence gave.
+
+    Attributes:
+        logprobs: float32, (trained tokens,); minus infinity: the policy gave probability zero.
+        updates: optimiser steps since the current version.
+    """
+
+    logprobs: NDArray[np.float32]
+    updates: int
 
 
 class FirstPasses:

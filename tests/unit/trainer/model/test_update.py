@@ -24,11 +24,10 @@ from trainer.algorithms.advantages.grpo import standardized
 from trainer.algorithms.registry import load
 from trainer.data.micro_batch import collate
 from trainer.data.sequences import Tokens, TrainingSequence, tokens_by_version
-from trainer.data.trained_tokens import FirstPass
 from trainer.learning_rate import learning_rate
 from trainer.metrics.statistics import StepStats, TokenStats, staleness
 from trainer.model.files import TensorDtypes, load_masters, save_rounded
-from trainer.model.measurement import FirstPasses
+from trainer.model.measurement import FirstPass, FirstPasses
 from trainer.model.policy import Policy
 from trainer.model.scores import Scores
 from trainer.model.update import update

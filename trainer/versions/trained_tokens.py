@@ -12,18 +12,7 @@ from numpy.typing import NDArray
 
 from schemas.records import TrainedTokens, Trajectory
 from trainer.data.sequences import TrainingSequence
-
-
-class FirstPass(NamedTuple):
-    """What the first training pass of a sequence gave.
-
-    Attributes:
-        logprobs: float32, (trained tokens,); minus infinity: the policy gave probability zero.
-        updates: optimiser steps since the current version.
-    """
-
-    logprobs: NDArray[np.float32]
-    updates: int
+from trainer.model.measurement import FirstPass
 
 
 class TrainedStep(NamedTuple):
