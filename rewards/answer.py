@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import json
-import re
 from decimal import Decimal
 from typing import Any
 
 import orjson
 
 from schemas.records import Trajectory, TrajectoryStep
-from schemas.replies import AUXILIARY_TAGS, answer_in, loaded
+from schemas.replies import AUXILIARY_TAGS, answer_in, loaded, without_thoughts
 
-_TAG = "(?:think|thinking|thought|reasoning)"
-_THOUGHT = re.compile(
-    rf"\A(?:(?!<{_TAG}>).)*?</{_TAG}>|<(?P<tag>{_TAG})>(?:.*?</(?P=tag)>|.*)", re.DOTALL
-)
-"""A thought that the prompt has opened, or one in tags, closed or not."""
 Gold = str | int | float | Decimal | bool
 
 
@@ -75,14 +69,6 @@ def last_answer(trajectory: Trajectory) -> str:
     if text is None:
         raise ValueError("the last reply has no text")
     return without_thoughts(text)
-
-
-def without_thoughts(text: str) -> str:
-    """Return a reply without its thoughts.
-
-    A thought that is not closed ends with the text; one that the prompt has opened begins with it.
-    """
-    return _THOUGHT.sub("", text)
 
 
 def own_steps(trajectory: Trajectory) -> list[TrajectoryStep]:

@@ -7,6 +7,7 @@ content counts as absent. Reward functions, quality rules and assembly use this 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, NoReturn
 
@@ -22,6 +23,12 @@ SERVER_ITEMS = ("reasoning", "item_reference", "mcp_list_tools", "mcp_approval_r
 """Items of Responses that are neither messages nor calls, and that a client only sends back."""
 AUXILIARY_TAGS = frozenset({"sub_agent", "title", "summary", "compaction"})
 """Tags of an agent's auxiliary calls; their replies are not the agent's answer."""
+_TAG = "(?:think|thinking|thought|reasoning)"
+_THOUGHT_TAG = re.compile(f"</?{_TAG}>")
+_THOUGHT = re.compile(
+    rf"\A(?:(?!<{_TAG}>).)*?</{_TAG}>|<(?P<tag>{_TAG})>(?:.*?</(?P=tag)>|.*)", re.DOTALL
+)
+"""A thought that the prompt has opened, or one in tags, closed or not."""
 _ARGUMENTS = ("arguments", "input", "action", "operation")
 
 
@@ -152,6 +159,14 @@ def calls_in(reply: Any) -> Iterator[Call]:
     """Yield every tool call of a reply."""
     for item in items_of(reply):
         yield from calls_of(item)
+
+
+def without_thoughts(text: str) -> str:
+    """Return the words of a reply without its thoughts in tags such as <think>.
+
+    A thought that is not closed ends with the text; one that the prompt has opened begins with it.
+    """
+    return _THOUGHT.sub("", text) if _THOUGHT_TAG.search(text) else text
 
 
 def answer_in(reply: Any) -> str | None:

@@ -89,6 +89,8 @@ def on_step(
         last_turn_hash=_last_turn_hash(step) if matched.diverges else None,
         messages_hash=placement.messages_hash,
         call_id_hash=placement.call_id_hash,
+        exchange_hash=placement.exchange_hash,
+        words=placement.words,
     )
     made: list[Change] = []
     if trajectory is None:

@@ -9,21 +9,24 @@ first rule that matches:
   after an incomplete step;
 3. a new trajectory, if its conversation has no model turn yet. So rollouts of one prompt are
   never merged;
-4. the trajectory of the step whose reply is the last model turn in its request (`conversation`);
-5. the trajectory of the step whose prompt and response are the longest token prefix of its
+4. the trajectory of the step whose reply is the last model turn in its request (`conversation`).
+  Among several the longest token prefix wins, then the step whose request is the messages before
+  that turn;
+5. the trajectory of the step whose request is the messages before the last model turn, and whose
+  reply has most of that turn's words: the agent repeats the reply in another form;
+6. the trajectory of the step whose prompt and response are the longest token prefix of its
   prompt;
-6. the trajectory of the step whose tool call id occurs as text in the last model turn;
-7. the trajectory of the only step whose request is the longest prefix of its messages, if no
+7. the trajectory of the step whose tool call id occurs as text in the last model turn;
+8. the trajectory of the only step whose request is the longest prefix of its messages, if no
   step continues it yet;
-8. a new trajectory.
+9. a new trajectory.
 
-Rules 6 and 7 follow agents that repeat replies in another form. Rule 7 alone never separates
-rollouts with equal requests: such a step begins a trajectory.
+A reply that is found with the messages before it (rule 5) precedes an equal reply that is found
+without them (rule 4): call ids that are counted in each conversation repeat.
 
-Among several matching steps (identical replies) the longest token prefix wins, then a step that
-no other step continues, then the first one on the log. Only open trajectories are searched,
-except by rule 1. No choice loses data: a step in the wrong trajectory is a branch of its tree,
-counted as drift.
+Among steps that match alike the one that no other step continues wins, then the first one on the
+log. Only open trajectories are searched, except by rule 1. No choice loses data: a step in the
+wrong trajectory is a branch of its tree, counted as drift.
 
 An agent's session has one open trajectory at a time, split only by inactivity
 (`place_in_agent_session`).
@@ -43,11 +46,15 @@ from typing import Literal, NamedTuple
 from schemas.records import Step
 from stream_jobs.assemble.matching.conversation import (
     Conversation,
+    Turn,
     call_id_of,
     call_ids_in,
     conversation_of,
+    exchange_hash,
+    likeness,
     reply_hashes,
     reply_of,
+    words_of,
 )
 from stream_jobs.assemble.matching.retries import (
     ended_badly,
@@ -62,8 +69,10 @@ from stream_jobs.assemble.state.steps import OpenStep, OpenSteps, call_suffix
 StepPosition = tuple[str, int]
 """Trajectory id, and position of a step in it."""
 StepsOf = Callable[[str], OpenSteps]
-FEW = 8
+EXAMINED_MAX = 1024
 """Maximum number of steps that are examined one by one."""
+LIKE = 0.5
+"""Least share of common words of a turn and a reply that it repeats in another form."""
 STALE_MAX = 64
 """Stale heap entries that are tolerated, in addition to as many as there are live entries."""
 
@@ -147,8 +156,10 @@ class PrefixIndex:
         return None
 
 
-Lookup = tuple[Literal["reply", "messages", "call id", "idempotency", "failed prompt"], int]
-"""What finds a step, and its hash."""
+Lookup = tuple[
+    Literal["reply", "exchange", "messages", "call id", "idempotency", "failed prompt"], int
+]
+"""What finds a step, and its hash. exchange: messages and reply."""
 
 
 def _lookups(step: OpenStep) -> Iterator[Lookup]:
@@ -156,6 +167,8 @@ def _lookups(step: OpenStep) -> Iterator[Lookup]:
         yield "reply", step.reply_hash
     if step.messages_hash is not None:
         yield "messages", step.messages_hash
+    if step.exchange_hash is not None:
+        yield "exchange", step.exchange_hash
     if step.call_id_hash is not None:
         yield "call id", step.call_id_hash
     if step.idempotency_hash is not None:
@@ -225,7 +238,7 @@ class Placement(NamedTuple):
     Attributes:
         trajectory: None for a new trajectory.
         after: Position of the step that it continues.
-        reply_hash, messages_hash, call_id_hash: See `OpenStep`.
+        reply_hash, messages_hash, call_id_hash, exchange_hash, words: See `OpenStep`.
     """
 
     trajectory: str | None
@@ -233,6 +246,8 @@ class Placement(NamedTuple):
     reply_hash: int | None = None
     messages_hash: int | None = None
     call_id_hash: int | None = None
+    exchange_hash: int | None = None
+    words: bytes | None = None
 
 
 EXPLICIT = Placement(None, None)
@@ -245,30 +260,76 @@ def place_step(index: SessionIndex, steps_of: StepsOf, step_suffix: str, step: S
     """
     request, reply = conversation_of(step.request_json), reply_of(step.response_json)
     previous, reply_hash = reply_hashes(request.turns, reply)
-    begins = Placement(None, None, reply_hash, request.messages, call_id_of(reply))
+    begins = Placement(
+        None, None, reply_hash, request.messages, call_id_of(reply),
+        exchange_hash(request.messages, reply), words_of(reply) if reply is not None else None,
+    )  # fmt: skip
     if (known := index.calls.get(call_suffix(step_suffix))) is not None:
         return begins._replace(trajectory=known)
     if (retried := _retried_trajectory(index, steps_of, step)) is not None:
         return begins._replace(trajectory=retried)
     if request.turns == []:
         return begins
-    prompt = step.prompt_token_ids
-    linked = index.matches.get(("reply", previous)) if previous is not None else None
-    ends = index.prefixes.get(previous if linked is not None else None)
-    places = ends.longest(prompt) if prompt is not None and ends is not None else None
-    places = linked if places is None else places
-    place = (
-        places.best(steps_of)
-        if places is not None
-        else _by_rewritten_reply(index, steps_of, request)
-    )
+    place = _continued(index, steps_of, request, previous, step.prompt_token_ids)
     return begins if place is None else begins._replace(trajectory=place[0], after=place[1])
+
+
+def _continued(
+    index: SessionIndex,
+    steps_of: StepsOf,
+    request: Conversation,
+    previous: int | None,
+    prompt: bytes | None,
+) -> StepPosition | None:
+    """Return the step that a request continues, by rules 4 to 8.
+
+    Args:
+        previous: Hash of the last reply in its history.
+        prompt: Its token ids.
+    """
+
+    def by_tokens(reply: int | None) -> StepMatches | None:
+        ends = index.prefixes.get(reply)
+        return ends.longest(prompt) if prompt is not None and ends is not None else None
+
+    linked = index.matches.get(("reply", previous)) if previous is not None else None
+    if linked is not None and (found := by_tokens(previous)) is not None:
+        return found.best(steps_of)
+    before = request.prefixes[-1] if request.prefixes else None
+    asked = index.matches.get(("messages", before)) if before is not None else None
+    if asked is not None and request.turns:
+        turn = request.turns[-1]
+        exchange = exchange_hash(before, turn)
+        if exchange is not None and (found := index.matches.get(("exchange", exchange))):
+            return found.best(steps_of)
+        if (like := _most_like(asked, steps_of, turn)) is not None:
+            return like
+    if linked is not None:
+        return linked.best(steps_of)
+    if (found := by_tokens(None)) is not None:
+        return found.best(steps_of)
+    return _by_rewritten_reply(index, steps_of, request)
+
+
+def _most_like(places: StepMatches, steps_of: StepsOf, turn: Turn) -> StepPosition | None:
+    """Return the step whose reply has most words of a turn; None if it has too few of them."""
+    if len(places.offsets) > EXAMINED_MAX:
+        return None
+    words = words_of(turn)
+
+    def rank(place: StepPosition) -> tuple[float, float, bool, bool, int]:
+        contained, alike = likeness(words, steps_of(place[0])[place[1]].words or b"")
+        retried, continued, offset = _rank(place, steps_of)
+        return -contained, -alike, retried, continued, offset
+
+    ranked, place = min((rank(place), place) for place in places.offsets)
+    return place if -ranked[0] >= LIKE else None
 
 
 def _by_rewritten_reply(
     index: SessionIndex, steps_of: StepsOf, request: Conversation
 ) -> StepPosition | None:
-    """Return the step that a request continues if its history rewrites the reply."""
+    """Return the step that a request continues if nothing of the reply is left in its history."""
     if not request.turns:
         return None
     for call_id in call_ids_in(request.turns[-1]):
@@ -284,7 +345,7 @@ def _by_rewritten_reply(
 
 def _only(places: StepMatches, steps_of: StepsOf) -> StepPosition | None:
     """Return the only unclaimed step; None if several trajectories have one, or none has."""
-    if len(places.offsets) > FEW:
+    if len(places.offsets) > EXAMINED_MAX:
         return None
     unclaimed = [place for place in places.offsets if _rank(place, steps_of)[:2] == (False, False)]
     return (

@@ -7,7 +7,9 @@ change. Therefore a reply and the request that continues it share one hash:
 - If the last model turn called tools: id, name and arguments of its last call. Ids are reduced
   to letters and digits. Most engines give each call its own id, so a truncated history is found
   as well.
-- Otherwise: the texts and last calls of all model turns so far.
+- Otherwise: the texts, without thoughts in tags, and last calls of all model turns so far.
+
+Agents that repeat a reply in another form change, add or remove some of its words (`words_of`).
 
 Chat completions, Messages and Responses are read alike. Unexpected shapes are treated as absent.
 """
@@ -17,20 +19,46 @@ from __future__ import annotations
 import hashlib
 import marshal
 import re
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
+from operator import xor
 from typing import Any, NamedTuple
+from zlib import crc32
 
 import orjson
 
-from schemas.replies import CALL_ITEMS, TEXT_BLOCKS, Call, calls_of, items_of, loaded, texts_of
+from schemas.replies import (
+    CALL_ITEMS,
+    TEXT_BLOCKS,
+    Call,
+    calls_of,
+    is_model_item,
+    items_of,
+    loaded,
+    texts_of,
+    without_thoughts,
+)
 from stream_jobs.assemble.matching.token_prefix import digest_hash, hash_of
 
 MARSHAL_VERSION = 2
 """The latest version whose bytes depend only on the value."""
 
 
+CONVERSATION_FIELDS = frozenset({"messages", "input", "prompt"})
+PROMPT_FIELDS = CONVERSATION_FIELDS | {
+    *("model", "system", "instructions", "suffix", "previous_response_id", "conversation"),
+    *("tools", "functions", "tool_choice", "response_format", "text", "documents"),
+    *("chat_template", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"),
+    *("reasoning", "reasoning_effort"),
+}
+"""Fields of a request that make its prompt. The others say how to sample, send or label it."""
+
 TEXT_SEARCHED = 64 << 10
 IDS_LOOKED_UP = 256
+WORD_BYTES = 256
+"""Length of beginning and end of a turn of which the words are read."""
+WORDS = 32
+_WORDS = re.compile(rb"[0-9A-Za-z_\x80-\xff]+")
 _QUOTED = re.compile(r"""(?<=["'])[A-Za-z0-9_.:-]{4,128}(?=["'])""")
 
 Turn = Sequence[Mapping[str, Any]]
@@ -49,7 +77,8 @@ class Conversation(NamedTuple):
     Attributes:
         turns: See `turns_of`.
         messages: Hash of all messages; None if unreadable.
-        prefixes: Hashes of the messages before each run of model messages, oldest first.
+        prefixes: Hashes of the messages before each run of model messages, oldest first. A reply
+            to such messages is in the run behind them.
     """
 
     turns: list[Turn] | None
@@ -64,9 +93,7 @@ def conversation_of(request_json: bytes) -> Conversation:
         return Conversation(None, None, ())
     hashed, prefixes, before = hashlib.sha256(b"messages"), list[int](), False
     for item in items:
-        is_model = isinstance(item, dict) and (
-            item.get("role") == "assistant" or item.get("type") in CALL_ITEMS
-        )
+        is_model = is_model_item(item)
         if is_model and not before:
             prefixes.append(digest_hash(hashed.digest()))
         before = is_model
@@ -94,6 +121,40 @@ def call_ids_in(turn: Turn) -> list[int]:
     ]
 
 
+def words_of(turn: Turn) -> bytes:
+    """Return a sample of the words of a turn and of its pairs of adjacent words, packed.
+
+    The words are those that the model said and those of its calls, without thoughts. The sample has
+    the lowest hashes, so two turns with common words have common hashes. Only the beginning and the
+    end of a long turn are read.
+    """
+    parts = [_said(turn).encode("utf-8", "surrogatepass")]
+    parts += [_packed(call) for item in turn for call in calls_of(item)]
+    said = b" ".join(parts)
+    if len(said) > 2 * WORD_BYTES:
+        said = said[:WORD_BYTES] + b" " + said[-WORD_BYTES:]
+    words = list(map(crc32, _WORDS.findall(said)))
+    hashes = set(words).union(map(xor, words, words[1:]))
+    return array("H", [hashed >> 16 for hashed in sorted(hashes)[:WORDS]]).tobytes()
+
+
+def likeness(words: bytes, others: bytes) -> tuple[float, float]:
+    """Compare two samples of `words_of`.
+
+    Returns:
+        The share of the smaller one that is in both, and that of both together: words that are
+        added to a reply, or removed from it, leave the first one at 1.
+    """
+    first, second = set(array("H", words)), set(array("H", others))
+    if len(first) == WORDS or len(second) == WORDS:  # of what only one samples, nothing is known
+        last = min(max(one) for one in (first, second) if len(one) == WORDS)
+        first, second = ({word for word in one if word <= last} for one in (first, second))
+    if not first or not second:
+        return 0.0, 0.0
+    both = len(first & second)
+    return both / min(len(first), len(second)), 2 * both / (len(first) + len(second))
+
+
 def reply_of(response_json: bytes) -> Turn | None:
     """Return the turn of a recorded reply; None if it is empty."""
     parsed = _loaded(response_json)
@@ -118,6 +179,20 @@ def turn_hash(turn: Turn) -> int:
     """
     text, call = _text(turn).encode("utf-8", "surrogatepass"), last_call_in(turn) or b""
     return hash_of(b"turn", len(text).to_bytes(8, "little"), text, call)
+
+
+def exchange_hash(messages: int | None, turn: Turn | None) -> int | None:
+    """Return the hash of a request's messages and the whole reply to it: what the model said,
+    without thoughts, and all of its calls. None without one of both.
+    """
+    if messages is None or turn is None:
+        return None
+    hashed = hashlib.sha256(messages.to_bytes(8, "little"))
+    _add_sized(hashed, _said(turn).encode("utf-8", "surrogatepass"))
+    for item in turn:
+        for call in calls_of(item):
+            _add_sized(hashed, _packed(call))
+    return digest_hash(hashed.digest())
 
 
 class ReplyHashes(NamedTuple):
@@ -154,11 +229,21 @@ def _of_call(call: bytes | None) -> int | None:
 
 
 def _add(hashed: hashlib._Hash, turn: Turn) -> None:
-    _add_sized(hashed, last_call_in(turn) or _text(turn).encode("utf-8", "surrogatepass"))
+    _add_sized(hashed, last_call_in(turn) or _said(turn).encode("utf-8", "surrogatepass"))
 
 
 def _add_sized(hashed: hashlib._Hash, data: bytes) -> None:
     hashed.update(len(data).to_bytes(8, "little") + data)
+
+
+def prompt_of(request_json: bytes) -> bytes:
+    """Return the part of a request that makes its prompt, equal for equal JSON; all of a request
+    that has no such part or is unreadable.
+    """
+    parsed = _loaded(request_json)
+    if not isinstance(parsed, dict) or not CONVERSATION_FIELDS & parsed.keys():
+        return request_json
+    return _dumped({name: value for name, value in parsed.items() if name in PROMPT_FIELDS})
 
 
 def request_items(request_json: bytes) -> list[Any] | None:
@@ -236,6 +321,12 @@ def _text(turn: Turn) -> str:
     if len(turn) == 1 and isinstance(content := turn[0].get("content"), str):
         return content.strip()
     return "\n".join(text for item in turn for text in texts_of(item)).strip()
+
+
+def _said(turn: Turn) -> str:
+    """Return the text of a turn without thoughts, which agents drop; whole if it has only them."""
+    text = _text(turn)
+    return without_thoughts(text).strip() or text
 
 
 def _packed(call: Call) -> bytes:

@@ -309,6 +309,7 @@ HASHES = (
     "last_turn_hash",
     "messages_hash",
     "call_id_hash",
+    "exchange_hash",
 )
 """The hashes of an `OpenStep`."""
 

@@ -45,6 +45,8 @@ class OpenStep(Struct, frozen=True, array_like=True):
             the sampled tokens.
         messages_hash, call_id_hash: In an anonymous session: hashes of the request's messages
             and of the id of the last tool call in the reply.
+        exchange_hash: In an anonymous session: hash of the request's messages and the whole reply.
+        words: In an anonymous session: a sample of the reply's words (`conversation.words_of`).
     """
 
     offset: int
@@ -68,6 +70,8 @@ class OpenStep(Struct, frozen=True, array_like=True):
     last_turn_hash: int | None = None
     messages_hash: int | None = None
     call_id_hash: int | None = None
+    exchange_hash: int | None = None
+    words: bytes | None = None
 
     @property
     def end(self) -> int:

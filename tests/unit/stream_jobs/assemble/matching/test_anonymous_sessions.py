@@ -180,11 +180,14 @@ def test_ids_that_are_counted_in_each_conversation_are_told_apart_by_the_message
 
 
 def test_a_reply_in_another_form_is_followed_only_where_nothing_else_fits() -> None:
-    rewritten = [*TASK, said("I had said: a"), user("go on")]
+    rewritten = [*TASK, said("in short"), user("go on")]
     w = fed(chat_step(0, TASK, said("a")), chat_step(1, rewritten, said("b")))
     # Another run: the first step already has a successor.
     w.feed((STEPS, 2, chat_step(2, rewritten, said("c"))))
     assert split(w) == [["C0", "C1"], ["C2"]]
+    with_its_words = [*TASK, said("I had said: a"), user("go on")]
+    w = fed(*[chat_step(i, with_its_words if i else TASK, said("a")) for i in range(3)])
+    assert split(w) == [["C0", "C1", "C2"]], "a branch, as after an equal reply"
     two = fed(
         *[chat_step(i, TASK, said(f"try {i}")) for i in range(2)],
         chat_step(2, rewritten, said("b")),
@@ -212,7 +215,7 @@ def test_forms_of_messages_that_agents_change_between_calls_are_the_same_beginni
 def test_a_step_of_an_unreadable_history_is_looked_up_and_not_searched() -> None:
     """A step uses the indexes and scans no other trajectory.
 
-    The test has many rollouts of one prompt whose agent rewrites the history.
+    Where its agent rewrites a reply, those with the same request are compared.
     """
     w = fed(*[chat_step(i, TASK, said(f"try {i:04}")) for i in range(200)])
     (index,) = w.state.session_indexes.values()
@@ -222,12 +225,15 @@ def test_a_step_of_an_unreadable_history_is_looked_up_and_not_searched() -> None
         looked.append(trajectory)
         return w.state.opened["r", trajectory].steps
 
-    unknown = chat_step(900, [*TASK, said("anew"), user("u")], said("x"))
+    unknown = chat_step(900, [*TASK[1:], said("anew"), user("u")], said("x"))
     assert place_step(index, steps_of, "C900.0", unknown).trajectory is None
     anew = [*TASK, said("try 0150"), user("u")]
     found = chat_step(901, anew, said("x"), request_json=b'{"prompt": "..."}')
     assert place_step(index, steps_of, "C901.0", found).trajectory == f"{ANONYMOUS_KEY}~C150"
     assert looked == [] and len(index.prefixes[None].lengths) == 1
+    longer = chat_step(902, [*TASK, said("try 0150!"), user("u")], said("x"))
+    assert place_step(index, steps_of, "C902.0", longer).trajectory == f"{ANONYMOUS_KEY}~C150"
+    assert len(looked) <= 2 * 200 + 2
 
 
 def test_without_a_readable_request_tokens_tell() -> None:
