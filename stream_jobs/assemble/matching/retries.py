@@ -7,9 +7,10 @@ Two steps are attempts at one choice when
   prompt; or
 - the client declares a retry (`x-stainless-retry-count` above 0), and an earlier step has the
   identical prompt.
-Prompts are identical when their token ids are equal; without token ids, when the requests are
-equal byte for byte. Equal prompts alone are separate rollouts. Choices of one call are never
-retries of each other.
+Prompts are identical when their token ids are equal; without token ids, when the parts of the
+requests that make the prompt are equal as JSON: clients order keys otherwise when they try again,
+or stream no more. Equal prompts alone are separate rollouts. Choices of one call are never retries
+of each other.
 
 The attempt that the client continued counts; else the complete one; else the later one. The
 other is marked.
@@ -21,6 +22,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from schemas.records import Step
+from stream_jobs.assemble.matching.conversation import prompt_of
 from stream_jobs.assemble.matching.token_prefix import hash_of
 from stream_jobs.assemble.state.steps import OpenStep, OpenSteps, call_suffix
 
@@ -43,7 +45,7 @@ def idempotency_hash(step: Step) -> int | None:
 
 def request_hash(step: Step) -> int:
     """Return the `prompt_hash` of a step without token ids."""
-    return hash_of(b"request\x1f", step.request_json)
+    return hash_of(b"request\x1f", prompt_of(step.request_json))
 
 
 def may_be_equal(prompt: int, other: int) -> bool:

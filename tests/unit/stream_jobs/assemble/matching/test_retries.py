@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import orjson
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -106,6 +107,50 @@ def test_before_the_engine_had_answered_the_request_itself_is_compared() -> None
         step("k", 2, [1], [2], **more),
     )
     assert marked(w).keys() == {"C0.0"}
+
+
+ASKED = {"model": "m", "messages": TASK, "stream": True, "max_tokens": 9, "metadata": {"try": 1}}
+
+
+@pytest.mark.parametrize(
+    ("again", "is_retry"),
+    [
+        (ASKED, True),
+        (dict(reversed(ASKED.items())), True),
+        (ASKED | {"stream": False, "max_tokens": 8}, True),
+        (ASKED | {"client_metadata": {"b": "2", "a": "1"}, "metadata": {"try": 2}}, True),
+        (ASKED | {"stream_options": {"include_usage": True}, "user": "u"}, True),
+        (ASKED | {"messages": [{"content": "Fix the bug.", "role": "user"}]}, True),
+        (ASKED | {"messages": [{"content": "Fix a bug.", "role": "user"}]}, False),
+        (ASKED | {"tools": [{"name": "ls"}]}, False),
+        (ASKED | {"system": "Be brief."}, False),
+    ],
+)
+@pytest.mark.parametrize("key", ["k", ANONYMOUS_KEY])
+def test_a_cut_call_is_retried_by_an_equal_prompt_in_other_bytes(
+    key: str, again: dict[str, Any], is_retry: bool
+) -> None:
+    """Codex orders the keys of its metadata anew, Claude Code streams no more."""
+    cut = chat_step(
+        0, TASK, {"content": "Fix"}, key, False, status="error", request_json=orjson.dumps(ASKED)
+    )
+    repeat = chat_step(1, TASK, {"content": "Done"}, key, False, request_json=orjson.dumps(again))
+    if key == ANONYMOUS_KEY and not is_retry:
+        w = InMemoryPartition().feed((STEPS, 0, cut), (STEPS, 1, repeat))
+        assert len(w.state.opened) == 2
+        return
+    found = marked(closed(cut, repeat))
+    assert found == ({"C0.0": "retried as C1.0: error, then asked again"} if is_retry else {})
+
+
+@pytest.mark.parametrize("request_json", [b"{", b"[1]", b'{"prompt_embeds": "x"}'])
+def test_a_request_without_a_prompt_is_compared_whole(request_json: bytes) -> None:
+    cut, same = (
+        chat_step(i, TASK, {"content": "x"}, "k", False, request_json=request_json) for i in (0, 1)
+    )
+    cut = replace(cut, status="error")
+    other = replace(same, request_json=request_json + b" ")
+    assert list(marked(closed(cut, same))) == ["C0.0"] and not marked(closed(cut, other))
 
 
 def test_what_came_late_to_the_log_but_ended_badly_gives_way() -> None:
