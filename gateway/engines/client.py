@@ -8,6 +8,7 @@ from types import TracebackType
 
 from gateway.asgi.content_encoding import READABLE, Inflater, TooMuch, unpacked
 from gateway.asgi.in_flight_limits import ReplyReservation
+from gateway.asgi.sse import LONGEST_FIELD, begins_events
 from gateway.capture.stream import MAX_STREAM
 from gateway.clock import Clock
 from gateway.engines.circuit_breaker import By
@@ -15,7 +16,7 @@ from gateway.engines.engine import Engine
 from gateway.engines.http1 import Connection
 from gateway.engines.pool import EnginePool
 from gateway.engines.registry import EngineRegistry, EngineSpec
-from gateway.engines.retry_policy import Outcome, outcome_of, pause_s, retries
+from gateway.engines.retry_policy import Outcome, is_redirect, outcome_of, pause_s, retries
 from gateway.errors import NoEngine, Unreachable, UpstreamFailed, UpstreamTimeout
 from gateway.metrics import Metrics
 from gateway.protocols.request_fields import renamed
@@ -56,12 +57,20 @@ class Response:
         value = self._connection.headers.get(name.encode())
         return value.decode("latin-1") if value is not None else None
 
-    @property
-    def streams(self) -> bool:
-        """Whether the body is a stream of events that `pieces` can read."""
+    async def streams(self) -> bool:
+        """Return whether the body is a stream of events that `pieces` can read.
+
+        Some servers stream events under another content type; their first bytes tell.
+        """
         kind = self._connection.headers.get(b"content-type", b"")
-        readable = self.encoding is None or self.encoding in READABLE
-        return readable and kind[:17].lower() == b"text/event-stream"
+        if kind[:17].lower() == b"text/event-stream":
+            return self.encoding is None or self.encoding in READABLE
+        if self.encoding is not None:
+            return False
+        try:
+            return begins_events(await self._connection.peek(LONGEST_FIELD))
+        except (ConnectionError, TimeoutError) as error:
+            raise self._broken(error) from error
 
     async def read(self, held: ReplyReservation | None = None) -> bytes:
         """Read the whole body.
@@ -135,6 +144,16 @@ def broken(error: Exception, spec: EngineSpec) -> UpstreamFailed | UpstreamTimeo
         return UpstreamTimeout(f"the engine at {spec.base_url} {error or 'did not answer'}")
     return UpstreamFailed(
         f"the engine at {spec.base_url} went away: {type(error).__name__}: {error}"
+    )
+
+
+def redirected(spec: EngineSpec, status: int, response: Response) -> str:
+    """Say that an engine sent a redirect, which the gateway does not follow."""
+    location = response.header("location")
+    where = f" to {location[:300]}" if location else ""
+    return (
+        f"the engine at {spec.base_url} answered {status}, a redirect{where}: name the URL that "
+        "answers itself in gateway.upstreams"
     )
 
 
@@ -294,6 +313,9 @@ class UpstreamCall:
         response = Response(spec, engine, connection)
         if outcome == "replied":
             engine.answered(self._role)
+            if is_redirect(connection.status):
+                self._release()
+                raise UpstreamFailed(redirected(spec, connection.status, response))
             return response
         if outcome == "limited":
             engine.answered(self._role)

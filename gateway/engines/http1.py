@@ -134,6 +134,13 @@ class Connection(asyncio.Protocol):
         while not self._parts and not self.complete:
             await self._more()
 
+    async def peek(self, size: int) -> bytes:
+        """Return the first bytes of the body, at least `size` unless it ends before."""
+        while self._size < size and not self.complete:
+            await self._more()
+        first = self._parts[0] if self._parts else b""
+        return first[:size] if len(first) >= size else b"".join(self._parts)[:size]
+
     async def read(self, take: Callable[[int], Awaitable[None]] | None = None) -> bytes:
         """Read the rest of the body.
 

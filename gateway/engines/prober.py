@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import orjson
 
 from gateway.engines.request_heads import VERSION_PATH
+from gateway.engines.retry_policy import is_redirect
 from gateway.errors import Unreachable
 from gateway.protocols.base import EngineKind
 from runtime.logs import logger
@@ -37,7 +38,8 @@ class Prober:
         self.first_probe = asyncio.Event()
         self._woken = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
-        self._stopped = False
+        self._stopped = self._redirects = False
+        self._location = ""
         self._unclear = 0
 
     def start(self, after_s: float = 0.0) -> None:
@@ -93,7 +95,8 @@ class Prober:
                 if kind is not None:
                     engine.found(kind)
             if up and engine.spec.kind != "text":
-                up = (await self._get("/health"))[0] < 500
+                status = (await self._get("/health"))[0]
+                up = status < 500 and not is_redirect(status)
         except (ConnectionError, TimeoutError, Unreachable) as error:
             engine.failed("probe", surely=isinstance(error, Unreachable))
             return
@@ -114,6 +117,7 @@ class Prober:
         """
         try:
             status, captures, body = await self._get(VERSION_PATH)
+            self._note_redirect(status)
         except TimeoutError:
             kind, up = None, True
         else:
@@ -126,6 +130,19 @@ class Prober:
         spec = self._engine.spec
         known = spec.worker_id is not None or (self._engine.kind_known and spec.kind != "text")
         return "text" if self._unclear >= MAX_UNCLEAR and not known else None
+
+    def _note_redirect(self, status: int) -> None:
+        """Log once that the engine redirects: its calls will fail."""
+        redirects, self._redirects = self._redirects, is_redirect(status)
+        if self._redirects and not redirects:
+            logger().warning(
+                "engine_redirects",
+                engine=self._engine.name,
+                base_url=self._engine.spec.base_url,
+                status=status,
+                location=self._location,
+                do="name the URL that answers itself in gateway.upstreams",
+            )
 
     async def _get(self, path: str) -> tuple[int, bool, bytes]:
         """Send a GET request.
@@ -144,17 +161,18 @@ class Prober:
             head = self._engine.heads.build("GET", path, {}, {}, None)
             connection.send(head, None, patience_s, patience_s)
             body = await connection.read()
+            self._location = connection.headers.get(b"location", b"").decode("latin-1")[:300]
             return connection.status, engine_frames.ASK.encode() in connection.headers, body
         finally:
             connection.release()
 
 
 def kind_of(status: int, captures: bool, body: bytes) -> EngineKind | None:
-    """Find the kind of an engine from its reply to `GET /version`; None: the engine is not up.
+    """Find the kind of an engine from its reply to `GET /version`; None: it shows none.
 
     captures: The reply has the header of our engine middleware.
     """
-    if status >= 500 or status == 429:
+    if status >= 500 or status == 429 or is_redirect(status):
         return None
     if status == 200 and captures:
         return "captured"

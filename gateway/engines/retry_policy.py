@@ -39,6 +39,11 @@ def outcome_of(status: int, kind: EngineKind) -> Outcome:
     return "replied"
 
 
+def is_redirect(status: int) -> bool:
+    """Return whether a status is a redirect, which the gateway does not follow: no reply."""
+    return 300 <= status < 400
+
+
 def retries(outcome: Outcome, *, another_free: bool = False, broke_before: bool = False) -> bool:
     """Return whether the call is sent again.
 
