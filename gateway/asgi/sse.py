@@ -6,42 +6,73 @@ blank line included.
 
 from __future__ import annotations
 
+import codecs
 import re
 
 ENDS = (b"\n\n", b"\r\n\r\n", b"\r\r")
 """Blank lines."""
 _END = re.compile(b"|".join(ENDS))
 
+TAIL = len(b"\r\n\r\n") - 1
 MAX_EVENT = 8 << 20
 """Maximum bytes of an event; enough for the ids of a prompt of a million tokens."""
 
 
-class EventSplitter:
-    """Splits chunks of any size into events. rest: Bytes of the incomplete event."""
+FIELDS = (b"data:", b"event:", b"id:", b"retry:", b":")
+LONGEST_FIELD = max(map(len, FIELDS))
 
-    __slots__ = ("rest",)
+
+def begins_events(start: bytes) -> bool:
+    """Return whether a body that starts with these bytes is a stream of events."""
+    return start.removeprefix(codecs.BOM_UTF8).lstrip(b"\r\n").startswith(FIELDS)
+
+
+class EventSplitter:
+    """Splits chunks of any size into events. size: Bytes of the incomplete event."""
+
+    __slots__ = ("_rest", "_tail", "size")
 
     def __init__(self) -> None:
-        self.rest = b""
+        self._rest: list[bytes] = []
+        self._tail = b""  # the last bytes of the rest, where a blank line may begin
+        self.size = 0
 
     def feed(self, piece: bytes) -> list[bytes]:
         """Return the events that this chunk completes, each with its blank line."""
-        buffer = self.rest + piece if self.rest else piece
+        if not self._rest:
+            return self._split(piece)
+        new = self._tail + piece
+        if b"\n\n" not in new and (b"\r" not in new or _END.search(new) is None):
+            # Join nothing before the event is complete: its pieces may be many.
+            self._keep(piece)
+            return []
+        return self._split(self.take() + piece)
+
+    def take(self) -> bytes:
+        """Remove and return the incomplete event."""
+        rest, self._rest, self._tail, self.size = b"".join(self._rest), [], b"", 0
+        return rest
+
+    def _split(self, buffer: bytes) -> list[bytes]:
         events, at = [], 0
-        # A blank line may begin in the last three bytes of the previous chunks.
-        begin = max(0, len(self.rest) - 3)
         if b"\r" in buffer:
-            for found in _END.finditer(buffer, begin):
+            for found in _END.finditer(buffer):
                 events.append(buffer[at : found.end()])
                 at = found.end()
         else:  # the usual case: a string search is much cheaper than a pattern
-            end = buffer.find(b"\n\n", begin)
+            end = buffer.find(b"\n\n")
             while end >= 0:
                 events.append(buffer[at : end + 2])
                 at = end + 2
                 end = buffer.find(b"\n\n", at)
-        self.rest = buffer[at:]
+        if at < len(buffer):
+            self._keep(buffer[at:])
         return events
+
+    def _keep(self, piece: bytes) -> None:
+        self._rest.append(piece)
+        self._tail = (self._tail + piece[-TAIL:])[-TAIL:]
+        self.size += len(piece)
 
 
 def data_of(event: bytes) -> bytes | None:

@@ -15,6 +15,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+
+class Pieces:
+    """A text in pieces, joined by `joined`: adding piece after piece would copy it each time."""
+
+    __slots__ = ("texts",)
+
+    def __init__(self, *texts: str) -> None:
+        self.texts = list(texts)
+
+    def __str__(self) -> str:
+        return "".join(self.texts)
+
+
 LABELS = frozenset({"type", "index", "id", "name", "role"})
 GROWING = frozenset({"text", "output_text", "thinking", "reasoning.text", "reasoning.summary"})
 """Types of blocks without an index that the next chunk continues."""
@@ -49,8 +62,13 @@ def begun(piece: Any) -> Any:
 def grown(before: Any, piece: Any) -> Any:
     """Return a field's value after another delta. May change `before` in place."""
     match before, piece:
+        case (Pieces(), str()):
+            before.texts.append(piece)
+            return before
         case (str(), str()):
-            return before + piece
+            return Pieces(before, piece) if before and piece else before or piece
+        case (Pieces(), _):
+            return grown(str(before), piece)
         case (dict(), dict()):
             grow(before, piece)
         case (list(), list()):
@@ -67,6 +85,24 @@ def grown(before: Any, piece: Any) -> Any:
         case (int() | float(), int() | float()):
             return before + piece
     return before
+
+
+def joined(whole: Any) -> Any:
+    """Join the texts of a merged value, in place where it is an object or list."""
+    if isinstance(whole, Pieces):
+        return str(whole)
+    waiting = [whole]
+    while waiting:
+        holder = waiting.pop()
+        if isinstance(holder, dict):
+            for name, value in holder.items():
+                if isinstance(value, Pieces):
+                    holder[name] = str(value)
+                elif isinstance(value, dict | list):
+                    waiting.append(value)
+        elif isinstance(holder, list):
+            waiting += [value for value in holder if isinstance(value, dict | list)]
+    return whole
 
 
 def _extend(whole: list[Any], pieces: list[Any]) -> None:

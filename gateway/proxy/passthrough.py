@@ -11,7 +11,12 @@ from gateway.asgi.messages import Scope, Send, header_map, send_reply
 from gateway.auth.authenticator import Principal
 from gateway.auth.key_limits import tokens_of_reply
 from gateway.errors import BadRequest, ClientGone, GatewayError
-from gateway.protocols.request_fields import model_of, object_of, with_whole_characters
+from gateway.protocols.request_fields import (
+    checked_model,
+    model_of,
+    object_of,
+    with_whole_characters,
+)
 from gateway.proxy.forwarding import content_headers, credentials_of, forwarded, with_query
 from gateway.proxy.paths import CallTarget
 from gateway.proxy.services import Services, held_body
@@ -65,7 +70,7 @@ class PassthroughEndpoint:
     ) -> Reply:  # fmt: skip
         services = self._services
         ref = services.trajectories.resolve(caller, headers, target.trajectory, target.prompt, {})
-        model = target.item if target.tail == "/models/" else None
+        model = checked_model(target.item) if target.tail == "/models/" else None
         if self.method == "POST":
             try:
                 payload = object_of(body)
