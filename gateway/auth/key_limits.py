@@ -14,7 +14,7 @@ from gateway.clock import Clock
 from gateway.errors import KeyLimited
 from gateway.protocols.reply_fields import loads
 from gateway.protocols.usage import usage_of
-from schemas.records import Step
+from schemas.records import Step, Usage
 
 DAY_S = 86400
 AT_ONCE_RETRY_S = 1
@@ -110,10 +110,15 @@ def tokens_of(steps: Sequence[Step]) -> int:
         return 0
     usage = steps[0].usage
     if usage is not None and usage.prompt_tokens is not None:
-        return usage.prompt_tokens + (usage.completion_tokens or 0)
+        return tokens_of_usage(usage)
     return (
         len(steps[0].prompt_token_ids or b"") + sum(len(s.response_token_ids or b"") for s in steps)
     ) // 4
+
+
+def tokens_of_usage(usage: Usage | None) -> int:
+    """Count the tokens that a reply reported."""
+    return 0 if usage is None else (usage.prompt_tokens or 0) + (usage.completion_tokens or 0)
 
 
 def tokens_of_reply(body: bytes) -> int:
@@ -132,8 +137,7 @@ def tokens_of_reply(body: bytes) -> int:
     if not isinstance(counts, dict):
         return 0
     for fields in (counts, {"prompt_tokens": counts.get("total_tokens")}):
-        usage = usage_of(fields)
-        if usage and (tokens := (usage.prompt_tokens or 0) + (usage.completion_tokens or 0)):
+        if tokens := tokens_of_usage(usage_of(fields)):
             return tokens
     return 0
 

@@ -114,6 +114,11 @@ class CapturedTokens:
         """Return why the prompt of a choice was rendered; None when not reported."""
         return self._rendered.get(index // (request.n // request.prompts))
 
+    @property
+    def sampled(self) -> bool:
+        """Whether the engine reported tokens of any choice."""
+        return bool(self._choices)
+
     def usage(self) -> Usage | None:
         """Count the reported tokens; None when the engine reported none."""
         if self.wrong is not None or not self._prompts:

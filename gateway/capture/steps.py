@@ -65,8 +65,9 @@ def steps_of(
     finished_at: int,
     unread: Unread | None = None,
     first_token_ms: float | None = None,
+    every: bool = False,
 ) -> list[Step]:
-    """Build one step per choice.
+    """Build one step per choice; none for a reply without choices of which no tokens are known.
 
     A choice that the engine aborted becomes an error even if `status` is "ok". The first step has
     the usage of the call, so that a sum over steps counts it once.
@@ -76,23 +77,33 @@ def steps_of(
         finished_at: Microseconds.
         unread: Unreadable parts of the reply: noted in every step, stored in the first one.
         first_token_ms: Time to the first bytes of a stream; None: no stream, or none came.
+        every: The client has the ids of all requested choices: one that did not come is an error.
     """
-    if parsed is None or (unread and not parsed.choices):
+    missing: set[int] = set()
+    if parsed is None or (not parsed.choices and (unread or captured.sampled)):
         choices = tuple(Choice(i, b"null", None) for i in range(call.request.n))
         model, usage = "", captured.usage()
     else:
         choices, model = parsed.choices, parsed.model or ""
         usage = merged(captured.usage(), parsed.usage)
-        if len(choices) > 1 and len({c.index for c in choices}) < len(choices):
-            # Some providers give every choice the index 0.
+        indexes = {c.index for c in choices}
+        if len(indexes) < len(choices) or (
+            indexes and max(indexes) >= max(call.request.n, len(choices))
+        ):
+            # Some providers give every choice the index 0, or begin with 1.
             choices = tuple(replace(choice, index=at) for at, choice in enumerate(choices))
+    if every:
+        missing = set(range(call.request.n)).difference(c.index for c in choices)
+        choices += tuple(Choice(index, b"null", None) for index in sorted(missing))
+    failed: StepStatus = "error" if status == "ok" else status
     steps = []
     for choice in choices:
         steps.append(
             _step(
-                call, choice, captured, sampler, status, model, finished_at, usage, first_token_ms
+                call, choice, captured, sampler, failed if choice.index in missing else status,
+                model, finished_at, usage, first_token_ms,
             )
-        )
+        )  # fmt: skip
         usage = None
     return _with_unread(steps, unread) if unread else steps
 

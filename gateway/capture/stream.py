@@ -2,12 +2,15 @@
 
 1. Split the bytes into events; the accumulator of the protocol parses each one. SSE comments of our
    middleware carry the tokens of the next event.
-2. Until a choice ends, forward each event at once and add it to the accumulator. `sent` is the
-   reply that a disconnecting client has received.
-3. From the first end of a choice on, hold all events until the caller makes the steps durable:
-   `whole`, then `held`.
+2. Forward each event at once and add it to the accumulator. `sent` is the reply that a
+   disconnecting client has received.
+3. Hold an event in which a choice ends, and all that follow it, until one brings more of a message:
+   some providers name a finish reason in every chunk, and one choice ends before another. The last
+   of these events, the end marker and an error are held until the caller makes the steps durable:
+   `whole`, then `held`. So the client never has the end of a reply before its steps are durable.
 4. Forward an unreadable event like any other; keep it in `unread`. After an oversized event, stop
-   parsing and hold the rest of the stream, because it may contain the end of a choice.
+   parsing and hold the rest of the stream, because it may contain the end of a choice. An event of
+   an unknown type is kept in `unread`, too, unless the end of the stream repeats the whole reply.
 """
 
 from __future__ import annotations
@@ -20,8 +23,10 @@ from gateway.capture.unread import Unread
 from gateway.errors import GatewayError, UpstreamFailed
 from gateway.protocols.adapter import ReplyAccumulator
 from gateway.protocols.base import NOT_THE_PROTOCOL, ParsedEvent, ParsedReply
+from gateway.protocols.reply_fields import EngineError, named_error
 from schemas import engine_frames
 
+DONE = b"[DONE]"
 MAX_STREAM = 256 << 20
 """Maximum bytes of a stream, which is kept until its steps are recorded."""
 
@@ -46,9 +51,10 @@ class EventStream:
         self._frames: list[bytes] = []  # of the next event
         self._held: list[bytes] = []
         self._unsent: list[tuple[list[bytes], Any]] = []
-        self._holding = self._opaque = False
+        self._choice_ended = self._holding = self._opaque = self._unparsed = False
+        self._unknown: list[tuple[bytes, str]] = []
         self.ended = False
-        self.failure: str | None = None
+        self.failure: EngineError | GatewayError | None = None
         self.unread = Unread()
 
     def feed(self, piece: bytes) -> bytes:
@@ -67,14 +73,14 @@ class EventStream:
             if len(events) == 1
             else b"".join([self._event(e) for e in events])
         )
-        if len(self._splitter.rest) > MAX_EVENT:
+        if self._splitter.size > MAX_EVENT:
             self._stop_parsing()
         return out
 
     def _stop_parsing(self) -> None:
         """Stop parsing events after an oversized one."""
-        self._opaque = self._holding = True
-        rest, self._splitter.rest = self._splitter.rest, b""
+        self._opaque = self._holding = self._unparsed = True
+        rest = self._splitter.take()
         self.unread.add(rest, f"an event of more than {MAX_EVENT} bytes")
         self._held.append(rest)
 
@@ -88,20 +94,41 @@ class EventStream:
         try:
             parsed = self._accumulator.read(event, data)
         except NOT_THE_PROTOCOL as error:
-            self.unread.add(event, repr(error))
             parsed = ParsedEvent(None, event)
-        if parsed.failure is not None:
-            self.failure = parsed.failure
-        if parsed.ends or parsed.last or parsed.failure is not None:
+            if (failure := named_error(event, data)) is None:
+                self.unread.add(event, repr(error))
+                self._unparsed = True
+        else:
+            failure = parsed.failure or named_error(event, data)
+        if failure is not None:
+            self.failure = failure
+        elif parsed.unknown is not None:
+            self._unknown.append((event, parsed.unknown))
+        out = b""
+        if parsed.last or failure is not None:
             self._holding = True
             self.ended = self.ended or parsed.last
+        elif self._choice_ended and not self._holding and self._goes_on(parsed):
+            out = self._release()
+        self._choice_ended = self._choice_ended or parsed.ends
         frames, self._frames = self._frames, []  # a new list: held events keep the old one
-        if self._holding:
+        if self._holding or self._choice_ended:
             self._unsent.append((frames, parsed.update))
             self._held.append(parsed.client_bytes)
-            return b""
+            return out
         self._add(frames, parsed.update)
-        return parsed.client_bytes
+        return out + parsed.client_bytes if out else parsed.client_bytes
+
+    def _goes_on(self, parsed: ParsedEvent) -> bool:
+        return parsed.update is not None and self._accumulator.has_content(parsed.update)
+
+    def _release(self) -> bytes:
+        """Return the events that were held since a choice ended."""
+        frames, self._frames = self._frames, []  # those of the event that goes on
+        self._add_unsent()
+        self._frames, self._choice_ended = frames, False
+        held, self._held = self._held, []
+        return b"".join(held)
 
     def _add(self, frames: list[bytes], update: Any) -> None:
         for frame in frames:
@@ -113,7 +140,7 @@ class EventStream:
                 self.unread.add(b"", repr(error))
 
     def _pass(self, event: bytes) -> bytes:
-        if not self._holding:
+        if not (self._holding or self._choice_ended):
             return event
         self._held.append(event)
         return b""
@@ -121,10 +148,12 @@ class EventStream:
     def close(self) -> None:
         """Handle the end of the stream; a failure when choices have not ended."""
         self._add_unsent()
-        if self._splitter.rest:
-            self._held.append(self._splitter.rest)
+        if rest := self._splitter.take():
+            self._held.append(rest)
+            if data_of(rest) not in (None, DONE):  # clients ignore an event without a blank line
+                self._unknown.append((rest, "an event that is not complete"))
         unfinished = self._accumulator.unfinished()
-        if self.failure is None and not self.ended and unfinished and not self.unread:
+        if self.failure is None and not self.ended and unfinished and not self._unparsed:
             self.fail(
                 UpstreamFailed(
                     f"the engine closed the stream too early: {unfinished} choices had not ended"
@@ -133,7 +162,7 @@ class EventStream:
 
     def fail(self, error: GatewayError) -> None:
         """End the stream with an error event, which is held, and set `failure`."""
-        self.failure, self.ended, self._holding = error.message, True, True
+        self.failure, self.ended, self._holding = error, True, True
         if self._held and not self._held[-1].endswith(ENDS):
             self._held.append(b"\n\n")  # complete the engine's partial event
         self._held.append(self._accumulator.error(error))
@@ -148,6 +177,10 @@ class EventStream:
 
     def sent(self) -> ParsedReply | None:
         """Return the reply forwarded so far; None when it cannot be assembled (see `unread`)."""
+        if not self._accumulator.whole:
+            for event, reason in self._unknown:
+                self.unread.add(event, reason)
+        self._unknown.clear()
         try:
             return self._accumulator.reply()
         except NOT_THE_PROTOCOL as error:

@@ -21,9 +21,8 @@ from gateway.protocols.base import (
     ParsedReply,
     Request,
 )
-from gateway.protocols.reply_fields import loads, mapping, text_or_none
+from gateway.protocols.reply_fields import engine_error, loads, mapping, text_or_none
 from gateway.protocols.request_fields import (
-    error_text,
     model_of,
     object_of,
     stream_of,
@@ -52,8 +51,17 @@ class ReplyAccumulator(ABC):
         """Apply the update of a parsed event."""
 
     @abstractmethod
+    def has_content(self, update: Any) -> bool:
+        """Return whether an update adds to a message, so that a choice goes on after its end."""
+
+    @abstractmethod
     def reply(self) -> ParsedReply:
         """Return the reply accumulated so far."""
+
+    @property
+    def whole(self) -> bool:
+        """Whether the last event repeated the whole reply, also what was not understood before."""
+        return False
 
     @abstractmethod
     def error(self, error: GatewayError) -> bytes:
@@ -97,8 +105,9 @@ class ProtocolAdapter(ABC):
         """Parse a plain reply. An unreadable one keeps its body and sets `unread`."""
         try:
             payload = mapping(loads(body))
-            if (error := payload.get("error")) and not self._has_output(payload):
-                return ParsedReply((), None, body, failure=error_text(error))
+            usage = usage_of(payload.get("usage"))
+            if not self._has_output(payload) and (error := engine_error(payload)) is not None:
+                return ParsedReply((), None, body, failure=error, usage=usage)
             model = text_or_none(payload.get("model"))
             choices = self._choices(payload, request, kind)
             if kind == "vllm" and self._strip(payload, request):
@@ -106,7 +115,7 @@ class ProtocolAdapter(ABC):
         except NOT_THE_PROTOCOL as error:
             unread = f"the reply is not {self.reply_noun}: {error!r}"
             return ParsedReply((), None, body, unread=unread)
-        return ParsedReply(choices, model, body, usage=usage_of(payload.get("usage")))
+        return ParsedReply(choices, model, body, usage=usage)
 
     @abstractmethod
     def accumulator(self, request: Request, kind: EngineKind) -> ReplyAccumulator:

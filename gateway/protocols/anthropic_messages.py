@@ -8,7 +8,6 @@ adapter converts them to Anthropic's.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import orjson
@@ -17,16 +16,19 @@ from gateway.asgi.error_replies import ErrorFormat, http_error_of
 from gateway.errors import GatewayError
 from gateway.protocols.adapter import ProtocolAdapter, ReplyAccumulator
 from gateway.protocols.base import Choice, EngineKind, ParsedEvent, ParsedReply, Request
+from gateway.protocols.message_deltas import grow, joined
 from gateway.protocols.reply_fields import (
     array,
+    described,
     dumps,
+    engine_error,
     loads,
     mapping,
     number,
     text,
     text_or_none,
 )
-from gateway.protocols.request_fields import check_messages, error_text
+from gateway.protocols.request_fields import check_messages
 from gateway.protocols.usage import usage_of
 
 STOP_REASONS = {
@@ -90,7 +92,7 @@ class AnthropicErrors:
             and error.get("type") in _ALL_TYPES
         ):
             return body
-        return _error(type_of(status), error_text(error))
+        return _error(type_of(status), described(error).message)
 
 
 ANTHROPIC_ERRORS = AnthropicErrors()
@@ -128,28 +130,28 @@ def finish_of(stop_reason: str | None) -> str:
 
 
 class _Block:
-    """Buffer of one content block: its initial fields and the text deltas of each field."""
+    """Buffer of one content block.
 
-    __slots__ = ("begun", "citations", "pieces", "signature")
+    fields: Its initial fields, and those of other deltas. pieces: The text deltas of each field.
+    """
 
-    def __init__(self, begun: Mapping[str, Any]) -> None:
-        self.begun = begun
+    __slots__ = ("citations", "fields", "pieces")
+
+    def __init__(self, fields: dict[str, Any]) -> None:
+        self.fields = fields
         self.pieces: dict[str, list[str]] = {}
-        self.signature: str | None = None
         self.citations: list[Any] = []
 
     def whole(self) -> dict[str, Any]:
-        block = dict(self.begun)
+        block = dict(joined(self.fields))
         for name, pieces in self.pieces.items():
-            before = block.get(name)
-            block[name] = (before if isinstance(before, str) else "") + "".join(pieces)
-        if self.signature is not None:
-            block["signature"] = self.signature
+            before, added = block.get(name), "".join(pieces)
+            if added or name in block:  # servers send empty texts for blocks of other types
+                block[name] = (before if isinstance(before, str) else "") + added
         if self.citations:
             block["citations"] = self.citations
-        if (arguments := block.get(ARGUMENTS)) == "":
-            del block[ARGUMENTS]  # no delta changed the initial input
-        elif isinstance(arguments, str):
+        arguments = block.get(ARGUMENTS)
+        if isinstance(arguments, str):
             try:
                 block["input"] = loads(arguments.encode("utf-8", "surrogatepass"))
                 del block[ARGUMENTS]
@@ -159,17 +161,23 @@ class _Block:
 
 
 ARGUMENTS = "partial_json"
+UNKNOWN_EVENT = "an event of an unknown type"
 _DELTAS = {"text_delta": "text", "thinking_delta": "thinking", "input_json_delta": ARGUMENTS}
 """Field of the delta, and of the content block, that each text delta extends."""
 
 
 class AnthropicMessagesAccumulator(ReplyAccumulator):
-    """Accumulator of a streamed message."""
+    """Accumulator of a streamed message.
+
+    Every start appends a block, as in Anthropic's clients. A delta belongs to the last block of its
+    index.
+    """
 
     def __init__(self) -> None:
         self._model: str | None = None
         self._role = "assistant"
-        self._blocks: dict[int, _Block] = {}
+        self._blocks: list[_Block] = []
+        self._last: dict[int, _Block] = {}
         self._finish: str | None = None
         self._usage: dict[str, Any] = {}
 
@@ -197,24 +205,28 @@ class AnthropicMessagesAccumulator(ReplyAccumulator):
                 return ParsedEvent(("delta", reason, payload.get("usage")), event, ends=True)
             case "message_stop":
                 return ParsedEvent(("stop",), event, ends=True, last=True)
-            case "error":
-                return ParsedEvent(None, event, failure=error_text(payload.get("error")))
-        return ParsedEvent(None, event)  # ping, and event types that Anthropic adds later
+            case "ping" | "content_block_stop":
+                return ParsedEvent(None, event)
+        error = engine_error(payload)
+        return ParsedEvent(None, event, failure=error, unknown=None if error else UNKNOWN_EVENT)
 
     def add(self, update: Any) -> None:
         match update:
             case ("piece", index, name, piece):
                 self._block(index).pieces.setdefault(name, []).append(piece)
-            case ("signature", index, signature):
-                self._block(index).signature = signature
+            case ("set", index, fields):
+                self._block(index).fields |= fields
             case ("citation", index, citation):
                 self._block(index).citations.append(citation)
+            case ("merge", index, fields):
+                grow(self._block(index).fields, fields)
             case ("block", index, begun):
-                self._blocks[index] = _Block(begun)
+                self._begin(index, begun)
             case ("message", model, role, blocks, usage):
                 self._model, self._role = model, role
                 self._count(usage)
-                self._blocks = {i: _Block(begun) for i, begun in enumerate(blocks)}
+                for index, begun in enumerate(blocks):
+                    self._begin(index, begun)
             case ("delta", reason, usage):
                 self._finish = self._finish if reason is None else finish_of(reason)
                 self._count(usage)
@@ -227,14 +239,22 @@ class AnthropicMessagesAccumulator(ReplyAccumulator):
             self._usage |= {name: value for name, value in usage.items() if value is not None}
 
     def _block(self, index: int) -> _Block:
-        return self._blocks.setdefault(index, _Block({}))
+        return self._last.get(index) or self._begin(index, {})
+
+    def _begin(self, index: int, begun: dict[str, Any]) -> _Block:
+        block = self._last[index] = _Block(begun)
+        self._blocks.append(block)
+        return block
+
+    def has_content(self, update: Any) -> bool:
+        return update[0] not in ("message", "delta", "stop")
 
     def reply(self) -> ParsedReply:
         if not self._blocks and self._finish is None:
             return ParsedReply((), self._model, b"")
         message = {
             "role": self._role,
-            "content": [block.whole() for _, block in sorted(self._blocks.items())],
+            "content": [block.whole() for block in self._blocks],
         }
         choice = Choice(0, dumps(message), self._finish)
         return ParsedReply((choice,), self._model, b"", usage=usage_of(self._usage))
@@ -246,10 +266,14 @@ class AnthropicMessagesAccumulator(ReplyAccumulator):
         return b"event: error\ndata: " + ANTHROPIC_ERRORS.body(error) + b"\n\n"
 
 
-def _delta(index: int, delta: Mapping[str, Any]) -> tuple[Any, ...] | None:
+def _delta(index: int, delta: dict[str, Any]) -> tuple[Any, ...]:
     kind = text(delta["type"])
     if (name := _DELTAS.get(kind)) is not None:
         return "piece", index, name, text(delta[name])
+    if kind == "citations_delta":
+        return "citation", index, delta["citation"]
     if kind == "signature_delta":
-        return "signature", index, text(delta["signature"])
-    return ("citation", index, delta["citation"]) if kind == "citations_delta" else None
+        return "set", index, {"signature": text(delta["signature"])}
+    fields = {name: value for name, value in delta.items() if name != "type"}
+    # Anthropic's clients take a summary from its only delta. Types that come later are merged.
+    return "set" if kind == "compaction_delta" else "merge", index, fields

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+from gateway.protocols.reply_fields import EngineError
 from schemas.records import Usage, VersionSpan
 
 NOT_THE_PROTOCOL = (ValueError, KeyError, TypeError, AttributeError, IndexError)
@@ -89,7 +90,7 @@ class ParsedReply:
     model: str | None
     body: bytes
     unread: str | None = None
-    failure: str | None = None
+    failure: EngineError | None = None
     usage: Usage | None = None
 
 
@@ -99,13 +100,15 @@ class ParsedEvent(NamedTuple):
     Attributes:
         update: Argument for `ReplyAccumulator.add`; None when the event adds nothing.
         client_bytes: Bytes to forward to the client.
-        ends: A choice has ended. This event and all later ones wait until the steps are durable.
+        ends: A choice has ended. This event waits for the next one: see `capture.stream`.
         last: No event follows.
         failure: An error that the engine reported.
+        unknown: Why the event was not understood, although it follows the protocol.
     """
 
     update: Any
     client_bytes: bytes
     ends: bool = False
     last: bool = False
-    failure: str | None = None
+    failure: EngineError | None = None
+    unknown: str | None = None

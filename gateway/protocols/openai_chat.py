@@ -7,10 +7,11 @@ the chunks that the engine sends only because it requested tokens.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import itemgetter
 from typing import Any
 
 from gateway.protocols.base import Choice, EngineKind, Request
-from gateway.protocols.message_deltas import begun, grow, grown
+from gateway.protocols.message_deltas import begun, grow, grown, joined
 from gateway.protocols.openai_choices import ChoiceBuffer, ChoiceDelta, ChoicesAdapter
 from gateway.protocols.reply_fields import (
     array,
@@ -55,7 +56,7 @@ class OpenAIChat(ChoicesAdapter):
         texts, fields, calls = [], [], []
         index, delta = choice_index(choice, choices), choice.get("delta")
         if delta is None:  # absent in content-filter chunks of Azure and some last chunks
-            delta = {}
+            delta = choice.get("message") or {}  # some servers send a plain reply as one event
         for name, value in mapping(delta).items():
             if name == "tool_calls":
                 calls += [_call(part) for part in array(value)]
@@ -68,6 +69,14 @@ class OpenAIChat(ChoicesAdapter):
             return ChoiceDelta(index, content, finish)
         ids, logprobs = array_or_none(choice.get("token_ids")), logprobs_of(choice.get("logprobs"))
         return ChoiceDelta(index, content, finish, None, ids, logprobs)
+
+    def has_content(self, content: _Content) -> bool:
+        texts, fields, calls = content
+        return bool(
+            calls
+            or any(text for _, text in texts)
+            or any(value for name, value in fields if name != "role")
+        )
 
     def only_tokens(self, chunk: Mapping[str, Any], asked: Mapping[str, Any]) -> bool:
         choices = chunk.get("choices") or []
@@ -111,44 +120,62 @@ def _call(part: Any) -> tuple[int | None, dict[str, Any]]:
 class _Calls:
     """Buffer of the tool calls of one choice.
 
-    Gemini sends no index. Then a delta with a new id, or with a name when the last call has a
-    name, begins a call. Any other delta belongs to the call with its id, else to the last call.
+    A delta begins a call if it has a new id, whatever its index: some providers give every call
+    the index 0, and Gemini sends no index. Without an id, it begins a call if it has a name and the
+    last call has one: without an index any name, with an index another name behind arguments.
+    Every other delta belongs to the call with its id, else to the last call of its index.
     """
 
-    __slots__ = ("_last", "_next", "_places", "calls")
+    __slots__ = ("_by_id", "_calls", "_last", "_next")
 
     def __init__(self) -> None:
-        self.calls: dict[int, dict[str, Any]] = {}
-        self._places: dict[str, int] = {}
-        self._last = self._next = 0
+        self._calls: list[tuple[int, dict[str, Any]]] = []
+        self._by_id: dict[tuple[int | None, str], dict[str, Any]] = {}
+        self._last: dict[int | None, dict[str, Any]] = {}  # None: the last call of all
+        self._next = 0
 
     def add(self, index: int | None, part: dict[str, Any]) -> None:
-        place = self._place(part) if index is None else index
-        self._last, self._next = place, max(self._next, place + 1)
-        call = self.calls.get(place)
+        call = self._call(index, part)
         if call is None:
-            call = self.calls[place] = {}
+            call = {}
+            place = self._next if index is None else index
+            self._calls.append((place, call))
+            self._next = max(self._next, place + 1)
+        self._last[index] = self._last[None] = call
+        made = part.get("id")
+        if isinstance(made, str) and made:
+            self._by_id[index, made] = self._by_id[None, made] = call
         grow(call, part)
 
     def whole(self) -> list[dict[str, Any]]:
         """Return the calls in order, without their index, as in a plain reply."""
-        found = sorted(self.calls.items())
+        found = sorted(self._calls, key=itemgetter(0))
         return [
-            {name: value for name, value in call.items() if name != "index"} for _, call in found
+            joined({name: value for name, value in call.items() if name != "index"})
+            for _, call in found
         ]
 
-    def _place(self, part: dict[str, Any]) -> int:
-        made = part.get("id")
+    def _call(self, index: int | None, part: dict[str, Any]) -> dict[str, Any] | None:
+        """Return the call that a delta continues; None: it begins one."""
+        made, last = part.get("id"), self._last.get(index)
         if isinstance(made, str) and made:
-            return self._places.setdefault(made, self._next)
-        last = self.calls.get(self._last)
-        return self._next if last is None or (_name(part) and _name(last)) else self._last
+            known = self._by_id.get((index, made))
+            if known is not None or last is None or last.get("id"):
+                return known
+            whole = _field(part, "name") and _field(last, "name")
+            return None if whole else last  # its id may come later than its name
+        if last is None or not (name := _field(part, "name")):
+            return last
+        before = _field(last, "name")
+        if index is None:
+            return None if before else last
+        return None if before not in (None, "", name) and _field(last, "arguments") else last
 
 
-def _name(call: dict[str, Any]) -> object:
-    """Return the name of the called function if the delta has it."""
+def _field(call: dict[str, Any], name: str) -> object:
+    """Return a field of the called function if the delta has it."""
     function = call.get("function")
-    return function.get("name") if isinstance(function, dict) else None
+    return function.get(name) if isinstance(function, dict) else None
 
 
 class _ChoiceBuffer(ChoiceBuffer):
@@ -193,7 +220,7 @@ class _ChoiceBuffer(ChoiceBuffer):
             self.fields[name] = begun(value) if before is None else grown(before, value)
 
     def message(self) -> bytes:
-        message = {"role": "assistant", "content": None} | self.fields
+        message = {"role": "assistant", "content": None} | joined(self.fields)
         message |= {name: "".join(parts) for name, parts in self.texts.items()}
         if self.calls is not None:
             message["tool_calls"] = self.calls.whole()

@@ -18,12 +18,19 @@ from gateway.asgi.error_replies import OPENAI_ERRORS
 from gateway.errors import GatewayError
 from gateway.protocols.adapter import ProtocolAdapter, ReplyAccumulator
 from gateway.protocols.base import Choice, EngineKind, ParsedEvent, ParsedReply, Request, Tokens
-from gateway.protocols.reply_fields import array, array_or_none, loads, mapping, text_or_none
-from gateway.protocols.request_fields import error_text
+from gateway.protocols.reply_fields import (
+    array,
+    array_or_none,
+    engine_error,
+    loads,
+    mapping,
+    text_or_none,
+)
 from gateway.protocols.token_fields import packed_tokens
 from gateway.protocols.usage import usage_of
 
 DONE = b"[DONE]"
+NO_CHOICES = "a chunk without choices and usage"
 
 
 class ChoiceDelta(NamedTuple):
@@ -88,6 +95,10 @@ class ChoicesAdapter(ProtocolAdapter):
     ) -> ChoiceDelta:
         """Read a choice of a chunk. Raises NOT_THE_PROTOCOL."""
 
+    @abstractmethod
+    def has_content(self, content: Any) -> bool:
+        """Return whether the content of a delta adds to the message."""
+
     def only_tokens(self, chunk: Mapping[str, Any], asked: Mapping[str, Any]) -> bool:
         """Return whether the engine sends this chunk only because tokens were requested."""
         return False
@@ -149,18 +160,24 @@ class ChoicesAccumulator(ReplyAccumulator):
         except orjson.JSONDecodeError:
             chunk = loads(data)
         chunk, adapter, asked, kind = mapping(chunk), self._adapter, self._asked, self._kind
-        if chunk.get("error"):
-            return ParsedEvent(None, event, failure=error_text(chunk["error"]))
-        choices = array(chunk.get("choices"))
+        choices, usage = array(chunk.get("choices")), chunk.get("usage")
+        if not choices or chunk.get("error"):
+            if (error := engine_error(chunk)) is not None:
+                return ParsedEvent(None, event, failure=error)
+            if "choices" not in chunk and not usage:
+                return ParsedEvent(None, event, unknown=NO_CHOICES)
         deltas = [adapter.delta(choice, choices, asked, kind) for choice in choices]
         prompt_ids = array_or_none(chunk.get("prompt_token_ids"))
-        update = text_or_none(chunk.get("model")), prompt_ids, deltas, chunk.get("usage")
+        ends = any(d.finish_reason for d in deltas)
+        if ends and not usage:  # Kimi reports it in the choice
+            usage = next((choice["usage"] for choice in choices if choice.get("usage")), None)
+        update = text_or_none(chunk.get("model")), prompt_ids, deltas, usage
         if kind == "vllm":  # the deltas keep the removed tokens
             if adapter.only_tokens(chunk, asked):
                 event = b""
             elif stripped(chunk, self._stripped):
                 event = b"data: " + orjson.dumps(chunk) + b"\n\n"
-        return ParsedEvent(update, event, ends=any(d.finish_reason for d in deltas))
+        return ParsedEvent(update, event, ends)
 
     def add(self, update: Any) -> None:
         model, prompt_ids, deltas, usage = update
@@ -176,6 +193,9 @@ class ChoicesAccumulator(ReplyAccumulator):
                 buffer.finish_reason = delta.finish_reason
             if self._kind == "vllm":
                 buffer.add_tokens(delta)
+
+    def has_content(self, update: Any) -> bool:
+        return any(self._adapter.has_content(delta.content) for delta in update[2])
 
     def reply(self) -> ParsedReply:
         choices = []

@@ -67,6 +67,9 @@ class OpenAICompletions(ChoicesAdapter):
             logprobs = logprobs[max(0, len(logprobs) - len(ids)) :]  # the prompt's come first
         return ChoiceDelta(index, text, finish, prompt_ids, ids, logprobs)
 
+    def has_content(self, content: str) -> bool:
+        return bool(content)
+
     def tokens_absent(self, asked: Mapping[str, Any], kind: EngineKind) -> str | None:
         if not asked.get("echo"):
             return None

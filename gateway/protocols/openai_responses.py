@@ -11,7 +11,8 @@ output from the earlier events.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import orjson
 
@@ -21,14 +22,15 @@ from gateway.protocols.adapter import ProtocolAdapter, ReplyAccumulator
 from gateway.protocols.base import Choice, EngineKind, ParsedEvent, ParsedReply, Request
 from gateway.protocols.reply_fields import (
     array,
+    described,
     dumps,
+    engine_error,
     loads,
     mapping,
     number,
     text,
     text_or_none,
 )
-from gateway.protocols.request_fields import error_text
 from gateway.protocols.usage import usage_of
 
 DONE = b"[DONE]"
@@ -59,6 +61,14 @@ _PARTS = {
     "response.content_part.added": "content",
     "response.reasoning_summary_part.added": "summary",
 }
+
+
+_WITHOUT_CONTENT = (
+    "part.added", ".done", ".queued", ".in_progress", ".completed", ".failed", ".searching",
+    ".generating", ".interpreting", ".keepalive",
+)  # fmt: skip
+"""Ends of the events that tell a state, or repeat what the deltas brought."""
+UNKNOWN_EVENT = "an event of an unknown type"
 
 
 class OpenAIResponses(ProtocolAdapter):
@@ -116,42 +126,75 @@ def finish_of(response: Mapping[str, Any], output: Sequence[Mapping[str, Any]]) 
     return "abort"  # cancelled, failed
 
 
-class _Item:
-    """Buffer of one output item.
+class _Part:
+    """Buffer of a part of an item: its initial fields, and the deltas of each text field."""
 
-    begun, parts: Initial item and parts. pieces: Their text deltas. done: The complete item.
-    """
+    __slots__ = ("at", "fields", "pieces", "where")
 
-    __slots__ = ("begun", "done", "parts", "pieces")
+    def __init__(self, where: str, at: int, fields: Mapping[str, Any]) -> None:
+        self.where, self.at, self.fields = where, at, fields
+        self.pieces: dict[str, list[str]] = {}
 
-    def __init__(self, begun: Mapping[str, Any]) -> None:
-        self.begun = begun
-        self.done: Mapping[str, Any] | None = None
-        self.parts: dict[tuple[str, int], Mapping[str, Any]] = {}
-        self.pieces: dict[tuple[str, int, str], list[str]] = {}
+    def add(self, field: str, piece: str) -> None:
+        """Add a text delta."""
+        self.pieces.setdefault(field, []).append(piece)
 
     def whole(self) -> dict[str, Any]:
+        """Return the part with its deltas."""
+        part = dict(self.fields)
+        for field, pieces in self.pieces.items():
+            before = part.get(field)
+            part[field] = (before if isinstance(before, str) else "") + "".join(pieces)
+        return part
+
+
+class _Item(_Part):
+    """Buffer of one output item. done: The complete item."""
+
+    __slots__ = ("done", "last", "parts")
+
+    def __init__(self, index: int, fields: Mapping[str, Any]) -> None:
+        super().__init__("", index, fields)
+        self.done: Mapping[str, Any] | None = None
+        self.parts: list[_Part] = []
+        self.last: dict[tuple[str, int], _Part] = {}
+
+    def begin(self, where: str, at: int, fields: Mapping[str, Any]) -> _Part:
+        """Begin a part, also where one has this place."""
+        part = self.last[where, at] = _Part(where, at, fields)
+        self.parts.append(part)
+        return part
+
+    def whole(self) -> dict[str, Any]:
+        """Return the item with its deltas."""
         if self.done is not None:
             return dict(self.done)
-        parts = {place: dict(part) for place, part in self.parts.items()}
-        item = dict(self.begun)
-        for (where, at, field), pieces in self.pieces.items():
-            grown = parts[where, at] if where else item
-            before = grown.get(field)
-            grown[field] = (before if isinstance(before, str) else "") + "".join(pieces)
-        for where in dict.fromkeys(where for where, _ in parts):
-            item[where] = [
-                part for (w, _), part in sorted(parts.items(), key=lambda p: p[0]) if w == where
-            ]
+        item = super().whole()
+        for where in dict.fromkeys(part.where for part in self.parts):
+            parts = sorted((p for p in self.parts if p.where == where), key=attrgetter("at"))
+            item[where] = [part.whole() for part in parts]
         return item
 
 
+class _Place(NamedTuple):
+    """The item of an event. Some providers omit every index, others only an index that is 0."""
+
+    at: int
+    item_id: str | None
+
+
 class OpenAIResponsesAccumulator(ReplyAccumulator):
-    """Accumulator of a streamed response."""
+    """Accumulator of a streamed response.
+
+    `output_item.added` begins an item, whatever its index. A later event belongs to the item with
+    its id, else to the last item of its index.
+    """
 
     def __init__(self) -> None:
         self._model: str | None = None
-        self._items: dict[int, _Item] = {}
+        self._items: list[_Item] = []
+        self._by_id: dict[str, _Item] = {}
+        self._last: dict[int, _Item] = {}
         self._response: Mapping[str, Any] | None = None
         self._output: list[dict[str, Any]] = []
         self._next = 0  # sequence number of the event behind the last one read
@@ -163,9 +206,9 @@ class OpenAIResponsesAccumulator(ReplyAccumulator):
         if isinstance(payload.get("sequence_number"), int):
             self._next = payload["sequence_number"] + 1
         kind = payload.get("type")
-        if kind == "error" or (kind is None and "error" in payload):
-            return ParsedEvent(None, event, failure=error_text(payload.get("error") or payload))
-        kind = text(kind)
+        if not isinstance(kind, str) or not kind.startswith("response."):
+            error = engine_error(payload)
+            return ParsedEvent(None, event, failure=error, unknown=None if error else UNKNOWN_EVENT)
         if kind in _LAST:
             response = {"status": kind.removeprefix("response."), "output": []} | mapping(
                 payload["response"]
@@ -174,37 +217,63 @@ class OpenAIResponsesAccumulator(ReplyAccumulator):
                 [mapping(i) for i in array(response["output"])],
                 text_or_none(response.get("model")),
             )
-            failure = error_text(response.get("error")) if kind == "response.failed" else None
+            failure = described(response.get("error")) if kind == "response.failed" else None
             return ParsedEvent(
                 ("response", model, response, output), event, ends=True, last=True, failure=failure
             )
-        return ParsedEvent(_update(kind, payload), event)
+        update = _update(kind, payload)
+        known = update is not None or kind.endswith(_WITHOUT_CONTENT)
+        return ParsedEvent(update, event, unknown=None if known else UNKNOWN_EVENT)
 
     def add(self, update: Any) -> None:
         match update:
-            case ("piece", index, place, piece):
-                self._item(index).pieces.setdefault(place, []).append(piece)
-            case ("part piece", index, where, at, part, field, piece):
-                item = self._item(index)
-                item.parts.setdefault((where, at), part)
-                item.pieces.setdefault((where, at, field), []).append(piece)
-            case ("part", index, where, at, part):
-                self._item(index).parts[where, at] = part
-            case ("item", index, begun):
-                self._items[index] = _Item(begun)
-            case ("done", index, item):
-                self._item(index).done = item
+            case ("piece", place, field, piece):
+                self._item(place).add(field, piece)
+            case ("part piece", place, where, at, part_type, field, piece):
+                item = self._item(place)
+                part = item.last.get((where, at))
+                if part is None:
+                    part = item.begin(where, at, {"type": part_type, field: ""})
+                part.add(field, piece)
+            case ("part", place, where, at, part):
+                self._item(place).begin(where, at, part)
+            case ("item", place, begun):
+                self._begin(place, begun)
+            case ("done", place, item):
+                self._completed(place, item.get("type")).done = item
             case ("begun", model):
                 self._model = model
             case ("response", model, response, output):
                 self._model = model or self._model
                 self._response, self._output = response, output
 
-    def _item(self, index: int) -> _Item:
-        return self._items.setdefault(index, _Item({}))
+    def _begin(self, place: _Place, fields: Mapping[str, Any]) -> _Item:
+        item = _Item(place.at, fields)
+        self._items.append(item)
+        self._last[place.at] = item
+        if place.item_id is not None:
+            self._by_id[place.item_id] = item
+        return item
+
+    def _item(self, place: _Place) -> _Item:
+        known = self._by_id.get(place.item_id) if place.item_id is not None else None
+        return known or self._last.get(place.at) or self._begin(place, {})
+
+    def _completed(self, place: _Place, kind: object) -> _Item:
+        """Return the item that an event completes: once, and of its own type."""
+        item = self._item(place)
+        same = item.done is None and item.fields.get("type", kind) == kind
+        return item if same else self._begin(place, {})
+
+    def has_content(self, update: Any) -> bool:
+        return update[0] not in ("begun", "response")
+
+    @property
+    def whole(self) -> bool:
+        return bool(self._output)
 
     def reply(self) -> ParsedReply:
-        output = [item.whole() for _, item in sorted(self._items.items())]
+        output = [item.whole() for item in sorted(self._items, key=attrgetter("at"))]
         if self._response is None:
             choices = (Choice(0, dumps({"output": output}), None),) if output else ()
             return ParsedReply(choices, self._model, b"")
@@ -227,35 +296,32 @@ class OpenAIResponsesAccumulator(ReplyAccumulator):
 
 
 def _update(kind: str, payload: Mapping[str, Any]) -> tuple[Any, ...] | None:
-    """Return the update of an event, or None. Some providers omit an index that is 0."""
-    index = number(payload.get("output_index", 0))
+    """Return the update of an event, or None."""
+    place = _place(payload)
     if (field := _ITEM_DELTAS.get(kind)) is not None:
-        return "piece", index, ("", 0, field), text(payload["delta"])
+        return "piece", place, field, text(payload["delta"])
     if (delta := _PART_DELTAS.get(kind)) is not None:
         where, part_type, field = delta
         at = number(payload.get(f"{where}_index", 0))
-        return (
-            "part piece",
-            index,
-            where,
-            at,
-            {"type": part_type, field: ""},
-            field,
-            text(payload["delta"]),
-        )
+        return "part piece", place, where, at, part_type, field, text(payload["delta"])
     if (holder := _PARTS.get(kind)) is not None:
-        return (
-            "part",
-            index,
-            holder,
-            number(payload.get(f"{holder}_index", 0)),
-            mapping(payload["part"]),
-        )
+        at = number(payload.get(f"{holder}_index", 0))
+        return "part", place, holder, at, mapping(payload["part"])
     match kind:
         case "response.output_item.added" if payload.get("item") is not None:
-            return "item", index, mapping(payload["item"])
+            return "item", place, mapping(payload["item"])
         case "response.output_item.done":
-            return "done", index, mapping(payload["item"])
+            return "done", place, mapping(payload["item"])
         case "response.created":
             return "begun", text_or_none(mapping(payload["response"]).get("model"))
     return None
+
+
+def _place(payload: Mapping[str, Any]) -> _Place:
+    index, item_id, item = payload.get("output_index"), payload.get("item_id"), payload.get("item")
+    if item_id is None and isinstance(item, dict):
+        item_id = item.get("id")
+    return _Place(
+        0 if index is None else number(index),
+        item_id if isinstance(item_id, str) and item_id else None,
+    )

@@ -18,14 +18,22 @@ def usage_of(payload: object) -> Usage | None:
     """Parse the `usage` object of a reply; None when it has no counts.
 
     Anthropic's `input_tokens` exclude tokens read from or written to the cache; OpenAI's
-    `prompt_tokens` include them. The result includes them.
+    `prompt_tokens` include them. The result includes them. Kimi and DeepSeek have own fields for
+    cached tokens. xAI's `completion_tokens` exclude reasoning tokens, as the total shows; the
+    result includes them.
     """
     if not isinstance(payload, dict) or not payload:
         return None
     prompt = _count(payload, "prompt_tokens", "input_tokens")
     cached = _detail(payload, INPUT_DETAILS, "cached_tokens")
+    if cached is None:
+        cached = _count(payload, "cached_tokens", "prompt_cache_hit_tokens")
     completion = _count(payload, "completion_tokens", "output_tokens")
     reasoning = _detail(payload, OUTPUT_DETAILS, "reasoning_tokens")
+    if prompt is not None and completion is not None and reasoning:
+        total = _count(payload, "total_tokens")
+        if total == prompt + completion + reasoning:
+            completion += reasoning
     if "input_tokens" in payload or cached is None:
         read = _count(payload, "cache_read_input_tokens")
         cached = read if cached is None else cached

@@ -18,18 +18,25 @@ from collections.abc import Sequence
 from gateway.asgi.client_disconnect import DisconnectWatcher
 from gateway.asgi.in_flight_limits import ReplyReservation
 from gateway.asgi.messages import Headers, Send
-from gateway.auth.key_limits import Counted, tokens_of
+from gateway.auth.key_limits import Counted, tokens_of, tokens_of_usage
 from gateway.capture.engine_tokens import NO_TOKENS, CapturedTokens
 from gateway.capture.steps import Call, Sampler, has_text, steps_of, steps_without_output
 from gateway.capture.stream import EventStream
 from gateway.capture.unread import Unread
 from gateway.engines.client import Response, UpstreamCall
 from gateway.engines.registry import EngineSpec
-from gateway.errors import ClientGone, NotRecorded, UpstreamFailed, UpstreamTimeout
+from gateway.errors import ClientGone, GatewayError, NotRecorded, UpstreamFailed, UpstreamTimeout
 from gateway.protocols.adapter import ProtocolAdapter
 from gateway.protocols.base import ParsedReply
+from gateway.protocols.reply_fields import EngineError
 from gateway.protocols.request_fields import with_fields
-from gateway.proxy.failed_calls import Attempt, Failure, engine_failure, failure_of
+from gateway.proxy.failed_calls import (
+    Attempt,
+    Failure,
+    engine_failure,
+    failure_of,
+    reported_failure,
+)
 from gateway.proxy.forwarding import (
     content_headers,
     credentials_of,
@@ -44,6 +51,7 @@ from schemas.records import Step, StepStatus
 
 MAX_NAMED = 32
 """Maximum number of step ids in a reply header; clients limit header sizes."""
+NOTHING = EngineError("the reply has no choice, no output and no error")
 
 
 class ProxiedCall:
@@ -83,7 +91,7 @@ class ProxiedCall:
                         await self._forward_error(response)
                         return "upstream_error"
                     self.captured = CapturedTokens(NO_TOKENS[spec.kind])
-                    streams = self.call.request.stream and response.streams
+                    streams = self.call.request.stream and await response.streams()
                     self._reply = reply = (StreamedReply if streams else PlainReply)(self, spec)
                     await reply.receive(response)
         except (ClientGone, asyncio.CancelledError) as error:
@@ -173,12 +181,14 @@ class ProxiedCall:
         self._first_token_ms = waited_s * 1000
         self.services.metrics.first_token.observe(waited_s)
 
-    def steps(self, parsed: ParsedReply | None, status: StepStatus, unread: Unread) -> list[Step]:
+    def steps(
+        self, parsed: ParsedReply | None, status: StepStatus, unread: Unread, every: bool = False
+    ) -> list[Step]:
         """Build the steps of the reply, see `steps_of`."""
         now = self.services.clock.micros()
         return steps_of(
             self.call, parsed, self.captured, self._sampler, status, now, unread,
-            self._first_token_ms,
+            self._first_token_ms, every,
         )  # fmt: skip
 
     async def record(self, steps: Sequence[Step]) -> None:
@@ -195,6 +205,10 @@ class ProxiedCall:
         if delivery == "spooled":
             services.metrics.steps_spooled.inc(len(steps))
 
+    def count(self, parsed: ParsedReply | None) -> None:
+        """Count the tokens of a reply of which no step is recorded."""
+        self._counted.tokens = tokens_of_usage(parsed.usage if parsed is not None else None)
+
     def answered(self, steps: Sequence[Step]) -> str:
         """Count the steps of a complete reply and return its outcome."""
         self.services.metrics.steps_answered.inc(sum(s.status == "ok" for s in steps))
@@ -206,7 +220,7 @@ class PlainReply:
 
     def __init__(self, call: ProxiedCall, spec: EngineSpec) -> None:
         self._call, self._kind = call, spec.kind
-        self._body = b""
+        self._body, self._status = b"", 200
         self._headers: Headers = []
 
     async def receive(self, response: Response) -> None:
@@ -215,7 +229,8 @@ class PlainReply:
         if self._kind == "captured":
             own = response.header(engine_frames.OWN_BODY)
             body = self._call.captured.split_trailer(body, own)
-        self._body, self._headers = body, content_headers(response, "application/json")
+        self._body, self._status = body, response.status
+        self._headers = content_headers(response, "application/json")
 
     def steps_sent(self) -> list[Step]:
         """Return no steps: nothing is sent before the reply is recorded."""
@@ -231,17 +246,20 @@ class PlainReply:
         steps = [] if parsed.failure is not None else call.steps(parsed, "ok", unread)
         if steps:
             await call.record(steps)
+        else:
+            call.count(parsed)
         try:
             async with call.client:
                 ids = [s.step_id for s in steps]
-                await call.start(200, self._headers, len(parsed.body), ids)
+                await call.start(self._status, self._headers, len(parsed.body), ids)
                 await call.send(parsed.body)
         except ClientGone:
             return "aborted"
-        if parsed.failure is None:
-            return call.answered(steps)
-        call.services.failed.record(call.attempt, engine_failure(200, parsed.body))
-        return "upstream_error"
+        finally:
+            if not steps:
+                failure = reported_failure(parsed.failure or NOTHING, self._status)
+                call.services.failed.record(call.attempt, failure)
+        return call.answered(steps) if steps else "upstream_error"
 
 
 class StreamedReply:
@@ -251,24 +269,26 @@ class StreamedReply:
         self._call = call
         accumulator = call.adapter.accumulator(call.call.request, spec.kind)
         self._stream = EventStream(accumulator, call.captured, spec.kind == "captured")
+        self._status = 200
+        self._headers: Headers = []
+        self._began = False
 
     async def receive(self, response: Response) -> None:
         """Forward the events of the stream; `EventStream` holds the rest."""
         call, stream = self._call, self._stream
-        headers = [
+        self._status = response.status
+        self._headers = [
             *returned(response.headers),
-            (b"content-type", response.headers[b"content-type"]),
+            (b"content-type", response.headers.get(b"content-type", b"text/event-stream")),
             (b"cache-control", b"no-cache"),
         ]
-        await call.start(200, headers, steps=call.call.step_ids)
-        waits = True
         try:
             async for piece in response.pieces():
                 await call.held.extend(len(piece))
                 if out := stream.feed(piece):
-                    if waits:
+                    if not self._began:
                         call.began_streaming()
-                        waits = False
+                        await self._begin(call.call.step_ids)
                     await call.send(out, more=True)
                 if stream.ended:
                     await response.settle()
@@ -277,32 +297,50 @@ class StreamedReply:
         except (UpstreamFailed, UpstreamTimeout) as error:
             stream.fail(error)
 
+    async def _begin(self, steps: Sequence[str]) -> None:
+        self._began = True
+        await self._call.start(self._status, self._headers, steps=steps)
+
     def steps_sent(self) -> list[Step]:
         """Return the steps of the forwarded part."""
-        return self._call.steps(self._stream.sent(), "aborted", self._stream.unread)
+        stream = self._stream
+        return self._call.steps(stream.sent(), "aborted", stream.unread, self._began)
 
     async def finish(self) -> str:
         """Record the steps, then send the rest of the stream; return the outcome."""
-        call, stream, failure = self._call, self._stream, None
+        call, stream, failure, failed = self._call, self._stream, None, None
         parsed = stream.whole()
-        steps = call.steps(parsed, "ok" if stream.failure is None else "error", stream.unread)
-        if stream.failure is not None and parsed is not None:
+        status: StepStatus = "ok" if stream.failure is None else "error"
+        # The header that the client has names a step of each choice.
+        steps = call.steps(parsed, status, stream.unread, every=self._began)
+        if stream.failure is not None and parsed is not None and not self._began:
             steps = [s for s in steps if s.response_token_ids or s.finish_reason or has_text(s)]
         try:
             if steps:
                 await call.record(steps)
-            elif stream.failure is not None:
-                failure = failure_of(UpstreamFailed(stream.failure))
-            last, failed = stream.held(), "error" if stream.failure is not None else None
+            else:
+                call.count(parsed)
+                failure = self._failure(stream.failure or NOTHING)
+            last = stream.held()
+            if stream.failure is not None or all(step.status == "error" for step in steps):
+                failed = "error"
         except NotRecorded as error:
             last, failed, failure = stream.error(error), "not_recorded", failure_of(error)
-        return await self._end(last, failure) or failed or call.answered(steps)
+            steps = []
+        return await self._end(last, failure, steps) or failed or call.answered(steps)
 
-    async def _end(self, last: bytes, failure: Failure | None) -> str | None:
+    def _failure(self, error: EngineError | GatewayError) -> Failure:
+        if isinstance(error, GatewayError):
+            return failure_of(error)
+        return reported_failure(error, self._status)
+
+    async def _end(self, last: bytes, failure: Failure | None, steps: Sequence[Step]) -> str | None:
         """Send the last part; return "aborted" if the client has left."""
         call = self._call
         try:
             async with call.client:
+                if not self._began:
+                    await self._begin([step.step_id for step in steps])
                 await call.send(last)
         except ClientGone:
             return "aborted"

@@ -23,6 +23,7 @@ from gateway.clock import Clock
 from gateway.durability.log import LogProducer, Message
 from gateway.errors import GatewayError
 from gateway.metrics import Metrics
+from gateway.protocols.reply_fields import EngineError
 from gateway.proxy.forwarding import traceparent_of
 from gateway.redaction.redactor import Redaction
 from runtime.logs import logger
@@ -79,6 +80,11 @@ def failure_of(error: GatewayError) -> Failure:
     """Describe an error of the gateway."""
     http = http_error_of(error)
     return Failure("gateway", http.status, http.type, error.message)
+
+
+def reported_failure(error: EngineError, status: int) -> Failure:
+    """Describe an error that an engine reported in a reply with this status."""
+    return Failure("engine", error.status or status, error.type, error.message)
 
 
 def engine_failure(status: int, body: bytes) -> Failure:

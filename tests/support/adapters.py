@@ -45,7 +45,8 @@ def streamed(
     places = sorted({0, len(data), *(c % (len(data) + 1) for c in cuts)})
     sent = b"".join(stream.feed(data[a:b]) for a, b in itertools.pairwise(places))
     stream.close()
-    return Streamed(sent + stream.held(), stream.whole(), stream.failure, stream.held())
+    failure = stream.failure.message if stream.failure is not None else None
+    return Streamed(sent + stream.held(), stream.whole(), failure, stream.held())
 
 
 def written(

@@ -1,10 +1,14 @@
 """Replies of other providers, and their official clients' readings.
 
-The replies are written by hand from the providers' documentation.
+The replies are written by hand from the providers' documentation, and from reports of what
+providers and proxies really sent (`reports`).
 
 `corpus/manifest.json` names each file and its protocol. `recorded` holds the messages of its steps
 where the client cannot produce them: it raises an error, drops a part, or has no accumulator.
-`finish` is the steps' finish reason in the terms of the record; null: the reply broke off.
+`finish` is the steps' finish reason in the terms of the record; null: the reply broke off. `status`
+is their status where `finish` does not tell it. `usage` lists prompt, cached, completion and
+reasoning tokens. `failed` is the failed call of a reply without a step: source, status and the
+begin of the message.
 """
 
 from __future__ import annotations
@@ -39,6 +43,9 @@ class Case:
     protocol: str
     finish: str | None
     recorded: list[Any] | None = None
+    status: str | None = None
+    usage: list[int | None] | None = None
+    failed: list[Any] | None = None
 
     @property
     def stream(self) -> bool:

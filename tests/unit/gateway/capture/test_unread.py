@@ -118,6 +118,17 @@ def test_the_name_of_a_content_type_has_no_case(tmp_path: Path, kind: str) -> No
     )
 
 
+@pytest.mark.parametrize("kind", ["text/plain", "application/octet-stream", JSON])
+@pytest.mark.parametrize("begin", [b"", b": wait\n\n", b"\n", b"event: message\n"])
+def test_events_are_known_by_their_first_bytes(tmp_path: Path, kind: str, begin: bytes) -> None:
+    got = get(tmp_path, reply(begin + STREAM, kind), stream=True)
+    assert (got.body, got.headers["content-type"]) == (begin + STREAM, kind)
+    assert "content-length" not in got.headers  # it was streamed
+    assert got.message == {"role": "assistant", "content": "Hello"}
+    got = get(tmp_path, reply(begin + STREAM, kind), stream=False)
+    assert got.unread == [begin + STREAM]
+
+
 @pytest.mark.parametrize("ending", [b"\r\n", b"\r"])
 def test_lines_end_as_the_standard_allows(tmp_path: Path, ending: bytes) -> None:
     said = STREAM.replace(b"\n", ending)
@@ -275,8 +286,10 @@ def test_an_error_behind_the_unread_ends_a_call_with_several_choices(tmp_path: P
     wrong, error = b'data: {"choices": 3}\n\n', b'data: {"error": {"message": "broken"}}\n\n'
     got = get(tmp_path, reply(wrong + error, EVENTS), stream=True, n=2)
     assert got.body == wrong + error
-    (step,) = got.steps
-    assert step.status == "error" and got.unread == [wrong] and untrainable(step)
+    assert got.headers["x-clawstream-step"] == ",".join(step.step_id for step in got.steps)
+    assert len(got.steps) == 2
+    assert all(step.status == "error" and untrainable(step) for step in got.steps)
+    assert orjson.loads(got.steps[0].response_json)["unread"][0]["bytes"].encode() == wrong
 
 
 def test_the_bytes_behind_the_last_event_pass_too(tmp_path: Path) -> None:

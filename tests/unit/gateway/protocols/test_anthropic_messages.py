@@ -230,7 +230,7 @@ def test_events_of_other_providers_pass() -> None:
     (choice,) = got.reply.choices
     assert choice.finish_reason == "content_filter"
     assert json.loads(choice.message_json)["content"] == [
-        {"type": "text", "text": "hi", "citations": [{"url": "u"}]}
+        {"type": "text", "text": "hi", "what": 1, "citations": [{"url": "u"}]}
     ]
 
 

@@ -20,7 +20,7 @@ from support.log_producer import InMemoryLogProducer
 from gateway.app import create_app
 from gateway.engines.registry import EngineRegistry
 from schemas.codec.single_object import Codec
-from schemas.records import Step
+from schemas.records import FailedCall, Step
 from schemas.settings import Settings
 
 CASES = cases()
@@ -34,6 +34,10 @@ class Outcome(NamedTuple):
     through: Seen
     raw: bytes
     steps: list[Step]
+    failed: list[FailedCall]
+    named: list[str]
+    """The steps that the header of a raw call names, and its records."""
+    raw_records: list[Step | FailedCall]
 
 
 async def outcomes(directory: Path) -> dict[str, Outcome]:
@@ -52,15 +56,22 @@ async def outcomes(directory: Path) -> dict[str, Outcome]:
                 url = f"{gateway}/{case.trajectory}/g"
                 straight, through = await clients.seen(case, engine), await clients.seen(case, url)
                 body = case.request() | ({"stream": True} if case.stream else {})
-                async with http.post(f"{gateway}/raw/g{PATHS[case.protocol]}", json=body) as got:
+                path = f"/raw-{case.trajectory}/g{PATHS[case.protocol]}"
+                async with http.post(gateway + path, json=body) as got:
                     raw = await got.read()
-                records = [
-                    codec.decode(m.value)
-                    for m in producer.messages
-                    if m.key == case.trajectory.encode()
-                ]
+                    named = got.headers.get("x-clawstream-step", "").split(",")
+                records, raw_records = (
+                    [codec.decode(m.value) for m in producer.messages if m.key == key.encode()]
+                    for key in (case.trajectory, f"raw-{case.trajectory}")
+                )
                 found[case.name] = Outcome(
-                    straight, through, raw, [r for r in records if isinstance(r, Step)]
+                    straight,
+                    through,
+                    raw,
+                    [r for r in records if isinstance(r, Step)],
+                    [r for r in records if isinstance(r, FailedCall)],
+                    [name for name in named if name],
+                    raw_records,
                 )
     return found
 
@@ -81,12 +92,18 @@ def test_a_client_sees_the_same_through_the_gateway(case: Case, played: dict[str
     outcome = played[case.name]
     assert outcome.raw == case.data
     assert outcome.through == outcome.straight
-    assert outcome.straight.parts or outcome.straight.error
+    assert outcome.straight.parts or outcome.straight.error or case.data.startswith(b"data: [DONE]")
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_the_record_is_what_the_client_has(case: Case, played: dict[str, Outcome]) -> None:
     outcome = played[case.name]
+    if case.failed is not None:
+        (failed,) = outcome.failed
+        source, status, message = case.failed
+        assert (outcome.steps, failed.source, failed.status) == ([], source, status)
+        assert failed.message.startswith(message)
+        return
     recorded: list[Any] = [orjson.loads(step.response_json) for step in outcome.steps]
     if case.recorded is None:
         assert outcome.straight.error is None
@@ -97,7 +114,25 @@ def test_the_record_is_what_the_client_has(case: Case, played: dict[str, Outcome
         )
         assert recorded == case.recorded
     assert {step.finish_reason for step in outcome.steps} <= {case.finish}
-    assert {step.status for step in outcome.steps} <= {"ok" if case.finish else "error"}
+    status = case.status or ("ok" if case.finish else "error")
+    assert {step.status for step in outcome.steps} <= {status}
+    if case.usage is not None:
+        usage = outcome.steps[0].usage
+        assert usage is not None and case.usage == [
+            usage.prompt_tokens,
+            usage.cached_tokens,
+            usage.completion_tokens,
+            usage.reasoning_tokens,
+        ]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_every_answer_leaves_steps_or_a_failed_call(case: Case, played: dict[str, Outcome]) -> None:
+    outcome = played[case.name]
+    assert bool(outcome.steps) != bool(outcome.failed)
+    steps = [r.step_id for r in outcome.raw_records if isinstance(r, Step)]
+    assert bool(outcome.named) == bool(steps) and set(outcome.named) <= set(steps)
+    assert len(outcome.raw_records) == (len(steps) or 1)
 
 
 def _told(value: Any) -> Any:

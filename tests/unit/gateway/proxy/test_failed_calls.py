@@ -191,7 +191,7 @@ def test_a_stream_that_fails_before_its_first_token_is_told(run_scenario: RunSce
     async def scenario(w: GatewayFixture) -> None:
         assert await post(w, body=ASK | {"stream": True}) == 200
         (failed,) = await told(w)
-        assert (failed.source, failed.status, failed.streamed) == ("gateway", 502, True)
+        assert (failed.source, failed.status, failed.streamed) == ("engine", 500, True)
 
     run_scenario(scenario, Script([HI], fail_after=0))
 
