@@ -272,13 +272,18 @@ def test_engine_that_fails_midway_is_an_error_step_and_an_error_event(
     )
 
 
-def test_engine_that_dies_before_a_token_leaves_no_step(run_scenario: RunScenario) -> None:
+def test_engine_that_dies_before_a_token_leaves_a_step_only_where_one_was_named(
+    run_scenario: RunScenario,
+) -> None:
     async def scenario(w: GatewayFixture) -> None:
         async with w.http.post(w.url + "/t/g/chat/completions", json=ASK | {"stream": True}) as r:
             assert b"error" in await r.read()
+            named = r.headers["x-clawstream-step"]
+        (step,) = w.steps()
+        assert (step.step_id, step.status, step.response_token_ids) == (named, "error", None)
         async with w.http.post(w.url + "/t/g/chat/completions", json=ASK) as r:
             assert r.status == 502 and (await r.json())["error"]["code"] == "upstream_failed"
-        assert w.records() == []
+        assert len(w.steps()) == 1
 
     run_scenario(scenario, Script([HI], die_after=1))
 
