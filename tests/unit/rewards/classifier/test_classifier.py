@@ -109,3 +109,76 @@ def test_a_model_of_hugging_face_rates_a_batch_as_it_rates_each(
     assert short == pytest.approx(expected[0], abs=1e-4)
     with pytest.raises(ValueError, match="label=2: "):
         classifier({"type": "disrm", "model": str(tmp_path), "label": 2})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("models_pad", "tokenizers_pad", "side"),
+    [
+        (None, None, "right"),
+        (2, "<|endoftext|>", "right"),
+        (None, "<|im_end|>", "left"),
+        (0, "<|endoftext|>", "left"),
+    ],
+)
+@pytest.mark.parametrize("family", ["Llama", "GPT2"])
+def test_the_score_is_that_of_the_last_token_alone_and_in_a_batch(
+    tmp_path: Path, family: str, models_pad: int | None, tokenizers_pad: str | None, side: str
+) -> None:
+    torch = pytest.importorskip("torch")
+    import transformers
+    from support.byte_tokenizer import byte_tokenizer
+    from support.model_families import SHAPE
+
+    torch.manual_seed(0)
+    tokenizer = byte_tokenizer("", size=300)
+    tokenizer.pad_token, tokenizer.padding_side = tokenizers_pad, side
+    shape = SHAPE if family == "Llama" else {"n_embd": 64, "n_layer": 2, "n_head": 2}
+    configuration = getattr(transformers, f"{family}Config")(
+        vocab_size=300, num_labels=1, pad_token_id=models_pad, eos_token_id=2, **shape
+    )
+    kind = getattr(transformers, f"{family}ForSequenceClassification")
+    model = kind(configuration).eval()
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+
+    texts = ["no<|im_end|>", "a longer answer<|im_end|>", "cut", "<|endoftext|>", "x<|endoftext|>"]
+    expected = []
+    with torch.inference_mode():
+        for text in texts:
+            ids = torch.tensor([tokenizer(text)["input_ids"]])
+            expected.append(float(model.score(model.base_model(ids)[0][0, -1])))
+    rate = classifier({"type": "disrm", "model": str(tmp_path), "raw": True})
+    assert rate([answered(text) for text in texts]) == pytest.approx(expected, abs=1e-4)
+    assert [rate([answered(text)])[0] for text in texts] == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pad", [None, "<|endoftext|>"])
+def test_an_encoder_scores_a_text_alone_and_in_a_batch_alike(
+    tmp_path: Path, pad: str | None
+) -> None:
+    torch = pytest.importorskip("torch")
+    from support.byte_tokenizer import byte_tokenizer
+    from transformers import BertConfig, BertForSequenceClassification
+
+    torch.manual_seed(0)
+    tokenizer = byte_tokenizer("", size=300)
+    tokenizer.pad_token = pad
+    model = BertForSequenceClassification(
+        BertConfig(
+            vocab_size=300, num_labels=1, hidden_size=64, num_hidden_layers=2,
+            num_attention_heads=2, intermediate_size=64,
+        )
+    ).eval()  # fmt: skip
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    texts = ["no", "a longer answer", "cut"]
+    expected = [
+        float(model(torch.tensor([tokenizer(text)["input_ids"]])).logits.detach()) for text in texts
+    ]
+    rate = classifier({"type": "disrm", "model": str(tmp_path), "raw": True})
+    empty, *scores = rate([answered(""), *map(answered, texts)])
+    assert empty == (None, {"tokens": 0, "tokens_max": 512})
+    assert scores == pytest.approx(expected, abs=1e-4)
+    assert [rate([answered(text)])[0] for text in texts] == pytest.approx(expected, abs=1e-4)
