@@ -10,18 +10,23 @@ import json
 import re
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+
+from markdown_it import MarkdownIt
 
 from rewards.answer import last_answer, metadata
 from rewards.code.sandbox import Limits, Result, Sandbox
 from schemas.records import Trajectory
 from schemas.settings.reward_models import CodeTests
 
-_FENCED = re.compile(r"^ {0,3}```([^\n`]*)\n(.*?)^ {0,3}```[ \t\r]*$", re.DOTALL | re.MULTILINE)
-"""A fenced block of CommonMark: its label and its content."""
+_BLOCKS = MarkdownIt("zero").enable(["code", "fence", "list", "blockquote"])
+"""CommonMark's blocks that hold code or move it, without HTML, which may surround it."""
+_FENCES_ONLY = MarkdownIt("zero").enable("fence")
+_FENCE = re.compile(r"^ {0,3}(?P<marks>`{3,}|~{3,})(?P<words>.+)$")
+_LABEL = re.compile(r"[{\s.]*([\w+-]*(?:\.\d+)?)")
 _TAG_AT_FENCE = re.compile(r"(?<=>)(?=```)|(?<=```)(?=<)")
-_PYTHON = {"python", "python3", "py"}
+_PYTHON = re.compile(r"(?:python|py)[\d.]*", re.IGNORECASE)
 _CHECKED = """\
 def run():
     import json, os, sys
@@ -30,7 +35,8 @@ def run():
     del given
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     flush, write, end = sys.stdout.flush, os.write, os._exit
-    scope = {"__name__": "answer"}
+    module = sys.modules["answer"] = type(sys)("answer")
+    scope = module.__dict__
     exec(compile(code, "answer", "exec"), scope)
     exec(compile(test, "test", "exec"), scope)
     flush()
@@ -38,9 +44,11 @@ def run():
     end(0)
 run()
 """
-"""Runs the answer, then the test, then writes a word that the answer has not been told.
+"""Runs the answer as a module, then the test in it, then writes a word that the answer has not
+been told.
 
-It ends at once: what the answer has left running writes nothing after the word.
+`dataclasses`, `pickle` and `typing` look up the module of a class in `sys.modules`. It ends at
+once: what the answer has left running writes nothing after the word.
 """
 
 CodeReward = Callable[[Trajectory], tuple[float, dict[str, Any]]]
@@ -109,18 +117,50 @@ def _parsed(tests: Any) -> Any:
 
 
 def code_in(answer: str) -> str:
-    """Return the last fenced block of Python in an answer.
+    """Return the last fenced block of Python in an answer, as CommonMark defines blocks.
 
     Without one: the last block without a label, else the whole answer. A tag, such as <answer>, may
-    stand in the line of a fence.
+    stand in the line of a fence, and words may follow a closing fence. A block that is not closed
+    ends with the answer; where only the closing fence is there, the block begins with the answer.
     """
     answer = _TAG_AT_FENCE.sub("\n", answer)
-    blocks = [(label.strip().lower(), code) for label, code in _FENCED.findall(answer)]
-    for accepted in (_PYTHON, {""}):
-        found = [str(code) for label, code in blocks if label in accepted]
-        if found:
-            return found[-1]
+    for blocks in (list(_blocks(answer, _BLOCKS)), list(_blocks(answer, _FENCES_ONLY))):
+        for is_accepted in (_PYTHON.fullmatch, lambda label: not label):
+            found = [code for label, code in blocks if is_accepted(label) and code.strip()]
+            if found:
+                return found[-1]
+        if [(label, code.strip()) for label, code in blocks] == [("", "")]:
+            return answer[: max(answer.rfind("```"), answer.rfind("~~~"))].rstrip("`~")
     return answer
+
+
+def _blocks(answer: str, markdown: MarkdownIt) -> Iterator[tuple[str, str]]:
+    """Yield the label and the code of each fenced block.
+
+    A line of a block that would be its closing fence but for its words ends it; one that names
+    Python begins another block.
+    """
+    for token in markdown.parse(answer):
+        if token.type != "fence":
+            continue
+        label, lines, is_open = _label(token.info), list[str](), True
+        for line in re.findall(r".*\n|.+$", token.content):
+            fence = _FENCE.match(line.rstrip("\n"))
+            if fence is None or not fence["marks"].startswith(token.markup):
+                lines.append(line)
+                continue
+            if is_open:
+                yield label, "".join(lines)
+            label, lines = _label(fence["words"]), []
+            is_open = _PYTHON.fullmatch(label) is not None
+        if is_open:
+            yield label, "".join(lines)
+
+
+def _label(info: str) -> str:
+    """Return the language of a fence: the first word of its info string."""
+    match = _LABEL.match(info)
+    return match[1] if match is not None else ""
 
 
 def _run(sandbox: Sandbox, code: str, test: str | dict[str, str], deadline: float) -> str:
@@ -146,4 +186,4 @@ def _outcome(result: Result, is_right: bool) -> str:
 
 def _lines(text: str) -> list[str]:
     """Return the lines without white space at their ends and without empty lines at the end."""
-    return [line.rstrip() for line in text.rstrip().splitlines()]
+    return [line.rstrip() for line in text.rstrip().split("\n")]

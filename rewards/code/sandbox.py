@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import platform
 import shutil
 import subprocess
 import tempfile
@@ -24,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Literal
 
-from rewards.code.seccomp import filter_program
+from rewards.code.seccomp import ARCHITECTURES, filter_program
 
 _DISK_BYTES = 16 << 20
 """Of each file, of /tmp, of /dev/shm and of the output."""
@@ -70,13 +71,22 @@ class Result:
 class Sandbox:
     """Runs programs under limits, one at a time a caller."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, machine: str = platform.machine()) -> None:
         """Run a small program as a probe.
+
+        Args:
+            limits: Of each program.
+            machine: Hardware name, as of `uname -m`.
 
         Raises:
             SandboxError: This machine cannot run it; the message says what is missing.
         """
-        self._limits = limits
+        self._limits, self._machine = limits, machine
+        if machine not in ARCHITECTURES:
+            raise SandboxError(
+                f"code rewards do not run on {machine}: the sandbox knows the system calls of "
+                f"{' and '.join(ARCHITECTURES)}"
+            )
         for tool, package in (
             ("bwrap", "bubblewrap"),
             ("prlimit", "util-linux"),
@@ -122,7 +132,14 @@ class Sandbox:
 
     def _run(self, program: str, stdin: bytes, deadline: float) -> Result:
         with ExitStack() as stack:
-            contents = (stdin, program.encode("utf-8", "replace"), filter_program(), b"", b"", b"")
+            contents = (
+                stdin,
+                program.encode("utf-8", "replace"),
+                filter_program(self._machine),
+                b"",
+                b"",
+                b"",
+            )
             files = [stack.enter_context(tempfile.TemporaryFile()) for _ in contents]
             for file, content in zip(files, contents, strict=True):
                 file.write(content)

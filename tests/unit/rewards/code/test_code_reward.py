@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from concurrent.futures import ThreadPoolExecutor
+from textwrap import indent
 from typing import Any
 
 import orjson
@@ -20,6 +21,33 @@ from runtime.functions.pool import FunctionPool, PoolStopped
 from schemas.settings import FunctionSettings, JobsSettings, Settings
 
 ADD = "Sure:\n```python\ndef add(a, b):\n    return a + b\n```\n"
+DEF = "def add(a, b):\n    return a + b\n"
+NODE = """\
+from dataclasses import dataclass, field
+@dataclass(order=True)
+class Node:
+    val: int
+    next: 'Node | None' = None
+    more: 'list[int]' = field(default_factory=list)
+assert Node(1) < Node(2)
+"""
+PICKLE = """\
+import copy, pickle
+class Point: pass
+assert isinstance(pickle.loads(pickle.dumps(Point())), Point) and copy.deepcopy(Point())
+"""
+HINTS = """\
+from typing import NamedTuple, get_type_hints
+class Pair(NamedTuple):
+    one: 'Pair'
+assert get_type_hints(Pair) == {'one': Pair}
+"""
+ENUM = """\
+import enum, pickle
+class Color(enum.Enum):
+    RED = 1
+assert pickle.loads(pickle.dumps(Color.RED)) is Color.RED
+"""
 WRONG = ADD.replace("+", "-")
 SLOW = {"type": "code", "timeout_s": 1000}
 WAITS = "import time; time.sleep(3600)"
@@ -62,6 +90,15 @@ def reward() -> CodeReward:
         ("```python\nimport sys; sys.exit()\n```", CHECKS, 0.0, "failed"),
         ("```python\nimport os; os.kill(os.getpid(), 9)\n```", CHECKS, 0.0, "killed"),
         ("print(8); exit(128)", PAIRS[:1], 0.0, "failed"),
+        (f"```python\n{NODE}{DEF}```", CHECKS, 1.0, "passed"),
+        (f"```python\nfrom __future__ import annotations\n{NODE}{DEF}```", CHECKS, 1.0, "passed"),
+        (f"```python\n{PICKLE}{DEF}```", CHECKS, 1.0, "passed"),
+        (f"```python\n{HINTS}{DEF}```", CHECKS, 1.0, "passed"),
+        (f"```python\n{ENUM}{DEF}```", CHECKS, 1.0, "passed"),
+        (f"```python\n{DEF}```", ["import answer\nassert answer.add(1, 2) == 3"], 1.0, "passed"),
+        (r"print('a\x0cb')", [{"input": "", "output": "a\nb"}], 0.0, "failed"),
+        (r"print('a\u2028b')", [{"input": "", "output": "a\nb"}], 0.0, "failed"),
+        (r"print('a\x0cb')", [{"input": "", "output": "a\x0cb\r\n"}], 1.0, "passed"),
     ],
 )
 def test_the_tests_decide(
@@ -128,10 +165,13 @@ LABELS = ["py", "python3 ", "Python", "", "bash", "cpp", "text"]
 )
 def test_the_last_block_of_python_is_the_code(blocks: list[tuple[str, str]], end: str) -> None:
     answer = "".join(f"text:{end}```{label}{end}{code}\n```{end}" for label, code in blocks)
-    python = [code for label, code in blocks if label.strip().lower().startswith("py")]
-    bare = [code for label, code in blocks if not label]
+    filled = [(label, code) for label, code in blocks if code.strip()]
+    python = [code for label, code in filled if label.strip().lower().startswith("py")]
+    bare = [code for label, code in filled if not label]
     expected = next(reversed(python or bare), None)
-    assert code_in(answer) == (answer if expected is None else f"{expected}\n")
+    assert blocks == [("", "")] or code_in(answer) == (
+        answer if expected is None else f"{expected}\n"
+    )
 
 
 @pytest.mark.parametrize("gap", ["", "\n"])
@@ -141,3 +181,56 @@ def test_a_block_in_tags_is_the_code(gap: str) -> None:
 
 def test_a_fence_inside_a_line_is_no_block() -> None:
     assert code_in("```py\nx = '```'\n```\nIt prints ```1```.") == "x = '```'\n"
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        f"1. Code:\n   ```python\n{indent(DEF, '   ')}   ```\n2. Done.",
+        f"1. Code:\n\n    ```python\n{indent(DEF, '    ')}    ```\n",
+        f"- Code:\n  - It:\n    ```python\n{indent(DEF, '    ')}    ```\n",
+        f"1. Code:\n   ```python\n{DEF}   ```\n",
+        f"> ```python\n{indent(DEF, '> ')}> ```\n",
+        f"  ```python\n{indent(DEF, '  ')}  ```\n",
+        f"{DEF}```",
+        f"{DEF}````\n",
+        f"Sure:\n```python\n{DEF}",
+        f"Sure:\n```\n{DEF}",
+        f"~~~python\n{DEF}~~~",
+        f"~~~~\n{DEF}~~~~",
+        f"````python\n{DEF}````",
+        f'```python title="a.py"\n{DEF}```',
+        f"``` {{.python .numberLines}}\n{DEF}```",
+        f"```{{python}}\n{DEF}```",
+        f"```Python3.11\n{DEF}```",
+        f"```python:a.py\n{DEF}```",
+        f"```python\n{DEF}``` That is it.",
+        f"```python\n{DEF}``` That is it.\n\nIt prints\n```\n3\n```\n",
+        f"```python\n# a draft\n```python\n{DEF}```",
+        f"```python\n{DEF}```\nOutput:\n```text\n3\n```",
+        f"```bash\npython a.py\n```\n```\n{DEF}```",
+        f"```python\r\n{DEF}```\r\n".replace("\n", "\r\n").replace("\r\r", "\r"),
+        f"<answer>\n```python\n{DEF}```\n</answer>",
+        f"<details>\n<summary>Code</summary>\n```python\n{DEF}```\n</details>",
+        f"```python\n{DEF}```\n```python\n\n```",
+        DEF,
+    ],
+)
+def test_code_is_found_in_usual_markdown(answer: str) -> None:
+    scope = dict[str, Any]()
+    exec(code_in(answer), scope)
+    assert scope["add"](1, 2) == 3
+
+
+def test_a_docstring_may_have_a_fence() -> None:
+    code = '''def add(a, b):\n    """Add.\n\n    ```python\n    add(1, 2)\n    ```\n    """\n'''
+    assert code_in(f"```python\n{code}```") == code
+    assert code_in(f"- So:\n\n  ```python\n{indent(code, '  ')}  ```") == code
+
+
+@pytest.mark.parametrize("end", ["```", ""])
+def test_a_draft_in_a_thought_is_not_run(reward: CodeReward, end: str) -> None:
+    draft = WRONG.replace("Sure:", "<think>") + "</think>\n"
+    said = reward(answered(f"{draft}```python\n{DEF}{end}", tests=CHECKS))
+    assert said == (1.0, {"outcome": "passed", "passed": 2, "tests": 2})
+    assert reward(answered(f"<think>{ADD}", tests=CHECKS))[0] == 0.0

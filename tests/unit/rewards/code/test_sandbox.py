@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import os
 import socket
+import struct
 import time
 
 import pytest
 from support.processes import pids_with, until
 
 from rewards.code.sandbox import Limits, Result, Sandbox, SandboxError
+from rewards.code.seccomp import ARCHITECTURES, CHECKED, REFUSED, filter_program
 from rewards.results import rules_of
 from schemas.errors import SettingsError
 from schemas.settings import JobsSettings, Settings
@@ -32,6 +34,49 @@ def test_a_machine_without_bubblewrap_is_refused(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(SandboxError, match=r"need bwrap \(apt-get install bubblewrap\)"):
         Sandbox(Limits(128, 8))
+
+
+def test_a_machine_of_another_architecture_is_named() -> None:
+    with pytest.raises(SandboxError, match=r"do not run on riscv64: .* x86_64 and aarch64"):
+        Sandbox(Limits(128, 8), machine="riscv64")
+
+
+def decided(machine: str, architecture: int, number: int, *arguments: int) -> int:
+    """Return what the filter of a machine answers to a system call: a small interpreter of BPF."""
+    padded = (*arguments, *(0 for _ in range(6 - len(arguments))))
+    data = struct.pack("<IIQ6Q", number, architecture, 0, *padded)
+    program = list(struct.iter_unpack("=HBBI", filter_program(machine)))
+    at = value = 0
+    while True:
+        code, if_true, if_false, operand = program[at]
+        at += 1
+        if code == 0x20:
+            (value,) = struct.unpack_from("<I", data, operand)
+        elif code == 0x54:
+            value &= operand
+        elif code == 0x06:
+            return operand
+        else:
+            is_true = value == operand if code == 0x15 else value >= operand
+            at += if_true if is_true else if_false
+
+
+@pytest.mark.parametrize(("column", "machine"), list(enumerate(ARCHITECTURES)))
+def test_the_filter_of_each_architecture(column: int, machine: str) -> None:
+    allow, refuse, kill = 0x7FFF0000, 0x00050001, 0x80000000
+    here = ARCHITECTURES[machine]
+    mmap, socket_, socketpair = (numbers[column] for numbers in CHECKED.values())
+    cases = [(numbers[column], (), refuse) for numbers in REFUSED.values()]
+    cases += [
+        *((mmap, (0, 4096, 3, 0x21), refuse), (mmap, (0, 4096, 3, 0x22), allow)),
+        *((mmap, (0, 4096, 3, 0x01), allow), (socket_, (2,), refuse), (socket_, (1,), allow)),
+        *((socketpair, (1,), allow), (socketpair, (16,), refuse)),
+        *((0, (), allow), (1, (), allow), (63, (), allow), (0x40000000 | 1, (), refuse)),
+    ]
+    assert [decided(machine, here, number, *given) for number, given, _ in cases] == [
+        answer for *_, answer in cases
+    ]
+    assert decided(machine, 0x40000003, 1) == kill
 
 
 def test_a_program_reads_its_input_and_its_exit_code_is_known(sandbox: Sandbox) -> None:
