@@ -32,7 +32,14 @@ class NotServed(EndpointError):
 class Endpoint:
     """Posts JSON to one base URL, in one event loop. Owns the retries and the time-out."""
 
-    def __init__(self, url: str, api_key_env: str | None, attempts: int, timeout_s: float) -> None:
+    def __init__(
+        self,
+        url: str,
+        api_key_env: str | None,
+        attempts: int,
+        timeout_s: float,
+        waits_in_time: bool = True,
+    ) -> None:
         """Read the key.
 
         Args:
@@ -40,7 +47,8 @@ class Endpoint:
             api_key_env: Environment variable that holds the key; None: no key is sent.
             attempts: Of one request, as far as the endpoint has begun them.
             timeout_s: Longest time of one request with all attempts, without its waits for a
-                connection; and the longest such wait.
+                connection.
+            waits_in_time: Whether that is also the longest such wait; else the caller bounds it.
 
         Raises:
             EndpointError: The variable is not set.
@@ -52,6 +60,7 @@ class Endpoint:
             if not key:
                 raise EndpointError(f"the environment variable {api_key_env} is not set")
             self._headers["Authorization"] = f"Bearer {key}"
+        self._wait_s = timeout_s if waits_in_time else None
         self._connections = asyncio.Semaphore(CONNECTIONS)
         self._session = self._open()
 
@@ -109,7 +118,7 @@ class Endpoint:
         began = now()
         limit.reschedule(None)
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(self._wait_s):
                 await self._connections.acquire()
         except TimeoutError as e:
             raise NotServed(

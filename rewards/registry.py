@@ -22,8 +22,10 @@ from schemas.user_function import Find, FunctionNotFound
 
 Value = float | tuple[float | None, Mapping[str, Any]] | None
 """A number, None, or one of them with details for the record."""
-RewardFunction = Callable[[Trajectory], Value | Mapping[str, Value]]
+RewardFunction = Callable[[Trajectory], Value | Mapping[str, Value | str]]
 """Maps a trajectory to its reward, or to rewards of some of its steps by step id.
+
+A text is the reason why a step has none.
 
 A function that raises gives no reward; the error is the recorded reason.
 """

@@ -72,7 +72,7 @@ def rewards_of(trajectory: Trajectory, rule: Rule, created_at: int) -> Iterator[
     try:
         result = rule.function(trajectory)
         values = dict(result) if isinstance(result, Mapping) else {None: result}
-        checked = {step: _checked(step, value, steps) for step, value in values.items()}
+        checked = {step: _checked_of(step, value, steps) for step, value in values.items()}
     except MemoryError:
         raise  # of this process; a child reports its own as another error
     except Exception as e:  # noqa: BLE001 - a user's function: its error is the recorded reason
@@ -101,7 +101,7 @@ def rewards_of_group(
         try:
             found = rule.function([t for _, t in shown])
             results = {
-                name: (None, one, None) if isinstance(one, str) else _checked(None, one, set())
+                name: (None, one, None) if isinstance(one, str) else _checked(one)
                 for (name, _), one in zip(shown, found, strict=True)
             }
         except MemoryError:
@@ -121,10 +121,29 @@ def no_reward(trajectory: Trajectory, rule: Rule, created_at: int, reason: str) 
     return _reward(trajectory, rule, created_at, reason=reason)
 
 
-def _checked(step: str | None, value: object, steps: set[str]) -> Checked:
-    """Return a checked result. Raises what is wrong."""
-    if step is not None and step not in steps:
+def _checked_of(step: str | None, value: object, steps: set[str]) -> Checked:
+    """Return a checked result; what is wrong with that of a step costs only its own reward.
+
+    Raises:
+        ValueError: There is no such step.
+        Exception: What is wrong with the result of a trajectory.
+    """
+    if step is None:
+        return _checked(value)
+    if step not in steps:
         raise ValueError(f"no step {step!r} in the trajectory")
+    if isinstance(value, str):
+        return None, value, None
+    try:
+        return _checked(value)
+    except MemoryError:
+        raise
+    except Exception as e:  # noqa: BLE001 - of a user's function: the recorded reason
+        return None, reason_text(e), None
+
+
+def _checked(value: object) -> Checked:
+    """Return a checked result. Raises what is wrong."""
     detail = None
     if isinstance(value, tuple | list):  # a child process returns plain lists
         value, given = value

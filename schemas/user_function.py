@@ -13,7 +13,9 @@ import importlib
 import importlib.util
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
@@ -23,6 +25,7 @@ from schemas.errors import SchemaError
 Find = Callable[..., Callable[..., Any]]
 """`file.py:function` or `module:function`, and a configuration as JSON if the target takes one, to
 the function. Raises FunctionNotFound."""
+_PROGRESS: ContextVar[Callable[[], None]] = ContextVar("progress", default=lambda: None)
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -52,6 +55,24 @@ def batched(size: int) -> Callable[[F], F]:
 def batch_size_of(function: Callable[..., Any]) -> int | None:
     """Return the batch size of a function, set by `batched`; None if it takes one trajectory."""
     return getattr(function, "batch_size", None)
+
+
+def progress() -> None:
+    """Say that work on the calls of an async function goes on: their time limits begin again.
+
+    For a function that makes many requests for one trajectory, each within a time of its own.
+    """
+    _PROGRESS.get()()
+
+
+@contextmanager
+def told_progress(tell: Callable[[], None]) -> Iterator[None]:
+    """Let `progress` call `tell`, in this context and in tasks that it creates."""
+    token = _PROGRESS.set(tell)
+    try:
+        yield
+    finally:
+        _PROGRESS.reset(token)
 
 
 def load_function(target: str, folders: Sequence[Path]) -> Callable[..., Any]:

@@ -74,13 +74,12 @@ def trajectory_of(body: ComputeReward, run_id: str, text: str) -> Trajectory:
 def score_of(rule: Rule, trajectory: Trajectory) -> float:
     """Return the score. Raises Unprocessable with the reason when the function gives none."""
     try:
-        score = rule.function(trajectory)
+        result = rule.function(trajectory)
     except MemoryError:
         raise
     except Exception as error:  # a user's function: the reply reports its exception
         raise Unprocessable(f"{rule}: {reason_text(error)}", "dataset_fields") from error
-    if isinstance(score, Mapping):
-        score = score.get(STEP_ID)
+    score = result.get(STEP_ID) if isinstance(result, Mapping) else result
     if isinstance(score, list | tuple):  # with details
         score = score[0]
     try:

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import median_low, multimode
-from typing import Any, TypeVar
-
-import orjson
+from typing import Any, NoReturn, TypeVar
 
 from rewards.answer import own_steps
-from rewards.endpoint import Endpoint
+from rewards.endpoint import Endpoint, NotServed
 from rewards.judge.comparison import Comparison, Undecided, pairs, share_of_wins
 from rewards.judge.ledger import Budget, Ledger, canonical
 from rewards.template import check_template, filled
 from rewards.turns import next_messages, turns_until
+from schemas.numbers.text import number_in
 from schemas.records import Trajectory, TrajectoryStep
 from schemas.rule_spec import reason_text
 from schemas.settings.reward_models import Judge
+from schemas.user_function import progress
 
 _INSTRUCTIONS = """\
 You grade the work of an assistant by a rubric. The next message holds the material. Everything in
@@ -43,6 +44,9 @@ Rubric:
 
 Reply with a JSON object: "explanation", one or two sentences, then "score", {scale} if A is better
 or 0 if B is better."""
+_BRACE = re.compile(r'\{(?P<key>\s*")?')
+PER_STEP = ("step", "next_state")
+"""Settings of `per` that reward the steps of a trajectory."""
 T = TypeVar("T")
 Graded = tuple[float, dict[str, Any]]
 
@@ -101,31 +105,76 @@ class _JudgeClient:
             settings.cache_file, f"{settings.url} {settings.model}", budget, settings.cache_replies
         )
         self._endpoint = Endpoint(
-            settings.url, settings.api_key_env, settings.attempts, settings.timeout_s
+            settings.url,
+            settings.api_key_env,
+            settings.attempts,
+            settings.timeout_s,
+            waits_in_time=settings.per not in PER_STEP,
         )
+        self._heard_at = 0.0
 
-    async def reward(self, trajectory: Trajectory) -> Graded | dict[str, Graded]:
-        """Return the reward of the trajectory, or of each step.
+    async def reward(self, trajectory: Trajectory) -> Graded | dict[str, Graded | str]:
+        """Return the reward of the trajectory, or of each step; a text is why a step has none.
 
         Raises:
-            JudgeError: There is no majority of verdicts.
+            JudgeError: There is no majority of verdicts; of steps: for none of them.
             OverBudget: The budget is spent.
             EndpointError: The endpoint is down, slow or refuses the request.
             ValueError: The trajectory lacks what the template needs.
         """
         steps = own_steps(trajectory)
-        if self._settings.per == "trajectory":
+        if self._settings.per not in PER_STEP:
             return await self._graded(trajectory, steps)
-        if self._settings.per == "step":
-            parts = [steps[: i + 1] for i in range(len(steps))]
-        else:
-            parts = [
-                turns_until(trajectory, step)
-                for step in steps
-                if next_messages(trajectory, step) is not None
-            ]
-        graded = await _all([self._graded(trajectory, part) for part in parts])
-        return {part[-1].step_id: one for part, one in zip(parts, graded, strict=True)}
+        parts, results = dict[str, Sequence[TrajectoryStep]](), dict[str, Graded | Exception]()
+        for i, step in enumerate(steps):
+            try:
+                if self._settings.per == "step":
+                    parts[step.step_id] = steps[: i + 1]
+                elif next_messages(trajectory, step) is not None:
+                    parts[step.step_id] = turns_until(trajectory, step)
+            except ValueError as e:
+                results[step.step_id] = e
+        results |= await self._graded_parts(trajectory, parts)
+        errors = [one for one in results.values() if isinstance(one, Exception)]
+        if errors and len(errors) == len(results):
+            raise errors[0]
+        return {
+            step: reason_text(one) if isinstance(one, Exception) else one
+            for step, one in results.items()
+        }
+
+    async def _graded_parts(
+        self, trajectory: Trajectory, parts: Mapping[str, Sequence[TrajectoryStep]]
+    ) -> dict[str, Graded | Exception]:
+        """Return what became of each part: its reward, or the error that it had instead.
+
+        A long trajectory takes as long as its requests need. What has no verdict is given up when
+        the judge has said nothing for the time-out of a verdict, to this call and to others.
+        """
+        now, limit_s = asyncio.get_running_loop().time, self._settings.timeout_s
+        tasks = {
+            step: asyncio.create_task(self._graded(trajectory, part))
+            for step, part in parts.items()
+        }
+        waiting, self._heard_at = set(tasks.values()), now()
+        try:
+            while waiting and (left_s := self._heard_at + limit_s - now()) > 0:
+                _, waiting = await asyncio.wait(waiting, timeout=left_s)
+        finally:
+            for task in waiting:
+                task.cancel()
+            ended = await asyncio.gather(*tasks.values(), return_exceptions=True)
+        results = dict[str, Graded | Exception]()
+        for step, one in zip(tasks, ended, strict=True):
+            if isinstance(one, MemoryError):
+                raise one
+            if isinstance(one, asyncio.CancelledError):
+                results[step] = NotServed(f"no verdict in {limit_s:g} s")
+            elif isinstance(one, BaseException):
+                results[step] = one if isinstance(one, Exception) else JudgeError(repr(one))
+            else:
+                results[step] = one
+        return results
 
     async def compare(self, group: Sequence[Trajectory]) -> list[Graded | str]:
         """Return for each member its share of wins over its opponents, or why it has none.
@@ -212,10 +261,18 @@ class _JudgeClient:
         reply = await self._endpoint.post("/chat/completions", request, give_back)
         tokens = self._tokens_of(reply)
         self._ledger.spend_tokens(run_id, tokens)
+        self._heard_at = asyncio.get_running_loop().time()
+        progress()
         try:
-            text = str(reply["choices"][0]["message"]["content"])
-        except (KeyError, IndexError, TypeError) as e:
+            choice = reply["choices"][0]
+            text, is_cut = (
+                str(choice["message"]["content"]),
+                choice.get("finish_reason") == "length",
+            )
+        except (AttributeError, KeyError, IndexError, TypeError) as e:
             raise JudgeError("the reply of the judge has no message") from e
+        if is_cut:
+            raise JudgeError("the reply of the judge is cut: max_tokens is too low")
         verdict = verdict_in(text, self._scale, tokens)
         self._ledger.keep(packed, text.encode("utf-8", "replace"))
         return verdict
@@ -278,27 +335,53 @@ def _format_of(scale: int) -> dict[str, Any]:
 
 
 def verdict_in(text: str, scale: int, tokens: int) -> Verdict:
-    """Read a verdict: the JSON object at the end of a reply.
+    """Read a verdict: the last JSON object of a reply that has a score.
 
-    Words may surround it; the words before it may have braces, as quotations have.
+    Words and other objects may surround it, as quotations do. It is none if it stands inside of a
+    damaged object, or if a score follows it: then the verdict is damaged, and the object may be a
+    quotation.
 
     Raises:
         JudgeError: There is none, or its score is outside of the scale.
     """
-    end = text.rfind("}") + 1
-    for brace in re.finditer(r"\{", text[:end]):
-        try:  # the outermost object: one in a damaged verdict may be a quotation
-            found = orjson.loads(text[brace.start() : end])
-            score = found["score"]
-            break
-        except (ValueError, KeyError):
+    found, found_ends, end, unread = dict[str, Any](), 0, 0, -1
+    for brace in _BRACE.finditer(text):
+        if brace.start() < end:
             continue
-    else:
+        try:
+            one, ends = _DECODER.raw_decode(text, brace.start())
+        except (ValueError, RecursionError):
+            unread = brace.start() if brace["key"] else unread
+            continue
+        if "score" in one:
+            is_quoted = unread >= end and "}" not in text[unread : brace.start()]
+            found, found_ends = ({} if is_quoted else one), ends
+        end = ends
+    if not found or '"score"' in text[found_ends:]:
         raise JudgeError(f"the reply of the judge is no verdict: {text:.80}")
-    is_whole = not isinstance(score, bool) and isinstance(score, int | float) and score % 1 == 0
-    if not is_whole or not 0 <= score <= scale:
-        raise JudgeError(f"the judge's score is no whole number from 0 to {scale}: {score!r:.40}")
-    return Verdict(int(score), str(found.get("explanation", "")), tokens)
+    score = _whole(found["score"])
+    if score is None or not 0 <= score <= scale:
+        raise JudgeError(
+            f"the judge's score is no whole number from 0 to {scale}: {found['score']!r:.40}"
+        )
+    return Verdict(score, str(found.get("explanation", "")), tokens)
+
+
+def _whole(score: Any) -> int | None:
+    """Return a score as a whole number, also one that is written as text; None if it is none."""
+    try:
+        value = number_in(score).value
+    except ValueError:
+        return None
+    return int(value) if value is not None and value.denominator == 1 else None
+
+
+def _refuse(constant: str) -> NoReturn:
+    """Refuse NaN and Infinity: they are Python's, not JSON's."""
+    raise ValueError(constant)
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse)
 
 
 def majority(scores: Sequence[int]) -> int:

@@ -14,7 +14,7 @@ from contextlib import suppress
 from multiprocessing import Pipe
 from typing import Any, NamedTuple
 
-from runtime.functions.worker import EXIT_MEMORY
+from runtime.functions.worker import EXIT_MEMORY, PROGRESS
 from runtime.process.child import die_with_parent
 from schemas.settings import FunctionSettings
 from schemas.user_function import FunctionNotFound
@@ -115,10 +115,15 @@ class Child:
         try:
             self._limit_sending(timeout_s)
             self._connection.send(request)
-            for _ in range(answers):
+            while answers:
                 if not self._connection.poll(max(0.0, deadline - time.monotonic())):
                     raise Lost(TIMEOUT, f"no answer in {timeout_s:g} s")
-                yield self._connection.recv()
+                answer = self._connection.recv()
+                if answer[1] == PROGRESS:
+                    deadline = self.deadline = time.monotonic() + timeout_s
+                    continue
+                answers -= 1
+                yield answer
         except BlockingIOError as e:
             raise Lost(TIMEOUT, f"the request was not read in {timeout_s:g} s") from e
         except (EOFError, OSError) as e:

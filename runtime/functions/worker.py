@@ -11,10 +11,12 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import math
 import os
 import resource
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -22,7 +24,7 @@ from typing import Any
 
 from schemas.numbers.values import number_of
 from schemas.rule_spec import REASON_CHARS, reason_text
-from schemas.user_function import FunctionNotFound, batch_size_of, load_function
+from schemas.user_function import FunctionNotFound, batch_size_of, load_function, told_progress
 
 DEPTH_MAX = 4
 """Lists in an answer: a list of scores has 2 levels."""
@@ -31,9 +33,13 @@ EXIT_MEMORY = 73
 FAILURES = (Exception, SystemExit, asyncio.CancelledError)
 """What a function may raise; more than these ends its process."""
 
+PROGRESS = "progress"
+PROGRESS_EVERY_S = 0.25
+"""Progress is told to the parent at most this often."""
 Answer = tuple[str, Any]
 """`("answer", value)`, `("missing", why)` for a function that does not exist, `("raised", reason)`,
-or `("batch_raised", reason)` for all arguments of a batch."""
+`("batch_raised", reason)` for all arguments of a batch, or `(PROGRESS, None)`, which answers none.
+"""
 Tell = Callable[[int, Answer], None]
 """Sends the answer for the argument of an index."""
 
@@ -62,13 +68,33 @@ def to_builtins(answer: Any, depth: int = 0) -> Any:
     raise TypeError(f"a function answers with numbers, not {type(answer).__name__}")
 
 
-def failure(error: BaseException) -> Answer:
-    """Return the answer of a function that raised. Raises a MemoryError again."""
+def failure(error: BaseException, folders: Sequence[Path] = ()) -> Answer:
+    """Return the answer of a function that raised: the error and the line of the user's that did.
+
+    Args:
+        error: What it raised.
+        folders: Of users' files; none for a function that is not the user's.
+
+    Raises:
+        MemoryError: That is the error.
+    """
     if isinstance(error, MemoryError):
         raise error
-    if isinstance(error, Exception):
-        return "raised", reason_text(error)
-    return "raised", f"{type(error).__name__}: {error}"
+    text = reason_text(
+        error if isinstance(error, Exception) else f"{type(error).__name__}: {error}"
+    )
+    where = next(_places(error, folders), "")
+    return "raised", text[: REASON_CHARS - len(where)] + where
+
+
+def _places(error: BaseException, folders: Sequence[Path]) -> Iterator[str]:
+    """Yield the places in users' files that led to an error, the innermost first."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        path = Path(frame.filename)
+        for folder in folders:
+            if path.is_relative_to(folder) and "site-packages" not in path.parts:
+                yield f" ({str(path.relative_to(folder))[-80:]}, line {frame.lineno})"
+                break
 
 
 def _load(target: str, configuration: str | None, folders: Sequence[Path]) -> Callable[..., Any]:
@@ -90,23 +116,48 @@ def is_async(function: Callable[..., Any]) -> bool:
 
 
 async def _answer_all(
-    function: Callable[..., Any], arguments: Sequence[Any], timeout_s: float, tell: Tell
+    function: Callable[..., Any],
+    arguments: Sequence[Any],
+    timeout_s: float,
+    tell: Tell,
+    folders: Sequence[Path],
 ) -> None:
-    """Call an async function for all arguments at once, each with the time-out."""
+    """Call an async function for all arguments at once, each with the time-out.
+
+    `progress` begins the time of all of them again, because they share what they wait for.
+    """
+    now, running, told = asyncio.get_running_loop().time, set[asyncio.Timeout](), -math.inf
 
     async def one(index: int, argument: Any) -> None:
         limit = asyncio.timeout(timeout_s)
         try:
             async with limit:
-                tell(index, ("answer", to_builtins(await function(argument))))
+                running.add(limit)
+                try:
+                    tell(index, ("answer", to_builtins(await function(argument))))
+                finally:
+                    running.discard(limit)
         except FAILURES as e:
-            tell(index, ("raised", "timeout") if limit.expired() else failure(e))
+            tell(index, ("raised", "timeout") if limit.expired() else failure(e, folders))
 
-    await asyncio.gather(*(one(index, argument) for index, argument in enumerate(arguments)))
+    def go_on() -> None:
+        nonlocal told
+        for limit in running:
+            if not limit.expired():
+                limit.reschedule(now() + timeout_s)
+        if now() - told > PROGRESS_EVERY_S:
+            told = now()
+            tell(0, (PROGRESS, None))
+
+    with told_progress(go_on):
+        await asyncio.gather(*(one(index, argument) for index, argument in enumerate(arguments)))
 
 
 def _answers_of_batch(
-    function: Callable[..., Any], arguments: Sequence[Any], runner: asyncio.Runner
+    function: Callable[..., Any],
+    arguments: Sequence[Any],
+    runner: asyncio.Runner,
+    folders: Sequence[Path],
 ) -> list[Answer]:
     """Call a batched function; if it fails, that is the answer for each argument."""
     try:
@@ -118,7 +169,7 @@ def _answers_of_batch(
             raise ValueError(f"{len(answers)} results for {len(arguments)} trajectories")
         return answers
     except FAILURES as e:
-        return [("batch_raised", failure(e)[1])] * len(arguments)
+        return [("batch_raised", failure(e, folders)[1])] * len(arguments)
 
 
 def answer_call(
@@ -127,22 +178,23 @@ def answer_call(
     timeout_s: float,
     runner: asyncio.Runner,
     tell: Tell,
+    folders: Sequence[Path],
 ) -> None:
-    """Tell the answer for each argument.
+    """Tell the answer for each argument. folders: of users' files, for the place of an error.
 
     A MemoryError is not caught: it ends the process.
     """
     if batch_size_of(function) is not None:
-        for index, answer in enumerate(_answers_of_batch(function, arguments, runner)):
+        for index, answer in enumerate(_answers_of_batch(function, arguments, runner, folders)):
             tell(index, answer)
     elif is_async(function):
-        runner.run(_answer_all(function, arguments, timeout_s, tell))
+        runner.run(_answer_all(function, arguments, timeout_s, tell, folders))
     else:
         for index, argument in enumerate(arguments):
             try:
                 answer = "answer", to_builtins(function(argument))
             except FAILURES as e:
-                answer = failure(e)
+                answer = failure(e, folders)
             tell(index, answer)
 
 
@@ -160,7 +212,8 @@ def _serve(parent: Connection, folders: Sequence[Path], runner: asyncio.Runner) 
             return
         if kind == "call":
             arguments, timeout_s = call
-            answer_call(loaded[source], arguments, timeout_s, runner, tell)
+            places = folders if source[1] is None else ()  # a reward model is no user's file
+            answer_call(loaded[source], arguments, timeout_s, runner, tell, places)
             continue
         try:
             target, configuration = source

@@ -26,11 +26,11 @@ class ModelEndpoint:
     clients: set[Any] = field(default_factory=set)
 
 
-def chat(content: str, tokens: int | None = 10) -> Reply:
+def chat(content: str, tokens: int | None = 10, finish_reason: str = "stop") -> Reply:
     """Return a reply of Chat Completions. tokens: None: it does not report them."""
     message = {"role": "assistant", "content": content}
     usage = {} if tokens is None else {"usage": {"total_tokens": tokens}}
-    return 200, {"choices": [{"message": message}], **usage}
+    return 200, {"choices": [{"message": message, "finish_reason": finish_reason}], **usage}
 
 
 @contextmanager

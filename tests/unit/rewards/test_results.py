@@ -147,6 +147,21 @@ def test_a_gold_that_cannot_be_read_is_no_reward(name: str, gold: str, reason: s
             {"k~0.0": 1, "k~1.0": None},
             [("k~0.0", 1.0, None), ("k~1.0", None, "the function returned None")],
         ),
+        (
+            {"k~0.0": 1, "k~1.0": "no verdict"},
+            [("k~0.0", 1.0, None), ("k~1.0", None, "no verdict")],
+        ),
+        (
+            {"k~0.0": 1, "k~1.0": [1.0]},
+            [
+                ("k~0.0", 1.0, None),
+                (
+                    "k~1.0",
+                    None,
+                    "ValueError: not enough values to unpack (expected 2, got 1)",
+                ),
+            ],
+        ),
         ({}, [(None, None, "no step was rewarded")]),
         ({"x": 1.0}, [(None, None, "ValueError: no step 'x' in the trajectory")]),
     ],

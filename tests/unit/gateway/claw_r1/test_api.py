@@ -254,7 +254,12 @@ def test_a_function_of_ones_own(run_scenario: RunScenario, tokenizer: Path) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "why"), [("loops", "timeout"), ("crashes", "crashed"), ("fails", "ValueError: no")]
+    ("name", "why"),
+    [
+        ("loops", "timeout"),
+        ("crashes", "crashed"),
+        ("fails", "ValueError: no"),
+    ],
 )
 def test_a_function_that_never_answers_costs_its_own_call_only(
     tmp_path: Path, name: str, why: str

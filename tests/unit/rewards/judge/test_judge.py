@@ -22,6 +22,8 @@ from rewards.answer import own_steps
 from rewards.endpoint import CONNECTIONS, Endpoint, EndpointError, NotServed
 from rewards.judge.ledger import Budget, Ledger, OverBudget
 from rewards.judge.reward import JudgeError, judge, majority, verdict_in
+from rewards.registry import Rule
+from rewards.results import rewards_of
 from rewards.template import CONVERSATION_BYTES, filled, said_in
 from schemas.records import Trajectory
 
@@ -178,6 +180,9 @@ def test_a_wait_for_a_connection_has_its_own_bound_and_reason() -> None:
         (chat('{"score": NaN}'), JudgeError, "is no verdict"),
         (chat('{"score": true}'), JudgeError, "no whole number"),
         (chat('{"score": 7.5}'), JudgeError, "no whole number"),
+        (chat('{"score": "7/10"}'), JudgeError, "no whole number"),
+        (chat('{"score": "high"}'), JudgeError, "no whole number"),
+        (chat(GOOD, finish_reason="length"), JudgeError, "is cut: max_tokens is too low"),
         (chat('{"explanation": "It says {"score": 9}", "score": 1}'), JudgeError, "is no verdict"),
     ],
 )
@@ -204,8 +209,7 @@ def test_an_outage_has_a_reason_and_spends_no_call(tmp_path: Path, is_busy: bool
             raise one
 
 
-def test_cancelled_requests_of_an_outage_spend_no_call(tmp_path: Path) -> None:
-    """The first step without a reply cancels the requests of the others."""
+def test_requests_of_an_outage_spend_no_call(tmp_path: Path) -> None:
     with model_endpoint(lambda _: chat(GOOD)) as endpoint:
         pass  # it is down
     steps, settings = answered("a", "b", "c"), {"budget_calls": 8, "timeout_s": 0.2}
@@ -333,30 +337,66 @@ def test_a_next_turn_that_is_not_recorded_has_its_reason(tmp_path: Path) -> None
         rated(tmp_path, "http://127.0.0.1:1", bare, per="next_state")
 
 
-def test_a_step_without_a_verdict_ends_the_others(tmp_path: Path) -> None:
-    go_on, is_open = threading.Event(), threading.Event()
-
+def test_a_step_without_a_verdict_costs_no_other_step_its_reward(tmp_path: Path) -> None:
     def answer(body: Any) -> Reply:
-        if "two" in body["messages"][1]["content"]:
-            is_open.set()
-            go_on.wait()
-        is_open.wait()
-        return chat("no verdict")
+        replies = json.loads(body["messages"][1]["content"].rpartition("\n")[2])
+        return {"two": chat("I like it"), "four": (400, "no")}.get(replies[-1], chat(GOOD))
 
-    async def work(url: str) -> int:
-        reward = judge(
-            {
-                "type": "genrm", "url": url, "model": "m", "rubric": "r", "per": "step",
-                "cache_file": str(tmp_path / "judges.sqlite"),
-            }
-        )  # fmt: skip
-        with pytest.raises(JudgeError, match="is no verdict"):
-            await reward(answered("one", "two"))
-        return len(asyncio.all_tasks())
+    one = answered("one", "two", "three", "four")
+    with model_endpoint(answer) as endpoint:
+        (said,) = rated(tmp_path, endpoint.url, one, per="step")
+    rewards = list(rewards_of(one, Rule("judged", "1", lambda _: said, "judge"), 0))
+    assert [(r.step_id, r.value) for r in rewards] == [
+        *(("k~0.0", 0.8), ("k~1.0", None), ("k~2.0", 0.8), ("k~3.0", None))
+    ]
+    assert rewards[1].reason == "JudgeError: the reply of the judge is no verdict: I like it"
+    assert "EndpointError: HTTP 400 of " in str(rewards[3].reason)
+
+
+def test_steps_that_are_not_recorded_cost_no_other_step_its_reward(tmp_path: Path) -> None:
+    one = conversation(("Is it open?", "Yes."), ("Thanks!", "Bye!"), ("Bye", "."))
+    bare = replace(one, steps=(*one.steps[:2], replace(one.steps[2], new_messages_json=None)))
+    with model_endpoint(lambda _: chat(GOOD)) as endpoint:
+        (said,) = rated(tmp_path, endpoint.url, bare, per="next_state")
+    assert said["k~0.0"][0] == 0.8 and "step k~2.0: no messages" in said["k~1.0"]
+
+
+def test_a_long_trajectory_has_the_time_that_its_requests_need(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One connection, and a judge that takes longer for all steps than a verdict may take."""
+    monkeypatch.setattr("rewards.endpoint.CONNECTIONS", 1)
+
+    def answer(_: Any) -> Reply:
+        threading.Event().wait(0.2)
+        return chat(GOOD)
 
     with model_endpoint(answer) as endpoint:
-        assert asyncio.run(work(endpoint.url)) == 1  # the test itself
+        (said,) = rated(
+            tmp_path, endpoint.url, answered(*map(str, range(20))), per="step", timeout_s=2.0
+        )
+    assert [value for value, _ in said.values()] == [0.8] * 20
+
+
+def test_a_judge_that_falls_silent_costs_only_the_steps_without_a_verdict(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rewards.endpoint.CONNECTIONS", 2)
+    go_on = threading.Event()
+
+    def answer(body: Any) -> Reply:
+        if '"3"' in body["messages"][1]["content"]:
+            go_on.wait()
+        return chat(GOOD)
+
+    with model_endpoint(answer) as endpoint:
+        (said,) = rated(
+            tmp_path, endpoint.url, answered(*map(str, range(8))), per="step", timeout_s=1.0
+        )
         go_on.set()
+    rewarded = [one[0] for one in said.values() if not isinstance(one, str)]
+    assert rewarded == [0.8] * 3 and len(said) == 8
+    assert all("no " in one and "in 1 s" in one for one in list(said.values())[3:])
 
 
 def test_what_cannot_work_is_told_at_the_start(tmp_path: Path) -> None:
@@ -384,8 +424,40 @@ def test_a_verdict_is_found_after_any_words(before: str, score: int, after: str)
     assert verdict_in(text, 10, 0).score == score
 
 
-def test_a_verdict_may_follow_a_quotation() -> None:
-    assert verdict_in('It says {"score": 9} and {x}. {"score": 2.0}', 10, 0).score == 2
+@pytest.mark.parametrize(
+    ("text", "score"),
+    [
+        ('It says {"score": 9} and {x}. {"score": 2.0}', 2),
+        ('{"score": 7, "explanation": "ok"} (0 = {bad})', 7),
+        ('{"score": 7} {bad}', 7),
+        ('{"score": "7"}', 7),
+        ('{"score": " 7.0 "}', 7),
+        ('```json\n{"explanation": "{}", "score": 7}\n```\nI hope {this} helps.', 7),
+        ('<think>{"score": 3}?</think>{"score": 7}', 7),
+        ('{"score": 7, "parts": [{"score": 1}]}', 7),
+        ('{"score": 7} and {"note": {"x": 1}}', 7),
+        ('The set {1, 2}. {"score": 7}', 7),
+    ],
+)
+def test_a_verdict_among_words(text: str, score: int) -> None:
+    assert verdict_in(text, 10, 0).score == score
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"explanation": "It says {"score": 9}", "score": 1}',
+        '{"score": 1, "explanation": "It says {"score": 9}"}',
+        '{"score": 9}, not {"score": 1',
+        '{"score": Infinity}',
+        '{"note": {"score": 9}}',
+        '{"score": 1',
+        "[" * 100_000,
+    ],
+)
+def test_a_damaged_verdict_is_none(text: str) -> None:
+    with pytest.raises(JudgeError, match="is no verdict"):
+        verdict_in(text, 10, 0)
 
 
 @given(st.lists(st.text(), min_size=1, max_size=3))

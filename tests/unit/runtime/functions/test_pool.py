@@ -69,7 +69,8 @@ def pool() -> Iterator[FunctionPool]:
     [
         ("speaks", 0.5, None), ("loops", None, "timeout"), ("speaks", 0.5, None),
         ("crashes", None, "crashed"),
-        ("exits", None, "SystemExit: 3"), ("fails", None, "ValueError: no"), ("speaks", 0.5, None),
+        ("exits", None, "SystemExit: 3 (own_functions.py, line 42)"),
+        ("fails", None, "ValueError: no (own_functions.py, line 46)"), ("speaks", 0.5, None),
         ("eats", None, "more memory than functions.memory_mb=512"),
         ("not_a_number", None, "nan is not in [-1e+06, 1e+06]"), ("endless", None, "timeout"),
         ("too_few", None, "ValueError: 0 results for 1 trajectories"),
@@ -82,7 +83,7 @@ def test_every_call_has_a_reward_or_says_why_not(
     assert [(r.value, r.reason) for r in rewards_of(trajectory(), rule, 0)] == [(value, reason)]
 
 
-OOPS = "ValueError: could not convert string to float: 'oops'"
+OOPS = "ValueError: could not convert string to float: 'oops' (own_functions.py, line 102)"
 
 
 def together(pool: FunctionPool, name: str, told: list[str]) -> list[Any]:
@@ -109,7 +110,7 @@ def together(pool: FunctionPool, name: str, told: list[str]) -> list[Any]:
         ("waits_together", ["1", "sleep", "2", "oops"], [1.0, "timeout", 2.0, OOPS]),
         ("waits_together", ["1", "block", "2"], [1.0, "timeout", 2.0]),
         ("by_batch", [""] * 5, [3.0, 3.0, 3.0, 2.0, 2.0]),
-        ("by_batch", ["", "raise"], [1.0, "ValueError: not this one"]),
+        ("by_batch", ["", "raise"], [1.0, "ValueError: not this one (own_functions.py, line 126)"]),
         ("by_batch", ["", "crash"], [1.0, "crashed"]),
     ],
 )
@@ -137,7 +138,7 @@ def test_scores_of_a_quality_rule_come_as_they_were_said(pool: FunctionPool) -> 
     assert said.step_quality == (0.25,)
     assert [(f.rule, f.score, f.evidence) for f in said.findings] == [
         ("scores@1", 0.25, "odd"),
-        ("fails@1", None, "ValueError: no"),
+        ("fails@1", None, "ValueError: no (own_functions.py, line 46)"),
     ]
 
 

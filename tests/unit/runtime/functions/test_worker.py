@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from runtime.functions.worker import to_builtins
+from runtime.functions.worker import answer_call, failure, to_builtins
 from schemas.rule_spec import REASON_CHARS
+from schemas.user_function import load_function, progress
 
 
 class OwnText(str):
@@ -30,6 +34,40 @@ class OwnBytes(bytes):
 def test_a_text_loses_its_class(answer: object, kind: type) -> None:
     plain = to_builtins(answer)
     assert type(plain) is kind and len(plain) == REASON_CHARS
+
+
+def test_the_time_of_a_call_begins_again_with_progress() -> None:
+    async def long(parts: int) -> float:
+        for _ in range(parts):
+            await asyncio.sleep(0.2)
+            progress()
+        return 1.0
+
+    async def silent(_: int) -> float:
+        await asyncio.Event().wait()
+        return 1.0
+
+    told = list[tuple[int, Any]]()
+    with asyncio.Runner() as runner:
+        for function in (long, silent):
+            answer_call(function, [15], 2.0, runner, lambda *one: told.append(one), ())
+    answers = [(kind, value) for _, (kind, value) in told if kind != "progress"]
+    assert answers == [("answer", 1.0), ("raised", "timeout")] and len(told) > 4
+
+
+def test_an_error_names_the_line_of_the_users_file(tmp_path: Path) -> None:
+    (tmp_path / "inner.py").write_text("def look(given):\n    return given['gold']\n")
+    (tmp_path / "mine.py").write_text("import inner\ndef f(given):\n    return inner.look(given)\n")
+    function = load_function("mine.py:f", [tmp_path])
+    told = list[Any]()
+    for folders in ([tmp_path], []):
+        answer_call(function, [{}], 1.0, None, lambda _, one: told.append(one), folders)
+    assert told == [
+        ("raised", "KeyError: 'gold' (inner.py, line 2)"),
+        ("raised", "KeyError: 'gold'"),
+    ]
+    (kind, reason) = failure(ValueError("x" * 300), [tmp_path])
+    assert (kind, len(reason)) == ("raised", REASON_CHARS)
 
 
 def test_numbers_of_numpy_are_numbers_wherever_they_stand() -> None:
