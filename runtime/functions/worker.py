@@ -212,8 +212,8 @@ def _serve(parent: Connection, folders: Sequence[Path], runner: asyncio.Runner) 
             return
         if kind == "call":
             arguments, timeout_s = call
-            places = folders if source[1] is None else ()  # a reward model is no user's file
-            answer_call(loaded[source], arguments, timeout_s, runner, tell, places)
+            own = [*folders, Path(source[0].rpartition(":")[0]).parent] if source[1] is None else []
+            answer_call(loaded[source], arguments, timeout_s, runner, tell, own)
             continue
         try:
             target, configuration = source

@@ -56,14 +56,16 @@ def test_the_time_of_a_call_begins_again_with_progress() -> None:
 
 
 def test_an_error_names_the_line_of_the_users_file(tmp_path: Path) -> None:
-    (tmp_path / "inner.py").write_text("def look(given):\n    return given['gold']\n")
-    (tmp_path / "mine.py").write_text("import inner\ndef f(given):\n    return inner.look(given)\n")
-    function = load_function("mine.py:f", [tmp_path])
+    (tmp_path / "place_inner.py").write_text("def look(given):\n    return given['gold']\n")
+    (tmp_path / "place_outer.py").write_text(
+        "import place_inner\ndef f(given):\n    return place_inner.look(given)\n"
+    )
+    function = load_function("place_outer.py:f", [tmp_path])
     told = list[Any]()
     for folders in ([tmp_path], []):
         answer_call(function, [{}], 1.0, None, lambda _, one: told.append(one), folders)
     assert told == [
-        ("raised", "KeyError: 'gold' (inner.py, line 2)"),
+        ("raised", "KeyError: 'gold' (place_inner.py, line 2)"),
         ("raised", "KeyError: 'gold'"),
     ]
     (kind, reason) = failure(ValueError("x" * 300), [tmp_path])
