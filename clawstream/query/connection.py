@@ -55,7 +55,7 @@ def connect(
     versions: Mapping[str, int | None] | None = None,
     with_comments: bool = False,
 ) -> Any:
-    """Connect to the lake. Use the connection itself: its cursors do not see the tables.
+    """Connect to the lake. Its cursors see the views, but not the tables: each registers its own.
 
     Args:
         versions: table to Delta version, to read tables as of then; None: empty.
@@ -82,14 +82,22 @@ def connect(
         raise LakeMissing(
             f"no lake at {settings.lake_uri}: run `clawstream lake` or `clawstream up` first"
         )
-    return _with_views(tables, damaged, settings.lake.sql_memory_mb, with_comments)
+    found = {n: catalog()[n].schema if t is None else t for n, t in tables.items()}
+    return _with_views(found, damaged, settings.lake.sql_memory_mb, with_comments)
 
 
-def connect_empty() -> Any:
-    """Connect to an empty lake: tables and views with the columns of this release."""
-    return _with_views(
-        dict.fromkeys(catalog()), {}, LakeSettings().sql_memory_mb, with_comments=True
-    )
+def connect_empty(
+    schemas: Mapping[str, pa.Schema] | None = None,
+    memory_mb: int = LakeSettings().sql_memory_mb,
+) -> Any:
+    """Connect to an empty lake, whose cursors see its tables, too: they may register others.
+
+    Args:
+        schemas: table to its columns; None: those of this release.
+        memory_mb: memory of all cursors.
+    """
+    columns = {name: table.schema for name, table in catalog().items()} | dict(schemas or {})
+    return _with_views(columns, {}, memory_mb, with_comments=True)
 
 
 def _with_views(
@@ -98,27 +106,30 @@ def _with_views(
     memory_mb: int,
     with_comments: bool,
 ) -> Any:
-    """Create a locked connection with views and tables, given as datasets (None: empty)."""
+    """Create a locked connection with views and tables: datasets, or schemas of empty tables."""
     memory = {"memory_limit": f"{memory_mb}MiB"}
     connection = duckdb.connect(":memory:", config=_AT_CONNECT | memory)
-    connection.execute("SET TimeZone = 'UTC'")
+    connection.execute("SET GLOBAL TimeZone = 'UTC'")
     for name, found in tables.items():
-        connection.register(
-            f"{name}_raw", found if found is not None else catalog()[name].arrow([])
-        )
+        if isinstance(found, pa.Schema):
+            connection.register("empty", found.empty_table())
+            connection.execute(f"CREATE TABLE {name}_raw AS FROM empty")
+            connection.unregister("empty")
+        else:
+            connection.register(f"{name}_raw", found)
     for name, why in damaged.items():
         _register_damaged(connection, name, why)
     definitions, comments = _statements(connection)
     assigned = f"regexp_full_match(key, '{GATEWAY_ASSIGNED_KEY.pattern}')"
-    connection.execute(f"CREATE TEMP MACRO is_gateway_assigned(key) AS {assigned}")
+    connection.execute(f"CREATE MACRO is_gateway_assigned(key) AS {assigned}")
     for statement in definitions:
         connection.execute(statement)
     for name, table in catalog().items():
-        connection.execute(f"CREATE TEMP VIEW IF NOT EXISTS {name} AS {_utc(table)}")
+        connection.execute(f"CREATE VIEW IF NOT EXISTS {name} AS {_utc(table)}")
     if with_comments:
-        schemas = {
-            name: t.schema if (t := tables.get(name)) is not None else catalog()[name].schema
-            for name in catalog()
+        schemas = {name: catalog()[name].schema for name in damaged} | {
+            name: found if isinstance(found, pa.Schema) else found.schema
+            for name, found in tables.items()
         }
         connection.execute(table_comments(_columns(connection), schemas))
         for statement in comments:

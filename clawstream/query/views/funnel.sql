@@ -1,6 +1,6 @@
 -- How far each call came on the way to training, and why it went no further.
 
-CREATE TEMP VIEW funnel AS
+CREATE VIEW funnel AS
     WITH refused AS (
         SELECT run_id, trajectory_id, max_by(reason, kafka_timestamp) AS reason
         FROM (SELECT run_id, unnest(trajectory_ids) AS trajectory_id, reason, kafka_timestamp

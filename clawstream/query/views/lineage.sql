@@ -6,7 +6,7 @@
 -- version on the log. Whether a step was trained, and why not, is what the trainer recorded with the
 -- version (`trained_trajectories`). `clawstream/query/lineage.py` calls the macros with pruned copies of the tables.
 
-CREATE TEMP VIEW lineage_versions AS
+CREATE VIEW lineage_versions AS
     WITH RECURSIVE known AS (
         SELECT * FROM weights_raw
         QUALIFY row_number() OVER (
@@ -29,7 +29,7 @@ COMMENT ON COLUMN lineage_versions.surviving IS
 COMMENT ON COLUMN lineage_versions.published_at IS
     'Time at which it was published, by the log''s clock.';
 
-CREATE TEMP MACRO lineage_steps_of(versions, groups, trajectories, steps, decisions) AS TABLE
+CREATE MACRO lineage_steps_of(versions, groups, trajectories, steps, decisions) AS TABLE
     WITH members AS (
         SELECT run_id, channel, kafka_topic_id AS batches_topic_id, batch_seq, group_id, round,
             admission_policy_version, unnest(members) AS m, unnest(rewards) AS reward,
@@ -66,7 +66,7 @@ CREATE TEMP MACRO lineage_steps_of(versions, groups, trajectories, steps, decisi
             AND r.trajectory_id = j.m.trajectory_id AND r.d.step_id = s.step_id
         LEFT JOIN query_table(steps) t ON t.run_id = j.run_id AND t.step_id = s.step_id;
 
-CREATE TEMP VIEW lineage_steps AS
+CREATE VIEW lineage_steps AS
     FROM lineage_steps_of('lineage_versions', 'groups_raw', 'trajectories_raw', 'steps_raw',
         'trained_trajectories_raw');
 
@@ -96,7 +96,7 @@ COMMENT ON COLUMN lineage_steps.sampled_by IS
 COMMENT ON COLUMN lineage_steps.tags IS 'Names of the step''s tags.';
 COMMENT ON COLUMN lineage_steps.drift IS 'How the prompt continues what was sampled before.';
 
-CREATE TEMP MACRO lineage_tokens_of(steps) AS TABLE
+CREATE MACRO lineage_tokens_of(steps) AS TABLE
     WITH spans AS (
         SELECT run_id, step_id, CASE
             WHEN len(versions) > 0 THEN versions
@@ -109,7 +109,7 @@ CREATE TEMP MACRO lineage_tokens_of(steps) AS TABLE
         span.end AS end_token
     FROM (SELECT run_id, step_id, unnest(spans) AS span FROM spans);
 
-CREATE TEMP VIEW lineage_tokens AS FROM lineage_tokens_of('steps_raw');
+CREATE VIEW lineage_tokens AS FROM lineage_tokens_of('steps_raw');
 
 COMMENT ON COLUMN lineage_tokens.version IS
     'Id of the weight version that sampled the tokens; null: not known.';
@@ -118,7 +118,7 @@ COMMENT ON COLUMN lineage_tokens.first_token IS
 COMMENT ON COLUMN lineage_tokens.end_token IS 'One past the last token.';
 
 -- A token that was trained by an abandoned version, too, has a row for each.
-CREATE TEMP VIEW trained_tokens AS
+CREATE VIEW trained_tokens AS
     WITH aligned AS (
         SELECT t.run_id, t.version_id, t.batch_seq, t.updates, t.trajectory_id, t.step_id,
             s.versions, CASE WHEN s.version_first = s.version_last THEN s.version_first END

@@ -3,7 +3,7 @@
 -- Readiness repeats the rules of `stream_jobs/admit/eligibility.py` in SQL, so that one query covers
 -- a million rows; a test compares both. There is no row before a policy is in force.
 
-CREATE TEMP VIEW findings AS
+CREATE VIEW findings AS
     SELECT run_id, trajectory_id, f.rule, f.step_id, f.score, f.evidence, kafka_timestamp
     FROM (SELECT run_id, trajectory_id, kafka_timestamp, unnest(findings) AS f FROM assessments);
 
@@ -13,7 +13,7 @@ COMMENT ON COLUMN findings.score IS
     'Score in [0, 1]; null: the rule failed, and counts for nothing.';
 COMMENT ON COLUMN findings.evidence IS 'Evidence that the rule gives.';
 
-CREATE TEMP VIEW step_quality AS
+CREATE VIEW step_quality AS
     SELECT run_id, trajectory_id, group_id, channel, s.step_id, s.index AS step_index, s.quality,
         s.assessed_quality, s.trainable, s.reason AS untrainable_reason, s.tags, s.response_tokens,
         s.oldest_sync_index
@@ -37,7 +37,7 @@ COMMENT ON COLUMN step_quality.oldest_sync_index IS
 
 -- Newest candidates with the policy `p`, the `newest` sync index of the run, and their steps with
 -- the unmet conditions. other_policy: JSON of the policy; null: that in force for run and channel.
-CREATE TEMP MACRO evaluated_candidates(other_policy) AS TABLE
+CREATE MACRO evaluated_candidates(other_policy) AS TABLE
     WITH applied AS (
         SELECT run_id, channel, from_json(coalesce(other_policy, policy_json), '{
             "policy_version": "BIGINT", "required_rewards": ["VARCHAR"],
@@ -72,14 +72,19 @@ CREATE TEMP MACRO evaluated_candidates(other_policy) AS TABLE
         ] IF x IS NOT NULL]
     } FOR s IN steps] AS evaluated_steps FROM known;
 
-CREATE TEMP MACRO readiness_under(other_policy) AS TABLE
+-- The training reward as `schemas/reward_matching.py` has it: the weighted sum of the rewards of the
+-- whole trajectory. An empty map of weights weighs each reward with 1.
+CREATE MACRO training_reward_of(given, weights) AS
+    list_sum([v.value * CASE WHEN cardinality(weights) = 0 THEN 1
+            ELSE weights[v.source || '/' || v.name] END
+        FOR v IN given IF v.step_id IS NULL AND v.value IS NOT NULL AND (cardinality(weights) = 0
+            OR map_contains(weights, v.source || '/' || v.name))]);
+
+CREATE MACRO readiness_under(other_policy) AS TABLE
     WITH split AS (
         SELECT *, list_has_any(tags, p.untrained_tags) AND trainable AS all_tagged,
             [s FOR s IN evaluated_steps IF s.trainable AND NOT s.excluded] AS trained,
-            len([s FOR s IN evaluated_steps IF s.trainable AND s.excluded]) > 0 AS some_excluded,
-            [v FOR v IN rewards IF v.step_id IS NULL AND v.value IS NOT NULL
-                AND (cardinality(p.reward_weights) = 0
-                    OR map_contains(p.reward_weights, v.source || '/' || v.name))] AS terms
+            len([s FOR s IN evaluated_steps IF s.trainable AND s.excluded]) > 0 AS some_excluded
         FROM evaluated_candidates(other_policy)
     ), part AS (
         SELECT *,
@@ -91,9 +96,7 @@ CREATE TEMP MACRO readiness_under(other_policy) AS TABLE
                     AND len([s FOR s IN trained IF s.oldest IS NULL]) = 0
                 THEN list_min([s.oldest FOR s IN trained])
                 ELSE oldest_sync_index END AS oldest,
-            list_sum([v.value * CASE WHEN cardinality(p.reward_weights) = 0 THEN 1
-                ELSE p.reward_weights[v.source || '/' || v.name] END FOR v IN terms])
-                AS training_reward,
+            training_reward_of(rewards, p.reward_weights) AS training_reward,
             [len([v FOR v IN rewards IF v.source = split_part(r, '/', 1)
                 AND (NOT contains(r, '/') OR v.name = substr(r, strpos(r, '/') + 1))])
                 FOR r IN p.required_rewards] AS received,
@@ -135,7 +138,7 @@ CREATE TEMP MACRO readiness_under(other_policy) AS TABLE
         tokens AS trainable_tokens, training_reward, quality, kafka_topic_id
     FROM temporary;
 
-CREATE TEMP VIEW readiness AS SELECT * FROM readiness_under(NULL);
+CREATE VIEW readiness AS SELECT * FROM readiness_under(NULL);
 
 COMMENT ON COLUMN readiness.revision IS 'Candidate revision that is evaluated: the newest.';
 COMMENT ON COLUMN readiness.admission_policy_version IS
@@ -155,7 +158,7 @@ COMMENT ON COLUMN readiness.training_reward IS
 COMMENT ON COLUMN readiness.quality IS
     'Quality in [0, 1]: a curation''s if there is one, else the assessment''s; null: not scored.';
 
-CREATE TEMP VIEW step_readiness AS
+CREATE VIEW step_readiness AS
     SELECT run_id, trajectory_id, group_id, channel, s.step_id, s.index AS step_index,
         p.policy_version AS admission_policy_version, len(s.unmet_conditions) = 0 AS ready,
         1 - len(s.unmet_conditions) / 4 AS score, s.unmet_conditions,

@@ -1,14 +1,14 @@
 -- Views with the names of tables whose columns differ from those of the table.
 
-CREATE TEMP MACRO as_utc(moment) AS timezone('UTC', moment);
+CREATE MACRO as_utc(moment) AS timezone('UTC', moment);
 
-CREATE TEMP MACRO latest_candidates() AS TABLE
+CREATE MACRO latest_candidates() AS TABLE
     SELECT * FROM candidates_raw
     QUALIFY row_number() OVER (
         PARTITION BY kafka_topic_id, run_id, trajectory_id
         ORDER BY revision DESC, kafka_timestamp DESC) = 1;
 
-CREATE TEMP VIEW trajectories AS
+CREATE VIEW trajectories AS
     WITH payload AS (
         SELECT kafka_topic_id, run_id, trajectory_id,
             any_value(metadata_json) AS metadata_json, any_value(reason) AS reason,
@@ -47,7 +47,7 @@ COMMENT ON COLUMN trajectories.rewards IS
     'Rewards that count at this revision, by source, name and target.';
 COMMENT ON COLUMN trajectories.step_details IS 'Steps by index, as in `trajectories_raw`.';
 
-CREATE TEMP VIEW steps AS
+CREATE VIEW steps AS
     WITH inside AS (
         SELECT kafka_timestamp, run_id, trajectory_id, unnest(steps) AS step FROM trajectories_raw
     ), closed AS (
@@ -84,7 +84,7 @@ COMMENT ON COLUMN steps.marks IS 'Marks: late, duplicate, retried, orphan.';
 -- Rewards or curations with their targets: `of_trajectory`, `of_step`, and `may_be` until the
 -- trajectory is known. For a key that the gateway assigned, the step determines the trajectory;
 -- that key as trajectory id means the whole trajectory.
-CREATE TEMP MACRO with_targets(relation) AS TABLE
+CREATE MACRO with_targets(relation) AS TABLE
     WITH step_locations AS (
         SELECT run_id, step_id, max_by(trajectory_id, kafka_timestamp) AS trajectory_id FROM (
             SELECT run_id, unnest(steps).step_id AS step_id, trajectory_id, kafka_timestamp
@@ -105,7 +105,7 @@ CREATE TEMP MACRO with_targets(relation) AS TABLE
         coalesce(of_trajectory, s.trajectory_id) AS may_be
     FROM keyed s LEFT JOIN step_locations p ON p.run_id = s.run_id AND p.step_id = s.step_id;
 
-CREATE TEMP VIEW rewards AS
+CREATE VIEW rewards AS
     SELECT * EXCLUDE (of_trajectory, of_step, may_be)
         REPLACE (of_trajectory AS trajectory_id, of_step AS step_id)
     FROM with_targets('rewards_raw')
@@ -117,7 +117,7 @@ COMMENT ON COLUMN rewards.trajectory_id IS
     'Target trajectory; null: that of the step is not known yet.';
 COMMENT ON COLUMN rewards.step_id IS 'Target step; null: the whole trajectory.';
 
-CREATE TEMP VIEW curation AS
+CREATE VIEW curation AS
     SELECT * EXCLUDE (of_trajectory, of_step, may_be)
         REPLACE (of_trajectory AS trajectory_id, of_step AS step_id)
     FROM with_targets('curation_raw');
@@ -128,7 +128,7 @@ COMMENT ON COLUMN curation.step_id IS 'Target step; null: the whole trajectory.'
 
 -- Of each field the last value holds, as in `stream_jobs/assemble/state/annotations.py`, of the marks
 -- that were not taken back. A field that is null says nothing, and `max_by` omits it.
-CREATE TEMP VIEW curated AS
+CREATE VIEW curated AS
     SELECT run_id, trajectory_key, trajectory_id, step_id,
         max_by(quality, (kafka_timestamp, kafka_offset)) AS quality,
         max_by(trainable, (kafka_timestamp, kafka_offset)) AS trainable,
@@ -151,7 +151,7 @@ COMMENT ON COLUMN curated.last_by IS 'Who made the last mark.';
 COMMENT ON COLUMN curated.last_at IS 'Time of the last mark, by the log''s clock.';
 COMMENT ON COLUMN curated.marks IS 'Number of marks that were not taken back.';
 
-CREATE TEMP VIEW assessments AS
+CREATE VIEW assessments AS
     SELECT * REPLACE (as_utc(created_at) AS created_at, as_utc(kafka_timestamp) AS kafka_timestamp)
     FROM assessments_raw
     QUALIFY row_number() OVER (

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 
+import pyarrow as pa
 import pytest
+from deltalake import write_deltalake
+from support.admit import cand
 from support.export_lake import turn
 from support.small_lake import SmallLake
 
-from clawstream.query.live_lake import Copy, LiveLake
+from clawstream.query.live_lake import ALL, READERS, WAIT_S, Copy, LiveLake
 from schemas.settings import Settings
 from stream_jobs.errors import SqlError
 from stream_jobs.lake.delta.maintenance import SMALL_FILES, maintain
@@ -74,19 +78,80 @@ def test_the_index_of_texts_follows_appends_merged_files_and_erasure(
     lake.close()
 
 
+ENDLESS = "SELECT count(*) AS n FROM range(1000000000) a, range(1000000000) b WHERE a <> b"
+
+
 def test_a_query_ends_at_the_time_limit_and_when_the_process_stops(settings: Settings) -> None:
-    limited = settings.lake.model_copy(update={"sql_timeout_s": 0.05})
-    lake = LiveLake(settings.model_copy(update={"lake": limited}), {})
-    endless = "SELECT count(*) AS n FROM range(1000000000) a, range(1000000000) b WHERE a <> b"
-    with pytest.raises(SqlError, match=r"longer than lake\.sql_timeout_s"):
-        lake.rows(endless)
+    lake = LiveLake(settings, {}, query_s=0.05)
+    with pytest.raises(SqlError, match=r"longer than 0\.05 s"):
+        lake.rows(ENDLESS)
     assert lake.rows("SELECT 1 AS one") == [{"one": 1}]
     lake = LiveLake(settings, {})
     with ThreadPoolExecutor() as pool:
-        running = pool.submit(lake.rows, endless)
+        running = pool.submit(lake.rows, ENDLESS, is_long=True)
         while not running.done():
             lake.close()
         with pytest.raises(SqlError):
             running.result()
     with pytest.raises(SqlError, match="stopping"):
         lake.rows("SELECT 1 AS one")
+
+
+def test_a_long_query_holds_up_neither_pages_nor_refreshes(
+    settings: Settings, written: SmallLake
+) -> None:
+    lake = LiveLake(settings, {"made": CALLS}, query_s=60.0)
+    with ThreadPoolExecutor(READERS) as pool:
+        running = [pool.submit(lake.rows, ENDLESS) for _ in range(READERS - 1)]
+        assert ids(lake, "made") == ["a~0.0"]
+        written.put("steps", "SS", turn("b", 0, [1], [2]))
+        assert lake.refresh()
+        assert ids(lake, "made") == ids(lake, "steps_raw") == ["a~0.0", "b~0.0"]
+        while not all(query.done() for query in running):
+            lake.close()
+
+
+def test_of_each_key_the_highest_value_stays_in_whatever_order_it_comes(
+    settings: Settings, written: SmallLake
+) -> None:
+    newest = Copy(
+        "candidates", "SELECT trajectory_id, revision FROM new_rows",
+        (("trajectory_id",), "revision"),
+    )  # fmt: skip
+    lake = LiveLake(settings, {"made": newest})
+    for name, revision in (("a", 1), ("b", 0), ("a", 0), ("b", 2), ("a", 1)):
+        written.put("candidates", "CC", cand(name, revision=revision))
+        lake.refresh()
+    found = lake.rows("SELECT trajectory_id, revision FROM made ORDER BY 1")
+    assert [tuple(row.values()) for row in found] == [("a", 1), ("b", 2)]
+
+
+def test_a_lake_that_does_not_answer_is_named(settings: Settings) -> None:
+    class Silent(LiveLake):
+        def _newest(self, name: str) -> None:
+            asked.set()
+            assert answered.wait(60)
+
+    asked, answered = Event(), Event()
+    lake = Silent(settings, {})
+    with ThreadPoolExecutor() as pool:
+        running = pool.submit(lake.refresh)
+        assert asked.wait(60) and not lake.failed
+        lake._looked_at -= WAIT_S
+        assert "has not been read to its end" in lake.failed[ALL]
+        answered.set()
+        assert not running.result() and not lake.failed
+
+
+def test_a_new_column_changes_the_views_and_loses_no_row(
+    settings: Settings, written: SmallLake
+) -> None:
+    lake = LiveLake(settings, {"made": CALLS})
+    assert lake.refresh()
+    more = pa.schema([pa.field("added", pa.string())])
+    write_deltalake(
+        f"{settings.lake_uri}/steps", more.empty_table(), mode="append", schema_mode="merge"
+    )
+    assert lake.refresh()
+    assert ids(lake, "made") == ["a~0.0"]
+    assert lake.rows("SELECT added FROM steps") == [{"added": None}]
