@@ -111,6 +111,29 @@ def texts_of(item: Mapping[str, Any]) -> Iterator[str]:
         yield refusal
 
 
+def reasoning_of(item: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what the model thought in words in one message or item; encrypted thoughts as a note.
+
+    Chat Completions of vLLM, SGLang and DeepSeek have `reasoning` or `reasoning_content`, Messages
+    blocks `thinking` and `redacted_thinking`, Responses items `reasoning`.
+    """
+    content = item.get("content")
+    blocks = [b for b in content if isinstance(b, dict)] if isinstance(content, list) else []
+    found = [item.get("reasoning_content") or item.get("reasoning")]
+    if item.get("type") == "reasoning":
+        summary = item.get("summary")
+        parts = [p for p in summary if isinstance(p, dict)] if isinstance(summary, list) else []
+        found += [part.get("text") for part in (*parts, *blocks)]
+        if item.get("encrypted_content") and not any(found):
+            found.append("(encrypted)")
+    for block in blocks:
+        if block.get("type") in ("thinking", "reasoning"):
+            found.append(block.get("thinking") or block.get("text"))
+        elif block.get("type") == "redacted_thinking":
+            found.append("(encrypted)")
+    yield from (text for text in found if isinstance(text, str) and text)
+
+
 def calls_of(item: Mapping[str, Any]) -> Iterator[Call]:
     """Yield the tool calls of one message or item, in order.
 

@@ -12,19 +12,22 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from clawstream.export.row import Chat
-from schemas.replies import calls_of, items_of, loaded, texts_of
+from schemas.replies import calls_of, items_of, loaded, reasoning_of, texts_of
 
 Message = dict[str, Any]
 _ROLES = {"developer": "system"}
 
 
-def chat_of(protocol: str, request_json: bytes, response_json: bytes) -> Chat | None:
+def chat_of(
+    protocol: str, request_json: bytes, response_json: bytes, is_whole: bool = False
+) -> Chat | None:
     """Return the messages of a step and its tools; None if it is no chat.
 
     Args:
         protocol: `openai.chat`, `openai.responses`, `openai.completions` or `anthropic.messages`.
         request_json: the client's request body.
         response_json: the reply's message, in the shape of the protocol.
+        is_whole: for readers: also reasoning, as `reasoning_content`, and images of tool results.
     """
     try:
         request, reply = loaded(request_json), loaded(response_json)
@@ -34,11 +37,13 @@ def chat_of(protocol: str, request_json: bytes, response_json: bytes) -> Chat | 
         return None
     if protocol == "openai.chat":
         messages, tools = _dicts(request.get("messages")), _dicts(request.get("tools"))
-        answer = {**reply, "role": "assistant"}
+        if is_whole:
+            messages = [m | _thought([m]) for m in messages]
+        answer = {**reply, **(_thought([reply]) if is_whole else {}), "role": "assistant"}
     else:
-        messages = list(_messages(request))
+        messages = list(_messages(request, is_whole))
         tools = [tool for t in _dicts(request.get("tools")) if (tool := _tool(t)) is not None]
-        answer = _assistant(items_of(reply))
+        answer = _assistant(items_of(reply), is_whole)
     if not messages:
         return None
     return Chat((*messages, answer), tuple(tools))
@@ -56,7 +61,7 @@ def _dicts(value: Any) -> list[Message]:
     return [v for v in value if isinstance(v, dict)] if isinstance(value, list) else []
 
 
-def _messages(request: Mapping[str, Any]) -> Iterator[Message]:
+def _messages(request: Mapping[str, Any], is_whole: bool) -> Iterator[Message]:
     """Yield the messages of a request of Messages, Responses or Completions."""
     system = request.get("system", request.get("instructions"))
     if text := _plain(system):
@@ -67,23 +72,24 @@ def _messages(request: Mapping[str, Any]) -> Iterator[Message]:
         return
     model_turn: list[Message] = []
     for item in _dicts(given):
-        if item.get("role") == "assistant" or any(calls_of(item)):
+        is_thought = is_whole and item.get("type") == "reasoning"
+        if item.get("role") == "assistant" or is_thought or any(calls_of(item)):
             model_turn.append(item)
             continue
-        messages = list(_environment(item))
+        messages = list(_environment(item, is_whole))
         if model_turn and messages:
-            yield _assistant(model_turn)
+            yield _assistant(model_turn, is_whole)
             model_turn = []
         yield from messages
     if model_turn:
-        yield _assistant(model_turn)
+        yield _assistant(model_turn, is_whole)
 
 
-def _environment(item: Message) -> Iterator[Message]:
+def _environment(item: Message, is_whole: bool) -> Iterator[Message]:
     """Yield the messages of an item that the policy did not write."""
     kind = item.get("type")
     if isinstance(kind, str) and kind.endswith("_call_output"):
-        yield _result(item.get("call_id"), item.get("output"))
+        yield _result(item.get("call_id"), item.get("output"), is_whole)
         return
     if not isinstance(item.get("role"), str):
         return  # reasoning and references have no text of their own
@@ -91,7 +97,7 @@ def _environment(item: Message) -> Iterator[Message]:
     others: list[Any] = []
     for block in content if isinstance(content, list) else ():
         if isinstance(block, dict) and block.get("type") == "tool_result":
-            yield _result(block.get("tool_use_id"), block.get("content"))
+            yield _result(block.get("tool_use_id"), block.get("content"), is_whole)
         else:
             others.append(block)
     if not isinstance(content, list) or others:
@@ -112,8 +118,9 @@ def _parts(blocks: Iterable[Any]) -> str | list[Any]:
     return "".join(texts)
 
 
-def _result(call_id: Any, content: Any) -> Message:
-    return {"role": "tool", "tool_call_id": call_id, "content": _plain(content)}
+def _result(call_id: Any, content: Any, is_whole: bool) -> Message:
+    kept = _parts(content) if is_whole and isinstance(content, list) else _plain(content)
+    return {"role": "tool", "tool_call_id": call_id, "content": kept}
 
 
 def _plain(content: Any) -> str:
@@ -125,12 +132,19 @@ def _plain(content: Any) -> str:
     return parts if isinstance(parts, str) else json.dumps(parts, ensure_ascii=False)
 
 
-def _assistant(items: Iterable[Message]) -> Message:
+def _thought(items: Iterable[Message]) -> Message:
+    """Return the reasoning of a model turn as a field of its message; empty without any."""
+    text = "\n\n".join(text for item in items for text in reasoning_of(item))
+    return {"reasoning_content": text} if text else {}
+
+
+def _assistant(items: Iterable[Message], is_whole: bool) -> Message:
     """Return one message for all items of a model turn."""
     items = list(items)
     message: Message = {
         "role": "assistant",
         "content": "".join(text for item in items for text in texts_of(item)),
+        **(_thought(items) if is_whole else {}),
     }
     calls = [
         {

@@ -39,6 +39,6 @@ def whole_chats(get: Callable[[str], bytes], now: Callable[[], float] = time.mon
             return body
 
     def read(protocol: str, request: bytes, response: bytes) -> Chat | None:
-        return chat_of(protocol, whole(request), whole(response))
+        return chat_of(protocol, whole(request), whole(response), is_whole=True)
 
     return read

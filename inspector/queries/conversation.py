@@ -1,10 +1,11 @@
-"""What each step adds to its conversation, with tool results named by their calls. Pure."""
+"""What each step adds to the conversation, with tool results named by their calls. Pure."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from hashlib import blake2b
 from typing import Any, NamedTuple
 
 Message = Mapping[str, Any]
@@ -14,6 +15,10 @@ ReadChat = Callable[[str, bytes, bytes], Chat | None]
 """Reads (protocol, request, response) of a step; None: no chat."""
 
 
+TEXT_CHARACTERS = 100_000
+"""Characters of a text that a page shows; the whole text has a page of its own."""
+TURN_CHARACTERS = 1_000_000
+"""Of all messages of a step; the first ones are left out."""
 _DATA_URL = re.compile(r"data:image/(png|jpeg|gif|webp);base64,")
 """Images that a page shows: a browser runs no script of them. None of another host is loaded."""
 
@@ -30,78 +35,125 @@ class ToolCall(NamedTuple):
 class Part(NamedTuple):
     """A message to show.
 
-    images: data URLs. answers: the call that a tool's result answers. first: whether the result is
-    shown first here.
+    number: place in the messages of its step. text, reasoning: the first `TEXT_CHARACTERS`. left:
+    number of further characters. images: data URLs. answers: the call that a tool's result answers.
+    first: whether the result is shown first here.
     """
 
+    number: int
     role: str
     text: str
+    reasoning: str
+    left: int
     images: tuple[str, ...]
     calls: tuple[ToolCall, ...]
     answers: ToolCall | None
     first: bool
 
+    @property
+    def size(self) -> int:
+        """The characters that a page needs for it."""
+        calls = sum(len(call.arguments) for call in self.calls)
+        return len(self.text) + len(self.reasoning) + sum(map(len, self.images)) + calls
+
 
 class Turn(NamedTuple):
-    """What a step adds: the messages before the reply that its parent lacks, and the reply.
+    """What a step adds: the messages before the reply that no earlier step has, and the reply.
 
-    repeated: number of messages that the parent has too. raw: the bodies, if they are no chat.
+    repeated: number of first messages that an earlier step has, too. like: the first such step;
+    None: there is none. continues: the last of them is its reply. left_out: messages that are too
+    much for a page. raw: the bodies, if they are no chat.
     """
 
     repeated: int
+    like: int | None
+    continues: bool
+    left_out: int
     added: tuple[Part, ...]
     reply: Part | None
     raw: tuple[str, str] | None
+
+    @property
+    def size(self) -> int:
+        """The characters that a page needs for it."""
+        parts = (*self.added, *([self.reply] if self.reply else []))
+        raw = sum(min(len(body), TEXT_CHARACTERS) for body in self.raw or ())
+        return raw + sum(part.size for part in parts)
+
+
+class Conversation:
+    """Reads the steps of a trajectory in order.
+
+    tools: the definitions of all tools so far, by their JSON.
+    """
+
+    def __init__(self, read: ReadChat) -> None:
+        self._read, self._matcher, self._known = read, _Matcher(), _KnownMessages()
+        self.tools: dict[str, Message] = {}
+
+    def turn(self, step: Mapping[str, Any]) -> Turn:
+        """Return what a step adds. step: recorded, with `index`."""
+        bodies = (step["request_json"] or "", step["response_json"] or "")
+        try:
+            chat = self._read(step["protocol"], *(b.encode("utf-8", "replace") for b in bodies))
+            if chat is not None:
+                turn = self._turn(step["index"], chat[0])
+                self.tools |= {json.dumps(t, sort_keys=True): t for t in chat[1]}
+                return turn
+        except RecursionError:  # another producer's JSON, nested too deeply
+            pass
+        return Turn(0, None, False, 0, (), None, bodies)
+
+    def _turn(self, index: int, messages: Sequence[Message]) -> Turn:
+        repeated, like, continues = self._known.add(messages, index)
+        parts = [self._matcher.part(i, messages[i], index) for i in range(repeated, len(messages))]
+        *added, reply = parts
+        size, first = 0, len(added)
+        while first and size + added[first - 1].size <= TURN_CHARACTERS:
+            first -= 1
+            size += added[first].size
+        return Turn(repeated, like, continues, first, tuple(added[first:]), reply, None)
 
 
 def turns_of(
     steps: Iterable[Mapping[str, Any]], read: ReadChat
 ) -> tuple[list[Turn], list[Message]]:
-    """Return the turn of each step, in order, and the definitions of all tools.
-
-    Args:
-        steps: recorded steps with `index` and `parent`.
-    """
-    conversations: dict[int, tuple[Message, ...]] = {}
-    matcher = _Matcher()
-    tools: dict[str, Message] = {}
-    turns = []
-    for step in steps:
-        bodies = (step["request_json"] or "", step["response_json"] or "")
-        try:
-            chat = read(step["protocol"], *(b.encode("utf-8", "replace") for b in bodies))
-            found = {json.dumps(t, sort_keys=True): t for t in chat[1]} if chat else {}
-            before = conversations.get(step["parent"], ())
-            turn = _turn(step["index"], chat, before, matcher)
-        except RecursionError:  # another producer's JSON, nested too deeply
-            chat, turn, found = None, None, {}
-        if chat and turn:  # shares the parent's messages: memory does not grow with their square
-            conversations[step["index"]] = before[: turn.repeated] + chat[0][turn.repeated :]
-        tools |= found
-        turns.append(turn or Turn(0, (), None, bodies))
-    return turns, list(tools.values())
+    """Return the turn of each step, in order, and the definitions of all tools."""
+    conversation = Conversation(read)
+    turns = [conversation.turn(step) for step in steps]
+    return turns, list(conversation.tools.values())
 
 
-def _turn(
-    index: int, chat: Chat | None, before: Sequence[Message], matcher: _Matcher
-) -> Turn | None:
-    if chat is None:
-        return None
-    messages = chat[0]
-    repeated = min(_common(before, messages), len(messages) - 1)
-    added = tuple(matcher.part(m, index) for m in messages[repeated:-1])
-    return Turn(repeated, added, matcher.part(messages[-1], index), None)
+class _KnownMessages:
+    """The messages of all steps so far, as a tree of prefixes: equal beginnings are kept once."""
+
+    def __init__(self) -> None:
+        self._nodes: dict[tuple[int, bytes], tuple[int, int, bool]] = {}
+
+    def add(self, messages: Sequence[Message], index: int) -> tuple[int, int | None, bool]:
+        """Add the messages of a step, the reply last.
+
+        Returns:
+            How many messages before the reply are known, the first step that had the last one of
+            them, and whether it was its reply.
+        """
+        node, known, like, continues = 0, 0, None, False
+        for place, message in enumerate(messages):
+            key = node, _digest(message)
+            is_reply = place == len(messages) - 1
+            if key not in self._nodes:
+                self._nodes[key] = len(self._nodes) + 1, index, is_reply
+            elif known == place and not is_reply:
+                known, (_, like, continues) = place + 1, self._nodes[key]
+            node = self._nodes[key][0]
+        return known, like, continues
 
 
-def _common(before: Sequence[Message], now: Sequence[Message]) -> int:
-    """Return how many first messages are equal, as far as they are shown."""
-    length = min(len(before), len(now))
-    return next((i for i in range(length) if _shown(before[i]) != _shown(now[i])), length)
-
-
-def _shown(message: Message) -> tuple[Any, ...]:
+def _digest(message: Message) -> bytes:
+    """Return the same bytes for messages that are shown alike. A request omits reasoning."""
     calls = tuple((c.call_id, c.name, c.arguments) for c in _calls(message, 0))
-    return message.get("role"), text_of(message), images_of(message), calls
+    shown = message.get("role"), text_of(message), images_of(message), calls
+    return blake2b(repr(shown).encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
 class _Matcher:
@@ -111,14 +163,19 @@ class _Matcher:
         self._calls: dict[str, ToolCall] = {}
         self._answered: set[ToolCall] = set()
 
-    def part(self, message: Message, step: int) -> Part:
+    def part(self, number: int, message: Message, step: int) -> Part:
         made = tuple(self._known(call) for call in _calls(message, step))
         answered = self._calls.get(str(message.get("tool_call_id")))
         first = answered is not None and answered not in self._answered
         if answered is not None:
             self._answered.add(answered)
-        role, text, images = str(message.get("role")), text_of(message), images_of(message)
-        return Part(role, text, images, made, answered, first)
+        text, thought = text_of(message), message.get("reasoning_content")
+        thought = thought if isinstance(thought, str) else ""
+        left = sum(max(0, len(t) - TEXT_CHARACTERS) for t in (text, thought))
+        return Part(
+            number, str(message.get("role")), text[:TEXT_CHARACTERS], thought[:TEXT_CHARACTERS],
+            left, images_of(message), made, answered, first,
+        )  # fmt: skip
 
     def _known(self, call: ToolCall) -> ToolCall:
         """Return the call as it was first seen: a request may repeat it."""
