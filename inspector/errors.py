@@ -11,8 +11,8 @@ class InspectorError(ForeseenError):
     status = 422
 
 
-class SearchTooLong(InspectorError):
-    """The text of a search is too long. The message names the limit."""
+class InvalidAddress(InspectorError):
+    """A parameter of an address has an invalid value or name. The message names it."""
 
 
 class InvalidMark(InspectorError):

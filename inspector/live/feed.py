@@ -13,9 +13,9 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from inspector.live.changes import Changes
-from inspector.live.recent import Recent, newest
+from inspector.live.recent import Recent, newest, with_rewards
 from inspector.queries.lake import Lake
-from inspector.queries.listing import open_rows
+from inspector.queries.listing import open_rows, rewards_of, weights_of
 from runtime.kafka import Cluster, KafkaError, Reader
 from runtime.logs import logger
 from runtime.process.lifecycle import die
@@ -47,6 +47,8 @@ class Live:
         self._recent, self._from_lake = Recent(), list[dict[str, Any]]()
         self._lock, self._stop = threading.Lock(), threading.Event()
         self._changes = Changes()
+        self._taken = 0
+        self._shown: dict[str | None, tuple[int, list[dict[str, Any]]]] = {}
         self.source = "lake"
 
     def start(self) -> None:
@@ -64,7 +66,19 @@ class Live:
         with self._lock:
             if self.source == "lake":
                 return list(newest(self._from_lake, limit, run_id))
-            return self._recent.rows(limit, run_id)
+            number, rows = self._taken, self._recent.rows(limit, run_id)
+            before = self._shown.get(run_id)
+        if before is not None and before[0] == number:  # all open pages ask after each change
+            return before[1]
+        closed = [(row["run_id"], row["trajectory_id"]) for row in rows if row["outcome"]]
+        try:
+            found = with_rewards(rows, rewards_of(self._lake, closed), weights_of(self._lake))
+        except ForeseenError:
+            found = [row | {"reward": None} for row in rows]
+        with self._lock:
+            self._shown = {k: v for k, v in self._shown.items() if v[0] == number}
+            self._shown[run_id] = number, found
+        return found
 
     @property
     def watching(self) -> int:
@@ -87,6 +101,7 @@ class Live:
             if self.source == "lake":  # a reader begins before the end: what it told comes again
                 self.source, self._recent = "Kafka", Recent()
             changed = self._recent.fold(event, timestamp_ms)
+            self._taken += changed
         if changed:
             self._changes.tell()
 

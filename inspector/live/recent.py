@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from itertools import islice
 from typing import Any
 
 from schemas.records import Candidate, SessionEvent, Step
 from schemas.replies import answer_in, calls_in, loaded
+from schemas.reward_matching import training_reward
 
+Weights = Mapping[tuple[str, str | None], Mapping[str, float]]
 KEPT = 200
 SNIPPET = 160
 
@@ -36,12 +38,16 @@ class Recent:
             row = self._row(event.run_id, event.trajectory_key, timestamp_ms)
             row["group_id"] = event.group_id or row["group_id"]
         elif isinstance(event, Candidate):
+            if event.revision:  # somebody marked or rated what has closed: it is no news
+                known = self._by_key.get((event.run_id, event.trajectory_key))
+                if known is not None and known["trajectory_id"] == event.trajectory_id:
+                    known["rewards"] = event.rewards
+                return known is not None
             row = self._row(event.run_id, event.trajectory_key, timestamp_ms)
-            values = [r.value for r in event.rewards if r.step_id is None and r.value is not None]
             row |= {
                 "trajectory_id": event.trajectory_id, "outcome": event.outcome,
                 "group_id": event.group_id, "steps": len(event.steps),
-                "reward": sum(values) if values else None,
+                "channel": event.channel, "rewards": event.rewards,
             }  # fmt: skip
         else:
             return False
@@ -57,7 +63,8 @@ class Recent:
             (run_id, key),
             {
                 "run_id": run_id, "trajectory_key": key, "trajectory_id": key, "group_id": None,
-                "steps": 0, "model": None, "said": "", "outcome": None, "reward": None,
+                "steps": 0, "model": None, "said": "", "outcome": None, "channel": None,
+                "rewards": (),
             },
         )  # fmt: skip
         row["at"] = datetime.fromtimestamp(timestamp_ms / 1000, UTC).replace(tzinfo=None)
@@ -65,6 +72,25 @@ class Recent:
         if len(self._by_key) > KEPT:
             self._by_key.popitem(last=False)
         return row
+
+
+def with_rewards(
+    rows: Iterable[dict[str, Any]], known: Mapping[tuple[str, str], float | None], weights: Weights
+) -> list[dict[str, Any]]:
+    """Return rows with their training reward.
+
+    Args:
+        rows: Of `Recent`.
+        known: Rewards that the lake has, by run and trajectory id.
+        weights: Of the policy in force, by run and channel.
+    """
+    return [
+        row | {
+            "reward": known[key] if (key := (row["run_id"], row["trajectory_id"])) in known
+            else training_reward(weights.get((row["run_id"], row["channel"]), {}), row["rewards"])
+        }
+        for row in rows
+    ]  # fmt: skip
 
 
 def newest(

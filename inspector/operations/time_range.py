@@ -5,6 +5,8 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import NamedTuple
 
+from inspector.errors import InvalidAddress
+
 RANGES = {
     "15m": (900, 15),
     "1h": (3_600, 60),
@@ -48,14 +50,19 @@ class TimeRange(NamedTuple):
 
 
 def time_range(name: str, until: str, now_s: float) -> TimeRange:
-    """Return the range of an address; what cannot be read is left out.
+    """Return the range of an address.
 
     Args:
-        name: Of `RANGES`.
+        name: Of `RANGES`; "": `DEFAULT`.
         until: End in ISO 8601, in UTC unless it says otherwise; "": now.
         now_s: Seconds since the epoch.
+
+    Raises:
+        InvalidAddress: There is no such range, or no such time.
     """
-    name = name if name in RANGES else DEFAULT
+    name = name or DEFAULT
+    if name not in RANGES:
+        raise InvalidAddress(f"range: {name[:40]!r} is none of {', '.join(RANGES)}")
     length_s, bucket_s = RANGES[name]
     end_s = _end_s(until)
     to_s = (int(now_s) // ALIGN_S + 1) * ALIGN_S if end_s is None else end_s
@@ -63,12 +70,16 @@ def time_range(name: str, until: str, now_s: float) -> TimeRange:
 
 
 def _end_s(until: str) -> int | None:
+    if not until:
+        return None
     try:
         moment = datetime.fromisoformat(until)
         end_s = int((moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp())
+        if not 0 <= end_s < 1 << 33:
+            raise ValueError
     except (ValueError, OverflowError):
-        return None
-    return end_s if 0 <= end_s < 1 << 33 else None
+        raise InvalidAddress(f"until: {until[:40]!r} is no time in ISO 8601") from None
+    return end_s
 
 
 def _text(time_s: int) -> str:

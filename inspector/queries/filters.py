@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
+from math import isfinite
 from typing import Any, NamedTuple
 
-from inspector.errors import SearchTooLong
+from inspector.errors import InvalidAddress
 from inspector.queries.lake import Lake
 
 TEXT_CHARACTERS = 400
 """Of a search: each word of it is a query of the index, and all are one query of the list."""
 OUTCOMES = ("completed", "failed", "abandoned", "timed_out", "lost", "replaced")
 STAGES = ("admitted", "refused", "undecided")
+PLACES = ("sort", "rows", "before_key", "before_at", "before_id")
+"""Parameters of a list that select no rows."""
 _EQUAL = ("run_id", "group_id", "channel", "outcome")
+_CHOICES = {"outcome": OUTCOMES, "stage": STAGES}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,8 +25,9 @@ class Filters:
     """What the list shows; None: anything.
 
     agent: part of the user agent or model. task: part of the metadata or group. version: sync
-    index among the trainable tokens. text: words of requests and replies. stage: what admission
-    said. reason: why it is not rewarded, not trainable or refused, as the funnel names it.
+    index among the trainable tokens; oldest_version: the lowest one of them. text: words of
+    requests and replies. stage: what admission said. reason: why it is not rewarded, not trainable
+    or refused, as the funnel names it.
     """
 
     run_id: str | None = None
@@ -31,6 +36,7 @@ class Filters:
     channel: str | None = None
     group_id: str | None = None
     version: int | None = None
+    oldest_version: int | None = None
     reward_min: float | None = None
     reward_max: float | None = None
     quality_min: float | None = None
@@ -48,32 +54,38 @@ class Filters:
 
 
 def parse_filters(query: Mapping[str, str]) -> Filters:
-    """Read filters from the parameters of an address; ignores empty and unreadable values.
+    """Read filters from the parameters of an address; an empty value is none.
 
     Raises:
-        SearchTooLong: the text has more than `TEXT_CHARACTERS`.
+        InvalidAddress: a parameter is not known, or its value cannot be read. Without it a
+            misspelled filter would select everything.
     """
-    if len(query.get("text", "")) > TEXT_CHARACTERS:
-        raise SearchTooLong(f"a search for texts has at most {TEXT_CHARACTERS} characters")
+    kinds = {f.name: str(f.type).partition(" ")[0] for f in fields(Filters)}
     given: dict[str, Any] = {}
-    read: dict[str, Callable[[str], Any]] = {"int": _int64, "float": float}
-    for field in fields(Filters):
-        text = query.get(field.name, "").strip()
-        kind = str(field.type).partition(" ")[0]
-        try:
-            value = read.get(kind, str)(text) if text else None
-        except ValueError:
-            value = None
-        if value is not None:
-            given[field.name] = value
+    for name, text in query.items():
+        if name in PLACES or not text.strip():
+            continue
+        if name not in kinds:
+            raise InvalidAddress(f"there is no filter {name[:40]!r}; there are {', '.join(kinds)}")
+        given[name] = _value(name, kinds[name], text.strip())
     return Filters(**given)
 
 
-def _int64(text: str) -> int:
-    """Read an integer of at most 64 bits, as SQL has it. Raises ValueError."""
-    value = int(text)
-    if not -(2**63) <= value < 2**63:
-        raise ValueError
+def _value(name: str, kind: str, text: str) -> Any:
+    """Read a value. Raises InvalidAddress."""
+    if name == "text" and len(text) > TEXT_CHARACTERS:
+        raise InvalidAddress(f"a search for texts has at most {TEXT_CHARACTERS} characters")
+    if name in _CHOICES and text not in _CHOICES[name]:
+        raise InvalidAddress(f"filter {name}: {text[:40]!r} is none of {', '.join(_CHOICES[name])}")
+    if kind == "str":
+        return text
+    try:
+        value = int(text) if kind == "int" else float(text)
+        if not isfinite(value) or (kind == "int" and not -(2**63) <= value < 2**63):
+            raise ValueError
+    except (ValueError, OverflowError):
+        what = "a whole number" if kind == "int" else "a number"
+        raise InvalidAddress(f"filter {name}: {text[:40]!r} is not {what}") from None
     return value
 
 
@@ -115,6 +127,8 @@ def _conditions(filters: Filters) -> Iterator[str]:
             yield f"c.{name} <= ${name}_max"
     if "version" in given:
         yield "$version BETWEEN c.oldest_sync_index AND c.newest_sync_index"
+    if "oldest_version" in given:
+        yield "c.oldest_sync_index = $oldest_version"
     if "agent" in given:
         yield """(c.run_id, c.trajectory_key) IN (SELECT (run_id, trajectory_key) FROM calls
             WHERE contains(lower(user_agent), lower($agent)) OR model = $agent)"""
@@ -122,15 +136,12 @@ def _conditions(filters: Filters) -> Iterator[str]:
         yield """(contains(lower(c.group_id), lower($task)) OR (c.run_id, c.trajectory_id) IN
             (SELECT (run_id, trajectory_id) FROM payloads
              WHERE contains(lower(metadata_json), lower($task))))"""
-    if filters.stage in STAGES:
-        decided = "(SELECT (run_id, trajectory_id) FROM members WHERE admitted)"
-        refused = "(SELECT (run_id, trajectory_id) FROM members WHERE NOT admitted)"
-        place = "(c.run_id, c.trajectory_id)"
-        yield {
-            "admitted": f"{place} IN {decided}",
-            "refused": f"{place} IN {refused} AND {place} NOT IN {decided}",
-            "undecided": f"{place} NOT IN {decided} AND {place} NOT IN {refused}",
-        }[filters.stage]
+    if filters.stage == "admitted":
+        yield "c.batch_seq IS NOT NULL"
+    elif filters.stage is not None:
+        is_in = "IN" if filters.stage == "refused" else "NOT IN"
+        yield f"""c.batch_seq IS NULL AND (c.run_id, c.trajectory_id) {is_in}
+            (SELECT (run_id, trajectory_id) FROM members WHERE NOT admitted)"""
     if "reason" in given:
         yield """(c.reason = $reason OR (c.reward IS NULL AND c.unrewarded_reason = $reason)
             OR (c.run_id, c.trajectory_id) IN (SELECT (run_id, trajectory_id) FROM members

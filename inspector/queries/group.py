@@ -2,33 +2,31 @@
 
 from __future__ import annotations
 
-from statistics import fmean, pstdev
+from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
 from inspector.queries.conversation import ReadChat, brief, turns_of
 from inspector.queries.lake import Lake, Row
-from inspector.queries.trajectory import recorded
+from inspector.queries.trajectory import with_bodies
 
-STEPS_SHOWN = 400
-"""Steps of a group that are read; more are left out of the columns."""
+STEPS_SHOWN = 50
+"""First steps of a rollout that its column shows."""
 
 
 class Rewards(NamedTuple):
-    """The rewards of a round. spread: the standard deviation, over n."""
+    """The rewards of a round that are compared. spread: the standard deviation, over n - 1."""
 
     known: int
     mean: float | None
     spread: float | None
 
 
-_COLUMNS = "step_id, protocol, request_json, response_json"
-
-
 def group_of(lake: Lake, run_id: str, group_id: str, read: ReadChat) -> dict[str, Any] | None:
     """Return the rounds of a group, newest first, each with its rollouts; None if there is none.
 
-    The advantage of a rollout is its reward minus the mean of its round; `normalized` divides it
-    by the standard deviation (GRPO, arXiv:2402.03300, section 4.1.2).
+    The advantage of a rollout is its training reward minus the mean of those it is compared with:
+    the members of its batch, before there is one all of its round. `normalized` divides it by the
+    standard deviation, as GRPO does (arXiv:2402.03300, section 4.1.2).
     """
     who = {"run": run_id, "group": group_id}
     rollouts = lake.rows(
@@ -56,29 +54,40 @@ def group_of(lake: Lake, run_id: str, group_id: str, read: ReadChat) -> dict[str
 
 
 def _add_advantages(members: list[Row]) -> Rewards:
-    rewards = [m["reward"] for m in members if m["reward"] is not None]
-    mean, spread = (fmean(rewards), pstdev(rewards)) if rewards else (None, None)
+    taken = [m for m in members if m["batch_seq"] is not None]
+    compared = [m for m in taken or members if m["reward"] is not None]
+    rewards = [m["reward"] for m in compared]
+    mean = fmean(rewards) if rewards else None
+    spread = stdev(rewards) if len(rewards) > 1 else None
     for m in members:
-        m["advantage"] = None if m["reward"] is None or mean is None else m["reward"] - mean
-        m["normalized"] = m["advantage"] / spread if m["advantage"] is not None and spread else None
+        known = mean is not None and m in compared
+        m["advantage"] = m["reward"] - mean if known else None
+        m["normalized"] = m["advantage"] / spread if known and spread else None
     return Rewards(len(rewards), mean, spread)
 
 
 def _add_turns(lake: Lake, run_id: str, rollouts: list[Row], read: ReadChat) -> None:
     """Add to each rollout its steps in one line each, and its task: what the first one asked."""
-    wanted = [s["step_id"] for r in rollouts for s in r["details"] or ()][:STEPS_SHOWN]
-    found = {s["step_id"]: s for s in recorded(lake, run_id, rollouts, wanted, _COLUMNS)}
+    ids = [s["step_id"] for r in rollouts for s in (r["details"] or ())[:STEPS_SHOWN]]
+    calls = lake.rows(
+        """SELECT step_id, protocol, kafka_timestamp FROM calls
+        WHERE run_id = $run AND step_id IN $ids""",
+        {"run": run_id, "ids": ids},
+    )
+    known = {call["step_id"]: call for call in calls}
     for rollout in rollouts:
         details = sorted(rollout.pop("details") or (), key=lambda s: s["index"])
-        steps = [s | found[s["step_id"]] for s in details if s["step_id"] in found]
-        turns, _ = turns_of(steps, read)
+        steps = [s | known[s["step_id"]] for s in details if s["step_id"] in known][:STEPS_SHOWN]
+        turns, _ = turns_of(with_bodies(lake, run_id, steps), read)
         rollout["lines"] = [
             {
                 "index": s["index"],
                 "text": brief(t.reply),
+                "reasoning": t.reply.reasoning if t.reply else "",
                 "results": [p for p in t.added if p.answers],
             }
             for s, t in zip(steps, turns, strict=True)
         ]
+        rollout["more"] = len(details) - len(steps)
         asked = [p.text for t in turns[:1] for p in t.added if p.role == "user"]
         rollout["task"] = asked[-1] if asked else None

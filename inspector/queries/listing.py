@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, NamedTuple
 
+from inspector.errors import InvalidAddress
 from inspector.queries.filters import Filters, Selection, selection_of
 from inspector.queries.lake import Lake, Row
+from schemas.ids import key_of_trajectory
 
 PAGE = 50
+ROWS_MAX = 500
+"""Rows that an address can ask for at once, so that a return to the list finds its rows."""
 
 
 SORTS = {
@@ -30,12 +34,13 @@ class Place(NamedTuple):
 class Page(NamedTuple):
     """A page.
 
-    total: rows on all pages. next: parameters of the next page; None: the end. indexed: share of
-    the calls whose texts could be searched.
+    total: rows on all pages. newest: the latest time of closing among them. next: parameters of the
+    next page; None: the end. indexed: share of the calls whose texts could be searched.
     """
 
     rows: list[Row]
     total: int
+    newest: datetime | None
     next: dict[str, Any] | None
     indexed: float
 
@@ -45,18 +50,21 @@ _ROWS = """
         SELECT rowid AS place, {key} AS sort_key, closed_at, trajectory_id
         FROM closed c WHERE {condition}
     ), page AS (
-        SELECT * EXCLUDE (rewards), {key} AS sort_key FROM closed WHERE rowid IN (
+        SELECT * EXCLUDE (rewards), {key} AS sort_key, [{{'name': r.name, 'value': r.value}}
+            FOR r IN rewards IF r.source = 'human' AND r.step_id IS NULL AND r.value IS NOT NULL]
+                AS ratings
+        FROM closed WHERE rowid IN (
             SELECT place FROM selected WHERE {after}
             ORDER BY sort_key DESC, closed_at DESC, trajectory_id DESC LIMIT {limit})
     ), agents AS (
         SELECT run_id, trajectory_key, any_value(user_agent) AS agent, any_value(model) AS model
         FROM calls SEMI JOIN page USING (run_id, trajectory_key) GROUP BY ALL
     ), decided AS (
-        SELECT run_id, trajectory_id, bool_or(admitted) AS admitted, max(batch_seq) AS batch_seq,
-            max(reason) AS refused_reason
+        SELECT run_id, trajectory_id, max(reason) AS refused_reason
         FROM members SEMI JOIN page USING (run_id, trajectory_id) GROUP BY ALL
     )
-    SELECT page.*, agent, model, admitted, batch_seq, refused_reason, total
+    SELECT page.*, agent, model, refused_reason, total,
+        (SELECT max(closed_at) FROM selected) AS newest
     FROM (SELECT count(*) AS total FROM selected) LEFT JOIN page ON true
         LEFT JOIN agents USING (run_id, trajectory_key)
         LEFT JOIN decided USING (run_id, trajectory_id)
@@ -64,19 +72,31 @@ _ROWS = """
 
 
 def parse_sort(query: Mapping[str, str]) -> str | None:
-    """Return the order in an address; None: newest first."""
+    """Return the order in an address; None: newest first. Raises InvalidAddress."""
     given = query.get("sort", "")
-    return given if given.removeprefix("-") in SORTS else None
+    if given and given.removeprefix("-") not in SORTS:
+        raise InvalidAddress(f"sort: {given[:40]!r} is none of {', '.join(SORTS)}")
+    return given or None
 
 
 def parse_place(query: Mapping[str, str]) -> Place | None:
-    """Return the row after which a page begins; None: at the first one."""
+    """Return the row after which a page begins; None: at the first one. Raises InvalidAddress."""
+    if "before_at" not in query:
+        return None
     try:
-        at = datetime.fromisoformat(query.get("before_at", ""))
+        at = datetime.fromisoformat(query["before_at"])
         key = float(query.get("before_key", "0"))
     except ValueError:
-        return None
+        raise InvalidAddress("before_at and before_key are those of a row of the list") from None
     return Place(key, at.replace(tzinfo=None).isoformat(), query.get("before_id", ""))
+
+
+def parse_rows(query: Mapping[str, str]) -> int:
+    """Return how many rows an address shows. Raises InvalidAddress."""
+    text = query.get("rows", str(PAGE))
+    if not text.isdecimal() or not 0 < int(text) <= ROWS_MAX:
+        raise InvalidAddress(f"rows: {text[:40]!r} is not a number from 1 to {ROWS_MAX}")
+    return int(text)
 
 
 def _key(sort: str | None) -> str:
@@ -88,13 +108,18 @@ def _key(sort: str | None) -> str:
 
 
 def page_of(
-    lake: Lake, filters: Filters, before: Place | None = None, sort: str | None = None
+    lake: Lake,
+    filters: Filters,
+    before: Place | None = None,
+    sort: str | None = None,
+    rows: int = PAGE,
 ) -> Page:
     """Return a page of the trajectories that the filters select.
 
     Args:
-        before: the last row of the former page.
+        before: the last row of the page before.
         sort: a name of `SORTS`, with `-` for the largest first; None: newest first.
+        rows: on the page, at most.
     """
     selection = selection_of(lake, filters)
     place: dict[str, Any] = {}
@@ -106,27 +131,44 @@ def page_of(
             "before_key": before.key, "before_at": before.closed_at,
             "before_id": before.trajectory_id,
         }  # fmt: skip
-    query = _ROWS.format(condition=selection.condition, after=after, limit=PAGE + 1, key=_key(sort))
+    query = _ROWS.format(condition=selection.condition, after=after, limit=rows + 1, key=_key(sort))
     found = lake.rows(query, {**selection.parameters, **place}, selection.tables)
-    total = found[0]["total"]
+    total, newest = found[0]["total"], found[0]["newest"]
     found = [row for row in found if row["trajectory_id"] is not None]  # no row: only the total
-    rows, last = found[:PAGE], found[PAGE - 1] if len(found) > PAGE else None
+    last = found[rows - 1] if len(found) > rows else None
     following = last and {
         **filters.given, "sort": sort, "before_key": last["sort_key"],
         "before_at": last["closed_at"].isoformat(), "before_id": last["trajectory_id"],
     }  # fmt: skip
-    return Page(rows, total, following, selection.indexed)
+    return Page(found[:rows], total, newest, following, selection.indexed)
 
 
-def closed_ids(lake: Lake, selection: Selection, limit: int) -> list[tuple[str, str]]:
-    """Return (run id, trajectory id) of at most `limit` closed trajectories."""
-    found = lake.rows(
-        f"""SELECT DISTINCT run_id, trajectory_id FROM closed c
-        WHERE {selection.condition} LIMIT {limit}""",
+def closed_ids(lake: Lake, selection: Selection, limit: int) -> list[Row]:
+    """Return `run_id` and `trajectory_id` of at most `limit` closed trajectories.
+
+    Each has the number of its `rows` in the list, and the latest `closed_at` of them.
+    """
+    return lake.rows(
+        f"""SELECT run_id, trajectory_id, count(*) AS rows, max(closed_at) AS closed_at
+        FROM closed c WHERE {selection.condition} GROUP BY run_id, trajectory_id LIMIT {limit}""",
         selection.parameters,
         selection.tables,
     )
-    return [(row["run_id"], row["trajectory_id"]) for row in found]
+
+
+def is_known(lake: Lake, run_id: str, trajectory_id: str, step_id: str | None) -> bool:
+    """Return whether the lake has a trajectory, open or closed, or a step of it."""
+    found = lake.rows(
+        """SELECT 1 FROM calls WHERE run_id = $run AND trajectory_key = $key
+            AND step_id = coalesce($step, step_id)
+        UNION ALL SELECT 1 FROM closed
+            WHERE run_id = $run AND trajectory_id = $id AND $step IS NULL LIMIT 1""",
+        {
+            "run": run_id, "id": trajectory_id, "key": key_of_trajectory(trajectory_id),
+            "step": step_id,
+        },
+    )  # fmt: skip
+    return bool(found)
 
 
 def channels_of(lake: Lake) -> dict[str, list[str]]:
@@ -153,3 +195,21 @@ def open_rows(lake: Lake, limit: int) -> list[Row]:
         ORDER BY "at" DESC""",
         {"limit": limit},
     )
+
+
+def rewards_of(lake: Lake, ids: Sequence[tuple[str, str]]) -> dict[tuple[str, str], float | None]:
+    """Return the training rewards that the lake has, by run and trajectory id."""
+    if not ids:
+        return {}
+    found = lake.rows(
+        """SELECT run_id, trajectory_id, reward FROM closed
+        WHERE run_id IN $runs AND trajectory_id IN $ids""",
+        {"runs": [run for run, _ in ids], "ids": [name for _, name in ids]},
+    )
+    return {(row["run_id"], row["trajectory_id"]): row["reward"] for row in found}
+
+
+def weights_of(lake: Lake) -> dict[tuple[str, str | None], dict[str, float]]:
+    """Return the weights of rewards of the policies in force, by run and channel."""
+    found = lake.rows("SELECT run_id, channel, weights FROM policies")
+    return {(row["run_id"], row["channel"]): row["weights"] or {} for row in found}

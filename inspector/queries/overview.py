@@ -97,7 +97,8 @@ def totals(lake: Lake, run_id: str) -> list[Row]:
     return lake.rows(
         """SELECT channel, count(*) AS trajectories, count(DISTINCT group_id) AS groups,
             avg(reward) AS reward, avg(steps) AS steps, avg(trainable_tokens) AS tokens,
-            sum(trainable_tokens)::BIGINT AS all_tokens, count(reward) AS rewarded
+            sum(trainable_tokens)::BIGINT AS all_tokens, count(reward) AS rewarded,
+            bool_or(policy_version IS NOT NULL OR batch_seq IS NOT NULL) AS has_policy
         FROM closed WHERE run_id = $run GROUP BY 1 ORDER BY 1""",
         {"run": run_id},
     )
@@ -111,8 +112,7 @@ def funnel(lake: Lake, run_id: str) -> list[Stage]:
     parameters = {"run": run_id}
     failed = _reasons(
         lake.rows(
-            """SELECT source || ': ' || coalesce(error_type, status::VARCHAR) AS reason,
-            count(*) AS steps FROM errors WHERE run_id = $run GROUP BY 1""",
+            "SELECT reason, count(*) AS steps FROM errors WHERE run_id = $run GROUP BY 1",
             parameters,
         )
     )
@@ -139,9 +139,12 @@ def funnel(lake: Lake, run_id: str) -> list[Stage]:
     return stages
 
 
-def is_filter(stage: str, reason: str) -> bool:
-    """Return whether the list can be filtered by the reason of a loss: records have it."""
-    return stage in ("rewarded", "admitted") and reason not in (_UNREWARDED, _WAITS)
+def list_of(stage: str, reason: str) -> str | None:
+    """Return the list that a reason of a loss selects from; None: no record has it."""
+    if stage == "recorded":
+        return "/calls"
+    is_filter = stage in ("rewarded", "admitted") and reason not in (_UNREWARDED, _WAITS)
+    return "/trajectories" if is_filter else None
 
 
 def _reasons(rows: list[Row], names: tuple[str, ...] = ("reason",)) -> list[tuple[Any, int]]:

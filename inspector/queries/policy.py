@@ -105,6 +105,7 @@ def preview(lake: Lake, run_id: str, before: PolicyVersion, after: PolicyVersion
         GROUP BY b.reason, a.reason
         ORDER BY (b.reason IS NULL) = (a.reason IS NULL), count(*) DESC""",
         {"run": run_id} | _parameters("before", before) | _parameters("after", after),
+        is_long=True,
     )
     return [Change(**row) for row in found]
 

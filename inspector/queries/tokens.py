@@ -5,14 +5,15 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from math import exp, isnan
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from inspector.queries.lake import Lake, Row
 from inspector.queries.trajectory import Trajectory, log_times, recorded
 
 Pieces = Callable[[str | None, Sequence[int]], list[str] | None]
 """Texts of token ids of a weight version; None: there is no tokenizer for it."""
-MODES = ("logprob", "entropy", "difference", "mask", "version")
+Mode = Literal["logprob", "entropy", "difference", "mask", "version"]
+MODES: tuple[Mode, ...] = get_args(Mode)
 PAGE = 2000
 """Tokens on one page."""
 WINDOW = 9

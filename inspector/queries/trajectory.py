@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from inspector.queries.lake import Lake, Row
+from schemas.ids import is_gateway_assigned, key_of_trajectory
+from schemas.records import RewardValue
+from schemas.reward_matching import training_reward
 
 _SKEW = "INTERVAL 1 MINUTE"
 """Maximum difference between the log times of a trajectory and of its steps, as in lineage."""
 _BODIES = "step_id, request_json, response_json"
+PAGE = 50
+"""Steps of a page."""
 _AT_ONCE = 16
 """Steps whose bodies are in memory at once. A request repeats the messages before it."""
 
@@ -41,12 +46,15 @@ class Trajectory(NamedTuple):
 
     head: its row of `closed`; of an open one, what its calls say. steps: the recorded steps by
     index, without bodies and tokens, with `index`, `parent`, `drift`, `trainable` and `lane` once
-    it is closed.
+    it is closed; then those that came too late to be in it. failures: failed calls, in order of
+    time. weights: of its training reward, by `source/name`; None: no policy is in force.
     decisions: rows of `members`. versions: weight versions trained on it.
     """
 
     head: Row
     steps: list[Row]
+    failures: list[Row]
+    weights: Mapping[str, float] | None
     metadata_json: str | None
     decisions: list[Row]
     versions: list[Row]
@@ -55,6 +63,19 @@ class Trajectory(NamedTuple):
     @property
     def is_open(self) -> bool:
         return self.head.get("outcome") is None
+
+    @property
+    def reward_now(self) -> float | None:
+        """The training reward of the rewards that count now: a batch may have had others."""
+        values = [RewardValue(**row) for row in self.head.get("rewards") or ()]
+        return training_reward(self.weights or {}, values)
+
+    def weight_of(self, reward: Row) -> float | None:
+        """Return the weight of a reward in the training reward; None: it has no part in it."""
+        if reward["step_id"] is not None or reward["value"] is None:
+            return None
+        name = f"{reward['source']}/{reward['name']}"
+        return self.weights.get(name) if self.weights else 1.0
 
 
 def find(lake: Lake, run_id: str, trajectory_id: str) -> Trajectory | None:
@@ -85,6 +106,7 @@ def find(lake: Lake, run_id: str, trajectory_id: str) -> Trajectory | None:
     )
     merged = [details[s["step_id"]] | s for s in steps]
     merged.sort(key=lambda s: s["index"])
+    merged += _late(lake, who, details, merged)
     first = parts[0] if parts else {}
     head |= {name: first.get(name) for name in ("outcome_reason", "assembled_at")}
     decisions = lake.rows(
@@ -95,6 +117,8 @@ def find(lake: Lake, run_id: str, trajectory_id: str) -> Trajectory | None:
     return Trajectory(
         head,
         _with_lanes(merged),
+        _failures(lake, run_id, trajectory_id, head),
+        _weights(lake, head, decisions),
         first.get("metadata_json"),
         decisions,
         _trained_versions(lake, run_id, decisions),
@@ -111,9 +135,12 @@ def _open(lake: Lake, run_id: str, key: str) -> Trajectory | None:
         FROM calls WHERE run_id = $run AND trajectory_key = $key GROUP BY ALL""",
         who,
     )
-    if not found:
+    failures = _failures(lake, run_id, key)
+    if not found and not failures:
         return None
-    head = found[0]
+    at = failures[0]["kafka_timestamp"] if failures else None
+    empty = {"group_id": None, "channel": None, "opened_at": at}
+    head = found[0] if found else {"run_id": run_id, "trajectory_key": key, **empty}
     steps = lake.rows(
         """SELECT * FROM calls WHERE run_id = $run AND trajectory_key = $key
         ORDER BY kafka_partition, kafka_offset""",
@@ -123,7 +150,69 @@ def _open(lake: Lake, run_id: str, key: str) -> Trajectory | None:
         step |= {"index": index, "parent": index - 1 if index else None, "lane": 0}
         step |= {"prompt_tokens": None, "response_tokens": None}  # known when it has closed
     head |= {"trajectory_id": key, "closed_at": None}
-    return Trajectory(head, steps, None, [], [], [])
+    return Trajectory(head, steps, failures, None, None, [], [], [])
+
+
+def _late(lake: Lake, who: Row, inside: Mapping[str, Row], before: Sequence[Row]) -> list[Row]:
+    """Return the recorded steps of a trajectory that are not in it, as steps after the others."""
+    found = lake.rows(
+        """SELECT c.*, list(DISTINCT o.mark ORDER BY o.mark) AS marks
+        FROM outside o JOIN calls c USING (run_id, step_id)
+        WHERE o.run_id = $run AND o.trajectory_id = $id GROUP BY ALL
+        ORDER BY kafka_partition, kafka_offset""",
+        who,
+    )
+    first = before[-1]["index"] + 1 if before else 0
+    late = [step for step in found if step["step_id"] not in inside]
+    return [
+        step | {
+            "index": index, "parent": None, "drift": "root", "trainable": False,
+            "untrainable_reason": f"not in the trajectory: {', '.join(step['marks'])}",
+            "prompt_tokens": None, "response_tokens": None,
+        }
+        for index, step in enumerate(late, first)
+    ]  # fmt: skip
+
+
+def _failures(lake: Lake, run_id: str, trajectory_id: str, head: Row | None = None) -> list[Row]:
+    """Return the failed calls of a trajectory, in order of time.
+
+    A session without an id of its own has the calls of several trajectories: those in the time of
+    this one are taken.
+    """
+    key = key_of_trajectory(trajectory_id)
+    is_part = head is not None and is_gateway_assigned(key) and trajectory_id != key
+    return lake.rows(
+        f"""SELECT * FROM errors WHERE run_id = $run AND trajectory_key = $key
+            AND (NOT $is_part OR kafka_timestamp BETWEEN $first::TIMESTAMP - {_SKEW}
+                AND $last::TIMESTAMP + {_SKEW})
+        ORDER BY received_at""",
+        {
+            "run": run_id, "key": key, "is_part": is_part,
+            "first": head["opened_at"] if head else None,
+            "last": head["closed_at"] if head else None,
+        },
+    )  # fmt: skip
+
+
+def _weights(lake: Lake, head: Row, decisions: Sequence[Row]) -> Mapping[str, float] | None:
+    """Return the weights of its rewards: of its batch, else of the policy in force."""
+    batches = [d for d in decisions if d["admitted"]]
+    if batches:
+        found = lake.rows(
+            """SELECT reward_weights AS weights FROM batches_raw WHERE run_id = $run
+                AND channel = $channel AND batch_seq = $seq AND kafka_topic_id = $topic""",
+            {
+                "run": head["run_id"], "channel": batches[-1]["channel"],
+                "seq": batches[-1]["batch_seq"], "topic": batches[-1]["kafka_topic_id"],
+            },
+        )  # fmt: skip
+    else:
+        found = lake.rows(
+            "SELECT weights FROM policies WHERE run_id = $run AND channel = $channel",
+            {"run": head["run_id"], "channel": head["channel"]},
+        )
+    return dict(found[0]["weights"] or {}) if found else None
 
 
 def state(lake: Lake, run_id: str, key: str) -> str:
@@ -137,11 +226,26 @@ def state(lake: Lake, run_id: str, key: str) -> str:
     return str(found[0]["state"])
 
 
-def with_bodies(lake: Lake, found: Trajectory) -> Iterator[Row]:
-    """Yield the steps of a trajectory with their request and response, a few in memory at once."""
-    for some in batched(found.steps, _AT_ONCE):
+def page_of(steps: Sequence[Row], first: int | None, is_open: bool) -> tuple[list[Row], list[Row]]:
+    """Return the steps of a page, and the earlier ones that they may continue.
+
+    Args:
+        steps: all of the trajectory.
+        first: index of the first step of the page; None: the page of the newest steps of an open
+            trajectory, else the first page.
+    """
+    if first is None:
+        first = max(0, len(steps) - 1) // PAGE * PAGE if is_open else 0
+    page = [step for step in steps if step["index"] >= first][:PAGE]
+    parents = {step["parent"] for step in page} | {first - 1}
+    return page, [step for step in steps if step["index"] < first and step["index"] in parents]
+
+
+def with_bodies(lake: Lake, run_id: str, steps: Sequence[Row]) -> Iterator[Row]:
+    """Yield steps with their request and response, a few in memory at once."""
+    for some in batched(steps, _AT_ONCE):
         ids = [step["step_id"] for step in some]
-        rows = recorded(lake, found.head["run_id"], [log_times(some)], ids, _BODIES)
+        rows = recorded(lake, run_id, [log_times(some)], ids, _BODIES)
         bodies = {row["step_id"]: row for row in rows}
         empty = {"request_json": None, "response_json": None}
         yield from (step | bodies.get(step["step_id"], empty) for step in some)
@@ -236,10 +340,12 @@ def timeline(found: Trajectory) -> list[Moment]:
         where = f"{step['kafka_partition']}:{step['kafka_offset']}"
         on_log = f"step {index} on claw.steps, {where}"
         moments.append((step["kafka_timestamp"], "Kafka", on_log, index))
+    for failed in found.failures:
+        moments.append((failed["received_at"], "gateway", f"failed: {failed['reason']}", None))
     if not found.is_open:
         moments.append((head["closed_at"], "assemble", f"closed: {head['outcome']}", None))
         moments.append((head["assembled_at"], "assemble", "payload on claw.trajectories", None))
-        revision = f"candidate revision {head['revision']}, as the lake has it"
+        revision = f"revision {head['revision']} is in the lake"
         moments.append((head["kafka_timestamp"], "lake", revision, None))
     for d in found.decisions:
         what = f"in batch {d['batch_seq']} of {d['channel']}" if d["admitted"] else d["reason"]
@@ -257,6 +363,32 @@ def main_moments(moments: Sequence[Moment]) -> list[Moment]:
     """Return the moments of the whole trajectory, the first one, and the last one of each place."""
     last = {m.where: m for m in moments if m.step is not None}
     return [m for m in moments if m.step is None or m in (moments[0], last[m.where])]
+
+
+def moments_of(moments: Sequence[Moment], page: Sequence[Row]) -> list[Moment]:
+    """Return the moments of the whole trajectory and those of the steps of a page."""
+    indexes = {step["index"] for step in page} | {None}
+    return [m for m in moments if m.step in indexes]
+
+
+def placed(
+    failures: Sequence[Row], page: Sequence[Row], steps: Sequence[Row]
+) -> dict[int | None, list[Row]]:
+    """Return the failed calls in the time of a page, by the step that they precede.
+
+    None: they are after the steps of the page.
+    """
+    first, last = (page[0]["index"], page[-1]["index"]) if page else (0, -1)
+    earlier = [s["received_at"] for s in steps if s["index"] < first and s["received_at"]]
+    later = [s["received_at"] for s in steps if s["index"] > last and s["received_at"]]
+    found: dict[int | None, list[Row]] = {}
+    for failed in failures:
+        at = failed["received_at"]
+        if (earlier and at <= max(earlier)) or (later and at > min(later)):
+            continue
+        after = (s["index"] for s in page if s["received_at"] and s["received_at"] > at)
+        found.setdefault(next(after, None), []).append(failed)
+    return found
 
 
 def spans(steps: Sequence[Row]) -> list[Span | None]:

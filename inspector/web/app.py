@@ -125,6 +125,11 @@ def create_app(parts: Parts) -> FastAPI:
     app.exception_handler(ForeseenError)(_error_page)
 
     @app.exception_handler(RequestValidationError)
+    async def wrong(request: Request, error: RequestValidationError) -> Response:
+        said = (f"{'.'.join(map(str, e['loc'][1:]))}: {e['msg']}" for e in error.errors())
+        text = "; ".join(said)[:1000]
+        return render(request, "message.html", 422, title="Not possible", text=text)
+
     @app.exception_handler(404)
     async def absent(request: Request, _: Exception) -> Response:
         text = "No such page, or the lake does not have it (yet): see `clawstream lag`."

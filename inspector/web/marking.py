@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import isfinite
 from typing import Annotated, Any, NamedTuple
 from urllib.parse import parse_qsl
@@ -15,8 +15,8 @@ from inspector.marks import history
 from inspector.marks.mark import Mark, Target
 from inspector.marks.writer import TARGETS_MAX
 from inspector.queries.filters import Filters, parse_filters, selection_of
-from inspector.queries.lake import Lake
-from inspector.queries.listing import closed_ids
+from inspector.queries.lake import Lake, Row
+from inspector.queries.listing import closed_ids, is_known
 from inspector.web.access import User
 from inspector.web.dependencies import Used
 from inspector.web.forms import Form, local
@@ -112,7 +112,13 @@ def _targets(lake: Lake, given: Mapping[str, str]) -> list[Target]:
     run_id = given.get("run", "")
     match given.get("of"):
         case "trajectory":
-            return [Target(run_id, given.get("trajectory", ""), given.get("step"))]
+            target = Target(run_id, given.get("trajectory", ""), given.get("step"))
+            if not is_known(lake, *target[:3]):
+                raise InvalidMark(
+                    f"the lake has no {'step' if target.step_id else 'trajectory'} "
+                    f"{target.step_id or target.trajectory_id} of run {run_id} (yet)"
+                )
+            return [target]
         case "group":
             filters = Filters(run_id=run_id, group_id=given.get("group", ""))
         case "query":
@@ -129,4 +135,19 @@ def _targets(lake: Lake, given: Mapping[str, str]) -> list[Target]:
         raise InvalidMark(
             f"more than {TARGETS_MAX} trajectories: narrow the filters, or use `clawstream curate`"
         )
-    return [Target(*ids) for ids in found]
+    if given["of"] == "query":
+        _check_unchanged(found, given)
+    return [Target(row["run_id"], row["trajectory_id"]) for row in found]
+
+
+def _check_unchanged(found: Sequence[Row], given: Mapping[str, str]) -> None:
+    """Raise InvalidMark unless the filters select what the page has shown."""
+    total, newest = sum(row["rows"] for row in found), max(row["closed_at"] for row in found)
+    seen = given.get("total", ""), given.get("newest", "")
+    if given.get("count") != seen[0]:
+        raise InvalidMark(f"count: type {seen[0]}, the number of trajectories, to confirm")
+    if seen != (str(total), newest.isoformat()):
+        raise InvalidMark(
+            f"the filters select {total} trajectories by now, and {seen[0]} when the page was "
+            "shown: load the list again"
+        )

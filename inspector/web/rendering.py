@@ -78,4 +78,6 @@ def render(request: Request, template: str, status: int = 200, **values: Any) ->
     theme = request.cookies.get("theme", "auto")
     here = request.url.path + (f"?{request.url.query}" if request.url.query else "")
     shown = theme if theme in ("light", "dark") else "auto"
-    return HTMLResponse(text_of(template, theme=shown, here=here, **values), status)
+    stale = request.app.state.parts.lake.failed
+    text = text_of(template, theme=shown, here=here, stale=stale, **values)
+    return HTMLResponse(text, status)

@@ -31,10 +31,27 @@ function follow(selector) {
   if (link) link.click();
 }
 
-function mark(details) {
-  if (!details) return;
+function mark() {  // the row, the step or the trajectory that has the focus; never a whole list
+  const row = document.activeElement.closest("a.row[data-trajectory]"), dialog = one("#mark-row");
+  if (row && dialog) {
+    const { run, trajectory } = row.dataset;
+    const next = location.pathname + location.search + "#" + encodeURIComponent(row.id);
+    for (const [name, value] of Object.entries({ run, trajectory, next })) dialog.querySelector(`[name=${name}]`).value = value;
+    one("#mark-row-title").textContent = trajectory;
+    dialog.showModal();
+    dialog.querySelector("select").focus();
+    return;
+  }
+  const details = (document.activeElement.closest(".step") || document).querySelector("details.mark");
+  if (!details || details.querySelector("[name=count]")) return;
   details.open = true;
   details.querySelector("select").focus();
+}
+
+function close(details) {
+  if (!details) return;
+  details.open = false;
+  details.querySelector("summary").focus();
 }
 
 const KEYS = {
@@ -42,7 +59,7 @@ const KEYS = {
   k: () => step(-1),
   "/": () => { const field = one("#search"); if (field) field.focus(); else location.assign("/trajectories"); },
   t: () => { const at = document.activeElement.closest(".step") || one(".step"); if (at) at.querySelector("a.tokens").click(); },
-  m: () => { const at = document.activeElement.closest(".step") || document; mark(at.querySelector("details.mark")); },
+  m: mark,
   g: () => follow("a[data-group]"),
   u: () => follow("a[data-up]"),
   o: () => location.assign("/operations"),
@@ -54,6 +71,7 @@ const KEYS = {
 document.addEventListener("keydown", (event) => {
   const form = event.key === "Enter" && (event.ctrlKey || event.metaKey) && event.target.closest("textarea") && event.target.form;
   if (form) form.requestSubmit();
+  if (event.key === "Escape") close(event.target.closest("details.mark[open]"));
   const typing = event.target.closest("input, select, textarea, dialog");
   if (typing || event.ctrlKey || event.metaKey || event.altKey || !KEYS[event.key]) return;
   if (event.key.startsWith("Arrow") && !one("#tokens")) return;
@@ -83,6 +101,8 @@ function insert(field, text) {
 }
 
 document.addEventListener("click", (event) => {
+  const row = event.target.closest("a.row");
+  if (row) history.replaceState({ ...history.state, row: row.id }, "");
   const button = event.target.closest("button[data-copy]");
   if (button) copy(button);
   if (event.target.closest("button[data-keys]")) KEYS["?"]();
@@ -187,10 +207,19 @@ function result() {
   resized([[place, chart(place, time, x, series)]]);
 }
 
+function arrive() {  // the focus is where the address, or the way back, leads
+  const id = decodeURIComponent(location.hash.slice(1)) || (history.state && history.state.row) || "";
+  const target = id && document.getElementById(id);
+  if (target) target.focus({ preventScroll: !location.hash });
+  const step = !target && one(".chat") && id.match(/^step-(\d+)$/);  // of another page
+  if (step && !new URLSearchParams(location.search).has("first")) location.replace(`?first=${step[1]}#${id}`);
+}
+
 document.addEventListener("htmx:beforeRequest", (event) => {  // a form that is filled in stays
   if (event.detail.target.id === "main" && one("details.mark[open]")) event.preventDefault();
 });
 
+arrive();
 charts();
 operations();
 result();

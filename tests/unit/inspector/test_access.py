@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from itertools import count
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import pytest
 from fastapi.testclient import TestClient
@@ -20,6 +20,8 @@ from inspector.web.app import HEADERS, Parts, create_app
 
 class NoLake:
     """A lake without rows."""
+
+    failed: ClassVar[dict[str, str]] = {}
 
     def rows(self, query: str, parameters: Any = None) -> list[dict[str, Any]]:
         return []

@@ -40,7 +40,8 @@ def events(shown: Inspected) -> list[Any]:
 
 
 def chips(text: str) -> list[str]:
-    return re.findall(r'<span class="chip">([^<]*)</span>', text)
+    text = re.sub(r"<bdi>([^<]*)</bdi>", r"\1", text)
+    return re.findall(r'class="chip">([^<]*)</', text)
 
 
 def test_a_mark_is_an_event_with_who_and_when_and_shows_at_once(shown: Inspected) -> None:
@@ -132,9 +133,46 @@ def test_a_group_is_marked_and_taken_back_as_one_action(shown: Inspected) -> Non
     assert "taken back by ann" in shown.client.get("/marks").text
 
 
+def all_of(shown: Inspected, query: str) -> dict[str, str]:
+    """Return the hidden fields of the form that marks a list."""
+    text = shown.client.get(f"/trajectories?{query}").text
+    form = text[text.index("<summary", text.index('class="mark"')) :].partition("</form>")[0]
+    found = dict(re.findall(r'type="hidden" name="(\w+)" value="([^"]*)"', form))
+    return {name: value.replace("&amp;", "&") for name, value in found.items()}
+
+
 def test_a_mark_of_a_query_has_the_targets_of_the_list(shown: Inspected) -> None:
-    mark(shown, {"of": "query", "query": "reward_min=0.5&channel=train"}, trainable="no")
+    form = all_of(shown, "reward_min=0.5&channel=train&sort=-reward")
+    mark(shown, form, trainable="no", count="2")
     assert sorted(e.trajectory_key for e in events(shown)) == ["evil", "g-0"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({}, "type 2"), ({"count": "3"}, "type 2"), ({"count": "3", "total": "3"}, "load the list"),
+        ({"count": "2", "newest": "1970-01-01T00:00:01"}, "load the list"),
+        ({"count": "2", "query": "reward_mim=0.5"}, "reward_mim"),
+    ],
+)  # fmt: skip
+def test_a_list_that_has_changed_or_is_not_confirmed_is_not_marked(
+    shown: Inspected, changes: dict[str, str], why: str
+) -> None:
+    form = all_of(shown, "reward_min=0.5&channel=train") | {"trainable": "no"} | changes
+    reply = shown.client.post("/marks", data=form)
+    assert reply.status_code == 422 and why in reply.text
+    assert events(shown) == []
+
+
+@pytest.mark.parametrize(
+    "target", [{"trajectory": "none"}, {"run": "none"}, {"step": "evil"}, {"step": "g-1~0.0"}]
+)
+def test_what_the_lake_does_not_have_is_not_marked(
+    shown: Inspected, target: dict[str, str]
+) -> None:
+    reply = shown.client.post("/marks", data=G0 | {"quality": "1"} | target)
+    assert reply.status_code == 422 and "(yet)" in reply.text
+    assert events(shown) == []
 
 
 def test_the_lake_tells_what_others_and_former_processes_marked(shown: Inspected) -> None:
@@ -174,7 +212,7 @@ def test_text_of_marks_is_escaped(shown: Inspected) -> None:
         ({}, "the mark is empty"), ({"quality": "2"}, "quality"), ({"quality": "much"}, "quality"),
         ({"reward": "11"}, "reward"), ({"tags": "x" * 201}, "tags"),
         ({"of": "group", "group": "none", "quality": "1"}, "no such trajectory"),
-        ({"of": "all", "quality": "1"}, "of:"), ({"run": "Not A Run", "quality": "1"}, "run id"),
+        ({"of": "all", "quality": "1"}, "of:"), ({"run": "Not A Run", "quality": "1"}, "Not A Run"),
     ],
 )  # fmt: skip
 def test_a_mark_that_would_not_count_is_refused(

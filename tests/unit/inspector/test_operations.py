@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from support.inspector import NOW_S, OBSERVED, WORKER
 
+from inspector.errors import InvalidAddress
 from inspector.operations import history
 from inspector.operations.history import LEVELS, POINTS, History
 from inspector.operations.observation import samples_of
@@ -67,8 +68,12 @@ class TestTimeRange:
         assert time_range("24h", fixed.until, NOW_S).texts[1] == "2026-11-26 12:00"
 
     @pytest.mark.parametrize("until", ["soon", "0001-01-01T00:00:00", "9999-12-31T23:59:59"])
-    def test_what_cannot_be_read_is_now(self, until: str) -> None:
-        assert time_range("x", until, NOW_S) == time_range(DEFAULT, "", NOW_S)
+    def test_what_cannot_be_read_is_named(self, until: str) -> None:
+        with pytest.raises(InvalidAddress, match="until"):
+            time_range("", until, NOW_S)
+        with pytest.raises(InvalidAddress, match="range: '100y'"):
+            time_range("100y", "", NOW_S)
+        assert time_range("", "", NOW_S) == time_range(DEFAULT, "", NOW_S)
 
 
 @pytest.mark.parametrize(
