@@ -161,11 +161,17 @@ def gateway(overrides: Overrides = None, config: Config = None) -> None:
 def status(settings: Settings, form: Form = "table") -> None:
     """Show the processes of a data directory, their readiness and the progress of the run.
 
-    Exit code 1 when not all are ready.
+    Exit code 1 when not all are ready, 69 when Kafka does not answer.
     """
     from dataclasses import asdict
 
-    from clawstream.ops.status import Status, format_status, processes_of, progress_of
+    from clawstream.ops.status import (
+        Status,
+        format_status,
+        processes_of,
+        progress_of,
+        suspended_of,
+    )
     from runtime.kafka import KafkaError
 
     supervisor, processes = processes_of(settings.data_dir)
@@ -173,13 +179,14 @@ def status(settings: Settings, form: Form = "table") -> None:
         progress = progress_of(settings, cluster_of(settings))
     except KafkaError:
         progress = None
-    found = Status(settings.data_dir, settings.run_id, supervisor, processes, progress)
+    suspended = suspended_of(supervisor, processes)
+    found = Status(settings.data_dir, settings.run_id, supervisor, processes, progress, suspended)
     if form == "json":
         print_json({**asdict(found), "is_up": found.is_up}, indent=1)
     else:
         typer.echo(format_status(found))
     if not found.is_up:
-        raise SystemExit(1)
+        raise SystemExit(found.exit_code)
 
 
 @command(app)

@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from clawstream.cli.common_options import Config, Overrides, load, names_and_overrides, settings_of
+from clawstream.cli.common_options import (
+    Config,
+    Overrides,
+    fail,
+    load,
+    names_and_overrides,
+    settings_of,
+)
 
 if TYPE_CHECKING:
     import asyncio
@@ -32,7 +39,11 @@ def inspect(
     there are no keys, one is printed that lasts as long as this process.
     """
     names, overrides = names_and_overrides(words)
-    settings = settings_of(config, [*overrides, *(f"data_dir={name}" for name in names[-1:])])
+    if len(names) > 1:
+        fail(f"inspect takes one data directory, not {len(names)}: {' '.join(names)}", 2)
+    settings = settings_of(config, [*overrides, *(f"data_dir={name}" for name in names)])
+    if names and not settings.data_dir.is_dir():
+        fail(f"there is no data directory {settings.data_dir}", 2)
     main, lifecycle = load("inspector.main"), load("runtime.process.lifecycle")
     parts, live, key = parts_of(settings)
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}/"

@@ -6,7 +6,6 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from clawstream.ops.lag import Backlog, backlogs, expected_groups, waiting_s
@@ -18,7 +17,7 @@ from clawstream.ops.monitoring.rules import (
     status_of,
     worst,
 )
-from clawstream.ops.status import has_ended, processes_of
+from clawstream.ops.status import has_ended, processes_of, suspended
 from runtime.kafka import Cluster
 from schemas.settings import Settings
 
@@ -143,7 +142,7 @@ def process_problems(
         processes: Rows of the supervisor's table by process.
     """
     for name, row in processes.items():
-        runs = row["state"] == "running" and _suspended(row["pid"]) is None
+        runs = row["state"] == "running" and suspended(row["pid"]) is None
         if not runs and not has_ended(row):
             yield _remedy(name, settings, processes)
 
@@ -168,27 +167,9 @@ def _remedy(process: str, settings: Settings, processes: Mapping[str, Mapping[st
         return f"start {process}, or look at its log where it runs; it continues where it stopped"
     if row["state"] != "running":
         return f"{process} is {row['state']}: {row['error'] or 'no error was logged'}; see {log}"
-    if (suspended := _suspended(row["pid"])) is not None:
-        return f"{process} (pid {suspended}) is suspended by a signal: kill -CONT {suspended}"
+    if (stopped := suspended(row["pid"])) is not None:
+        return f"{process} (pid {stopped}) is suspended by a signal: kill -CONT {stopped}"
     return (
         f"{process} (pid {row['pid']}) runs without progress: see {log}; "
         f"kill -9 {row['pid']} restarts it without loss"
     )
-
-
-def _suspended(pid: int) -> int | None:
-    """Return a process of this machine that is stopped (state T of proc_pid_stat(5)): this one, or
-    one that it started, such as the broker's Java.
-    """
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-        started = [
-            int(child)
-            for children in Path(f"/proc/{pid}/task").glob("*/children")
-            for child in children.read_text().split()
-        ]
-    except OSError:  # it has ended
-        return None
-    if stat.rpartition(")")[2].split()[0] == "T":
-        return pid
-    return next((found for child in started if (found := _suspended(child)) is not None), None)

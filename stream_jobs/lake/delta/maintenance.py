@@ -22,6 +22,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from typing import NamedTuple
 
@@ -247,7 +248,11 @@ class MaintenanceRunner:
                 stdin=subprocess.PIPE,
             )
             assert self._process.stdin is not None
-            with self._process.stdin as stdin:  # arguments are visible to every user
+            # arguments are visible to every user
+            with (
+                suppress(BrokenPipeError),
+                self._process.stdin as stdin,
+            ):  # it may be killed already
                 stdin.write(self._settings.model_dump_json().encode())
 
     def stop(self) -> None:

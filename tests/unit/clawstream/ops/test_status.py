@@ -2,9 +2,28 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
-from clawstream.ops.status import Progress, Status, format_status
+import pytest
+
+from clawstream.ops.status import (
+    NEWEST,
+    Progress,
+    Status,
+    format_status,
+    progress_of,
+    suspended_of,
+)
+from runtime.exit_codes import EXIT_FAILED, EXIT_KAFKA
+from runtime.process.child import die_with_parent
+from schemas.codec.single_object import Codec
+from schemas.records import Refused, RolloutBudget, WeightVersion
+from schemas.settings import Settings
 
 READY = {
     "state": "running",
@@ -29,7 +48,7 @@ DONE = {**DOWN, "state": "done", "exit_code": 0, "error": None, "restarts": 0}
 
 def test_everything_is_ready() -> None:
     progress = Progress(
-        "r/3.0", {"w": "ready, r/3.0"}, {"claw-lake": 5, "claw-reward": 0}, 2, 32, {"stale": 3}
+        "r/3.0", {"w": "ready, r/3.0"}, {"claw-lake": 5, "claw-reward": 0}, 2, 32, 4, {"stale": 3}
     )
     status = Status(Path("d"), "r", 1, {"gateway": READY, "trainer": DONE}, progress)
     assert status.is_up
@@ -41,7 +60,7 @@ def test_everything_is_ready() -> None:
         "  version    r/3.0",
         "  worker     w: ready, r/3.0",
         "  lag        claw-lake 5",
-        "  groups     32 admitted in 2 batches; refused: stale 3",
+        "  groups     32 admitted in 2 batches, 4 refused; newest refusals: stale 3",
     ]
 
 
@@ -56,16 +75,96 @@ def test_a_process_that_stays_down_says_why() -> None:
     assert said.endswith("  Kafka does not answer")
 
 
+def test_without_kafka_nothing_is_up() -> None:
+    status = Status(Path("d"), "r", 1, {"gateway": READY}, None)
+    assert (status.is_up, status.exit_code) == (False, EXIT_KAFKA)
+    assert format_status(status).startswith("d: not all is ready")
+    nothing = Status(Path("d"), "r", None, {}, None)
+    assert (nothing.is_up, nothing.exit_code) == (False, EXIT_FAILED)
+
+
+def test_a_suspended_process_is_not_ready() -> None:
+    child = subprocess.Popen(die_with_parent(["sleep", "60"]))
+    parent = {**READY, "pid": os.getpid()}
+    try:
+        assert suspended_of(os.getpid(), {"admit": parent}) == {}
+        child.send_signal(signal.SIGSTOP)
+        os.waitpid(child.pid, os.WUNTRACED)
+        found = suspended_of(os.getpid(), {"admit": parent, "gone": {**READY, "pid": None}})
+        assert found == {"admit": child.pid}
+        assert suspended_of(child.pid, {}) == {"up": child.pid}
+    finally:
+        child.kill()
+        child.wait()
+    status = Status(Path("d"), "r", 1, {"admit": READY}, Progress(), {"admit": 8, "up": 9})
+    assert (status.is_up, status.exit_code) == (False, EXIT_FAILED)
+    said = format_status(status)
+    assert "  admit      suspended            http://h:1; kill -CONT 8" in said
+    assert "  clawstream up is suspended: kill -CONT 9" in said
+
+
 def test_a_run_in_which_all_rewards_are_equal_says_so() -> None:
     def said(progress: Progress) -> bool:
         return "every group was refused as zero_variance" in format_status(
             Status(Path("d"), "r", None, {}, progress)
         )
 
-    assert said(Progress(refused={"zero_variance": 9}))
-    assert not said(Progress(refused={"zero_variance": 9, "stale": 1}))
-    assert not said(Progress(admitted=1, batches=1, refused={"zero_variance": 9}))
+    assert said(Progress(newest_refusals={"zero_variance": 9}))
+    assert not said(Progress(newest_refusals={"zero_variance": 9, "stale": 1}))
+    assert not said(Progress(admitted=1, batches=1, newest_refusals={"zero_variance": 9}))
     assert not said(Progress())
+
+
+class Log:
+    """The part of a cluster that is read, with records in memory."""
+
+    def __init__(self, **topics: list[Any]) -> None:
+        codec, names = Codec(), Settings().kafka.topics
+        self._records = {
+            getattr(names, name, names.ready_batches("r", "train")): [
+                SimpleNamespace(offset=offset, value=codec.encode(event))
+                for offset, event in enumerate(events)
+            ]
+            for name, events in topics.items()
+        }
+
+    def topics(self) -> dict[str, int]:
+        return dict.fromkeys(self._records, 1)
+
+    def watermarks(self, topic: str, partitions: list[int]) -> dict[int, tuple[int, int]]:
+        return {0: (0, len(self._records[topic]))}
+
+    def read_all(self, topic: str, first: int = 0) -> Any:
+        return iter(self._records[topic][first:])
+
+    def groups(self) -> list[str]:
+        return []
+
+
+@pytest.mark.slow
+def test_totals_and_version_are_of_the_whole_run() -> None:
+    def version(run: str, sync: int) -> WeightVersion:
+        return WeightVersion(
+            version_id=f"{run}/{sync}.0", run_id=run, sync_index=sync, attempt=0, format="full",
+            files=(), channel="train", metrics={}, created_at=1,
+        )  # fmt: skip
+
+    def budget(run: str, admitted: int) -> RolloutBudget:
+        return RolloutBudget(
+            run_id=run, channel="train", journal_id="J", read_to=9, next_batch_seq=admitted // 8,
+            groups_admitted=admitted, groups_refused=70_000, replacements={},
+            replacements_total=0, refusals=(), ended=False,
+        )  # fmt: skip
+
+    refused = Refused(
+        run_id="r", channel="train", group_id="g", trajectory_ids=(), revisions=(), n=2,
+        whole_group=True, reason="stale", detail="", input_topic_id="C", input_from=0, input_to=1,
+    )  # fmt: skip
+    versions = [version("r", 1), version("r", 2), *(version("o", n) for n in range(2 * NEWEST))]
+    budgets = [budget("r", 8000), *(budget("o", n) for n in range(2 * NEWEST))]
+    log = Log(weights=versions, budgets=budgets, batches_of_r=[refused] * (NEWEST + 1))
+    found = progress_of(Settings(run_id="r"), log)  # type: ignore[arg-type]
+    assert found == Progress("r/2.0", {}, {}, 1000, 8000, 70_000, {"stale": NEWEST})
 
 
 def test_nothing_runs() -> None:
