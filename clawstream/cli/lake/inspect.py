@@ -42,7 +42,8 @@ def inspect(
     if len(names) > 1:
         fail(f"inspect takes one data directory, not {len(names)}: {' '.join(names)}", 2)
     settings = settings_of(config, [*overrides, *(f"data_dir={name}" for name in names)])
-    if names and not settings.data_dir.is_dir():
+    named = bool(names) or any(word.startswith("data_dir=") for word in overrides)
+    if named and settings.lake.uri is None and not settings.data_dir.is_dir():
         fail(f"there is no data directory {settings.data_dir}", 2)
     main, lifecycle = load("inspector.main"), load("runtime.process.lifecycle")
     parts, live, key = parts_of(settings)

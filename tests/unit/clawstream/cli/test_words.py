@@ -36,6 +36,14 @@ def test_a_run_that_is_no_id_is_refused(tmp_path: Path, run: str) -> None:
     assert (done.exit_code, "setting run_id" in done.output) == (2, True), done.output
 
 
+@pytest.mark.parametrize("form", ["{}", "data_dir={}", "{} other"])
+def test_inspect_says_that_there_is_no_such_directory(tmp_path: Path, form: str) -> None:
+    words = form.format(tmp_path / "dmeo").split()
+    done = CliRunner().invoke(app, ["inspect", *words])
+    said = "one data directory, not 2" if len(words) > 1 else f"no data directory {tmp_path}/dmeo"
+    assert (done.exit_code, said in done.output) == (2, True), done.output
+
+
 @pytest.mark.parametrize("command", ["compact", "checkpoint", "vacuum"])
 @pytest.mark.parametrize("tables", [[], ["steps"]])
 def test_care_of_tables_says_that_there_is_no_lake(

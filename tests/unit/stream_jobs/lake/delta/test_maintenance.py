@@ -455,6 +455,19 @@ def test_the_process_cares_and_is_started_when_it_is_time(settings: Settings, la
     assert put(lake, 9, "e9") == 1
 
 
+def test_a_process_that_ends_before_it_reads_does_not_stop_the_writer(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    more_than_a_pipe_holds = {"token": "x" * (1 << 20)}
+    given = LakeSettings(care_interval_s=1e-6, storage_options=more_than_a_pipe_holds)
+    keeper = MaintenanceRunner(settings.model_copy(update={"lake": given}))
+    while keeper._process is None:
+        keeper.poll()
+    keeper.stop()
+    assert keeper._process.returncode == 1
+
+
 FULL = """
 import os, subprocess, sys, threading
 from pathlib import Path
