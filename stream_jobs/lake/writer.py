@@ -109,6 +109,7 @@ class Lake:
         for name in before:
             writer = self._writers[name]
             try:
+                writer.fill_window()  # a lease is a commit: none for a table that is still damaged
                 self._acquire_table(writer, lambda app: None)
                 version = writer.latest().version()
             except LakeDamaged as e:

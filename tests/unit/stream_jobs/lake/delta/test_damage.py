@@ -269,6 +269,23 @@ def test_a_table_that_breaks_while_the_writer_runs_is_set_aside(settings: Settin
 
 
 @pytest.mark.slow
+def test_a_table_that_stays_damaged_gets_no_commits(settings: Settings) -> None:
+    newest = max(
+        (Path(settings.lake_uri) / "rewards").glob("*.parquet"), key=lambda p: p.stat().st_mtime_ns
+    )
+    newest.rename(newest.with_suffix(".away"))
+    lake = claimed(settings)
+    before = open_table(settings.lake_uri, "rewards", {}).version()
+    for _ in range(10):
+        assert not lake.recover()
+        assert lake.damaged.keys() == {"rewards"}
+    assert open_table(settings.lake_uri, "rewards", {}).version() == before
+    newest.with_suffix(".away").rename(newest)
+    assert lake.recover() and not lake.damaged
+    assert open_table(settings.lake_uri, "rewards", {}).version() == before + 1
+    assert feed(lake) == 0
+
+
 def test_what_kafka_has_no_more_is_given_up_only_when_that_is_said(settings: Settings) -> None:
     missing_data(settings.data_dir / "lake" / "rewards")
     late = cast(Cluster, OneTopic(low=60))
