@@ -30,6 +30,7 @@ class Limits:
     Attributes:
         closed_max, waiting_max: Records per partition; bounds on memory. A long trajectory
             counts as several.
+        waiting_bytes_max: The same in bytes, of the records that wait for their target.
         silent_after: How much of an interval without records counts (`log_time`); None: all of
             it.
         steps_max, payload_max: Steps and payload bytes per trajectory. The step that reaches one
@@ -46,6 +47,7 @@ class Limits:
     agent_inactivity: int = 1_800_000
     silent_after: int | None = None
     waiting_max: int = 100_000
+    waiting_bytes_max: int = 64 << 20
     steps_max: int = STEPS_MAX
     payload_max: int = PAYLOAD_MAX
     train_truncated: bool = False

@@ -40,10 +40,11 @@ class PartitionState:
         opened: Open trajectories by time of their last record.
         closed: Closed trajectories by closing time.
         waiting: Pending targets of each input, by offset.
-        by_open_seq, session_indexes, anonymous_open, agent_open, waiting_for: Derived lookup
-            tables, not stored. `anonymous_open` and `agent_open` hold the open trajectories of
-            anonymous and of agent sessions; `waiting_for` holds the offsets of pending targets
-            by what they wait for.
+        by_open_seq, session_indexes, anonymous_open, agent_open, waiting_for, waiting_bytes:
+            Derived lookup tables, not stored. `anonymous_open` and `agent_open` hold the open
+            trajectories of anonymous and of agent sessions; `waiting_for` holds the offsets of
+            pending targets by what they wait for; `waiting_bytes` is the size of those of each
+            input.
     """
 
     applied: list[int] = field(default_factory=lambda: [-1, -1])
@@ -57,6 +58,7 @@ class PartitionState:
         default_factory=lambda: (OrderedDict(), OrderedDict())
     )
     pending: PendingOutputs = field(default_factory=PendingOutputs)
+    waiting_bytes: list[int] = field(default_factory=lambda: [0, 0])
     waiting_for: dict[AwaitedTarget, dict[int, None]] = field(default_factory=dict)
     session_indexes: dict[RunTrajectory, SessionIndex] = field(default_factory=dict)
     anonymous_open: OrderedDict[RunTrajectory, None] = field(default_factory=OrderedDict)
@@ -114,11 +116,14 @@ class PartitionState:
     def begin_wait(self, pending: PendingTarget) -> None:
         """Add a pending target."""
         self.waiting[pending.source][pending.offset] = pending
+        self.waiting_bytes[pending.source] += pending.size
         self.waiting_for.setdefault(pending.awaited, {})[pending.offset] = None
 
     def end_wait(self, source: SourceTopic, offset: int) -> None:
         """Remove a pending target."""
-        awaited = self.waiting[source].pop(offset).awaited
+        pending = self.waiting[source].pop(offset)
+        self.waiting_bytes[source] -= pending.size
+        awaited = pending.awaited
         left = self.waiting_for[awaited]
         del left[offset]
         if not left:

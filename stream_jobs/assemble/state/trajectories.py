@@ -13,6 +13,7 @@ from msgspec import Struct, field
 
 from schemas.records import Channel, Outcome, StepMarkKind
 from stream_jobs.assemble.state.annotations import Annotation, Annotations
+from stream_jobs.assemble.state.encoding import encode
 from stream_jobs.assemble.state.steps import OpenSteps
 
 RunTrajectory = tuple[str, str]
@@ -123,6 +124,13 @@ class PendingTarget(Struct, frozen=True, array_like=True):
     key: RunTrajectory
     step_suffix: str | None
     what: Annotation | Completion
+
+    @property
+    def size(self) -> int:
+        """Return its size in a snapshot, bytes: a mark has up to 50 tags, an assessment a number
+        for each step.
+        """
+        return len(encode(self))
 
     @property
     def awaited(self) -> AwaitedTarget:

@@ -310,6 +310,17 @@ def test_of_too_many_that_wait_the_oldest_is_dead_lettered() -> None:
     assert [b.offset for b in w.dead_letters] == [0]
 
 
+def test_what_waits_is_bounded_by_bytes_too() -> None:
+    tags = tuple(f"{i:02}" + "x" * 198 for i in range(50))
+    w = InMemoryPartition(replace(LIMITS, waiting_bytes_max=35_000)).feed(
+        *[(REWARDS, 0, curation(f"k{i}", f"c{i}", tags=tags)) for i in range(5)]
+    )
+    assert [b.offset for b in w.dead_letters] == [0, 1]
+    assert w.state.waiting_bytes[REWARDS] <= 35_000
+    w.feed(*[(STEPS, 1, step(f"k{i}", 0)) for i in range(5)])
+    assert w.state.waiting_bytes == [0, 0]
+
+
 def test_lost_payload_still_gives_a_candidate() -> None:
     w = InMemoryPartition()
     w.decide([(STEPS, 0, 0, step("k", 0)), (STEPS, 1, 1, session("k", "completed"))])
