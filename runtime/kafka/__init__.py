@@ -9,7 +9,7 @@ from runtime.kafka.commit import NO_METADATA, Commit, CommitMetadata, heartbeat
 from runtime.kafka.errors import Denied, Fenced, KafkaError, SourceTruncated, TooLarge, Unavailable
 from runtime.kafka.loop_producer import LoopProducer
 from runtime.kafka.producer import Producer
-from runtime.kafka.reader import BEGINNING, READ_TIMEOUT_S, Reader
+from runtime.kafka.reader import BEGINNING, READ_TIMEOUT_S, Reader, Silence
 from runtime.kafka.record import Ack, Record
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "Producer",
     "Reader",
     "Record",
+    "Silence",
     "SourceTruncated",
     "TooLarge",
     "Unavailable",

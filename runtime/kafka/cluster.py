@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from confluent_kafka import (
     Consumer,
-    ConsumerGroupTopicPartitions,
     IsolationLevel,
     KafkaException,
     TopicCollection,
@@ -66,13 +66,16 @@ class Cluster:
             **(client_options or {}),
         }
         self._admin: AdminClient | None = None
+        self._admin_lock = threading.Lock()
 
     @property
     def admin(self) -> AdminClient:
-        if self._admin is None:
-            self._admin = AdminClient(
-                {"topic.metadata.refresh.interval.ms": REFRESH_MS, **self._options}
-            )
+        """The client of all threads for questions; made when first used."""
+        with self._admin_lock:
+            if self._admin is None:
+                self._admin = AdminClient(
+                    {"topic.metadata.refresh.interval.ms": REFRESH_MS, **self._options}
+                )
         return self._admin
 
     def producer(self, transactional_id: str | None = None, **overrides: Any) -> Producer:
@@ -162,15 +165,17 @@ class Cluster:
     ) -> dict[str, TopicMetadata]:
         """Return the metadata of topics. Raises Unavailable and Denied as `ask`."""
 
+        each_s = min(ASK_S, timeout_s)
+
         def listed() -> dict[str, TopicMetadata]:
-            self._refusals.clear(self.admin)
+            before = self._refusals.count(self.admin)
             try:
-                return dict(self.admin.list_topics(name, timeout=ASK_S).topics)
+                return dict(self.admin.list_topics(name, timeout=each_s).topics)
             except KafkaException:
-                self._refusals.check(self.admin)
+                self._refusals.check(self.admin, before)
                 raise
 
-        patience = dict.fromkeys((Code._TRANSPORT, Code._TIMED_OUT), timeout_s - ASK_S)
+        patience = dict.fromkeys((Code._TRANSPORT, Code._TIMED_OUT), timeout_s - each_s)
         try:
             return retried(listed, patience)
         except Denied:
@@ -262,14 +267,7 @@ class Cluster:
         self, topic: str, partitions: Iterable[int], isolation: str
     ) -> dict[int, tuple[int, int]]:
         """Use a new client: a request to a broker that dies is not resent to the next leader."""
-        consumer = Consumer(
-            {
-                **self._options,
-                "group.id": "clawstream-offsets",
-                "enable.auto.commit": False,
-                "isolation.level": isolation,
-            }
-        )
+        consumer = self._asking("clawstream-offsets", isolation)
         try:
             return {
                 p: consumer.get_watermark_offsets(TopicPartition(topic, p), timeout=ASK_S)
@@ -277,6 +275,17 @@ class Cluster:
             }
         finally:
             consumer.close()
+
+    def _asking(self, group: str, isolation: str) -> Consumer:
+        """Create a consumer that reads nothing: for questions."""
+        return Consumer(
+            {
+                **self._options,
+                "group.id": group,
+                "enable.auto.commit": False,
+                "isolation.level": isolation,
+            }
+        )
 
     def end(self, topic: str, partition: int) -> int:
         """Return the end as `watermarks` does, without a new client: about 1 ms, for frequent
@@ -415,25 +424,53 @@ class Cluster:
     # -- groups
 
     def groups(self) -> list[str]:
-        """Return the names of all consumer groups."""
-        with translating():
-            listed = self.admin.list_consumer_groups(request_timeout=READ_TIMEOUT_S).result()
-        return sorted(g.group_id for g in listed.valid)
+        """Return the names of all consumer groups.
+
+        Raises:
+            Unavailable: A broker does not say which groups it coordinates.
+        """
+
+        def names() -> list[str]:
+            listed = self.admin.list_consumer_groups(request_timeout=ASK_S).result()
+            for error in listed.errors:  # of one broker: the list is not whole
+                raise error
+            return sorted(g.group_id for g in listed.valid)
+
+        return retried(names, {**LEADER_MOVES, **COORDINATOR_STARTS})
 
     def committed(self, group: str) -> dict[tuple[str, int], int]:
         """Return what the group has committed: (topic, partition) to next offset."""
         return {at: commit.offset for at, commit in self.commits(group).items()}
 
-    def commits(self, group: str) -> dict[tuple[str, int], Commit]:
-        """Return what the group has committed, with the metadata, by (topic, partition)."""
-        request = [ConsumerGroupTopicPartitions(group)]
+    def commits(
+        self, group: str, timeout_s: float = READ_TIMEOUT_S
+    ) -> dict[tuple[str, int], Commit]:
+        """Return what the group has committed, with the metadata, by (topic, partition).
 
-        def partitions() -> Any:
-            asked = self.admin.list_consumer_group_offsets(request, request_timeout=READ_TIMEOUT_S)
-            return asked[group].result().topic_partitions
+        Asks as a consumer of the group that joins nothing. The admin client's question for the
+        offsets of a group ends the process when its time-out passes or its connection breaks
+        (confluentinc/librdkafka#4605).
 
-        # A broker that has just started is still reading its groups; the client does not wait.
-        found = retried(partitions, COORDINATOR_STARTS)
+        Raises:
+            Unavailable: Kafka does not answer in time.
+        """
+        asked = [
+            TopicPartition(topic, partition)
+            for topic, metadata in self._listed(timeout_s=timeout_s).items()
+            for partition in metadata.partitions
+        ]
+        # A reader of committed records would wait here for the end of open transactions.
+        consumer = self._asking(group, "read_uncommitted")
+        try:
+            # A broker that has just started is still reading its groups; the client does not wait.
+            found = retried(
+                lambda: consumer.committed(asked, timeout=timeout_s), COORDINATOR_STARTS
+            )
+        finally:
+            consumer.close()
+        for tp in found:
+            if tp.error is not None and tp.error.code() != Code.UNKNOWN_TOPIC_OR_PART:
+                raise translated(KafkaException(tp.error))
         return {
             (tp.topic, tp.partition): Commit(tp.offset, _metadata(tp))
             for tp in found

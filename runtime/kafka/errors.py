@@ -28,22 +28,23 @@ _DENIED = (
 )
 
 
-def translated(e: BaseException) -> KafkaError:
-    """Return our error for one of the client's."""
+def translated(e: BaseException, place: str | None = None) -> KafkaError:
+    """Return our error for one of the client's. place: What was read, as far as it is known."""
     code = e.args[0] if isinstance(e, KafkaException) and e.args else None
+    where = f"{place}: " if place else ""
     if isinstance(code, Code):
         if code.code() in (Code._FENCED, Code.INVALID_PRODUCER_EPOCH, Code.PRODUCER_FENCED):
             return Fenced(str(code))
         if code.code() == Code.MSG_SIZE_TOO_LARGE:
             return TooLarge(str(code))
         if code.code() in (Code._AUTO_OFFSET_RESET, Code.OFFSET_OUT_OF_RANGE):
-            return SourceTruncated(str(code))
+            return SourceTruncated(f"source truncated: {where}{code.str()}; run clawstream doctor")
         if code.code() in _DENIED:
             return Denied(
                 f"{code.str()}: correct kafka.security.user, or grant what "
                 "`clawstream topics acls` prints"
             )
-        return Unavailable(str(code))
+        return Unavailable(f"{where}{code}")
     return KafkaError(str(e))
 
 

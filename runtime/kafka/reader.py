@@ -204,12 +204,22 @@ class Reader:
                 )
                 self._ends.add((m.topic(), m.partition()))
             elif err.code() in _ENDS_READING or err.fatal():
-                raise translated(KafkaException(err))
+                raise translated(KafkaException(err), self._place(m.topic(), m.partition()))
             else:
                 self._errors.log(err, time.monotonic())
                 continue
             self._silence.broken(time.monotonic())
         return out
+
+    def _place(self, topic: str | None, partition: int | None) -> str | None:
+        """Say where reading has ended; None: the error is of no partition."""
+        if topic is None or partition is None or (topic, partition) not in self._next:
+            return None
+        position = f"{topic}-{partition}, position {self._next[topic, partition]}"
+        try:
+            return f"{position}, end {self._ask_ends(topic, [partition])[partition]}"
+        except KafkaError:
+            return position
 
     def _renew_if_stopped(self) -> None:
         """Make a new client in place of one that has stopped."""

@@ -8,6 +8,7 @@ time-outs: `Refusals` keeps the reason for the error of the call.
 from __future__ import annotations
 
 import ssl
+import threading
 from collections.abc import Sequence
 
 from confluent_kafka import KafkaError as Code
@@ -126,29 +127,35 @@ class Refusals:
     """Connections that the brokers have refused to the clients of one cluster.
 
     `note` is the error callback of all of them; all other errors come with their call. It is called
-    while a client is polled.
+    while a client is polled, by any thread.
     """
 
     def __init__(self) -> None:
-        self._count, self._last = 0, ""
-        self._remedy = ""
+        self._lock = threading.Lock()
+        self._count, self._last, self._remedy = 0, "", ""
 
     def note(self, error: Code) -> None:
         """Count a refusal."""
         if (remedy := REMEDIES.get(error.code())) is not None:
-            self._count, self._last, self._remedy = self._count + 1, error.str(), remedy
+            with self._lock:
+                self._count += 1
+                self._last, self._remedy = error.str(), remedy
 
-    def clear(self, admin: AdminClient) -> None:
-        """Forget what came before a call of the client."""
+    def count(self, admin: AdminClient) -> int:
+        """Return the number of refusals so far, before a call of the client."""
         admin.poll(0)
-        self._count = 0
+        return self._count
 
-    def check(self, admin: AdminClient) -> None:
+    def check(self, admin: AdminClient, before: int) -> None:
         """Check after a failed call of the client why no broker has answered.
+
+        Args:
+            admin: The client.
+            before: `count` before the call; calls of other threads may run beside it.
 
         Raises:
             Denied: They refused every time; the message says why and what to set.
         """
         admin.poll(0)
-        if self._count >= LEAST_REFUSALS:
+        if self._count - before >= LEAST_REFUSALS:
             raise Denied(f"Kafka refuses the connection: {self._last}. {self._remedy}")

@@ -5,10 +5,12 @@ Each process logs into a file, and ends with the block that started it and with 
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -21,6 +23,22 @@ def until(condition: Callable[[], bool]) -> None:
     """Wait for a condition; the test's time limit ends a wait for ever."""
     while not condition():
         time.sleep(0.01)
+
+
+def freeze(pid: int) -> None:
+    """Stop a process by SIGSTOP; all its threads have stopped on return.
+
+    On a busy machine the threads of a JVM go on for up to half a second after `kill` has returned,
+    and a broker acknowledges records in that time. SIGCONT lets it go on.
+    """
+    os.kill(pid, signal.SIGSTOP)
+    until(lambda: set(_thread_states(pid)) == {"T"})
+
+
+def _thread_states(pid: int) -> Iterator[str]:
+    for stat in Path(f"/proc/{pid}/task").glob("*/stat"):
+        with suppress(OSError):  # the thread has ended
+            yield stat.read_text().rpartition(")")[2].split()[0]
 
 
 def pids_with(word: str) -> list[str]:
