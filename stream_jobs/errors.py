@@ -54,6 +54,10 @@ class NotCoPartitioned(StreamJobError):
     """
 
 
+class ConsumerStopped(StreamJobError):
+    """The consumer has stopped although Kafka answers. The restart joins the group again."""
+
+
 class LakeError(StreamJobError):
     """Root of all errors of the lake."""
 

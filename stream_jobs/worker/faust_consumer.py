@@ -19,10 +19,11 @@ import faust
 from faust.transport.drivers import aiokafka as driver
 from faust.types import TP
 
-from runtime.kafka import CommitMetadata, Record
+from runtime.kafka import CommitMetadata, Denied, Record
 from runtime.kafka.security import password_of, ssl_context
 from runtime.logs import logger
 from schemas.settings import KafkaSecurity, Settings
+from stream_jobs.errors import ConsumerStopped
 from stream_jobs.worker.fetch_buffer import Fetched
 from stream_jobs.worker.member_name import worker_name
 
@@ -39,6 +40,10 @@ POLL_INTERVAL_S = 86400.0
 """Nothing is polled while a batch waits for slow reward functions. A slow worker must not lose its
 partitions: the next one would take as long. Heartbeats detect a dead one.
 """
+_REFUSED = (
+    driver.aiokafka.errors.GroupAuthorizationFailedError,
+    driver.aiokafka.errors.TopicAuthorizationFailedError,
+)
 
 NO_HEADERS: Mapping[str, bytes] = MappingProxyType({})
 
@@ -101,6 +106,15 @@ def _text_of(metadata: CommitMetadata) -> str:
     return f"{text}\0" if text else ""
 
 
+def explained(error: BaseException) -> BaseException:
+    """Return our error for one of the client's; others as they are."""
+    if isinstance(error, _REFUSED):
+        return Denied(f"{error!r}: grant what `clawstream topics acls` prints")
+    if isinstance(error, driver.KafkaError):
+        return ConsumerStopped(f"the consumer has stopped: {error!r}")
+    return error
+
+
 class _Thread(driver.AIOKafkaConsumerThread):  # type: ignore[misc]
     """Sets the fetch wait and the isolation level, for which Faust has no settings."""
 
@@ -109,6 +123,21 @@ class _Thread(driver.AIOKafkaConsumerThread):  # type: ignore[misc]
         consumer._fetch_max_wait_ms = FETCH_WAIT_MS
         consumer._isolation_level = "read_committed"
         return consumer
+
+    def check_group(self) -> None:
+        """Raise the error for which the client has stopped its work in the consumer group.
+
+        It waits until a fetch has taken the error, and Faust fetches nothing before the rebalance
+        ends. So neither would go on.
+
+        Raises:
+            Denied: The brokers refuse the group.
+            ConsumerStopped: Any other error, such as GroupLoadInProgress in a rebalance.
+        """
+        coordinator = getattr(self._consumer, "_coordinator", None)
+        error = getattr(coordinator, "_pending_exception", None)
+        if error is not None:
+            raise explained(error) from error
 
     async def commit_with_metadata(self, commits: Mapping[TP, tuple[int, CommitMetadata]]) -> bool:
         """Commit as Faust does, which has no metadata: return whether Kafka has taken it.
@@ -155,6 +184,10 @@ class Consumer(driver.Consumer):  # type: ignore[misc]
         """Commit positions; return False during a rebalance. Another error ends the app."""
         taken: bool = await self._thread.call_thread(self._thread.commit_with_metadata, commits)
         return taken
+
+    def check_group(self) -> None:
+        """Raise the error for which the client has stopped, as `_Thread.check_group`."""
+        self._thread.check_group()
 
     async def seek_to_committed(self) -> Mapping[TP, int]:
         committed = dict(await super().seek_to_committed())

@@ -37,6 +37,11 @@ class FetchBuffer:
         self._waiting_bytes = 0
         self._room = asyncio.Event()
 
+    @property
+    def holds_records(self) -> bool:
+        """Whether fetched records wait for a batch."""
+        return not self._chunks.empty()
+
     async def put(self, generation: int, fetched: Fetched) -> None:
         """Split a fetch into chunks and queue them in order. Waits while the buffer is full."""
         for chunk, count, size in _chunks(fetched, self._records, self._chunk_bytes):

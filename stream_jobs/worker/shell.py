@@ -10,6 +10,9 @@ The metadata of the commits tells a slow worker from a stalled one. Every `HEART
 batch goes on, the positions of all partitions are committed again with a heartbeat. A commit of a
 position that has to stay before handled records says how far they reach.
 
+A consumer that stops although Kafka answers ends the process: when the client waits for somebody
+to take an error, when no partitions come, or when records wait and none is fetched.
+
 On SIGTERM the current batch is finished and committed, then the process exits 0.
 """
 
@@ -27,16 +30,24 @@ from typing import Any, Protocol
 
 from faust.types import TP
 
-from runtime.kafka import NO_METADATA, Cluster, CommitMetadata, Record, heartbeat
+from runtime.kafka import (
+    NO_METADATA,
+    Cluster,
+    CommitMetadata,
+    KafkaError,
+    Record,
+    Silence,
+    heartbeat,
+)
 from runtime.logs import LogThrottle, logger
 from runtime.process.lifecycle import die
 from runtime.process.metrics import serving_metrics
-from runtime.process.readiness import ready
+from runtime.process.readiness import not_ready, ready
 from runtime.topics.access import check_access
 from runtime.topics.records import Decoder, cluster_of, create_topics
 from schemas.settings import Settings
-from stream_jobs.errors import FencedOut, NotCoPartitioned, StreamJobError
-from stream_jobs.worker.faust_consumer import Consumer, make_app, record_of
+from stream_jobs.errors import ConsumerStopped, FencedOut, NotCoPartitioned, StreamJobError
+from stream_jobs.worker.faust_consumer import Consumer, explained, make_app, record_of
 from stream_jobs.worker.fetch_buffer import FetchBuffer, Fetched
 from stream_jobs.worker.metrics import JobMetrics
 from stream_jobs.worker.schema_wait import SchemaWait
@@ -50,6 +61,12 @@ HEARTBEAT_S = 5.0
 LOOK_S = 0.5
 """Interval of the check whether Faust has stopped."""
 STOP_S = 8.0
+UNASSIGNED_S = 180.0
+"""Time without partitions after which the consumer has stopped. Kafka waits for the other members
+of a group for `broker_rebalance_timeout`, a minute.
+"""
+POSITION_S = 5.0
+"""Time in which the consumer tells its position."""
 REPEAT_LOG_S = 10.0
 
 
@@ -105,14 +122,16 @@ async def serve(
     await asyncio.to_thread(check_access, cluster, settings, group)
     metrics = JobMetrics()
     with serving_metrics(settings, group, metrics.registry):
-        await Shell(settings, group, make(settings, cluster), metrics).run(stop)
+        await Shell(settings, group, make(settings, cluster), metrics, cluster).run(stop)
 
 
 class Shell:
     """One Faust app around one job."""
 
-    def __init__(self, settings: Settings, group: str, job: Job, metrics: JobMetrics) -> None:
-        self._job, self._metrics = job, metrics
+    def __init__(
+        self, settings: Settings, group: str, job: Job, metrics: JobMetrics, cluster: Cluster
+    ) -> None:
+        self._job, self._metrics, self._cluster = job, metrics, cluster
         self._positions: Mapping[tuple[str, int], int] = {}
         self._batch_records = settings.jobs.batch_records
         self._fetch_buffer = FetchBuffer(self._batch_records)
@@ -120,6 +139,8 @@ class Shell:
         self._finished: dict[TP, tuple[int, CommitMetadata]] = {}  # the newest of each partition
         self._heartbeat_at = time.monotonic()
         self._revokes = 0
+        self._silence = Silence(time.monotonic())
+        self._unassigned_at: float | None = time.monotonic()  # None: it has its partitions
         self._busy = asyncio.Lock()
         self._schema_wait = SchemaWait(
             job.decoder, self._busy, self._process_partition, self._pause
@@ -144,13 +165,15 @@ class Shell:
         repeated = [
             asyncio.create_task(self._repeat(self._job.tick_interval_s, self._job.tick)),
             asyncio.create_task(self._repeat(COMMIT_S, self._commit)),
+            asyncio.create_task(self._repeat(LOOK_S, self._check_consumer)),
         ]
         try:
             while not stop.is_set():
                 if starting.done():
                     starting.result()
                 if self._app.should_stop:
-                    raise self._app.crash_reason or StreamJobError("Faust stopped by itself")
+                    reason = self._app.crash_reason or StreamJobError("Faust stopped by itself")
+                    raise explained(reason) from reason
                 with suppress(TimeoutError):
                     await asyncio.wait_for(stop.wait(), LOOK_S)
         except Exception as e:  # noqa: BLE001 - protocol point 6
@@ -206,6 +229,40 @@ class Shell:
             tp: (offset, heartbeat(metadata)) for tp, (offset, metadata) in self._finished.items()
         }
 
+    async def _check_consumer(self) -> None:
+        """Raise ConsumerStopped when the consumer has stopped although Kafka answers."""
+        self._app.consumer.check_group()
+        now = time.monotonic()
+        if self._unassigned_at is not None:
+            if now - self._unassigned_at >= UNASSIGNED_S:
+                with suppress(KafkaError):  # away: the client has a reason to wait
+                    await asyncio.to_thread(self._cluster.ask, POSITION_S)
+                    raise ConsumerStopped(f"no partitions were assigned for {UNASSIGNED_S:g} s")
+                self._unassigned_at = time.monotonic()
+        elif self._busy.locked() or self._fetch_buffer.holds_records:
+            self._silence.broken(now)
+        elif self._silence.asks(now):
+            try:
+                waiting = await self._waiting()
+            except KafkaError:
+                waiting = None
+            if self._silence.stopped(time.monotonic(), waiting=waiting is not None):
+                raise ConsumerStopped(f"nothing is fetched, although records wait in {waiting}")
+
+    async def _waiting(self) -> str | None:
+        """Return a partition that has records to fetch. Raises KafkaError."""
+        consumer = self._app.consumer
+        for tp in sorted(consumer.assignment()):
+            ends = await asyncio.to_thread(self._cluster.watermarks, tp.topic, [tp.partition])
+            low, end = ends[tp.partition]
+            try:
+                position = await asyncio.wait_for(consumer.position(tp), POSITION_S)
+            except TimeoutError:  # a client that goes on knows it
+                position = low
+            if end > (position or low):
+                return f"{tp.topic}-{tp.partition}"
+        return None
+
     # -- rebalances
 
     def _position(self, place: tuple[str, int]) -> int | None:
@@ -214,7 +271,10 @@ class Shell:
     async def _revoked(self, *_: Any, **__: Any) -> None:
         try:
             self._revokes += 1
+            self._unassigned_at = time.monotonic()
             self._metrics.partitions.set(0)
+            if not self._stopping:
+                not_ready("waits for its partitions")
             self._positions, self._finished = {}, {}
             self._schema_wait.drop()
             await self._job.revoked()
@@ -226,6 +286,7 @@ class Shell:
         """Awaited by Faust before it seeks and lets records flow."""
         try:
             before = (self._app.consumer_generation_id, self._revokes)
+            self._unassigned_at = None
             self._schema_wait.drop()
             await self._job.revoked()
             assignment = self._app.consumer.assignment()
@@ -265,6 +326,7 @@ class Shell:
 
     async def _take(self, fetched: Fetched) -> None:
         """Buffer a fetch. Waits while the buffer is full, and briefly after a small fetch."""
+        self._silence.broken(time.monotonic())
         await self._fetch_buffer.put(self._app.consumer_generation_id, fetched)
         if sum(map(len, fetched.values())) < self._batch_records:
             await asyncio.sleep(FETCH_PAUSE_S)

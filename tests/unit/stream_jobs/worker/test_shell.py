@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -14,15 +15,16 @@ from typing import Any, cast
 import pytest
 from faust.types import TP
 
-from runtime.kafka import NO_METADATA, Cluster, CommitMetadata, Record
+from runtime.kafka import NO_METADATA, Cluster, CommitMetadata, Record, Unavailable
+from runtime.process import readiness
 from runtime.topics.records import Decoder
 from schemas.codec.single_object import MAGIC, Codec
 from schemas.records import Tick
 from schemas.settings import Settings
-from stream_jobs.errors import FencedOut
+from stream_jobs.errors import ConsumerStopped, FencedOut
 from stream_jobs.worker import shell
 from stream_jobs.worker.metrics import JobMetrics
-from stream_jobs.worker.shell import Shell
+from stream_jobs.worker.shell import UNASSIGNED_S, Shell
 
 
 class SchemasTopic:
@@ -95,6 +97,7 @@ class Group:
     def __init__(self) -> None:
         self.paused: set[TP] = set()
         self.commits: list[Mapping[TP, tuple[int, CommitMetadata]]] = []
+        self.positions: dict[TP, int] = {}
 
     async def commit_with_metadata(self, commits: Mapping[TP, tuple[int, CommitMetadata]]) -> bool:
         self.commits.append(commits)
@@ -108,6 +111,11 @@ class Group:
 
     def assignment(self) -> set[TP]:
         return {TP(t, p) for t in Job.inputs for p in (0, 1)}
+
+    def check_group(self) -> None: ...
+
+    async def position(self, tp: TP) -> int | None:
+        return self.positions.get(tp)
 
 
 @pytest.fixture
@@ -131,8 +139,9 @@ def batch(
     return [(generation, {TP("s", p): list(records) for p, records in partitions.items()})]
 
 
-def shell_of(job: Job, tmp_path: Path) -> Any:
-    shell: Any = Shell(Settings(data_dir=tmp_path), "test", job, JobMetrics())
+def shell_of(job: Job, tmp_path: Path, cluster: object = None) -> Any:
+    cluster = cast(Cluster, cluster)
+    shell: Any = Shell(Settings(data_dir=tmp_path), "test", job, JobMetrics(), cluster)
     shell._app = SimpleNamespace(consumer_generation_id=1, consumer=Group())
     return shell
 
@@ -309,3 +318,99 @@ def test_positions_are_committed_again_while_a_batch_goes_on(
 
     asyncio.run(main())
     assert not died
+
+
+class Ends:
+    """A cluster that tells the ends of partitions, or does not answer."""
+
+    def __init__(self, ends: Mapping[int, int]) -> None:
+        self.ends, self.answers = ends, True
+
+    def ask(self, timeout_s: float) -> None:
+        if not self.answers:
+            raise Unavailable("away")
+
+    def watermarks(self, topic: str, partitions: Sequence[int]) -> dict[int, tuple[int, int]]:
+        self.ask(0.0)
+        return {p: (0, self.ends[p]) for p in partitions}
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Give the shell a clock that the test sets: `now`, in seconds."""
+    clock = SimpleNamespace(now=0.0)
+    clock.monotonic = lambda: clock.now
+    monkeypatch.setattr(shell, "time", clock)
+    return clock
+
+
+@pytest.mark.slow
+def test_a_consumer_that_fetches_nothing_while_records_wait_has_stopped(
+    tmp_path: Path, clock: SimpleNamespace
+) -> None:
+    async def stopped_at(until_s: int, ends: Ends) -> float | None:
+        clock.now = 0.0
+        made = shell_of(Job(), tmp_path, ends)
+        made._unassigned_at = None
+        made._app.consumer.positions = {TP(t, p): 10 for t in Job.inputs for p in (0, 1)}
+        for clock.now in range(until_s):
+            try:
+                await made._check_consumer()
+            except ConsumerStopped:
+                return clock.now
+        return None
+
+    async def main() -> None:
+        behind, away = Ends({0: 10, 1: 11}), Ends({0: 10, 1: 11})
+        away.answers = False
+        assert await stopped_at(200, behind) == 65
+        assert await stopped_at(200, Ends({0: 10, 1: 10})) is None
+        assert await stopped_at(200, away) is None
+
+    asyncio.run(main())
+
+
+@pytest.mark.slow
+def test_a_consumer_that_gets_no_partitions_while_kafka_answers_has_stopped(
+    tmp_path: Path, clock: SimpleNamespace
+) -> None:
+    async def main() -> None:
+        ends = Ends({})
+        made = shell_of(Job(), tmp_path, ends)
+        ends.answers = False
+        clock.now = 1000.0
+        await made._check_consumer()  # Kafka is away: the consumer has a reason to wait
+        ends.answers = True
+        clock.now += UNASSIGNED_S - 1
+        await made._check_consumer()
+        clock.now += 1
+        with pytest.raises(ConsumerStopped):
+            await made._check_consumer()
+
+    asyncio.run(main())
+
+
+@pytest.mark.slow
+def test_a_worker_without_partitions_is_not_ready(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as told:
+        told.bind(str(tmp_path / "notify"))
+        told.setblocking(False)
+        monkeypatch.setenv(readiness.VARIABLE, str(tmp_path / "notify"))
+
+        async def main() -> list[bytes]:
+            job = Job()
+            job.go.set()
+            made = shell_of(job, tmp_path)
+            said = []
+            for event in (made._assigned, made._revoked, made._assigned):
+                await event()
+                said.append(told.recv(4096).splitlines()[0])
+            made._stopping = True
+            await made._revoked()
+            with pytest.raises(BlockingIOError):
+                told.recv(4096)
+            return said
+
+        assert asyncio.run(main()) == [b"READY=1", b"RELOADING=1", b"READY=1"]
