@@ -138,6 +138,10 @@ class RecordTooLarge(NotRecorded):
     """The record exceeds Kafka's message size."""
 
 
+class RecordUnfit(NotRecorded):
+    """The record cannot be read, so that its large fields and images cannot be moved."""
+
+
 class SpoolTaken(GatewayError, InUse):
     """Another process uses this spool directory. Give every gateway its own gateway.gateway_id."""
 

@@ -27,9 +27,9 @@ from gateway.durability.quarantine import (
     move_to,
     reject,
 )
-from gateway.durability.segment import read_segment
+from gateway.durability.segment import read_segment, segments_in
 from gateway.durability.spool import lock
-from gateway.errors import GatewayError, RecordTooLarge, SpoolTaken
+from gateway.errors import GatewayError, RecordTooLarge, RecordUnfit, SpoolTaken
 from runtime.blob_store import BlobStore
 from runtime.topics.records import cluster_of
 from schemas.codec.single_object import Codec
@@ -125,7 +125,7 @@ def _send(settings: Settings, directory: Path, paths: Sequence[Path]) -> tuple[i
             for message in missing:
                 try:
                     (fitting,) = blobs.fit_now([message])
-                except RecordTooLarge:
+                except (RecordTooLarge, RecordUnfit):
                     reject(directory, message)
                 else:
                     producer.put(*fitting)
@@ -165,10 +165,10 @@ def _taken(directory: Path) -> Iterator[tuple[list[Path], bool]]:
                 f"spool {directory} is just being drained by another `clawstream spool drain`"
             ) from error
         runs = False
-        paths = [p for name in (QUARANTINED, DAMAGED) for p in (directory / name).glob("*.spool")]
+        paths = [p for name in (QUARANTINED, DAMAGED) for p in segments_in(directory / name)]
         try:
             stack.callback(os.close, lock(directory))
-            paths += directory.glob("*.spool")
+            paths += segments_in(directory)
         except SpoolTaken:
             runs = True
         yield sorted(paths, key=lambda path: path.name), runs

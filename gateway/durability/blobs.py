@@ -13,12 +13,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 from gateway.durability.log import Message
 from gateway.durability.request_images import images_in, may_hold_images
-from gateway.errors import BlobsUnavailable, RecordTooLarge
+from gateway.errors import BlobsUnavailable, RecordTooLarge, RecordUnfit
 from runtime.blob_store import BlobStore, BlobStoreAway
 from runtime.process.lifecycle import on_loop
 from schemas.blob_refs import Movable, images_of, shrink, with_images
 from schemas.codec.single_object import Codec
 from schemas.records import Step
+from schemas.rule_spec import reason_text
 from schemas.topics import MAX_MESSAGE_BYTES, MAX_RECORD_BYTES
 
 THREADS = 4
@@ -55,6 +56,7 @@ class Blobs:
 
         Raises:
             RecordTooLarge: A record is too large for Kafka even without the fields that can move.
+            RecordUnfit: A record cannot be read.
             BlobsUnavailable: The store did not accept the fields.
         """
         if not any(map(concerned, messages)):
@@ -87,7 +89,16 @@ class Blobs:
 
     def fit_now(self, messages: Sequence[Message]) -> list[Message]:
         """Do the same as `fit`, blocking and without a timeout."""
-        return [self._fitted(m) if concerned(m) else m for m in messages]
+        return [self._fitted_or_unfit(m) if concerned(m) else m for m in messages]
+
+    def _fitted_or_unfit(self, message: Message) -> Message:
+        try:
+            return self._fitted(message)
+        except (BlobsUnavailable, RecordTooLarge, MemoryError):
+            raise
+        except Exception as error:
+            text = reason_text(error)
+            raise RecordUnfit(f"a record was not made to fit: {text}") from error
 
     def _fitted(self, message: Message) -> Message:
         record = self._codec.decode(message.value)

@@ -36,8 +36,9 @@ from gateway.durability.spool_writer import SpoolWriter, die_of_a_bug
 from gateway.errors import BlobsUnavailable, KafkaUnavailable, NotRecorded, RecordTooLarge
 from gateway.metrics import Metrics
 from runtime.logs import logger
-from schemas.rule_spec import reason_text
 
+COUNT_S = 10.0
+"""Interval at which the files are counted that the operator may have removed from the spool."""
 NO_RESERVATION = nullcontext()
 """Context manager of all calls while Kafka is reachable: one generator per call would cost more."""
 
@@ -65,7 +66,7 @@ class DeliveryManager:
         self._drainer = SpoolDrainer(
             spool, self._writer, producer, blobs, metrics, max_behind, max_age_s
         )
-        self._draining: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
         self._open = 0
         self._none_open = asyncio.Event()
         self._none_open.set()
@@ -85,8 +86,19 @@ class DeliveryManager:
         metrics.spool_bytes.set_function(lambda: spool.size_bytes)
         metrics.spool_quarantined_bytes.set_function(lambda: spool.quarantined_bytes)
         metrics.spool_damaged_bytes.set_function(lambda: spool.damaged_bytes)
-        self._draining = asyncio.create_task(self._drainer.run(), name="spool-drain")
-        self._draining.add_done_callback(die_of_a_bug)
+        self._tasks = [
+            asyncio.create_task(self._drainer.run(), name="spool-drain"),
+            asyncio.create_task(self._count(), name="spool-count"),
+        ]
+        for task in self._tasks:
+            task.add_done_callback(die_of_a_bug)
+
+    async def _count(self) -> None:
+        """Count the files aside in a thread: calls only look at the numbers."""
+        while True:
+            await asyncio.sleep(COUNT_S)
+            async with self._writer.lock:
+                await asyncio.to_thread(self._spool.count)
 
     async def close(self, drain_timeout_s: float = 10.0) -> None:
         """Finish the open writes, drain the spool if Kafka is reachable, and stop."""
@@ -96,9 +108,10 @@ class DeliveryManager:
             self._spool.segments and self._producer.reachable and time.monotonic() < deadline
         ):
             await asyncio.sleep(0.02)
-        if self._draining is not None:
-            self._draining.cancel()
-            await asyncio.wait([self._draining])
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
         async with self._writer.lock:
             self._spool.close()
         if self._blobs is not None:
@@ -179,13 +192,8 @@ class DeliveryManager:
         error: BlobsUnavailable | NotRecorded | None = None
         try:
             pending.messages = await blobs.fit(pending.messages)
-        except (BlobsUnavailable, RecordTooLarge) as failure:
+        except (BlobsUnavailable, NotRecorded) as failure:
             error = failure
-        except MemoryError:
-            raise
-        except Exception as failure:  # noqa: BLE001 - to the caller, who waits for it
-            error = NotRecorded(f"a record was not made to fit: {reason_text(failure)}")
-            error.__cause__ = failure
         if before:
             await asyncio.wait(before)
         if error is None:

@@ -2,7 +2,8 @@
 
 - `quarantined/`: segments that are too old to be sent automatically (`spool_drainer` explains why);
 - `damaged/`: segments with unreadable parts, unchanged. Their readable records were sent;
-- `rejected`: records that Kafka will never accept, in the format of a segment.
+- `rejected`: records that Kafka will never accept, or that cannot be read to make them fit, in the
+  format of a segment.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from gateway.durability.log import Message
-from gateway.durability.segment import read_segment
+from gateway.durability.segment import read_segment, segments_in
 from gateway.durability.spool_frames import frame
 from runtime.atomic_file import fsync_path
 
@@ -38,7 +39,7 @@ class Damage(NamedTuple):
 
 def damaged_in(directory: Path) -> list[Damage]:
     """List the damaged segments of one gateway's spool. Raises OSError and SpoolFailed."""
-    found = [(path, read_segment(path)) for path in sorted((directory / DAMAGED).glob("*.spool"))]
+    found = [(path, read_segment(path)) for path in segments_in(directory / DAMAGED)]
     return [
         Damage(path, len(contents.messages), contents.unreadable_bytes) for path, contents in found
     ]
@@ -60,7 +61,7 @@ def move_to(name: str, directory: Path, path: Path) -> Path:
 
 
 def reject(directory: Path, message: Message) -> Path:
-    """Append a record that Kafka will never accept to the file `rejected`.
+    """Append a record that can never be sent to the file `rejected`.
 
     The record then does not block the records behind it.
 

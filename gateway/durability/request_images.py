@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from binascii import Error, a2b_base64
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 from schemas.replies import loaded
@@ -24,27 +25,27 @@ def images_in(request_json: bytes) -> list[bytes]:
     """
     try:
         request = loaded(request_json)
-    except ValueError:
+    except (ValueError, RecursionError):
         return []
     if not isinstance(request, dict):
         return []
     return list(_images([request.get(name) for name in _CONVERSATION]))
 
 
-def _images(value: Any) -> Iterator[bytes]:
-    match value:
-        case list():
-            for item in value:
-                yield from _images(item)
-        case {"type": "image" | "image_url" | "input_image"}:
-            data = _base64_of(value)
-            if data is not None:
-                try:
-                    yield a2b_base64(data, strict_mode=True)
-                except (Error, ValueError):
-                    return  # the engine cannot have read it either
-        case dict():
-            yield from _images(value.get("content", value.get("output")))
+def _images(conversation: list[Any]) -> Iterator[bytes]:
+    left: list[Any] = [conversation]  # a stack: a client may nest deeper than calls can be
+    while left:
+        match left.pop():
+            case list() as items:
+                left.extend(reversed(items))
+            case {"type": "image" | "image_url" | "input_image"} as part:
+                data = _base64_of(part)
+                if data is not None:
+                    # What is no base64 the engine cannot have read either.
+                    with suppress(Error, ValueError):
+                        yield a2b_base64(data, strict_mode=True)
+            case dict() as message:
+                left.append(message.get("content", message.get("output")))
 
 
 def _base64_of(part: Mapping[str, Any]) -> str | None:

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from collections import Counter
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -21,9 +21,11 @@ from typing import NamedTuple
 from gateway.durability.log import LogPosition, Message
 from gateway.durability.spool_frames import SYNC_BYTES, frame, scan
 from gateway.errors import SpoolFailed
+from runtime.logs import logger
 
 BLOCK_BYTES = 4096
 """Block size for reading a file that the disk does not return as a whole."""
+_NAME = re.compile(rf"([0-9]+)-([0-9a-f]{{{2 * SYNC_BYTES}}})(?:-sent)?\.spool")
 _POSITION = Message("", b"position", b"")
 """Topic and key of the frames that hold the position of a segment in the steps topic."""
 
@@ -68,17 +70,28 @@ def sync_of(path: Path) -> bytes:
     Raises:
         SpoolFailed: The file name is not a segment name.
     """
-    with suppress(ValueError, IndexError):
-        if len(sync := bytes.fromhex(path.stem.split("-")[1])) == SYNC_BYTES:
-            return sync
+    if (name := _NAME.fullmatch(path.name)) is not None:
+        return bytes.fromhex(name[2])
     raise SpoolFailed(
         f"{path} is not named as a segment of a spool: its name holds what is needed to read it"
     )
 
 
 def number_of(path: Path) -> int:
-    """Return the number in the name of a segment."""
-    return int(path.stem.partition("-")[0])
+    """Return the number in the name of a segment; 0 for another file."""
+    name = _NAME.fullmatch(path.name)
+    return 0 if name is None else int(name[1])
+
+
+def segments_in(directory: Path) -> list[Path]:
+    """Return the segments in a directory, oldest first. Logs the names of other files like them."""
+    files = sorted(directory.glob("*.spool"))
+    if foreign := [path.name for path in files if not number_of(path)]:
+        logger().warning(
+            "spool_foreign_files", directory=str(directory), names=foreign,
+            action="they are not segments and are not sent: remove or rename them",
+        )  # fmt: skip
+    return [path for path in files if number_of(path)]
 
 
 def position_frames(position: LogPosition, sync: bytes) -> bytes:

@@ -29,7 +29,14 @@ from pathlib import Path
 
 from gateway.durability.log import LogPosition, Message
 from gateway.durability.quarantine import DAMAGED, QUARANTINED, bytes_in, move_to, reject
-from gateway.durability.segment import Segment, number_of, position_frames, read_segment, sync_of
+from gateway.durability.segment import (
+    Segment,
+    number_of,
+    position_frames,
+    read_segment,
+    segments_in,
+    sync_of,
+)
 from gateway.durability.spool_frames import SYNC_BYTES, frame
 from gateway.errors import SpoolFailed, SpoolFull, SpoolTaken
 from runtime.atomic_file import fsync_path
@@ -74,6 +81,10 @@ class Spool:
 
     now: Monotonic clock, seconds.
     segments: Segments that wait to be sent, oldest first.
+    size_bytes: Bytes of these segments.
+    quarantined_bytes: Bytes of the segments that are too old to be sent automatically.
+    damaged_bytes: Bytes of the segments that are partly unreadable. Both are counted by `count`,
+        because others may take these files away.
     unreadable_bytes: Found by this process in segments that it then moved to `damaged`.
     """
 
@@ -87,6 +98,7 @@ class Spool:
         self._directory, self._max_bytes, self._segment_bytes = directory, max_bytes, segment_bytes
         self._now = now
         self.segments: list[Segment] = []
+        self.size_bytes = self.quarantined_bytes = self.damaged_bytes = 0
         self.unreadable_bytes = 0
         # File descriptor of the last segment while it is open for appends.
         self._active: int | None = None
@@ -107,10 +119,11 @@ class Spool:
             for name in (QUARANTINED, DAMAGED):
                 (self._directory / name).mkdir(exist_ok=True)
             self._next = 1 + max(map(number_of, self._directory.rglob("*.spool")), default=0)
-            for path in sorted(self._directory.glob("*.spool")):
+            for path in segments_in(self._directory):
                 self._recover(path)
         except OSError as error:
             raise SpoolFailed(f"spool {self._directory}: {error}") from error
+        self.count()
 
     def _recover(self, path: Path) -> None:
         messages, unreadable, position = read_segment(path)
@@ -118,6 +131,7 @@ class Spool:
         segment = Segment(path, path.stat().st_size, keys, unreadable, position)
         if messages:
             self.segments.append(segment)
+            self.size_bytes += segment.size
         else:  # damaged, or the process crashed before it wrote the first record
             self._dispose(segment)
 
@@ -130,20 +144,10 @@ class Spool:
 
     # -- size
 
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of the segments that wait to be sent."""
-        return sum(segment.size for segment in self.segments)
-
-    @property
-    def quarantined_bytes(self) -> int:
-        """Bytes of the segments that are too old to be sent automatically."""
-        return bytes_in(self._directory / QUARANTINED)
-
-    @property
-    def damaged_bytes(self) -> int:
-        """Bytes of the segments that are partly unreadable."""
-        return bytes_in(self._directory / DAMAGED)
+    def count(self) -> None:
+        """Count the bytes of the segments that wait for the operator, who may remove them."""
+        self.quarantined_bytes = bytes_in(self._directory / QUARANTINED)
+        self.damaged_bytes = bytes_in(self._directory / DAMAGED)
 
     @property
     def free_bytes(self) -> int:
@@ -193,8 +197,16 @@ class Spool:
         except OSError as error:
             self._undo_append()
             raise SpoolFailed(f"spool {self._directory}: {error}") from error
-        segment.size += len(data)
+        self._grow(segment, len(data))
         segment.keys.update(message.key for message in messages)
+
+    def _grow(self, segment: Segment, size: int) -> None:
+        segment.size += size
+        self.size_bytes += size
+
+    def _leave(self, segment: Segment) -> None:
+        self.segments.remove(segment)
+        self.size_bytes -= segment.size
 
     def _undo_append(self) -> None:
         """Undo an append that failed midway.
@@ -271,7 +283,8 @@ class Spool:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
-            segment.position, segment.size = position, segment.size + len(data)
+            segment.position = position
+            self._grow(segment, len(data))
         segment.path = segment.path.rename(
             segment.path.with_name(segment.path.stem + "-sent.spool")
         )
@@ -282,7 +295,8 @@ class Spool:
         if segment is self.segments[-1]:
             self.seal()
         path = move_to(QUARANTINED, self._directory, segment.path)
-        self.segments.remove(segment)
+        self.quarantined_bytes += path.stat().st_size
+        self._leave(segment)
         return path
 
     def remove(self, segment: Segment) -> None:
@@ -291,13 +305,14 @@ class Spool:
         Moves it into `damaged` instead if parts of it are unreadable.
         """
         self._dispose(segment)
-        self.segments.remove(segment)
+        self._leave(segment)
 
     def _dispose(self, segment: Segment) -> None:
         if not segment.unreadable:
             segment.path.unlink()
             return
         path = move_to(DAMAGED, self._directory, segment.path)
+        self.damaged_bytes += path.stat().st_size
         self.unreadable_bytes += segment.unreadable
         logger().error(
             "spool_damaged",
@@ -308,5 +323,5 @@ class Spool:
         )
 
     def reject(self, message: Message) -> Path:
-        """Keep a record that Kafka will never accept; see the function `quarantine.reject`."""
+        """Keep a record that can never be sent; see the function `quarantine.reject`."""
         return reject(self._directory, message)

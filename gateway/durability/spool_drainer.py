@@ -1,27 +1,38 @@
 """Sends the records of the spool to Kafka as soon as it is reachable, the oldest segment first.
 
 A segment is deleted after the acknowledgement of all its records. After a crash in between, it is
-sent again: the ids are the same, and readers drop duplicates. That holds only as long as assemble
-knows the trajectories and the lake remembers the ids; an older segment is quarantined for
-`clawstream spool drain`, which checks each record against the lake first.
+sent again: the ids are the same, and readers drop duplicates. Without a crash, only those records
+are sent again that Kafka did not acknowledge; the pause before it doubles while Kafka acknowledges
+nothing. A record that Kafka never accepts, or that cannot be read, goes into the file `rejected`.
+
+Readers know a duplicate only as long as assemble knows the trajectories and the lake remembers the
+ids; an older segment is quarantined for `clawstream spool drain`, which checks each record against
+the lake first.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from functools import partial
 
 from gateway.durability.blobs import Blobs
 from gateway.durability.log import LogProducer, Message
 from gateway.durability.segment import Segment
 from gateway.durability.spool import Spool
 from gateway.durability.spool_writer import SpoolWriter
-from gateway.errors import BlobsUnavailable, KafkaUnavailable, RecordTooLarge
+from gateway.errors import (
+    BlobsUnavailable,
+    KafkaUnavailable,
+    RecordTooLarge,
+    RecordUnfit,
+)
 from gateway.metrics import Metrics
 from runtime.logs import logger
 
 RETRY_S = 0.25
-"""Interval between attempts, and between checks whether Kafka is reachable again."""
+"""Interval between checks whether Kafka is reachable again, and after a first failed attempt."""
+RETRY_MAX_S = 10.0
+"""Longest pause between attempts: a slow Kafka also appends what it acknowledges too late."""
 
 
 class SpoolDrainer:
@@ -46,6 +57,9 @@ class SpoolDrainer:
         self._spool, self._writer, self._producer, self._blobs = spool, writer, producer, blobs
         self._metrics, self._max_behind, self._max_age_s = metrics, max_behind, max_age_s
         self._counted_bytes = 0
+        self._pause_s = RETRY_S  # before the next attempt
+        # Of the oldest segment: position in it to each record that is not acknowledged yet.
+        self._left: tuple[Segment, dict[int, Message]] | None = None
 
     async def run(self) -> None:
         """Drain until cancelled."""
@@ -54,15 +68,19 @@ class SpoolDrainer:
             _report_quarantined(self._spool.quarantined_bytes)
         while True:
             while self._spool.segments:
+                if not self._producer.reachable:
+                    await asyncio.sleep(RETRY_S)
+                    continue
                 try:
-                    if self._producer.reachable:
-                        await self._drain_first()
-                        continue
+                    await self._drain_first()
+                    self._pause_s = RETRY_S
+                    continue
                 except (KafkaUnavailable, BlobsUnavailable) as error:
-                    logger().warning("spool_drain_waits", error=str(error))
+                    logger().warning("spool_drain_waits", error=str(error), seconds=self._pause_s)
                 except OSError as error:
                     logger().error("spool_unreadable", error=str(error))
-                await asyncio.sleep(RETRY_S)
+                await asyncio.sleep(self._pause_s)
+                self._pause_s = min(2 * self._pause_s, RETRY_MAX_S)
             await self._writer.appended.wait()
             self._writer.appended.clear()
 
@@ -85,52 +103,72 @@ class SpoolDrainer:
         else:
             async with self._writer.lock:
                 await asyncio.to_thread(self._spool.mark_sent, segment, self._producer.position)
-            try:
-                await self._publish(messages)
-            except RecordTooLarge:
-                await self._publish_singly(messages)
+            if self._left is None or self._left[0] is not segment:
+                self._left = segment, dict(enumerate(messages))
+            await self._send(self._left[1])
+            self._left = None
             async with self._writer.lock:
                 await asyncio.to_thread(self._spool.remove, segment)
             self._count_unreadable()
             logger().info("spool_drained", records=len(messages), left_bytes=self._spool.size_bytes)
         self._writer.forget(segment.keys.elements())
 
-    async def _publish(self, messages: Sequence[Message]) -> None:
-        """Send messages; acknowledged on return.
+    async def _send(self, left: dict[int, Message]) -> None:
+        """Send the records of a segment, and remove those that are acknowledged or rejected.
+
+        A record behind one of its key that is not acknowledged stays too: the key keeps its order.
 
         Raises:
             KafkaUnavailable: Kafka did not acknowledge all of them.
             BlobsUnavailable: The blob store did not accept a large field.
-            RecordTooLarge: A message is larger than Kafka accepts.
         """
-        if self._blobs is not None:
-            # One by one, because the time limit of the store is that of one record.
-            messages = [m for message in messages for m in await self._blobs.fit([message])]
-        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        await self._make_fit(left)
+        results: dict[int, KafkaUnavailable | RecordTooLarge | None] = {}
+        all_told = asyncio.Event()
 
-        def sent(error: KafkaUnavailable | RecordTooLarge | None) -> None:
-            if done.done():
-                return  # cancelled
-            if error is None:
-                done.set_result(None)
-            else:
-                done.set_exception(error)
+        def sent(at: int, error: KafkaUnavailable | RecordTooLarge | None) -> None:
+            results[at] = error
+            if len(results) == len(left):
+                all_told.set()
 
-        self._producer.send(messages, sent)
-        await done
+        for at, message in left.items():
+            self._producer.send([message], partial(sent, at))
+        if left:
+            await all_told.wait()
+        open_keys = set[bytes]()
+        unavailable: KafkaUnavailable | None = None
+        for at, message in list(left.items()):
+            error = results[at]
+            if isinstance(error, KafkaUnavailable):
+                open_keys.add(message.key)
+                unavailable = error
+                continue
+            if error is not None:
+                await self._reject(message, error)
+            elif message.key in open_keys:
+                continue
+            del left[at]
+            self._pause_s = RETRY_S
+        if unavailable is not None:
+            raise unavailable
 
-    async def _publish_singly(self, messages: Sequence[Message]) -> None:
-        for message in messages:
+    async def _make_fit(self, left: dict[int, Message]) -> None:
+        """Move large fields and images to the blob store; reject what does not fit then."""
+        if self._blobs is None:
+            return
+        for at, message in list(left.items()):
             try:
-                await self._publish([message])
-            except RecordTooLarge as error:
-                path = await asyncio.to_thread(self._spool.reject, message)
-                logger().error(
-                    "spool_record_rejected",
-                    kept_in=str(path),
-                    topic=message.topic,
-                    error=str(error),
-                )
+                # One by one, because the time limit of the store is that of one record.
+                (left[at],) = await self._blobs.fit([message])
+            except (RecordTooLarge, RecordUnfit) as error:
+                await self._reject(message, error)
+                del left[at]
+
+    async def _reject(self, message: Message, error: Exception) -> None:
+        path = await asyncio.to_thread(self._spool.reject, message)
+        logger().error(
+            "spool_record_rejected", kept_in=str(path), topic=message.topic, error=str(error)
+        )
 
     async def _too_old(self, segment: Segment) -> bool:
         """Return whether a second copy of the segment's records in Kafka could count twice.

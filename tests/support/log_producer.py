@@ -14,6 +14,9 @@ class InMemoryLogProducer:
 
     reachable: False: known to be unreachable.
     acknowledges: False: appears reachable but does not acknowledge.
+    too_slow: A message with more bytes is not acknowledged; None: no limit.
+    refused: Keys whose messages are not acknowledged.
+    sent: All messages of all sends, acknowledged or not.
     gate: While cleared, sends wait. held: the messages that waited.
     passed: Result of `passed_since` for every position.
     """
@@ -22,6 +25,9 @@ class InMemoryLogProducer:
         self.messages: list[Message] = []
         self.reachable = True
         self.acknowledges = True
+        self.refused: set[bytes] = set()
+        self.too_slow: int | None = None
+        self.sent: list[Message] = []
         self.uptime_s = 0.0
         self.max_bytes = 10 * 1024 * 1024
         self.position: LogPosition | None = LogPosition("memory", (0,))
@@ -45,7 +51,12 @@ class InMemoryLogProducer:
         sent(self._take(messages))
 
     def _take(self, messages: Sequence[Message]) -> KafkaUnavailable | RecordTooLarge | None:
-        if messages and not (self.reachable and self.acknowledges):
+        self.sent.extend(messages)
+        refused = any(
+            m.key in self.refused or (self.too_slow is not None and len(m.value) > self.too_slow)
+            for m in messages
+        )
+        if messages and not (self.reachable and self.acknowledges and not refused):
             return KafkaUnavailable("this producer does not acknowledge")
         if any(len(m.value) > self.max_bytes for m in messages):
             return RecordTooLarge(f"a record is larger than {self.max_bytes} bytes")

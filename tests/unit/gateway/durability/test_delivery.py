@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 from support.log_producer import InMemoryLogProducer
 from support.spool import (
     append,
@@ -30,6 +31,7 @@ from gateway.durability.delivery import DeliveryManager
 from gateway.durability.log import LogPosition, Message, Passed
 from gateway.durability.segment import read_segment, sync_of
 from gateway.durability.spool import Spool
+from gateway.durability.spool_drainer import RETRY_S
 from gateway.durability.spool_frames import SYNC_BYTES, scan
 from gateway.errors import NoRoom, NotRecorded, SpoolFailed, SpoolFull
 from gateway.metrics import Metrics
@@ -163,6 +165,98 @@ def test_a_record_that_kafka_never_takes_is_rejected(tmp_path: Path) -> None:
     assert delivery(tmp_path, body).messages == [note(1), note(2)]
     rejected = (tmp_path / "rejected").read_bytes()
     assert scan(rejected, rejected[:SYNC_BYTES]).messages == [Message("t", b"k", b"x" * 200)]
+
+
+def test_a_record_that_cannot_be_read_is_rejected_and_the_next_ones_are_sent(
+    tmp_path: Path,
+) -> None:
+    """Blobs read a record that may hold an image; an older release has another schema."""
+    unreadable = Message("t", b"k", b'image;base64, of an "unknown" schema')
+    blobs = Blobs(BlobStore(str(tmp_path / "blobs")), Codec(), 30.0)
+    for message in (note(1), unreadable, note(2)):
+        spool = open_spool(tmp_path)
+        append(spool, message)
+        spool.close()
+
+    async def body(it: DeliveryManager, producer: InMemoryLogProducer, spool: Spool) -> None:
+        await wait_for(lambda: not it.spooled_bytes)
+
+    assert delivery(tmp_path, body, blobs=blobs).messages == [note(1), note(2)]
+    rejected = (tmp_path / "rejected").read_bytes()
+    assert scan(rejected, rejected[:SYNC_BYTES]).messages == [unreadable]
+
+
+def test_a_drain_sends_only_what_is_not_acknowledged_again_and_ever_more_rarely(
+    tmp_path: Path,
+) -> None:
+    spooled = [note(n, key) for n, key in enumerate((b"a", b"b", b"a", b"c", b"b", b"c"))]
+    pauses: list[float] = []
+
+    async def body(it: DeliveryManager, producer: InMemoryLogProducer, spool: Spool) -> None:
+        producer.reachable = False
+        for message in spooled:
+            await it.record([message])
+        producer.refused = {b"b"}
+        with capture_logs() as logs:
+            producer.reachable = True
+            await wait_for(lambda: len(producer.sent) > 8)
+        pauses.extend(line["seconds"] for line in logs if line["event"] == "spool_drain_waits")
+        producer.refused = set()
+        await wait_for(lambda: not it.spooled_bytes)
+
+    producer = delivery(tmp_path, body)
+    b = [m for m in spooled if m.key == b"b"]
+    assert producer.sent == [*spooled, *b, *b, *b][: len(producer.sent)]
+    assert [m for m in producer.messages if m.key == b"b"] == b
+    assert sorted(producer.messages) == sorted(spooled)
+    assert pauses[:2] == [RETRY_S, 2 * RETRY_S]
+
+
+def test_a_key_keeps_its_order_when_a_later_record_is_acknowledged_first(tmp_path: Path) -> None:
+    async def body(it: DeliveryManager, producer: InMemoryLogProducer, spool: Spool) -> None:
+        producer.reachable = False
+        for message in (Message("t", b"k", b"x" * 300), note(2)):
+            await it.record([message])
+        producer.too_slow = 200  # bytes
+        producer.reachable = True
+        await wait_for(lambda: note(2) in producer.messages)
+        producer.too_slow = None
+        await wait_for(lambda: not it.spooled_bytes)
+
+    messages = delivery(tmp_path, body).messages
+    assert messages == [note(2), Message("t", b"k", b"x" * 300), note(2)]
+
+
+def test_files_that_are_no_segments_are_left_alone_and_named(tmp_path: Path) -> None:
+    for directory in (tmp_path, tmp_path / "quarantined", tmp_path / "damaged"):
+        directory.mkdir(exist_ok=True)
+        (directory / "backup.spool").write_bytes(b"of the operator")
+        (directory / "000000000009-0011.spool").write_bytes(b"no marker")
+
+    async def body(it: DeliveryManager, producer: InMemoryLogProducer, spool: Spool) -> None:
+        producer.reachable = False
+        await it.record([note(1)])
+        producer.reachable = True
+
+    with capture_logs() as logs:
+        assert delivery(tmp_path, body).messages == [note(1)]
+    (told,) = [line for line in logs if line["event"] == "spool_foreign_files"]
+    assert told["names"] == ["000000000009-0011.spool", "backup.spool"]
+    assert len(list(tmp_path.rglob("*.spool"))) == 6
+
+
+def test_a_call_asks_the_disk_for_no_list_of_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def body(it: DeliveryManager, producer: InMemoryLogProducer, spool: Spool) -> None:
+        producer.reachable = False
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "scandir", None)
+            with it.reserve(100):
+                assert await it.record([note(1)]) == "spooled"
+        producer.reachable = True
+
+    assert delivery(tmp_path, body).messages == [note(1)]
 
 
 @pytest.mark.parametrize("there", [True, False])
@@ -374,6 +468,7 @@ def test_what_was_quarantined_counts_within_the_bound_until_it_is_taken_away(
     with pytest.raises(SpoolFull):
         append(spool, note(3))
     path.unlink()
+    spool.count()
     append(spool, note(3))
     assert drain(spool) == [note(2), note(3)]
     spool.close()
@@ -386,6 +481,7 @@ def test_a_segment_that_vanishes_while_sizes_are_summed_hides_no_other(tmp_path:
     path = spool.quarantine(spool.segments[0])
     for n in range(8):  # like a removed file, a link without a target is listed and has no size
         (path.parent / f"{n}.spool").symlink_to(tmp_path / "nothing")
+    spool.count()
     assert spool.quarantined_bytes == path.stat().st_size
     spool.close()
 

@@ -84,6 +84,13 @@ def test_a_record_that_only_mentions_images_is_not_read() -> None:
     assert not may_hold_images(b'{"content":"import base64; image = base64.b64decode(x)"}')
 
 
+@pytest.mark.parametrize("depth", [1000, 100_000])
+def test_a_body_of_any_depth_is_read(depth: int) -> None:
+    image = json.dumps({"type": "image_url", "image_url": {"url": url(b"x")}}).encode()
+    body = b'{"messages":' + b"[" * depth + image + b"]" * depth + b"}"
+    assert images_in(body) == ([b"x"] if depth == 1000 else []), "deeper than any engine reads"
+
+
 @pytest.mark.parametrize("body", [b"no json", b"[]", b'"text"', b"{}", b'{"messages":{"a":1}}'])
 def test_a_body_of_any_shape_is_read(body: bytes) -> None:
     assert images_in(body) == []
