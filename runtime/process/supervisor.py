@@ -27,7 +27,7 @@ from typing import IO, Self
 from runtime.errors import InUse, PlumbingError
 from runtime.exit_codes import EXIT_CRASH, EXIT_SETTINGS, NAMES, NO_RESTART
 from runtime.logs import logger
-from runtime.process.child import die_with_parent
+from runtime.process.child import ChildProcess
 from runtime.process.config import PREFIX
 from runtime.process.log_file import ProcessLog
 from runtime.process.readiness import VARIABLE, ReadinessListener
@@ -68,7 +68,7 @@ class Child:
     spec: ProcessSpec
     log: ProcessLog
     state: str = "stopped"
-    process: asyncio.subprocess.Process | None = None
+    process: ChildProcess | None = None
     task: asyncio.Task[None] | None = None
     started: float = 0.0
     ready: bool = False
@@ -100,8 +100,8 @@ class Child:
 
     def kill(self) -> None:
         """SIGKILL to its whole process group. Nothing to kill is fine."""
-        if self.process is not None and self.process.returncode is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
+        if self.process is not None:
+            self.process.kill_group()
 
 
 class Supervisor:
@@ -135,7 +135,7 @@ class Supervisor:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as e:
-            self.release()
+            self._unlock()
             raise AlreadyRunning(
                 f"another `clawstream up` works on {self._dir}; stop it or set another data_dir"
             ) from e
@@ -144,7 +144,7 @@ class Supervisor:
             self._lock.write(str(os.getpid()))
             self._lock.flush()
         except OSError as e:
-            self.release()
+            self._unlock()
             raise Unwritable(f"data_dir={self._dir} cannot be written to: {e}") from e
 
     async def __aenter__(self) -> Self:
@@ -170,10 +170,6 @@ class Supervisor:
                 await self.stop_all()
             finally:
                 self._writing.cancel()
-                with suppress(
-                    OSError
-                ):  # the lock tells that nobody supervises any more, whatever the table says
-                    self._file.write()
                 # The group has to see that it cancelled the block itself. Any other error leaves
                 # the block as it is.
                 cancelled = kind is not None and issubclass(kind, asyncio.CancelledError)
@@ -224,7 +220,13 @@ class Supervisor:
         await self.stop(*self._children)
 
     def release(self) -> None:
-        """Let another supervisor have the directory."""
+        """Let another supervisor have the directory. The table says how this one has ended."""
+        if self._lock is not None:
+            with suppress(OSError):
+                self._file.write()
+            self._unlock()
+
+    def _unlock(self) -> None:
         if self._lock is not None:
             self._lock.close()
             self._lock = None
@@ -233,7 +235,7 @@ class Supervisor:
         child.stopping = True
         child.changed.set()
         process = child.process
-        if process is not None and process.returncode is None:
+        if process is not None:
             process.terminate()
         if child.task is None:
             return
@@ -306,13 +308,8 @@ class Supervisor:
         }
         try:
             with child.log.open() as log, _readable(child.spec.stdin) as stdin:
-                child.process = await asyncio.create_subprocess_exec(
-                    *die_with_parent(child.spec.argv),
-                    stdin=stdin,
-                    stdout=log,
-                    stderr=log,
-                    env=environ,
-                    start_new_session=True,
+                child.process = ChildProcess(
+                    child.spec.argv, stdin=stdin, stdout=log, stderr=log, env=environ
                 )
         except OSError as e:  # no memory or no disk just now: tried again like any other crash
             child.error = f"not started: {e}"

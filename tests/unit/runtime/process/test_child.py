@@ -5,6 +5,7 @@ It holds for every kind of parent exit, and whatever the child does about signal
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -13,8 +14,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+from support.processes import until
 
-from runtime.process.child import die_with_parent
+from runtime.process.child import ChildProcess, die_with_parent
 
 ROOT = Path(__file__).parents[4]
 DEAF = (
@@ -68,3 +70,22 @@ def test_a_command_that_is_not_there_is_a_line() -> None:
         127,
         "cannot run /no/such/program: No such file or directory\n",
     )
+
+
+def test_a_child_that_has_ended_and_is_not_reaped_yet_is_killed_without_error() -> None:
+    async def body() -> tuple[int, int]:
+        short = ChildProcess(["true"])
+        # The event loop does not run meanwhile: nobody has reaped it.
+        until(lambda: psutil.Process(short.pid).status() == psutil.STATUS_ZOMBIE)
+        assert short.returncode is None
+        short.kill_group()
+        code = await short.wait()
+        short.kill_group()
+        short.terminate()
+        long = ChildProcess(["sleep", "600"])
+        long.kill_group()
+        return code, await long.wait()
+
+    assert asyncio.run(body()) == (0, -signal.SIGKILL)
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
