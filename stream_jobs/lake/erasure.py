@@ -81,7 +81,6 @@ class Erasure:
 
     Raises:
         InvalidId: A key has another form.
-        SnapshotError: A named snapshot keeps rows of the lake.
     """
 
     def __init__(self, settings: Settings, keys: Keys) -> None:
@@ -89,11 +88,6 @@ class Erasure:
         self._runs: Mapping[str, set[str]] = defaultdict(set)
         for run_id, key in keys:
             self._runs[check_run_id(run_id)].add(check_trajectory_key(key))
-        if snapshots := sorted(named_snapshots(settings)):
-            raise SnapshotError(
-                f"the named snapshots {', '.join(snapshots)} keep rows: first "
-                f"`clawstream tables delete-snapshot {snapshots[0]}`"
-            )
 
     def find(self) -> Iterator[Found]:
         """Yield the tables that have rows of the trajectories, from the lake as it is now."""
@@ -120,11 +114,17 @@ class Erasure:
         """Erase; return the number of deleted blobs.
 
         Raises:
+            SnapshotError: A named snapshot keeps rows of the lake.
             ErasureCollided: Other commits came between each time.
             BlobTooYoung: Nobody knows yet whether another trajectory names a blob; no row is
                 erased.
             BlobStoreAway: A blob could not be deleted.
         """
+        if snapshots := sorted(named_snapshots(self._settings)):
+            raise SnapshotError(
+                f"the named snapshots {', '.join(snapshots)} keep rows: first "
+                f"`clawstream tables delete-snapshot {snapshots[0]}`"
+            )
         store = BlobStore(self._settings.blob_uri, self._settings.gateway.blob_options)
         blobs = self.blobs()
         for digest in sorted(blobs):
