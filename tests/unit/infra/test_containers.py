@@ -108,7 +108,7 @@ def test_the_command_exists_and_the_health_check_asks_its_port(service: str) -> 
 def test_images_are_pinned_and_every_container_has_a_health_check() -> None:
     for name, service in services().items():
         assert service["healthcheck"]["test"], name
-        assert service["restart"] == "on-failure"
+        assert service["restart"] == "unless-stopped", "it comes back after a planned reboot"
         assert name in own() or re.search(r":v?\d+\.\d+\.\d+$", service["image"]), name
 
 
