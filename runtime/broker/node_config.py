@@ -141,9 +141,10 @@ def render_server_properties(plan: NodePlan, records: Path | None = None) -> str
             "share.coordinator.state.topic.replication.factor": replicas,
             "share.coordinator.state.topic.min.isr": in_sync,
             "share.coordinator.state.topic.num.partitions": 1,
-            # After a kill -9 the old registration must expire before the node may come back: 9 s by
-            # default.
-            "broker.session.timeout.ms": 2000 if plan.nodes == 1 else 3000,
+            # After a kill -9 the old registration must expire before the node may come back. A
+            # shorter time would fence the only node of a busy machine, and no other could take
+            # over; with several nodes another one leads meanwhile.
+            "broker.session.timeout.ms": 9000 if plan.nodes == 1 else 3000,
             "broker.heartbeat.interval.ms": 500,
             "group.initial.rebalance.delay.ms": 0,
             # One machine, a small heap: few threads and a small buffer for compaction.

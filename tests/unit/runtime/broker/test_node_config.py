@@ -31,7 +31,7 @@ def test_one_node_keeps_one_copy_and_refuses_misspelt_topics() -> None:
     assert told["listeners"] == "PLAINTEXT://127.0.0.1:19092,CONTROLLER://127.0.0.1:19093"
     assert told["log.dirs"] == "/data/node-1/records"
     assert told["default.replication.factor"] == told["min.insync.replicas"] == "1"
-    assert told["broker.session.timeout.ms"] == "2000"
+    assert int(told["broker.session.timeout.ms"]) >= 9000, "a busy machine must not fence it"
     assert told["auto.create.topics.enable"] == "false"
     assert told["message.max.bytes"] == told["replica.fetch.max.bytes"] == "10485760"
     # Each topic sets its own timestamp type.
