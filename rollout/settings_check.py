@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 from importlib.util import find_spec
+from pathlib import Path
 
 from rollout.main import create_server, public_url
 from rollout.server.process import is_cpu_build
@@ -32,4 +34,49 @@ def _gpus(settings: Settings) -> None:
         )
 
 
-CHECKS = (_engine, _installed, _gpus)
+def parser_names(file: str) -> frozenset[str]:
+    """Return the names of vLLM's own parsers, read from its source: its import takes many seconds.
+
+    Args:
+        file: Below vLLM's package, of its parsers.
+
+    Returns:
+        Nothing when this vLLM lists them otherwise.
+    """
+    spec = find_spec("vllm")
+    places = [] if spec is None else spec.submodule_search_locations or []
+    for path in (Path(place) / file for place in places):
+        if path.is_file():
+            for node in ast.parse(path.read_bytes()).body:
+                if (
+                    isinstance(node, ast.Assign)
+                    and isinstance(node.targets[0], ast.Name)
+                    and node.targets[0].id.endswith("_PARSERS_TO_REGISTER")
+                ):
+                    return frozenset(ast.literal_eval(node.value))
+    return frozenset()
+
+
+def _parsers(settings: Settings) -> None:
+    rollout = settings.rollout
+    if rollout.attach_urls:
+        return
+    plugin = rollout.tool_parser_plugin
+    if plugin is not None and not plugin.is_file():
+        raise SettingsError(f"setting rollout.tool_parser_plugin: there is no file {plugin}")
+    arguments = [*rollout.extra_args, *(["--tool-parser-plugin"] if plugin else [])]
+    for setting, name, file in (
+        ("tool_parser", rollout.tool_parser, "tool_parsers/__init__.py"),
+        ("reasoning_parser", rollout.reasoning_parser, "reasoning/__init__.py"),
+    ):
+        registered = f"--{setting.replace('_', '-')}-plugin"
+        if name is None or any(argument.startswith(registered) for argument in arguments):
+            continue
+        known = parser_names(file)
+        if known and name not in known:
+            raise SettingsError(
+                f"setting rollout.{setting}={name!r}: vLLM has {', '.join(sorted(known))}"
+            )
+
+
+CHECKS = (_engine, _installed, _gpus, _parsers)

@@ -7,12 +7,14 @@ from collections.abc import Callable
 
 from schemas.errors import SettingsError
 from schemas.reward_matching import SMALLEST_GROUP
+from schemas.rule_spec import is_own
 from schemas.settings import Settings, TrainerSettings
 from trainer.algorithms.registry import (
     COMPARES,
     WITHOUT_REWARDS,
     Algorithm,
     Column,
+    load_function_of,
     needs,
     setting_of,
     specification,
@@ -77,6 +79,15 @@ def _check_models(columns: frozenset[Column], setting: str, settings: TrainerSet
         name, path = models[column]
         if path is None:
             raise SettingsError(f"{setting}: it needs {name}")
+
+
+def check_own_functions(settings: Settings) -> None:
+    """Raise SettingsError when a user's estimator or loss does not exist or cannot be loaded."""
+    named = check_named_algorithm(settings.admit.policy.algorithm, settings.trainer)
+    for environment, own in named.items():
+        for part, spec in (("advantage", own.advantage), ("loss", own.loss)):
+            if is_own(spec):
+                load_function_of(setting_of(part, environment), spec, settings.functions.folders)
 
 
 def check_model(settings: Settings) -> None:
@@ -155,6 +166,7 @@ def check_versions(settings: Settings) -> None:
 
 CHECKS: tuple[Callable[[Settings], None], ...] = (
     check_algorithm,
+    check_own_functions,
     check_model,
     lambda settings: check_learning_rate(settings.trainer),
     lambda settings: check_best_by(settings.trainer),

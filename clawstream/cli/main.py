@@ -195,7 +195,7 @@ def down(
     wait: Annotated[float, typer.Option(min=0, help="Give up after so many seconds.")] = 600.0,
 ) -> None:
     """Stop, in order, what `clawstream up` started on a data directory; wait for its end."""
-    from clawstream.ops.status import wait_until_down
+    from clawstream.ops.status import left_running, wait_until_down
     from runtime.process.supervisor import ask_to_stop
 
     directory = settings.data_dir
@@ -203,6 +203,12 @@ def down(
     if pid is None:
         typer.echo(f"nothing runs on {directory}")
     elif wait_until_down(directory, wait):
+        if left := left_running(directory):
+            fail(
+                f"`clawstream up`, pid {pid}, has died before it had stopped {', '.join(left)} in "
+                "order: its log says why. They ended with it; the next start goes on where they "
+                "were"
+            )
         typer.echo(f"stopped {pid}")
     else:
         fail(

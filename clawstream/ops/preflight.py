@@ -49,16 +49,24 @@ def check(settings: Settings, names: Sequence[str]) -> None:
     _check_settings(settings, names)
     if "broker" in names:
         _check_no_broker(settings)
+    check_ports(settings, names)
+
+
+def check_ports(settings: Settings, names: Sequence[str]) -> None:
+    """Raise PortTaken that names every port of the processes that another process has."""
     deadline = time.monotonic() + PORTS_FREE_S
+    while taken := list(_taken_ports(settings, names)):
+        if time.monotonic() > deadline:
+            raise PortTaken("\n".join(map(str, taken)))
+        time.sleep(0.1)
+
+
+def _taken_ports(settings: Settings, names: Sequence[str]) -> Iterator[PortTaken]:
     for name, host, port, setting in ports(settings, names):
-        while True:
-            try:
-                check_free(host, port, name, setting)
-                break
-            except PortTaken:
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(0.1)
+        try:
+            check_free(host, port, name, setting)
+        except PortTaken as error:
+            yield error
 
 
 def ports(settings: Settings, names: Sequence[str]) -> Iterator[tuple[str, str, int, str]]:
@@ -132,7 +140,7 @@ def problems_of(settings: Settings, names: Sequence[str]) -> list[str]:
                 one(settings)
             except SettingsError as error:
                 found.append(str(error))
-    return found
+    return list(dict.fromkeys(found))
 
 
 def main() -> None:

@@ -240,6 +240,12 @@ def format_status(status: Status) -> str:
     return "\n".join(lines)
 
 
+def left_running(directory: Path) -> list[str]:
+    """Return the processes that the last supervisor of a directory had not stopped at its end."""
+    rows: Mapping[str, Mapping[str, Any]] = read_table(directory).get("processes", {})
+    return [name for name, row in rows.items() if row["state"] in ("running", "restarting")]
+
+
 def wait_until_down(directory: Path, timeout_s: float) -> bool:
     """Wait until no supervisor works on the directory; False after `timeout_s`."""
     deadline = time.monotonic() + timeout_s

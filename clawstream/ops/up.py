@@ -104,6 +104,7 @@ class Installation:
         )
         self.cluster = cluster_of(settings)
         self._before: bytes | None = None
+        self._broker_is_new = not any(settings.broker_dir.glob("node-*/records"))
 
     async def __aenter__(self) -> Self:
         """Take the directory. Raises AlreadyRunning or Unwritable."""
@@ -187,9 +188,14 @@ class Installation:
                 )
             if now - reported >= report_every_s:
                 reported, seconds = now, round(now - started)
+                hint = (
+                    "the first start prepares its data directory"
+                    if self._broker_is_new
+                    else "after an unclean shutdown it reads its logs first"
+                )
                 logger().info(
                     "waiting_for_broker", seconds=seconds, state=broker["state"],
-                    hint="after an unclean shutdown it reads its logs first", log=str(log),
+                    hint=hint, log=str(log),
                 )  # fmt: skip
             await asyncio.sleep(0.1)
 
@@ -320,14 +326,18 @@ async def main(settings: Settings, stop: asyncio.Event) -> None:
     Raises SettingsError, AlreadyRunning, PortTaken or KafkaError before anything is left running.
     """
     names = wanted(settings)
+    all_read: bool | None = None
     async with Installation(settings) as installation:
         await asyncio.to_thread(check, settings, names)
         installation.remember()
-        if not await _unless(stop, _start(installation, names)):
-            return
+        started = await _unless(stop, _start(installation, names))
         await stop.wait()
-        logger().info("stopping", hint="waiting until every process has read its topics")
-        await installation.stop_in_order()
+        began = time.monotonic()
+        if started:
+            logger().info("stopping", hint="waiting until every process has read its topics")
+            all_read = await installation.stop_in_order()
+    # The last line, so that its absence tells of a crash. all_read: None: it was still starting.
+    logger().info("stopped", seconds=round(time.monotonic() - began, 1), all_read=all_read)
 
 
 def run(settings: Settings) -> None:

@@ -154,7 +154,16 @@ def _read(directory: Path) -> tuple[dict[str, Any], list[list[str]]]:
         return dict(content["settings"]), list(content["withheld"])
     except FileNotFoundError:
         return {}, []
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except NotADirectoryError as error:
+        raise SettingsError(f"setting data_dir={directory}: a part of it is a file") from error
+    except PermissionError as error:
+        raise SettingsError(
+            f"{path} cannot be read: run this as the owner of the data directory, or set another "
+            "data_dir"
+        ) from error
+    except OSError as error:
+        raise SettingsError(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError) as error:
         raise SettingsError(
             f"{path} cannot be read: {error}. Delete it, and give `clawstream up` its settings "
             "again"

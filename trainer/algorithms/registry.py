@@ -287,6 +287,11 @@ def _function(
         module, _, name = built_in[spec].partition(":")
         function: Callable[..., Any] = getattr(import_module(module), name)
         return function
+    return load_function_of(setting, spec, folders)
+
+
+def load_function_of(setting: str, spec: str, folders: Sequence[Path]) -> Callable[..., Any]:
+    """Return a user's function. Raises SettingsError that names the setting."""
     try:
         return load_function(spec, folders)
     except FunctionNotFound as e:

@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 
 from clawstream.cli.lake.inspect import inspect
 from clawstream.cli.main import app
-from clawstream.ops.preflight import check_distinct, ports, problems_of
+from clawstream.ops import preflight
+from clawstream.ops.preflight import check_distinct, check_ports, ports, problems_of
 from clawstream.ops.up import COMMANDS, instances, wanted
 from runtime.process.config import load
 from runtime.process.ports import PortTaken, check_free
@@ -74,6 +75,43 @@ def test_a_wrong_setting_of_training_is_named(
         None, [f"trainer.model_path={tmp_path}", f"rollout.model_path={tmp_path}", *overrides], {}
     )
     assert problems_of(settings, EVERY) == [said]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["rollout.tool_parser=nonsense"], "setting rollout.tool_parser='nonsense': vLLM has "),
+        (["rollout.reasoning_parser=none"], "setting rollout.reasoning_parser='none': vLLM has "),
+        (["rollout.tool_parser_plugin=/no/such.py"], "there is no file /no/such.py"),
+        (["trainer.algorithm.advantage=algo.py:nosuch"], "there is no file algo.py in "),
+        (["trainer.algorithm.loss=no.such:module"], "setting trainer.algorithm.loss='no.such:"),
+        (
+            ["trainer.environments={e: {advantage: algo.py:nosuch}}"],
+            "setting trainer.environments.e.advantage='algo.py:nosuch'",
+        ),
+    ],
+)
+def test_a_name_that_only_a_later_import_would_miss_is_named(
+    tmp_path: Path, words: list[str], said: str
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    models = [f"trainer.model_path={tmp_path}", f"rollout.model_path={tmp_path}"]
+    (problem,) = problems_of(load(None, [*models, *words], {}), EVERY)
+    assert said in problem
+
+
+def test_parsers_of_vllm_and_of_plugins_are_accepted(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    plugin = tmp_path / "plugin.py"
+    plugin.write_text("")
+    model = f"rollout.model_path={tmp_path}"
+    for words in (
+        ["rollout.tool_parser=hermes", "rollout.reasoning_parser=deepseek_r1"],
+        ["rollout.tool_parser=mine", f"rollout.tool_parser_plugin={plugin}"],
+        ["rollout.reasoning_parser=mine", "rollout.extra_args=['--reasoning-parser-plugin=p.py']"],
+        ["rollout.tool_parser=nonsense", "rollout.attach_urls=[http://a:1]"],
+    ):
+        assert problems_of(load(None, [model, *words], {}), ["rollout"]) == []
 
 
 def test_all_problems_are_named_at_once_and_only_those_of_processes_that_start() -> None:
@@ -171,6 +209,20 @@ def test_a_taken_port_names_the_process_and_the_setting() -> None:
         ):
             check_free("127.0.0.1", port, "gateway", "gateway.port")
     check_free("127.0.0.1", 0, "gateway", "gateway.port")
+
+
+def test_all_taken_ports_are_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "PORTS_FREE_S", 0.0)
+    with socket.socket() as first, socket.socket() as second:
+        for taken in (first, second):
+            taken.bind(("127.0.0.1", 0))
+            taken.listen()
+        ports = [taken.getsockname()[1] for taken in (first, second)]
+        words = [f"gateway.port={ports[0]}", f"metrics.port={ports[1]}"]
+        with pytest.raises(PortTaken) as error:
+            check_ports(load(None, words, {}), ["gateway", "monitor"])
+    lines = str(error.value).splitlines()
+    assert [str(port) in line for port, line in zip(ports, lines, strict=True)] == [True, True]
 
 
 def test_admission_alone_refuses_an_unknown_algorithm_before_it_asks_for_kafka(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -16,6 +17,7 @@ from clawstream.ops.status import (
     Progress,
     Status,
     format_status,
+    left_running,
     progress_of,
     suspended_of,
 )
@@ -170,3 +172,11 @@ def test_totals_and_version_are_of_the_whole_run() -> None:
 def test_nothing_runs() -> None:
     status = Status(Path("d"), "r", None, {}, Progress())
     assert not status.is_up and format_status(status).startswith("d: nothing runs\n")
+
+
+def test_what_a_supervisor_that_died_had_not_stopped_is_known(tmp_path: Path) -> None:
+    assert left_running(tmp_path) == []
+    stopped = DONE | {"state": "stopped"}
+    rows = {"gateway": stopped, "lake": READY, "admit": DOWN, "trainer": DONE}
+    (tmp_path / "up.json").write_text(json.dumps({"supervisor": 1, "processes": rows}))
+    assert left_running(tmp_path) == ["lake"]

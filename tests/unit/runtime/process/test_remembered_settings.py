@@ -217,3 +217,18 @@ def test_a_damaged_file_is_named(tmp_path: Path, content: str) -> None:
     (tmp_path / FILE).write_text(content)
     with pytest.raises(SettingsError, match=r"settings\.json cannot be read: .* Delete it"):
         load_remembered(None, [f"data_dir={tmp_path}"], {})
+
+
+def test_what_cannot_be_read_for_its_place_or_owner_is_not_to_be_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SettingsError, match="a part of it is a file"):
+        load_remembered(None, [f"data_dir={tmp_path / 'file' / 'data'}"], {})
+
+    def denied(path: Path) -> bytes:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "read_bytes", denied)
+    with pytest.raises(SettingsError, match="as the owner of the data directory"):
+        load_remembered(None, [f"data_dir={tmp_path}"], {})
