@@ -21,6 +21,7 @@ from typing import Any
 import aiohttp
 from support.feed import Feed
 from support.ports import free_port
+from support.processes import freeze
 from support.scripted.engine import ScriptedEngine
 from support.scripted.script import Script, ScriptedChoice
 from support.up import ROOT, Up, command, own_installation, up
@@ -196,7 +197,7 @@ async def faults(running: Up, agents: Agents, second_port: int) -> list[str]:
         broker = int(running.table["broker"]["pid"])
         nodes = [int(p) for p in children(broker)] or [broker]
         for node in nodes:
-            os.kill(node, signal.SIGSTOP)
+            freeze(node)
         try:
             stopped = time.monotonic()
             await agents.more(EACH_PHASE)

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from support.chaos import Installation, fed, installation, running
 from support.chaos_logs import Logs
+from support.processes import freeze
 
 from runtime.exit_codes import EXIT_FAILED
 from schemas.settings import Settings
@@ -89,7 +90,7 @@ def stand_still(made: Installation, stop_s: float, wait_s: float) -> None:
     made.until_batches(2)
     # A random pause, so that the signal hits any point of the work.
     time.sleep(random.uniform(0, wait_s))
-    stopped.send_signal(signal.SIGSTOP)
+    freeze(stopped.pid)
     begun = time.monotonic()
     made.until_owned_by("0")
     time.sleep(max(0.0, begun + stop_s - time.monotonic()))

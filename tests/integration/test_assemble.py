@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from support.jobs import Eventually, Jobs, reward, running, session, step
+from support.processes import freeze
 
 from rewards.turns import new_messages
 from runtime.exit_codes import EXIT_FAILED, EXIT_SOURCE
@@ -282,7 +283,7 @@ def test_second_worker_shares_and_a_stopped_one_is_fenced(
     feed.start()
     second = jobs.start("1")
     eventually(lambda: set(owners().values()) == {"0", "1"}, 180)
-    first.send_signal(signal.SIGSTOP)
+    freeze(first.pid)
     eventually(lambda: set(owners().values()) == {"1"}, 180)
     feed.join()
     eventually(
@@ -373,7 +374,7 @@ def test_retention_that_overtakes_a_running_worker_is_an_error(
         before, gone, behind = itertools.islice(keys, 3)
         put(*jobs.conversation(before))
         eventually(lambda: before in jobs.candidates())
-        worker.send_signal(signal.SIGSTOP)
+        freeze(worker.pid)
         put(step(before, [1], [2]))  # a record for such a fetch
         jobs.cluster.delete_records(topic, partition, put(*jobs.conversation(gone)))
         put(*jobs.conversation(behind))

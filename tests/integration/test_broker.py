@@ -21,6 +21,7 @@ from confluent_kafka import Consumer, KafkaError, Message, Producer, TopicPartit
 from confluent_kafka.admin import AdminClient, ConfigResource, NewTopic, ResourceType
 from support.patience import until
 from support.ports import free_port
+from support.processes import freeze
 
 from runtime.broker import embedded as broker_cli
 from runtime.broker.data_dir import one_starter
@@ -291,7 +292,7 @@ def test_it_may_take_any_time_to_start(
         until(lambda: any(node.pid for node in broker_cli.status(tmp_path)), "its JVM")
         (node,) = broker_cli.status(tmp_path)
         assert node.pid is not None
-        os.kill(node.pid, signal.SIGSTOP)
+        freeze(node.pid)
         time.sleep(broker_cli.READY_TIMEOUT_S + 5)
         os.kill(node.pid, signal.SIGCONT)
         assert running_pid(tmp_path) == node.pid

@@ -16,6 +16,7 @@ import aiohttp
 import pytest
 from support.admit import cand
 from support.ports import free_port
+from support.processes import freeze
 
 from gateway.api.rollout_budget.budget import BudgetReading
 from gateway.api.rollout_budget.feed import BudgetFeed
@@ -280,7 +281,7 @@ def test_kafka_away_leaves_what_was_known_with_its_age(tmp_path: Path, settings:
 @contextmanager
 def paused(broker: EmbeddedBroker) -> Iterator[None]:
     (pid,) = broker.pids.values()
-    os.kill(pid, signal.SIGSTOP)
+    freeze(pid)
     try:
         yield
     finally:

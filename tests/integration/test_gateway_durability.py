@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from support.lake import column, running
 from support.ports import free_port
+from support.processes import freeze
 from support.up import call
 
 from gateway.durability.blobs import Blobs
@@ -78,7 +79,7 @@ async def wait(condition: Callable[[], object]) -> None:
 
 def pause(broker: EmbeddedBroker) -> Callable[[], None]:
     (pid,) = broker.pids.values()
-    os.kill(pid, signal.SIGSTOP)
+    freeze(pid)
     return lambda: os.kill(pid, signal.SIGCONT)
 
 

@@ -35,7 +35,7 @@ def test_a_worker_that_meets_a_group_that_is_loading_ends_and_reads_on(
     with running(settings, cluster, tmp_path, worker_id="0") as jobs:
         command = [sys.executable, "-c", LOADING + RUN.format("assemble")]
         loading = jobs.processes.start("loading", [*command, *overrides_of(jobs.settings)])
-        assert loading.wait(120) == EXIT_FAILED
+        assert eventually(loading.poll) == EXIT_FAILED
         assert "GroupLoadInProgress" in jobs.processes.log("loading")
         jobs.put(*jobs.conversation("k"))
         jobs.producer.flush()

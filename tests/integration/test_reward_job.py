@@ -18,7 +18,7 @@ import orjson
 import pytest
 from support.model_endpoint import Reply, chat, model_endpoint
 from support.positions import tell
-from support.processes import pids_with, until
+from support.processes import freeze, pids_with, until
 
 from runtime.exit_codes import EXIT_SETTINGS, EXIT_SOURCE
 from runtime.kafka import Cluster, Record, SourceTruncated
@@ -202,7 +202,7 @@ def test_retention_that_overtakes_a_worker_is_an_error(
         """
         put(f"before{turn}")
         eventually(lambda: answered(f"before{turn}"))
-        job.send_signal(signal.SIGSTOP)
+        freeze(job.pid)
         put(f"under-way{turn}")  # a record for such a fetch
         cluster.delete_records(topics.trajectories, 0, put(f"gone{turn}"))
         put(f"behind{turn}")

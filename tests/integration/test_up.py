@@ -123,6 +123,8 @@ def test_it_is_up_when_all_is_ready_and_everything_else_follows_from_its_directo
     assert (down.returncode, down.stdout) == (0, f"stopped {again.pid}\n"), down.stderr
     assert again.wait(60) == 0 and not any(c.is_running() for c in children)
     assert {row["state"] for row in read_table(home)["processes"].values()} == {"stopped"}
+    last = json.loads(processes.log("again").splitlines()[-1])
+    assert (last["event"], last["all_read"]) == ("stopped", True)
     assert call("down", here).stdout == f"nothing runs on {home}\n"
 
 

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.processes import freeze
 from typer.testing import CliRunner
 
 from clawstream.cli.main import app
@@ -112,7 +113,7 @@ def test_a_suspended_broker_is_named_although_kafka_does_not_answer(tmp_path: Pa
         print(os.getpid(), file=lock, flush=True)
         row = {"state": "running", "pid": wrapper.pid, "exit_code": None, "error": None}
         (tmp_path / "up.json").write_text(json.dumps({"processes": {"broker": row}}))
-        os.kill(java, signal.SIGSTOP)
+        freeze(java)
         try:
             given = [f"data_dir={tmp_path}", "kafka.bootstrap_servers=127.0.0.1:1"]
             done = CliRunner().invoke(app, ["doctor", *given])
