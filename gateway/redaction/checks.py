@@ -53,9 +53,10 @@ def card(digits: bytes) -> bool:
 
 
 @cache
-def _iban_length(country: str) -> int:
+def iban_length(country: bytes) -> int:
     """Return the characters of a country's IBANs, without spaces; 0: the country has none."""
-    structure = numdb.get("iban").info(country)[0][1].get("bban")  # e.g. 4!a6!n8!n
+    code = country.upper().decode("ascii")
+    structure = numdb.get("iban").info(code)[0][1].get("bban")  # e.g. 4!a6!n8!n
     return 0 if structure is None else 4 + sum(map(int, re.findall(r"([0-9]+)!", structure)))
 
 
@@ -64,7 +65,7 @@ def iban_end(text: bytes) -> int:
 
     Returns 0 when there is none (ISO 13616, mod 97).
     """
-    wanted = _iban_length(text[:2].upper().decode("ascii"))
+    wanted = iban_length(text[:2])
     plain = bytearray()
     for at, char in enumerate(text):
         if char in b" -":

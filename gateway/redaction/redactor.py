@@ -31,8 +31,8 @@ from schemas.rule_spec import is_own
 from schemas.settings import Settings
 from schemas.user_function import FunctionNotFound, load_function
 
-THREAD_BYTES = 256 * 1024
-"""Records larger than this are redacted in a thread."""
+THREAD_BYTES = 16 * 1024
+"""Records larger than this are redacted in a thread: some contents cost 10 us a byte."""
 
 
 class Vocabularies:

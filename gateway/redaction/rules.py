@@ -126,6 +126,7 @@ def _card(value: bytes) -> bool:
 
 
 _IBAN = re.compile(_not_behind(rb"A-Za-z0-9") + rb"[A-Za-z]{2}[0-9]{2}(?:[ -]?[A-Za-z0-9]){11,30}")
+_COUNTRY = re.compile(rb"[A-Za-z]{2}[0-9]{2}")
 _IBAN_BACK, _IBAN_AHEAD = 30, 44
 
 
@@ -133,11 +134,12 @@ def _iban(text: bytes, at: int) -> Span | None:
     if text[at - 1 : at].isdigit():
         return None  # the anchor at the start of these digits was tried
     first, last = max(0, at - _IBAN_BACK), at + _IBAN_AHEAD
-    while found := _IBAN.search(text, first, last):
-        end = found.start() + checks.iban_end(text[found.start() : last])
-        if end > at:  # otherwise none, or one before this anchor
-            return found.start(), end
-        first = found.start() + 1
+    for found in _COUNTRY.finditer(text, first, last):
+        start = found.start()
+        if checks.iban_length(text[start : start + 2]) and _IBAN.match(text, start, last):
+            end = start + checks.iban_end(text[start:last])
+            if end > at:  # otherwise none, or one before this anchor
+                return start, end
     return None
 
 

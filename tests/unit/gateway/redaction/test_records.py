@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from gateway.errors import RedactionUnusable
 from gateway.redaction.records import R, without_contents
-from gateway.redaction.redactor import THREAD_BYTES, Redaction, Vocabularies, redaction_of
+from gateway.redaction.redactor import Redaction, Vocabularies, redaction_of
 from schemas.codec.single_object import Codec
 from schemas.records import Curation, Reward, SessionEvent, Step, Tag, TokenSpan, VersionSpan
 from schemas.settings import Settings
@@ -343,9 +343,9 @@ def test_large_records_and_the_first_tokens_do_not_hold_up_the_loop(tokenizer: P
     async def all_of() -> None:
         await redaction.redacted(step())
         await redaction.redacted(replace(EVENT, metadata_json=b"1"))
-        await redaction.redacted(step(request_json=b" " * THREAD_BYTES + b"{}"))
+        await redaction.redacted(step(request_json=b" " * (17 << 10) + b"{}"))
         await redaction.redacted(with_tokens(tokenizer))
-        await redaction.redacted(replace(REWARD, detail_json=b" " * THREAD_BYTES + b"{}"))
+        await redaction.redacted(replace(REWARD, detail_json=b" " * (17 << 10) + b"{}"))
 
     asyncio.run(all_of())
     here = threading.get_ident()
