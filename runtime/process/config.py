@@ -6,7 +6,6 @@ Errors name the path of the setting.
 from __future__ import annotations
 
 import os
-import re
 import sys
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -18,15 +17,11 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from runtime.process.field_types import FieldType, field_at
+from runtime.process.secret_fields import holds_secret
 from schemas.errors import SettingsError
 from schemas.settings import Settings
 
 PREFIX = "CLAWSTREAM__"
-_SECRET = re.compile(
-    r"secret|password|credential|client_options|storage_options|upstreams|traces\.(headers|endpoint)",
-    re.IGNORECASE,
-)
-"""Settings whose values are not repeated in errors, which end up on terminals and in logs."""
 
 
 def _set(tree: dict[str, Any], path: str, value: Any) -> None:
@@ -39,12 +34,18 @@ def _set(tree: dict[str, Any], path: str, value: Any) -> None:
     tree[last] = value
 
 
-def _got(value: object, path: str) -> str:
+def _got(error: ErrorDetails, path: str) -> str:
+    value = error["input"]
     if isinstance(value, Mapping):
         # a whole section: what is wrong in it is in the message, and there may be a secret beside
         # it
         return ""
-    return ", got (not shown)" if _SECRET.search(path) else f", got {value!r:.80}"
+    return ", got (not shown)" if _hidden(error, path) else f", got {value!r:.80}"
+
+
+def _hidden(error: ErrorDetails, path: str) -> bool:
+    """Whether the value may be secret; that of a setting with a misspelt name may be, too."""
+    return error["type"] == "extra_forbidden" or holds_secret(Settings, path)
 
 
 def _said(error: ErrorDetails) -> str:
@@ -110,7 +111,7 @@ def value_of(text: str, path: str) -> Any:
         return _construct(text, _ValueLoader, kind)
     # ValueError: a date that does not exist, or too many digits. RecursionError: too many brackets.
     except (yaml.YAMLError, ValueError, RecursionError) as e:
-        if _SECRET.search(path):
+        if kind.annotation is None or holds_secret(Settings, path):
             raise SettingsError(f"setting {path}: not valid YAML; put it in quotes") from None
         raise SettingsError(f"setting {path}: {text[:80]!r} is not valid YAML: {e}") from e
 
@@ -200,11 +201,9 @@ def validated(tree: Mapping[str, Any]) -> Settings:
         return Settings.model_validate(tree)
     except ValidationError as e:
         found = [(".".join(map(str, i["loc"])), i) for i in e.errors()]
-        lines = [
-            f"setting {path or '(all)'}: {_said(i)}{_got(i['input'], path)}" for path, i in found
-        ]
+        lines = [f"setting {path or '(all)'}: {_said(i)}{_got(i, path)}" for path, i in found]
         raise SettingsError("\n".join(lines)) from (
-            None if any(_SECRET.search(path) for path, _ in found) else e
+            None if any(_hidden(i, path) for path, i in found) else e
         )
 
 

@@ -22,6 +22,7 @@ from runtime.process.config import (
     with_folders,
     with_values,
 )
+from runtime.process.secret_fields import ITEM, secret_fields
 from schemas.errors import SettingsError
 from schemas.settings import Settings
 
@@ -46,10 +47,7 @@ _SECRET_WORD = re.compile(
     r"(^|[-_.])(secret|password|passphrase|token|credentials?|key|apikey)$", re.IGNORECASE
 )
 """How the name of a secret vLLM argument ends: `--api-key`, but not `--tokenizer`."""
-_ARGUMENTS = ("rollout", "extra_args")
 _JSON_NAME = re.compile(r'"([^"]+)"\s*:')
-_OPTIONS = (("gateway", "blob_options"), ("lake", "storage_options"))
-_HEADERS = ("traces", "headers")
 
 
 def remember(settings: Settings) -> bytes | None:
@@ -231,26 +229,41 @@ def public(settings: Settings) -> tuple[dict[str, Any], list[list[str]]]:
     The form has no default values, absolute paths, and only values that JSON supports.
     """
     tree: dict[str, Any] = _absolute(settings.model_dump(exclude_defaults=True))
-    paths = [["gateway", "session_secret"], ["kafka", "security", "password"]]
-    paths += [
-        ["gateway", "upstreams", str(n), "api_key"]
-        for n in range(len(_at(tree, ("gateway", "upstreams")) or ()))
+    marked = list(secret_fields(Settings))
+    paths = [
+        path
+        for pattern, secret in marked
+        if secret.written in ("nothing", "options")
+        for path in _values(tree, pattern)
+        if secret.written == "nothing" or _SECRET.search(path[-1])
     ]
-    for section, options in _OPTIONS:
-        paths += [
-            [section, options, name]
-            for name in _at(tree, (section, options)) or ()
-            if _SECRET.search(name)
-        ]
-    paths += [[*_HEADERS, name] for name in _at(tree, _HEADERS) or ()]
     withheld = [path for path in paths if _at(tree, path) is not None]
     for path in withheld:
         del _at(tree, path[:-1])[path[-1]]
-    if (arguments := _at(tree, _ARGUMENTS)) is not None:
-        kept, secret = _public_arguments(arguments)
-        _at(tree, _ARGUMENTS[:-1])[_ARGUMENTS[-1]] = kept
-        withheld += [[*_ARGUMENTS, name] for name in secret]
+    for pattern, mark in marked:
+        if mark.written == "arguments" and (arguments := _at(tree, pattern)) is not None:
+            kept, names = _public_arguments(arguments)
+            _at(tree, pattern[:-1])[pattern[-1]] = kept
+            withheld += [[*pattern, name] for name in names]
     return tree, withheld
+
+
+def _values(tree: Any, pattern: Sequence[str]) -> Iterator[list[str]]:
+    """Yield the paths of the values at a pattern; of a mapping, that of each value."""
+    if isinstance(tree, Mapping) and not pattern:
+        pattern = (ITEM,)
+    if not pattern:
+        yield []
+        return
+    name, *rest = pattern
+    if isinstance(tree, list):
+        items = {str(number): value for number, value in enumerate(tree)}
+    else:
+        items = dict(tree) if isinstance(tree, Mapping) else {}
+    for key, value in items.items():
+        if name in (ITEM, key):
+            for path in _values(value, rest):
+                yield [key, *path]
 
 
 def _public_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from dataclasses import dataclass
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -14,6 +15,18 @@ Positive = Annotated[float, Field(gt=0)]
 Count = Annotated[int, Field(ge=1)]
 RewardNumber = Annotated[float, Field(ge=-LARGEST_REWARD, le=LARGEST_REWARD)]
 """A reward or a weight, within the bounds of `schemas.records.rewards`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Secret:
+    """Marks a field whose value, or a part of it, may be secret: no error repeats the value.
+
+    written: What of it may be written to a file. options: those of a library whose names are not
+        the names of secrets. arguments: the same of a command line. all: a refused value may hold
+        a secret, a valid one does not.
+    """
+
+    written: Literal["nothing", "options", "arguments", "all"] = "nothing"
 
 
 class Section(BaseModel):

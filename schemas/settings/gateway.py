@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, model_validator
 
 from schemas.records.rewards import LARGEST_REWARD
-from schemas.settings.base import Count, Port, Positive, RewardNumber, Section
+from schemas.settings.base import Count, Port, Positive, RewardNumber, Secret, Section
 
 TemplateFamily = Literal[
     "qwen3", "qwen3.5", "qwen3.6", "qwen3.8", "prime-qwen3", "llama-3", "gemma4",
@@ -28,11 +28,11 @@ class UpstreamSettings(Section):
     A bare URL stands for one with all defaults.
     """
 
-    url: str = Field(description="its base URL, with or without /v1")
+    url: Annotated[str, Secret("all")] = Field(description="its base URL, with or without /v1")
     kind: Literal["auto", "captured", "vllm", "text"] = Field(
         "auto", description="token capability, instead of probing it"
     )
-    api_key: str | None = Field(None, repr=False, description="its API key")
+    api_key: Annotated[str | None, Secret()] = Field(None, repr=False, description="its API key")
     api_key_env: str | None = Field(None, description="environment variable with its API key")
     api_key_header: Literal["authorization", "x-api-key"] | None = Field(
         None,
@@ -135,7 +135,7 @@ class GatewaySettings(Section):
     blob_uri: str | None = Field(
         None, description="fsspec URL of the store of large fields; default <data_dir>/blobs"
     )
-    blob_options: Mapping[str, str] = Field(
+    blob_options: Annotated[Mapping[str, str], Secret("options")] = Field(
         {}, description="fsspec options of blob_uri, e.g. credentials"
     )
     max_body_bytes: Count = Field(32 << 20, description="very long prompts or many images")
@@ -166,7 +166,7 @@ class GatewaySettings(Section):
         30.0, description="wait for a ready engine before 503"
     )
     probe_interval_s: Positive = Field(2.0, description="how soon an engine that hangs is noticed")
-    session_secret: str | None = Field(
+    session_secret: Annotated[str | None, Secret()] = Field(
         None, description="several gateways on several machines: the same for all"
     )
     auth: Literal["open", "required"] | None = Field(

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from schemas.settings.base import Count, Port, Positive, Section
+from schemas.settings.base import Count, Port, Positive, Secret, Section
 from schemas.topics import Topics
 
 OWN_OPTIONS = ("security.", "sasl.", "ssl.")
@@ -25,7 +25,7 @@ class KafkaSecurity(Section):
         "SCRAM-SHA-512", description="how the login proves its password"
     )
     user: str | None = Field(None, description="the login's name")
-    password: str | None = Field(
+    password: Annotated[str | None, Secret()] = Field(
         None,
         repr=False,
         description="the login's password, best as the environment variable "
@@ -76,7 +76,7 @@ class KafkaSettings(Section):
         None, description="another cluster instead of the embedded broker"
     )
     security: KafkaSecurity = KafkaSecurity()
-    client_options: Mapping[str, str] = Field(
+    client_options: Annotated[Mapping[str, str], Secret("options")] = Field(
         {}, description="further librdkafka options, e.g. client.rack; none of TLS and login"
     )
     topic_prefix: str = Field(

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from schemas.settings.base import Count, Positive, Section
+from schemas.settings.base import Count, Positive, Secret, Section
 
 
 class LakeSettings(Section):
@@ -16,7 +16,7 @@ class LakeSettings(Section):
     uri: str | None = Field(
         None, description="another disk or an object store; default <data_dir>/lake"
     )
-    storage_options: Mapping[str, str] = Field(
+    storage_options: Annotated[Mapping[str, str], Secret("options")] = Field(
         {}, description="credentials and options of the object store"
     )
     flush_interval_s: Positive = Field(2.0, description="fresher tables against more small files")

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from schemas.settings.base import Count, Port, Positive, Section
+from schemas.settings.base import Count, Port, Positive, Secret, Section
 
 ENGINE_STOP_S = 10.0
 """Seconds an engine may take to exit before SIGKILL; the worker's own exit gets one more."""
@@ -30,7 +30,7 @@ class RolloutSettings(Section):
     worker_id: str = Field(
         "worker", description="workers on several machines; of several, each gets a number after it"
     )
-    attach_urls: tuple[str, ...] = Field(
+    attach_urls: Annotated[tuple[str, ...], Secret("all")] = Field(
         (), description="URL of a running vLLM server for each worker, instead of starting one"
     )
     model_path: Path | None = Field(
@@ -55,7 +55,9 @@ class RolloutSettings(Section):
         None, description="file that registers a parser of your own"
     )
     reasoning_parser: str | None = Field(None, description="vLLM reasoning parser")
-    extra_args: tuple[str, ...] = Field((), description="any further vLLM argument")
+    extra_args: Annotated[tuple[str, ...], Secret("arguments")] = Field(
+        (), description="any further vLLM argument"
+    )
     heartbeat_s: Positive = Field(2.0, description="how soon a dead worker is noticed")
     startup_timeout_s: Positive = Field(600.0, description="large models")
     drain_timeout_s: Positive | None = Field(

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator
 
-from schemas.settings.base import Port, Positive, Section
+from schemas.settings.base import Port, Positive, Secret, Section
 
 
 class UpSettings(Section):
@@ -65,12 +65,12 @@ TRACES_PATH = "/v1/traces"
 class TracesSettings(Section):
     """`clawstream traces`: calls, trajectories, batches and versions as OpenTelemetry spans."""
 
-    endpoint: str | None = Field(
+    endpoint: Annotated[str | None, Secret("all")] = Field(
         None,
         description="base URL of an OTLP/HTTP receiver, e.g. http://localhost:4318; /v1/traces is "
         "added; default: no spans, and `up` starts no traces",
     )
-    headers: Mapping[str, str] = Field(
+    headers: Annotated[Mapping[str, str], Secret()] = Field(
         {}, description="of each request, e.g. Authorization; secret: never written to a file"
     )
     service_name: str = Field(

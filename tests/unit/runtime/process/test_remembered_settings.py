@@ -112,14 +112,14 @@ def test_secrets_are_not_written_and_who_lacks_them_is_told(tmp_path: Path) -> N
     settings = load_remembered(None, [f"data_dir={tmp_path}"], {})
     assert (settings.kafka.security.protocol, settings.kafka.security.user) == ("sasl_ssl", "u")
     assert [u.url for u in settings.gateway.upstreams] == ["http://a:1", "http://b:1"]
-    assert missing_secrets(settings) == [
+    assert sorted(missing_secrets(settings)) == [
         "gateway.session_secret",
-        "kafka.security.password",
         "gateway.upstreams.1.api_key",
+        "kafka.security.password",
         "lake.storage_options.AWS_SECRET_ACCESS_KEY",
-        "traces.headers.Authorization",
         "rollout.extra_args.--api-key",
         "rollout.extra_args.--hf_token",
+        "traces.headers.Authorization",
     ]
     assert missing_secrets(load_remembered(None, [f"data_dir={tmp_path}", *SECRETS], {})) == []
 
