@@ -14,6 +14,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import secrets
+import stat
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from gateway.errors import KeysUnreadable, KeyTaken, NoSuchKey, Unprocessable
 from runtime.atomic_file import write_durably
+from runtime.logs import logger
 from schemas.ids import RUN_ID
 
 Scope = Literal["agent", "reward", "curate", "admin"]
@@ -35,6 +37,7 @@ reward: Rewards.
 curate: Curations.
 admin: Everything.
 """
+OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 PREFIX = "claw-"
 ID_CHARS = 12
 
@@ -203,7 +206,7 @@ class KeyRing:
         self._path, self._now = path, now
         self._by_digest: dict[bytes, ApiKey] = {}
         self._by_id: dict[str, ApiKey] = {}
-        self._seen: tuple[int, int, int] | None = None
+        self._seen: tuple[int, ...] | None = None
         self.reload()
 
     def __len__(self) -> int:
@@ -219,8 +222,9 @@ class KeyRing:
             KeysUnreadable: The file cannot be read. The keys in memory stay as they were.
         """
         try:
-            stat = self._path.stat()
-            seen: tuple[int, int, int] | None = (stat.st_mtime_ns, stat.st_ino, stat.st_size)
+            found = self._path.stat()
+            file = (found.st_mtime_ns, found.st_ino, found.st_size, found.st_mode)
+            seen: tuple[int, ...] | None = file
         except FileNotFoundError:
             seen = None
         except OSError as error:
@@ -230,6 +234,11 @@ class KeyRing:
         if seen == self._seen:
             return False
         keys = read_keys(self._path)
+        if seen is not None and seen[-1] & OTHERS_WRITE:
+            logger().warning(
+                "api_keys_writable_by_others", file=str(self._path),
+                action=f"whoever writes it gives keys: chmod 600 {self._path}",
+            )  # fmt: skip
         by_digest, by_id = {bytes.fromhex(k.sha256): k for k in keys}, {k.key_id: k for k in keys}
         # Assigned together: a gateway reloads in a thread.
         self._by_digest, self._by_id, self._seen = by_digest, by_id, seen

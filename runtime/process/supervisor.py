@@ -314,8 +314,6 @@ class Supervisor:
         except OSError as e:  # no memory or no disk just now: tried again like any other crash
             child.error = f"not started: {e}"
             return EXIT_CRASH
-        if child.stopping:
-            child.process.terminate()  # whoever asked it to stop found nobody to tell
         child.state, child.error = "running", None
         self._file.changed()
         code = await child.process.wait()

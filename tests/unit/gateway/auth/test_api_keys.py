@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 from support.gateway import GatewayFixture, run_gateway
 from support.scripted.script import Script, ScriptedChoice
 
@@ -470,3 +471,16 @@ def test_a_step_says_which_trajectory_of_a_key_of_the_gateway_is_meant(
         )
 
     run_scenario(scenario, script())
+
+
+def test_a_file_that_others_can_write_is_warned_about(tmp_path: Path) -> None:
+    path = tmp_path / "keys.json"
+    create_key(path, "a", ["agent"])
+    with capture_logs() as logs:
+        ring = KeyRing(path)
+        assert not logs
+        for mode, warned in ((0o620, True), (0o606, True), (0o640, False)):
+            path.chmod(mode)
+            assert ring.reload() and len(ring) == 1
+            assert [line["event"] for line in logs] == ["api_keys_writable_by_others"] * warned
+            logs.clear()
