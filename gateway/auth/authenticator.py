@@ -8,7 +8,7 @@ clients) or `api-key`:
 - a session key, `sk-claw-...`: scope agent for one trajectory, valid as long as the API key that
   opened it;
 - any other value, or none: an unknown caller. Where `gateway.auth` is open, every caller may do
-  everything.
+  everything, and `sk-claw-TEXT` without a signature is such a value.
 
 An invalid Clawstream key is refused even where no key is required. Keys are looked up by their
 SHA-256 and never logged.
@@ -168,7 +168,7 @@ class Authenticator:
                     "this API key is not known here, was revoked or has expired", "authorization"
                 )
             return Principal(digest, key, None, not self._required)
-        if token.startswith(PREFIX):
+        if token.startswith(PREFIX) and ("." in token or self._required):
             return self._session_caller(token, digest)
         if self._required:
             raise WrongKey(

@@ -484,3 +484,17 @@ def test_a_file_that_others_can_write_is_warned_about(tmp_path: Path) -> None:
             assert ring.reload() and len(ring) == 1
             assert [line["event"] for line in logs] == ["api_keys_writable_by_others"] * warned
             logs.clear()
+
+
+@pytest.mark.parametrize(("key", "status"), [("sk-claw-chat", 200), ("sk-claw-chat.x", 401)])
+def test_a_text_that_begins_like_a_session_key_is_a_text(
+    run_scenario: RunScenario, key: str, status: int
+) -> None:
+    async def scenario(w: GatewayFixture) -> None:
+        headers = {"authorization": f"Bearer {key}"}
+        async with w.http.post(w.url + "/v1/chat/completions", json=ASK, headers=headers) as r:
+            assert r.status == status
+        assert key not in str(w.engine.headers)
+        assert len(w.steps()) == (status == 200)
+
+    run_scenario(scenario, script(), auth="open")
