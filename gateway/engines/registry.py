@@ -225,18 +225,29 @@ class EngineRegistry:
             listener()
 
 
+def of_run(specs: Collection[EngineSpec], run_id: str) -> list[EngineSpec]:
+    """Return the engines that follow the run, or any; all of them if none does."""
+    chosen = [w for w in specs if w.run_id is None or w.run_id == run_id]
+    return chosen or list(specs)
+
+
 def eligible(specs: Collection[EngineSpec], run_id: str, model: str | None) -> list[EngineSpec]:
     """Return the engines that follow the run and serve the model.
 
     A condition that no engine meets is dropped: the engine itself then reports the error.
     """
-    chosen = list(specs)
-    for wish in (
-        lambda w: w.run_id is None or w.run_id == run_id,
-        lambda w: not w.models or model is None or model in w.models or model in w.model_map,
-    ):
-        chosen = [w for w in chosen if wish(w)] or chosen
-    return chosen
+    chosen = of_run(specs, run_id)
+    return [w for w in chosen if serves(w, model)] or chosen
+
+
+def serves(spec: EngineSpec, model: str | None) -> bool:
+    """Return whether an engine serves a model; None: the request names none.
+
+    An engine of the settings with `models` serves only these. A worker has a model of its own.
+    """
+    if model is None:
+        return not spec.models or spec.worker_id is not None
+    return not spec.models or model in spec.models or model in spec.model_map
 
 
 class Named(Protocol):

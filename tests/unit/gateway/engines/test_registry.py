@@ -33,7 +33,7 @@ from support.wire import (
 from gateway.engines.engine import Engine
 from gateway.engines.http1 import Address, Pool
 from gateway.engines.prober import MAX_UNCLEAR
-from gateway.engines.registry import EngineSpec
+from gateway.engines.registry import EngineSpec, eligible
 from gateway.errors import NoEngine, UpstreamFailed
 from gateway.protocols.base import EngineKind
 from schemas.records import WorkerStatus
@@ -324,3 +324,27 @@ def test_a_draining_engine_ends_its_calls_and_gets_no_new_ones(how: str) -> None
             assert await call == (200, b"hi")
 
     run(answer, saying(OK), test=test)
+
+
+OPEN = EngineSpec("open", "http://a")
+JUDGE = EngineSpec("judge", "http://b", models=("judge",), model_map={"gpt": "judge"})
+WORKER = EngineSpec("worker", "http://c", worker_id="w", models=("policy",), run_id="r")
+
+
+@pytest.mark.parametrize(
+    ("engines", "model", "expected"),
+    [
+        ([OPEN, JUDGE], None, [OPEN]),
+        ([OPEN, JUDGE], "judge", [OPEN, JUDGE]),
+        ([OPEN, JUDGE], "gpt", [OPEN, JUDGE]),
+        ([OPEN, JUDGE], "x", [OPEN]),
+        ([JUDGE, WORKER], None, [WORKER]),
+        ([JUDGE, WORKER], "policy", [WORKER]),
+        ([JUDGE], None, [JUDGE]),
+        ([JUDGE, WORKER], "x", [JUDGE, WORKER]),
+    ],
+)
+def test_an_engine_with_a_list_of_models_serves_only_these(
+    engines: list[EngineSpec], model: str | None, expected: list[EngineSpec]
+) -> None:
+    assert eligible(engines, "r", model) == expected
