@@ -23,6 +23,7 @@ from gateway.asgi.client_disconnect import Receive
 from gateway.asgi.error_replies import OPENAI_ERRORS, ErrorFormat, http_error_of, reply_of
 from gateway.asgi.in_flight_limits import InFlightLimits
 from gateway.asgi.messages import App, Scope, Send
+from gateway.asgi.request_encoding import RequestDecoder
 from gateway.asgi.unhandled_errors import UnhandledErrors
 from gateway.attribution.resolver import TrajectoryResolver
 from gateway.auth.authenticator import Authenticator
@@ -41,12 +42,13 @@ from gateway.engines.registry import EngineRegistry
 from gateway.metrics import Metrics
 from gateway.protocols.adapter import ProtocolAdapter
 from gateway.protocols.anthropic_messages import ANTHROPIC_ERRORS, AnthropicMessages
-from gateway.protocols.openai_chat import OpenAIChat
+from gateway.protocols.openai_chat import OpenAIChat, OpenAIChatBatch
 from gateway.protocols.openai_completions import OpenAICompletions
 from gateway.protocols.openai_responses import OpenAIResponses
 from gateway.proxy.call_endpoint import CallEndpoint
 from gateway.proxy.call_router import Endpoint, ModelCalls
 from gateway.proxy.failed_calls import FailedCalls
+from gateway.proxy.forwarding import PassedHeaders
 from gateway.proxy.passthrough import PassthroughEndpoint
 from gateway.proxy.paths import how_to_call
 from gateway.proxy.services import Services
@@ -61,6 +63,7 @@ MAX_CONTROL_BODY = 1 << 20
 """Maximum bytes of a control request, e.g. metadata and reward details."""
 ADAPTERS: tuple[ProtocolAdapter, ...] = (
     OpenAIChat(),
+    OpenAIChatBatch(),
     OpenAICompletions(),
     OpenAIResponses(),
     AnthropicMessages(),
@@ -71,12 +74,16 @@ PASSTHROUGH: tuple[tuple[str, str, ErrorFormat], ...] = (
     ("GET", "/v1/models/", OPENAI_ERRORS),
     ("GET", "/v1/responses/", OPENAI_ERRORS),
     ("DELETE", "/v1/responses/", OPENAI_ERRORS),
+    ("POST", "/v1/responses/compact", OPENAI_ERRORS),
+    ("POST", "/v1/responses/input_tokens", OPENAI_ERRORS),
+    ("POST", "/tokenize", OPENAI_ERRORS),
+    ("POST", "/detokenize", OPENAI_ERRORS),
     ("POST", "/v1/embeddings", OPENAI_ERRORS),
     ("POST", "/v1/moderations", OPENAI_ERRORS),
     ("POST", "/v1/rerank", OPENAI_ERRORS),
     ("POST", "/v1/messages/count_tokens", ANTHROPIC_ERRORS),
 )
-"""Forwarded requests that sample nothing. A path that ends with a slash takes an id."""
+"""Forwarded requests that sample nothing to train. A path that ends with a slash takes an id."""
 
 
 def create_app(
@@ -133,6 +140,7 @@ def create_app(
     services = Services(
         settings, authenticator, trajectories, delivery, log, upstream, clock, metrics, in_flight,
         failed, limits, ContinuationMemory(settings.gateway.continuation_memory_bytes),
+        PassedHeaders.of(settings.gateway),
     )  # fmt: skip
 
     @asynccontextmanager
@@ -179,7 +187,12 @@ def create_app(
         for method, path, errors in PASSTHROUGH
     }
     metrics.count_in_flight(lambda: services.in_flight.calls)
-    app.add_middleware(ModelCalls, routes=routes, base_path=settings.gateway.base_path)
+    app.add_middleware(
+        ModelCalls,
+        routes=routes,
+        decoder=RequestDecoder(settings.gateway.max_body_bytes, in_flight),
+        base_path=settings.gateway.base_path,
+    )
     app.add_middleware(UnhandledErrors)
     if settings.gateway.cors_origins:
         app.add_middleware(

@@ -12,6 +12,10 @@ CHOICES: Schema = {"type": "integer", "minimum": 1, "maximum": 128}
 MESSAGES: Schema = {"type": "array", "items": {"type": "object"}}
 REQUESTS: Mapping[str, tuple[list[str], Mapping[str, Schema]]] = {
     "/chat/completions": (["messages"], {"messages": MESSAGES, "n": CHOICES}),
+    "/chat/completions/batch": (
+        ["messages"],
+        {"messages": {"type": "array", "items": MESSAGES}, "n": CHOICES},
+    ),
     "/completions": (["prompt"], {"prompt": {}, "n": CHOICES}),
     "/responses": (["input"], {"input": {"type": ["string", "array"]}}),
     "/messages": (
@@ -19,6 +23,10 @@ REQUESTS: Mapping[str, tuple[list[str], Mapping[str, Schema]]] = {
         {"messages": MESSAGES, "max_tokens": {"type": "integer", "minimum": 1}},
     ),
     "/messages/count_tokens": (["messages"], {"messages": MESSAGES}),
+    "/responses/compact": (["input"], {"input": {"type": ["string", "array"]}}),
+    "/responses/input_tokens": (["input"], {"input": {"type": ["string", "array"]}}),
+    "/tokenize": ([], {"messages": MESSAGES, "prompt": TEXT}),
+    "/detokenize": (["tokens"], {"tokens": {"type": "array", "items": {"type": "integer"}}}),
     "/embeddings": (["input"], {"input": {}}),
     "/moderations": (["input"], {"input": {}}),
     "/rerank": (["query", "documents"], {"query": {}, "documents": {"type": "array"}}),

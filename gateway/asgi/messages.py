@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Collection, MutableMapping
 from typing import Any
 
 from gateway.asgi.client_disconnect import Receive
@@ -16,9 +16,32 @@ Headers = list[tuple[bytes, bytes]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
+SINGLE = frozenset({
+    b"authorization", b"x-api-key", b"api-key", b"content-type", b"content-length", b"host",
+    b"location", b"origin", b"retry-after", b"traceparent",
+})  # fmt: skip
+OWN = b"x-clawstream-"
+"""Headers that are no list, and the begin of this gateway's own; the last of several counts."""
+
+
 def header_map(scope: Scope) -> dict[str, str]:
-    """Return the request headers, names in lower case; the last of duplicates wins."""
-    return {k.decode("latin-1"): v.decode("latin-1") for k, v in scope["headers"]}
+    """Return the request headers, names in lower case; see `combined`."""
+    return {k.decode("latin-1"): v.decode("latin-1") for k, v in combined(scope["headers"]).items()}
+
+
+def combined(fields: Collection[tuple[bytes, bytes]]) -> dict[bytes, bytes]:
+    """Return headers by name, those of one name joined by commas (RFC 9110, section 5.3)."""
+    found = dict(fields)
+    if len(found) == len(fields):
+        return found
+    values: dict[bytes, dict[bytes, None]] = {}
+    for name, value in fields:
+        values.setdefault(name, {})[value] = None
+    return found | {
+        name: b", ".join(several)
+        for name, several in values.items()
+        if name not in SINGLE and not name.startswith(OWN)
+    }
 
 
 class HeldBody:

@@ -146,7 +146,7 @@ def _step(
         status="error" if status == "ok" and finish_reason in ABORTED else status,
         finish_reason=finish_reason,
         streamed=call.request.stream,
-        request_json=call.body,
+        request_json=call.request.body_of(choice.index) or call.body,
         response_json=choice.message_json,
         prompt_token_ids=tokens.prompt_ids,
         response_token_ids=tokens.ids,

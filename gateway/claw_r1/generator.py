@@ -108,14 +108,17 @@ class Generator:
             async with services.upstream.call(
                 "POST", COMPLETIONS.path,
                 lambda spec: COMPLETIONS.engine_body(request, spec.kind),
-                forwarded(headers, has_body=True),
+                forwarded(headers, True, services.passed),
                 key=_prefix_key(payload.prompt_ids), run_id=run, model=request.model,
                 on_engine=on_engine,
             ) as response:  # fmt: skip
                 body = await response.read(held)
                 if response.status >= 400:
                     services.failed.record(attempt, engine_failure(response.status, body))
-                    back = {n.decode(): v.decode("latin-1") for n, v in returned(response.headers)}
+                    back = {
+                        n.decode(): v.decode("latin-1")
+                        for n, v in returned(response.headers, services.passed)
+                    }
                     return Response(body, response.status, back, response.header("content-type"))
                 captured = CapturedTokens(NO_TOKENS[response.spec.kind])
                 body = captured.split_trailer(body, response.header(engine_frames.OWN_BODY))

@@ -23,6 +23,7 @@ from gateway.protocols.request_fields import renamed
 from schemas.settings import GatewaySettings
 
 SETTLE_S = 0.05
+ASK_S = 10.0
 Body = Callable[[EngineSpec], bytes] | bytes | None
 
 
@@ -49,7 +50,7 @@ class Response:
 
     @property
     def headers(self) -> Mapping[bytes, bytes]:
-        """Headers by name in lower case; the last one where a name repeats."""
+        """Headers by name in lower case, those of one name joined."""
         return self._connection.headers
 
     def header(self, name: str) -> str | None:
@@ -185,6 +186,32 @@ class Upstream:
     def ready(self) -> list[EngineSpec]:
         """The engines that accept calls now."""
         return self.engines.ready
+
+    async def ask(
+        self,
+        spec: EngineSpec,
+        path: str,
+        headers: Mapping[str, str],
+        credentials: Mapping[str, str],
+    ) -> tuple[int, bytes]:
+        """Send a GET request to one engine, without a retry; return status and body.
+
+        Raises:
+            Unreachable: No connection was possible.
+            ConnectionError: The connection broke.
+            TimeoutError: The engine did not answer within ASK_S.
+        """
+        engine = self.engines.named(spec.name)
+        if engine is None:
+            raise Unreachable(f"the engine at {spec.base_url} has left")
+        connection = await engine.connection()
+        try:
+            head = engine.heads.build("GET", path, headers, credentials, None)
+            connection.send(head, None, ASK_S, ASK_S)
+            body = await connection.read()
+            return connection.status, body
+        finally:
+            connection.release()
 
     def call(
         self,

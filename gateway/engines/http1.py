@@ -17,6 +17,8 @@ from urllib.parse import urlsplit
 
 import httptools
 
+from gateway.asgi.messages import combined
+
 CONNECT_S = 5.0
 # Less than the 5 s after which uvicorn closes an idle connection, so that a call cannot race with
 # the close.
@@ -97,6 +99,7 @@ class Connection(asyncio.Protocol):
         self.busy = self.complete = self.touched = False
         self.idle_since = 0.0
         self.status = 0
+        self._fields: list[tuple[bytes, bytes]] = []
         self.headers: dict[bytes, bytes] = {}
 
     @property
@@ -121,6 +124,7 @@ class Connection(asyncio.Protocol):
         assert self._transport is not None and not self.busy
         self.busy, self.complete, self.touched = True, False, False
         self.status, self.headers, self._head, self._in_head = 0, {}, 0, True
+        self._fields = []
         self._silence_s, self._heard_s = silence_s, self._loop.time()
         self._ends_s = self._heard_s + total_s if total_s is not None else None
         self._await_more()
@@ -300,16 +304,15 @@ class Connection(asyncio.Protocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._in_head:  # otherwise a trailer
-            self.headers[name.lower()] = value
+            self._fields.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
         if self.complete:
             return
         self.status = self._parser.get_status_code()
-        if self.status < 200:  # an interim reply: the final one follows
-            self.headers = {}
-        else:
-            self._in_head = False
+        if self.status >= 200:
+            self.headers, self._in_head = combined(self._fields), False
+        self._fields = []  # those of an interim reply do not count: the final one follows
 
     def on_body(self, data: bytes) -> None:
         if self.complete:

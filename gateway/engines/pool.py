@@ -72,6 +72,10 @@ class EnginePool:
         now = self._clock.monotonic()
         return [engine.spec for engine in self._engines.values() if engine.admits(now)]
 
+    def named(self, name: str) -> Engine | None:
+        """Return the engine of a name; None: it has left."""
+        return self._engines.get(name)
+
     # -- choice of an engine
 
     def pick(

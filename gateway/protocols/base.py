@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from gateway.protocols.reply_fields import EngineError
+from gateway.protocols.reply_fields import EngineError, dumps
 from schemas.records import Usage, VersionSpan
 
 NOT_THE_PROTOCOL = (ValueError, KeyError, TypeError, AttributeError, IndexError)
@@ -47,6 +47,7 @@ class Request:
         n: Number of choices, over all prompts.
         body: The JSON bytes; `payload` is the parsed object.
         prompts: Number of prompts.
+        parts: The request of each prompt, where one call has several conversations.
     """
 
     model: str | None
@@ -55,6 +56,19 @@ class Request:
     body: bytes
     payload: Mapping[str, Any]
     prompts: int = 1
+    parts: tuple[Mapping[str, Any], ...] = ()
+
+    @property
+    def first(self) -> Mapping[str, Any]:
+        """The request of its first prompt."""
+        return self.parts[0] if self.parts else self.payload
+
+    def body_of(self, choice: int) -> bytes | None:
+        """Return the request of a choice's prompt; None: it is the whole body."""
+        if not self.parts:
+            return None
+        at = choice // (self.n // self.prompts)
+        return dumps(self.parts[min(at, len(self.parts) - 1)])
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,11 @@ the chunks that the engine sends only because it requested tokens.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from operator import itemgetter
 from typing import Any
 
+from gateway.errors import BadRequest
 from gateway.protocols.base import Choice, EngineKind, Request
 from gateway.protocols.message_deltas import begun, grow, grown, joined
 from gateway.protocols.openai_choices import ChoiceBuffer, ChoiceDelta, ChoicesAdapter
@@ -22,7 +24,8 @@ from gateway.protocols.reply_fields import (
     number,
     text_or_none,
 )
-from gateway.protocols.request_fields import check_messages, n_of
+from gateway.protocols.request_fields import MAX_CHOICES, check_messages, n_of
+from gateway.protocols.request_fields import dumps as dumps_of_request
 from gateway.protocols.token_fields import packed_tokens
 
 _Content = tuple[
@@ -104,6 +107,41 @@ class OpenAIChat(ChoicesAdapter):
             )
             for c in choices
         )
+
+
+class OpenAIChatBatch(OpenAIChat):
+    """Adapter of `POST /v1/chat/completions/batch` of vLLM: a list of conversations.
+
+    The reply has the choices of the first conversation, then those of the second. A step has the
+    chat request of its own conversation.
+    """
+
+    path = "/v1/chat/completions/batch"
+    has_turns = False
+
+    def parse_request(self, body: bytes) -> Request:
+        request = super().parse_request(body)
+        dumps_of_request(request.payload)  # refuses now what no step could hold
+        parts = tuple({**request.payload, "messages": each} for each in request.payload["messages"])
+        return replace(request, parts=parts)
+
+    def _check(self, payload: dict[str, Any]) -> tuple[int, int]:
+        conversations = payload.get("messages")
+        if not (isinstance(conversations, list) and conversations) or not all(
+            isinstance(each, list) and all(isinstance(m, dict) for m in each)
+            for each in conversations
+        ):
+            raise BadRequest("messages: must be a list of conversations", "messages")
+        if payload.get("stream"):
+            raise BadRequest("stream: a batch is not streamed", "stream")
+        n = n_of(payload)
+        if len(conversations) * n > MAX_CHOICES:
+            raise BadRequest(
+                f"messages: {len(conversations)} conversations with n={n} are more than "
+                f"{MAX_CHOICES} choices",
+                "messages",
+            )
+        return len(conversations) * n, len(conversations)
 
 
 def logprobs_of(payload: object) -> list[Any] | None:

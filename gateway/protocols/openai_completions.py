@@ -20,12 +20,10 @@ from gateway.protocols.reply_fields import (
     mapping,
     text_or_none,
 )
-from gateway.protocols.request_fields import n_of
+from gateway.protocols.request_fields import MAX_CHOICES, n_of
 
 ECHOED = "vLLM without our middleware cannot report token ids with an echoed prompt"
 NOTHING_SAMPLED = "the call requests only the echo of the prompt (max_tokens 0)"
-MAX_CHOICES = 1024
-"""Maximum number of steps of one call."""
 
 
 class OpenAICompletions(ChoicesAdapter):

@@ -5,6 +5,7 @@ Every error names the field.
 
 from __future__ import annotations
 
+import codecs
 import json
 import re
 from collections.abc import Mapping
@@ -17,6 +18,8 @@ from gateway.errors import BadRequest, Unprocessable
 from gateway.protocols.base import Request
 
 MAX_N = 128
+MAX_CHOICES = 1024
+"""Maximum number of steps of one call."""
 OWN_MODEL = "default"
 """Model name that Claw-R1 agents send for the model that the engine serves."""
 MODEL_OPTIONAL = ("openai.chat", "openai.completions")
@@ -63,11 +66,12 @@ def dumps(
         ) from cause
 
 
-def with_whole_characters(body: bytes) -> bytes:
-    """Replace lone surrogates in JSON with U+FFFD.
+def repaired(body: bytes) -> bytes:
+    """Remove a byte order mark from JSON, and replace lone surrogates with U+FFFD.
 
     Clients that truncate a text in the middle of an emoji send lone surrogates.
     """
+    body = body.removeprefix(codecs.BOM_UTF8)
     if b"\0" in body:  # no JSON
         return body
     # An escaped backslash begins no escape. The replacement needs no call for each escape, which

@@ -105,7 +105,7 @@ class ProxiedCall:
 
     def _request(self) -> UpstreamCall:
         call, headers = self.call, self.attempt.headers
-        sent = forwarded(headers, has_body=True)
+        sent = forwarded(headers, True, self.services.passed)
         own_traces = self.services.settings.traces.gives_own_traces
         if (traceparent := engine_traceparent(call, own_traces)) is not None:
             sent["traceparent"] = traceparent
@@ -137,7 +137,9 @@ class ProxiedCall:
         body = error_body = await response.read(self.held)
         if response.encoding is None:
             body = self.adapter.errors.engine_error(response.status, error_body)
-        await self.start(response.status, content_headers(response), len(body))
+        await self.start(
+            response.status, content_headers(response, self.services.passed), len(body)
+        )
         await self.send(body)
         self.services.failed.record(self.attempt, engine_failure(response.status, error_body))
 
@@ -230,7 +232,7 @@ class PlainReply:
             own = response.header(engine_frames.OWN_BODY)
             body = self._call.captured.split_trailer(body, own)
         self._body, self._status = body, response.status
-        self._headers = content_headers(response, "application/json")
+        self._headers = content_headers(response, self._call.services.passed, "application/json")
 
     def steps_sent(self) -> list[Step]:
         """Return no steps: nothing is sent before the reply is recorded."""
@@ -278,9 +280,10 @@ class StreamedReply:
         call, stream = self._call, self._stream
         self._status = response.status
         self._headers = [
-            *returned(response.headers),
+            *returned(response.headers, call.services.passed),
             (b"content-type", response.headers.get(b"content-type", b"text/event-stream")),
             (b"cache-control", b"no-cache"),
+            (b"x-accel-buffering", b"no"),  # for nginx in front of the gateway
         ]
         try:
             async for piece in response.pieces():

@@ -16,7 +16,7 @@ from gateway.auth.authenticator import Principal
 from gateway.capture.steps import Call
 from gateway.errors import BadRequest, BodyTooLarge, ClientGone, GatewayError, Overloaded
 from gateway.protocols.adapter import ProtocolAdapter
-from gateway.protocols.request_fields import with_defaults, with_whole_characters
+from gateway.protocols.request_fields import repaired, with_defaults
 from gateway.proxy.call import ProxiedCall
 from gateway.proxy.failed_calls import Attempt, failure_of
 from gateway.proxy.forwarding import credentials_of, traceparent_of
@@ -123,13 +123,13 @@ class CallEndpoint:
         try:
             request = adapter.parse_request(body)
         except BadRequest:
-            if (whole := with_whole_characters(body)) == body:
+            if (whole := repaired(body)) == body:
                 raise
             body = whole  # the engine gets the recorded body
             request = adapter.parse_request(body)
         request = with_defaults(request, adapter.name, services.settings.gateway.default_max_tokens)
         trajectory = services.trajectories.resolve(
-            caller, headers, attempt.key, attempt.group, request.payload
+            caller, headers, attempt.key, attempt.group, request.first
         )
         continues = None
         if services.settings.gateway.exact_continuation is not None and adapter.has_turns:
@@ -146,7 +146,7 @@ class CallEndpoint:
             retry_count=_retry_count(headers),
             user_agent=headers.get("user-agent"),
             traceparent=traceparent_of(headers),
-            tags=tags_of(headers, request.payload),
+            tags=tags_of(headers, request.first),
             continues=continues,
         )
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from gateway.asgi.client_disconnect import Receive
 from gateway.asgi.error_replies import Reply, reply_of
 from gateway.asgi.messages import App, Scope, Send, send_reply
-from gateway.asgi.request_encoding import decoded
+from gateway.asgi.request_encoding import RequestDecoder
 from gateway.errors import NotFound, NoWebSocket, WrongMethod
 from gateway.proxy.call_endpoint import CallEndpoint
 from gateway.proxy.passthrough import PassthroughEndpoint
@@ -26,13 +26,19 @@ class ModelCalls:
 
     Args:
         routes: Endpoints by method and path tail.
+        decoder: Decodes compressed bodies.
         base_path: Prefix of every path, see gateway.base_path.
     """
 
     def __init__(
-        self, app: App, routes: Mapping[tuple[str, str], Endpoint], base_path: str = ""
+        self,
+        app: App,
+        routes: Mapping[tuple[str, str], Endpoint],
+        decoder: RequestDecoder,
+        base_path: str = "",
     ) -> None:
         self._app, self._routes, self._base_path = app, routes, base_path
+        self._decoder = decoder
         self._tails: dict[str, list[str]] = {}
         for tail in sorted({tail for _, tail in routes}.difference(ITEMS), key=len, reverse=True):
             self._tails.setdefault(tail.rsplit("/", 1)[-1], []).append(tail)
@@ -44,7 +50,7 @@ class ModelCalls:
         if scope["method"] == "HEAD":  # the server omits the body
             scope = {**scope, "method": "GET"}
         if encodings := [value for name, value in scope["headers"] if name == b"content-encoding"]:
-            receive = decoded(receive, b", ".join(encodings).decode("latin-1"))
+            receive = self._decoder.decoded(receive, b", ".join(encodings).decode("latin-1"))
         path = scope["path"]
         if self._base_path and f"{path}/".startswith(f"{self._base_path}/"):
             path = path[len(self._base_path) :] or "/"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from urllib.parse import unquote_plus
 
 from gateway.auth.session_keys import KEY_PREFIXES
@@ -15,14 +16,13 @@ from schemas.ids import (
     own_trace_id,
     parse_traceparent,
 )
+from schemas.settings import GatewaySettings
 
 FORWARDED = frozenset({
     "traceparent", "tracestate", "x-request-id", "x-client-request-id", "x-session-id",
-    "x-vllm-priority",
-    "x-data-parallel-rank", "anthropic-version", "anthropic-beta",
-    "anthropic-dangerous-direct-browser-access",
+    "anthropic-version", "anthropic-beta", "anthropic-dangerous-direct-browser-access",
     "openai-beta", "openai-organization", "openai-project", "x-goog-user-project", "http-referer",
-    "x-title",
+    "x-title", "x-codex-turn-state", "originator", "version",
 })  # fmt: skip
 """Client headers forwarded to an engine. The client's API key belongs to the gateway."""
 CREDENTIALS = ("authorization", "x-api-key")
@@ -31,8 +31,29 @@ RETURNED = frozenset({
     b"retry-after", b"retry-after-ms", b"x-should-retry", b"request-id", b"x-request-id",
     b"apim-request-id",
 })  # fmt: skip
-RETURNED_PREFIXES = (b"x-ratelimit-", b"ratelimit", b"anthropic-", b"openai-", b"x-ms-")
-"""Prefixes of engine headers returned to the client: rate limits, request ids."""
+RETURNED_PREFIXES = (
+    b"x-ratelimit-", b"ratelimit", b"anthropic-", b"openai-", b"x-ms-", b"x-codex-",
+)  # fmt: skip
+"""Prefixes of engine headers returned to the client: rate limits, request ids, routes."""
+
+
+@dataclass(frozen=True, slots=True)
+class PassedHeaders:
+    """Names of the headers that pass: from clients to engines, and from engines to clients."""
+
+    forwarded: frozenset[str] = FORWARDED
+    returned: frozenset[bytes] = RETURNED
+
+    @classmethod
+    def of(cls, settings: GatewaySettings) -> PassedHeaders:
+        """Return the built-in names, and those of the settings."""
+        return cls(
+            FORWARDED | set(settings.forward_headers),
+            RETURNED | {name.encode() for name in settings.return_headers},
+        )
+
+
+BUILT_IN = PassedHeaders()
 
 
 def credentials_of(headers: Mapping[str, str]) -> dict[str, str]:
@@ -40,12 +61,14 @@ def credentials_of(headers: Mapping[str, str]) -> dict[str, str]:
     return {name: headers[name] for name in CREDENTIALS if name in headers}
 
 
-def forwarded(headers: Mapping[str, str], has_body: bool) -> dict[str, str]:
+def forwarded(
+    headers: Mapping[str, str], has_body: bool, passed: PassedHeaders = BUILT_IN
+) -> dict[str, str]:
     """Return the client's headers for the engine. headers: Names in lower case.
 
     A `tracestate` belongs to the `traceparent` beside it: without a valid one both are dropped.
     """
-    kept = {name: value for name, value in headers.items() if name in FORWARDED}
+    kept = {name: value for name, value in headers.items() if name in passed.forwarded}
     if ("traceparent" in kept or "tracestate" in kept) and traceparent_of(headers) is None:
         kept.pop("traceparent", None)
         kept.pop("tracestate", None)
@@ -54,17 +77,22 @@ def forwarded(headers: Mapping[str, str], has_body: bool) -> dict[str, str]:
     return kept
 
 
-def returned(headers: Mapping[bytes, bytes]) -> list[tuple[bytes, bytes]]:
+def returned(
+    headers: Mapping[bytes, bytes], passed: PassedHeaders = BUILT_IN
+) -> list[tuple[bytes, bytes]]:
     """Return the engine's headers for the client. headers: Names in lower case."""
-    return [(n, v) for n, v in headers.items() if n in RETURNED or n.startswith(RETURNED_PREFIXES)]
+    names = passed.returned
+    return [(n, v) for n, v in headers.items() if n in names or n.startswith(RETURNED_PREFIXES)]
 
 
-def content_headers(response: Response, default: str | None = None) -> list[tuple[bytes, bytes]]:
+def content_headers(
+    response: Response, passed: PassedHeaders, default: str | None = None
+) -> list[tuple[bytes, bytes]]:
     """Return the engine's headers for a client that gets the body that was read.
 
     default: Content type if the engine names none.
     """
-    headers = returned(response.headers)
+    headers = returned(response.headers, passed)
     kind = response.header("content-type") or default
     if kind is not None:
         headers.append((b"content-type", kind.encode("latin-1")))

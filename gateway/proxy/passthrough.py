@@ -10,14 +10,16 @@ from gateway.asgi.in_flight_limits import ReplyReservation
 from gateway.asgi.messages import Scope, Send, header_map, send_reply
 from gateway.auth.authenticator import Principal
 from gateway.auth.key_limits import tokens_of_reply
+from gateway.engines.registry import of_run
 from gateway.errors import BadRequest, ClientGone, GatewayError
 from gateway.protocols.request_fields import (
     checked_model,
     model_of,
     object_of,
-    with_whole_characters,
+    repaired,
 )
 from gateway.proxy.forwarding import content_headers, credentials_of, forwarded, with_query
+from gateway.proxy.model_list import PATH, model_list, model_reply
 from gateway.proxy.paths import CallTarget
 from gateway.proxy.services import Services, held_body
 
@@ -64,22 +66,41 @@ class PassthroughEndpoint:
                 counted.tokens = tokens_of_reply(reply.body)
             return reply
 
+    async def _models(
+        self, run_id: str, headers: dict[str, str], path: str, name: str
+    ) -> Reply | None:
+        """Return the models of all engines; None: one engine's own reply is the answer."""
+        services = self._services
+        specs = of_run(services.upstream.ready, run_id)
+        if len(specs) < 2 and not any(spec.models or spec.model_map for spec in specs):
+            return None
+        _, _, query = path.partition("?")
+        models = await model_list(
+            services.upstream, specs, f"{PATH}?{query}" if query else PATH,
+            forwarded(headers, False, services.passed), credentials_of(headers),
+        )  # fmt: skip
+        return None if models is None else model_reply(models, name)
+
     async def _forward(
         self, caller: Principal, headers: dict[str, str], path: str, body: bytes,
         held: ReplyReservation, target: CallTarget,
     ) -> Reply:  # fmt: skip
         services = self._services
         ref = services.trajectories.resolve(caller, headers, target.trajectory, target.prompt, {})
+        if self.method == "GET" and self._path.startswith(PATH):
+            found = await self._models(ref.run_id, headers, path, target.item)
+            if found is not None:
+                return found
         model = checked_model(target.item) if target.tail == "/models/" else None
         if self.method == "POST":
             try:
                 payload = object_of(body)
             except BadRequest:
-                body = with_whole_characters(body)
+                body = repaired(body)
                 payload = object_of(body)
             model = model_of(payload)
         async with services.upstream.call(
-            self.method, path, body or None, forwarded(headers, has_body=bool(body)),
+            self.method, path, body or None, forwarded(headers, bool(body), services.passed),
             key=ref.trajectory_key, run_id=ref.run_id, model=model,
             credentials=credentials_of(headers),
         ) as response:  # fmt: skip
@@ -87,4 +108,6 @@ class PassthroughEndpoint:
             if response.encoding is None and response.status >= 400:
                 content = self._errors.engine_error(response.status, content)
             length = (b"content-length", b"%d" % len(content))
-            return Reply(response.status, [*content_headers(response), length], content)
+            return Reply(
+                response.status, [*content_headers(response, services.passed), length], content
+            )

@@ -80,5 +80,6 @@ def how_to_call(base_path: str) -> str:
     return (
         f"A base URL is http(s)://HOST:PORT{base_path}/v1, or "
         f"http(s)://HOST:PORT{base_path}/TRAJECTORY/PROMPT/v1 to name a trajectory. "
-        "Set a common path prefix as gateway.base_path"
+        "Set a common path prefix as gateway.base_path. The gateway speaks chat completions, "
+        "completions, Responses and Messages, no other protocol that samples"
     )

@@ -17,6 +17,7 @@ from gateway.durability.record_writer import RecordWriter
 from gateway.engines.client import Upstream
 from gateway.metrics import Metrics
 from gateway.proxy.failed_calls import FailedCalls
+from gateway.proxy.forwarding import PassedHeaders
 from schemas.settings import Settings
 
 
@@ -36,6 +37,7 @@ class Services:
     failed: FailedCalls
     limits: KeyLimits
     continuations: ContinuationMemory
+    passed: PassedHeaders
 
 
 def held_body(receive: Receive, services: Services) -> HeldBody:

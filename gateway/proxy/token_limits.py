@@ -103,11 +103,18 @@ class PromptLimit:
         if limit is None:
             return
         if protocol in COUNTED:
-            refuse_longer(
-                await self._count(COUNTED[protocol], request.payload, request, ref, credentials),
-                limit,
-                "messages",
-            )
+            if len(request.parts) > MAX_COUNTED:
+                raise BadRequest(
+                    f"messages: the engine must count {len(request.parts)} conversations, the "
+                    f"maximum is {MAX_COUNTED}",
+                    "messages",
+                )
+            for payload in request.parts or (request.payload,):
+                refuse_longer(
+                    await self._count(COUNTED[protocol], payload, request, ref, credentials),
+                    limit,
+                    "messages",
+                )
         elif protocol == "openai.completions":
             for prompt in long_texts(request.payload.get("prompt"), limit):
                 payload = {**request.payload, "prompt": prompt}

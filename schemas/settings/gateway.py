@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from schemas.records.rewards import LARGEST_REWARD
 from schemas.settings.base import Count, Port, Positive, RewardNumber, Secret, Section
@@ -94,6 +95,25 @@ class RedactionSettings(Section):
     )
 
 
+def _passed_header(name: str) -> str:
+    name = name.lower()
+    if re.fullmatch(r"[a-z0-9!#$%&'*+.^_`|~-]+", name) is None:
+        raise ValueError(f"{name!r} is no name of a header")
+    if name in OWN_HEADERS or name.startswith("x-clawstream-"):
+        raise ValueError(f"{name}: the gateway sets it or removes it itself")
+    return name
+
+
+OWN_HEADERS = frozenset({
+    "authorization", "x-api-key", "api-key", "cookie", "set-cookie", "host", "connection",
+    "keep-alive", "te", "trailer", "transfer-encoding", "upgrade", "content-length",
+    "content-encoding", "content-type", "accept", "accept-encoding", "user-agent", "expect",
+    "proxy-authorization", "proxy-authenticate", "cache-control", "x-accel-buffering",
+})  # fmt: skip
+"""Headers of one connection, credentials, and those that the gateway writes."""
+PassedHeader = Annotated[str, AfterValidator(_passed_header)]
+
+
 def _is_loopback(host: str) -> bool:
     try:
         return host == "localhost" or ip_address(host).is_loopback
@@ -116,6 +136,12 @@ class GatewaySettings(Section):
     )
     upstreams: tuple[UpstreamSettings, ...] = Field(
         (), description="engines that do not report on the workers topic"
+    )
+    forward_headers: tuple[PassedHeader, ...] = Field(
+        (), description="request headers that an engine needs beside those that always pass"
+    )
+    return_headers: tuple[PassedHeader, ...] = Field(
+        (), description="reply headers that clients need beside those that always pass"
     )
     acks: Literal["all", "none"] = Field(
         "all", description="none: reply before the step is on Kafka; a crash may lose it"

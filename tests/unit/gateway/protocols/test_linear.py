@@ -16,7 +16,7 @@ from gateway.protocols.adapter import ProtocolAdapter
 from gateway.protocols.anthropic_messages import AnthropicMessages
 from gateway.protocols.openai_chat import OpenAIChat
 from gateway.protocols.openai_responses import OpenAIResponses
-from gateway.protocols.request_fields import MAX_MODEL, with_whole_characters
+from gateway.protocols.request_fields import MAX_MODEL, repaired
 
 ASK = {"messages": [{"role": "user", "content": "hi"}], "input": "hi", "stream": True}
 LONG = "abcd" * 100
@@ -92,7 +92,7 @@ def test_escapes(repeated: bytes) -> None:
     costs = []
     for _ in range(3):
         began = time.process_time()
-        with_whole_characters(body)
+        repaired(body)
         costs.append(time.process_time() - began)
     assert min(costs) < 0.1  # of a MiB
 
@@ -109,7 +109,7 @@ def test_escapes(repeated: bytes) -> None:
     ],
 )
 def test_halves_of_characters(given: bytes, expected: bytes) -> None:
-    assert with_whole_characters(given) == expected
+    assert repaired(given) == expected
 
 
 @pytest.mark.parametrize("adapter", [CHAT, MESSAGES, RESPONSES])

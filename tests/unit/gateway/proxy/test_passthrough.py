@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import gzip
 import zlib
 from collections.abc import AsyncIterator, Callable
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import cramjam
 import orjson
 import pytest
 from support.gateway import GatewayFixture, run_gateway, running
@@ -23,7 +25,7 @@ from support.wire import Wire, wired
 from gateway.app import create_app
 from gateway.auth.api_keys import create_key
 from gateway.engines.registry import EngineRegistry
-from gateway.protocols.request_fields import with_whole_characters
+from gateway.protocols.request_fields import repaired
 from gateway.proxy.forwarding import forwarded, returned, traceparent_of, with_query
 from schemas.codec.single_object import Codec
 from schemas.settings import Settings
@@ -266,7 +268,7 @@ def test_a_trajectory_may_be_called_like_a_list_of_items(run_scenario: RunScenar
     ],
 )
 def test_halves_of_characters_become_whole(said: bytes, whole: bytes) -> None:
-    assert with_whole_characters(said) == whole
+    assert repaired(said) == whole
     orjson.loads(whole)
 
 
@@ -283,6 +285,36 @@ def test_half_an_emoji_is_taken(run_scenario: RunScenario, path: str) -> None:
             assert orjson.loads(step.request_json)["messages"][0]["content"] == "hi \ufffd"
 
     run_scenario(scenario, Script([HI]))
+
+
+@pytest.mark.parametrize("path", [CALL, "/v1/messages/count_tokens", "/v1/tokenize"])
+def test_a_byte_order_mark_is_no_part_of_the_body(tmp_path: Path, path: str) -> None:
+    async def body() -> None:
+        provider = Provider()
+        async with before(provider, tmp_path) as (url, _), aiohttp.ClientSession() as http:
+            async with http.post(url + path, data=codecs.BOM_UTF8 + ASK) as reply:
+                assert reply.status == 200
+        assert provider.asked[0].endswith(b"\r\n\r\n" + ASK)
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/responses/compact", "/v1/responses/input_tokens", "/tokenize", "/detokenize"]
+)
+@pytest.mark.parametrize("before_it", ["", "/t/g"])
+def test_requests_that_sample_nothing_to_train_pass(
+    tmp_path: Path, path: str, before_it: str
+) -> None:
+    async def body() -> None:
+        provider = Provider(body=b'{"count":3}')
+        async with before(provider, tmp_path) as (url, log), aiohttp.ClientSession() as http:
+            async with http.post(url + before_it + path, data=ASK) as reply:
+                assert (reply.status, await reply.read()) == (200, b'{"count":3}')
+            assert log.messages == []
+        assert provider.targets == [f"POST {path}"]
+
+    asyncio.run(body())
 
 
 @pytest.mark.parametrize("path", [CALL, "/v1/messages/count_tokens", "/sessions"])
@@ -305,9 +337,10 @@ def test_compressed_bodies(run_scenario: RunScenario, path: str) -> None:
             ("gzip", gzip.compress(body)),
             ("deflate", zlib.compress(body)),
             ("identity", body),
+            ("zstd", bytes(cramjam.zstd.compress(body))),
         ):
             assert (await post(w, data, encoding))[0] in (200, 201), encoding
-        for encoding in ("br", "zstd", "gzip, gzip"):
+        for encoding in ("br", "gzip, gzip"):
             status, error = await post(w, b"x", encoding)
             assert status == 415 and "gzip" in str(error), encoding
         for wrong in (body, gzip.compress(body)[:-4], gzip.compress(body) + b"x"):
@@ -316,6 +349,14 @@ def test_compressed_bodies(run_scenario: RunScenario, path: str) -> None:
         bomb = gzip.compress(b'{"pad":"' + b"x" * (8 << 20) + b'"}')
         status, error = await post(w, bomb, "gzip")
         assert status == 413 and len(bomb) < 1 << 16
+        packed = bytes(cramjam.zstd.compress(body))
+        for wrong in (b"", body, packed[:-4], packed + b"x"):
+            status, error = await post(w, wrong, "zstd")
+            assert status == 400 and "zstd" in str(error)
+        bomb = bytes(cramjam.zstd.compress(b'{"pad":"' + b"x" * (8 << 20) + b'"}'))
+        status, error = await post(w, bomb, "zstd")
+        assert status == 413 and len(bomb) < 1 << 16
+        assert await w.metric("clawstream_gateway_in_flight") == 0
 
     run_scenario(scenario, Script([HI]), max_body_bytes=1 << 20)
 
