@@ -11,17 +11,18 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import json
 import math
 import os
 import signal
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollout.errors import InvalidWeights
+from runtime.digests import safetensors_of_model
 from runtime.errors import WeightsUnreadable
 from runtime.weights.tensor_file import TensorSlice, read_header
 
@@ -33,7 +34,6 @@ INVALID, UNREADABLE = "invalid weights: ", "unreadable weights: "
 """Before the text of an error, because only the text of a worker's error reaches the caller."""
 DIE_WITH_PARENT = "CLAWSTREAM_DIE_WITH_PARENT"
 
-INDEX = "model.safetensors.index.json"
 FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 """Safetensors dtypes that the engine's loader casts into one another, as for the boot model."""
 TIED_HEADS = ("lm_head.weight",)
@@ -48,11 +48,20 @@ Layout = Mapping[str, tuple[str, tuple[int, ...]]]
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """Requirements for every version: layout of the boot model, serving dtype, and a tied head."""
+    """Requirements for every version.
+
+    Attributes:
+        layout: of the tensors that the engine loaded at boot.
+        dtype: of the engine.
+        tied: whether the output head is the embedding.
+        unused: tensors of the boot model that the engine does not load. A version need not have
+            them: the trainer's library does not load them either.
+    """
 
     layout: Layout
     dtype: torch.dtype
     tied: bool = False
+    unused: Collection[str] = ()
 
 
 def register() -> None:
@@ -66,6 +75,24 @@ def register() -> None:
 
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, _disk_backend())
+        _record_loading()
+
+
+def _record_loading() -> None:
+    """Let each model that this process creates remember which tensors it loads."""
+    from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+
+    from rollout.vllm_plugin.loaded_tensors import record_first_load
+
+    create = BaseModelLoader.create_model
+
+    @wraps(create)
+    def create_model(self: Any, *args: Any, **kwargs: Any) -> Any:
+        model = create(self, *args, **kwargs)
+        record_first_load(model)
+        return model
+
+    BaseModelLoader.create_model = create_model
 
 
 def _die_with_parent() -> None:
@@ -86,7 +113,7 @@ def read_layout(model_dir: Path) -> Layout:
     from safetensors import SafetensorError, safe_open
 
     layout: dict[str, tuple[str, tuple[int, ...]]] = {}
-    for file in _weight_files(model_dir):
+    for file in safetensors_of_model(model_dir):
         try:
             with safe_open(file, framework="pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118 - not a mapping
@@ -101,15 +128,23 @@ def read_layout(model_dir: Path) -> Layout:
     return layout
 
 
-def _weight_files(model_dir: Path) -> list[Path]:
-    """Return the files in a sharded model's index, otherwise all safetensors of the directory."""
-    index = model_dir / INDEX
-    if not index.is_file():
-        return sorted(model_dir.glob("*.safetensors"))
-    return [
-        model_dir / name
-        for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    ]
+def requirements(
+    model_dir: Path, loaded: Collection[str], dtype: torch.dtype, *, tied: bool
+) -> Served:
+    """Return what an engine requires of versions.
+
+    Args:
+        model_dir: that it booted from.
+        loaded: names of the tensors that it loaded. If none is in the files (it was not recorded,
+            or they are the same weights under other names), all tensors of the files count.
+        dtype, tied: see `Served`.
+
+    Raises:
+        InvalidWeights: the directory holds no readable weights.
+    """
+    layout = read_layout(model_dir)
+    required = {name: tensor for name, tensor in layout.items() if name in loaded} or layout
+    return Served(required, dtype, tied, layout.keys() - required.keys())
 
 
 def stage(files: Mapping[str, str], served: Served) -> dict[str, torch.Tensor]:
@@ -146,6 +181,7 @@ def stage(files: Mapping[str, str], served: Served) -> dict[str, torch.Tensor]:
         expected = {
             name: tensor for name, tensor in expected.items() if not name.endswith(TIED_HEADS)
         }
+    found = {name: tensor for name, tensor in found.items() if name not in served.unused}
     if difference := _difference(found, expected):
         raise InvalidWeights(f"not the tensors of the model that is served: {difference}")
     check_finite(weights, served.dtype)
@@ -272,6 +308,8 @@ def _disk_backend() -> type[Any]:
         initialize_layerwise_reload,
     )
 
+    from rollout.vllm_plugin.loaded_tensors import loaded_tensors
+
     @dataclass
     class NoInit(WeightTransferInitInfo):  # type: ignore[misc]
         """No initialisation parameters: versions are files."""
@@ -308,7 +346,8 @@ def _disk_backend() -> type[Any]:
                 # If the boot model's files have a head, vLLM turns the setting off, loads the head
                 # and ties it again if it is the embedding.
                 tied = bool(tied) or head_is_shared(self.model)
-                self.served = Served(read_layout(Path(config.model)), config.dtype, tied)
+                loaded = loaded_tensors(self.model)
+                self.served = requirements(Path(config.model), loaded, config.dtype, tied=tied)
 
         def update_weights(self, update_info: dict[str, Any]) -> None:
             # The base class synchronises the accelerator after this call; a CPU worker has none.

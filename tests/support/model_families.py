@@ -5,6 +5,7 @@ Their tokenizers, like those of published models, do not encode a decoded reply 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,8 @@ def _ids(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
 
 def bfloat16_sharded(directory: Path) -> None:
     """Write an untied bfloat16 Llama in several files, with the generation defaults of a chat
-    model: they must not apply to rollouts.
+    model, which must not apply to rollouts, and with a tensor that neither vLLM nor transformers
+    loads, as files of 2023 have.
     """
     tokenizer = byte_tokenizer(CHATML, size=300)
     network = LlamaForCausalLM(
@@ -74,6 +76,12 @@ def bfloat16_sharded(directory: Path) -> None:
     network.to(torch.bfloat16).save_pretrained(directory, max_shard_size="60KB")
     tokenizer.save_pretrained(directory)
     assert len(list(directory.glob("model-*.safetensors"))) > 2
+    computed, extra = "model.layers.0.self_attn.rotary_emb.inv_freq", "model-extra.safetensors"
+    save_file({computed: torch.ones(16)}, directory / extra, {"format": "pt"})
+    file = directory / "model.safetensors.index.json"
+    index = json.loads(file.read_text())
+    index["weight_map"][computed] = extra
+    file.write_text(json.dumps(index))
 
 
 def tied_with_head(directory: Path) -> None:
