@@ -26,7 +26,7 @@ from typing import Any
 from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 from pydantic import TypeAdapter, ValidationError
 
-from runtime.atomic_file import fsync_path
+from runtime.atomic_file import fsync_path, is_full
 from runtime.digests import sha256
 from runtime.logs import logger
 from schemas.errors import ForeseenError
@@ -83,6 +83,7 @@ def new_directory(root: Path, state: VersionState) -> Iterator[Path]:
 
     Raises:
         FileExistsError: the version has a directory.
+        StorageFailed: this process may not write there.
     """
     final = directory_of(root, state.version)
     if final.exists():
@@ -90,7 +91,15 @@ def new_directory(root: Path, state: VersionState) -> Iterator[Path]:
             f"{final} is there already: another trainer of this run writes to the same place"
         )
     tmp = temporary_directory(root, state.version)
-    tmp.mkdir(parents=True, exist_ok=True)  # another process of this trainer may have made it
+    try:
+        tmp.mkdir(parents=True, exist_ok=True)  # another process of this trainer may have made it
+    except OSError as e:
+        if is_full(e):
+            raise
+        raise StorageFailed(
+            f"{e}: the trainer must be able to write to {root} (settings trainer.weights_uri and "
+            "trainer.checkpoint_dir)"
+        ) from e
     yield tmp
     info = DirectoryInfo(state=state, files=digests(tmp))
     (tmp / INFO).write_bytes(_INFO.dump_json(info, indent=1))

@@ -52,6 +52,7 @@ from trainer.errors import (
     InvalidCheckpoint,
     OutOfMemory,
     ProcessLost,
+    StorageFailed,
 )
 from trainer.main import check_settings, train_batch
 from trainer.metrics.validation import Validation
@@ -624,6 +625,14 @@ def test_a_directory_is_there_completely_or_not_at_all(tmp_path: Path) -> None:
         verify(final, state.version)
     with pytest.raises(FileExistsError), new_directory(tmp_path, state):
         pass
+    place = tmp_path / "no directory"
+    place.write_text("a file")  # a directory that this process may not write to fails alike
+    with (
+        pytest.raises(StorageFailed, match=r"no directory.*trainer\.weights_uri") as failed,
+        new_directory(place, state),
+    ):
+        pass
+    assert exit_code(failed.value) == EXIT_FAILED
 
 
 @pytest.mark.slow
