@@ -85,3 +85,15 @@ def _slices(header: bytes) -> list[TensorSlice]:
             raise ValueError(f"deserializing the header: {tensor.name} begins at a wrong offset")
         at = tensor.end
     return found
+
+
+def with_sorted_header(content: bytes) -> bytes:
+    """Return a safetensors file with the keys of its header sorted.
+
+    The safetensors library writes those of the metadata in an order that differs between processes.
+    """
+    begin = LENGTH_BYTES + int.from_bytes(content[:LENGTH_BYTES], "little")
+    fields = json.loads(content[LENGTH_BYTES:begin])
+    header = json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % LENGTH_BYTES)  # the tensors stay aligned
+    return len(header).to_bytes(LENGTH_BYTES, "little") + header + content[begin:]

@@ -100,7 +100,9 @@ class Critic:
         self._settings, self._device, self._processes = settings, device, processes
         self._auxiliary = auxiliary_files(directory)
         causal, self._own_dtypes = (
-            load_masters(directory, PATH_SETTING) if weights else empty_masters(directory)
+            load_masters(directory, PATH_SETTING, needs_head=False)
+            if weights
+            else empty_masters(directory)
         )
         if images is not None:
             images.check_takes(causal, PATH_SETTING)
@@ -121,7 +123,8 @@ class Critic:
 
     def save_configuration(self, directory: Path) -> None:
         """Write what a critic without weights is made from."""
-        save_configuration(directory, self._auxiliary, self._own_dtypes)
+        config = self.model.backbone.config
+        save_configuration(directory, self._auxiliary, self._own_dtypes, config)
 
     def warms_up(self, sync_index: int) -> bool:
         """Return whether only the critic is trained after the version with sync_index."""

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 
+from runtime.weights.tensor_file import with_sorted_header
 from schemas.errors import SettingsError
+from trainer.model.files import head_is_tied, set_tied
 from trainer.parallel.sharding import whole
 from trainer.vision.inputs import has_vision
 
@@ -88,12 +90,14 @@ def save_adapter(
 
     state = {
         name: whole(tensor.detach()).to("cpu", dtype).contiguous()
-        for name, tensor in get_peft_model_state_dict(adapter).items()
+        # The embedding and the head of the base are frozen: they are not part of the adapter.
+        for name, tensor in get_peft_model_state_dict(adapter, save_embedding_layers=False).items()
     }
     if not writes:
         return
     directory.mkdir(parents=True, exist_ok=True)
-    save_file(state, directory / WEIGHTS, {"format": "pt", _BASE: base_model})
+    content = save(state, {"format": "pt", _BASE: base_model})
+    (directory / WEIGHTS).write_bytes(with_sorted_header(content))
     config: Any = copy.copy(adapter.peft_config["default"])
     config.inference_mode = True
     if not isinstance(config.target_modules, str):
@@ -141,7 +145,19 @@ def base_of(directory: Path) -> str:
 
 
 def merged(model: Any, directory: Path) -> Any:
-    """Return a float32 model with the products of a saved adapter added to its weights."""
-    from peft import PeftModel
+    """Return a float32 model with the products of a saved adapter added to its weights.
 
-    return PeftModel.from_pretrained(model, directory).merge_and_unload()
+    If the adapter is on the output head or on the embedding of a model that ties both, the result
+    has two tensors: the adapter changes the layer that has it, and not the other.
+    """
+    from peft import PeftModel
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    tied = head_is_tied(model)
+    adapted = PeftModel.from_pretrained(model, directory)
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if tied and (isinstance(head, BaseTunerLayer) or isinstance(embedding, BaseTunerLayer)):
+        own: Any = head.get_base_layer() if isinstance(head, BaseTunerLayer) else head
+        own.weight = torch.nn.Parameter(own.weight.clone())
+        set_tied(model.config, False)
+    return adapted.merge_and_unload()

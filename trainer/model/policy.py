@@ -145,7 +145,7 @@ class Policy:
 
     def save_configuration(self, directory: Path) -> None:
         """Write what a policy without weights is made from: configuration, tokenizer, dtypes."""
-        save_configuration(directory, self._auxiliary, self._own_dtypes)
+        save_configuration(directory, self._auxiliary, self._own_dtypes, self.model.config)
         if self.base_model is not None:
             save_identity(directory, self.settings.lora, self.base_model)
 

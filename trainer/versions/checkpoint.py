@@ -31,9 +31,11 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.stateful import Stateful
 
 from runtime.logs import logger
+from schemas.errors import SettingsError
 from schemas.ids import Version
 from schemas.records import WeightVersion
 from trainer.errors import CheckpointFailed, CheckpointLost, InvalidCheckpoint
+from trainer.model.state import ModelState
 from trainer.versions.directory import (
     VersionState,
     directory_of,
@@ -206,6 +208,7 @@ def load(directory: Path, state: State, group: ProcessGroup | None = None) -> No
 
     Raises:
         CheckpointFailed: The shards cannot be read.
+        SettingsError: They are of another model.
     """
     wrote, here = json.loads((directory / PLATFORM).read_text()), platform(group)
     differing = {
@@ -220,7 +223,26 @@ def load(directory: Path, state: State, group: ProcessGroup | None = None) -> No
     _expect_one_process(group)
     reader = FileSystemReader(directory)
     with _explained(directory):
+        _check_names(directory, reader.read_metadata().state_dict_metadata.keys(), state)
         state_dict_loader.load(dict(state), storage_reader=reader, process_group=group)
+
+
+def _check_names(directory: Path, stored: Collection[str], state: State) -> None:
+    """Raise SettingsError when the tensors of a stored model are not those of the model here.
+
+    torch ignores tensors that are stored and not asked for.
+    """
+    for part, content in state.items():
+        if not isinstance(content, ModelState):
+            continue
+        there = {n.removeprefix(f"{part}.") for n in stored if n.startswith(f"{part}.")}
+        if odd := sorted(there ^ content.state_dict().keys()):
+            raise SettingsError(
+                f"the checkpoint {directory} is of another model than this trainer makes from its "
+                f"configuration: {len(odd)} tensors of {part} are only there or only here, for "
+                f"example {', '.join(odd[:3])}; resume with the release of transformers that wrote "
+                "it, or use another run_id"
+            )
 
 
 @contextmanager

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import warnings
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from peft import PeftModel
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from support.parallel_training import sequences
 from transformers import AutoModelForCausalLM
 
@@ -19,8 +21,8 @@ from schemas.ids import Version
 from schemas.settings import Settings
 from trainer.algorithms.registry import load
 from trainer.data.micro_batch import collate
-from trainer.model.files import TensorDtypes
-from trainer.model.lora import CONFIG, WEIGHTS, check_identity
+from trainer.model.files import TensorDtypes, load_masters, save_rounded
+from trainer.model.lora import CONFIG, WEIGHTS, check_identity, merged
 from trainer.model.policy import Policy
 from trainer.model.update import update
 from trainer.position import Position
@@ -65,8 +67,8 @@ def test_an_adapter_is_trained_published_and_merged(tmp_path: Path) -> None:
         peft = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), published)
         assert torch.allclose(peft(ids).logits, own, atol=1e-6)
         save_model(s, str(VERSION), tmp_path / "merged")
-        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
-        assert torch.allclose(merged(ids).logits, own, atol=1e-5)
+        one = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+        assert torch.allclose(one(ids).logits, own, atol=1e-5)
     assert (tmp_path / "merged" / "tokenizer.json").is_file()
     assert load_file(tmp_path / "merged" / "model.safetensors").keys() == (
         load_file(base / "model.safetensors").keys()
@@ -92,6 +94,51 @@ def test_a_resume_with_another_adapter_or_base_is_refused(tmp_path: Path) -> Non
         check_identity(tmp_path / "saved", settings(base, tmp_path, rank=None).trainer.lora, None)
     with pytest.raises(SettingsError, match=r"trainer\.model_path"):
         check_identity(tmp_path / "saved", s.lora, "0" * 64)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("names", [["lm_head"], ["embed_tokens"], ["lm_head", "embed_tokens"]])
+def test_an_adapter_on_one_name_of_a_shared_tensor_does_not_change_the_other(
+    tmp_path: Path, names: list[str]
+) -> None:
+    base = tied_model(tmp_path / "model")
+    s = settings(base, tmp_path / "data", target_modules=[*names, "q_proj"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # peft's, of what is tested here
+        policy = Policy(base, s.trainer)
+        update(policy, sequences(0), 0, {None: load("cispo", {}, ())}, 1e-2, None)
+        policy.save(tmp_path / "adapter", TensorDtypes(torch.float32, {}))
+        model, dtypes = load_masters(base)
+        save_rounded(merged(model, tmp_path / "adapter"), tmp_path / "merged", dtypes)
+    assert all("lora" in name for name in load_file(tmp_path / "adapter" / WEIGHTS))
+    ids = torch.tensor([[1, 2, 3, 4]])
+    with torch.no_grad():
+        own = policy.model(ids).logits
+        one = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+        assert torch.allclose(one(ids).logits, own, atol=1e-5)
+        plain = AutoModelForCausalLM.from_pretrained(base)
+        assert not torch.allclose(plain(ids).logits, own, atol=1e-2)
+    assert not one.config.tie_word_embeddings
+
+
+def test_an_adapter_is_the_same_bytes_whenever_it_is_written(tmp_path: Path) -> None:
+    base = make_random_model(tmp_path / "model")
+    policy = Policy(base, settings(base, tmp_path).trainer)
+    found = set()
+    for place in range(8):
+        policy.save(tmp_path / str(place), TensorDtypes(torch.float32, {}))
+        found.add((tmp_path / str(place) / WEIGHTS).read_bytes())
+    assert len(found) == 1
+
+
+def tied_model(directory: Path) -> Path:
+    make_random_model(directory)
+    config = directory / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"tie_word_embeddings": True}))
+    file = directory / "model.safetensors"
+    tensors = {n: t for n, t in load_file(file).items() if n != "lm_head.weight"}
+    save_file(tensors, file, {"format": "pt"})
+    return directory
 
 
 def test_layers_that_the_model_does_not_have_are_refused(tmp_path: Path) -> None:

@@ -22,11 +22,13 @@ from support.trainer_runs import (
 
 from rollout.versions import Versions
 from runtime.kafka import Fenced
+from schemas.errors import SettingsError
 from schemas.ids import Version, parse_version
 from schemas.records import WeightVersion
 from trainer.errors import CheckpointFailed, StorageFailed
+from trainer.model.policy import Policy
 from trainer.position import Position
-from trainer.versions.checkpoint import newest
+from trainer.versions.checkpoint import load, newest
 from trainer.versions.directory import (
     INFO,
     VersionState,
@@ -169,7 +171,7 @@ def test_a_checkpoint_that_cannot_be_written_is_an_error_of_the_next_version(
     s, log = settings(tmp_path, model_dir), MemoryWeightLog()
     run = begin(s, log)
     (s.checkpoint_dir / "r" / ".tmp-1.0").write_text("in the way")
-    with pytest.raises(FileExistsError):
+    with pytest.raises(StorageFailed, match="File exists"):
         go(run, 0, 1)
     assert "1.0" in ids(log), "its version is published all the same"
 
@@ -199,6 +201,20 @@ def test_shards_that_cannot_be_written_are_an_error_with_their_cause(
     run.publish()
     with pytest.raises(CheckpointFailed, match="IsADirectoryError"):
         run.end()
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path, model_dir: Path) -> None:
+    """Ties, or names, that the stored weights do not have: nothing is loaded in part."""
+    s, log = settings(tmp_path, model_dir), MemoryWeightLog()
+    begin(s, log)
+    policy = Policy(model_dir, s.trainer)
+    state, directory = dict(policy.state), s.checkpoint_dir / "r" / "0.0"
+    load(directory, state)
+    policy.model.register_buffer("added", torch.zeros(1))
+    policy.model.lm_head.weight = policy.model.model.embed_tokens.weight
+    with pytest.raises(SettingsError, match=r"2 tensors of model .*added, lm_head\.weight"):
+        load(directory, state)
 
 
 @pytest.mark.slow
