@@ -1,4 +1,4 @@
-"""Detect out-of-memory errors of torch, and explain them to the operator."""
+"""Memory of the device: its peak, and out-of-memory errors of torch, explained."""
 
 from __future__ import annotations
 
@@ -19,6 +19,17 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
         isinstance(error, RuntimeError) and _CPU_ALLOCATOR in str(error)
     )
+
+
+def reset_peak(device: torch.device) -> None:
+    """Begin to measure what `peak_bytes` returns."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def peak_bytes(device: torch.device) -> int | None:
+    """Return the largest memory of tensors on a device since `reset_peak`; None on a CPU."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
 
 @contextmanager

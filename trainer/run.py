@@ -46,7 +46,7 @@ from trainer.errors import (
     UntrainableBatch,
 )
 from trainer.learning_rate import learning_rate
-from trainer.memory import explain_out_of_memory
+from trainer.memory import explain_out_of_memory, peak_bytes, reset_peak
 from trainer.metrics.definitions import headline
 from trainer.metrics.statistics import (
     BatchStats,
@@ -119,6 +119,7 @@ class Run:
         self.unpublished: list[BatchStats] = []
         self._trained: list[TrainedStep] = []
         self._decided: list[TrajectoryDecision] = []
+        self._idle_since = time.perf_counter()
         self._settings, self._weight_log, self._policy = settings, weight_log, policy
         self._versions, self._attempt = versions, attempt
         self._leads, self._watchdog = policy.processes.leads, policy.processes.watchdog
@@ -177,7 +178,8 @@ class Run:
             BatchNeverEnds: Training of the batch was killed or out of memory several times.
             ProcessLost: Another process of this trainer ended.
         """
-        batch = fetched.batch
+        batch, waited = fetched.batch, time.perf_counter() - self._idle_since
+        reset_peak(self._policy.device)
         with (
             self._unfinished.training(batch.batch_seq) if self._leads else nullcontext(),
             self._watchdog.work("batch", BATCH_S),
@@ -185,7 +187,13 @@ class Run:
             self._policy.processes.joined(),
         ):
             self._train(fetched)
+        self.unpublished[-1] = replace(
+            self.unpublished[-1],
+            wait_seconds=waited,
+            device_bytes=peak_bytes(self._policy.device),
+        )
         self.position = fetched.position
+        self._idle_since = time.perf_counter()
 
     def _train(self, fetched: FetchedBatch) -> None:
         batch, s = fetched.batch, self._settings
@@ -429,6 +437,7 @@ class Run:
         if parent is not None and state.version.sync_index % s.trainer.save_every == 0:
             self._checkpoint(state)
         self._prune(version.version_id)
+        self._idle_since = time.perf_counter()
 
     def end(self) -> None:
         """Publish what is unpublished, and wait for a complete checkpoint of the last version.

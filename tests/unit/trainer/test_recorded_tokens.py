@@ -27,6 +27,7 @@ def test_each_version_has_the_tokens_of_its_batches(tmp_path: Path, model_dir: P
     for one in log.trained:
         assert (one.logprobs is None) == (not any(unpack_logprobs(one.advantages)))
     metrics = log.published[1].metrics
+    assert metrics["wait_seconds"] > 0 and "device_memory_peak" not in metrics
     first = [unpack_logprobs(t.logprobs or b"") for t in log.trained if t.batch_seq == 0]
     distances = [abs(lp + 3.0) for values in first for lp in values]
     assert metrics["logp_max_abs_diff_same_version"] == pytest.approx(max(distances), abs=1e-5)
