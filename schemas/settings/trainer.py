@@ -42,7 +42,8 @@ class AlgorithmOverrides(Section):
         None, description="ratios are clipped to 1 + clip_high; raise it to keep exploring"
     )
     dual_clip: Annotated[float, Field(gt=1)] | None = Field(
-        None, description="bound of the ratio of tokens with a negative advantage"
+        None,
+        description="bound of the ratio of tokens with a negative advantage; a large number: none",
     )
     ratio_max: Positive | None = Field(
         None, description="upper bound of the detached ratio of CISPO"
@@ -198,10 +199,11 @@ class TrainerSettings(Section):
     teacher_path: Path | None = Field(
         None, description="Hugging Face directory of a teacher, for algorithm distillation"
     )
-    recompute_old_logprobs: bool = Field(
-        False,
+    recompute_old_logprobs: bool | None = Field(
+        None,
         description="old log-probabilities from the trainer, by one more forward pass a batch; "
-        "needed for trainer.algorithm.correction of losses with a clipped ratio",
+        "needed for trainer.algorithm.correction of losses with a clipped ratio. Default: for the "
+        "loss gspo, whose bounds are narrower than the differences between engine and trainer",
     )
     temperature: Positive = Field(1.0, description="assumed temperature of steps that record none")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="cpu to ignore a GPU")

@@ -8,6 +8,17 @@ from torch import Tensor
 from trainer.algorithms.batch import LossBatch
 from trainer.algorithms.settings import AlgorithmSettings
 
+LARGEST_LOG_RATIO = 20.0
+"""Log-ratios are limited to this size, as in verl. One token of ratio 1e30 would hide all others,
+and above 88.7 its exponential is infinite: its gradient, times the zero of a branch that was not
+taken, is NaN, for the whole minibatch.
+"""
+
+
+def bounded(log_ratio: Tensor) -> Tensor:
+    """Return log-ratios that can be exponentiated; they have no gradient at the bounds."""
+    return log_ratio.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
+
 
 def correction_weights(
     logprobs: Tensor, batch: LossBatch, settings: AlgorithmSettings
@@ -56,7 +67,7 @@ def _ratios(logprobs: Tensor, batch: LossBatch, settings: AlgorithmSettings) -> 
         log_ratio = batch.sequence_sum(log_ratio)[batch.sequence]
     elif settings.correction_level == "geometric":
         log_ratio = batch.sequence_mean(log_ratio)[batch.sequence]
-    return log_ratio.exp()
+    return bounded(log_ratio).exp()
 
 
 def corrected(losses: Tensor, batch: LossBatch, settings: AlgorithmSettings) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from trainer.algorithms.batch import Floats
+from trainer.algorithms.importance import LARGEST_LOG_RATIO, bounded
 from trainer.algorithms.settings import KlEstimator
 
 Values = TypeVar("Values", Tensor, Floats)
@@ -18,7 +19,8 @@ def kl(logprobs: Values, ref_logprobs: Values, estimator: KlEstimator) -> Values
     """Return an estimate of KL(policy || reference) for each token, in nats.
 
     With d = logprobs - ref_logprobs: k1 is d, unbiased, of high variance; k2 is d^2 / 2, biased,
-    and its gradient is that of the divergence; k3 is exp(-d) - 1 + d, unbiased and never negative.
+    and its gradient is that of the divergence; k3 is exp(-d) - 1 + d, unbiased and never negative,
+    with d limited as every log-ratio that is exponentiated.
     Source: J. Schulman, "Approximating KL divergence", 2020; k3 as a loss: arXiv 2402.03300, eq. 4.
 
     Args:
@@ -35,5 +37,8 @@ def kl(logprobs: Values, ref_logprobs: Values, estimator: KlEstimator) -> Values
         case "k2":
             return d * d / 2
         case "k3":
-            small = torch.expm1(-d) if isinstance(d, Tensor) else np.expm1(-d)
-            return small + d
+            if isinstance(d, Tensor):
+                d = bounded(d)
+                return torch.expm1(-d) + d
+            d = np.clip(d, -LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
+            return np.expm1(-d) + d

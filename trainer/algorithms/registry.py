@@ -71,6 +71,13 @@ CORRECTED: Mapping[str, CorrectedColumn] = {
 }
 """The column for which the importance weights of a loss correct, if `correction` is set."""
 
+RECOMPUTES = frozenset({"gspo"})
+"""Losses that need the trainer's own old log-probabilities.
+
+The trainer's ratio to an engine in bfloat16 differs from 1 by more than their bounds, and its mean
+log-ratio is negative: nearly all sequences with a negative advantage would have no gradient.
+"""
+
 NEEDS: Mapping[str, Column] = {
     "distillation": "teacher_logprobs",
     "gae": "values",
@@ -159,6 +166,7 @@ class LoadedAlgorithm:
         needs: optional columns of the batch that must be there.
         rewards: the rewards that it reads; of a user's own estimator: those of trajectories.
         smallest_group: members that the estimator needs.
+        recomputes: whether its old log-probabilities are the trainer's unless a setting says else.
         own_advantage: whether the estimator is a user's own.
         skips_zero_advantages: whether loss and gradient of a sequence without advantage are zero.
     """
@@ -173,6 +181,7 @@ class LoadedAlgorithm:
     needs: frozenset[Column]
     rewards: RewardUse
     smallest_group: int
+    recomputes: bool
     own_advantage: bool
     skips_zero_advantages: bool
 
@@ -269,6 +278,7 @@ def load(
         needs=needs(algorithm),
         rewards=_rewards(algorithm.advantage),
         smallest_group=2 if algorithm.advantage in COMPARES else 1,
+        recomputes=algorithm.loss in RECOMPUTES,
         own_advantage=algorithm.advantage not in ADVANTAGES,
         skips_zero_advantages=zero and not s.entropy_coef and not (s.kl_coef and s.kl_in == "loss"),
     )

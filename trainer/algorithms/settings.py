@@ -22,7 +22,7 @@ class AlgorithmSettings:
         aggregation: from token losses to the loss of a minibatch.
         fixed_length: tokens; divisor of `fixed_length`.
         clip_low, clip_high: the ratio is clipped to [1 - clip_low, 1 + clip_high].
-        dual_clip: bound of the ratio for negative advantages; None: no bound.
+        dual_clip: bound of the ratio for negative advantages.
         ratio_max: upper bound of the detached ratio of CISPO.
         mask_low, mask_high: DPPO; largest fall and rise of a token's probability.
         log_ratio_penalty: DPPO; coefficient of the squared log-ratio.
@@ -43,7 +43,7 @@ class AlgorithmSettings:
     fixed_length: int = 4096
     clip_low: float = 0.2
     clip_high: float = 0.2
-    dual_clip: float | None = None
+    dual_clip: float = 3.0
     ratio_max: float = 2.0
     mask_low: float = 0.2
     mask_high: float = 0.2

@@ -153,6 +153,17 @@ SECTIONS: Mapping[str, tuple[Metric, ...]] = {
             " masked. Absent for other losses.",
         ),
         Metric(
+            "clip_fraction_positive",
+            "share",
+            "Of the tokens with a positive advantage, those that the loss clips.",
+        ),
+        Metric(
+            "clip_fraction_negative",
+            "share",
+            "Of the tokens with a negative advantage, those that the loss clips. Far above the"
+            " other one: the policy learns from good samples only.",
+        ),
+        Metric(
             "correction_fraction",
             "share",
             "Trained tokens whose weight `correction` truncates or masks; absent without it.",
@@ -184,6 +195,12 @@ SECTIONS: Mapping[str, tuple[Metric, ...]] = {
     ),
     "time": (
         _total(
+            "wait_seconds",
+            "seconds",
+            "Time without work before the batches. Long: the engines sample too slowly for this"
+            " trainer; none: they wait for it.",
+        ),
+        _total(
             "read_seconds",
             "seconds",
             "Time to read payload; of most batches while the one before trains.",
@@ -207,6 +224,12 @@ SECTIONS: Mapping[str, tuple[Metric, ...]] = {
             "share",
             "`model_tflops` / peak of the device. The peak is `trainer.peak_tflops`, or that of a"
             " known GPU for dense bfloat16; absent if it is unknown, as on a CPU.",
+        ),
+        Metric(
+            "device_memory_peak",
+            "bytes",
+            "Largest memory of tensors on the GPU of the first process while it trained; absent on"
+            " a CPU.",
         ),
     ),
     "val": (

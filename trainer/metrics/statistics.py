@@ -24,6 +24,8 @@ class TokenStats:
             no entropy.
         clipped, corrected: tokens that the loss clips, and whose weight a correction changes; None
             if the algorithm does not.
+        clipped_positive, clipped_negative: of the tokens with a positive (negative) advantage: how
+            many the loss clips, and their number; None as above.
         logp_diff: largest |trainer - sampled|; None if not measured.
         same_version: of the tokens that the trainer's current weights sampled: their number, sum
             and largest |trainer - sampled|; None if not measured or without such a token.
@@ -38,6 +40,8 @@ class TokenStats:
     kl_reference: float | None
     entropy: float | None
     clipped: int | None
+    clipped_positive: tuple[int, int] | None
+    clipped_negative: tuple[int, int] | None
     corrected: int | None
     logp_diff: float | None
     same_version: tuple[int, float, float] | None
@@ -164,6 +168,8 @@ class BatchStats:
     Attributes:
         data: of each environment.
         read_seconds: time to read the payload.
+        wait_seconds: time without work before the batch.
+        device_bytes: largest memory of tensors on the device of this process; None on a CPU.
         critic: None for an algorithm without one.
     """
 
@@ -171,6 +177,8 @@ class BatchStats:
     data: tuple[DataStats, ...]
     read_seconds: float
     critic: CriticStats | None = None
+    wait_seconds: float = 0.0
+    device_bytes: int | None = None
 
 
 def staleness(tokens: Mapping[str, int], run_id: str, sync_index: int) -> Staleness:
@@ -237,6 +245,8 @@ def _data(batches: Sequence[BatchStats]) -> dict[str, float | None]:
         ),
         "staleness_max": _largest(part.staleness.largest for part in parts),
         "read_seconds": sum(batch.read_seconds for batch in batches),
+        "wait_seconds": sum(batch.wait_seconds for batch in batches),
+        "device_memory_peak": _largest(batch.device_bytes for batch in batches),
     }
 
 
@@ -313,11 +323,19 @@ def _tokens(steps: Sequence[TokenStats]) -> dict[str, float | None]:
         "ratio_max": max((s.largest_ratio for s in steps if s.tokens), default=None),
         "ratio_ess": _share(ratios * ratios, tokens * squares),
         "clip_fraction": mean(lambda s: s.clipped),
+        "clip_fraction_positive": _pairs(s.clipped_positive for s in steps),
+        "clip_fraction_negative": _pairs(s.clipped_negative for s in steps),
         "correction_fraction": mean(lambda s: s.corrected),
         "logp_max_abs_diff": _largest(s.logp_diff for s in steps),
         "logp_mean_abs_diff_same_version": _share(sum(s[1] for s in same), sum(s[0] for s in same)),
         "logp_max_abs_diff_same_version": _largest(s[2] for s in same),
     }
+
+
+def _pairs(pairs: Iterable[tuple[int, int] | None]) -> float | None:
+    """Return the share of the first numbers in the second ones."""
+    known = [pair for pair in pairs if pair is not None]
+    return _share(sum(part for part, _ in known), sum(whole for _, whole in known))
 
 
 def _share(part: float, whole: float) -> float | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -11,16 +11,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trainer.algorithms.batch import LossBatch
-from trainer.algorithms.importance import out_of_bounds
+from trainer.algorithms.importance import bounded, out_of_bounds
 from trainer.algorithms.kl import kl
 from trainer.algorithms.registry import LoadedAlgorithm
 from trainer.data.micro_batch import MicroBatch
 from trainer.data.sequences import TrainingSequence
 from trainer.metrics.statistics import TokenStats
 from trainer.parallel.processes import Processes
-
-LARGEST_LOG_RATIO = 20.0
-"""Log-ratios are limited to this size: one token of ratio 1e30 would hide all others."""
 
 
 class Measurement:
@@ -46,7 +43,7 @@ class Measurement:
         """Add one pass. view: of `batch`, at the weights of the step."""
         on = view.mask
         exact = view.logprobs.detach() - view.sampled_logprobs
-        log_ratio = exact.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
+        log_ratio = bounded(exact)
         ratio = log_ratio.exp()
         self._sum("tokens", on)
         self._sum("now_at_zero", ~on)
@@ -62,7 +59,14 @@ class Measurement:
             self._sum("entropy", view.entropy.masked_fill(~on, 0.0))
         algorithm = self._algorithm
         if algorithm.clipped is not None:
-            self._sum("clipped", algorithm.clipped(view, algorithm.settings) & on)
+            clipped = algorithm.clipped(view, algorithm.settings) & on
+            for name, signed in (
+                ("positive", view.advantages > 0),
+                ("negative", view.advantages < 0),
+            ):
+                self._sum(name, signed & on)
+                self._sum(f"clipped_{name}", clipped & signed)
+            self._sum("clipped", clipped)
         if algorithm.corrected is not None:
             target = getattr(view, algorithm.corrected)
             self._sum("corrected", out_of_bounds(target, view, algorithm.settings) & on)
@@ -121,6 +125,8 @@ class Measurement:
             kl_reference=found.get("kl_reference"),
             entropy=found.get("entropy"),
             clipped=int(found["clipped"]) if "clipped" in found else None,
+            clipped_positive=_pair(found, "positive"),
+            clipped_negative=_pair(found, "negative"),
             corrected=int(found["corrected"]) if "corrected" in found else None,
             logp_diff=found.get("logp_diff"),
             same_version=(same, difference, largest) if same else None,
@@ -137,6 +143,12 @@ class FirstPass(NamedTuple):
 
     logprobs: NDArray[np.float32]
     updates: int
+
+
+def _pair(found: Mapping[str, float], sign: str) -> tuple[int, int] | None:
+    if sign not in found:
+        return None
+    return int(found[f"clipped_{sign}"]), int(found[sign])
 
 
 class FirstPasses:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -53,8 +53,13 @@ def update(
     for group in policy.optimizer.param_groups:
         group["lr"] = lr
     s = policy.settings
-    if s.recompute_old_logprobs:
-        sequences = with_old_logprobs(policy, sequences)
+    always = s.recompute_old_logprobs
+    recomputed = {
+        environment
+        for environment, algorithm in algorithms.items()
+        if (algorithm.recomputes if always is None else always)
+    }
+    sequences = with_old_logprobs(policy, sequences, recomputed)
     steps, flops = list[StepStats](), TrainingFlops(policy.model)
     for part in minibatches(sequences, s.minibatches, s.epochs, s.seed, batch_seq):
         unchanged = all(step.skipped is not None for step in steps)
@@ -70,20 +75,28 @@ def update(
 
 
 def with_old_logprobs(
-    policy: Policy, sequences: Sequence[TrainingSequence]
+    policy: Policy, sequences: Sequence[TrainingSequence], environments: Collection[str | None]
 ) -> list[TrainingSequence]:
-    """Return the sequences with the log-probabilities of the policy as it is."""
+    """Return the sequences, those of some environments with the log-probabilities of the policy
+    as it is.
+    """
+    scored = [sequence for sequence in sequences if sequence.environment in environments]
+    if not scored:
+        return list(sequences)
     columns = logprobs_of(
-        sequences,
+        scored,
         policy.logprobs,
         policy.settings,
         policy.device,
         policy.processes,
         packed=policy.scores.packed,
     )
+    old = iter(columns)
     return [
-        replace(sequence, old_logprobs=old)
-        for sequence, old in zip(sequences, columns, strict=True)
+        replace(sequence, old_logprobs=next(old))
+        if sequence.environment in environments
+        else sequence
+        for sequence in sequences
     ]
 
 

@@ -252,11 +252,44 @@ def test_an_update_with_recomputed_old_log_probabilities_starts_at_ratio_one(
     policy = Policy(model_dir, s)
     batch = collate(sequences, s.temperature, policy.device)
     now = policy.logprobs(batch).detach()
-    old = collate(with_old_logprobs(policy, sequences), s.temperature, policy.device).old_logprobs
+    old = collate(
+        with_old_logprobs(policy, sequences, {None}), s.temperature, policy.device
+    ).old_logprobs
     assert torch.allclose(old, now, atol=1e-5)
     weights = (now - batch.logprobs).exp().clamp(max=1.5)
     (step,) = update(policy, sequences, 0, {None: algorithm}, 1e-3, None).steps
     assert step.loss == pytest.approx(-(weights * batch.advantages).mean().item(), rel=1e-4)
+
+
+@pytest.mark.parametrize("setting", [None, True, False])
+def test_gspo_compares_with_the_trainers_own_log_probabilities(
+    model_dir: Path, setting: bool | None
+) -> None:
+    """An engine in bfloat16 differs by more than its bounds: samples with a negative advantage
+    would have no gradient.
+    """
+    algorithm = load("gspo", {}, ())
+    s = settings(model_dir, recompute_old_logprobs=setting).trainer
+    policy = Policy(model_dir, s)
+    noise = np.random.default_rng(0)
+    sequences = [engine_noise(one, policy, noise) for one in sequences_for(algorithm)]
+    (step,) = update(policy, sequences, 0, {None: algorithm}, 1e-3, None).steps
+    (measured,) = step.measured
+    assert measured.clipped_negative is not None and measured.clipped_negative[1] > 0
+    clipped, tokens = measured.clipped_negative
+    assert (clipped == 0) == (setting is not False), f"{clipped} of {tokens}"
+
+
+def engine_noise(
+    sequence: TrainingSequence, policy: Policy, noise: np.random.Generator
+) -> TrainingSequence:
+    """Return a sequence as an engine in bfloat16 records it: 0.02 nats a token off, sampled from
+    its own distribution, so that the policy finds its tokens less probable.
+    """
+    own = policy.logprobs(collate([sequence], 1.0, policy.device)).detach().numpy()
+    logprobs = sequence.tokens.logprobs.copy()
+    logprobs[sequence.tokens.mask] = own + np.abs(noise.normal(0, 0.02, len(own)))
+    return replace(sequence, tokens=sequence.tokens._replace(logprobs=logprobs))
 
 
 def test_the_entropy_is_that_of_the_distribution_of_the_engine(model_dir: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from trainer.algorithms.batch import LossBatch
-from trainer.algorithms.importance import corrected
+from trainer.algorithms.importance import bounded, corrected
 from trainer.algorithms.settings import AlgorithmSettings
 
 
@@ -17,10 +17,11 @@ def cispo(batch: LossBatch, settings: AlgorithmSettings) -> Tensor:
     mixed-version sequences need no other correction.
     Source: MiniMax-M1, arXiv 2506.13585, eq. 4 and 5, without a lower bound; Ionides, 2008.
     """
-    ratio = (batch.logprobs.detach() - batch.old_logprobs).exp().clamp(max=settings.ratio_max)
+    log_ratio = bounded(batch.logprobs.detach() - batch.old_logprobs)
+    ratio = log_ratio.exp().clamp(max=settings.ratio_max)
     return corrected(-(ratio * batch.advantages * batch.logprobs), batch, settings)
 
 
 def clipped(batch: LossBatch, settings: AlgorithmSettings) -> Tensor:
     """Return whether the ratio of each token is above ratio_max."""
-    return (batch.logprobs.detach() - batch.old_logprobs).exp() > settings.ratio_max
+    return bounded(batch.logprobs.detach() - batch.old_logprobs).exp() > settings.ratio_max

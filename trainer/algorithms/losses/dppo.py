@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from trainer.algorithms.batch import LossBatch
+from trainer.algorithms.importance import bounded
 from trainer.algorithms.settings import AlgorithmSettings
 
 
@@ -19,7 +20,7 @@ def dppo(batch: LossBatch, settings: AlgorithmSettings) -> Tensor:
     Source: Qi et al., "Rethinking the Trust Region in LLM Reinforcement Learning", arXiv
     2602.04879, binary total variation; the penalty as in prime-rl.
     """
-    log_ratio = batch.logprobs - batch.sampled_logprobs
+    log_ratio = bounded(batch.logprobs - batch.sampled_logprobs)
     surrogate = torch.where(clipped(batch, settings), 0.0, log_ratio.exp() * batch.advantages)
     return settings.log_ratio_penalty * log_ratio**2 - surrogate
 

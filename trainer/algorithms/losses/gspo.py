@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from trainer.algorithms.batch import LossBatch
-from trainer.algorithms.importance import corrected
+from trainer.algorithms.importance import bounded, corrected
 from trainer.algorithms.losses.ppo_clip import clipped_surrogate, out_of_bounds
 from trainer.algorithms.settings import AlgorithmSettings
 
@@ -19,7 +19,7 @@ def gspo(batch: LossBatch, settings: AlgorithmSettings) -> Tensor:
     Source: Zheng et al., arXiv 2507.18071, eq. 5 and 7; GSPO-token: eq. 13 and 14.
     """
     mean = batch.sequence_mean(batch.logprobs.detach() - batch.old_logprobs)[batch.sequence]
-    ratio = (mean + batch.logprobs - batch.logprobs.detach()).exp()
+    ratio = bounded(mean + batch.logprobs - batch.logprobs.detach()).exp()
     return corrected(clipped_surrogate(ratio, batch.advantages, settings), batch, settings)
 
 
@@ -28,4 +28,4 @@ def clipped(batch: LossBatch, settings: AlgorithmSettings) -> Tensor:
     bounds.
     """
     mean = batch.sequence_mean(batch.logprobs.detach() - batch.old_logprobs)[batch.sequence]
-    return out_of_bounds(mean.exp(), batch.advantages, settings)
+    return out_of_bounds(bounded(mean).exp(), batch.advantages, settings)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from trainer.algorithms.batch import LossBatch
-from trainer.algorithms.importance import corrected
+from trainer.algorithms.importance import bounded, corrected
 from trainer.algorithms.settings import AlgorithmSettings
 
 
@@ -16,19 +16,19 @@ def ppo_clip(batch: LossBatch, settings: AlgorithmSettings) -> Tensor:
     r = exp(logprobs - old). See `clipped_surrogate`.
     Source: Schulman et al., arXiv 1707.06347, eq. 7.
     """
-    ratio = (batch.logprobs - batch.old_logprobs).exp()
+    ratio = bounded(batch.logprobs - batch.old_logprobs).exp()
     return corrected(clipped_surrogate(ratio, batch.advantages, settings), batch, settings)
 
 
 def clipped(batch: LossBatch, settings: AlgorithmSettings) -> Tensor:
     """Return whether each token has no gradient, because its ratio is out of bounds."""
-    ratio = (batch.logprobs.detach() - batch.old_logprobs).exp()
+    ratio = bounded(batch.logprobs.detach() - batch.old_logprobs).exp()
     return out_of_bounds(ratio, batch.advantages, settings)
 
 
 def clipped_surrogate(ratio: Tensor, advantages: Tensor, settings: AlgorithmSettings) -> Tensor:
-    """Return -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), and with dual_clip c at most -c A
-    where A < 0.
+    """Return -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), and at most -dual_clip A where
+    A < 0.
 
     clip_high above clip_low lets improbable tokens rise further ("clip-higher", DAPO, arXiv
     2503.14476). dual_clip bounds the loss of stale tokens with a negative advantage (Ye et al.,
@@ -43,10 +43,8 @@ def clipped_surrogate(ratio: Tensor, advantages: Tensor, settings: AlgorithmSett
     """
     clipped = ratio.clamp(1.0 - settings.clip_low, 1.0 + settings.clip_high)
     losses = torch.maximum(-ratio * advantages, -clipped * advantages)
-    if settings.dual_clip is not None:
-        bound = -settings.dual_clip * advantages
-        losses = torch.where(advantages < 0, torch.minimum(losses, bound), losses)
-    return losses
+    bound = -settings.dual_clip * advantages
+    return torch.where(advantages < 0, torch.minimum(losses, bound), losses)
 
 
 def out_of_bounds(ratio: Tensor, advantages: Tensor, settings: AlgorithmSettings) -> Tensor:
@@ -54,6 +52,5 @@ def out_of_bounds(ratio: Tensor, advantages: Tensor, settings: AlgorithmSettings
     outside = torch.where(
         advantages > 0, ratio > 1.0 + settings.clip_high, ratio < 1.0 - settings.clip_low
     )
-    if settings.dual_clip is not None:
-        outside = outside | ((advantages < 0) & (ratio > settings.dual_clip))
+    outside |= (advantages < 0) & (ratio > settings.dual_clip)
     return outside & (advantages != 0)

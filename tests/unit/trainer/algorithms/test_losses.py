@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from importlib import import_module
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from trainer.algorithms.losses.gspo import gspo
 from trainer.algorithms.losses.policy_gradient import policy_gradient
 from trainer.algorithms.losses.ppo_clip import ppo_clip
 from trainer.algorithms.objective import Loss, MinibatchSize, objective
+from trainer.algorithms.registry import LOSSES
 from trainer.algorithms.settings import (
     Aggregation,
     AlgorithmSettings,
@@ -68,13 +70,13 @@ def test_cispo(batch: LossBatch, bound: float) -> None:
 
 
 def surrogate(
-    ratio: float, advantage: float, low: float, high: float, dual: float | None
+    ratio: float, advantage: float, low: float, high: float, dual: float
 ) -> tuple[float, float]:
     """Return the loss of PPO by cases, and the factor of the ratio's gradient."""
     if advantage >= 0:
         clipped = ratio > 1 + high
         return -advantage * min(ratio, 1 + high), 0.0 if clipped else -advantage * ratio
-    if dual is not None and ratio > dual:
+    if ratio > dual:
         return -advantage * dual, 0.0
     clipped = ratio < 1 - low
     return -advantage * max(ratio, 1 - low), 0.0 if clipped else -advantage * ratio
@@ -84,10 +86,10 @@ def surrogate(
     batch=loss_batches(),
     low=st.sampled_from([0.2, 0.1]),
     high=st.sampled_from([0.2, 0.28]),
-    dual=st.sampled_from([None, 1.5, 3.0]),
+    dual=st.sampled_from([1.5, 3.0, 1e9]),
 )
 def test_ppo_clips_rises_of_good_tokens_and_falls_of_bad_ones(
-    batch: LossBatch, low: float, high: float, dual: float | None
+    batch: LossBatch, low: float, high: float, dual: float
 ) -> None:
     expected = [
         surrogate(math.exp(now - old), a, low, high, dual) for now, _, old, a in rows(batch)
@@ -96,6 +98,66 @@ def test_ppo_clips_rises_of_good_tokens_and_falls_of_bad_ones(
     losses, slope = loss_and_slope(ppo_clip, batch, s)
     np.testing.assert_allclose(losses, [loss for loss, _ in expected], **CLOSE)
     np.testing.assert_allclose(slope, masked(batch, [grad for _, grad in expected]), **CLOSE)
+
+
+FAR = [-9999.0, -91.0, -30.0, 30.0, 91.0]
+"""Recorded less current log-probability: an engine's stand-in for probability zero, stale data."""
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+@pytest.mark.parametrize("far", FAR)
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_one_token_far_from_the_policy_spoils_no_other(
+    name: str, level: Level, far: float, advantage: float
+) -> None:
+    """The others keep their gradient; the one has one of a usual size, or none."""
+    loss: Loss = getattr(import_module(LOSSES[name].partition(":")[0]), name)
+    s = AlgorithmSettings(correction="truncate", correction_level=level, kl_coef=0.1)
+    near = torch.full((6,), -2.0, dtype=torch.float64)
+    recorded = near.clone()
+    recorded[3] += far
+    logprobs = near.clone().requires_grad_()
+    batch = LossBatch(
+        logprobs=logprobs,
+        sampled_logprobs=recorded,
+        old_logprobs=recorded,
+        advantages=torch.full((6,), advantage, dtype=torch.float64),
+        mask=torch.ones(6, dtype=torch.bool),
+        sequence=torch.tensor([0, 0, 0, 1, 1, 1]),
+        step=torch.zeros(6, dtype=torch.int64),
+        lengths=torch.tensor([3, 3]),
+        ref_logprobs=recorded,
+    )
+    total = objective(batch, loss, s, MinibatchSize(6, 2))
+    (slope,) = torch.autograd.grad(total, logprobs)
+    assert math.isfinite(total.item()) and torch.isfinite(slope).all()
+    expected = -advantage / 6
+    if name == "gspo":  # the ratio is that of the sequence
+        assert slope[:3].tolist() == pytest.approx([expected] * 3)
+    elif s.correction_level == "token" or name in ("ppo_clip", "dppo", "cross_entropy"):
+        for i in (0, 1, 2, 4, 5):
+            assert slope[i].item() == pytest.approx(expected), i
+    assert slope[:3].tolist() == pytest.approx([expected] * 3), "the other sequence"
+
+
+def test_a_clipped_surrogate_has_no_gradient_where_the_ratio_overflows() -> None:
+    logprobs = torch.full((3,), -2.0).requires_grad_()
+    recorded = torch.tensor([-91.0, -2.0, -2.0])
+    batch = LossBatch(
+        logprobs=logprobs,
+        sampled_logprobs=recorded,
+        old_logprobs=recorded,
+        advantages=torch.ones(3),
+        mask=torch.ones(3, dtype=torch.bool),
+        sequence=torch.zeros(3, dtype=torch.int64),
+        step=torch.zeros(3, dtype=torch.int64),
+        lengths=torch.tensor([3]),
+    )
+    loss = objective(batch, ppo_clip, AlgorithmSettings(), MinibatchSize(3, 1))
+    (slope,) = torch.autograd.grad(loss, logprobs)
+    assert loss.item() == pytest.approx(-(1.2 + 1 + 1) / 3)
+    assert slope.tolist() == pytest.approx([0, -1 / 3, -1 / 3])
 
 
 @given(batch=loss_batches(equal_advantages=True))
@@ -113,7 +175,7 @@ def test_gspo_is_the_surrogate_of_the_geometric_mean_ratio_of_each_sequence(
         own = [i for i, q in enumerate(batch.sequence.tolist()) if q == index]
         data = [rows(batch)[i] for i in own]
         ratio = math.exp(sum(now - old for now, _, old, _ in data) / len(data))
-        value, grad = surrogate(ratio, data[0][3], 0.1, 0.2, None)
+        value, grad = surrogate(ratio, data[0][3], 0.1, 0.2, 3.0)
         total += value / size.sequences
         for i in own:
             expected_slope[i] = grad / len(own) / size.sequences

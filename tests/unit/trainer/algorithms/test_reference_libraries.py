@@ -38,7 +38,7 @@ from trainer.algorithms.settings import Aggregation, AlgorithmSettings, KlEstima
 from trainer.algorithms.values import value_loss
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-7}
-LOW, HIGH, DUAL, LENGTH = 0.2, 0.28, 3.0, 7
+LOW, HIGH, DUAL, NO_BOUND, LENGTH = 0.2, 0.28, 3.0, 1e9, 7
 
 
 @pytest.fixture(scope="module")
@@ -171,7 +171,9 @@ def test_losses_equal_verls(verl: Any, aggregation: Aggregation, batch: LossBatc
 def test_gspo_equals_verls_and_trls(
     verl: Any, trl_loss: Callable[..., Tensor], batch: LossBatch
 ) -> None:
-    s = AlgorithmSettings(aggregation="sequence_mean", clip_low=LOW, clip_high=HIGH)
+    s = AlgorithmSettings(
+        aggregation="sequence_mean", clip_low=LOW, clip_high=HIGH, dual_clip=NO_BOUND
+    )
     clip = {"clip_ratio_low": LOW, "clip_ratio_high": HIGH}
     assert_same(batch, gspo, s, verl_loss(verl, "gspo", batch, "seq-mean-token-mean", **clip))
     args = SimpleNamespace(delta=None, use_bias_correction_kl=False)

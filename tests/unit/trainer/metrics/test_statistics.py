@@ -31,6 +31,8 @@ TOKENS = TokenStats(
     kl_reference=0.5,
     entropy=2.0,
     clipped=1,
+    clipped_positive=(0, 1),
+    clipped_negative=(1, 1),
     corrected=2,
     logp_diff=0.5,
     same_version=(2, 0.5, 0.4),
@@ -55,6 +57,7 @@ THEN = replace(
     now_at_zero=0,
     measured=(replace(
         TOKENS, tokens=6, ratios=6.0, squared_ratios=6.0, largest_ratio=1.0, clipped=0,
+        clipped_positive=(0, 4), clipped_negative=(0, 2),
         logp_diff=None, same_version=None, kl_reference=None,
     ),), environment_losses={},
 )  # fmt: skip
@@ -82,6 +85,8 @@ BATCH = BatchStats(
     update=UpdateStats(steps=(FIRST, THEN, LOST), seconds=1.0, peak_flops=1e13),
     data=(DATA, MATH),
     read_seconds=0.5,
+    wait_seconds=2.0,
+    device_bytes=7,
     critic=CriticStats(losses=(1.0, 3.0), skipped=("NaN",), explained_variance=0.5, seconds=0.25),
 )
 
@@ -104,9 +109,11 @@ def test_metrics_fold_the_batches_of_a_version() -> None:
             "value_loss": 2, "explained_variance": 0.5, "critic_seconds": 0.5,
             "entropy": 0.75, "entropy_exact": 0.5, "kl_sampled": 0.25, "kl_reference": 0.25,
             "ratio_mean": 10 / 8, "ratio_max": 3, "ratio_ess": 20 * 20 / (16 * 32),
-            "clip_fraction": 1 / 8, "correction_fraction": 0.5,
+            "clip_fraction": 1 / 8, "clip_fraction_positive": 0, "clip_fraction_negative": 1 / 3,
+            "correction_fraction": 0.5,
             "logp_mean_abs_diff_same_version": 0.25, "logp_max_abs_diff_same_version": 0.4,
             "logp_max_abs_diff": 0.5,
+            "wait_seconds": 4, "device_memory_peak": 7,
             "read_seconds": 1, "train_seconds": 2, "save_seconds": 0.25,
             "tokens_per_second": 30, "model_tflops": 3, "mfu": 0.3,
         }

@@ -143,13 +143,14 @@ def test_an_update_reports_what_plain_loops_compute(
     model_dir: Path, micro_batch_tokens: int
 ) -> None:
     policy = Policy(model_dir, settings(micro_batch_tokens=micro_batch_tokens))
-    total, tokens, truncated, diffs, same = 0.0, 0, 0, [], []
+    total, tokens, truncated, diffs, same, up = 0.0, 0, 0, [], [], list[bool]()
     for r in ROWS:
         for i, lp in reference_logprobs(policy, r, 1.0).items():
             ratio = math.exp(lp - r.tokens.logprobs[i])
             total += -min(ratio, BOUND) * advantage_of(r) * lp
             tokens += 1
             truncated += ratio > BOUND
+            up += [ratio > BOUND] if advantage_of(r) > 0 else []
             diffs.append(abs(lp - r.tokens.logprobs[i]))
             same += diffs[-1:] if r.tokens.versions[0] == "r/3.0" else []
     assert 0 < truncated < tokens
@@ -158,6 +159,9 @@ def test_an_update_reports_what_plain_loops_compute(
     assert step.loss == pytest.approx(total / tokens, rel=1e-4)
     got = measured(step)
     assert (step.tokens, got.tokens, got.clipped) == (tokens, tokens, truncated)
+    assert got.clipped_positive == (sum(up), len(up)) and got.clipped_negative == (
+        truncated - sum(up), tokens - len(up),
+    )  # fmt: skip
     assert step.sequence_tokens == sum(len(r.tokens.ids) for r in ROWS) == 12
     assert step.computed_tokens == {1: 12, 8: 10, 16384: 9}[micro_batch_tokens]
     assert got.logp_diff == pytest.approx(max(diffs), abs=1e-4)
