@@ -50,6 +50,11 @@ class SchemaWait:
         self._paused: set[int] = set()
         self._processing: set[asyncio.Task[None]] = set()
 
+    @property
+    def holds_records(self) -> bool:
+        """Whether a partition waits."""
+        return bool(self._waiting)
+
     def takes(self, partition: int, records: Sequence[Record]) -> bool:
         """Return whether the records must wait: the partition already waits, or a schema is
         unknown. Requires `busy`.

@@ -141,6 +141,7 @@ class Shell:
         self._revokes = 0
         self._silence = Silence(time.monotonic())
         self._unassigned_at: float | None = time.monotonic()  # None: it has its partitions
+        self._take_overs = 0  # that go on: they fetch nothing, for as long as a changelog is read
         self._busy = asyncio.Lock()
         self._schema_wait = SchemaWait(
             job.decoder, self._busy, self._process_partition, self._pause
@@ -239,7 +240,12 @@ class Shell:
                     await asyncio.to_thread(self._cluster.ask, POSITION_S)
                     raise ConsumerStopped(f"no partitions were assigned for {UNASSIGNED_S:g} s")
                 self._unassigned_at = time.monotonic()
-        elif self._busy.locked() or self._fetch_buffer.holds_records:
+        elif (
+            self._take_overs
+            or self._busy.locked()
+            or self._fetch_buffer.holds_records
+            or self._schema_wait.holds_records
+        ):
             self._silence.broken(now)
         elif self._silence.asks(now):
             try:
@@ -284,6 +290,7 @@ class Shell:
 
     async def _assigned(self, *_: Any, **__: Any) -> None:
         """Awaited by Faust before it seeks and lets records flow."""
+        self._take_overs += 1
         try:
             before = (self._app.consumer_generation_id, self._revokes)
             self._unassigned_at = None
@@ -321,6 +328,8 @@ class Shell:
             ready(f"{len(partitions)} partitions")
         except Exception as e:  # noqa: BLE001 - protocol point 6
             die(e)
+        finally:
+            self._take_overs -= 1
 
     # -- records
 

@@ -279,6 +279,21 @@ def test_position_of_another_topic_id_or_past_the_end(cluster: Cluster, settings
         cluster.check_position(topic, topic_id, 0, 5)
 
 
+def test_a_reader_behind_the_end_of_its_topic_says_where_it_was(
+    cluster: Cluster, settings: Settings
+) -> None:
+    topic = settings.kafka.topics.weights
+    create_topics(cluster, settings)
+    reader = cluster.reader("group", {(topic, 0): 7})
+    with pytest.raises(
+        SourceTruncated,
+        match=rf"source truncated: {topic}-0, position 7, end 0: .*clawstream doctor",
+    ):
+        while True:
+            reader.poll()
+    reader.close()
+
+
 def test_rolled_back_transaction_is_not_seen(cluster: Cluster, settings: Settings) -> None:
     topic = settings.kafka.topics.weights
     create_topics(cluster, settings)

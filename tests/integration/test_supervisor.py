@@ -18,8 +18,10 @@ import psutil
 import pytest
 from structlog.testing import capture_logs
 from support.patience import until_async
+from typer.testing import CliRunner
 
-from runtime.exit_codes import EXIT_FENCED, EXIT_SETTINGS
+from clawstream.cli.main import app
+from runtime.exit_codes import EXIT_FAILED, EXIT_FENCED, EXIT_SETTINGS
 from runtime.process.supervisor import AlreadyRunning, ProcessSpec, Supervisor, ask_to_stop
 from runtime.process.table import read_table
 
@@ -273,3 +275,21 @@ def test_the_last_error_line_of_a_process_is_shown(tmp_path: Path, code: str, er
             assert [e["error"] for e in logged if e["event"] == "restart"] == [error]
 
     asyncio.run(body())
+
+
+def test_down_tells_of_a_supervisor_that_died_before_it_had_stopped_all(tmp_path: Path) -> None:
+    code = (
+        "import signal, sys, time; from pathlib import Path; "
+        "from runtime.process.supervisor import Child, ProcessSpec, Supervisor; "
+        "s = Supervisor(Path(sys.argv[1])); s.acquire(); "
+        "s._children['lake'] = Child(ProcessSpec('lake', []), None, 'running'); "
+        "s._file.write(); print('up', flush=True); time.sleep(600)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE
+    ) as running:
+        assert running.stdout is not None and running.stdout.readline() == b"up\n"
+        done = CliRunner().invoke(app, ["down", f"data_dir={tmp_path}"])
+    assert done.exit_code == EXIT_FAILED
+    assert f"pid {running.pid}, has died before it had stopped lake" in done.stderr
+    assert "stopped" not in done.stdout

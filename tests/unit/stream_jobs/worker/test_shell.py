@@ -371,6 +371,26 @@ def test_a_consumer_that_fetches_nothing_while_records_wait_has_stopped(
 
 
 @pytest.mark.slow
+def test_a_take_over_may_take_any_time(tmp_path: Path, clock: SimpleNamespace) -> None:
+    async def main() -> None:
+        job = Job()
+        made = shell_of(job, tmp_path, Ends({0: 10, 1: 10}))
+        taking = asyncio.create_task(made._assigned())
+        await job.begun.wait()
+        for clock.now in range(0, 1000, 30):
+            await made._check_consumer()
+        job.go.set()
+        await taking
+        clock.now += 60
+        await made._check_consumer()
+        clock.now += 5
+        with pytest.raises(ConsumerStopped):
+            await made._check_consumer()
+
+    asyncio.run(main())
+
+
+@pytest.mark.slow
 def test_a_consumer_that_gets_no_partitions_while_kafka_answers_has_stopped(
     tmp_path: Path, clock: SimpleNamespace
 ) -> None:
