@@ -13,6 +13,7 @@ import uvloop
 
 from gateway.api.rollout_budget.feed import BudgetFeed
 from gateway.app import create_app
+from gateway.asgi.connection_limit import check_open_files
 from gateway.asgi.http_server import server_config
 from gateway.durability.log import KafkaLogProducer, Message
 from gateway.durability.spool import lock
@@ -20,11 +21,13 @@ from gateway.engines.discovery import EngineDiscovery
 from gateway.engines.registry import EngineRegistry
 from gateway.errors import GatewayError
 from runtime.logs import logger
+from runtime.process import open_files
 from runtime.process.lifecycle import run_async
 from runtime.process.ports import taken
 from runtime.process.readiness import ready
 from runtime.topics.records import cluster_of
 from schemas.codec.single_object import Codec
+from schemas.errors import SettingsError
 from schemas.settings import Settings
 
 KAFKA_WAIT_S = 3.0
@@ -69,6 +72,10 @@ async def serve(settings: Settings, stop: asyncio.Event) -> None:
     """
     # The application locks it too, but uvicorn would exit with its own code and traceback.
     os.close(lock(settings.spool_dir / settings.gateway.gateway_id))
+    try:
+        check_open_files(open_files.limit(), settings.gateway.max_in_flight)
+    except SettingsError as error:  # it serves fewer calls
+        logger().warning("open_files_few", do=str(error))
     listening = listen(settings.gateway.host, settings.gateway.port)
     cluster, codec, topics = cluster_of(settings), Codec(), settings.kafka.topics
     producer = KafkaLogProducer(cluster, topics.steps, settings.gateway.produce_timeout_s)

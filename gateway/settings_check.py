@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from gateway.asgi.connection_limit import check_open_files
 from gateway.auth.session_keys import secret_of
 from gateway.engines.registry import EngineRegistry
 from gateway.redaction.redactor import redaction_of
 from rewards.registry import rule_of
 from runtime.functions.pool import FunctionPool
+from runtime.process.open_files import highest_limit
 from schemas.errors import SettingsError
 from schemas.settings import Settings
 
@@ -37,4 +39,8 @@ def _session_secret(settings: Settings) -> None:
         secret_of(settings)
 
 
-CHECKS = (_session_secret, _compute_reward, _upstreams, _redaction, _tokenizer)
+def _open_files(settings: Settings) -> None:
+    check_open_files(highest_limit(), settings.gateway.max_in_flight)
+
+
+CHECKS = (_session_secret, _compute_reward, _upstreams, _redaction, _tokenizer, _open_files)

@@ -41,6 +41,7 @@ from gateway.durability.spool_frames import SYNC_BYTES, frame
 from gateway.errors import SpoolFailed, SpoolFull, SpoolTaken
 from runtime.atomic_file import fsync_path
 from runtime.logs import logger
+from runtime.process.open_files import exhausted
 
 SEGMENT_BYTES = 1 << 20
 DISK_RESERVE_BYTES = 1 << 20
@@ -196,7 +197,8 @@ class Spool:
             os.fsync(fd)
         except OSError as error:
             self._undo_append()
-            raise SpoolFailed(f"spool {self._directory}: {error}") from error
+            cause = exhausted(error) or error
+            raise SpoolFailed(f"spool {self._directory}: {cause}") from error
         self._grow(segment, len(data))
         segment.keys.update(message.key for message in messages)
 

@@ -20,9 +20,10 @@ from gateway.engines.http1 import MAX_REPLY, Connection, Pool, address_of
 from gateway.engines.prober import Prober
 from gateway.engines.registry import EngineSpec
 from gateway.engines.request_heads import RequestHeads
-from gateway.errors import Unreachable
+from gateway.errors import Overloaded, Unreachable
 from gateway.protocols.base import EngineKind
 from runtime.logs import logger
+from runtime.process.open_files import exhausted
 
 MAX_COOLDOWN_S = 30.0
 """Longest cooldown of an engine that sent `retry-after`."""
@@ -189,10 +190,17 @@ class Engine:
             self._state_changed(self)
 
     async def connection(self) -> Connection:
-        """Return an idle connection, or a new one. Raises Unreachable."""
+        """Return an idle connection, or a new one.
+
+        Raises:
+            Unreachable: The engine cannot be reached.
+            Overloaded: This process cannot open a connection, whatever the engine does.
+        """
         try:
             return self.pool.take() or await self.pool.connect()
         except (OSError, TimeoutError, ValueError) as error:
+            if (remedy := exhausted(error)) is not None:
+                raise Overloaded(f"{remedy}, or lower gateway.max_in_flight") from error
             # ValueError: a host name that cannot be resolved.
             reason = "no answer" if isinstance(error, TimeoutError) else error
             raise Unreachable(

@@ -9,7 +9,7 @@ import orjson
 
 from gateway.engines.request_heads import VERSION_PATH
 from gateway.engines.retry_policy import is_redirect
-from gateway.errors import Unreachable
+from gateway.errors import Overloaded, Unreachable
 from gateway.protocols.base import EngineKind
 from runtime.logs import logger
 from schemas import engine_frames
@@ -97,6 +97,9 @@ class Prober:
             if up and engine.spec.kind != "text":
                 status = (await self._get("/health"))[0]
                 up = status < 500 and not is_redirect(status)
+        except Overloaded as error:  # it tells nothing about the engine
+            logger().warning("probe_skipped", engine=engine.name, error=str(error))
+            return
         except (ConnectionError, TimeoutError, Unreachable) as error:
             engine.failed("probe", surely=isinstance(error, Unreachable))
             return

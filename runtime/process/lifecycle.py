@@ -13,6 +13,7 @@ from contextlib import suppress
 
 from runtime.exit_codes import exit_code, is_foreseen, message_of
 from runtime.logs import configure, logger
+from runtime.process.open_files import raise_limit
 from schemas.settings import Settings
 
 GC_THRESHOLD = (10_000, 10, 10)
@@ -47,8 +48,13 @@ def on_loop(loop: asyncio.AbstractEventLoop, call: Callable[..., object], *args:
         loop.call_soon_threadsafe(call, *args)
 
 
-def _settle_memory() -> None:
-    """What was imported stays: it is not looked through for garbage again."""
+def _begin(process: str, settings: Settings) -> None:
+    """Set what the whole process needs: log, open files, and the collection of garbage.
+
+    What was imported stays: it is not looked through for garbage again.
+    """
+    configure(process, settings.log_level)
+    raise_limit()
     gc.collect()
     gc.freeze()
     gc.set_threshold(*GC_THRESHOLD)
@@ -68,8 +74,7 @@ def run_async(
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
         await main(settings, stop)
 
-    configure(process, settings.log_level)
-    _settle_memory()
+    _begin(process, settings)
     try:
         asyncio.run(body())
     except Exception as e:  # noqa: BLE001 - the end of the process: logged with its traceback, told by the exit code
@@ -84,8 +89,7 @@ def run_sync(
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
-    configure(process, settings.log_level)
-    _settle_memory()
+    _begin(process, settings)
     try:
         main(settings, stop)
     except Exception as e:  # noqa: BLE001 - as above
