@@ -17,7 +17,9 @@ A web page without a Clawstream key is answered only if it is of this machine or
 `gateway.cors_origins`: a browser sends any page's requests to an open gateway on loopback, also
 under a name that the page's owner has pointed to 127.0.0.1. A page of a site has the scheme http or
 https, or the origin `null` in a sandboxed frame. Other schemes (`vscode-webview:`, `file:`) are
-those of installed programs, which no site can use.
+those of installed programs, which no site can use. A request without an origin may still be of
+such a page. So an open gateway on loopback answers it only under a name that no site can own: an
+address, a name without a dot, one of a reserved domain, or a name in the settings.
 """
 
 from __future__ import annotations
@@ -27,6 +29,8 @@ import contextlib
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import lru_cache
+from ipaddress import ip_address
 from urllib.parse import urlsplit
 
 from gateway.auth import api_keys
@@ -39,6 +43,9 @@ from schemas.records import Channel
 from schemas.settings import Settings
 
 KEY_HEADERS = ("x-api-key", "api-key")
+OWN_DOMAINS = (".localhost", ".local", ".internal")
+"""Domains that nobody can register."""
+HOSTS_KEPT = 256
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 RELOAD_S = 1.0
 """Interval in seconds between reads of the API key file: a revoked key stays valid this long."""
@@ -102,6 +109,10 @@ class Authenticator:
         self._required = settings.gateway.auth_required
         self._origins = frozenset(settings.gateway.cors_origins)
         self._session_rewards = settings.gateway.session_rewards
+        named = (settings.gateway.public_url or "", *settings.gateway.cors_origins)
+        self._hosts = frozenset(urlsplit(url).hostname for url in named)
+        self._any_host = not settings.gateway.on_loopback or "*" in self._origins
+        self._is_own_host = lru_cache(HOSTS_KEPT)(self._owns)
         self._keys = KeyRing(settings.api_keys_file)
         self._sessions = SessionKeys(secret_of(settings))
         if self._required and not self._keys:
@@ -178,9 +189,18 @@ class Authenticator:
         return Principal(digest, None, None, unbound=True)
 
     def _check_page(self, headers: Mapping[str, str]) -> None:
-        """Raise Forbidden if a web page of another site makes the request."""
+        """Raise Forbidden if a web page of another site makes the request, or may make it."""
         origin = headers.get("origin")
-        if origin is None or not self._origins.isdisjoint(("*", origin)):
+        if origin is None:
+            host = headers.get("host", "")
+            if not (self._any_host or self._is_own_host(host)):
+                raise Forbidden(
+                    f"host: a site may have led its name {host[:200]!r} to this gateway; if it is "
+                    "yours, set gateway.public_url or use an API key",
+                    "host",
+                )
+            return
+        if not self._origins.isdisjoint(("*", origin)):
             return
         try:
             scheme, host = (parts := urlsplit(origin)).scheme, parts.hostname or ""
@@ -193,6 +213,19 @@ class Authenticator:
                 "gateway.cors_origins, or use an API key",
                 "origin",
             )
+
+    def _owns(self, host: str) -> bool:
+        """Tell whether no web site can have this Host."""
+        try:
+            name = (urlsplit(f"//{host}").hostname or "").rstrip(".")
+        except ValueError:
+            return False
+        if "." not in name or name in self._hosts or name.endswith(OWN_DOMAINS):
+            return True
+        with contextlib.suppress(ValueError):
+            ip_address(name)
+            return True
+        return False
 
     def _session_caller(self, token: str, digest: bytes) -> Principal:
         session = self._sessions.find(token, digest)

@@ -164,12 +164,12 @@ class GatewaySettings(Section):
     blob_options: Annotated[Mapping[str, str], Secret("options")] = Field(
         {}, description="fsspec options of blob_uri, e.g. credentials"
     )
-    max_body_bytes: Count = Field(32 << 20, description="very long prompts or many images")
+    max_body_bytes: Count = Field(8 << 20, description="very long prompts or many images")
     max_in_flight: Count = Field(4096, description="memory: calls beyond it get 503")
     max_in_flight_bytes: Count = Field(
         256 << 20,
-        description="memory: request bodies in flight; above it 503; a call uses about 6 times "
-        "its body",
+        description="memory: request bodies in flight, with 64 bytes for each of their values; "
+        "above it 503; a call uses up to 6 times what it counts",
     )
     max_reply_bytes: Count = Field(
         64 << 20, description="larger replies that are not streamed; each is held in memory"
@@ -179,7 +179,9 @@ class GatewaySettings(Section):
         description="memory: replies in flight; above it 503 for new calls, and replies wait",
     )
     client_timeout_s: Positive = Field(
-        60.0, description="slow clients: longest time without reading a reply, or to send a request"
+        60.0,
+        description="slow clients: longest time without reading a reply, or to send a request "
+        "slower than 4 KiB/s",
     )
     upstream_timeout_s: Positive = Field(
         600.0,
@@ -245,7 +247,12 @@ class GatewaySettings(Section):
     @property
     def auth_required(self) -> bool:
         """Whether every request needs a key; by default yes for hosts that others can reach."""
-        return self.auth == "required" if self.auth is not None else not _is_loopback(self.host)
+        return self.auth == "required" if self.auth is not None else not self.on_loopback
+
+    @property
+    def on_loopback(self) -> bool:
+        """Whether only programs of this machine reach it."""
+        return _is_loopback(self.host)
 
     @model_validator(mode="after")
     def _consistent(self) -> GatewaySettings:
