@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, MutableMapping
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -14,22 +14,22 @@ from starlette.responses import RedirectResponse
 
 from gateway import errors
 from gateway.api.curations import curation_routes
+from gateway.api.dependencies import principal_with
 from gateway.api.openapi import with_model_calls
 from gateway.api.rewards import reward_routes
 from gateway.api.rollout_budget.budget import BudgetSource
 from gateway.api.rollout_budget.routes import rollout_budget_routes
 from gateway.api.sessions import session_routes
-from gateway.asgi.client_disconnect import Receive
-from gateway.asgi.error_replies import OPENAI_ERRORS, ErrorFormat, http_error_of, reply_of
+from gateway.asgi.connection_limit import max_calls, max_connections
+from gateway.asgi.error_replies import OPENAI_ERRORS, ErrorFormat, reply_of
 from gateway.asgi.in_flight_limits import InFlightLimits
-from gateway.asgi.messages import App, Scope, Send
 from gateway.asgi.request_encoding import RequestDecoder
 from gateway.asgi.unhandled_errors import UnhandledErrors
 from gateway.attribution.resolver import TrajectoryResolver
-from gateway.auth.authenticator import Authenticator
+from gateway.auth.authenticator import Authenticator, Principal
 from gateway.auth.key_limits import KeyLimits
 from gateway.auth.session_keys import secret_of
-from gateway.claw_r1.api import LARGE_BODIES, claw_r1_routes
+from gateway.claw_r1.api import claw_r1_routes
 from gateway.clock import Clock
 from gateway.continuation.memory import ContinuationMemory
 from gateway.durability.blobs import Blobs
@@ -55,12 +55,11 @@ from gateway.proxy.services import Services
 from gateway.redaction.redactor import redaction_of
 from runtime.blob_store import BlobStore
 from runtime.logs import logger
+from runtime.process import open_files
 from runtime.process.metrics import add_process_metrics
 from schemas.codec.single_object import Codec
 from schemas.settings import Settings
 
-MAX_CONTROL_BODY = 1 << 20
-"""Maximum bytes of a control request, e.g. metadata and reward details."""
 ADAPTERS: tuple[ProtocolAdapter, ...] = (
     OpenAIChat(),
     OpenAIChatBatch(),
@@ -72,8 +71,6 @@ ADAPTERS: tuple[ProtocolAdapter, ...] = (
 PASSTHROUGH: tuple[tuple[str, str, ErrorFormat], ...] = (
     ("GET", "/v1/models", OPENAI_ERRORS),
     ("GET", "/v1/models/", OPENAI_ERRORS),
-    ("GET", "/v1/responses/", OPENAI_ERRORS),
-    ("DELETE", "/v1/responses/", OPENAI_ERRORS),
     ("POST", "/v1/responses/compact", OPENAI_ERRORS),
     ("POST", "/v1/responses/input_tokens", OPENAI_ERRORS),
     ("POST", "/tokenize", OPENAI_ERRORS),
@@ -121,9 +118,10 @@ def create_app(
     trajectories = TrajectoryResolver(settings.run_id)
     redaction = redaction_of(settings, secret_of(settings), metrics.redaction_failed.inc)
     log = RecordWriter(settings.kafka.topics, codec, delivery, redaction)
+    files, max_in_flight = open_files.limit(), settings.gateway.max_in_flight
     in_flight = InFlightLimits(
         settings.gateway.max_in_flight_bytes,
-        settings.gateway.max_in_flight,
+        max_calls(files, max_in_flight),
         settings.gateway.max_in_flight_reply_bytes,
     )
     failed = FailedCalls(
@@ -159,16 +157,22 @@ def create_app(
             logger().error("dead_letter_lost", error=str(error))
 
     # The documentation pages of FastAPI load scripts from the internet.
-    app = FastAPI(title="Clawstream gateway", lifespan=lifespan, docs_url=None, redoc_url=None)
+    app = FastAPI(
+        title="Clawstream gateway",
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+    )
     app.state.dead_letter = dead_letter
     app.state.client_timeout_s = settings.gateway.client_timeout_s
+    app.state.max_connections = max_connections(files, max_in_flight)
     app.include_router(session_routes(services))
     app.include_router(reward_routes(services))
     app.include_router(curation_routes(services))
     app.include_router(
         rollout_budget_routes(
-            authenticator,
-            trajectories,
+            services,
             budgets,
             lambda run: registry.oldest_loaded(run, producer.uptime_s),
             settings.admit.val_every,
@@ -178,7 +182,6 @@ def create_app(
     app.include_router(claw_r1_routes(services))
     _operations(app, services, producer)
     _install_error_handlers(app, settings.gateway.base_path)
-    app.add_middleware(ControlBodyLimit, in_flight=in_flight)
     routes: dict[tuple[str, str], Endpoint] = {
         ("POST", adapter.path.removeprefix("/v1")): CallEndpoint(services, adapter)
         for adapter in ADAPTERS
@@ -229,9 +232,15 @@ def _operations(app: FastAPI, services: Services, producer: LogProducer) -> None
     async def greeting() -> Response:
         return Response()  # Claude Code opens its connection with one of these paths
 
+    agent = principal_with(services, "agent")
+
     @app.get("/docs", include_in_schema=False)
-    async def docs() -> Response:
+    async def docs(_: Principal = agent) -> Response:
         return RedirectResponse(f"{services.settings.gateway.base_path}/openapi.json")
+
+    @app.get("/openapi.json", include_in_schema=False)
+    async def openapi(_: Principal = agent) -> dict[str, Any]:
+        return app.openapi()
 
     @app.get("/ready")
     async def ready(response: Response) -> dict[str, bool]:
@@ -260,9 +269,7 @@ def _install_error_handlers(app: FastAPI, base_path: str) -> None:
     @app.exception_handler(RequestValidationError)
     async def invalid(_: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"] if part != "body") or "body"
-        if first["type"] == "json_invalid":
-            return reply(errors.BadRequest("body: not JSON", "body"))
+        field = ".".join(map(str, first["loc"]))
         return reply(errors.Unprocessable(f"{field}: {first['msg']}", field))
 
     @app.exception_handler(HTTPException)
@@ -272,43 +279,4 @@ def _install_error_handlers(app: FastAPI, base_path: str) -> None:
             return reply(errors.WrongMethod(f"{called}: {error.detail}"))
         if error.status_code == 404:
             return reply(errors.NotFound(f"{called}: no such path. {how_to_call(base_path)}"))
-        return reply(
-            error.__cause__
-            if isinstance(error.__cause__, errors.GatewayError)
-            else errors.BadRequest(str(error.detail), "body")
-        )
-
-
-class ControlBodyLimit:
-    """ASGI middleware that limits the bodies of control requests and counts them as in flight.
-
-    Endpoints in LARGE_BODIES, which take token ids, have their own limits.
-    """
-
-    def __init__(self, app: App, in_flight: InFlightLimits) -> None:
-        self._app, self._in_flight = app, in_flight
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in LARGE_BODIES:
-            await self._app(scope, receive, send)
-            return
-        size = 0
-
-        async def limited() -> MutableMapping[str, Any]:
-            nonlocal size
-            try:
-                message = await receive()
-                part = len(message.get("body", b""))
-                if size + part > MAX_CONTROL_BODY:
-                    raise errors.BodyTooLarge(f"body: larger than {MAX_CONTROL_BODY} bytes", "body")
-                self._in_flight.reserve(part)
-            except errors.GatewayError as error:
-                # FastAPI propagates only HTTPException from reading a body.
-                raise HTTPException(http_error_of(error).status, error.message) from error
-            size += part
-            return message
-
-        try:
-            await self._app(scope, limited, send)
-        finally:
-            self._in_flight.release(size)
+        return reply(errors.BadRequest(str(error.detail)))

@@ -74,6 +74,14 @@ class WrongEncoding(GatewayError):
     """The content-encoding of the request body is not supported."""
 
 
+class WrongTransfer(GatewayError):
+    """The transfer-encoding of the request is not supported."""
+
+
+class WrongVersion(GatewayError):
+    """The HTTP version of the request is not supported."""
+
+
 class KeyLimited(GatewayError):
     """An API key has reached a rate limit. retry_after_s: Seconds until the next call."""
 

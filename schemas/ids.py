@@ -28,16 +28,16 @@ from schemas.errors import InvalidId
 _BASE32 = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
 _PAIRS = tuple(a + b for a in _BASE32 for b in _BASE32)
 RUN_ID = re.compile(r"[a-z0-9-]{1,64}")
-# A key travels in URLs, headers and file names; `~` separates the call's ulid, `/` and `,` separate
-# ids elsewhere.
-TRAJECTORY_KEY = re.compile(r"[A-Za-z0-9._:@=+-]{1,200}")
+# A key travels in URLs, headers and file names, where `.` and `..` are no names; `~` separates the
+# call's ulid, `/` and `,` separate ids elsewhere.
+TRAJECTORY_KEY = re.compile(r"(?!\.\.?\Z)[A-Za-z0-9._:@=+-]{1,200}")
 ANONYMOUS_PREFIX = "anonymous-"
 ANONYMOUS_KEY = re.compile(ANONYMOUS_PREFIX + "[0-9a-f]{32}")
 AGENT_PREFIX = "agent-"
 AGENT_KEY = re.compile(AGENT_PREFIX + "[a-z0-9-]{1,64}-[0-9a-f]{32}")
 GATEWAY_ASSIGNED_KEY = re.compile(f"{ANONYMOUS_KEY.pattern}|{AGENT_KEY.pattern}")
 # Any text, but half a surrogate pair is none: JSON can spell it, UTF-8 cannot.
-GROUP_ID = re.compile(r"[^\x00-\x1f\x7f\ud800-\udfff]{1,200}")
+GROUP_ID = re.compile(r"(?!\.\.?\Z)[^\x00-\x1f\x7f\ud800-\udfff]{1,200}")
 # version, trace id, span id, flags. The version ff and ids of zeros alone are invalid. Version 00
 # ends here; a later one may go on behind another dash.
 _TRACEPARENT = re.compile(
@@ -100,7 +100,8 @@ def check_trajectory_key(key: str) -> str:
     """Return `key`, or raise InvalidId."""
     if not TRAJECTORY_KEY.fullmatch(key):
         raise InvalidId(
-            f"trajectory key {key[:80]!r}: must be 1 to 200 of A-Z a-z 0-9 . _ : @ = + -"
+            f"trajectory key {key[:80]!r}: must be 1 to 200 of A-Z a-z 0-9 . _ : @ = + -, "
+            "and neither . nor .."
         )
     return key
 
@@ -108,7 +109,10 @@ def check_trajectory_key(key: str) -> str:
 def check_group_id(group_id: str) -> str:
     """Return `group_id`, or raise InvalidId."""
     if not GROUP_ID.fullmatch(group_id):
-        raise InvalidId(f"group id {group_id[:80]!r}: must be 1 to 200 printable characters")
+        raise InvalidId(
+            f"group id {group_id[:80]!r}: must be 1 to 200 printable characters, "
+            "and neither . nor .."
+        )
     return group_id
 
 

@@ -1,12 +1,14 @@
-"""Bodies of the requests about sessions, trajectories, rewards and curations."""
+"""Bodies of the requests about sessions, trajectories, rewards and curations, and their parsing."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import re
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+import orjson
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from gateway.errors import Unprocessable
+from gateway.errors import BadRequest, Unprocessable
 from gateway.protocols.request_fields import dumps
 from schemas.records import Channel, RewardSource
 from schemas.records.parts import NAME_CHARS, TAGS_MAX
@@ -17,6 +19,9 @@ Text = Annotated[str, Field(min_length=1, max_length=NAME_CHARS)]
 Reason = Annotated[str, Field(max_length=2000)]
 Size = Annotated[int, Field(ge=1, le=100_000, strict=True)]
 Round = Annotated[int, Field(ge=0, le=2**31 - 1, strict=True)]
+M = TypeVar("M", bound=BaseModel)
+NOT_FINITE = re.compile(rb"NaN|Infinity|[eE]\+?\d{3}|\d{309}")
+"""JSON that may have a number outside of the range of a double; also finds it in texts."""
 
 
 class _Body(BaseModel):
@@ -98,3 +103,36 @@ class Curate(_Body):
 def json_of(value: Any, field: str) -> bytes | None:
     """Return a value as stored JSON; None stays None. Raises Unprocessable, see `dumps`."""
     return None if value is None else dumps(value, field, Unprocessable)
+
+
+def read_as(model: type[M], body: bytes) -> M:
+    """Parse a request's body. Raises BadRequest or Unprocessable that names the field."""
+    try:
+        found = model.model_validate_json(body)
+        if NOT_FINITE.search(body):
+            orjson.loads(body)  # pydantic reads them, where a field may have any value
+        return found
+    except orjson.JSONDecodeError as error:
+        raise BadRequest(f"body: not JSON: {error}", "body") from error
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        field = ".".join(map(str, first["loc"])) or "body"
+        if first["type"] == "json_invalid":
+            raise BadRequest(f"body: not JSON: {first['msg']}", "body") from error
+        raise Unprocessable(f"{field}: {first['msg']}", field) from error
+
+
+def in_openapi(model: type[BaseModel]) -> dict[str, Any]:
+    """Return the OpenAPI description of a body that the route parses itself."""
+    schema = model.model_json_schema()
+    named = schema.pop("$defs", {})
+
+    def inline(value: Any) -> Any:
+        if isinstance(value, dict):
+            if ref := value.get("$ref"):
+                return inline(named[ref.rpartition("/")[2]])
+            return {k: inline(v) for k, v in value.items()}
+        return [inline(v) for v in value] if isinstance(value, list) else value
+
+    content = {"application/json": {"schema": inline(schema)}}
+    return {"requestBody": {"required": True, "content": content}}

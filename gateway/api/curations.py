@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request
 
-from gateway.api.bodies import Curate
-from gateway.api.dependencies import principal_with
+from gateway.api.bodies import Curate, in_openapi
+from gateway.api.dependencies import body_of, principal_with
 from gateway.api.recorder import Recorder
 from gateway.api.targets import target_of
 from gateway.asgi.messages import header_map
@@ -18,10 +18,13 @@ from schemas.ids import new_event_id
 def curation_routes(services: Services) -> APIRouter:
     """Return the route."""
     router, recorder = APIRouter(), Recorder(services)
-    curator = principal_with(services.authenticator, "curate")
+    curator = principal_with(services, "curate")
+    curate_body = body_of(services, Curate, curator)
 
-    @router.post("/curations", status_code=201)
-    async def curate(request: Request, body: Curate, caller: Principal = curator) -> dict[str, str]:
+    @router.post("/curations", status_code=201, openapi_extra=in_openapi(Curate))
+    async def curate(
+        request: Request, caller: Principal = curator, body: Curate = curate_body
+    ) -> dict[str, str]:
         silent = all(v is None for v in (body.quality, body.trainable, body.tags))
         if body.takes_back is not None and not silent:
             raise Unprocessable(

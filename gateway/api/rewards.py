@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request
 
-from gateway.api.bodies import GiveReward
-from gateway.api.dependencies import principal_with
+from gateway.api.bodies import GiveReward, in_openapi
+from gateway.api.dependencies import body_of, principal_with
 from gateway.api.recorder import Recorder
 from gateway.api.targets import target_of
 from gateway.asgi.messages import header_map
@@ -17,11 +17,12 @@ from gateway.proxy.services import Services
 def reward_routes(services: Services) -> APIRouter:
     """Return the route."""
     router, recorder = APIRouter(), Recorder(services)
-    rewarder = principal_with(services.authenticator, "reward")
+    rewarder = principal_with(services, "reward")
+    reward_body = body_of(services, GiveReward, rewarder)
 
-    @router.post("/rewards", status_code=201)
+    @router.post("/rewards", status_code=201, openapi_extra=in_openapi(GiveReward))
     async def give_reward(
-        request: Request, body: GiveReward, caller: Principal = rewarder
+        request: Request, caller: Principal = rewarder, body: GiveReward = reward_body
     ) -> dict[str, str]:
         if body.value is None and not body.reason:
             raise Unprocessable("reason: says why there is no value, or give a value", "reason")

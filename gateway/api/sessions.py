@@ -10,8 +10,8 @@ from urllib.parse import quote
 
 from fastapi import APIRouter, Request
 
-from gateway.api.bodies import Complete, OpenSession, Register
-from gateway.api.dependencies import principal_with, public_url
+from gateway.api.bodies import Complete, OpenSession, Register, in_openapi
+from gateway.api.dependencies import Segment, body_of, principal_with, public_url
 from gateway.api.recorder import Recorder
 from gateway.api.targets import check_one_trajectory, target_of
 from gateway.asgi.messages import header_map
@@ -25,13 +25,17 @@ def session_routes(services: Services) -> APIRouter:
     """Return the routes."""
     router, recorder = APIRouter(), Recorder(services)
     authenticator, trajectories = services.authenticator, services.trajectories
-    agent = principal_with(authenticator, "agent")
+    agent = principal_with(services, "agent")
+    opening, ending = in_openapi(OpenSession), in_openapi(Complete)
+    session_body = body_of(services, OpenSession, agent)
+    complete_body = body_of(services, Complete, agent)
+    register_body = body_of(services, Register, agent)
 
-    @router.post("/sessions", status_code=201)
+    @router.post("/sessions", status_code=201, openapi_extra=opening)
     async def open_session(
-        request: Request, body: OpenSession | None = None, caller: Principal = agent
+        request: Request, caller: Principal = agent, body: OpenSession = session_body
     ) -> dict[str, str]:
-        body, headers = body or OpenSession(), header_map(request.scope)
+        headers = header_map(request.scope)
         key = body.trajectory_key or headers.get(TRAJECTORY_HEADER) or new_ulid()
         check_one_trajectory(key, "trajectory_key")
         ref = trajectories.resolve(
@@ -51,11 +55,10 @@ def session_routes(services: Services) -> APIRouter:
     async def complete(
         request: Request,
         caller: Principal,
-        body: Complete | None,
+        body: Complete,
         key: str | None = None,
         group: str | None = None,
     ) -> dict[str, str]:
-        body = body or Complete()
         if body.reward is not None or body.rewards:
             authenticator.require_completion_reward(caller)
         if body.step_id is not None:
@@ -66,39 +69,43 @@ def session_routes(services: Services) -> APIRouter:
         await recorder.record(recorder.ended(ref, body))
         return {"status": "ok", "trajectory_key": ref.trajectory_key}
 
-    @router.post("/sessions/complete")
+    @router.post("/sessions/complete", openapi_extra=ending)
     async def complete_session(
-        request: Request, body: Complete | None = None, caller: Principal = agent
+        request: Request, caller: Principal = agent, body: Complete = complete_body
     ) -> dict[str, str]:
         return await complete(request, caller, body)
 
-    @router.post("/complete_trajectory/{trajectory}")
+    @router.post("/complete_trajectory/{trajectory}", openapi_extra=ending)
     async def complete_by_key(
-        request: Request, trajectory: str, body: Complete | None = None, caller: Principal = agent
+        request: Request,
+        trajectory: Segment,
+        caller: Principal = agent,
+        body: Complete = complete_body,
     ) -> dict[str, str]:
         return await complete(request, caller, body, trajectory)
 
-    @router.post("/{trajectory}/{prompt}/complete_trajectory")
-    @router.post("/{trajectory}/{prompt}/v1/complete_trajectory")
+    @router.post("/{trajectory}/{prompt}/complete_trajectory", openapi_extra=ending)
+    @router.post("/{trajectory}/{prompt}/v1/complete_trajectory", openapi_extra=ending)
     async def complete_by_path(
         request: Request,
-        trajectory: str,
-        prompt: str,
-        body: Complete | None = None,
+        trajectory: Segment,
+        prompt: Segment,
         caller: Principal = agent,
+        body: Complete = complete_body,
     ) -> dict[str, str]:
         return await complete(request, caller, body, trajectory, prompt)
 
-    @router.post("/{trajectory}/{prompt}/register_trajectory")
-    @router.post("/{trajectory}/{prompt}/v1/register_trajectory")
+    @router.post("/{trajectory}/{prompt}/register_trajectory", openapi_extra=in_openapi(Register))
+    @router.post(
+        "/{trajectory}/{prompt}/v1/register_trajectory", openapi_extra=in_openapi(Register)
+    )
     async def register(
         request: Request,
-        trajectory: str,
-        prompt: str,
-        body: Register | None = None,
+        trajectory: Segment,
+        prompt: Segment,
         caller: Principal = agent,
+        body: Register = register_body,
     ) -> dict[str, str]:
-        body = body or Register()
         check_one_trajectory(trajectory, "trajectory_key")
         ref = trajectories.resolve(
             caller, header_map(request.scope), trajectory, prompt, channel=body.channel

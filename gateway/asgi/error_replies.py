@@ -35,6 +35,7 @@ _HTTP_ERRORS: dict[type[e.GatewayError], HttpError] = {
     e.HeadersTooLarge: HttpError(431, "invalid_request_error", "headers_too_large"),
     e.RecordTooLarge: HttpError(500, "server_error", "record_too_large"),
     e.NoWebSocket: HttpError(426, "invalid_request_error", "no_websocket"),
+    e.WrongTransfer: HttpError(501, "invalid_request_error", "unsupported_transfer_encoding"),
     e.UpstreamFailed: HttpError(502, "server_error", "upstream_failed"),
     e.Overloaded: HttpError(503, "server_error", "overloaded", 1),
     e.BudgetUnknown: HttpError(503, "server_error", "budget_unknown", 1),
@@ -43,6 +44,7 @@ _HTTP_ERRORS: dict[type[e.GatewayError], HttpError] = {
     e.NoRoom: HttpError(503, "server_error", "spool_full", 5),
     e.NotRecorded: HttpError(503, "server_error", "not_recorded", 2),
     e.UpstreamTimeout: HttpError(504, "server_error", "upstream_timeout"),
+    e.WrongVersion: HttpError(505, "invalid_request_error", "unsupported_http_version"),
     e.GatewayError: HttpError(500, "server_error", "internal_error"),
 }
 

@@ -10,6 +10,7 @@ from collections.abc import MutableMapping
 from http import HTTPStatus
 from typing import Any, Protocol
 
+from gateway.asgi.messages import is_admitted
 from gateway.errors import GatewayError
 
 JOINED = 1 << 16
@@ -22,12 +23,12 @@ Message = MutableMapping[str, Any]
 class Connection(Protocol):
     """The connection of a request.
 
-    app: ASGI application. state: State of the server. timeout_s: gateway.client_timeout_s.
+    app: ASGI application. state: State of the server. writable: Set while the transport accepts
+    data, and when the connection has ended.
     """
 
     app: Any
     state: Any
-    timeout_s: float
     transport: asyncio.Transport | None
     writable: asyncio.Event
 
@@ -102,6 +103,11 @@ class Cycle:
         self._gone = True
         self._happened.set()
 
+    @property
+    def admitted(self) -> bool:
+        """Tell whether the request is authorized."""
+        return is_admitted(self._scope)
+
     def probe(self) -> None:
         """Send bytes that a connected client ignores, to provoke a reset from a gone one."""
         transport = self._connection.transport
@@ -152,12 +158,7 @@ class Cycle:
         """
         connection = self._connection
         if not connection.writable.is_set():
-            try:
-                async with asyncio.timeout(connection.timeout_s):
-                    await connection.writable.wait()
-            except TimeoutError:  # the client reads nothing: treat it as gone
-                self.lose()
-                connection.abort()
+            await connection.writable.wait()
         if self._gone or connection.transport is None:
             return
         if message["type"] == "http.response.start":

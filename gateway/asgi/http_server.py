@@ -3,9 +3,15 @@
 uvicorn runs this protocol class instead of its own, with the same parser. It adds protections for
 untrusted networks:
 
-- Limits for headers, trailers and pipelined requests.
-- A request that does not arrive in time gets status 408 on every route. `receive` raises TooSlow,
-  so the route replies in the format of its protocol; for an invalid body it raises BadRequest.
+- Limits for headers, trailers, pipelined requests and connections (`connection_limit`).
+- Every state of a connection that waits for its client has a deadline (`deadlines`):
+    idle      no request has begun. Blank lines begin none
+    request   a request has begun. One that does not arrive in time gets status 408 on every route:
+              `receive` raises TooSlow, so the route replies in the format of its protocol
+    unread    the client reads too little of a reply
+    linger    the reply was sent before the request had arrived
+    end       the connection is being closed
+- For an invalid body `receive` raises BadRequest.
 - Upgrade offers are ignored (RFC 9110, section 7.8). Java's client offers HTTP/2 every time.
 - A client that closes only its sending side gets its reply. A disconnected client looks the same
   until it gets data, so the server sends it bytes that a client ignores.
@@ -18,7 +24,6 @@ import asyncio
 import socket
 import urllib.parse
 from collections import deque
-from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
@@ -28,9 +33,18 @@ from fastapi import FastAPI
 from uvicorn.protocols.utils import get_local_addr, get_remote_addr
 from uvicorn.server import ServerState
 
+from gateway.asgi.connection_limit import ConnectionLimit
+from gateway.asgi.deadlines import Deadlines
 from gateway.asgi.error_replies import reply_of
 from gateway.asgi.http_cycle import Cycle, head_of
-from gateway.errors import BadRequest, GatewayError, HeadersTooLarge, TooSlow
+from gateway.errors import (
+    BadRequest,
+    GatewayError,
+    HeadersTooLarge,
+    TooSlow,
+    WrongTransfer,
+    WrongVersion,
+)
 
 MAX_HEAD = 1 << 16
 """Maximum bytes of the request line and headers, and of data that is neither, e.g. trailers."""
@@ -41,36 +55,52 @@ MAX_UNREAD = 1 << 24
 READ_AHEAD = 1 << 16
 """Bytes of a body buffered for the application before reading pauses."""
 MIN_BYTES_PER_S = 4096
-"""A body with at least this rate may take longer than gateway.client_timeout_s."""
+"""A body that keeps this rate in each window may take longer than gateway.client_timeout_s."""
+WINDOW_S = 10.0
+"""Length of a window; the first one is gateway.client_timeout_s."""
+KEEP_ALIVE_S = 75.0
+"""Longest time between two requests of a connection."""
 LINGER_S = 5.0
 """Time a client may keep sending after its reply; closing at once could reset the reply."""
+VERSIONS = ("1.0", "1.1")
 CONNECTION = (b"connection", b"proxy-connection")
 """The parser treats both headers alike."""
 DISCONNECT_CHECK_S = 0.05
 """Interval of disconnect checks for a client that closed its sending side."""
 
 
-def server_config(app: FastAPI, stop_timeout_s: int | None = None) -> uvicorn.Config:
+def server_config(
+    app: FastAPI, stop_timeout_s: int | None = None, keep_alive_s: float = KEEP_ALIVE_S
+) -> uvicorn.Config:
     """Return uvicorn's configuration for a gateway.
 
     stop_timeout_s: Maximum wait for calls in flight at shutdown.
     """
+    connection = partial(
+        ServerConnection,
+        timeout_s=app.state.client_timeout_s,
+        keep_alive_s=keep_alive_s,
+        limit=ConnectionLimit(app.state.max_connections),
+    )
     return uvicorn.Config(
         app,
-        http=cast(Any, partial(ServerConnection, timeout_s=app.state.client_timeout_s)),
+        http=cast(Any, connection),
         ws="none",
         lifespan="on",
         log_config=None,
         access_log=False,
         server_header=False,
         proxy_headers=False,  # gateway.public_url gives the URLs in replies
-        timeout_keep_alive=75,
         timeout_graceful_shutdown=stop_timeout_s,
     )
 
 
 class ServerConnection(asyncio.Protocol):
-    """A client connection, created by uvicorn. timeout_s: gateway.client_timeout_s."""
+    """A client connection, created by uvicorn.
+
+    timeout_s: gateway.client_timeout_s. keep_alive_s: Longest time between two requests. limit:
+    Counts the connections of the server.
+    """
 
     def __init__(
         self,
@@ -80,28 +110,41 @@ class ServerConnection(asyncio.Protocol):
         _loop: asyncio.AbstractEventLoop | None = None,
         *,
         timeout_s: float,
+        keep_alive_s: float,
+        limit: ConnectionLimit,
     ) -> None:
         self.app, self.state, self._app_state = config.loaded_app, server_state, app_state
-        self._keep_alive_s, self.timeout_s = float(config.timeout_keep_alive), timeout_s
-        self._linger_s = min(LINGER_S, timeout_s)
+        self._keep_alive_s, self._timeout_s = keep_alive_s, timeout_s
+        self._linger_s, self._window_s = min(LINGER_S, timeout_s), min(WINDOW_S, timeout_s)
+        self._limit = limit
         self._loop = _loop or asyncio.get_running_loop()
+        self._deadlines = Deadlines(
+            self._loop,
+            {
+                "idle": self._idle,
+                "request": self._late,
+                "unread": self._unread,
+                "linger": self._close,
+                "end": self._end,
+                "half closed": self._check_disconnect,
+            },
+        )
         self._parser: Any = httptools.HttpRequestParser(self)
         self.transport: asyncio.Transport | None = None
         self.writable = asyncio.Event()
         self.writable.set()
         self._local: Any = None
         self._remote: Any = None
-        self._timer: asyncio.TimerHandle | None = None
         # The request being read, the one being served, and the pipelined ones.
         self._reading: Cycle | None = None
         self._serving: Cycle | None = None
         self._waiting: deque[Cycle] = deque()
-        self._in_head = self._idle = self._awaited = self._paused = self._upgrades = (
-            self._closing
-        ) = False
-        self._began_s = 0.0
-        self._received = 0  # bytes of the body
+        self._in_head = self._awaited = self._paused = self._upgrades = self._closing = False
+        self._window, self._in_window = 0.0, 0  # seconds, and bytes of the body
+        self._unsent = 0  # bytes of replies
+        self._hosts = 0  # number of Host headers
         self._quiet = 0  # bytes since the last parser event
+        self._known = False
         self._url = b""
         self._headers: list[tuple[bytes, bytes]] = []
         self._expects_continue = False
@@ -112,12 +155,14 @@ class ServerConnection(asyncio.Protocol):
         self.transport = cast(asyncio.Transport, transport)
         self.state.connections.add(cast(Any, self))
         self._local, self._remote = get_local_addr(self.transport), get_remote_addr(self.transport)
-        self._idle = True
-        self._arm(self.timeout_s, self.abort)
+        self._deadlines.set("idle", self._timeout_s)
+        if not self._limit.opened(self):
+            self.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.state.connections.discard(cast(Any, self))
-        self._disarm()
+        self._limit.lost(self)
+        self._deadlines.stop()
         self.transport = self._parser = None
         for cycle in (self._reading, self._serving, *self._waiting):
             if cycle is not None:
@@ -127,14 +172,14 @@ class ServerConnection(asyncio.Protocol):
 
     def pause_writing(self) -> None:
         self.writable.clear()
+        self._unsent = self._buffered()
+        self._deadlines.set("unread", self._timeout_s)
 
     def resume_writing(self) -> None:
         self.writable.set()
+        self._deadlines.clear("unread")
 
     def data_received(self, data: bytes) -> None:
-        if self._idle:
-            self._idle = False
-            self._disarm()
         rest: bytes | None = data
         while rest is not None:
             rest = self._feed(rest)
@@ -143,8 +188,8 @@ class ServerConnection(asyncio.Protocol):
         if self._quiet > MAX_HEAD:
             self._refuse(_too_large())
         elif (self._in_head or self._reading is not None) and not self._awaited:
-            self._awaited, self._began_s = True, self._loop.time()
-            self._arm(self.timeout_s, self._late)
+            self._awaited, self._window = True, self._timeout_s
+            self._deadlines.set("request", self._timeout_s)
         if self._waiting or self._reading is not None:
             self.flow()
 
@@ -175,9 +220,10 @@ class ServerConnection(asyncio.Protocol):
         """Handle the end of the client's data; it may still wait for replies."""
         cycle = self._serving
         if cycle is None or self._reading is not None or self._parser is None:
+            self._deadlines.set("end", self._timeout_s)  # all data is written before the close
             return False
         self._closing = True
-        self._arm(DISCONNECT_CHECK_S, self._check_disconnect)
+        self._deadlines.set("half closed", DISCONNECT_CHECK_S)
         cycle.probe()
         return True
 
@@ -188,12 +234,13 @@ class ServerConnection(asyncio.Protocol):
         if self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
             self.abort()
         else:
-            self._arm(DISCONNECT_CHECK_S, self._check_disconnect)
+            self._deadlines.set("half closed", DISCONNECT_CHECK_S)
 
     # -- by the parser
 
     def on_message_begin(self) -> None:
-        self._in_head, self._expects_continue, self._received = True, False, 0
+        self._deadlines.clear("idle")
+        self._in_head, self._expects_continue, self._in_window, self._hosts = True, False, 0, 0
         self._url, self._headers = b"", []
 
     def on_url(self, url: bytes) -> None:
@@ -203,8 +250,12 @@ class ServerConnection(asyncio.Protocol):
         if not self._in_head:  # trailer
             return
         name = name.lower()
-        if name == b"expect" and value.lower() == b"100-continue":
+        if name == b"host":
+            self._hosts += 1
+        elif name == b"expect" and value.lower() == b"100-continue":
             self._expects_continue = True
+        elif name == b"transfer-encoding" and value.strip().lower() != b"chunked":
+            raise WrongTransfer(f"transfer-encoding: {value[:40].decode('latin-1')!r} is unknown")
         self._headers.append((name, value))
 
     def on_headers_complete(self) -> None:
@@ -215,6 +266,11 @@ class ServerConnection(asyncio.Protocol):
         ):
             raise _too_large()
         self._quiet = 0
+        version = parser.get_http_version()
+        if version not in VERSIONS:
+            raise WrongVersion(f"HTTP/{version}: this server speaks HTTP/1.1 and 1.0")
+        if self._hosts > 1 or (not self._hosts and version == "1.1"):
+            raise BadRequest(f"host: must be sent once, not {self._hosts} times", "host")
         if parser.should_upgrade():
             if parser.get_method() == b"CONNECT":
                 raise BadRequest("CONNECT: this server is not a proxy")
@@ -225,7 +281,6 @@ class ServerConnection(asyncio.Protocol):
         url = httptools.parse_url(self._url)
         raw_path = url.path or b"/"
         path = raw_path.decode("ascii")
-        version = parser.get_http_version()
         scope = {
             "type": "http",
             "asgi": {"version": "3.0", "spec_version": "2.3"},
@@ -250,7 +305,7 @@ class ServerConnection(asyncio.Protocol):
 
     def on_body(self, data: bytes) -> None:
         self._quiet = 0
-        self._received += len(data)
+        self._in_window += len(data)
         if self._reading is not None:
             self._reading.take(data)
 
@@ -260,7 +315,8 @@ class ServerConnection(asyncio.Protocol):
             return
         if self._awaited:
             self._awaited = False
-            self._disarm()
+            self._deadlines.clear("request")
+            self._deadlines.clear("linger")
         cycle, self._reading = self._reading, None
         if cycle is not None:
             cycle.end()
@@ -269,12 +325,9 @@ class ServerConnection(asyncio.Protocol):
 
     def _without_upgrade(self) -> bytes:
         """Return the head without its upgrade offer, and install a new parser for it."""
-        method, self._parser, self._upgrades = (
-            self._parser.get_method(),
-            httptools.HttpRequestParser(self),
-            False,
-        )
-        lines = [method + b" " + self._url + b" HTTP/1.1"]
+        method, version = self._parser.get_method(), self._parser.get_http_version().encode()
+        self._parser, self._upgrades = httptools.HttpRequestParser(self), False
+        lines = [method + b" " + self._url + b" HTTP/" + version]
         for name, value in self._headers:
             if name in CONNECTION:
                 value = b",".join(
@@ -286,25 +339,52 @@ class ServerConnection(asyncio.Protocol):
                 lines.append(name + b": " + value)
         return b"\r\n".join([*lines, b"", b""])
 
-    # -- late and invalid requests
+    # -- deadlines
+
+    def _idle(self) -> None:
+        """Close an idle connection, once its client has read the last reply."""
+        if self.writable.is_set():
+            self.abort()
+        else:
+            self._deadlines.set("idle", self._keep_alive_s)
 
     def _late(self) -> None:
-        """Handle the timeout of a request. Time while reading is paused does not count."""
-        if self._paused:
-            self._began_s = self._loop.time()
-        elapsed = self._loop.time() - self._began_s
-        allowed = self.timeout_s + self._received / MIN_BYTES_PER_S
-        if elapsed < allowed:
-            self._arm(allowed - elapsed, self._late)
+        """Handle the deadline of a request. Time while reading is paused does not count."""
+        fast = self._in_window >= MIN_BYTES_PER_S * self._window
+        if self._paused or (fast and not self._in_head):
+            self._window = self._timeout_s if self._paused else self._window_s
+            self._in_window = 0
+            self._deadlines.set("request", self._window)
+            return
+        where = "body" if self._reading is not None else None
+        limit = f"gateway.client_timeout_s={self._timeout_s:g}"
+        self._refuse(TooSlow(f"{where or 'the request'}: did not arrive within {limit}", where))
+
+    def _unread(self) -> None:
+        """Close a connection whose client has read nothing of a reply."""
+        before, self._unsent = self._unsent, self._buffered()
+        if self._unsent < before:
+            self._deadlines.set("unread", self._timeout_s)
         else:
-            where = "body" if self._reading is not None else None
-            limit = f"gateway.client_timeout_s={self.timeout_s:g}"
-            self._refuse(TooSlow(f"{where or 'the request'}: did not arrive within {limit}", where))
+            self.abort()
+
+    def _end(self) -> None:
+        """Close at once, unless the client still reads the last reply."""
+        if self.writable.is_set():
+            self.abort()
+        else:
+            self._deadlines.set("end", self._timeout_s)
+
+    def _buffered(self) -> int:
+        return 0 if self.transport is None else self.transport.get_write_buffer_size()
+
+    # -- invalid requests
 
     def _refuse(self, error: GatewayError) -> None:
         """Stop reading, reply with the error if a request is incomplete, and close."""
         self._parser, self._quiet, self._awaited, self._closing = None, 0, False, True
-        self._disarm()
+        for name in ("idle", "request", "linger"):
+            self._deadlines.clear(name)
         if self._reading is not None:
             if self._reading.complete:
                 self._close()
@@ -330,13 +410,17 @@ class ServerConnection(asyncio.Protocol):
         """Handle the end of a reply."""
         self.state.total_requests += 1
         self._serving = None
+        if cycle.admitted and not self._known:
+            self._known = True
+            self._limit.known(self)
         if self.transport is None:
             return
         if not cycle.keep_alive or (self._closing and not self._waiting):
             self._close()
         elif self._reading is cycle:
             self._awaited = True
-            self._arm(self._linger_s, self._close)
+            self._deadlines.clear("request")
+            self._deadlines.set("linger", self._linger_s)
             self.flow()
         else:
             self._next()
@@ -350,8 +434,12 @@ class ServerConnection(asyncio.Protocol):
         elif self._closing:
             self._close()
         elif not self._in_head:
-            self._idle = True
-            self._arm(self._keep_alive_s, self.abort)
+            self._deadlines.set("idle", self._keep_alive_s)
+
+    @property
+    def admitted(self) -> bool:
+        """Tell whether an authorized request is being served."""
+        return self._serving is not None and self._serving.admitted
 
     @property
     def closing(self) -> bool:
@@ -387,10 +475,10 @@ class ServerConnection(asyncio.Protocol):
                 self._paused = False
                 transport.resume_reading()
             transport.write_eof()
-            self._arm(self._linger_s, self.abort)
+            self._deadlines.set("end", self._linger_s)
         else:
             transport.close()
-            self._arm(self.timeout_s, self.abort)  # in case the client does not read
+            self._deadlines.set("end", self._timeout_s)  # in case the client does not read
 
     def abort(self) -> None:
         """Close the connection immediately."""
@@ -402,16 +490,6 @@ class ServerConnection(asyncio.Protocol):
         self._closing = True
         if self._serving is None:
             self._close()
-
-    def _arm(self, seconds: float, callback: Callable[[], None]) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = self._loop.call_later(seconds, callback)
-
-    def _disarm(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
 
 
 def _too_large() -> HeadersTooLarge:

@@ -17,14 +17,17 @@ class InFlightLimits:
     """
 
     def __init__(self, limit: int, max_calls: int, reply_limit: int) -> None:
-        self._limit, self._max_calls = limit, max_calls
+        self.limit, self._max_calls = limit, max_calls
         self.held = self.calls = 0
         self.replies = ReplyLimit(reply_limit)
 
     def begin(self) -> None:
         """Count a new call. Raises Overloaded, and then counts nothing."""
         if self.calls >= self._max_calls:
-            raise Overloaded(f"{self.calls} calls are in flight, see gateway.max_in_flight")
+            raise Overloaded(
+                f"{self.calls} calls are in flight, see gateway.max_in_flight and the limit of "
+                "open files (ulimit -n)"
+            )
         self.replies.check()
         self.calls += 1
 
@@ -34,10 +37,10 @@ class InFlightLimits:
 
     def reserve(self, size: int) -> None:
         """Count `size` bytes of a request. Raises Overloaded, and then counts nothing."""
-        if self.held + size > self._limit:
+        if self.held + size > self.limit:
             raise Overloaded(
                 f"the calls in flight hold {self.held} bytes, {size} more exceed "
-                f"gateway.max_in_flight_bytes={self._limit}"
+                f"gateway.max_in_flight_bytes={self.limit}"
             )
         self.held += size
 

@@ -10,6 +10,8 @@ from gateway.asgi.error_replies import Reply
 from gateway.asgi.in_flight_limits import InFlightLimits
 from gateway.errors import BodyTooLarge, ClientGone
 
+VALUE_BYTES = 64
+"""Memory of a value of JSON beside its text. Its number is estimated by commas and brackets."""
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 Scope = MutableMapping[str, Any]
 Headers = list[tuple[bytes, bytes]]
@@ -22,6 +24,16 @@ SINGLE = frozenset({
 })  # fmt: skip
 OWN = b"x-clawstream-"
 """Headers that are no list, and the begin of this gateway's own; the last of several counts."""
+
+
+def admit(scope: Scope) -> None:
+    """Mark a request as authorized: its connection is kept when there are too many."""
+    scope.setdefault("state", {})["admitted"] = True
+
+
+def is_admitted(scope: Scope) -> bool:
+    """Tell whether the request is authorized."""
+    return "admitted" in scope.get("state", ())
 
 
 def header_map(scope: Scope) -> dict[str, str]:
@@ -45,20 +57,30 @@ def combined(fields: Collection[tuple[bytes, bytes]]) -> dict[bytes, bytes]:
 
 
 class HeldBody:
-    """Reads a request body and counts its bytes as in flight: `async with HeldBody(...) as body`.
+    """Reads a request body and counts it as in flight: `async with HeldBody(...) as body`.
+
+    A body counts with its bytes, and with those of the values that parsing it makes.
 
     Args:
-        limit: Maximum bytes, gateway.max_body_bytes.
+        limit: Maximum bytes.
+        setting: Name of the limit's setting.
 
     Raises:
         BodyTooLarge, Overloaded: On entry: a limit is exceeded.
         ClientGone, TooSlow, BadRequest: On entry: the body is incomplete.
     """
 
-    __slots__ = ("_in_flight", "_limit", "_receive", "_size")
+    __slots__ = ("_in_flight", "_limit", "_receive", "_setting", "_size")
 
-    def __init__(self, receive: Receive, limit: int, in_flight: InFlightLimits) -> None:
+    def __init__(
+        self,
+        receive: Receive,
+        limit: int,
+        in_flight: InFlightLimits,
+        setting: str = "gateway.max_body_bytes",
+    ) -> None:
         self._receive, self._limit, self._in_flight, self._size = receive, limit, in_flight, 0
+        self._setting = setting
 
     async def __aenter__(self) -> bytes:
         try:
@@ -86,12 +108,23 @@ class HeldBody:
                 raise ClientGone("the client closed its connection before the end of its request")
             part, more = message.get("body", b""), message.get("more_body", False)
             if self._size + len(part) > self._limit:
-                raise BodyTooLarge(
-                    f"body: larger than gateway.max_body_bytes={self._limit}", "body"
-                )
+                hint = f", see {self._setting}" if self._setting else ""
+                raise BodyTooLarge(f"body: larger than {self._limit} bytes{hint}", "body")
             self.reserve(len(part))
             parts.append(part)
-        return parts[0] if len(parts) == 1 else b"".join(parts)
+        body = parts[0] if len(parts) == 1 else b"".join(parts)
+        self._reserve_values(body)
+        return body
+
+    def _reserve_values(self, body: bytes) -> None:
+        values = VALUE_BYTES * (body.count(b",") + body.count(b"[") + body.count(b"{"))
+        if self._size + values > self._in_flight.limit:
+            raise BodyTooLarge(
+                f"body: {self._size} bytes whose values need {values} bytes of memory exceed "
+                f"gateway.max_in_flight_bytes={self._in_flight.limit}",
+                "body",
+            )
+        self.reserve(values)
 
 
 async def send_reply(send: Send, reply: Reply) -> None:

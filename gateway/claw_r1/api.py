@@ -14,10 +14,10 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
+from gateway.api.bodies import in_openapi, read_as
 from gateway.api.dependencies import principal_with, public_url
 from gateway.asgi.messages import header_map
 from gateway.auth.authenticator import Principal
-from gateway.claw_r1.bodies import in_openapi, read_as
 from gateway.claw_r1.generator import Generate, Generator
 from gateway.claw_r1.reward import ComputeReward, RewardFunction, TextOf
 from gateway.claw_r1.steps import Submission
@@ -25,9 +25,6 @@ from gateway.claw_r1.submitter import Submitter
 from gateway.proxy.services import Services, held_body
 from schemas.records import Channel
 from schemas.settings import GatewaySettings
-
-LARGE_BODIES = frozenset({"/submit_steps", "/generate", "/compute_reward"})
-"""Paths whose bodies carry token ids: gateway.max_body_bytes limits them, as model calls."""
 
 
 def claw_r1_routes(services: Services) -> APIRouter:
@@ -40,7 +37,7 @@ def claw_r1_routes(services: Services) -> APIRouter:
     text_of = _text_of(gateway)
     reward_function = RewardFunction(services.settings, text_of)
     submitter, generator = Submitter(services, text_of), Generator(services)
-    agent = principal_with(services.authenticator, "agent")
+    agent = principal_with(services, "agent")
 
     @asynccontextmanager
     async def lifespan(_: object) -> AsyncIterator[None]:
@@ -60,7 +57,7 @@ def claw_r1_routes(services: Services) -> APIRouter:
 
     @router.post("/generate", openapi_extra=in_openapi(Generate))
     async def generate(request: Request) -> Response:
-        return await generator.serve(header_map(request.scope), request.receive)
+        return await generator.serve(request)
 
     @router.post("/compute_reward", openapi_extra=in_openapi(ComputeReward))
     async def compute_reward(request: Request, caller: Principal = agent) -> dict[str, Any]:

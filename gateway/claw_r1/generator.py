@@ -10,15 +10,17 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import orjson
-from fastapi import Response
+from fastapi import Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 
-from gateway.asgi.client_disconnect import DisconnectWatcher, Receive
+from gateway.api.bodies import read_as
+from gateway.asgi.client_disconnect import DisconnectWatcher
+from gateway.asgi.messages import header_map
 from gateway.auth.authenticator import Principal
 from gateway.auth.key_limits import Counted
 from gateway.capture.engine_tokens import NO_TOKENS, CapturedTokens
 from gateway.capture.steps import ABORTED
-from gateway.claw_r1.bodies import TokenId, read_as
+from gateway.claw_r1.bodies import TokenId
 from gateway.engines.registry import EngineSpec
 from gateway.errors import ClientGone, GatewayError, Unprocessable, UpstreamFailed
 from gateway.protocols.base import Tokens
@@ -65,16 +67,17 @@ class Generator:
     def __init__(self, services: Services) -> None:
         self._services = services
 
-    async def serve(self, headers: Mapping[str, str], receive: Receive) -> Response:
+    async def serve(self, request: Request) -> Response:
         """Return the reply, or an engine's own error. Every failed call is recorded.
 
         Raises:
             GatewayError: The gateway refused the call, or the engine gave no usable reply.
         """
-        services = self._services
+        services, receive = self._services, request.receive
+        headers = header_map(request.scope)
         attempt = services.failed.attempt(PROTOCOL, headers, None, None)
         try:
-            attempt.caller = caller = services.authenticator.authenticate(headers, "agent")
+            attempt.caller = caller = services.admit(request.scope, headers, "agent")
             with services.limits.call(caller.key) as counted:
                 async with held_body(receive, services) as body:
                     client = DisconnectWatcher(receive)

@@ -10,10 +10,9 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from gateway.api.bodies import Complete, GiveReward, Register
+from gateway.api.bodies import Complete, GiveReward, Register, read_as
 from gateway.api.recorder import Recorder
 from gateway.auth.authenticator import Principal
-from gateway.claw_r1.bodies import read_as
 from gateway.claw_r1.reward import TextOf
 from gateway.claw_r1.steps import AttributedStep, RequestContext, StepPayload, Submission, step_of
 from gateway.durability.record_writer import Event

@@ -75,7 +75,7 @@ class CallEndpoint:
     ) -> str:
         services, headers = self._services, attempt.headers
         # Before the body: the body of an unauthenticated request is not read.
-        caller = attempt.caller = services.authenticator.authenticate(headers, "agent")
+        caller = attempt.caller = services.admit(scope, headers, "agent")
         with services.limits.call(caller.key) as counted:
             held = held_body(receive, services)
             async with held as body:

@@ -16,7 +16,14 @@ from gateway.asgi.request_encoding import RequestDecoder
 from gateway.errors import NotFound, NoWebSocket, WrongMethod
 from gateway.proxy.call_endpoint import CallEndpoint
 from gateway.proxy.passthrough import PassthroughEndpoint
-from gateway.proxy.paths import ITEMS, how_to_call, normalized, parse_target, proxy_prefix
+from gateway.proxy.paths import (
+    ITEMS,
+    canonical,
+    how_to_call,
+    normalized,
+    parse_target,
+    proxy_prefix,
+)
 
 Endpoint = CallEndpoint | PassthroughEndpoint
 
@@ -37,7 +44,7 @@ class ModelCalls:
         decoder: RequestDecoder,
         base_path: str = "",
     ) -> None:
-        self._app, self._routes, self._base_path = app, routes, base_path
+        self._app, self._routes, self._base_path = app, routes, canonical(base_path)
         self._decoder = decoder
         self._tails: dict[str, list[str]] = {}
         for tail in sorted({tail for _, tail in routes}.difference(ITEMS), key=len, reverse=True):
@@ -52,6 +59,9 @@ class ModelCalls:
         if encodings := [value for name, value in scope["headers"] if name == b"content-encoding"]:
             receive = self._decoder.decoded(receive, b", ".join(encodings).decode("latin-1"))
         path = scope["path"]
+        if b"%" in scope["raw_path"]:
+            path = canonical(scope["raw_path"].decode())
+            scope = {**scope, "path": path}
         if self._base_path and f"{path}/".startswith(f"{self._base_path}/"):
             path = path[len(self._base_path) :] or "/"
             scope = {**scope, "path": path}

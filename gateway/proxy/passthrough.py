@@ -11,7 +11,7 @@ from gateway.asgi.messages import Scope, Send, header_map, send_reply
 from gateway.auth.authenticator import Principal
 from gateway.auth.key_limits import tokens_of_reply
 from gateway.engines.registry import of_run
-from gateway.errors import BadRequest, ClientGone, GatewayError
+from gateway.errors import BadRequest, ClientGone, GatewayError, Overloaded
 from gateway.protocols.request_fields import (
     checked_model,
     model_of,
@@ -33,10 +33,14 @@ class PassthroughEndpoint:
     async def serve(self, scope: Scope, receive: Receive, send: Send, target: CallTarget) -> None:
         """Serve one request."""
         in_flight = self._services.in_flight
+        try:
+            in_flight.begin()
+        except Overloaded as error:
+            await send_reply(send, reply_of(error, self._errors))
+            return
         held = in_flight.replies.reserve()
         try:
             try:
-                in_flight.replies.check()
                 reply = await self._handle(scope, receive, held, target)
             except ClientGone:
                 return
@@ -45,12 +49,13 @@ class PassthroughEndpoint:
             await send_reply(send, reply)
         finally:
             held.release()
+            in_flight.end()
 
     async def _handle(
         self, scope: Scope, receive: Receive, held: ReplyReservation, target: CallTarget
     ) -> Reply:
         services, headers = self._services, header_map(scope)
-        caller = services.authenticator.authenticate(headers, "agent")
+        caller = services.admit(scope, headers, "agent")
         path = self._path + quote(target.item, safe="/:@!$&'()*+,;=")
         path = with_query(path, scope["query_string"])
         with services.limits.call(caller.key) as counted:
@@ -61,8 +66,7 @@ class PassthroughEndpoint:
                         reply = await self._forward(caller, headers, path, body, held, target)
                 finally:
                     client.stop()
-            # the tokens of a repeated reply (GET) were counted before
-            if counted.counts_tokens and self.method == "POST" and reply.status < 400:
+            if counted.counts_tokens and reply.status < 400:
                 counted.tokens = tokens_of_reply(reply.body)
             return reply
 

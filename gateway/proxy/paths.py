@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
+from urllib.parse import quote, unquote
 
 PROXY_PREFIXES = frozenset({
     "api", "openai", "anthropic", "azure", "claude", "v1", "v2", "beta", "proxy", "gateway", "llm",
@@ -13,7 +14,7 @@ PROXY_PREFIXES = frozenset({
     "backend", "services",
 })  # fmt: skip
 """First path segments that proxies and providers use; they never name a trajectory."""
-ITEMS = ("/models/", "/responses/")
+ITEMS = ("/models/",)
 """Path tails followed by an id, which may contain slashes."""
 NAMED = ("/register_trajectory", "/complete_trajectory")
 """Path tails of control requests that name a trajectory."""
@@ -35,6 +36,7 @@ def parse_target(path: str, tails: Mapping[str, Sequence[str]]) -> CallTarget | 
     """Parse the path of a model call or passthrough request; None for any other path.
 
     Args:
+        path: See `canonical`.
         tails: Known tails by their last segment, longest first.
     """
     for tail in tails.get(path.rsplit("/", 1)[-1], ()):
@@ -45,6 +47,7 @@ def parse_target(path: str, tails: Mapping[str, Sequence[str]]) -> CallTarget | 
             break  # /x/chat/completions is not /completions of a trajectory x
     for tail in ITEMS:
         before, found, item = path.partition(tail)
+        item = unquote(item)
         if found and all(part not in ("", ".", "..") for part in item.split("/")):
             return _before(before, tail, item)
     return None
@@ -56,8 +59,19 @@ def _before(before: str, tail: str, item: str = "") -> CallTarget | None:
         return CallTarget(tail, item=item)
     match before.split("/"):
         case ["", trajectory, prompt] if trajectory and prompt:
-            return CallTarget(tail, trajectory, prompt, item)
+            return CallTarget(tail, unquote(trajectory), unquote(prompt), item)
     return None
+
+
+def canonical(raw_path: str) -> str:
+    """Return a path of which only those characters are escaped that a segment cannot have.
+
+    So a slash within an id does not end its segment.
+    """
+    if "%" not in raw_path:
+        return raw_path
+    segments = raw_path.split("/")
+    return "/".join(quote(unquote(segment), safe="!$&'()*+,;=:@") for segment in segments)
 
 
 def normalized(path: str) -> str:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from gateway.asgi.client_disconnect import Receive
 from gateway.asgi.in_flight_limits import InFlightLimits
-from gateway.asgi.messages import HeldBody
+from gateway.asgi.messages import HeldBody, Scope, admit
 from gateway.attribution.resolver import TrajectoryResolver
-from gateway.auth.authenticator import Authenticator
+from gateway.auth.api_keys import Scope as KeyScope
+from gateway.auth.authenticator import Authenticator, Principal
 from gateway.auth.key_limits import KeyLimits
 from gateway.clock import Clock
 from gateway.continuation.memory import ContinuationMemory
@@ -38,6 +40,16 @@ class Services:
     limits: KeyLimits
     continuations: ContinuationMemory
     passed: PassedHeaders
+
+    def admit(self, scope: Scope, headers: Mapping[str, str], needed: KeyScope) -> Principal:
+        """Return the caller of a request; call it before the body is read.
+
+        Raises:
+            WrongKey, Forbidden: See `Authenticator.authenticate`.
+        """
+        caller = self.authenticator.authenticate(headers, needed)
+        admit(scope)
+        return caller
 
 
 def held_body(receive: Receive, services: Services) -> HeldBody:

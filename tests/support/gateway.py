@@ -21,7 +21,7 @@ from support.scripted.script import Script
 
 from gateway.api.rollout_budget.budget import BudgetReading
 from gateway.app import create_app
-from gateway.asgi.http_server import server_config
+from gateway.asgi.http_server import KEEP_ALIVE_S, server_config
 from gateway.durability.segment import read_segment
 from gateway.engines.registry import EngineRegistry
 from gateway.errors import BudgetUnknown
@@ -97,10 +97,10 @@ class GatewayFixture:
 
 
 @asynccontextmanager
-async def running(app: FastAPI) -> AsyncIterator[str]:
+async def running(app: FastAPI, keep_alive_s: float = KEEP_ALIVE_S) -> AsyncIterator[str]:
     """Serve the app with a real web server without the server's main loop; yield the URL."""
     listening = listen("127.0.0.1", 0)
-    config = server_config(app)
+    config = server_config(app, keep_alive_s=keep_alive_s)
     config.load()
     server = uvicorn.Server(config)
     server.lifespan = config.lifespan_class(config)
@@ -130,6 +130,7 @@ def run_gateway(
     scenario: Callable[[GatewayFixture], Awaitable[None]],
     script: Script | Callable[[Any], Script],
     kind: EngineKind = "captured",
+    keep_alive_s: float = KEEP_ALIVE_S,
     **gateway: Any,
 ) -> None:
     """Run an async scenario against a new gateway.
@@ -140,6 +141,7 @@ def run_gateway(
         scenario: Coroutine function that gets the running gateway.
         script: Replies of the engine.
         kind: Kind of the engine.
+        keep_alive_s: Longest time between two requests of a client's connection.
         gateway: Settings of the gateway.
     """
 
@@ -161,7 +163,7 @@ def run_gateway(
                 codec,
                 budgets=budgets,
             )
-            async with running(app) as url, aiohttp.ClientSession() as http:
+            async with running(app, keep_alive_s) as url, aiohttp.ClientSession() as http:
                 await scenario(
                     GatewayFixture(
                         url, engine, engine_url, producer, http, settings, codec, budgets

@@ -9,11 +9,12 @@ from typing import Annotated
 from fastapi import APIRouter, Query, Request
 from pydantic import BaseModel, ConfigDict
 
+from gateway.api.dependencies import principal_with
 from gateway.api.rollout_budget.budget import BudgetReading, BudgetSource
 from gateway.asgi.messages import header_map
-from gateway.attribution.resolver import TrajectoryResolver
-from gateway.auth.authenticator import Authenticator
+from gateway.auth.authenticator import Principal
 from gateway.errors import BudgetUnknown, Forbidden, NotFound, Unprocessable
+from gateway.proxy.services import Services
 from schemas.ids import RUN_ID
 from schemas.records import BudgetRefusal, Channel
 
@@ -93,8 +94,7 @@ def reply_of(
 
 
 def rollout_budget_routes(
-    authenticator: Authenticator,
-    trajectories: TrajectoryResolver,
+    services: Services,
     source: BudgetSource | None,
     loaded: Callable[[str], int | None],
     val_every: int | None,
@@ -103,21 +103,22 @@ def rollout_budget_routes(
     """Return the route.
 
     Args:
-        authenticator: Authenticates the caller.
-        trajectories: Checks that its key may read the run.
+        services: Authenticate the caller, and check that its key may read the run.
         source: Gives the budget of a run and channel; None: every budget is unknown.
         loaded: Given a run, returns the lowest sync index that a ready engine samples with.
         val_every: See `reply_of`.
         last_version: Given a run, returns the sync index at which its training ends.
     """
-    router = APIRouter()
+    router, agent = APIRouter(), principal_with(services, "agent")
 
     @router.get("/runs/{run}/demand")
     async def budget(
-        request: Request, run: str, channel: Channel = "train", after: After = None
+        request: Request,
+        run: str,
+        channel: Channel = "train",
+        after: After = None,
+        caller: Principal = agent,
     ) -> BudgetReply:
-        headers = header_map(request.scope)
-        caller = authenticator.authenticate(headers, "agent")
         if caller.session is not None and not caller.unbound:
             raise Forbidden(
                 "a session key is for one trajectory; the rollout budget is of a whole run: "
@@ -126,7 +127,7 @@ def rollout_budget_routes(
             )
         if not RUN_ID.fullmatch(run):
             raise Unprocessable(f"run: {run[:80]!r} is no run id: {RUN_ID.pattern}", "run")
-        trajectories.run_of(caller, headers, run)
+        services.trajectories.run_of(caller, header_map(request.scope), run)
         if source is None:
             raise BudgetUnknown("this gateway follows no budgets")
         reading = await source.get(run, channel)

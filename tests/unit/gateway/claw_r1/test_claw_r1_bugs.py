@@ -378,9 +378,9 @@ def test_15_agents_on_other_machines_are_given_a_url_that_they_can_reach(
     async def scenario(w: GatewayFixture) -> None:
         port = w.url.rpartition(":")[2]
         async with w.http.post(
-            w.url + "/init_trajectory", headers={"host": f"gateway.cluster:{port}"}
+            w.url + "/init_trajectory", headers={"host": f"gateway.local:{port}"}
         ) as r:
-            assert (await r.json())["base_url"].startswith(f"http://gateway.cluster:{port}/")
+            assert (await r.json())["base_url"].startswith(f"http://gateway.local:{port}/")
 
     run_scenario(scenario, SCRIPT)
 

@@ -13,12 +13,13 @@ from support.gateway import GatewayFixture, run_gateway
 from support.raw_http import ASK, connected, request
 from support.scripted.script import Script, ScriptedChoice
 from support.wire import ASK as SAID
+from yarl import URL
 
 from gateway.auth.api_keys import ApiKey, create_key, digest_of
 from gateway.auth.key_limits import KeyLimits, tokens_of_reply
 from gateway.clock import Clock
 from gateway.errors import KeyLimited
-from gateway.proxy.paths import CallTarget, normalized, parse_target, proxy_prefix
+from gateway.proxy.paths import CallTarget, canonical, normalized, parse_target, proxy_prefix
 from schemas.codec.single_object import Codec
 
 CODEC = Codec()
@@ -40,7 +41,15 @@ def run_scenario(tmp_path: Path) -> RunScenario:
         ("/t/g/chat/completions", CallTarget("/chat/completions", "t", "g")),
         ("/t/g/v1/completions", CallTarget("/completions", "t", "g")),
         ("/v1/models/a/b", CallTarget("/models/", item="a/b")),
-        ("/t/g/v1/responses/r", CallTarget("/responses/", "t", "g", "r")),
+        ("/t/g/v1/models/m", CallTarget("/models/", "t", "g", "m")),
+        ("/v1/responses/r", None),
+        (
+            "/t/gsm8k%2Ftrain-5/v1/chat/completions",
+            CallTarget("/chat/completions", "t", "gsm8k/train-5"),
+        ),
+        ("/t/100%2525/completions", CallTarget("/completions", "t", "100%25")),
+        ("/v1/models/a%2Fb", CallTarget("/models/", item="a/b")),
+        ("/v1/models/a%2F..%2Fb", None),
         ("/t/v1/chat/completions", None),
         ("/openai/deployments/d/chat/completions", None),
         ("/v1/models/a/../b", None),
@@ -63,6 +72,39 @@ def test_places(path: str, target: CallTarget | None) -> None:
 )
 def test_paths_are_taken_as_they_were_meant(path: str, tidy: str) -> None:
     assert normalized(path) == tidy
+
+
+@pytest.mark.parametrize(
+    ("raw", "path"),
+    [
+        ("/v1/chat/completions", "/v1/chat/completions"),
+        ("/v1/chat/%63ompletions", "/v1/chat/completions"),
+        ("/t/a%2fb%3A/x", "/t/a%2Fb:/x"),
+        ("/t/%C3%A4%20%25/x", "/t/%C3%A4%20%25/x"),
+        ("/t/%2e%2E/x", "/t/../x"),
+    ],
+)
+def test_a_path_is_escaped_in_one_way(raw: str, path: str) -> None:
+    assert canonical(raw) == path
+
+
+def test_the_urls_of_a_session_lead_to_it_whatever_its_group(run_scenario: RunScenario) -> None:
+    async def scenario(w: GatewayFixture) -> None:
+        for group in ("gsm8k/train-5", "100% of Ä?#", "a%2Fb", "/", "..."):
+            opening = {"group_id": group, "trajectory_key": "t:1@x"}
+            async with w.http.post(w.url + "/sessions", json=opening) as reply:
+                url = URL((await reply.json())["path_base_url"], encoded=True)
+            call = URL(f"{url}/chat/completions", encoded=True)
+            end = URL(f"{url}/complete_trajectory", encoded=True)
+            async with w.http.post(call, data=ASK) as reply:
+                assert reply.status == 200, await reply.text()
+            async with w.http.post(end) as reply:
+                assert reply.status == 200, await reply.text()
+            opened, step, ended = w.records()[-3:]
+            for record in (opened, step, ended):
+                assert (record.trajectory_key, record.group_id) == ("t:1@x", group)
+
+    run_scenario(scenario, Script([HI]))
 
 
 def test_a_proxys_prefix_is_no_trajectory() -> None:
