@@ -20,6 +20,7 @@ Reason = Annotated[str, Field(max_length=2000)]
 Size = Annotated[int, Field(ge=1, le=100_000, strict=True)]
 Round = Annotated[int, Field(ge=0, le=2**31 - 1, strict=True)]
 M = TypeVar("M", bound=BaseModel)
+MAX_ERRORS = 1000
 NOT_FINITE = re.compile(rb"NaN|Infinity|[eE]\+?\d{3}|\d{309}")
 """JSON that may have a number outside of the range of a double; also finds it in texts."""
 
@@ -115,6 +116,10 @@ def read_as(model: type[M], body: bytes) -> M:
     except orjson.JSONDecodeError as error:
         raise BadRequest(f"body: not JSON: {error}", "body") from error
     except ValidationError as error:
+        if (wrong := error.error_count()) > MAX_ERRORS:  # to list them takes longer than to parse
+            raise Unprocessable(
+                f"body: {wrong} fields have a wrong name or value", "body"
+            ) from None
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         field = ".".join(map(str, first["loc"])) or "body"
         if first["type"] == "json_invalid":

@@ -7,3 +7,5 @@ from typing import Annotated
 from pydantic import Field
 
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1, strict=True)]
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
+"""Ids; validation ends at the first wrong one."""

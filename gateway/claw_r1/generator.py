@@ -20,7 +20,7 @@ from gateway.auth.authenticator import Principal
 from gateway.auth.key_limits import Counted
 from gateway.capture.engine_tokens import NO_TOKENS, CapturedTokens
 from gateway.capture.steps import ABORTED
-from gateway.claw_r1.bodies import TokenId
+from gateway.claw_r1.bodies import TokenIds
 from gateway.engines.registry import EngineSpec
 from gateway.errors import ClientGone, GatewayError, Unprocessable, UpstreamFailed
 from gateway.protocols.base import Tokens
@@ -55,7 +55,7 @@ class Generate(BaseModel):
 
     model_config = ConfigDict(frozen=True)
 
-    prompt_ids: Annotated[list[TokenId], Field(min_length=1)]
+    prompt_ids: Annotated[TokenIds, Field(min_length=1)]
     sampling_params: dict[str, Any] = {}
     image_data: list[Any] | None = None
     video_data: list[Any] | None = None

@@ -17,7 +17,7 @@ import orjson
 from pydantic import BaseModel, ConfigDict, Field
 
 from gateway.api.bodies import json_of
-from gateway.claw_r1.bodies import TokenId
+from gateway.claw_r1.bodies import TokenIds
 from gateway.errors import NotConfigured, Unprocessable
 from rewards.registry import Rule, rule_of
 from runtime.functions.pool import FunctionPool
@@ -41,8 +41,8 @@ class ComputeReward(BaseModel):
 
     model_config = ConfigDict(frozen=True)
 
-    prompt_ids: list[TokenId]
-    response_ids: list[TokenId]
+    prompt_ids: TokenIds
+    response_ids: TokenIds
     multi_modal_data: dict[str, Any] | None = None
     num_turns: Annotated[int, Field(ge=0, strict=True)] = 2
     extra_fields: dict[str, Any] = {}

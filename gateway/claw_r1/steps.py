@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from ulid import ULID
 
 from gateway.attribution.resolver import TrajectoryRef
-from gateway.claw_r1.bodies import TokenId
+from gateway.claw_r1.bodies import TokenIds
 from gateway.errors import Unprocessable
 from gateway.protocols.request_fields import dumps
 from schemas.ids import Version, step_id
@@ -59,11 +59,11 @@ class StepPayload(BaseModel):
 
     model_config = ConfigDict(extra="allow", frozen=True, protected_namespaces=())
 
-    prompt_ids: list[TokenId]
-    response_ids: list[TokenId]
+    prompt_ids: TokenIds
+    response_ids: TokenIds
     multi_modal_data: dict[str, Any] | None = None
     reward: Finite | None = None
-    rollout_log_probs: list[LogProb] | None = None
+    rollout_log_probs: Annotated[list[LogProb], Field(fail_fast=True)] | None = None
     routed_experts: Any = None
     trajectory_uid: str = ""
     prompt_uid: str = ""
