@@ -109,12 +109,11 @@ async def serve(settings: Settings, stop: asyncio.Event) -> None:
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait([serving, stopping], return_when=asyncio.FIRST_COMPLETED)
     announcing.cancel()
-    feed.stop()
-    budgets.stop()
     server.should_exit = True
-    await serving
+    # The threads may wait for Kafka; streams go on meanwhile.
+    await asyncio.gather(serving, asyncio.to_thread(feed.stop), asyncio.to_thread(budgets.stop))
     stopping.cancel()
-    await asyncio.to_thread(producer.close)
+    await producer.close()
     if not stop.is_set():
         raise GatewayError(
             "the web application did not start or ended unexpectedly, see the log lines above"

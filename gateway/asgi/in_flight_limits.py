@@ -35,6 +35,11 @@ class InFlightLimits:
         """Stop counting a call."""
         self.calls -= 1
 
+    async def ended(self) -> None:
+        """Wait until no call is in flight."""
+        while self.calls:  # noqa: ASYNC110 - once, at a shutdown
+            await asyncio.sleep(0.005)
+
     def reserve(self, size: int) -> None:
         """Count `size` bytes of a request. Raises Overloaded, and then counts nothing."""
         if self.held + size > self.limit:

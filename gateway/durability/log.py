@@ -237,7 +237,8 @@ class KafkaLogProducer:
         seconds = max([0, *(newest[p] - first[p] for p in newest)]) / 1000
         return Passed(sum(ends[p] - start for p, start in starts.items()), seconds)
 
-    def close(self, timeout_s: float = 5.0) -> None:
+    async def close(self, timeout_s: float = 5.0) -> None:
         """Wait for the sends in flight, then close the producer."""
+        await self._loop_producer.drain(timeout_s)
         self._closed.set()
-        self._loop_producer.close(timeout_s)
+        await asyncio.to_thread(self._loop_producer.close, 1.0)

@@ -180,6 +180,15 @@ class LoopProducer:
             target=_retire, args=(old,), name="kafka-producer-ends", daemon=True
         ).start()
 
+    async def drain(self, timeout_s: float) -> None:
+        """Wait for the records in flight; call it after the last post, before `close`.
+
+        Their `done` is called on the loop, as always.
+        """
+        end = time.monotonic() + timeout_s
+        while self._ticking and time.monotonic() < end:  # noqa: ASYNC110 - the loop polls
+            await asyncio.sleep(POLL_S)
+
     def close(self, timeout_s: float = 10.0) -> None:
         """Wait for records in flight. Thread-safe; call it after the last post."""
         self._client.flush(timeout_s)
