@@ -3,6 +3,7 @@
     make bench-gateway                          all sides, a few minutes
     python -m benchmarks.gateway --check        few calls, no peers: whether the benchmark itself
                                                 still works
+    python -m benchmarks.gateway --strangers    only `strangers_...`: half a minute
 
 Every side serves the same calls against one instant engine (`instant_engine`), in rounds that
 alternate the sides; a figure is the median over the rounds. CPU is that of the side's processes,
@@ -24,6 +25,8 @@ with gateway.acks=none, `vllm` against an engine without our middleware.
     long_prompt_ms, long_prompt_cpu_ms    a call of 100,000 prompt tokens
     streams_1000_rss_growth_pct     1,000 streams at once in one process, second wave against the
                                     first
+    strangers_health_max_ms, strangers_call_max_ms, and `_p50_`    among 1,000 strangers that hold
+                                    connections (`strangers`), each on a connection of its own
 """
 
 from __future__ import annotations
@@ -41,6 +44,7 @@ from typing import Any
 import orjson
 
 from benchmarks.gateway.sides import Bench, Side
+from benchmarks.gateway.strangers import among_strangers
 from benchmarks.machine import machine, rounded
 
 
@@ -130,6 +134,28 @@ def rss_growth_pct(gateway: Side, count: int) -> float:
     return 100.0 * (gateway.process.rss() - first) / first
 
 
+def strangers_ms(bench: Bench, engine: Side, count: int, calls: int) -> dict[str, Any]:
+    """Return the latencies among strangers, milliseconds."""
+    gateway = bench.gateway("strangers", engine)
+    gateway.drive(body_of(), 20, 4)
+    health, call = among_strangers(gateway, body_of(), count, calls)
+    return {
+        "strangers": count,
+        "strangers_health_p50_ms": 1e3 * statistics.median(health),
+        "strangers_health_max_ms": 1e3 * max(health),
+        "strangers_call_p50_ms": 1e3 * statistics.median(call),
+        "strangers_call_max_ms": 1e3 * max(call),
+    }
+
+
+def run_strangers(directory: Path, port: int) -> dict[str, Any]:
+    """Run one measurement."""
+    with ExitStack() as stack:
+        bench = Bench(stack, directory, port)
+        found = strangers_ms(bench, bench.engine(), 1000, 300)
+    return rounded({"benchmark": "gateway", **found, "machine": machine()})  # type: ignore[no-any-return]
+
+
 def run(directory: Path, port: int, check: bool) -> dict[str, Any]:
     """Run all measurements."""
     scale, rounds, at_once = (0.02, 1, 50) if check else (1.0, 5, 1000)
@@ -165,6 +191,7 @@ def run(directory: Path, port: int, check: bool) -> dict[str, Any]:
         heavy.drive(prompt, 2, 1)
         prompt_cpu_s = heavy.cpu_s_per_call(prompt, calls(50), 1)
         prompt_s = statistics.median(heavy.drive(prompt, calls(50), 1).latencies_s)
+        among = strangers_ms(bench, engine, at_once, calls(300))
     return rounded(  # type: ignore[no-any-return]
         {
             "benchmark": "gateway",
@@ -189,6 +216,7 @@ def run(directory: Path, port: int, check: bool) -> dict[str, Any]:
             "long_prompt_ms": 1e3 * prompt_s,
             "long_prompt_cpu_ms": 1e3 * prompt_cpu_s,
             "ratio_to_passthrough": cpu["ours"] / cpu["asgi"],
+            **among,
             "machine": machine(),
         }
     )
@@ -200,7 +228,13 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--check", action="store_true")
+    parser.add_argument("--strangers", action="store_true")
     parser.add_argument("--port", type=int, default=21400)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="clawstream-bench-") as directory:
-        print(json.dumps(run(Path(directory), options.port, options.check)))
+        found = (
+            run_strangers(Path(directory), options.port)
+            if options.strangers
+            else run(Path(directory), options.port, options.check)
+        )
+        print(json.dumps(found))

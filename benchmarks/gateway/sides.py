@@ -42,19 +42,19 @@ class Side:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
+    def request(self, i: int, body: bytes) -> bytes:
+        """Return the bytes of the i-th call."""
+        head = (
+            f"POST {self.path(i)} HTTP/1.1\r\nhost: localhost\r\n"
+            "content-type: application/json\r\nuser-agent: OpenAI/Python 3.54.0\r\n"
+            "accept: application/json\r\nx-stainless-retry-count: 0\r\n"
+            f"{self.headers}content-length: {len(body)}\r\n\r\n"
+        )
+        return head.encode() + body
+
     def drive(self, body: bytes, calls: int, concurrency: int) -> Outcome:
         """Make calls. Ends the benchmark unless every call succeeds."""
-
-        def request(i: int) -> bytes:
-            head = (
-                f"POST {self.path(i)} HTTP/1.1\r\nhost: localhost\r\n"
-                "content-type: application/json\r\nuser-agent: OpenAI/Python 3.54.0\r\n"
-                "accept: application/json\r\nx-stainless-retry-count: 0\r\n"
-                f"{self.headers}content-length: {len(body)}\r\n\r\n"
-            )
-            return head.encode() + body
-
-        outcome = uvloop.run(load(self.port, request, calls, concurrency))
+        outcome = uvloop.run(load(self.port, lambda i: self.request(i, body), calls, concurrency))
         if outcome.failed:
             raise SystemExit(
                 f"{self.process.name}: {outcome.failed} of {calls} calls failed: "
