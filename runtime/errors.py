@@ -19,6 +19,13 @@ class InUse(PlumbingError):
     """
 
 
+class StoreAway(PlumbingError):
+    """An object store does not answer, or refuses this process.
+
+    It may be back later; else correct its address or credentials.
+    """
+
+
 class KafkaError(PlumbingError):
     """Root of what Kafka does not do for us."""
 

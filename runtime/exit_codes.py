@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from runtime.atomic_file import is_full
-from runtime.errors import InUse
+from runtime.errors import InUse, StoreAway
 from runtime.kafka.errors import Denied, Fenced, SourceTruncated, Unavailable
 from schemas.errors import ForeseenError, InvalidId, SettingsError
 
@@ -54,9 +54,9 @@ MEANINGS = (
     ),
     Meaning(
         EXIT_KAFKA,
-        "Kafka does not answer",
-        "Kafka does not answer or does not acknowledge in time",
-        "start Kafka, or correct `kafka.bootstrap_servers`",
+        "no answer",
+        "Kafka does not answer or acknowledge in time, or the lake's object store does not answer",
+        "start Kafka, or correct `kafka.bootstrap_servers` or `lake.storage_options`",
         True,
     ),
     Meaning(
@@ -101,7 +101,7 @@ def exit_code(error: BaseException) -> int:
             return EXIT_FENCED
         case SourceTruncated():
             return EXIT_SOURCE
-        case Unavailable():
+        case Unavailable() | StoreAway():
             return EXIT_KAFKA
         case InUse():
             return EXIT_IN_USE

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from runtime.errors import SourceTruncated
+from runtime.errors import SourceTruncated, StoreAway
 from schemas.errors import ForeseenError
 
 
@@ -60,6 +60,14 @@ class ConsumerStopped(StreamJobError):
 
 class LakeError(StreamJobError):
     """Root of all errors of the lake."""
+
+
+class LakeAway(LakeError, StoreAway):
+    """The object store of the lake does not answer, or refuses this process. Nothing is lost: the
+    writer keeps its rows and writes again.
+
+    A commit may have landed: a repeated write drops its rows.
+    """
 
 
 class LakeDamaged(LakeError):

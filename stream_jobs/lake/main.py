@@ -41,10 +41,11 @@ from runtime.kafka import Cluster, SourceTruncated, Unavailable
 from runtime.logs import logger
 from runtime.process.lifecycle import run_sync
 from runtime.process.metrics import serving_metrics
-from runtime.process.readiness import ready
+from runtime.process.readiness import not_ready, ready
 from runtime.topics.access import check_access
 from runtime.topics.records import Decoder, cluster_of, create_topics
 from schemas.settings import Settings
+from stream_jobs.errors import LakeAway
 from stream_jobs.lake.consumer import LakeConsumer
 from stream_jobs.lake.delta.maintenance import MaintenanceRunner
 from stream_jobs.lake.delta.table import LakeError, LakeFull, LakeMissing, dataset, open_table
@@ -59,7 +60,7 @@ RECOVER_S = 5.0
 REPAIR_CHECK_S = 30.0
 """Interval of the check for repaired tables; a commit to a table notices a repair at once."""
 MAX_RETRY_WAIT_S = 30.0
-"""Longest wait before a write that found no disk space is tried again."""
+"""Longest wait before a write is tried again that found no disk space, or no store."""
 
 __all__ = [
     "Lake",
@@ -76,7 +77,8 @@ __all__ = [
 def main(settings: Settings) -> None:
     """Write the lake until SIGTERM. Never returns.
 
-    Exits with 0, 78 (fenced by a newer writer) or 79 (truncated source).
+    Exits with 0, 69 (Kafka or, at the start, the object store away), 78 (fenced by a newer writer)
+    or 79 (truncated source).
     """
     run_sync("lake", settings, write)
 
@@ -96,7 +98,7 @@ def write(settings: Settings, stop: threading.Event) -> None:
         history,
         share,
     )
-    if not _when_space(lake.acquire, stop):
+    if not _when_writable(lake, lake.acquire, stop, started=False):
         return
     metrics = LakeMetrics()
     with serving_metrics(settings, "lake", metrics.registry):
@@ -111,7 +113,7 @@ def _write_topics(
     maintenance = MaintenanceRunner(settings)
     while not stop.is_set():
         consumer = LakeConsumer(cluster, settings, schemas, decoder, lake)
-        ready(settings.lake_uri)
+        ready(lake.uri)
         try:
             _follow(lake, consumer, metrics, maintenance, settings.lake.flush_interval_s, stop)
         finally:
@@ -143,10 +145,12 @@ def _follow(
     check_at = time.monotonic() + REPAIR_CHECK_S
     while not stop.is_set():
         if time.monotonic() >= check_at:
-            lake.check_repairs()
+            if not _when_writable(lake, lake.check_repairs, stop):
+                return
             check_at = time.monotonic() + REPAIR_CHECK_S
         if lake.damaged and time.monotonic() >= recover_at:
-            if lake.recover():
+            damaged = len(lake.damaged)
+            if not _when_writable(lake, lake.recover, stop) or len(lake.damaged) < damaged:
                 return  # the topics of these tables are read again from their committed offsets
             recover_at = time.monotonic() + RECOVER_S
         if consumer.full or time.monotonic() - flushed_at >= interval_s:
@@ -160,63 +164,84 @@ def _follow(
             if unchanged is None:
                 stop.wait(1.0)
                 continue
-            if not _when_space(lambda: _flush(lake, consumer, metrics, commit_offsets=False), stop):
+            if not _when_writable(lake, lambda: _flush(lake, consumer, metrics), stop):
                 return
             flushed_at = time.monotonic()
             maintenance.poll()
         try:
             consumer.poll()
             consumer.commit_heartbeat()
-        except (
-            LakeFull
-        ) as e:  # while columns were added: records read since the flush are read again
-            _log_full(e)
+        except (LakeFull, LakeAway) as e:
+            # While columns were added: records read since the flush are read again.
+            _log_waiting(e)
             stop.wait(MAX_RETRY_WAIT_S)
             return
         except SourceTruncated as e:
             if consumer.is_recreated(e):
                 return
     if _topics_unchanged(consumer):
-        _when_space(lambda: _flush(lake, consumer, metrics, commit_offsets=True), stop)
+        _when_writable(lake, lambda: _flush(lake, consumer, metrics, commit_offsets=True), stop)
 
 
-def _when_space(write: Callable[[], None], stop: threading.Event) -> bool:
-    """Write as soon as the storage has space; pending rows stay in memory and on Kafka.
+def _when_writable(
+    lake: Lake, write: Callable[[], object], stop: threading.Event, started: bool = True
+) -> bool:
+    """Write as soon as the storage has space and answers; rows stay in memory and on Kafka.
+
+    The process is not ready meanwhile.
+
+    Args:
+        started: False at the start, when a store that is away ends the process.
 
     Returns:
         False if `stop` was set first.
     """
-    wait_s = 1.0
+    wait_s, waits = 1.0, False
     while True:
         try:
             write()
-        except LakeFull as e:
-            _log_full(e)
+        except (LakeFull, LakeAway) as e:
+            if isinstance(e, LakeAway) and not started:
+                raise
+            if not waits:
+                _log_waiting(e)
+            not_ready(f"waits: {e}")
+            waits = True
             if stop.wait(wait_s):
                 return False
             wait_s = min(2 * wait_s, MAX_RETRY_WAIT_S)
         else:
+            if waits:
+                logger().info("lake_writes_again")
+                if started:
+                    ready(lake.uri)
             return True
 
 
-def _log_full(error: LakeFull) -> None:
+def _log_waiting(error: LakeError) -> None:
+    is_full = isinstance(error, LakeFull)
+    cure = "free disk space" if is_full else "look at the store, its address and credentials"
     logger().error(
-        "lake_full",
+        "lake_full" if is_full else "lake_store_away",
         error=str(error),
-        action="free disk space; the writer then continues by itself, nothing is lost",
+        action=f"{cure}; the writer then continues by itself, nothing is lost",
     )
 
 
 def _topics_unchanged(consumer: LakeConsumer) -> bool | None:
-    """Return None while Kafka is unavailable: rows may not be written before the check."""
+    """Return None while Kafka or the store is away: rows may not be written before the check."""
     try:
         return consumer.refresh_topics()
     except Unavailable as e:
         logger().warning("lake_waits_for_kafka", error=str(e))
-        return None
+    except LakeAway as e:
+        _log_waiting(e)
+    return None
 
 
-def _flush(lake: Lake, consumer: LakeConsumer, metrics: LakeMetrics, commit_offsets: bool) -> None:
+def _flush(
+    lake: Lake, consumer: LakeConsumer, metrics: LakeMetrics, commit_offsets: bool = False
+) -> None:
     added = {}
     with metrics.flush.time():
         for name, rows in consumer.rows.items():

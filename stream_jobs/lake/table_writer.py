@@ -18,7 +18,7 @@ from stream_jobs.lake.dedupe import (
     digest,
     drop_duplicates,
 )
-from stream_jobs.lake.delta.log import app_id, read_committed_offsets
+from stream_jobs.lake.delta.log import app_id, plain, read_committed_offsets
 from stream_jobs.lake.delta.table import (
     CommitCollided,
     Delta,
@@ -193,7 +193,7 @@ class TableWriter:
                 return attempt(snapshot, lease)
             except CommitCollided as e:
                 self.forget()
-                logger().warning("lake_commit_collided", table=name, attempt=n, error=str(e))
+                logger().warning("lake_commit_collided", table=name, attempt=n, error=plain(e))
                 time.sleep(0.02 * 2**n)
             except BaseException:  # the commit may have landed
                 self.forget()

@@ -38,7 +38,7 @@ class Lake:
         history: timedelta = timedelta(days=2),
         share: PartitionShare = SINGLE_WRITER,
     ) -> None:
-        self.share, self._history = share, history
+        self.uri, self.share, self._history = uri, share, history
         self.tables: dict[str, Table] = dict(catalog())
         self.redelivered: set[tuple[str, int, int]] = set()
         self.damaged: dict[str, LakeDamaged] = {}

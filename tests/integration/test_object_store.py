@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +22,7 @@ from gateway.errors import BlobsUnavailable
 from runtime.blob_store import BlobMissing, BlobStore, BlobStoreAway
 from runtime.digests import sha256
 from runtime.errors import WeightsUnreadable
+from runtime.exit_codes import EXIT_KAFKA
 from runtime.kafka import Cluster
 from runtime.topics.records import create_topics
 from runtime.weights.files import get_files
@@ -216,7 +216,7 @@ def test_wrong_credentials_are_named(
         weights = trainer_settings(tmp_path / "w", model_dir, weights_uri=f"s3://{BUCKET}/w")
         with pytest.raises(StorageFailed, match=f"s3://{BUCKET}/w.*signature .* does not match"):
             begin(weights, MemoryWeightLog())
-        assert processes.write().wait(180) == os.EX_SOFTWARE
+        assert processes.write().wait(180) == EXIT_KAFKA
     finally:
         S3FileSystem.clear_instance_cache()
     assert "lacked the necessary privileges" in processes.log("lake")

@@ -169,6 +169,8 @@ def _remedy(process: str, settings: Settings, processes: Mapping[str, Mapping[st
         return f"{process} is {row['state']}: {row['error'] or 'no error was logged'}; see {log}"
     if (stopped := suspended(row["pid"])) is not None:
         return f"{process} (pid {stopped}) is suspended by a signal: kill -CONT {stopped}"
+    if not row["ready"] and row["status"]:  # what it said last
+        return f"{process} (pid {row['pid']}) is not ready: {row['status']}"
     return (
         f"{process} (pid {row['pid']}) runs without progress: see {log}; "
         f"kill -9 {row['pid']} restarts it without loss"

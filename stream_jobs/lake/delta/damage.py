@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
-from stream_jobs.lake.delta.log import first_line
+from stream_jobs.lake.delta.log import first_line, is_store_away
 
 LOG = "_delta_log"
 
@@ -75,6 +75,8 @@ def _why_unreadable(table: pafs.FileSystem, path: str) -> str | None:
         else:
             _decode(table, path)
     except (ValueError, pa.ArrowException, OSError) as e:  # ValueError: invalid JSON or UTF-8
+        if is_store_away(e):
+            raise
         return first_line(e)
     return None
 

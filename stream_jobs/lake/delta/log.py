@@ -7,6 +7,7 @@ Needs no Delta library. Format: https://github.com/delta-io/delta/blob/master/PR
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -54,6 +55,23 @@ def filesystem(uri: str, storage_options: Mapping[str, str]) -> pafs.FileSystem:
     return pafs.SubTreeFileSystem(path, remote)
 
 
+_AWAY = re.compile(
+    r"Generic (?!LocalFileSystem)\w+ error|AWS Error(?! NO_SUCH)|google::cloud::Status|Azure Error"
+    r"|operation lacked (the necessary privileges|valid authentication credentials)"
+)
+"""Text of an object store's errors, by the Delta library and by Arrow. Their types tell nothing."""
+
+
+def is_store_away(error: Exception) -> bool:
+    """Return whether an object store does not answer or refuses: no file is at fault."""
+    return not isinstance(error, FileNotFoundError) and _AWAY.search(str(error)) is not None
+
+
+def plain(error: Exception) -> str:
+    """Return the message of an error on one line, without the colours and arrows of the library."""
+    return " ".join(re.sub(r"\x1b\[[0-9;]*m|\u21b3", "", str(error)).split())[:500]
+
+
 def app_id(table: str, partition: TopicIdPartition) -> str:
     """Return the app id under which a table's commits store the offset of a partition."""
     return f"{table}:{partition[0]}:{partition[1]}"
@@ -98,6 +116,8 @@ def _named(table: str, file: str) -> Iterator[None]:
     try:
         yield
     except (ValueError, pa.ArrowException, OSError) as e:
+        if is_store_away(e):
+            raise
         raise LakeDamaged(table, f"{file} can't be read: {first_line(e)}") from e
 
 

@@ -32,7 +32,8 @@ import pyarrow.compute as pc
 from runtime.logs import configure, logger
 from runtime.process.child import die_with_parent
 from schemas.settings import Settings
-from stream_jobs.errors import LakeDamaged
+from stream_jobs.errors import LakeAway, LakeDamaged
+from stream_jobs.lake.delta.log import plain
 from stream_jobs.lake.delta.snapshots import SnapshotError, protected_versions
 from stream_jobs.lake.delta.table import (
     CommitCollided,
@@ -42,11 +43,11 @@ from stream_jobs.lake.delta.table import (
     LakeMissing,
     dataset,
     delete_rows,
-    detecting_full_storage,
     files_of,
     history_properties,
     open_table,
     reading,
+    storage_errors,
     table_damage,
     writer_properties,
 )
@@ -92,8 +93,8 @@ def maintain(
             if names is not None:
                 raise
             continue
-        except LakeDamaged as e:
-            yield MaintenanceResult(name, deferred=str(e))
+        except (LakeDamaged, LakeAway) as e:
+            yield MaintenanceResult(name, deferred=plain(e))
             continue
         done = MaintenanceResult(name)
         try:
@@ -103,12 +104,12 @@ def maintain(
             if small_files(table) >= SMALL_FILES:
                 merged, made = compact(table, name, settings.lake.storage_options)
                 done = done._replace(merged_files=merged, made_files=made)
-        except (CommitCollided, LakeFull, LakeDamaged) as e:
-            done = done._replace(deferred=str(e))
+        except (CommitCollided, LakeFull, LakeAway, LakeDamaged) as e:
+            done = done._replace(deferred=plain(e))
         try:
             done = done._replace(deleted_files=vacuum(settings, name))
-        except (CommitCollided, LakeFull, SnapshotError) as e:
-            done = done._replace(deferred=done.deferred or str(e))
+        except (CommitCollided, LakeFull, LakeAway, SnapshotError) as e:
+            done = done._replace(deferred=done.deferred or plain(e))
         yield done
 
 
@@ -149,7 +150,7 @@ def compact(table: Delta, name: str, storage_options: Mapping[str, str]) -> tupl
         LakeFull: the storage is full.
     """
     try:
-        with detecting_full_storage(table.table_uri):
+        with storage_errors(table.table_uri):
             done = table.optimize.compact(
                 target_size=FILE_BYTES,
                 max_concurrent_tasks=1,
@@ -176,7 +177,7 @@ def checkpoint(settings: Settings, name: str) -> int:
         LakeFull: the storage is full.
     """
     table = open_table(settings.lake_uri, name, settings.lake.storage_options)
-    with detecting_full_storage(table.table_uri):
+    with storage_errors(table.table_uri):
         table.create_checkpoint()
     return int(table.version())
 
@@ -199,15 +200,16 @@ def vacuum(settings: Settings, name: str) -> int:
     _set_history(table, history)
     before = files_of(table, options)
     hours = int(history.total_seconds() // 3600)
-    deleted = table.vacuum(
-        retention_hours=hours,
-        dry_run=False,
-        enforce_retention_duration=False,
-        full=hours > 0,  # also files of no version, unless one may be in writing now
-        keep_versions=keep or None,
-    )
-    if not keep:
-        table.cleanup_metadata()
+    with storage_errors(table.table_uri):
+        deleted = table.vacuum(
+            retention_hours=hours,
+            dry_run=False,
+            enforce_retention_duration=False,
+            full=hours > 0,  # also files of no version, unless one may be in writing now
+            keep_versions=keep or None,
+        )
+        if not keep:
+            table.cleanup_metadata()
     return len(before & set(deleted))  # the library also names files deleted long ago
 
 

@@ -28,10 +28,16 @@ from deltalake.exceptions import (
     DeltaError as DeltaError,
 )
 
-from stream_jobs.errors import LakeDamaged, TooManyFields
+from stream_jobs.errors import LakeAway, LakeDamaged, TooManyFields
 from stream_jobs.errors import LakeError as LakeError
 from stream_jobs.lake.delta.damage import damaged_files, damaged_log_files
-from stream_jobs.lake.delta.log import filesystem, first_line, table_uri
+from stream_jobs.lake.delta.log import (
+    filesystem,
+    first_line,
+    is_store_away,
+    plain,
+    table_uri,
+)
 from stream_jobs.lake.tables.arrow_columns import commented, fields_of, merged
 
 CommitCollided = CommitFailedError
@@ -79,19 +85,22 @@ For example two names that differ in case only, or an unsupported type of Arrow.
 
 
 @contextmanager
-def detecting_full_storage(where: str) -> Iterator[None]:
-    """Raise LakeFull for errors that a full storage causes."""
+def storage_errors(where: str) -> Iterator[None]:
+    """Raise LakeFull for errors of a full storage, LakeAway for those of a store that is away."""
     try:
         yield
-    except (DeltaError, OSError) as e:
-        if not any(text in str(e) for text in _STORAGE_FULL):
-            raise
-        raise LakeFull(f"no room to write to {where}: {' '.join(str(e).split())[:300]}") from e
+    except (DeltaError, OSError, pa.ArrowException) as e:
+        if any(text in str(e) for text in _STORAGE_FULL):
+            raise LakeFull(f"no room to write to {where}: {plain(e)}") from e
+        if is_store_away(e):
+            raise LakeAway(f"the store of {where} is away: {plain(e)}") from e
+        raise
 
 
 def exists(where: str, storage_options: Mapping[str, str]) -> bool:
-    """Return whether there is a table at this location."""
-    return bool(DeltaTable.is_deltatable(where, dict(storage_options) or None))
+    """Return whether there is a table at this location. Raises LakeAway."""
+    with storage_errors(where):
+        return bool(DeltaTable.is_deltatable(where, dict(storage_options) or None))
 
 
 def open_table(
@@ -102,10 +111,12 @@ def open_table(
     Raises:
         LakeMissing: there is no such table or version.
         LakeDamaged: its log cannot be read.
+        LakeAway: its store does not answer.
     """
-    where = table_uri(uri, name)
+    where, options = table_uri(uri, name), dict(storage_options) or None
     try:
-        return DeltaTable(where, version=version, storage_options=dict(storage_options) or None)
+        with storage_errors(where):
+            return DeltaTable(where, version=version, storage_options=options)
     except TableNotFoundError as e:
         raise LakeMissing(
             f"no table {name} at {where}: run `clawstream lake` or `clawstream up` first"
@@ -114,13 +125,14 @@ def open_table(
         _raise_damaged(uri, name, storage_options, e, newest=version is None)
         if version is None:
             raise
-        raise LakeMissing(f"table {name} at {where} has no version {version}: {e}") from e
+        raise LakeMissing(f"table {name} at {where} has no version {version}: {plain(e)}") from e
 
 
 def refresh(table: DeltaTable, uri: str, name: str, storage_options: Mapping[str, str]) -> None:
-    """Update an open table to its newest version. Raises LakeDamaged."""
+    """Update an open table to its newest version. Raises LakeDamaged, LakeAway."""
     try:
-        table.update_incremental()
+        with storage_errors(table.table_uri):
+            table.update_incremental()
     except DeltaError as e:
         _raise_damaged(uri, name, storage_options, e)
         raise
@@ -130,7 +142,8 @@ def _raise_damaged(
     uri: str, name: str, storage_options: Mapping[str, str], error: DeltaError, newest: bool = True
 ) -> None:
     """Raise LakeDamaged with the file of the log at fault, which the library does not name."""
-    found = damaged_log_files(filesystem(table_uri(uri, name), storage_options))
+    with storage_errors(table_uri(uri, name)):
+        found = damaged_log_files(filesystem(table_uri(uri, name), storage_options))
     if found:
         raise LakeDamaged(name, str(found[-1])) from error
     if newest and str(error).startswith(_LOG_REFUSED):
@@ -139,9 +152,12 @@ def _raise_damaged(
 
 @contextmanager
 def reading(table: DeltaTable, name: str, storage_options: Mapping[str, str]) -> Iterator[None]:
-    """Translate errors of a scan into LakeDamaged if a file of the table causes them."""
+    """Translate errors of a scan into LakeDamaged if a file of the table causes them, and into
+    LakeAway if its store does not answer.
+    """
     try:
-        yield
+        with storage_errors(table.table_uri):
+            yield
     except (pa.ArrowException, OSError) as e:
         damage = table_damage(table, storage_options)
         if damage is None:
@@ -157,8 +173,9 @@ def table_damage(
     Args:
         whole: decode each file to its end; else compare sizes only.
     """
-    found = damaged_files(filesystem(table.table_uri, storage_options), sizes(table), whole)
-    return next((str(damage) for damage in found), None)
+    with storage_errors(table.table_uri):
+        found = damaged_files(filesystem(table.table_uri, storage_options), sizes(table), whole)
+        return next((str(damage) for damage in found), None)
 
 
 def sizes(table: DeltaTable) -> dict[str, int]:
@@ -177,9 +194,9 @@ def restore(table: DeltaTable, version: int, versions: Mapping[str, int]) -> Non
 
     Raises:
         CommitCollided: another commit came first.
-        LakeFull: the storage is full.
+        LakeFull, LakeAway: the storage is full, or does not answer.
     """
-    with detecting_full_storage(table.table_uri):
+    with storage_errors(table.table_uri):
         table.restore(
             version,
             commit_properties=CommitProperties(
@@ -214,7 +231,7 @@ def create(
     if exists(where, storage_options):
         return
     try:
-        with detecting_full_storage(where):
+        with storage_errors(where):
             if "://" not in where:
                 Path(where).mkdir(parents=True, exist_ok=True)
             DeltaTable.create(
@@ -252,12 +269,12 @@ def commit(table: DeltaTable, rows: pa.Table, versions: Mapping[str, int]) -> No
 
     Raises:
         CommitCollided: another commit has raised one of the versions or changed the columns since.
-        LakeFull: the storage is full.
+        LakeFull, LakeAway: the storage is full, or does not answer.
     """
     schema = commented(rows.schema, pa.schema(table.schema()))
     if not schema.equals(rows.schema, check_metadata=True):
         rows = rows.cast(schema)
-    with detecting_full_storage(table.table_uri):
+    with storage_errors(table.table_uri):
         write_deltalake(
             table,
             rows,
@@ -284,10 +301,10 @@ def delete_rows(table: DeltaTable, condition: str) -> None:
 
     Raises:
         CommitCollided: another commit has added or removed such rows since this snapshot.
-        LakeFull: the storage is full.
+        LakeFull, LakeAway: the storage is full, or does not answer.
     """
     schema = pa.schema(table.schema())
-    with detecting_full_storage(table.table_uri):
+    with storage_errors(table.table_uri):
         write_deltalake(
             table,
             schema.empty_table(),
@@ -366,8 +383,9 @@ def writer_properties(schema: pa.Schema) -> WriterProperties:
 
 def files_of(table: DeltaTable, storage_options: Mapping[str, str]) -> set[str]:
     """Return all files in the directory of the table, of any version or none."""
-    root = filesystem(table.table_uri, storage_options)
-    return {f.path for f in root.get_file_info(pafs.FileSelector("")) if f.is_file}
+    with storage_errors(table.table_uri):
+        root = filesystem(table.table_uri, storage_options)
+        return {f.path for f in root.get_file_info(pafs.FileSelector("")) if f.is_file}
 
 
 def history_properties(history: timedelta) -> dict[str, str]:

@@ -474,7 +474,7 @@ from pathlib import Path
 sys.path[:0] = [sys.argv[2], str(Path(sys.argv[2]).parents[3])]
 from test_maintenance import put, ids, rows, never, SOURCE
 from schemas.settings import Settings
-from stream_jobs.lake.main import _follow, _when_space
+from stream_jobs.lake.main import _follow, _when_writable
 from stream_jobs.lake.metrics import LakeMetrics
 from schemas.codec.avro_schema import expanded
 from stream_jobs.lake.delta.maintenance import MaintenanceRunner
@@ -510,17 +510,18 @@ lake, stop = Lake(settings.lake_uri, {}, 100), threading.Event()
 filler = room / "filler"
 filler.write_bytes(os.urandom(4096 * 995))
 threading.Timer(1.5, filler.unlink).start()  # there is no room even for the tables at first
-assert _when_space(lake.acquire, stop)
+assert _when_writable(lake, lake.acquire, stop, started=False)
 filler.write_bytes(os.urandom(4096 * 600))
 threading.Timer(1.5, filler.unlink).start()
 for n in range(40):  # 40 KB each that can't be compressed
     batch = [rows(lake, n * 4 + i, f"e{n}.{i}", reason=os.urandom(5_000).hex()) for i in range(4)]
     flat = [row for one in batch for row in one]
-    assert _when_space(lambda: lake.append("rewards", flat, {SOURCE: n * 4 + 4}, never), stop)
+    assert _when_writable(lake, lambda: \
+    lake.append("rewards", flat, {SOURCE: n * 4 + 4}, never), stop)
 assert ids(settings) == sorted(f"e{n}.{i}" for n in range(40) for i in range(4))
 filler.write_bytes(os.urandom(4096 * 900)[: os.statvfs(room).f_bavail * 4096])
 stop.set()
-assert not _when_space(lambda: \
+assert not _when_writable(lake, lambda: \
 lake.append("rewards", rows(lake, 160, "z", reason="x" * 9), {SOURCE: 161}, never), stop)
 former, schema = lake.tables["rewards"], expanded(shipped("Reward"))
 schema["fields"] = [*schema["fields"], \
