@@ -56,9 +56,13 @@ class QueryResult:
         if code == -signal.SIGALRM:
             limit = f"lake.sql_timeout_s={self._lake.sql_timeout_s:g}"
             return SqlError(f"the query took longer than {limit}: narrow it, or raise it")
-        if code:
-            how = signal.Signals(-code).name if code < 0 else f"code {code}"
+        if code < 0:  # libraries that run out of memory abort
+            how = signal.Signals(-code).name
             return SqlError(f"the process of the query ended with {how}: {too_large(self._lake)}")
+        if code:
+            return SqlError(
+                f"the process of the query ended with code {code}: standard error says why"
+            )
         return None
 
 

@@ -33,6 +33,7 @@ from clawstream.query.connection import batches_of, connect, table_at_fault
 from clawstream.query.sandbox import too_large
 from schemas.settings import LakeSettings, Settings
 from stream_jobs.errors import LakeDamaged, LakeError, SqlError
+from stream_jobs.lake.delta.log import plain
 from stream_jobs.lake.delta.snapshots import resolve_versions
 from stream_jobs.lake.delta.table import open_table, table_damage
 
@@ -55,11 +56,24 @@ def main() -> None:
     except BrokenPipeError:
         pass  # the caller stopped reading
     except (SqlError, LakeError) as e:
-        os.write(int(sys.argv[1]), json.dumps({"message": str(e)[:_MESSAGE_BYTES]}).encode())
+        message = str(e)[:_MESSAGE_BYTES]
+        os.write(int(sys.argv[1]), json.dumps({"message": message}).encode())
     os._exit(0)  # threads of libraries that wait for memory would not end
 
 
 def _answer(settings: Settings, query: str, at: str | None, out: BinaryIO) -> None:
+    """Run a query. Raises SqlError or LakeError for all that went wrong: the caller reports it."""
+    try:
+        _query(settings, query, at, out)
+    except (SqlError, LakeError, BrokenPipeError):
+        raise
+    except MemoryError as e:
+        raise SqlError(too_large(settings.lake)) from e
+    except Exception as e:
+        raise SqlError(f"{type(e).__name__}: {plain(e)}") from e
+
+
+def _query(settings: Settings, query: str, at: str | None, out: BinaryIO) -> None:
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, settings.lake.sql_timeout_s)
     versions = None if at is None else resolve_versions(settings, at)
@@ -76,8 +90,6 @@ def _answer(settings: Settings, query: str, at: str | None, out: BinaryIO) -> No
                 signal.setitimer(signal.ITIMER_REAL, left_s)
             signal.setitimer(signal.ITIMER_REAL, 0)
         out.flush()
-    except MemoryError as e:
-        raise SqlError(too_large(settings.lake)) from e
     except SqlError as e:
         table = table_at_fault(e)
         if table is not None:

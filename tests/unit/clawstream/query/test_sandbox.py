@@ -6,6 +6,7 @@ when the client stops reading the answer.
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import subprocess
@@ -22,8 +23,8 @@ import pytest
 from support.small_lake import SmallLake
 
 from clawstream.query.connection import connect
-from clawstream.query.sandbox import answer, run_sql
-from clawstream.query.sandbox_launch import query_process
+from clawstream.query.sandbox import QueryResult, answer, run_sql
+from clawstream.query.sandbox_launch import QueryProcess, query_process
 from schemas.settings import LakeSettings, Settings
 from stream_jobs.errors import SqlError
 
@@ -215,3 +216,24 @@ def test_a_statement_without_a_result_and_a_missing_lake(
     assert run_sql(settings, "CREATE TEMP TABLE x (a INT)", "json") == "[]"
     with pytest.raises(SqlError, match="no lake at /"):
         run_sql(Settings(data_dir=tmp_path), "SELECT 1")
+
+
+@pytest.mark.parametrize(
+    ("ends", "says"),
+    [
+        ("import os; os._exit(3)", "ended with code 3: standard error says why"),
+        ("import os; os.kill(os.getpid(), 9)", r"ended with SIGKILL: the query needs more than"),
+    ],
+)
+def test_only_a_process_that_was_killed_is_said_to_need_memory(ends: str, says: str) -> None:
+    with subprocess.Popen([sys.executable, "-c", ends], stdout=subprocess.PIPE) as process:
+        worker = QueryProcess(process, io.BytesIO())
+        with pytest.raises(SqlError, match=says):
+            QueryResult(worker, LakeSettings())
+
+
+def test_what_the_process_met_is_passed_on() -> None:
+    wrong = {"GOOGLE_SERVICE_ACCOUNT_KEY": "no JSON"}
+    lake = LakeSettings(uri="gs://bucket", storage_options=wrong)
+    with pytest.raises(SqlError, match=r"store of gs://bucket/\w+ is away: .* service account"):
+        run_sql(Settings(lake=lake), "select 1")
