@@ -16,7 +16,7 @@ import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from runtime.process.field_types import FieldType, field_at
+from runtime.field_types import FieldType, field_at
 from runtime.process.secret_fields import holds_secret
 from schemas.errors import SettingsError
 from schemas.settings import Settings
