@@ -127,6 +127,23 @@ class Observation:
         down = [(p.name, p.remedy) for p in self.processes or () if p.remedy is not None]
         return stalled + [(name, remedy) for name, remedy in down if remedy not in known]
 
+    @property
+    def notes(self) -> list[str]:
+        """What to look at, though nothing is wrong with the processes."""
+        lagging = [
+            f"{c.status}: {c.group} has {c.records} records of {c.topic} left"
+            for c in self.consumers
+            if c.remedy is None and c.status not in (None, "ok")
+        ]
+        workers = [
+            f"worker {w.worker_id} is {'silent' if w.is_silent else w.state}"
+            + (f": {w.error}" if w.error else "")
+            for w in self.workers
+            if w.is_silent or w.state == "failed"
+        ]
+        lost = 0 if self.spool is None else self.spool.quarantined + self.spool.damaged
+        return [*lagging, *workers, *([f"the spool has {lost} bytes aside"] if lost else [])]
+
 
 class Observe(Protocol):
     """Observes an installation."""

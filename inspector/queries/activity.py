@@ -10,7 +10,7 @@ from collections import OrderedDict
 from threading import Lock
 from typing import Any, NamedTuple
 
-from inspector.queries.lake import Lake
+from inspector.queries.lake import Lake, Row
 
 CHARTS = ("calls", "trajectories", "groups", "versions", "dead_letters")
 
@@ -76,6 +76,16 @@ def open_dead_letters(lake: Lake) -> int:
         ANTI JOIN dead_letters_resolved USING (topic_id, "partition", "offset")"""
     )
     return int(found[0]["n"])
+
+
+def newest_letters(lake: Lake, limit: int) -> list[Row]:
+    """Return the newest open dead letters, each with the processes that wrote it."""
+    return lake.rows(
+        f"""SELECT topic, "partition", "offset", list_sort(list(DISTINCT process)) AS processes,
+            any_value(reason) AS reason, any_value(detail) AS detail, max(kafka_timestamp) AS "at"
+        FROM letters ANTI JOIN dead_letters_resolved USING (topic_id, "partition", "offset")
+        GROUP BY topic, topic_id, "partition", "offset" ORDER BY "at" DESC LIMIT {limit}"""
+    )
 
 
 def newest_version(lake: Lake) -> Newest | None:

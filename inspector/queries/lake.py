@@ -158,7 +158,8 @@ COPIES = {
     ),
     "letters": Copied(
         "dead_letters",
-        """SELECT topic_id, "partition", "offset", reason,
+        """SELECT topic, topic_id, "partition", "offset", process, reason,
+            left(detail, 500) AS detail,
             as_utc(kafka_timestamp) AS kafka_timestamp
         FROM new_rows""",
     ),

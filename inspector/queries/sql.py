@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Sequence
 from datetime import UTC, date, datetime
 from decimal import Decimal
 from math import isfinite
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from inspector.queries.lake import COPIES, Lake, Row
 
@@ -24,10 +25,35 @@ class Result(NamedTuple):
     more: bool
 
 
-RunSql = Callable[[str], Result]
-"""Runs a query in a process of its own, with limits. It raises a ForeseenError that says what is
-wrong with the query.
-"""
+class Cancellation:
+    """Ends a query from another thread. is_set: its reader has left."""
+
+    def __init__(self) -> None:
+        self._lock, self._end = threading.Lock(), lambda: None
+        self.is_set = False
+
+    def set(self) -> None:
+        """End the query, now or when it begins."""
+        with self._lock:
+            self.is_set = True
+            self._end()
+
+    def ends(self, end: Callable[[], None]) -> None:
+        """Call this function when the query is cancelled, also if it is already."""
+        with self._lock:
+            self._end = end
+            if self.is_set:
+                end()
+
+
+class RunSql(Protocol):
+    """Runs queries, each in a process of its own, with limits."""
+
+    def prepare(self) -> None:
+        """Do now what can be done before the next query is known."""
+
+    def __call__(self, query: str, cancellation: Cancellation) -> Result:
+        """Run a query. It raises a ForeseenError that says what is wrong with the query."""
 
 
 def schema_of(lake: Lake) -> dict[str, list[Row]]:

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -128,17 +128,22 @@ def create_app(parts: Parts) -> FastAPI:
     async def wrong(request: Request, error: RequestValidationError) -> Response:
         said = (f"{'.'.join(map(str, e['loc'][1:]))}: {e['msg']}" for e in error.errors())
         text = "; ".join(said)[:1000]
-        return render(request, "message.html", 422, title="Not possible", text=text)
+        return render(request, "message.html", 422, title="Not possible", text=text, back=None)
 
     @app.exception_handler(404)
     async def absent(request: Request, _: Exception) -> Response:
         text = "No such page, or the lake does not have it (yet): see `clawstream lag`."
-        return render(request, "message.html", 404, title="Not found", text=text)
+        return render(request, "message.html", 404, title="Not found", text=text, back=None)
 
     @app.exception_handler(HTTPException)
     async def refused(request: Request, error: HTTPException) -> Response:
         return render(
-            request, "message.html", error.status_code, title="Not possible", text=error.detail
+            request,
+            "message.html",
+            error.status_code,
+            title="Not possible",
+            text=error.detail,
+            back=None,
         )
 
     return app
@@ -148,7 +153,9 @@ async def _error_page(request: Request, error: ForeseenError) -> Response:
     status, title = 503, "Not available"
     if isinstance(error, InspectorError | InvalidId):
         status, title = getattr(error, "status", 422), "Not possible"
-    return render(request, "message.html", status, title=title, text=str(error))
+    back = urlsplit(request.headers.get("referer", ""))._replace(scheme="", netloc="").geturl()
+    back = local(back) if back and request.method == "POST" else None
+    return render(request, "message.html", status, title=title, text=str(error), back=back)
 
 
 def _refusal(request: Request, is_open: bool) -> Response | None:

@@ -14,20 +14,32 @@ from fastapi.sse import EventSourceResponse, ServerSentEvent
 from inspector.operations.observation import Consumer, Observation, Weights, consumer_name
 from inspector.operations.sparkline import HEIGHT, WIDTH, path_of
 from inspector.operations.time_range import RANGES, TimeRange, time_range
-from inspector.queries.activity import CHARTS, newest_version, open_dead_letters
+from inspector.queries.activity import CHARTS, newest_letters, newest_version, open_dead_letters
+from inspector.queries.lake import Row
 from inspector.web.dependencies import Permitted, Used
 from inspector.web.rendering import block_of, link, render
 from schemas.errors import ForeseenError
 
 router = APIRouter()
 TEMPLATE = "operations.html"
-LIVE_PARTS = ("problems", "facts", "consumers", "others", "processes", "workers", "count")
+LIVE_PARTS = (
+    "problems",
+    "facts",
+    "consumers",
+    "others",
+    "processes",
+    "workers",
+    "letters",
+    "count",
+)
 """Blocks of the template that are sent again when they change, by the event of their name.
 
 None is ever empty: browsers drop an event without data.
 """
 SPARK_S = 15.0
 """A lag of fewer seconds stays low in the small charts: it is that of a healthy consumer."""
+LETTERS = 50
+"""Newest open dead letters that are listed."""
 NOT_ASKED = "it has not been asked yet"
 LAGS = {
     "lag_seconds": "Lag of each consumer group, seconds",
@@ -92,20 +104,23 @@ def _query(shown: TimeRange) -> dict[str, str | None]:
 def _state(parts: Any, shown: TimeRange) -> Mapping[str, Any]:
     """Return what the live blocks show: the newest observation, and what only the lake knows."""
     found: Observation = parts.operations.latest or Observation(time.time(), NOT_ASKED)
-    lake_error, committed_s = "", None
+    lake_error, committed_s, listed = "", None, list[Row]()
     weights, letters = found.weights, found.dead_letters
     try:
         committed_s = parts.lake.newest_commit_s()
+        listed = newest_letters(parts.lake, LETTERS)
         if found.kafka_error is not None:
             newest = newest_version(parts.lake)
             weights = newest and Weights(*newest)
             letters = open_dead_letters(parts.lake)
     except ForeseenError as error:
         lake_error = str(error)
+    notes = [*found.notes, *(f"{table} is not up to date" for table in parts.lake.failed)]
     lines = parts.operations.history.lines("consumer", shown.from_s, shown.to_s).series
     return {
         "found": found, "weights": weights, "letters": letters, "committed_s": committed_s,
-        "lake_error": lake_error, "now_s": time.time(), "width": WIDTH, "height": HEIGHT,
+        "listed": listed, "notes": notes, "lake_error": lake_error, "now_s": time.time(),
+        "width": WIDTH, "height": HEIGHT,
         "ours": [(c, *_spark(lines, c)) for c in found.consumers if c.status is not None],
         "others": [c for c in found.consumers if c.status is None],
     }  # fmt: skip

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
+from functools import partial
 
 from fastapi.testclient import TestClient
 from support.export_lake import ExportLake, export_lake, turn
 
 from clawstream.export.chat import chat_of
 from clawstream.inspection.policies import RunPolicies
-from clawstream.inspection.sandboxed_sql import runner
+from clawstream.inspection.sandboxed_sql import SandboxedSql
 from clawstream.query.live_lake import Copy, LiveLake
 from inspector.live.feed import Live
 from inspector.marks.mark import Event
@@ -149,11 +150,11 @@ def application(settings: Settings, written: ExportLake, lake: LiveLake) -> Insp
     """Return an application without marks over a lake. It finds policies in the lake only."""
     log, observed = InMemoryLog(), Observed(WITHOUT_KAFKA)
     parts = Parts(
-        lake, Live(lake), USERS.get, chat_of, lambda *_: None, "http://gateway",
+        lake, Live(lake), USERS.get, partial(chat_of, is_whole=True), lambda *_: None, "http://gateway",
         marks=MarkWriter(settings.kafka.topics.rewards, lambda: log, log.is_connected),
         rewards=(-10.0, 10.0),
         policies=RunPolicies(settings, cluster_of(settings), lake, lambda: False),
-        sql=runner(settings),
+        sql=SandboxedSql(settings),
         operations=Watcher(observed),
         activity=Activity(lake), metrics=PageMetrics(),
     )  # fmt: skip

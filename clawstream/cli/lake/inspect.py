@@ -60,7 +60,7 @@ def parts_of(settings: Settings) -> tuple[Parts, Live, str | None]:
     """Return the parts of the application, its live tail, and the key to print, if any."""
     from clawstream.inspection.operations import Operations
     from clawstream.inspection.policies import RunPolicies
-    from clawstream.inspection.sandboxed_sql import runner
+    from clawstream.inspection.sandboxed_sql import SandboxedSql
     from clawstream.inspection.whole_chats import whole_chats
     from clawstream.query.live_lake import Copy, LiveLake
     from clawstream.query.token_texts import TokenTexts
@@ -91,7 +91,7 @@ def parts_of(settings: Settings) -> tuple[Parts, Live, str | None]:
         marks=MarkWriter(topics.rewards, producer_of(cluster, topics), follower.is_connected),
         rewards=(gateway.reward_min, gateway.reward_max),
         policies=RunPolicies(settings, cluster, lake, follower.is_connected),
-        sql=runner(settings),
+        sql=SandboxedSql(settings),
         operations=Watcher(Operations(settings, cluster_of(settings))),
         activity=Activity(lake), metrics=metrics,
     )  # fmt: skip

@@ -106,6 +106,7 @@ document.addEventListener("click", (event) => {
   const button = event.target.closest("button[data-copy]");
   if (button) copy(button);
   if (event.target.closest("button[data-keys]")) KEYS["?"]();
+  if (event.target.closest("#cancel")) htmx.trigger("#query", "htmx:abort");
   const name = event.target.closest("button[data-insert]");
   if (name) insert(one("#search"), name.dataset.insert);
   const target = event.target.closest("#tokens .t");

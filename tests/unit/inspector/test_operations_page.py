@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 from support.export_lake import turn
-from support.inspector import HOSTILE, NOW_S, OBSERVED, WORKER, Inspected, inspected
+from support.inspector import HOSTILE, NOW_S, OBSERVED, OK, WORKER, Inspected, inspected
 from support.run_lake import run_lake
 from support.small_lake import SmallLake
 
 from clawstream.query.live_lake import Copy, LiveLake
-from inspector.operations.observation import Observation, Weights
+from inspector.operations.observation import Consumer, Observation, Spool, Weights
 from inspector.operations.time_range import time_range
 from inspector.queries.activity import Activity, activity, newest_version, open_dead_letters
 from inspector.queries.lake import COPIES
@@ -103,6 +103,36 @@ class TestPage:
         assert "claw-admit.old.train" in text.partition("<details>")[2]
         for words in ("run/3.0", " d ago", ">4<", "1 GiB", "2 KiB", "boom"):
             assert words in text, words
+
+    def test_what_is_to_look_at_is_neither_a_problem_nor_none(self, shown: Inspected) -> None:
+        absent = Consumer("claw-trainer", "claw.ready", 16, True, 1141.0, "absent", None)
+        spool = Spool(0, 7, 0)
+        quiet = Observation(NOW_S, None, [OK], [], [WORKER], None, 0, None, Spool(0, 0, 0))
+        for found, said in (
+            (quiet, ["no problem"]),
+            (replace(quiet, consumers=[absent]), ["1 to look at", "absent: claw-trainer has 16"]),
+            (replace(quiet, dead_letters=1), ["1 to look at", "1 open dead letter<"]),
+            (
+                replace(quiet, workers=[WORKER._replace(state="failed", error="boom")]),
+                ["w is failed: boom"],
+            ),
+            (replace(quiet, spool=spool, dead_letters=2), ["2 to look at", "7 bytes aside"]),
+        ):
+            shown.parts.operations.take(found)
+            text = shown.client.get("/operations").text
+            assert all(words in text for words in said), said
+            assert ("no problem" in text) == (found is quiet)
+
+    def test_dead_letters_are_listed_with_their_reason_and_remedy(self, tmp_path: Path) -> None:
+        made = inspected(Settings(data_dir=tmp_path))
+        lost = replace(letter(1, "lake"), reason="unknown_target", detail=HOSTILE)
+        made.written.lake.put("dead_letters", "DD", lost, replace(lost, process="assemble"),
+                              letter(2, "lake"))  # fmt: skip
+        made.written.lake.put("dead_letters_resolved", "DD", resolved(2))
+        assert made.lake.refresh()
+        text = made.client.get("/operations").text.partition('id="letters"')[2]
+        assert "assemble, lake" in text and "unknown target" in text and "<img" not in text
+        assert "clawstream dlq show claw.steps-0-1<" in text and "claw.steps-0-2" not in text
 
     def test_without_a_broker_shows_what_the_lake_has(self, shown: Inspected) -> None:
         lost = Observation(NOW_S, kafka_error="no Kafka answers at h:1")

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, date, datetime
 from decimal import Decimal
 from html import unescape
+from threading import Event
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.inspector import Inspected, inspected
+from support.inspector import KEY, Inspected, inspected
 
-from inspector.queries.sql import CELL_CHARS, Result, cell, chart_of
+from clawstream.inspection.sandboxed_sql import AT_ONCE, SandboxedSql
+from inspector.queries.sql import CELL_CHARS, Cancellation, Result, cell, chart_of
+from inspector.web.app import create_app
 from schemas.settings import Settings
+from stream_jobs.errors import SqlError
 
 HUGEINT = st.integers(-(2**127), 2**127 - 1)
 VALUES = st.none() | st.booleans() | HUGEINT | st.floats() | st.text() | st.binary()
@@ -66,6 +72,72 @@ def test_an_address_fills_the_query_in_and_does_not_run_it(shown: Inspected) -> 
     assert "SELECT 1 AS one" in text and 'id="rows"' not in text
     assert "<code>readiness</code>" in text and "candidates_raw" not in text
     assert "Quality in [0, 1] that holds" in text, "columns have their descriptions"
+
+
+@pytest.mark.slow
+def test_a_script_gets_only_the_result(shown: Inspected) -> None:
+    reply = shown.client.post("/sql", data={"q": "SELECT 1 AS one"}, headers={"hx-request": "true"})
+    assert reply.text.lstrip().startswith('<section id="result"') and len(reply.text) < 2000
+
+
+ENDLESS = "SELECT count(*) FROM range(1000000000) a, range(1000000000) b WHERE a.range <> b.range"
+
+
+@pytest.mark.slow
+def test_a_cancelled_query_ends_and_leaves_its_place(shown: Inspected) -> None:
+    run = SandboxedSql(shown.settings)
+    cancellations = [Cancellation() for _ in range(AT_ONCE)]
+    with ThreadPoolExecutor() as pool:
+        running = [pool.submit(run, ENDLESS, cancellation) for cancellation in cancellations]
+        for cancellation in cancellations:
+            cancellation.set()
+        for query in running:
+            with pytest.raises(SqlError, match="cancelled"):
+                query.result()
+    assert run("SELECT 7 AS n", Cancellation()).rows == [(7,)]
+
+
+@pytest.mark.slow
+def test_a_query_of_the_page_has_a_limit_of_its_own(shown: Inspected) -> None:
+    run = SandboxedSql(shown.settings, limit_s=0.5)
+    with pytest.raises(SqlError, match=r"longer than 0\.5 s, the limit of this page"):
+        run(ENDLESS, Cancellation())
+
+
+class UntilLeft:
+    """A query that ends when its reader leaves."""
+
+    def prepare(self) -> None:
+        """Nothing to do."""
+
+    def __call__(self, query: str, cancellation: Cancellation) -> Result:
+        left = Event()
+        cancellation.ends(left.set)
+        assert left.wait(60)
+        raise SqlError("cancelled")
+
+
+@pytest.mark.slow
+def test_a_query_ends_when_its_reader_leaves(shown: Inspected) -> None:
+    app = create_app(shown.parts._replace(sql=UntilLeft()))
+    messages = [
+        {"type": "http.request", "body": b"q=SELECT+1", "more_body": False},
+        {"type": "http.disconnect"},
+    ]
+    scope = {
+        "type": "http", "method": "POST", "path": "/sql", "raw_path": b"/sql", "query_string": b"",
+        "headers": [(b"authorization", f"Bearer {KEY}".encode()), (b"host", b"test")],
+        "scheme": "http", "server": ("test", 80), "client": ("test", 1), "http_version": "1.1",
+    }  # fmt: skip
+
+    async def receive() -> dict[str, Any]:
+        return messages.pop(0) if messages else {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        """Nobody reads it."""
+
+    asyncio.run(asyncio.wait_for(app(scope, receive, send), 60))
+    assert not messages
 
 
 def of(*rows: tuple[Any, ...]) -> Result:
