@@ -164,6 +164,7 @@ class LiveLake:
         self._tables: dict[str, Delta] = {}
         self._committed: dict[str, tuple[int, float | None]] = {}
         self._looked_at = self._read_at = float("-inf")
+        self._changes = self._told = 0
         self._refresher = threading.Thread()
         self._closed = False
         self._database = self._empty({name: table.schema for name, table in catalog().items()})
@@ -228,7 +229,7 @@ class LiveLake:
 
     def start(self) -> None:
         """Index texts in the background, and follow the lake while nobody queries it, too."""
-        self.texts.start(self.refresh)
+        self.texts.start(self._read)
 
     def find(self, search: str) -> tuple[list[pa.Table], float]:
         """Return the trajectories with each term of a search, and the indexed share of the calls.
@@ -300,11 +301,17 @@ class LiveLake:
             timer.join()  # it must not interrupt the next query
 
     def refresh(self) -> bool:
-        """Move to the newest snapshots. Returns whether any table has changed.
+        """Move to the newest snapshots. Returns whether any table has changed since the last call.
 
         A table that cannot be read keeps its last snapshot and is tried again at the next call;
         `failed` names it.
         """
+        self._read()
+        with self._lock:
+            told, self._told = self._told, self._changes
+            return told != self._changes
+
+    def _read(self) -> None:
         with self._refreshing:
             self._looked_at = time.monotonic()
             found = {}
@@ -312,15 +319,14 @@ class LiveLake:
                 with self._noting_failure(name):
                     if (dataset := self._newest(name)) is not None:
                         found[name] = dataset
-            has_changed = self._show(found)
+            self._changes += self._show(found)
             self._read_at = self._looked_at
-            return has_changed
 
     def _keep_fresh(self) -> None:
         now = time.monotonic()
         with self._lock:
             if now - self._looked_at >= FRESH_S and not self._refresher.is_alive():
-                self._refresher = threading.Thread(target=self.refresh, name="lake", daemon=True)
+                self._refresher = threading.Thread(target=self._read, name="lake", daemon=True)
                 self._refresher.start()
         if now - self._read_at >= WAIT_S:
             is_first = self._read_at == float("-inf")

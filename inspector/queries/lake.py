@@ -113,9 +113,6 @@ COPIES = {
             list_min([r.reason FOR r IN rewards IF r.step_id IS NULL AND r.value IS NULL])
                 AS unrewarded_reason,
             quality, tags, oldest_sync_index, newest_sync_index, len(steps)::INTEGER AS steps,
-            len([s FOR s IN steps IF s.trainable])::INTEGER AS trainable_steps,
-            list_min([coalesce(s.reason, 'excluded by curation') FOR s IN steps
-                IF NOT s.trainable]) AS untrained_reason,
             prompt_tokens, trainable_tokens, trainable, reason, revision, rewards,
             as_utc(opened_at) AS opened_at, as_utc(closed_at) AS closed_at,
             as_utc(kafka_timestamp) AS kafka_timestamp, kafka_topic_id
@@ -150,6 +147,13 @@ COPIES = {
         """SELECT run_id, trajectory_id, step_id, mark, evidence FROM new_rows
         WHERE mark IN ('late', 'duplicate', 'orphan')""",
     ),
+    "trained": Copied(
+        "trained_trajectories",
+        """SELECT run_id, trajectory_id, version_id,
+            len([s FOR s IN steps IF s.untrained_reason IS NULL])::INTEGER AS trained_steps,
+            list_min([s.untrained_reason FOR s IN steps]) AS untrained_reason
+        FROM new_rows""",
+    ),
     "published": Copied(
         "weights",
         """SELECT version_id, as_utc(created_at) AS created_at,
@@ -183,7 +187,7 @@ COPIES = {
 `closed`: the newest revision of each closed trajectory. Its `reward` is that of training: of the
 batch that took it, else by the weights of the newest applied policy (`policies`), else the sum.
 `calls`: recorded calls. `payloads`: parts of closed trajectories. `members`: decisions of
-admission. `errors`: failed calls. `outside`: recorded calls that are in no trajectory. `published`:
-weight versions. `letters`: dead letters.
+admission. `errors`: failed calls. `outside`: recorded calls that are in no trajectory. `trained`:
+what the trainer did with a trajectory. `published`: weight versions. `letters`: dead letters.
 `curations`, `human_rewards`: what people say, with the same columns (`inspector.marks.history`).
 """

@@ -159,34 +159,33 @@ def _reasons(rows: list[Row], names: tuple[str, ...] = ("reason",)) -> list[tupl
 _UNREWARDED, _WAITS = "no reward yet", "waits for its group"
 _FATES = f"""
     WITH decided AS (
-        SELECT run_id, trajectory_id, bool_or(admitted) AS admitted,
-            max_by(reason, kafka_timestamp) AS refused,
-            max(batch_seq) FILTER (admitted) AS batch_seq,
-            any_value(kafka_topic_id) FILTER (admitted) AS topic_id
+        SELECT run_id, trajectory_id, max_by(reason, kafka_timestamp) AS refused
         FROM members WHERE run_id = $run GROUP BY ALL
-    ), trained AS (
-        SELECT channel, batches_topic_id, max(last_batch_seq) AS last FROM lineage_versions
-        WHERE run_id = $run AND first_batch_seq IS NOT NULL GROUP BY ALL
+    ), kept AS (
+        SELECT trajectory_id, max_by(trained_steps, v.sync_index) AS trained_steps,
+            max_by(untrained_reason, v.sync_index) AS untrained_reason
+        FROM trained t JOIN lineage_versions v ON v.version_id = t.version_id AND v.surviving
+        WHERE t.run_id = $run GROUP BY trajectory_id
     ), fates AS (
-        SELECT c.steps, c.trainable_steps, CASE
+        SELECT c.steps, k.trained_steps, k.untrained_reason, CASE
             WHEN c.reward IS NULL THEN 'rewarded'
-            WHEN NOT coalesce(d.admitted, false) THEN 'admitted'
-            WHEN c.channel <> 'train' OR t.last IS NULL OR d.batch_seq > t.last THEN 'trained'
+            WHEN c.batch_seq IS NULL THEN 'admitted'
+            WHEN k.trajectory_id IS NULL THEN 'trained'
             END AS lost_at,
             CASE WHEN c.reward IS NULL THEN coalesce(c.unrewarded_reason, '{_UNREWARDED}')
             WHEN d.trajectory_id IS NULL THEN coalesce(c.reason, '{_WAITS}')
-            WHEN NOT d.admitted THEN coalesce(d.refused, 'refused')
+            WHEN c.batch_seq IS NULL THEN coalesce(d.refused, 'refused')
             WHEN c.channel <> 'train' THEN 'channel ' || c.channel || ' is not trained'
-            ELSE 'batch not trained yet' END AS reason, c.untrained_reason
+            ELSE 'batch not trained yet' END AS reason
         FROM closed c LEFT JOIN decided d USING (run_id, trajectory_id)
-            LEFT JOIN trained t ON t.channel = c.channel AND t.batches_topic_id = d.topic_id
+            LEFT JOIN kept k ON k.trajectory_id = c.trajectory_id
         WHERE c.run_id = $run
     )
     SELECT lost_at AS stage, reason, sum(steps) AS steps FROM fates WHERE lost_at IS NOT NULL
     GROUP BY ALL
     UNION ALL
-    SELECT 'trained', untrained_reason, sum(steps - trainable_steps) FROM fates
-    WHERE lost_at IS NULL AND steps > trainable_steps GROUP BY ALL
+    SELECT 'trained', coalesce(untrained_reason, 'not trained'), sum(steps - trained_steps)
+    FROM fates WHERE lost_at IS NULL AND steps > trained_steps GROUP BY ALL
     UNION ALL
-    SELECT 'kept', '', sum(CASE WHEN lost_at IS NULL THEN trainable_steps END) FROM fates
-    HAVING sum(CASE WHEN lost_at IS NULL THEN trainable_steps END) > 0"""
+    SELECT 'kept', '', sum(trained_steps) FROM fates WHERE lost_at IS NULL
+    HAVING sum(trained_steps) > 0"""

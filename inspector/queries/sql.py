@@ -29,7 +29,8 @@ class Cancellation:
     """Ends a query from another thread. is_set: its reader has left."""
 
     def __init__(self) -> None:
-        self._lock, self._end = threading.Lock(), lambda: None
+        self._lock = threading.Lock()
+        self._end: Callable[[], None] = lambda: None
         self.is_set = False
 
     def set(self) -> None:

@@ -153,8 +153,8 @@ async def _error_page(request: Request, error: ForeseenError) -> Response:
     status, title = 503, "Not available"
     if isinstance(error, InspectorError | InvalidId):
         status, title = getattr(error, "status", 422), "Not possible"
-    back = urlsplit(request.headers.get("referer", ""))._replace(scheme="", netloc="").geturl()
-    back = local(back) if back and request.method == "POST" else None
+    came_from = urlsplit(request.headers.get("referer", ""))._replace(scheme="", netloc="").geturl()
+    back = local(came_from) if came_from and request.method == "POST" else None
     return render(request, "message.html", status, title=title, text=str(error), back=back)
 
 

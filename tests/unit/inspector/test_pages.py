@@ -354,6 +354,14 @@ def test_the_funnel_counts_each_step_once(shown: Inspected) -> None:
     assert stages["trained"] == (0, [])
 
 
+def test_the_funnel_ends_with_what_the_trainer_did(trained: Inspected) -> None:
+    from inspector.queries.overview import funnel
+
+    stages = {s.name: (s.calls, s.losses) for s in funnel(trained.lake, "run")}
+    assert stages["admitted"][0] == 7
+    assert stages["trained"] == (6, [("left out by curation, or by policy 1", 1)])
+
+
 def test_the_curve_of_a_run_begins_at_its_lowest_value() -> None:
     assert curve_of([(0.0, -1.0), (2.0, 0.5)])[:4] == [0.0, None, 1.5, None]
     assert curve_of([]) == [None] * CURVE

@@ -111,6 +111,12 @@ def test_a_long_query_holds_up_neither_pages_nor_refreshes(
             lake.close()
 
 
+def test_a_change_that_a_query_has_found_is_told(settings: Settings, written: SmallLake) -> None:
+    lake = LiveLake(settings, {"made": CALLS})
+    assert ids(lake, "made") == ["a~0.0"]
+    assert lake.refresh() and not lake.refresh()
+
+
 def test_of_each_key_the_highest_value_stays_in_whatever_order_it_comes(
     settings: Settings, written: SmallLake
 ) -> None:
