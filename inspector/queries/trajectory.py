@@ -148,7 +148,8 @@ def _open(lake: Lake, run_id: str, key: str) -> Trajectory | None:
     )
     for index, step in enumerate(steps):
         step |= {"index": index, "parent": index - 1 if index else None, "lane": 0}
-        step |= {"prompt_tokens": None, "response_tokens": None}  # known when it has closed
+        # Known when it has closed.
+        step |= dict.fromkeys(("prompt_tokens", "response_tokens", "drift", "marks"))
     head |= {"trajectory_id": key, "closed_at": None}
     return Trajectory(head, steps, failures, None, None, [], [], [])
 

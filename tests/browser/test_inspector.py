@@ -15,6 +15,7 @@ from support.inspector import inspected
 from support.jobs import reward, running, session, step
 
 from clawstream.cli.lake.inspect import parts_of
+from clawstream.inspection.sandboxed_sql import AT_ONCE
 from inspector.live.feed import Follower, Live
 from runtime.kafka import Cluster
 from runtime.process.config import with_values
@@ -46,7 +47,9 @@ def test_the_way_to_a_token(browser: Any, tmp_path: Path, scheme: str) -> None:
         assert not violations(page)
         page.keyboard.press("j")
         page.keyboard.press("Enter")
-        page.wait_for_url("**/t/run/g-0")
+        page.wait_for_url("**/t/run/g-0?list=*")
+        page.keyboard.press("u")
+        page.wait_for_url("**/trajectories?group_id=g&sort=-reward")
         page.goto(f"{address}/t/run/g-1")
         assert not violations(page)
         page.keyboard.press("j")
@@ -61,7 +64,7 @@ def test_the_way_to_a_token(browser: Any, tmp_path: Path, scheme: str) -> None:
         page.keyboard.press("g")
         page.wait_for_url("**/group?run=run&id=g")
         assert not violations(page)
-        pages = ("/", "/runs/run", "/t/run/evil", "/t/run/evil/step/0", "/marks", "/sql")
+        pages = ("/", "/runs/run", "/calls", "/t/run/evil", "/t/run/evil/step/0", "/marks", "/sql")
         for path in (*pages, "/t/run/g-1/tokens?by=difference"):
             page.goto(f"{address}{path}", wait_until="domcontentloaded")
             assert not violations(page), path
@@ -86,13 +89,76 @@ def test_marks_are_made_and_taken_back_by_keyboard(browser: Any, tmp_path: Path)
         assert page.locator(".head .chip").count() == 0
         page.goto(f"{address}/trajectories?group_id=g")
         page.click("summary >> text=Mark all 2")
-        page.fill("[name=quality]", "0.5")
-        page.click("button >> text=Mark all 2")
+        form = page.locator("details.mark form")
+        form.locator("[name=quality]").fill("0.5")
+        page.keyboard.press("Enter")  # the number is not typed yet
+        assert page.locator(".chip").count() == 0
+        form.locator("[name=count]").fill("2")
+        page.keyboard.press("Enter")
         page.wait_for_selector("tr:nth-child(2) .chip >> text=quality 0.5")
         page.goto(f"{address}/marks")
         page.click("tr >> nth=1 >> text=Undo")
         page.wait_for_selector("tr.undone >> text=and 1 more")
         assert [type(event).__name__ for _, _, event in made.log.events] == ["Curation"] * 6
+
+
+def test_a_key_marks_the_row_that_has_the_focus_and_nothing_else(
+    browser: Any, tmp_path: Path
+) -> None:
+    made = inspected(Settings(data_dir=tmp_path))
+    with serving(made.parts, Live(made.lake)) as address, logged_in(browser, address) as page:
+        page.goto(f"{address}/trajectories?group_id=g&sort=-reward")
+        page.keyboard.press("m")
+        assert page.locator("details[open], dialog[open]").count() == 0, "no row has the focus"
+        page.keyboard.press("j")
+        page.keyboard.press("j")
+        page.keyboard.press("m")
+        page.wait_for_selector("#mark-row[open] >> text=g-1")
+        assert not violations(page)
+        page.keyboard.press("Escape")
+        page.wait_for_selector("#mark-row", state="hidden")
+        page.keyboard.press("m")
+        page.fill("#mark-row [name=quality]", "0.5")
+        page.keyboard.press("Enter")
+        page.wait_for_selector("tr:nth-child(2) .chip >> text=quality 0.5")
+        assert page.evaluate("document.activeElement.dataset.trajectory") == "g-1"
+        assert [event.trajectory_key for _, _, event in made.log.events] == ["g-1"]
+        page.click("summary >> text=Mark all 2")
+        page.keyboard.press("Tab")
+        page.keyboard.press("Escape")
+        assert page.locator("details[open]").count() == 0
+
+
+def test_the_way_back_leads_to_the_row(
+    browser: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("inspector.queries.listing.PAGE", 2)
+    made = inspected(Settings(data_dir=tmp_path))
+    with serving(made.parts, Live(made.lake)) as address, logged_in(browser, address) as page:
+        page.goto(f"{address}/trajectories?channel=train&rows=2")
+        page.click("text=More")
+        page.wait_for_url("**rows=4**")
+        page.locator("a.row >> nth=3").focus()
+        name = page.evaluate("document.activeElement.dataset.trajectory")
+        page.keyboard.press("Enter")
+        page.wait_for_selector(".chat")
+        page.go_back()
+        page.wait_for_selector("a.row >> nth=3")
+        assert page.evaluate("document.activeElement.dataset.trajectory") == name
+
+
+def test_a_query_ends_when_it_is_cancelled(browser: Any, tmp_path: Path) -> None:
+    made = inspected(Settings(data_dir=tmp_path))
+    with serving(made.parts, Live(made.lake)) as address, logged_in(browser, address) as page:
+        page.goto(f"{address}/sql")
+        for _ in range(AT_ONCE + 1):  # each has a place: the one before has ended
+            page.fill("#search", "SELECT count(*) FROM range(1000000000) a, range(1000000000) b")
+            page.click("#run")
+            page.click("#cancel")
+            page.wait_for_selector("#cancel", state="hidden")
+        page.fill("#search", "SELECT 7 AS n")
+        page.click("#run")
+        page.wait_for_selector("#result td >> text=7")
 
 
 def test_a_query_draws_a_chart(browser: Any, tmp_path: Path) -> None:

@@ -56,7 +56,9 @@ def logged_in(browser: Any, address: str, scheme: str = "light", key: str = KEY)
     """Yield a page behind the login form; fails on any message of the browser's console."""
     context, said = browser.new_context(color_scheme=scheme), list[str]()
     page = context.new_page()
-    page.on("console", lambda message: said.append(message.text))
+    page.on(
+        "console", lambda message: None if _is_abort(message.text) else said.append(message.text)
+    )
     page.on("pageerror", lambda error: said.append(str(error)))
     for _ in range(100):  # until it listens
         try:
@@ -71,6 +73,11 @@ def logged_in(browser: Any, address: str, scheme: str = "light", key: str = KEY)
     yield page
     assert not said, said
     context.close()
+
+
+def _is_abort(text: str) -> bool:
+    """Return whether htmx says that a person has cancelled a request."""
+    return text.startswith(("htmx:sendAbort", "htmx:afterRequest"))
 
 
 def violations(page: Any) -> list[str]:

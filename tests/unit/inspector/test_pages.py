@@ -298,6 +298,9 @@ class TestTrajectory:
         shown_at = re.search(r'sse-connect="/t/run/open/changes\?seen=([^"]+)"', text)
         assert shown_at and text.index("</main>") < shown_at.start()
         assert state(shown.lake, "run", "open") == shown_at[1] == "1-0"
+        shown.written.lake.put("steps", "SS", turn("open", 1, [1], [2]))
+        assert shown.lake.refresh()
+        assert 'id="step-1"' in shown.client.get("/t/run/open").text
 
     def test_a_group_compares_rewards(self, shown: Inspected) -> None:
         text = shown.client.get("/group?run=run&id=g").text
