@@ -57,6 +57,11 @@ class Words(BaseModel):
     )
     limit: int | None = Field(None, gt=0, description="number of tasks")
     epochs: int = Field(1, gt=0, description="passes over the tasks")
+    shuffle: int | None = Field(None, description="seed of the order of the tasks")
+    skip: int = Field(0, ge=0, description="tasks at the start that are not played")
+    state: Path = Field(
+        Path(".agent_flow"), description="directory that remembers which groups were played"
+    )
     shard: str = Field(
         "0/1", pattern=r"^\d+/\d+$", description="I/N: this process is the I-th of N, from 0"
     )
@@ -139,6 +144,9 @@ def options_of(words: Words, limits: Limits, mode: Mode) -> Options:
         shard=(index, processes),
         limit=1 if mode.dry else words.limit,
         epochs=1 if mode.dry else words.epochs,
+        shuffle=words.shuffle,
+        skip=words.skip,
+        state=words.state if mode.channel == "train" else None,
         model=words.model,
         sampling=sampling,
     )

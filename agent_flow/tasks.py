@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
+from random import Random
 from typing import Any
 
 from agent_flow.errors import FlowError
@@ -78,25 +80,48 @@ def _pyarrow(module: str) -> Any:
 
 
 def numbered(
-    tasks: Iterable[Any], shard: tuple[int, int] = (0, 1), limit: int | None = None
+    tasks: Iterable[Any],
+    shard: tuple[int, int] = (0, 1),
+    limit: int | None = None,
+    shuffle: str | None = None,
+    skip: int = 0,
 ) -> Iterator[tuple[str, Task]]:
     """Yield the id and the task of each task of this process, in order.
 
+    An id depends only on the tasks before it, and is different for each task: a task without one
+    has its position, and a repeated one a number.
+
     Args:
-        tasks: Mappings; `id` defaults to the position.
+        tasks: Mappings.
         shard: This process's index and the number of processes that share the tasks.
         limit: Number of tasks of all processes.
+        shuffle: Seed of the order; None: as they come. All tasks are read first.
+        skip: Number of tasks at the start of the order, of all processes, that are left out.
 
     Raises:
         FlowError: A task is not a mapping.
     """
     index, processes = shard
-    for number, task in enumerate(islice(tasks, limit)):
-        if number % processes != index:
-            continue
+    order: Iterable[tuple[str, Task]] = _identified(islice(tasks, limit))
+    if shuffle is not None:
+        order = list(order)
+        Random(shuffle).shuffle(order)
+    for position, found in enumerate(order):
+        if position >= skip and position % processes == index:
+            yield found
+
+
+def _identified(tasks: Iterable[Any]) -> Iterator[tuple[str, Task]]:
+    used, repeated = set[str](), Counter[str]()
+    for number, task in enumerate(tasks):
         if not isinstance(task, Mapping):
             raise FlowError(f"task {number} is a {type(task).__name__}, not a mapping")
-        yield id_text(task.get("id", number)), task
+        name = first = id_text(task.get("id", number))
+        while name in used:
+            repeated[first] += 1
+            name = f"{first}.{repeated[first]}"
+        used.add(name)
+        yield name, task
 
 
 def id_text(value: Any, longest: int = LONGEST_ID) -> str:

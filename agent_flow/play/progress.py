@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter
+from pathlib import Path
+from statistics import fmean as mean
 from types import TracebackType
 from typing import Any, Self
 
@@ -12,6 +14,8 @@ from agent_flow.outcome import Ended
 
 LINE_EVERY_S = 10.0
 SHOWN_REASONS = 3
+WINDOW = 256
+"""Newest rewards whose mean is shown: the policy changes while a flow is played."""
 
 
 class Progress:
@@ -21,7 +25,7 @@ class Progress:
         self._began = time.monotonic()
         self.outcomes: Counter[str] = Counter()
         self.reasons: Counter[str] = Counter()
-        self.groups = 0
+        self.groups = self.played_before = 0
         self._rewards: list[float] = []
         self._shown = self._began
         self._bar: Any = None
@@ -52,6 +56,11 @@ class Progress:
         if self._bar is not None:
             self._bar.stop()
 
+    def resumed(self, groups: int, directory: Path) -> None:
+        """Say that groups were played before."""
+        self.played_before = groups
+        sys.stderr.write(f"{groups} groups were played before and are left out: {directory}\n")
+
     def ended(self, ended: Ended) -> None:
         """Count a rollout."""
         self.outcomes[ended.outcome] += 1
@@ -59,7 +68,11 @@ class Progress:
             self._rewards.append(ended.reward)
         if ended.reason is not None:
             self.reasons[ended.reason] += 1
-        text = f"reward {self.mean_reward:.3f}" if self._rewards else "no reward yet"
+        text = "no reward yet"
+        if self._rewards:
+            text = f"reward {mean(self._rewards[-WINDOW:]):.3f}"
+            if len(self._rewards) > WINDOW:
+                text += f" (last {WINDOW}), {self.mean_reward:.3f} since the start"
         if failed := self.outcomes["failed"] + self.outcomes["abandoned"]:
             text += f", {failed} failed"
         if self._bar is not None:
@@ -72,7 +85,7 @@ class Progress:
     @property
     def mean_reward(self) -> float:
         """Mean of the rewards; nan without any."""
-        return sum(self._rewards) / len(self._rewards) if self._rewards else float("nan")
+        return mean(self._rewards) if self._rewards else float("nan")
 
     @property
     def succeeded(self) -> bool:
@@ -80,12 +93,18 @@ class Progress:
         return self.outcomes["completed"] > 0 or not self.outcomes
 
     def summary(self) -> dict[str, Any]:
-        """Return the counts for machines. reward_mean: over rollouts with a reward; else None."""
+        """Return the counts for machines.
+
+        reward_mean is over the rollouts with a reward, reward_mean_last over the last WINDOW of
+        them; None without any.
+        """
         return {
             "groups": self.groups,
+            "groups_before": self.played_before,
             "rollouts": {name: self.outcomes[name] for name in sorted(self.outcomes)},
             "rewards": len(self._rewards),
             "reward_mean": round(self.mean_reward, 6) if self._rewards else None,
+            "reward_mean_last": round(mean(self._rewards[-WINDOW:]), 6) if self._rewards else None,
             "reasons": dict(self.reasons.most_common(SHOWN_REASONS)),
             "seconds": round(time.monotonic() - self._began, 1),
         }

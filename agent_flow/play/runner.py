@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
-from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from openai import AsyncOpenAI
@@ -17,6 +16,7 @@ from agent_flow.flow import Flow, Limits, TaskSource
 from agent_flow.gateway.budget import GroupBudget
 from agent_flow.gateway.client import Channel, Gateway, Place
 from agent_flow.outcome import Ended, Outcome, Reward, checked_reward, total
+from agent_flow.play.played import STOPPED, Played
 from agent_flow.play.progress import Progress
 from agent_flow.rollout import Rollout
 from agent_flow.tasks import Task, id_text, metadata_of, numbered
@@ -40,6 +40,9 @@ class Options:
         shard: this process's index and the number of processes that share the tasks.
         limit: number of tasks; None: all.
         epochs: passes over the tasks.
+        shuffle: seed of the order of the tasks, another one in each epoch; None: as they come.
+        skip: tasks at the start of the first epoch that are not played.
+        state: directory that remembers which groups were played; None: it is not remembered.
         sampling: fields that `Rollout.chat` sends.
     """
 
@@ -50,6 +53,9 @@ class Options:
     shard: tuple[int, int] = (0, 1)
     limit: int | None = None
     epochs: int = 1
+    shuffle: int | None = None
+    skip: int = 0
+    state: Path | None = None
     model: str = "policy"
     sampling: dict[str, Any] = field(default_factory=dict)
 
@@ -67,8 +73,10 @@ class Runner:
         self._free = asyncio.Semaphore(options.limits.concurrency)
         limits = options.limits
         self._budget = GroupBudget(options.shard[1], limits.timeout_s * limits.attempts)
-        # Keys of another call of the command must differ: a key names one trajectory for ever.
-        self._nonce = secrets.token_hex(4)
+        self._name = id_text(flow.name, 40)
+        # Without a memory each call of the command has keys of its own: a key names one trajectory
+        # for ever.
+        self._played = Played(_directory(options, self._name), options.shard)
         self.last: Rollout | None = None
         # One pool of connections for all rollouts, because a client costs more than a rollout.
         self._openai = AsyncOpenAI(
@@ -83,6 +91,8 @@ class Runner:
 
         On cancellation, rollouts in progress end as abandoned first.
 
+        Tasks whose group was played by an earlier process are left out.
+
         Args:
             source: Yields the tasks; called once for each epoch.
 
@@ -90,23 +100,33 @@ class Runner:
             FlowError: A task is invalid, or the gateway cannot record.
         """
         polling = asyncio.create_task(self._poll()) if self._has_budget else None
-        played = Counter[str]()
         try:
             async with self._openai, self._lifespan(), asyncio.TaskGroup() as groups:
-                for _ in range(self._options.epochs):
-                    async for task_id, task in self._tasks(source):
+                await self._resume()
+                for epoch in range(self._options.epochs):
+                    async for task_id, task in self._tasks(source, epoch):
+                        place = f"{epoch}/{task_id}"
+                        if self._played.is_done(place):
+                            continue
                         if not await self._may_start(polling):
                             return
-                        name = f"{id_text(self._flow.name, 40)}-{task_id}-{self._nonce}"
-                        # Each time is a group of its own: another epoch, or another task's id.
-                        group = f"{name}.{played[task_id]}" if played[task_id] else name
-                        played[task_id] += 1
+                        name = f"{self._name}-{task_id}-{self._played.flow_id}"
+                        group = self._played.begin(place, f"{name}.{epoch}" if epoch else name)
                         self._budget.group_started()
-                        groups.create_task(self._group(group, task))
+                        groups.create_task(self._group(place, group, task))
                         self._progress.groups += 1
         finally:
+            self._played.close()
             if polling is not None:
                 polling.cancel()
+
+    async def _resume(self) -> None:
+        """End the rollouts of an earlier process that died, so that nobody waits for them."""
+        if self._played.directory is not None and (done := self._played.done):
+            self._progress.resumed(done, self._played.directory)
+        for one in self._played.in_doubt:
+            outcome, reward, reason = one.end or ("abandoned", None, STOPPED)
+            await self._complete(one.place, Ended(outcome, total(reward), reason), reward)
 
     @asynccontextmanager
     async def _lifespan(self) -> AsyncIterator[None]:
@@ -115,11 +135,13 @@ class Runner:
                 await stack.enter_async_context(self._flow.while_played())
             yield
 
-    async def _tasks(self, source: TaskSource) -> AsyncIterator[tuple[str, Task]]:
+    async def _tasks(self, source: TaskSource, epoch: int) -> AsyncIterator[tuple[str, Task]]:
         options = self._options
+        shuffle = None if options.shuffle is None else f"{options.shuffle}/{epoch}"
+        skip = 0 if epoch else options.skip
         with users_code(f"the tasks of flow {self._flow.name}"):
             async for numbered_task in iterate_in_thread(
-                lambda: numbered(source(), options.shard, options.limit)
+                lambda: numbered(source(), options.shard, options.limit, shuffle, skip)
             ):
                 yield numbered_task
 
@@ -157,7 +179,7 @@ class Runner:
             await asyncio.sleep(BUDGET_EVERY_S / 4)
         return True
 
-    async def _group(self, group: str, task: Task) -> None:
+    async def _group(self, task_place: str, group: str, task: Task) -> None:
         size = 1 if self._options.dry else self._options.limits.group_size
         metadata = metadata_of(task)
         async with asyncio.TaskGroup() as members:
@@ -166,6 +188,7 @@ class Runner:
                     f"{group}-{member}", group, size, self._options.channel, self._options.run
                 )
                 members.create_task(self._member(place, task, metadata))
+        self._played.end(task_place)
         self._budget.group_ended()
 
     async def _member(self, place: Place, task: Task, metadata: dict[str, Any]) -> None:
@@ -187,18 +210,22 @@ class Runner:
         """Open, play and end one trajectory."""
         # A task, because a trajectory that is being opened on cancellation must be ended, too.
         opening = asyncio.create_task(self._open(place, metadata))
+        decided = list[tuple[Ended, Reward]]()
         try:
             rollout = self.last = await asyncio.shield(opening)
             reward, ended = await self._play(task, rollout, last)
             if self._options.dry:
                 await self._end(rollout, Ended("abandoned", reason="dry run"), None)
                 return ended
+            decided.append((ended, reward))
             ended = await self._end(rollout, ended, reward)
         except asyncio.CancelledError:
             # The first end of a trajectory counts: one that is recorded already stays.
-            with suppress(FlowError, TimeoutError):
-                async with asyncio.timeout(STOP_WITHIN_S):
-                    await self._end(await opening, Ended("abandoned", reason="stopped"), None)
+            for end in (*decided, (Ended("abandoned", reason=STOPPED), None)):
+                with suppress(FlowError, TimeoutError):
+                    async with asyncio.timeout(STOP_WITHIN_S / 2):
+                        await self._end(await opening, *end)
+                        break
             raise
         return ended
 
@@ -223,6 +250,7 @@ class Runner:
             return None, Ended("failed" if last else "replaced", None, reason)
 
     async def _open(self, place: Place, metadata: dict[str, Any]) -> Rollout:
+        self._played.opened(place)
         session = await self._gateway.open(place, metadata)
 
         async def open_agent(name: str) -> Rollout:
@@ -250,16 +278,25 @@ class Runner:
             agents_end = await self._end(agent, ended, own)
             if agents_end is not ended and agents_end.reason is not None:
                 self._progress.reasons[agents_end.reason] += 1
+        return await self._complete(rollout.place, ended, reward)
+
+    async def _complete(self, place: Place, ended: Ended, reward: Reward) -> Ended:
+        self._played.ending(place, ended.outcome, reward, ended.reason)
         try:
-            await self._gateway.complete(rollout.place, ended.outcome, reward, ended.reason)
+            await self._gateway.complete(place, ended.outcome, reward, ended.reason)
         except GatewayUnavailable:
             raise
         except FlowError as error:  # the reward is out of bounds, or the key may not give one
             if reward is None:
                 raise
-            ended = Ended("failed", None, str(error))
-            await self._gateway.complete(rollout.place, ended.outcome, None, ended.reason)
+            return await self._complete(place, Ended("failed", None, str(error)), None)
+        self._played.ended(place)
         return ended
+
+
+def _directory(options: Options, flow: str) -> Path | None:
+    """Return the directory that remembers the groups of a flow, one for each run."""
+    return None if options.state is None else options.state / id_text(options.run) / flow
 
 
 async def _check_rewards_of_agents(rollout: Rollout) -> None:

@@ -90,6 +90,7 @@ def _play(
     defaults = {
         "gateway": settings.gateway.public_url or f"http://127.0.0.1:{settings.gateway.port}",
         "run": settings.run_id,
+        "state": settings.data_dir / "flows",
     }
     try:
         raise SystemExit(play(what, own, mode, defaults))

@@ -70,3 +70,23 @@ def test_task_that_is_not_json_is_refused() -> None:
     for value in (object(), float("nan")):
         with pytest.raises(FlowError, match="task 'x': not JSON"):
             metadata_of({"id": "x", "value": value})
+
+
+def test_the_order_is_that_of_its_seed() -> None:
+    tasks = [{"number": n} for n in range(50)]
+    first, again = (list(numbered(tasks, shuffle="7/0")) for _ in range(2))
+    assert first == again and first != list(numbered(tasks))
+    assert sorted(name for name, _ in first) == sorted(name for name, _ in numbered(tasks))
+    assert first != list(numbered(tasks, shuffle="7/1")) != list(numbered(tasks, shuffle="8/0"))
+    assert list(numbered(tasks, shuffle="7/0", skip=20)) == first[20:]
+    shared = [found for i in range(3) for found in numbered(tasks, (i, 3), 40, "7/0", 10)]
+    assert sorted(name for name, _ in shared) == sorted(
+        name for name, _ in list(numbered(tasks[:40], shuffle="7/0"))[10:]
+    )
+
+
+def test_ids_differ_and_do_not_depend_on_the_order() -> None:
+    tasks = [{"id": name, "n": n} for n, name in enumerate(["a", "b", "a", "a.1", "a", "b"])]
+    names = {name: task["n"] for name, task in numbered(tasks)}
+    assert list(names) == ["a", "b", "a.1", "a.1.1", "a.2", "b.1"]
+    assert {name: task["n"] for name, task in numbered(tasks, shuffle="3")} == names

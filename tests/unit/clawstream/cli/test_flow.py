@@ -53,7 +53,7 @@ def test_words_with_a_dot_or_the_name_of_a_setting_are_settings(
     monkeypatch.setattr(main, "run_flow", run_flow)
     words = [f"data_dir={tmp_path}", "run_id=mine", "kafka={partitions: 2}", "gateway.port=9"]
     assert CliRunner().invoke(app, ["run", *words, "n=2", "flow.py:f"]).exit_code == 0
-    defaults = {"gateway": "http://127.0.0.1:9", "run": "mine"}
+    defaults = {"gateway": "http://127.0.0.1:9", "run": "mine", "state": tmp_path / "flows"}
     assert calls == [("flow.py:f", ["n=2"], Mode(), defaults)]
 
 
