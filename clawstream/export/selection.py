@@ -62,7 +62,7 @@ class Selection:
         settings: of the lake.
         versions: Delta version of each table; None or absent: the table is empty.
         where: SQL condition over the view `trajectories` with `group_reward_mean`,
-            `group_reward_std` and `group_rewards`; empty: all.
+            `group_reward_std`, `group_rewards` and `training_reward`; empty: all.
 
     Raises:
         SqlError: the condition is invalid.
@@ -75,7 +75,8 @@ class Selection:
         self._settings, self._versions = settings, versions
         self._connection = connect(settings, {name: versions.get(name) for name in catalog()})
         try:
-            rows_of(self._connection, _CHOOSE.format(where=where or "true"), {})
+            weighted = _WEIGHTED if "training_reward" in where.lower() else ""
+            rows_of(self._connection, _CHOOSE.format(where=where or "true", weighted=weighted), {})
             ((self.count,),) = rows_of(self._connection, "SELECT count(*) FROM chosen", {})
         except BaseException:  # interrupted too: else the connection would stay open
             self._connection.close()
@@ -218,12 +219,16 @@ _CHOOSE = """
         kafka_topic_id, opened_at, closed_at,
         coalesce(list_sum([s.prompt_tokens + s.response_tokens FOR s IN step_details]), 0)::BIGINT
             AS tokens
-    FROM grouped WHERE ({where}
+    FROM grouped {weighted} WHERE ({where}
     )"""
 """Group statistics come before the condition, so that it does not change a group's baseline.
 
 A replaced trajectory is no member of its group, although reward functions give it a reward.
 """
+_WEIGHTED = """LEFT JOIN (
+        SELECT run_id, trajectory_id, revision, kafka_topic_id, training_reward FROM readiness
+    ) USING (run_id, trajectory_id, revision, kafka_topic_id)"""
+"""Only for a condition that reads it: readiness is computed for all trajectories."""
 _BOUNDS = """
     SELECT min(opened_at) AT TIME ZONE 'UTC', max(closed_at) AT TIME ZONE 'UTC' FROM chosen
     WHERE ordinal BETWEEN $first AND $last"""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ from clawstream.export.selection import trajectory_keys
 from clawstream.ops.replay.lake_source import LakeReplaySource, Span, snapshot_versions
 from clawstream.ops.replay.offline import name_of, pinned, settings_for_training
 from clawstream.ops.topics.copy import RecordFilter
-from schemas.records import Step
+from schemas.records import PolicyApplied, Step
 from schemas.settings import Settings
+from stream_jobs.admit.policy import policy_of
 from stream_jobs.lake.delta.table import LakeMissing
 
 
@@ -54,6 +56,22 @@ def test_the_condition_selects_the_trajectories_of_a_replay(settings: Settings) 
     assert [(s.step_id, s.run_id, s.version_first) for s in steps] == [
         ("a-0~0.0", "offline", "offline/1.0")
     ]
+
+
+@pytest.mark.slow
+def test_a_condition_reads_the_training_reward(settings: Settings) -> None:
+    """`reward` is the sum without weights; the policy weighs env/score with -2."""
+    lake = ExportLake(SmallLake(settings), {})
+    lake.put("a-0", [turn("a-0", 0, [1], [2])], 1.0, "a")
+    lake.put("a-1", [turn("a-1", 0, [1], [3])], 0.0, "a")
+    policy = replace(policy_of(settings, 1, 0), run_id=RUN, reward_weights={"env/score": -2.0})
+    applied = PolicyApplied(
+        run_id=RUN, channel="train", policy=policy, input_topic_id="C", from_offset=0
+    )
+    lake.lake.put("run_events", "RR", applied)
+    versions = pinned(settings, None)
+    assert trajectory_keys(settings, versions, "training_reward < 0") == {"a-0"}
+    assert trajectory_keys(settings, versions, "Training_Reward = 0") == {"a-1"}
 
 
 def test_the_name_depends_on_all_that_the_batches_depend_on(settings: Settings) -> None:
