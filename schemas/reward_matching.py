@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from schemas.records import RewardValue
+from schemas.records import ReadyBatch, RewardValue
 from schemas.records.rewards import out_of_bounds
 
 SMALLEST_GROUP: Mapping[str, int] = dict.fromkeys(
@@ -26,6 +26,9 @@ SMALLEST_GROUP: Mapping[str, int] = dict.fromkeys(
     2,
 )
 """Smallest useful group per algorithm (default 1): these compare the members of a group."""
+
+WITHOUT_REWARDS = frozenset({"distillation", "sft"})
+"""Algorithms that read no reward."""
 
 
 def matches(requirement: str, source: str, name: str) -> bool:
@@ -93,3 +96,22 @@ def step_rewards(weights: Mapping[str, float], rewards: Iterable[RewardValue]) -
         if v.step_id is not None and v.value is not None and weight is not None:
             found[v.step_id] = found.get(v.step_id, 0.0) + v.value * weight
     return found
+
+
+def groups_without_reward(batch: ReadyBatch) -> tuple[str, ...]:
+    """Return the ids of a batch's groups in which no member has a reward that is trained on.
+
+    Rewards of steps count. An algorithm that reads no rewards has no such group.
+    """
+    if batch.algorithm in WITHOUT_REWARDS:
+        return ()
+    weights = batch.reward_weights
+    return tuple(
+        group.group_id
+        for group in batch.groups
+        if not any(
+            value.value is not None and (not weights or f"{value.source}/{value.name}" in weights)
+            for member in group.members
+            for value in member.rewards
+        )
+    )

@@ -18,6 +18,7 @@ from schemas.records import (
     ReadyBatch,
     Refused,
 )
+from schemas.reward_matching import groups_without_reward
 from schemas.settings import Settings
 from schemas.topics import partition_of
 from stream_jobs.admit.decisions.checkpoint import CheckpointFile, JournalPosition
@@ -273,6 +274,16 @@ class ChannelAdmitter:
                 hint="nothing is learned from groups with equal rewards: see docs/admission.md",
             )
         if isinstance(decision, ReadyBatch):
+            if self._channel == "train" and (bare := groups_without_reward(decision)):
+                self._log.warning(
+                    "groups_without_training_reward",
+                    batch_seq=decision.batch_seq,
+                    groups=len(bare),
+                    first=bare[0],
+                    of=len(decision.groups),
+                    hint="nothing is learned from them: admit.policy.reward_weights names no "
+                    "reward that they have",
+                )
             self._log.info(
                 "batch_admitted", batch_seq=decision.batch_seq, groups=len(decision.groups),
                 tokens=decision.trainable_tokens, policy=decision.policy_version,

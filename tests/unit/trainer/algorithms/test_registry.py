@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from schemas.errors import SettingsError
-from schemas.reward_matching import SMALLEST_GROUP
+from schemas.reward_matching import SMALLEST_GROUP, WITHOUT_REWARDS
 from trainer.algorithms.registry import ADVANTAGES, ALGORITHMS, LOSSES, load, needs, specification
 from trainer.algorithms.settings import AlgorithmSettings
 
@@ -100,3 +100,8 @@ def test_admission_knows_the_smallest_group_of_each_algorithm() -> None:
     for name in ALGORITHMS:
         assert load(name, {}, ()).smallest_group == SMALLEST_GROUP.get(name, 1), name
     assert set(SMALLEST_GROUP) <= set(ALGORITHMS)
+
+
+def test_admission_knows_the_algorithms_that_read_no_reward() -> None:
+    without = {name for name in ALGORITHMS if load(name, {}, ()).rewards == "none"}
+    assert without == WITHOUT_REWARDS
