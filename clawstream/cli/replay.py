@@ -124,14 +124,25 @@ def _report(settings: Settings, report: dict[str, Any]) -> str:
 def _channel(channel: str, outcome: Mapping[str, Any]) -> list[str]:
     refused = ", ".join(f"{n} {reason}" for reason, n in sorted(outcome["refused"].items()))
     return [
-        f"{channel}: {len(outcome['batches'])} batches; refused: {refused or 'none'}; late "
-        f"revisions {outcome['late']}",
+        f"{channel}: {len(outcome['batches'])} batches; mean training reward "
+        f"{_number(outcome['reward_mean'])}; refused: {refused or 'none'}; late revisions "
+        f"{outcome['late']}",
+        *(
+            [f"  {bare} groups have no training reward: see admit.policy.reward_weights"]
+            if (bare := outcome["groups_without_reward"])
+            else []
+        ),
         *(
             f"  batch {b['batch_seq']:4}  {b['groups']:4} groups {b['trajectories']:5} "
-            f"trajectories {b['trainable_tokens']:8} tokens  {b['content_hash'][:16]}"
+            f"trajectories {b['trainable_tokens']:8} tokens  reward {_number(b['reward_mean'])}  "
+            f"{b['content_hash'][:16]}"
             for b in outcome["batches"]
         ),
     ]
+
+
+def _number(value: float | None) -> str:
+    return "none" if value is None else f"{value:.3f}"
 
 
 @command(app, "check")

@@ -44,7 +44,9 @@ def train(
     checks.check_model(settings)
     load("runtime.logs").configure("replay", settings.log_level)
     cluster_of(settings)
-    prepared = offline.prepare(settings, **given)
+    is_limited = any(word.startswith("admit.policy.max_staleness=") for word in rest)
+    limit = settings.admit.policy.max_staleness if is_limited else None
+    prepared = offline.prepare(settings, **given, max_staleness=limit)
     batches, report = prepared.settings.trainer.max_versions, prepared.report
     pins = ", ".join(f"{t} {v}" for t, v in prepared.versions.items() if v is not None)
     typer.echo(f"Delta versions: {pins}")
@@ -52,7 +54,12 @@ def train(
         f"run {report['run']}: {report['steps']} steps of run {settings.run_id}, up to {batches} "
         f"versions; {prepared.left_out} batches are left over"
     )
-    for reason, number in sorted(report["channels"]["train"]["refused"].items()):
+    outcome = report["channels"]["train"]
+    if (mean := outcome["reward_mean"]) is not None:
+        typer.echo(f"  mean training reward {mean:g}")
+    if bare := outcome["groups_without_reward"]:
+        typer.echo(f"  {bare} groups have no training reward: see admit.policy.reward_weights")
+    for reason, number in sorted(outcome["refused"].items()):
         typer.echo(f"  refused {number}: {reason}")
     typer.echo(f"weights: {prepared.settings.weights_uri}")
     load("trainer.main").main(prepared.settings)

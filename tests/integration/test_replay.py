@@ -23,6 +23,7 @@ from support.patience import until
 from typer.testing import CliRunner
 
 from clawstream.cli.main import app
+from clawstream.ops.replay.report import journal
 from clawstream.ops.replay.run import (
     ReplayRequest,
     delete_replay,
@@ -43,15 +44,17 @@ from schemas.codec.single_object import Codec
 from schemas.records import (
     AdmissionPolicy,
     Candidate,
+    PolicyApplied,
     ReadyBatch,
     Reward,
     Step,
     Tick,
     WeightVersion,
 )
-from schemas.settings import Settings
+from schemas.settings import AdmitSettings, Settings
 from schemas.topics import CANDIDATE_PARTITIONS, partition_of
 from stream_jobs.admit.main import serve
+from stream_jobs.admit.policy_log import PolicyLog
 from stream_jobs.lake.delta.snapshots import take_snapshot
 from stream_jobs.lake.main import write
 from trainer.main import train
@@ -284,6 +287,9 @@ def test_recorded_candidates_give_the_recorded_batches(recorded: Recorded) -> No
     other = what_if(with_policy(recorded.settings, batch_groups=3), "train")
     assert other["recorded"] == report["recorded"]
     assert [b["groups"] for b in other["replayed"]["batches"]] == [3, 3, 3]
+    one_field = AdmitSettings.model_validate({"policy": {"batch_groups": 3}})
+    changed = what_if(recorded.settings.model_copy(update={"admit": one_field}), "train")
+    assert changed["replayed"] == other["replayed"]
     assert recorded.untouched()
 
 
@@ -361,6 +367,32 @@ def test_topics_again_and_again_and_with_other_rewards(recorded: Recorded) -> No
     said = CliRunner().invoke(app, ["replay", "list", *overrides_of(settings)])
     assert said.exit_code == 0 and said.output.count("from topics") == 7
     assert recorded.untouched()
+
+
+def test_one_field_of_the_policy_changes_and_the_others_are_those_recorded(
+    recorded: Recorded,
+) -> None:
+    given = AdmitSettings.model_validate({"policy": {"batch_groups": 3}, "channels": ["train"]})
+    settings = recorded.settings.model_copy(update={"admit": given})
+    report = run_replay(settings, ReplayRequest("onefield", as_run="other"))
+    target = replay_settings(settings, "onefield", "other", 4)
+    topic = target.kafka.topics.ready_batches("other", "train")
+    decoder = Decoder(recorded.cluster, target.kafka.topics.schemas)
+    records = list(journal(recorded.cluster, decoder, topic))
+    (applied,) = (record for record in records if isinstance(record, PolicyApplied))
+    newest = PolicyLog(recorded.settings, recorded.cluster).newest
+    assert newest is not None and newest.policy.batch_groups == 1
+    assert applied.policy == replace(
+        newest.policy,
+        run_id="other",
+        policy_version=1,
+        batch_groups=3,
+        required_rewards=("rule/exact_match",),  # of the functions that the replay asks
+        published_by=applied.policy.published_by,
+        created_at=applied.policy.created_at,
+    )
+    assert report["channels"]["train"]["batches"][0]["groups"] == 3
+    assert report["channels"].keys() == {"train"}
 
 
 def test_pinned_lake_trains_a_model(

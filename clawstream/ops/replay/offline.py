@@ -66,21 +66,33 @@ def pinned(settings: Settings, version: str | None) -> dict[str, int | None]:
 
 
 def prepare(
-    settings: Settings, where: str = "", version: str | None = None, name: str | None = None
+    settings: Settings,
+    where: str = "",
+    version: str | None = None,
+    name: str | None = None,
+    max_staleness: int | None = None,
 ) -> OfflineTraining:
     """Replay recorded trajectories and return how to train on them.
+
+    The staleness of the recorded run says nothing of another one: no limit of the settings or of
+    the recorded policy applies.
 
     Args:
         settings: of the recorded run; `trainer.*` is for the training.
         where: SQL condition over the view `trajectories` of the run; empty: all of them.
         version: see `pinned`.
         name: of the replay and of the run that is trained; default: made from the request.
+        max_staleness: limit of the offline training; None: there is none.
 
     Raises:
         SettingsError: the selected trajectories give no version.
         SqlError, LakeError, PrefixTaken, or a KafkaError.
     """
     versions = pinned(settings, version)
+    policy = settings.admit.policy.model_copy(update={"max_staleness": max_staleness})
+    settings = settings.model_copy(
+        update={"admit": settings.admit.model_copy(update={"policy": policy})}
+    )
     name = name or name_of(settings, versions, where)
     request = ReplayRequest(name, versions, as_run=name, where=where)
     report = run_replay(settings, request)

@@ -1,15 +1,17 @@
-"""Summarize admission: batches with content hashes, refusals by reason, late revisions."""
+"""Summarize admission: batches with content hashes and rewards, refusals, late revisions."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Any
 
 from runtime.kafka import Cluster
 from runtime.topics.records import Decoder
 from schemas.records import Candidate, Late, PolicyApplied, ReadyBatch, Refused
+from schemas.reward_matching import groups_without_reward, training_reward
 from stream_jobs.admit.decisions.journal import Decision, InputRecord, JournalRecord
 from stream_jobs.admit.fold import AdmissionFold
 
@@ -22,6 +24,8 @@ class Outcome:
     batches: list[dict[str, Any]] = field(default_factory=list)
     refused: Counter[str] = field(default_factory=Counter)
     late: int = 0
+    rewards: list[float] = field(default_factory=list)
+    groups_without_reward: int = 0
 
     def add(self, decisions: Iterable[Decision]) -> Outcome:
         """Add decisions; return self."""
@@ -29,6 +33,8 @@ class Outcome:
             match decision:
                 case ReadyBatch():
                     self.batches.append(described(decision))
+                    self.rewards += rewards_of(decision)
+                    self.groups_without_reward += len(groups_without_reward(decision))
                 case Refused():
                     self.refused[decision.reason] += 1
                 case Late():
@@ -37,7 +43,13 @@ class Outcome:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the outcome for a report."""
-        return {"batches": self.batches, "refused": dict(self.refused), "late": self.late}
+        return {
+            "batches": self.batches,
+            "refused": dict(self.refused),
+            "late": self.late,
+            "reward_mean": mean(self.rewards),
+            "groups_without_reward": self.groups_without_reward,
+        }
 
     def fold(self, admission: AdmissionFold, entries: Iterable[InputRecord]) -> Outcome:
         """Fold a log from its beginning, add the decisions, and return self."""
@@ -65,4 +77,20 @@ def described(batch: ReadyBatch) -> dict[str, Any]:
         "groups": len(batch.groups),
         "trajectories": sum(len(g.members) for g in batch.groups),
         "trainable_tokens": batch.trainable_tokens,
+        "reward_mean": mean(rewards_of(batch)),
     }
+
+
+def rewards_of(batch: ReadyBatch) -> list[float]:
+    """Return the training rewards of the trajectories that have one."""
+    found = (
+        training_reward(batch.reward_weights, member.rewards)
+        for group in batch.groups
+        for member in group.members
+    )
+    return [value for value in found if value is not None]
+
+
+def mean(rewards: Sequence[float]) -> float | None:
+    """Return the mean, rounded; None without any."""
+    return round(fmean(rewards), 6) if rewards else None

@@ -113,6 +113,9 @@ def replay_settings(settings: Settings, name: str, run_id: str, partitions: int)
         "lake": {"uri": None, "storage_options": {}},
         "gateway": {"blob_uri": settings.blob_uri},
     }
+    if run_id != settings.run_id:
+        # Validation of the recorded versions is none of the versions of another run.
+        changes["admit"] = {"channels": ("train",)}
     update = {
         section: getattr(settings, section).model_copy(update=change)
         for section, change in changes.items()
@@ -145,6 +148,11 @@ def run_replay(settings: Settings, request: ReplayRequest) -> dict[str, Any]:
         prefix.make(target, (topics.steps, topics.rewards, topics.trajectories, topics.candidates))
         keep_settings(target)
         policy = replace(policy_of(target, 1, now_micros()), **_policy_fields(plan["policy"]))
+        if policy.min_members > policy.group_size:
+            raise SettingsError(
+                f"setting admit.policy: min_members {policy.min_members} is above group_size "
+                f"{policy.group_size}, with the fields of the recorded policy: set both"
+            )
         source = _source(settings, cluster, request, plan, rules)
         report = {
             "name": request.name,
@@ -178,7 +186,7 @@ def identity(settings: Settings, request: ReplayRequest) -> dict[str, Any]:
         "run": settings.run_id,
         "lake": settings.lake_uri,
         "jobs": settings.jobs.model_dump(mode="json", include=JOB_SETTINGS),
-        "policy": settings.admit.policy.model_dump(mode="json"),
+        "policy": settings.admit.policy.model_dump(mode="json", exclude_unset=True),
         "channels": list(settings.admit.channels),
     }
 
@@ -208,20 +216,25 @@ def _plan(
     }
 
 
+def fields_not_set(policy: PolicySettings) -> set[str]:
+    """Return the fields of a recorded policy that the settings do not name."""
+    return {
+        f"{name.removesuffix('_s')}_ms" if name.endswith("_deadline_s") else name
+        for name in PolicySettings.model_fields.keys() - policy.model_fields_set
+    }
+
+
 def _recorded_policy(
     settings: Settings, cluster: Cluster, request: ReplayRequest, rules: RuleEvaluator
 ) -> dict[str, Any]:
-    """Return fields of the run's newest policy that the settings do not define.
+    """Return the fields of the run's newest policy that the settings do not define.
 
-    These are all fields if the settings have no policy. `required_rewards` and `require_assessment`
-    also come from the recorded policy where recorded answers count, because the settings need not
-    name the functions that gave them.
+    `required_rewards` and `require_assessment` come from the recorded policy where recorded answers
+    count, because the settings need not name the functions that gave them; else from the functions
+    of the settings.
     """
     policy, run = settings.admit.policy, settings.run_id
-    names = set[str]()
-    if policy == PolicySettings():
-        deadlines = {"reward_deadline_ms", "group_deadline_ms", "val_deadline_ms"}
-        names = {*PolicySettings.model_fields, *deadlines}
+    names = fields_not_set(policy)
     for name, is_set, is_evaluated in (
         ("required_rewards", policy.required_rewards is not None, rules.has_reward_functions(run)),
         ("require_assessment", policy.require_assessment is not None, rules.has_quality_rules(run)),

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from clawstream.ops.replay.report import Outcome, described, journal
+from clawstream.ops.replay.run import fields_not_set
 from runtime.kafka import Cluster, SourceTruncated
 from runtime.topics.records import Decoder, cluster_of, now_micros
 from schemas.errors import Undecodable, UnknownSchema
@@ -68,9 +69,13 @@ def check(settings: Settings, channel: Channel) -> dict[str, Any]:
 
 
 def what_if(settings: Settings, channel: Channel) -> dict[str, Any]:
-    """Fold the recorded candidates under the policy of the settings instead of recorded ones."""
+    """Fold the recorded candidates under the newest policy with the fields of the settings."""
     recorded = read(cluster_of(settings), settings, channel)
-    resume_point = ResumePoint(policy=policy_of(settings, 1, now_micros()))
+    applied = [r.policy for r in recorded.journal if isinstance(r, PolicyApplied)]
+    policy = policy_of(settings, 1, now_micros())
+    kept = fields_not_set(settings.admit.policy) if applied else ()
+    policy = replace(policy, **{name: getattr(applied[-1], name) for name in kept})
+    resume_point = ResumePoint(policy=policy)
     admission = AdmissionFold(settings.run_id, channel, recorded.source, resume_point)
     entries = (e for e in recorded.candidates() if not isinstance(e.event, AdmissionPolicy))
     found = Outcome().fold(admission, entries)

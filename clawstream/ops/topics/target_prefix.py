@@ -71,9 +71,14 @@ class TargetPrefix:
             self._write(known)
         elif known["asked"] != asked:
             differs = [k for k in asked | known["asked"] if asked.get(k) != known["asked"].get(k)]
+            hint = (
+                "; the lake has changed since: give version= of the first time for the same data"
+                if "table_versions" in differs
+                else ""
+            )
             raise PrefixTaken(
-                f"{self.file} is of another request ({', '.join(differs)}); choose another name or "
-                "delete it"
+                f"{self.file} is of another request ({', '.join(differs)}){hint}; choose another "
+                "name or delete it"
             )
         if known["result"] is None and mine:
             logger().warning("begins_again", topics=len(mine), file=str(self.file))
