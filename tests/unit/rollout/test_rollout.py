@@ -480,7 +480,7 @@ def test_a_worker_without_a_model_says_which_setting_is_missing(tmp_path: Path) 
 
 
 def test_each_of_several_workers_has_a_name_a_port_and_gpus_of_its_own() -> None:
-    settings = RolloutSettings.model_validate({"workers": 2, "gpus": ["0,1", 2], "port": 9000})
+    settings = RolloutSettings.model_validate({"workers": 2, "gpus": ["0,1", "2"], "port": 9000})
     each = settings.of_each_worker
     assert [(w.worker_id, w.port, w.gpus) for w in each] == [
         ("worker-0", 9000, ("0,1",)),
