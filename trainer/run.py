@@ -23,6 +23,7 @@ from trainer.data.environments import by_environment
 from trainer.data.sequences import (
     BatchSequences,
     TrainingSequence,
+    at_temperature,
     sequences_of_batch,
     tokens_by_version,
     trained_indexes,
@@ -280,7 +281,10 @@ class Run:
         self._log_left_out(batch.batch_seq, data, fetched.images.unusable)
         versions = tokens_by_version(data.sequences)
         self._check_ids(versions.keys(), batch.batch_seq)
-        sequences = self._auxiliary.score(data.sequences, algorithm.needs, self.sync_index)
+        sequences = data.sequences
+        if algorithm.temperature is not None:
+            sequences = tuple(at_temperature(s, algorithm.temperature) for s in sequences)
+        sequences = self._auxiliary.score(sequences, algorithm.needs, self.sync_index)
         # An error of a user's own estimator ends the trainer: its author has to know of it.
         with nullcontext() if algorithm.own_advantage else _calculation(batch.batch_seq):
             view = batch_view(sequences, data.members, self._settings.run_id, self.sync_index)

@@ -23,11 +23,12 @@ class Step:
 
 @dataclass(frozen=True)
 class Member:
-    """sequences: of steps; each step is in one sequence."""
+    """sequences: of steps; each step is in one sequence. cut: their last replies were cut."""
 
     group: int
     reward: float
     sequences: tuple[tuple[Step, ...], ...]
+    cut: bool = False
 
 
 def view_of(members: list[Member]) -> BatchView:
@@ -64,6 +65,7 @@ def view_of(members: list[Member]) -> BatchView:
         position=np.array(position, np.int64),
         staleness=np.zeros(len(step)),
         sequence_trajectory=np.array(sequence_trajectory, np.int64),
+        cut=np.array([members[owner].cut for owner in sequence_trajectory], bool),
         step_trajectory=np.array(step_trajectory, np.int64),
         turn=np.array(turns, np.int64),
         step_rewards=np.array(rewards),

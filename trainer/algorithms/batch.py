@@ -34,6 +34,7 @@ class BatchView:
         teacher_logprobs: (T,), of a teacher.
         values: (T,), a critic's estimate of the return before the token is sampled.
         sequence_trajectory: (Q,), index of the trajectory.
+        cut: (Q,), bool; whether its last reply ended at the limit of tokens.
         step_trajectory: (S,), index of the trajectory. The steps of a trajectory are adjacent and
             in order; steps without a trained token are included.
         turn: (S,), index of the step within its trajectory, from 0.
@@ -48,6 +49,7 @@ class BatchView:
     position: Indexes
     staleness: Floats
     sequence_trajectory: Indexes
+    cut: NDArray[np.bool_]
     step_trajectory: Indexes
     turn: Indexes
     step_rewards: Floats

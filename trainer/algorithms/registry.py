@@ -78,6 +78,9 @@ The trainer's ratio to an engine in bfloat16 differs from 1 by more than their b
 log-ratio is negative: nearly all sequences with a negative advantage would have no gradient.
 """
 
+OF_THE_MODEL = frozenset({"cross_entropy"})
+"""Losses of the model's own distribution: at temperature 1, whatever the steps were sampled at."""
+
 NEEDS: Mapping[str, Column] = {
     "distillation": "teacher_logprobs",
     "gae": "values",
@@ -167,6 +170,7 @@ class LoadedAlgorithm:
         rewards: the rewards that it reads; of a user's own estimator: those of trajectories.
         smallest_group: members that the estimator needs.
         recomputes: whether its old log-probabilities are the trainer's unless a setting says else.
+        temperature: of the distributions that it trains; None: that of each step's sampling.
         own_advantage: whether the estimator is a user's own.
         skips_zero_advantages: whether loss and gradient of a sequence without advantage are zero.
     """
@@ -182,6 +186,7 @@ class LoadedAlgorithm:
     rewards: RewardUse
     smallest_group: int
     recomputes: bool
+    temperature: float | None
     own_advantage: bool
     skips_zero_advantages: bool
 
@@ -279,6 +284,7 @@ def load(
         rewards=_rewards(algorithm.advantage),
         smallest_group=2 if algorithm.advantage in COMPARES else 1,
         recomputes=algorithm.loss in RECOMPUTES,
+        temperature=1.0 if algorithm.loss in OF_THE_MODEL else None,
         own_advantage=algorithm.advantage not in ADVANTAGES,
         skips_zero_advantages=zero and not s.entropy_coef and not (s.kl_coef and s.kl_in == "loss"),
     )

@@ -147,6 +147,7 @@ class TrainedMember:
         reward: training reward; None if it has none.
         steps: indexes of all its steps, ascending.
         step_rewards: index of a step to its reward.
+        cut_steps: indexes of the steps whose reply ended at its limit of tokens.
     """
 
     trajectory_id: str
@@ -154,6 +155,7 @@ class TrainedMember:
     reward: float | None
     steps: tuple[int, ...]
     step_rewards: Mapping[int, float]
+    cut_steps: frozenset[int] = frozenset()
 
     def has(self, use: RewardUse) -> bool:
         """Return whether it has a reward that an algorithm of this use reads."""
@@ -294,7 +296,15 @@ def _member(
         reward=training_reward(weights, member.rewards),
         steps=tuple(step.index for step in steps),
         step_rewards={s.index: rewards[s.step_id] for s in steps if s.step_id in rewards},
+        cut_steps=frozenset(step.index for step in steps if step.finish_reason == "length"),
     )
+
+
+def at_temperature(sequence: TrainingSequence, temperature: float) -> TrainingSequence:
+    """Return a sequence whose tokens are trained in the distributions at a temperature."""
+    tokens = sequence.tokens
+    same = np.full_like(tokens.temperatures, temperature)
+    return replace(sequence, tokens=tokens._replace(temperatures=same))
 
 
 def tokens_by_version(sequences: Sequence[TrainingSequence]) -> Counter[str]:

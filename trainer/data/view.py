@@ -57,6 +57,13 @@ def batch_view(
             [stale[name] for part in parts for name in part.versions.tolist()], np.float64
         ),
         sequence_trajectory=of_sequence,
+        cut=np.array(
+            [
+                sequence.last_step in members[owner].cut_steps
+                for sequence, owner in zip(sequences, of_sequence.tolist(), strict=True)
+            ],
+            bool,
+        ),
         step_trajectory=np.array([i for i, _ in step_row], np.int64),
         turn=np.array([turn for member in members for turn in range(len(member.steps))], np.int64),
         step_rewards=np.array(

@@ -177,6 +177,17 @@ def test_the_view_has_the_indexes_and_rewards_of_the_records() -> None:
     # a is linear, b is forked into two sequences, c is linear.
     assert view.sequence.tolist() == [0] * 5 + [1] * 2 + [2] * 3 + [3] * 5
     assert view.sequence_trajectory.tolist() == [0, 1, 1, 2]
+    assert not view.cut.any()
+    at_limit = [
+        replace(trajectory, steps=(*trajectory.steps[:-1], last))
+        for trajectory in given.trajectories.values()
+        for last in [replace(trajectory.steps[-1], finish_reason="length")]
+    ]
+    data_of_cut = sequences_of_batch(
+        given.batch, {one.trajectory_id: one for one in at_limit}, 2, "step", ANY_ID
+    )
+    cut = batch_view(data_of_cut.sequences[:4], data_of_cut.members, "r", 3).cut
+    assert cut.tolist() == [True, False, True, True], "the second one ends with the first step"
     assert view.step.tolist() == [0, 0, 1, 1, 1, 2, 2, 3, 3, 3, 4, 4, 5, 5, 5]
     assert view.position[:10].tolist() == [3, 4, 6, 7, 8, 3, 4, 4, 5, 6]
     assert view.staleness[:5].tolist() == [3, 3, 2, 2, 2]
@@ -223,6 +234,32 @@ def test_passes_of_any_size_give_the_same_loss_and_gradient(model_dir: Path, nam
     assert one.skipped is None and one.grad_norm
     assert many.loss == pytest.approx(one.loss, rel=1e-4, abs=1e-6)
     assert many.grad_norm == pytest.approx(one.grad_norm, rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sft", "reward_weighted", "rloo"])
+def test_supervised_training_is_of_the_model_itself_whatever_the_data_was_sampled_at(
+    tmp_path: Path, model_dir: Path, name: str
+) -> None:
+    """A model that is trained on softmax(z / 0.5) gives flatter distributions than its data."""
+    losses = []
+    for temperature in (None, 0.5):
+        s = settings(model_dir, first_attempt=1).model_copy(
+            update={"data_dir": tmp_path / str(temperature)}
+        )
+        weight_log, start = (
+            MemoryWeightLog(),
+            Position(topic_id="t", next_offset=0, next_batch_seq=0),
+        )
+        run = open_run(s, weight_log, [], set(), lambda _, at=start: at)  # type: ignore[misc]
+        given = fetched(name, 0)
+        for key, trajectory in given.trajectories.items():
+            steps = [replace(step, logprobs_temperature=temperature) for step in trajectory.steps]
+            given.trajectories[key] = replace(trajectory, steps=tuple(steps))
+        run.train(given)
+        run.publish()
+        losses.append(weight_log.published[-1].metrics["loss"])
+    assert (losses[0] == losses[1]) == (name != "rloo")
 
 
 @pytest.mark.slow

@@ -16,8 +16,9 @@ def gae(batch: BatchView, settings: AlgorithmSettings) -> Floats:
     """Return GAE(gamma, lambda) of each token, normalized over the batch, shape (T,).
 
     A[t] = sum over l of (gamma lambda)^l delta[t + l], delta[t] = r[t] + gamma V[t + 1] - V[t],
-    along the trained tokens of a sequence; the value after its last token is 0. The tokens of the
-    environment are passed over: they are no actions.
+    along the trained tokens of a sequence; the value after its last token is 0. A reply that ended
+    at its limit of tokens would have gone on: there the value before the last token stands for the
+    one after it. The tokens of the environment are passed over: they are no actions.
     Source: Schulman et al., arXiv 1506.02438, eq. 16.
 
     Raises:
@@ -82,6 +83,12 @@ def _values(batch: BatchView) -> Floats:
     return batch.values
 
 
+def _values_after_end(batch: BatchView) -> Floats:
+    """Return the value after the last token of each sequence, shape (Q,)."""
+    ends = np.flatnonzero(np.diff(batch.sequence, append=-1))
+    return np.where(batch.cut, _values(batch)[ends], 0.0)
+
+
 def _estimates(
     rewards: Floats,
     batch: BatchView,
@@ -91,11 +98,11 @@ def _estimates(
     """Return the estimates of actions that begin at `starts`; None: each token is an action."""
     values = _values(batch) if starts is None else _values(batch)[starts]
     sequence = batch.sequence if starts is None else batch.sequence[starts]
-    found = np.zeros(len(rewards))
+    found, after_end = np.zeros(len(rewards)), _values_after_end(batch)
     estimate = 0.0
     for i in reversed(range(len(rewards))):
         last = i + 1 == len(rewards) or sequence[i + 1] != sequence[i]
-        after = 0.0 if last else values[i + 1]
+        after = after_end[sequence[i]] if last else values[i + 1]
         delta = rewards[i] + settings.gamma * after - values[i]
         estimate = delta + (0.0 if last else settings.gamma * settings.gae_lambda * estimate)
         found[i] = estimate

@@ -14,7 +14,7 @@ from support.batch_views import Member, Step, members, view_of
 
 from trainer.algorithms.advantages.distillation import distillation
 from trainer.algorithms.advantages.dr_grpo import dr_grpo
-from trainer.algorithms.advantages.gae import gae, gae_steps
+from trainer.algorithms.advantages.gae import gae, gae_returns, gae_steps, gae_steps_returns
 from trainer.algorithms.advantages.grpo import grpo
 from trainer.algorithms.advantages.grpo_process import grpo_process
 from trainer.algorithms.advantages.maxrl import maxrl
@@ -213,6 +213,18 @@ def test_gae_is_the_double_sum_of_the_paper(data: list[Member], gamma: float, la
     assume(np.std(expected) > 1e-3)
     got = gae(view_of(data), AlgorithmSettings(gamma=gamma, gae_lambda=lam))
     np.testing.assert_allclose(got, whiten(expected, 1e-8), rtol=1e-5, atol=1e-7)
+
+
+def test_after_a_reply_that_was_cut_comes_the_value_before_its_last_token() -> None:
+    """It would have gone on. Without that value the last tokens look bad for no reason."""
+    tokens = tuple((-1.0, -1.0, -1.0, value) for value in (0.5, 0.25, 0.75))
+    steps = (Step(None, tokens[:1]), Step(None, tokens[1:]))
+    ended, cut = (view_of([Member(0, 0.0, (steps,), cut=cut)]) for cut in (False, True))
+    s = AlgorithmSettings(gamma=0.5)
+    assert gae_returns(ended, s).tolist() == [0.0, 0.0, 0.0]
+    assert gae_returns(cut, s).tolist() == [0.75 / 8, 0.75 / 4, 0.75 / 2]
+    assert gae_steps_returns(ended, s).tolist() == [0.0, 0.0, 0.0]
+    assert gae_steps_returns(cut, s).tolist() == [0.75 / 4, 0.75 / 2, 0.75 / 2]
 
 
 @given(data=members(), gamma=st.floats(0.8, 1), lam=st.floats(0, 1))
