@@ -53,7 +53,7 @@ from runtime.topics.access import check_access
 from runtime.topics.records import Decoder, cluster_of, create_topics
 from schemas.errors import SettingsError
 from schemas.settings import Settings, TrainerSettings
-from trainer.algorithms.registry import load_all
+from trainer.algorithms.registry import load_all, setting_of
 from trainer.data.batches import BatchReader, FetchedBatch
 from trainer.data.prefetch import Prefetch
 from trainer.data.validation_reader import ValidationReader
@@ -69,6 +69,7 @@ from trainer.settings_check import (
     check_algorithm,
     check_best_by,
     check_learning_rate,
+    check_models,
     check_versions,
 )
 from trainer.start import open_run
@@ -106,9 +107,10 @@ def train(settings: Settings, stop: threading.Event) -> None:
     check_settings(settings.trainer)
     check_versions(settings)
     # A function of the user's own that does not exist ends the trainer here, not at a batch.
-    load_all(
-        settings.trainer.algorithms(settings.admit.policy.algorithm), settings.functions.folders
-    )
+    algorithms = settings.trainer.algorithms(settings.admit.policy.algorithm)
+    for environment, loaded in load_all(algorithms, settings.functions.folders).items():
+        setting = f"setting {setting_of('advantage', environment)}"
+        check_models(loaded.needs, setting, settings.trainer)
     torch.set_num_threads(settings.trainer.threads)
     with open_processes(settings.trainer.device) as processes:
         if processes.leads:

@@ -19,7 +19,7 @@ from trainer.algorithms.registry import (
     setting_of,
     specification,
 )
-from trainer.metrics.definitions import METRICS, environment_of
+from trainer.metrics.definitions import ENVIRONMENT, METRICS, label_of
 
 
 def check_algorithm(settings: Settings) -> None:
@@ -55,11 +55,11 @@ def check_named_algorithm(name: str, settings: TrainerSettings) -> dict[str | No
     for environment, (base, overrides) in settings.algorithms(name).items():
         found[environment] = specification(base, overrides, environment)
         setting = f"setting {setting_of('algorithm', environment)}={base!r}"
-        _check_models(needs(found[environment]), setting, settings)
+        check_models(needs(found[environment]), setting, settings)
     return found
 
 
-def _check_models(columns: frozenset[Column], setting: str, settings: TrainerSettings) -> None:
+def check_models(columns: frozenset[Column], setting: str, settings: TrainerSettings) -> None:
     """Raise SettingsError when this trainer does not have a model that an algorithm needs.
 
     Args:
@@ -121,14 +121,15 @@ def check_best_by(settings: TrainerSettings) -> None:
     if settings.keep_best_by is None:
         return
     setting = f"setting trainer.keep_best_by={settings.keep_best_by}"
-    metric, environment = environment_of(settings.keep_best_by)
+    metric, name = label_of(settings.keep_best_by)
     if metric not in METRICS:
         raise SettingsError(
             f"{setting}: there is no such metric; docs/trainer.md lists all of them"
         )
-    if environment is not None and environment not in settings.environments:
+    of_environment = metric.startswith(ENVIRONMENT)
+    if of_environment and name not in settings.environments:
         raise SettingsError(
-            f"{setting}: {environment!r} is not in trainer.environments; add it (without settings "
+            f"{setting}: {name!r} is not in trainer.environments; add it (without settings "
             "it has the run's algorithm)"
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from torch import Tensor
@@ -13,8 +13,11 @@ from trainer.algorithms.kl import kl
 from trainer.algorithms.registry import setting_of
 from trainer.algorithms.settings import AlgorithmSettings
 
-Loss = Callable[[LossBatch, AlgorithmSettings], Tensor]
-"""(whole sequences, settings) -> loss of each token, shape (tokens,)."""
+Loss = Callable[[LossBatch, AlgorithmSettings], Tensor | tuple[Tensor, Mapping[str, Tensor]]]
+"""(whole sequences, settings) -> loss of each token, shape (tokens,).
+
+A user's own may return a pair: also metrics, with a value for each token.
+"""
 
 
 class MinibatchSize(NamedTuple):
@@ -30,6 +33,7 @@ def objective(
     settings: AlgorithmSettings,
     size: MinibatchSize,
     environment: str | None = None,
+    metrics: dict[str, Tensor] | None = None,
 ) -> Tensor:
     """Return the share of one forward pass in the loss of its minibatch, a scalar.
 
@@ -42,17 +46,23 @@ def objective(
         settings: of the algorithm.
         size: of the whole minibatch.
         environment: that has the algorithm; None: the run.
+        metrics: gets those of the loss.
 
     Raises:
-        SettingsError: the loss does not return one value for each token.
+        SettingsError: the loss, or one of its metrics, does not have one value for each token.
         ValueError: a coefficient is set for a column that the batch does not have.
     """
-    losses = loss(batch, settings)
-    if losses.shape != batch.logprobs.shape:
-        raise SettingsError(
-            f"setting {setting_of('loss', environment)}: it returned shape {tuple(losses.shape)} "
-            f"for {len(batch.logprobs)} tokens; one loss for each token is needed"
-        )
+    found = loss(batch, settings)
+    losses, own = found if isinstance(found, tuple) else (found, {})
+    for name, values in {"loss": losses, **own}.items():
+        if values.shape != batch.logprobs.shape:
+            raise SettingsError(
+                f"setting {setting_of('loss', environment)}: its {name} has shape "
+                f"{tuple(values.shape)} for {len(batch.logprobs)} tokens; one value for each token "
+                "is needed"
+            )
+    if metrics is not None:
+        metrics |= {name: values.detach() for name, values in own.items()}
     if settings.kl_coef and settings.kl_in == "loss":
         if batch.ref_logprobs is None:
             raise ValueError("kl_coef is set, but the batch has no ref_logprobs")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from schemas.errors import SettingsError
 from schemas.rule_spec import is_own
@@ -268,19 +268,21 @@ def load(
     advantage, loss = (setting_of(part, environment) for part in ("advantage", "loss"))
     # A user's own loss may not be zero where the advantage is.
     zero = algorithm.loss in LOSSES and algorithm.loss not in NOT_ZERO_WITHOUT_ADVANTAGE
+    estimator = _function(advantage, algorithm.advantage, ADVANTAGES, folders)
+    own_needs, own_returns = _asked_for(advantage, estimator)
     return LoadedAlgorithm(
         name=name,
-        advantage=_function(advantage, algorithm.advantage, ADVANTAGES, folders),
+        advantage=estimator,
         returns=_function(advantage, algorithm.advantage, RETURNS, folders)
         if algorithm.advantage in RETURNS
-        else None,
+        else own_returns,
         loss=_function(loss, algorithm.loss, LOSSES, folders),
         clipped=_function(loss, algorithm.loss, CLIPPED, folders)
         if algorithm.loss in CLIPPED
         else None,
         corrected=None if s.correction == "none" else CORRECTED.get(algorithm.loss),
         settings=s,
-        needs=needs(algorithm),
+        needs=needs(algorithm) | own_needs,
         rewards=_rewards(algorithm.advantage),
         smallest_group=2 if algorithm.advantage in COMPARES else 1,
         recomputes=algorithm.loss in RECOMPUTES,
@@ -288,6 +290,28 @@ def load(
         own_advantage=algorithm.advantage not in ADVANTAGES,
         skips_zero_advantages=zero and not s.entropy_coef and not (s.kl_coef and s.kl_in == "loss"),
     )
+
+
+def _asked_for(
+    setting: str, estimator: Callable[..., Any]
+) -> tuple[frozenset[Column], Callable[..., Any] | None]:
+    """Return the columns and the target of a critic that a user's estimator asks for.
+
+    It has them as attributes `needs` and `returns`.
+    """
+    columns: frozenset[Column] = frozenset(getattr(estimator, "needs", ()))
+    if unknown := sorted(columns - {*get_args(Column)}):
+        raise SettingsError(
+            f"setting {setting}: it needs {', '.join(unknown)}; a batch can have "
+            f"{', '.join(get_args(Column))}"
+        )
+    returns: Callable[..., Any] | None = getattr(estimator, "returns", None)
+    if "values" in columns and returns is None:
+        raise SettingsError(
+            f"setting {setting}: it needs values, so it must say what the critic is to predict: a "
+            "function `returns` beside `needs`"
+        )
+    return columns, returns
 
 
 def _rewards(advantage: str) -> RewardUse:

@@ -168,6 +168,12 @@ SECTIONS: Mapping[str, tuple[Metric, ...]] = {
             "share",
             "Trained tokens whose weight `correction` truncates or masks; absent without it.",
         ),
+        Metric(
+            "own/<name>",
+            "",
+            "A metric of [your own loss](algorithms.md#your-own-estimator-or-loss), mean over the"
+            " tokens that it was given.",
+        ),
     ),
     "engine": (
         _headline(
@@ -252,10 +258,15 @@ METRICS: Mapping[str, Metric] = {m.name: m for part in SECTIONS.values() for m i
 """The metrics by name."""
 
 ENVIRONMENT = "environment/"
+OWN = "own/"
+LABELS: Mapping[str, str] = {ENVIRONMENT: "environment", OWN: "name"}
+"""Beginning of the name of a metric with a `<name>`, and the label that has that name."""
 
 
-def environment_of(name: str) -> tuple[str, str | None]:
-    """Return the name of a metric in `METRICS`, and the environment that it is about."""
+def label_of(name: str) -> tuple[str, str | None]:
+    """Return the name of a metric in `METRICS`, and what stands for its `<name>`, if it has one."""
+    if name.startswith(OWN):
+        return f"{OWN}<name>", name.removeprefix(OWN)
     if not name.startswith(ENVIRONMENT):
         return name, None
     environment, _, metric = name.removeprefix(ENVIRONMENT).rpartition("/")

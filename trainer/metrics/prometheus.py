@@ -8,7 +8,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.core import Metric as PrometheusMetric
 from prometheus_client.registry import Collector
 
-from trainer.metrics.definitions import ENVIRONMENT, METRICS, environment_of
+from trainer.metrics.definitions import LABELS, METRICS, label_of
 
 PREFIX = "clawstream_trainer_"
 NEWEST = (PREFIX + "sync_index", "Sync index of the newest version.")
@@ -32,7 +32,7 @@ class VersionMetrics(Collector):
 
     def write(self, sync_index: int, metrics: Mapping[str, float]) -> None:
         """Show the metrics of a version."""
-        totals = {name: v for name, v in metrics.items() if METRICS[environment_of(name)[0]].total}
+        totals = {name: v for name, v in metrics.items() if METRICS[label_of(name)[0]].total}
         gauges = {name: value for name, value in metrics.items() if name not in totals}
         self._totals = {
             **self._totals,
@@ -52,8 +52,7 @@ class VersionMetrics(Collector):
             if metric.total:
                 yield CounterMetricFamily(*_named(name))
             else:
-                labels = ["environment"] if name.startswith(ENVIRONMENT) else []
-                yield GaugeMetricFamily(*_named(name), labels=labels)
+                yield GaugeMetricFamily(*_named(name), labels=_labels(name))
 
     def collect(self) -> Iterator[PrometheusMetric]:
         """Yield what a scrape shows, in the thread of the server."""
@@ -63,19 +62,23 @@ class VersionMetrics(Collector):
             yield CounterMetricFamily(*_named(name), total)
         families: dict[str, GaugeMetricFamily] = {}
         for name, value in {**self._version, **self._validation}.items():
-            general, environment = environment_of(name)
-            labels = {} if environment is None else {"environment": environment}
+            general, label = label_of(name)
             if general not in families:
-                families[general] = GaugeMetricFamily(*_named(general), labels=[*labels])
-            families[general].add_metric([*labels.values()], value)
+                families[general] = GaugeMetricFamily(*_named(general), labels=_labels(general))
+            families[general].add_metric([] if label is None else [label], value)
         yield from families.values()
 
     def close(self) -> None:
         """Do nothing: the values stay until the process ends."""
 
 
+def _labels(name: str) -> list[str]:
+    return [label for begin, label in LABELS.items() if name.startswith(begin)]
+
+
 def _named(name: str) -> tuple[str, str]:
     """Return name and description of a metric on the endpoint."""
     metric = METRICS[name]
     unit = f" ({metric.unit})" if metric.unit else ""
-    return PREFIX + name.replace("<name>/", "").replace("/", "_"), metric.text + unit
+    plain = name.replace("<name>/", "").replace("/<name>", "").replace("/", "_")
+    return PREFIX + plain, metric.text + unit

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import fmean, pstdev
 from typing import NamedTuple
 
@@ -29,6 +30,7 @@ class TokenStats:
         logp_diff: largest |trainer - sampled|; None if not measured.
         same_version: of the tokens that the trainer's current weights sampled: their number, sum
             and largest |trainer - sampled|; None if not measured or without such a token.
+        own: sums of the metrics of a user's own loss, by the name of the metric.
     """
 
     tokens: int
@@ -45,6 +47,7 @@ class TokenStats:
     corrected: int | None
     logp_diff: float | None
     same_version: tuple[int, float, float] | None
+    own: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -326,10 +329,15 @@ def _tokens(steps: Sequence[TokenStats]) -> dict[str, float | None]:
         "clip_fraction_positive": _pairs(s.clipped_positive for s in steps),
         "clip_fraction_negative": _pairs(s.clipped_negative for s in steps),
         "correction_fraction": mean(lambda s: s.corrected),
+        **{name: mean(partial(_own, name)) for s in steps for name in s.own},
         "logp_max_abs_diff": _largest(s.logp_diff for s in steps),
         "logp_mean_abs_diff_same_version": _share(sum(s[1] for s in same), sum(s[0] for s in same)),
         "logp_max_abs_diff_same_version": _largest(s[2] for s in same),
     }
+
+
+def _own(name: str, stats: TokenStats) -> float | None:
+    return stats.own.get(name)
 
 
 def _pairs(pairs: Iterable[tuple[int, int] | None]) -> float | None:

@@ -16,6 +16,7 @@ from trainer.algorithms.kl import kl
 from trainer.algorithms.registry import LoadedAlgorithm
 from trainer.data.micro_batch import MicroBatch
 from trainer.data.sequences import TrainingSequence
+from trainer.metrics.definitions import OWN
 from trainer.metrics.statistics import TokenStats
 from trainer.parallel.processes import Processes
 
@@ -39,8 +40,14 @@ class Measurement:
         self._maxima: dict[str, Tensor] = {}
 
     @torch.no_grad()
-    def add(self, view: LossBatch, batch: MicroBatch) -> None:
-        """Add one pass. view: of `batch`, at the weights of the step."""
+    def add(self, view: LossBatch, batch: MicroBatch, own: Mapping[str, Tensor]) -> None:
+        """Add one pass.
+
+        Args:
+            view: of `batch`, at the weights of the step.
+            batch: the pass.
+            own: metrics of a user's own loss, shape (tokens,) each.
+        """
         on = view.mask
         exact = view.logprobs.detach() - view.sampled_logprobs
         log_ratio = bounded(exact)
@@ -57,6 +64,8 @@ class Measurement:
             self._sum("kl_reference", divergence.masked_fill(~on, 0.0))
         if view.entropy is not None:
             self._sum("entropy", view.entropy.masked_fill(~on, 0.0))
+        for name, values in own.items():
+            self._sum(f"{OWN}{name}", values.masked_fill(~on, 0.0))
         algorithm = self._algorithm
         if algorithm.clipped is not None:
             clipped = algorithm.clipped(view, algorithm.settings) & on
@@ -130,6 +139,7 @@ class Measurement:
             corrected=int(found["corrected"]) if "corrected" in found else None,
             logp_diff=found.get("logp_diff"),
             same_version=(same, difference, largest) if same else None,
+            own={name: value for name, value in found.items() if name.startswith(OWN)},
         )
 
 

@@ -216,14 +216,17 @@ def _backward(
     for part, counts in processes.passes(sequences, s.micro_batch_tokens, packed=packed):
         batch = collate(part, s.temperature, policy.device, packed=packed)
         view = _loss_batch(policy, batch, algorithm)
-        mean = objective(view, algorithm.loss, algorithm.settings, size, sequences[0].environment)
+        own = dict[str, torch.Tensor]()
+        mean = objective(
+            view, algorithm.loss, algorithm.settings, size, sequences[0].environment, own
+        )
         # FSDP averages the gradients of the processes; the loss is a sum of their shares.
         scaled = mean * processes.size if counts else view.logprobs.sum() * 0.0
         scaled.backward()  # type: ignore[no-untyped-call]
         if not counts:
             continue
         total += mean.item()
-        measurement.add(view, batch)
+        measurement.add(view, batch, own)
         if first_passes is not None:
             first_passes.add(part, view)
         computed, pairs = computed + batch.computed_tokens, pairs + batch.attended_pairs

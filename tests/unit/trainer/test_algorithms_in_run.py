@@ -353,7 +353,9 @@ def test_the_entropy_is_that_of_the_distribution_of_the_engine(model_dir: Path) 
 
 def test_a_function_of_the_users_own_trains(tmp_path: Path, model_dir: Path) -> None:
     (tmp_path / "mine.py").write_text(
-        "def loss(batch, settings):\n    return -batch.logprobs * batch.advantages ** 2\n\n\n"
+        "def loss(batch, settings):\n"
+        "    square = batch.advantages ** 2\n"
+        "    return -batch.logprobs * square, {'square': square}\n\n\n"
         "def advantage(batch, settings):\n    return batch.turn[batch.step] + 1.0\n"
     )
     algorithm = load(
@@ -366,6 +368,9 @@ def test_a_function_of_the_users_own_trains(tmp_path: Path, model_dir: Path) -> 
     assert set(batch.advantages.tolist()) == {1.0, 2.0}
     (step,) = update(policy, sequences, 0, {None: algorithm}, 1e-3, None).steps
     assert step.loss == pytest.approx(expected, rel=1e-4)
+    (measured,) = step.measured
+    squares = batch.advantages.square()
+    assert measured.own == {"own/square": pytest.approx(squares.sum().item())}
 
 
 @pytest.fixture(scope="module")
@@ -450,10 +455,10 @@ def test_a_part_that_does_not_give_one_number_a_token_is_refused(
         sequences_for(load("cispo", {"advantage": "wrong.py:advantage"}, (tmp_path,)))
     algorithm = load("cispo", {"loss": "wrong.py:loss"}, (tmp_path,))
     policy = Policy(model_dir, settings(model_dir).trainer)
-    with pytest.raises(SettingsError, match=r"algorithm\.loss: it returned shape \(\)"):
+    with pytest.raises(SettingsError, match=r"algorithm\.loss: its loss has shape \(\)"):
         update(policy, sequences_for(algorithm), 0, {None: algorithm}, 1e-3, None)
     named = [replace(sequence, environment="math") for sequence in sequences_for(algorithm)]
-    with pytest.raises(SettingsError, match=r"trainer\.environments\.math\.loss: it returned"):
+    with pytest.raises(SettingsError, match=r"trainer\.environments\.math\.loss: its loss has"):
         update(policy, named, 0, {"math": algorithm}, 1e-3, None)
 
 
@@ -476,4 +481,20 @@ def test_an_algorithm_that_cannot_be_trained_is_refused_before_a_batch(model_dir
 def test_a_function_that_does_not_exist_ends_the_trainer_at_its_start(part: str) -> None:
     s = Settings.model_validate({"trainer": {"algorithm": {part: "missing.py:function"}}})
     with pytest.raises(SettingsError, match=rf"trainer\.algorithm\.{part}=.*no file missing\.py"):
+        train(s, threading.Event())
+
+
+def test_a_model_that_the_users_own_estimator_lacks_ends_the_trainer_at_its_start(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "mine.py").write_text(
+        "def advantage(batch, settings): ...\n\nadvantage.needs = {'teacher_logprobs'}\n"
+    )
+    s = Settings.model_validate(
+        {
+            "trainer": {"algorithm": {"advantage": "mine.py:advantage"}},
+            "functions": {"dirs": [tmp_path]},
+        }
+    )
+    with pytest.raises(SettingsError, match=r"trainer\.algorithm\.advantage: it needs trainer\.te"):
         train(s, threading.Event())

@@ -42,6 +42,23 @@ def test_a_function_of_the_users_own_is_loaded_from_its_file(tmp_path: Path) -> 
         load("cispo", {"loss": "own.py:other"}, (tmp_path,))
 
 
+def test_an_estimator_of_the_users_own_asks_for_columns(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "def one(batch, settings): ...\n"
+        "def two(batch, settings): ...\n"
+        "def three(batch, settings): ...\n"
+        "one.needs = {'teacher_logprobs', 'values'}\none.returns = two\n"
+        "two.needs = {'values'}\nthree.needs = ['teacher']\n"
+    )
+    one = load("cispo", {"advantage": "own.py:one", "kl_coef": 0.1}, (tmp_path,))
+    assert one.needs == {"teacher_logprobs", "values", "ref_logprobs"}
+    assert one.returns is not None and one.returns.__name__ == "two"
+    with pytest.raises(SettingsError, match=r"trainer\.algorithm\.advantage: it needs values"):
+        load("cispo", {"advantage": "own.py:two"}, (tmp_path,))
+    with pytest.raises(SettingsError, match=r"it needs teacher; a batch can have ref_logprobs"):
+        load("cispo", {"advantage": "own.py:three"}, (tmp_path,))
+
+
 def test_unknown_names_are_refused() -> None:
     with pytest.raises(SettingsError, match=r"admit\.policy\.algorithm='magic': this trainer has"):
         specification("magic", {})

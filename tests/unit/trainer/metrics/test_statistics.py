@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.metrics.definitions import METRICS, environment_of, headline, reference
+from trainer.metrics.definitions import METRICS, headline, label_of, reference
 from trainer.metrics.statistics import (
     BatchStats,
     CriticStats,
@@ -36,6 +36,7 @@ TOKENS = TokenStats(
     corrected=2,
     logp_diff=0.5,
     same_version=(2, 0.5, 0.4),
+    own={"own/pull": 3.0},
 )
 FIRST = StepStats(
     tokens=4,
@@ -59,6 +60,7 @@ THEN = replace(
         TOKENS, tokens=6, ratios=6.0, squared_ratios=6.0, largest_ratio=1.0, clipped=0,
         clipped_positive=(0, 4), clipped_negative=(0, 2),
         logp_diff=None, same_version=None, kl_reference=None,
+        own={},
     ),), environment_losses={},
 )  # fmt: skip
 LOST = replace(THEN, passed_tokens=2, loss=None, grad_norm=None, skipped="NaN", measured=())
@@ -112,14 +114,14 @@ def test_metrics_fold_the_batches_of_a_version() -> None:
             "clip_fraction": 1 / 8, "clip_fraction_positive": 0, "clip_fraction_negative": 1 / 3,
             "correction_fraction": 0.5,
             "logp_mean_abs_diff_same_version": 0.25, "logp_max_abs_diff_same_version": 0.4,
-            "logp_max_abs_diff": 0.5,
+            "logp_max_abs_diff": 0.5, "own/pull": 1.5,
             "wait_seconds": 4, "device_memory_peak": 7,
             "read_seconds": 1, "train_seconds": 2, "save_seconds": 0.25,
             "tokens_per_second": 30, "model_tflops": 3, "mfu": 0.3,
         }
     )  # fmt: skip
     validation = summary(0, [[0.0], [1.0]]).metrics
-    names = {environment_of(name)[0] for name in (*got, *validation)}
+    names = {label_of(name)[0] for name in (*got, *validation)}
     assert names == METRICS.keys(), "a definition has a value, and vice versa"
 
 
