@@ -187,7 +187,7 @@ def rollout(number: int, turns: int, rng: random.Random) -> list[Step]:
     """Return the calls of one rollout. Only its first reply names it: later ones may be equal."""
     history, steps = list(TASK), list[Step]()
     counted = rng.random() < 0.5
-    form = rng.randrange(6)
+    form, tokens = rng.randrange(6), rng.random() < 0.5
     for turn in range(turns):
         name = f"file{number}" if turn == 0 or rng.random() < 0.5 else "the rest"
         if rng.random() < 0.5:
@@ -199,7 +199,7 @@ def rollout(number: int, turns: int, rng: random.Random) -> list[Step]:
             calls = [(ids[0], "read", {"path": name}), (ids[1], "list", {"depth": turn})]
             calls = calls[: rng.randint(1, 2)]
             reply, back = called(*calls), CALL_FORMS[form](calls)
-        steps.append(chat_step(100 * number + turn, history, reply, tokens=False))
+        steps.append(chat_step(100 * number + turn, history, reply, tokens=tokens))
         history = [*history, back, result(f"contents {rng.choice([number, 'equal'])}")]
     return steps
 
