@@ -80,7 +80,10 @@ def steps_of(
         every: The client has the ids of all requested choices: one that did not come is an error.
     """
     missing: set[int] = set()
-    if parsed is None or (not parsed.choices and (unread or captured.sampled)):
+    if parsed is not None and not (parsed.choices or unread) and captured.sampled:
+        unread = Unread()
+        unread.add(b"", "the engine sampled, and its reply has no choice")
+    if parsed is None or (unread and not parsed.choices):
         choices = tuple(Choice(i, b"null", None) for i in range(call.request.n))
         model, usage = "", captured.usage()
     else:

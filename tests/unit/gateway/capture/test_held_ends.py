@@ -8,12 +8,17 @@ from typing import Any
 import orjson
 import pytest
 
+from gateway.attribution.resolver import TrajectoryRef
 from gateway.capture.engine_tokens import CapturedTokens
+from gateway.capture.steps import Call, Sampler, steps_of
 from gateway.capture.stream import EventStream
 from gateway.protocols.adapter import ProtocolAdapter
 from gateway.protocols.anthropic_messages import AnthropicMessages
+from gateway.protocols.base import ParsedReply
 from gateway.protocols.openai_chat import OpenAIChat
 from gateway.protocols.openai_completions import OpenAICompletions
+from schemas import engine_frames
+from schemas.tokens import pack_ids, pack_logprobs
 
 DONE = b"data: [DONE]\n\n"
 CHAT, MESSAGES, COMPLETIONS = OpenAIChat(), AnthropicMessages(), OpenAICompletions()
@@ -70,6 +75,18 @@ def test_only_the_last_end_waits(
     assert sent == [b"".join(events[i] for i in out) for out in outs]
     stream.close()
     assert b"".join(sent) + stream.held() == b"".join(events)
+
+
+def test_tokens_without_a_choice_are_never_trained() -> None:
+    captured = CapturedTokens("none")
+    told = (0, pack_ids([7]), pack_logprobs([-0.5]), "stop", None)
+    captured.add([engine_frames.Frame(0, pack_ids([1]), (told,))])
+    request = CHAT.parse_request(orjson.dumps(ASK))
+    trajectory = TrajectoryRef("r", "t", "g", "train")
+    call = Call(trajectory, "t~1", "openai.chat", request, b"{}", "gateway-0", 1)
+    (step,) = steps_of(call, ParsedReply((), None, b"{}"), captured, Sampler(), "ok", 2)
+    assert step.response_token_ids == pack_ids([7])
+    assert "unread reply" in (step.tokens_absent_reason or "")
 
 
 def test_what_was_sent_is_what_the_client_has() -> None:

@@ -174,6 +174,17 @@ def test_tokens_of_what_passes_unrecorded_count_for_a_keys_day(
     assert statuses == [200, 200, 429]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_tokens_of_a_reply_without_choices_count_for_a_keys_day(
+    tmp_path: Path, stream: bool
+) -> None:
+    said = b'{"choices":[],"usage":{"prompt_tokens":4,"completion_tokens":0}}'
+    kind = "text/event-stream" if stream else "application/json"
+    provider = Provider(body=b"data: %b\n\n" % said if stream else said, kind=kind)
+    statuses = replies_to_a_key_with_six_tokens_a_day(tmp_path, "POST", CALL, provider, stream)
+    assert statuses == [200, 200, 429]
+
+
 def test_tokens_of_an_error_count_for_no_day(tmp_path: Path) -> None:
     statuses = replies_to_a_key_with_six_tokens_a_day(
         tmp_path, "POST", "/v1/embeddings", Provider(400, EMBEDDINGS)
@@ -182,10 +193,11 @@ def test_tokens_of_an_error_count_for_no_day(tmp_path: Path) -> None:
 
 
 def replies_to_a_key_with_six_tokens_a_day(
-    directory: Path, method: str, path: str, provider: Provider
+    directory: Path, method: str, path: str, provider: Provider, stream: bool = False
 ) -> list[int]:
     """The statuses of three requests, one after the other."""
     token = create_key(directory / "api-keys.json", "k", ["agent"], tokens_per_day=6)
+    said = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "stream": stream}
 
     async def body() -> list[int]:
         statuses = []
@@ -196,7 +208,7 @@ def replies_to_a_key_with_six_tokens_a_day(
         ):
             for _ in range(3):
                 async with http.request(
-                    method, url + path, json={"model": "m"} if method == "POST" else None
+                    method, url + path, json=said if method == "POST" else None
                 ) as reply:
                     await reply.read()
                     statuses.append(reply.status)
