@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import pytest
 import uvicorn
+import uvloop
 from support.gateway import GatewayFixture, run_gateway
 from support.raw_http import ASK, ASK_STREAM, CALL, connected, request
 from support.scripted.script import Script, ScriptedChoice
@@ -52,7 +53,7 @@ CONVERSATIONS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("each_event_loop", ["uvloop"], indirect=True)
+@pytest.mark.parametrize("each_event_loop", [uvloop.EventLoopPolicy], ids=["uvloop"], indirect=True)
 @pytest.mark.usefixtures("each_event_loop")
 @pytest.mark.parametrize("name", CONVERSATIONS)
 def test_silence_after_any_byte_ends_the_connection(tmp_path: Path, name: str) -> None:
