@@ -14,7 +14,7 @@ from gateway.asgi.messages import HeldBody, Scope, Send, header_map, send_reply
 from gateway.attribution.tags import tags_of
 from gateway.auth.authenticator import Principal
 from gateway.capture.steps import Call
-from gateway.errors import BadRequest, BodyTooLarge, ClientGone, GatewayError, Overloaded
+from gateway.errors import BadRequest, BodyTooLarge, ClientGone, GatewayError
 from gateway.protocols.adapter import ProtocolAdapter
 from gateway.protocols.request_fields import repaired, with_defaults
 from gateway.proxy.call import ProxiedCall
@@ -45,18 +45,21 @@ class CallEndpoint:
     async def serve(self, scope: Scope, receive: Receive, send: Send, target: CallTarget) -> None:
         """Serve one call."""
         services, adapter = self._services, self._adapter
-        try:
-            services.in_flight.begin()
-        except Overloaded as error:
-            services.metrics.ended["refused"].inc()
-            await send_reply(send, reply_of(error, adapter.errors))
-            return
-        reply = services.in_flight.replies.reserve()
         attempt = services.failed.attempt(
             adapter.name, header_map(scope), target.trajectory, target.prompt
         )
         try:
-            ending = await self._serve(scope, receive, send, attempt, reply)
+            # The body of an unauthenticated request is not read, and it is no call in flight.
+            caller = attempt.caller = services.admit(scope, attempt.headers, "agent")
+            services.in_flight.begin()
+        except GatewayError as error:
+            services.metrics.ended["refused"].inc()
+            await send_reply(send, reply_of(error, adapter.errors))
+            services.failed.record(attempt, failure_of(error))
+            return
+        reply = services.in_flight.replies.reserve()
+        try:
+            ending = await self._serve(scope, receive, send, attempt, caller, reply)
         except ClientGone:
             ending = "refused"
         except GatewayError as error:
@@ -71,11 +74,10 @@ class CallEndpoint:
             services.metrics.call.observe(services.clock.monotonic() - attempt.began)
 
     async def _serve(
-        self, scope: Scope, receive: Receive, send: Send, attempt: Attempt, reply: ReplyReservation
-    ) -> str:
+        self, scope: Scope, receive: Receive, send: Send, attempt: Attempt, caller: Principal,
+        reply: ReplyReservation,
+    ) -> str:  # fmt: skip
         services, headers = self._services, attempt.headers
-        # Before the body: the body of an unauthenticated request is not read.
-        caller = attempt.caller = services.admit(scope, headers, "agent")
         with services.limits.call(caller.key) as counted:
             held = held_body(receive, services)
             async with held as body:

@@ -11,7 +11,7 @@ from gateway.asgi.messages import Scope, Send, header_map, send_reply
 from gateway.auth.authenticator import Principal
 from gateway.auth.key_limits import tokens_of_reply
 from gateway.engines.registry import of_run
-from gateway.errors import BadRequest, ClientGone, GatewayError, Overloaded
+from gateway.errors import BadRequest, ClientGone, GatewayError
 from gateway.protocols.request_fields import (
     checked_model,
     model_of,
@@ -32,16 +32,17 @@ class PassthroughEndpoint:
 
     async def serve(self, scope: Scope, receive: Receive, send: Send, target: CallTarget) -> None:
         """Serve one request."""
-        in_flight = self._services.in_flight
+        in_flight, headers = self._services.in_flight, header_map(scope)
         try:
+            caller = self._services.admit(scope, headers, "agent")
             in_flight.begin()
-        except Overloaded as error:
+        except GatewayError as error:
             await send_reply(send, reply_of(error, self._errors))
             return
         held = in_flight.replies.reserve()
         try:
             try:
-                reply = await self._handle(scope, receive, held, target)
+                reply = await self._handle(scope, receive, caller, headers, held, target)
             except ClientGone:
                 return
             except GatewayError as error:
@@ -52,10 +53,10 @@ class PassthroughEndpoint:
             in_flight.end()
 
     async def _handle(
-        self, scope: Scope, receive: Receive, held: ReplyReservation, target: CallTarget
-    ) -> Reply:
-        services, headers = self._services, header_map(scope)
-        caller = services.admit(scope, headers, "agent")
+        self, scope: Scope, receive: Receive, caller: Principal, headers: dict[str, str],
+        held: ReplyReservation, target: CallTarget,
+    ) -> Reply:  # fmt: skip
+        services = self._services
         path = self._path + quote(target.item, safe="/:@!$&'()*+,;=")
         path = with_query(path, scope["query_string"])
         with services.limits.call(caller.key) as counted:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
+import pytest
 from support.gateway import GatewayFixture, run_gateway, running
 from support.log_producer import InMemoryLogProducer
 from support.raw_http import ASK, CALL, connected, request
@@ -79,3 +81,40 @@ def test_strangers_take_no_part_of_the_memory_of_calls(tmp_path: Path) -> None:
         tmp_path, CODEC, scenario, Script([HI]),
         auth="required", max_in_flight_bytes=1 << 20, max_body_bytes=1 << 20,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("path", [CALL, "/v1/embeddings"])
+def test_strangers_that_read_no_reply_are_no_calls_in_flight(tmp_path: Path, path: str) -> None:
+    key = create_key(tmp_path / "api-keys.json", "k", ["agent"])
+    gateway = {"auth": "required", "max_in_flight": 1, "worker_wait_s": 0}
+    settings = Settings.model_validate({"data_dir": tmp_path, "gateway": gateway})
+
+    async def scenario() -> bytes:
+        app = create_app(settings, InMemoryLogProducer(), EngineRegistry(()), CODEC)
+        sent = list[bytes]()
+        blocked = asyncio.Event()
+
+        async def receive() -> dict[str, Any]:
+            return {"type": "http.request", "body": ASK, "more_body": False}
+
+        async def never(_: Any) -> None:
+            blocked.set()
+            await asyncio.Event().wait()
+
+        async def send(message: Any) -> None:
+            sent.append(message.get("body", b""))
+
+        def scope(key: bytes) -> dict[str, Any]:
+            return {
+                "type": "http", "method": "POST", "path": path, "raw_path": path.encode(),
+                "headers": [(b"x-api-key", key)], "query_string": b"", "state": {},
+            }  # fmt: skip
+
+        async with app.router.lifespan_context(app):
+            stranger = asyncio.create_task(app(scope(b"wrong"), receive, never))
+            await blocked.wait()
+            await app(scope(key.encode()), receive, send)
+            stranger.cancel()
+        return b"".join(sent)
+
+    assert b'"no_engine"' in asyncio.run(scenario())
