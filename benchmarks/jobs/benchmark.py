@@ -35,7 +35,7 @@ is missing or too many.
                                     a million, 50,000 closed remembered
     lake_window_full_ratio          CPU of the lake writer alone, a small step, once its window of
                                     recent ids (`lake.dedupe_window`) is full, to that of a writer
-                                    whose window never fills; median of eight pairs
+                                    whose window never fills; the least of eight chunks each
 """
 
 from __future__ import annotations
