@@ -91,6 +91,23 @@ def _events(condition: str) -> str:
         ) WHERE {condition} QUALIFY row_number() OVER (PARTITION BY event_id) = 1"""
 
 
+def _written(
+    lake: Lake, writer: MarkWriter, run_id: str | None = None, keys: Iterable[str] = ()
+) -> list[Event]:
+    """Return the written events that the lake does not have yet; the others are forgotten."""
+    events = writer.written(run_id, keys)
+    if not events:
+        return events
+    found = lake.rows(
+        """SELECT event_id FROM curations WHERE event_id IN $ids
+        UNION ALL SELECT event_id FROM human_rewards WHERE event_id IN $ids""",
+        {"ids": [event.event_id for event in events]},
+    )
+    known = {row["event_id"] for row in found}
+    writer.forget(known)
+    return [event for event in events if event.event_id not in known]
+
+
 def _as_json(written: Iterable[Event]) -> str:
     return json.dumps([row_of(event) for event in written])
 
@@ -101,7 +118,7 @@ def of_keys(lake: Lake, writer: MarkWriter, run_id: str, keys: Sequence[str]) ->
     Each row that is a mark has `taken_back`, the row that takes it back or None, and `at`.
     """
     rows = _rows(
-        lake, writer.written(run_id, keys), "run_id = $run AND trajectory_key IN $keys",
+        lake, _written(lake, writer, run_id, keys), "run_id = $run AND trajectory_key IN $keys",
         {"run": run_id, "keys": list(keys)},
     )  # fmt: skip
     return _with_undo(rows)
@@ -158,7 +175,7 @@ def held_in_list(lake: Lake, writer: MarkWriter, page: Sequence[Row]) -> dict[An
         (run id, trajectory id) to what holds.
     """
     marked: dict[str, set[str]] = {}
-    for event in writer.written():
+    for event in _written(lake, writer):
         marked.setdefault(event.run_id, set()).add(event.trajectory_key)
     found = {}
     for run_id, keys in marked.items():
@@ -192,7 +209,7 @@ def actions(lake: Lake, writer: MarkWriter) -> list[Action]:
         FROM marks m LEFT JOIN undone u USING (event_id)
         WHERE m.takes_back IS NULL GROUP BY m."by", m.made_at
         ORDER BY m.made_at DESC LIMIT {ACTIONS}""",
-        {"written": _as_json(writer.written())},
+        {"written": _as_json(_written(lake, writer))},
     )
     for row in found:
         row["first"]["at"] = _time(row["made_at"])
@@ -211,7 +228,7 @@ def undo(lake: Lake, writer: MarkWriter, by: str, at: int, given: Mapping[str, A
         InvalidMark: The action has too many events.
     """
     condition = " AND ".join(f'"{name}" IS NOT DISTINCT FROM ${name}' for name in given)
-    found = _rows(lake, writer.written(), condition, given)
+    found = _rows(lake, _written(lake, writer), condition, given)
     if len(found) > KEPT:
         raise InvalidMark(f"{len(found)} events: at most {KEPT} are taken back at once")
     wanted = {row["event_id"]: row for row in found}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Protocol
 
 from inspector.errors import LogAbsent
@@ -74,6 +74,12 @@ class MarkWriter:
             for e in found
             if run_id is None or (e.run_id == run_id and e.trajectory_key in wanted)
         ]
+
+    def forget(self, event_ids: Collection[str]) -> None:
+        """Forget events that the lake has: an erasure reaches them there."""
+        with self._lock:
+            left = [event for event in self._written if event.event_id not in event_ids]
+            self._written = deque(left, maxlen=KEPT)
 
 
 def producer_of(cluster: Cluster, topics: Topics) -> Callable[[], Producer]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from typing import Any, NamedTuple
 
@@ -19,7 +20,9 @@ import pyarrow.compute as pc
 
 from runtime.blob_store import BlobStore
 from schemas.blob_refs import MOVABLE, referenced
-from schemas.ids import check_run_id, check_trajectory_key
+from schemas.codec.single_object import Codec
+from schemas.errors import Undecodable, UnknownSchema
+from schemas.ids import check_run_id, check_trajectory_key, key_of_trajectory
 from schemas.records import Reward, SessionEvent, Step
 from schemas.settings import Settings
 from stream_jobs.lake.delta.snapshots import SnapshotError, named_snapshots
@@ -34,6 +37,9 @@ from stream_jobs.lake.delta.table import (
 )
 from stream_jobs.lake.tables.catalog import catalog, tables_of
 
+Places = Mapping[tuple[str, int], Collection[int]]
+"""(topic id, partition) to offsets."""
+_PLACE = ("kafka_topic_id", "kafka_partition", "kafka_offset")
 Keys = Collection[tuple[str, str]]
 """(run id, trajectory key) of what is erased."""
 LETTERS = "dead_letters"
@@ -72,6 +78,27 @@ class Found(NamedTuple):
     kept_until: datetime | None
 
 
+class _Selection(NamedTuple):
+    """The same rows as a filter of Arrow and as a condition in SQL."""
+
+    filter: pc.Expression
+    predicate: str
+
+
+def _at(places: Places) -> _Selection:
+    """Select rows by their places on the log."""
+    condition, parts = pc.scalar(False), list[str]()
+    for (topic_id, partition), offsets in places.items():
+        here = (pc.field("kafka_topic_id") == topic_id) & (pc.field("kafka_partition") == partition)
+        condition |= here & pc.field("kafka_offset").isin(sorted(offsets))
+        listed = ", ".join(map(str, sorted(offsets)))
+        parts.append(
+            f"(kafka_topic_id = '{topic_id}' AND kafka_partition = {partition} "
+            f"AND kafka_offset IN ({listed}))"
+        )
+    return _Selection(condition, " OR ".join(parts) or "false")
+
+
 class Erasure:
     """The erasure of some trajectories from the lake of the settings.
 
@@ -93,7 +120,7 @@ class Erasure:
         """Yield the tables that have rows of the trajectories, from the lake as it is now."""
         for name, table in self._tables():
             rows = dataset(table, self._options).to_table(
-                columns=["kafka_timestamp"], filter=self._filter(name)
+                columns=["kafka_timestamp"], filter=self._selected(name, table).filter
             )
             if rows.num_rows:
                 newest = pc.max(rows.column("kafka_timestamp")).as_py()
@@ -105,7 +132,7 @@ class Erasure:
         tables = dict(self._tables())
         for name, field in _BLOB_COLUMNS:
             if name in tables:
-                data, own = dataset(tables[name], self._options), self._filter(name)
+                data, own = dataset(tables[name], self._options), self._own.filter
                 mine |= _digests(data, field, own)
                 others |= _digests(data, field, ~own)
         return mine - others
@@ -149,39 +176,38 @@ class Erasure:
                 except LakeMissing:
                     continue
 
-    def _filter(self, name: str) -> pc.Expression:
-        if name == LETTERS:
-            return pc.field("key").isin(self._letter_keys)
-        condition = pc.scalar(False)
-        for run_id, keys in self._runs.items():
-            condition |= (pc.field("run_id") == run_id) & pc.field("trajectory_key").isin(
-                sorted(keys)
+    def _selected(self, name: str, table: Delta) -> _Selection:
+        """Select the rows of the trajectories in a table of `_tables`."""
+        if name != LETTERS:
+            return self._own
+        try:
+            schemas = dataset(
+                open_table(self._settings.lake_uri, "schemas", self._options), self._options
             )
-        return condition
+        except LakeMissing:
+            schemas = None
+        return _at(_letters_of(dataset(table, self._options), _codec_of(schemas), self._runs))
 
     @property
-    def _letter_keys(self) -> list[bytes]:
-        """Keys of the records that failed; their runs are in bytes that nobody could read."""
-        return sorted({key.encode() for keys in self._runs.values() for key in keys})
-
-    def _predicate(self, name: str) -> str:
-        """Return the SQL condition of `_filter`; no key has a quote."""
-        if name == LETTERS:
-            keys = ", ".join(f"X'{key.hex()}'" for key in self._letter_keys)
-            return f"key IN ({keys})"
-        return " OR ".join(
-            f"(run_id = '{run_id}' AND trajectory_key IN ({', '.join(map(repr, sorted(keys)))}))"
-            for run_id, keys in self._runs.items()
-        )
+    def _own(self) -> _Selection:
+        """Select by run and trajectory key."""
+        condition, parts = pc.scalar(False), list[str]()
+        for run_id, keys in self._runs.items():
+            names = sorted(keys)
+            condition |= (pc.field("run_id") == run_id) & pc.field("trajectory_key").isin(names)
+            listed = ", ".join(map(repr, names))  # no key has a quote
+            parts.append(f"(run_id = '{run_id}' AND trajectory_key IN ({listed}))")
+        return _Selection(condition, " OR ".join(parts) or "false")
 
     def _delete(self, name: str) -> None:
         """Delete the rows of a table, those that came meanwhile too."""
         for _ in range(_ATTEMPTS):
             table = open_table(self._settings.lake_uri, name, self._options)
-            if not dataset(table, self._options).count_rows(filter=self._filter(name)):
+            selected = self._selected(name, table)
+            if not dataset(table, self._options).count_rows(filter=selected.filter):
                 return
             try:
-                delete_rows(table, self._predicate(name))
+                delete_rows(table, selected.predicate)
             except CommitCollided:
                 continue
         raise ErasureCollided(
@@ -196,6 +222,56 @@ class Erasure:
         kept_ms = int(spec.config["retention.ms"])
         until = None if kept_ms < 0 else newest.astimezone(UTC) + timedelta(milliseconds=kept_ms)
         return spec.name, until
+
+
+def _letters_of(letters: Any, codec: Codec, runs: Mapping[str, Collection[str]]) -> Places:
+    """Return the places of the dead letters of some trajectories.
+
+    Kafka's key decides only if the record cannot be decoded: a record is also a dead letter because
+    it has another key, and the key of a candidate is its run.
+
+    Args:
+        letters: dataset of the table.
+        codec: that knows the schemas.
+        runs: run id to trajectory keys.
+    """
+    found: dict[tuple[str, int], list[int]] = defaultdict(list)
+    everywhere = {key for keys in runs.values() for key in keys}
+    for row in _rows(letters, ["key", "value", *_PLACE]):
+        run, key = _trajectory_of(codec, row["key"], row["value"])
+        if key in (everywhere if run is None else runs.get(run, ())):
+            topic_id, partition, offset = (row[name] for name in _PLACE)
+            found[topic_id, partition].append(offset)
+    return found
+
+
+def _trajectory_of(
+    codec: Codec, key: bytes | None, value: bytes | None
+) -> tuple[str | None, str | None]:
+    """Return run id and trajectory key of a record; the run is None if it cannot be decoded."""
+    try:
+        event = codec.decode(value)
+    except (Undecodable, UnknownSchema):
+        return None, None if key is None else key.decode(errors="replace")
+    name = getattr(event, "trajectory_key", None)
+    if name is None and (whole := getattr(event, "trajectory_id", None)) is not None:
+        name = key_of_trajectory(whole)
+    return getattr(event, "run_id", None), name
+
+
+def _codec_of(schemas: Any | None) -> Codec:
+    """Return a codec that knows the schemas of this release and those of the lake's table."""
+    codec = Codec()
+    if schemas is not None:
+        for row in _rows(schemas, ["schema_json", "confluent_id"]):
+            with suppress(Undecodable):  # such a schema is a dead letter itself
+                codec.announce(row["schema_json"], row["confluent_id"])
+    return codec
+
+
+def _rows(data: Any, columns: list[str]) -> Iterator[dict[str, Any]]:
+    for batch in data.to_batches(columns=columns):
+        yield from batch.to_pylist()
 
 
 def _digests(data: Any, field: str, condition: pc.Expression) -> set[str]:

@@ -180,7 +180,7 @@ def erase(
         log = f"{rows.topic} has them until {until or '`clawstream topics trim` removes them'}"
         typer.echo(f"{rows.table}: {rows.rows} rows; {log}")
         if rows.table == erasures.LETTERS:
-            typer.echo(f"{rows.table}: of these keys in every run, as a letter names no run")
+            typer.echo(f"{rows.table}: of every run, where a letter has only its key")
     runs = ", ".join(sorted({run_id for run_id, _ in keys})) or "no run"
     what = f"{len(keys)} trajectories of {runs}, {sum(rows.rows for rows in found)} rows"
     if yes:

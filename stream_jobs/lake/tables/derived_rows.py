@@ -92,8 +92,16 @@ def admitted_rows(batch: records.ReadyBatch) -> Iterable[Mapping[str, Any]]:
             "oldest_sync_index": min(syncs, default=None),
             "staleness": [_staleness(batch, m) for m in group.members],
             "admission_policy_version": batch.policy_version,
-            "members": tupled(member_schema(), plain["members"]),
+            "members": tupled(member_schema(), [_without_texts(m) for m in plain["members"]]),
         }
+
+
+def _without_texts(member: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a member without the reasons of missing rewards, which may quote a trajectory.
+
+    The table outlives an erasure; `rewards` has the reasons.
+    """
+    return {**member, "rewards": [{**r, "reason": None} for r in member["rewards"]]}
 
 
 def _staleness(batch: records.ReadyBatch, member: records.BatchMember) -> int | None:

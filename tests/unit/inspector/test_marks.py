@@ -196,6 +196,7 @@ def test_the_lake_tells_what_others_and_former_processes_marked(shown: Inspected
     assert shown.lake.refresh()
     text = shown.client.get("/t/run/h-1").text
     assert text.count(mine.event_id) == 1, "the lake and the memory have the same mark"
+    assert not shown.parts.marks.written("run", ["h-1"]), "an erasure would not reach the memory"
     assert "quality 0.5" in chips(shown.restarted().client.get("/t/run/h-1").text)
 
 

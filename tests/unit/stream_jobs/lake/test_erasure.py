@@ -20,6 +20,7 @@ from clawstream.query.sandbox import run_sql
 from runtime.blob_store import BlobMissing, BlobStore
 from schemas import records
 from schemas.blob_refs import reference, with_images
+from schemas.codec.single_object import Codec
 from schemas.errors import InvalidId
 from schemas.records import Blob
 from schemas.settings import Settings
@@ -113,6 +114,32 @@ def test_no_file_has_the_rows_and_others_stay(settings: Settings) -> None:
     assert column(settings, "trained_tokens", "trajectory_key") == ["ann"]
 
 
+def test_a_dead_letter_is_known_by_what_is_in_it(settings: Settings) -> None:
+    codec, lake = Codec(), SmallLake(settings)
+    marked = records.StepMark(
+        event_id="m", run_id="r", trajectory_key="joe", trajectory_id="joe", step_id="joe~1.0",
+        mark="late", offset=1,
+    )  # fmt: skip
+    values = {
+        b"wrong": codec.encode(of_joe(1)),  # its key is why it is one
+        b"r": codec.encode(marked),  # a key that is the run
+        b"joe": codec.encode(of_joe(2, run_id="other")),
+        b"ann": codec.encode(step(3)),
+        b"joe ": b"no Avro",
+    }
+    letters = [
+        dataclasses.replace(letter(), key=key.strip(), value=value, offset=number)
+        for number, (key, value) in enumerate(values.items())
+    ]
+    lake.put(
+        "dead_letters", "D", *letters, dataclasses.replace(letter(), key=None, value=None, offset=9)
+    )
+    erasure = Erasure(settings, JOE)
+    assert [(f.table, f.rows) for f in erasure.find()] == [("dead_letters", 3)]
+    erasure.run()
+    assert column(settings, "dead_letters", "offset") == [2, 3, 9]
+
+
 def test_a_writer_that_runs_goes_on_and_writes_each_row_once(settings: Settings) -> None:
     lake = SmallLake(settings)
     lake.put("steps", "T", step(0), of_joe(1))
@@ -190,7 +217,7 @@ def test_rows_without_a_trajectory_are_counted_and_stay(settings: Settings) -> N
     done = CliRunner().invoke(app, [*args, f"data_dir={settings.data_dir}"])
     assert done.exit_code == 0, done.output
     assert "failed_calls: 1 rows belong to no trajectory and stay" in done.output
-    assert "dead_letters: of these keys in every run" in done.output
+    assert "dead_letters: of every run, where a letter has only its key" in done.output
     assert column(settings, "failed_calls", "trajectory_key") == [None]
 
 
