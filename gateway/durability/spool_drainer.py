@@ -98,6 +98,7 @@ class SpoolDrainer:
         if await self._too_old(segment):
             async with self._writer.lock:
                 path = await asyncio.to_thread(self._spool.quarantine, segment)
+            self._left = None
             # It waits for the operator. New records of its keys do not wait.
             _report_quarantined(segment.size, str(path))
         else:

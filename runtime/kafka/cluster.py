@@ -423,20 +423,22 @@ class Cluster:
 
     # -- groups
 
-    def groups(self) -> list[str]:
+    def groups(self, timeout_s: float = READ_TIMEOUT_S) -> list[str]:
         """Return the names of all consumer groups.
 
         Raises:
             Unavailable: A broker does not say which groups it coordinates.
         """
+        each_s = min(ASK_S, timeout_s)
 
         def names() -> list[str]:
-            listed = self.admin.list_consumer_groups(request_timeout=ASK_S).result()
+            listed = self.admin.list_consumer_groups(request_timeout=each_s).result()
             for error in listed.errors:  # of one broker: the list is not whole
                 raise error
             return sorted(g.group_id for g in listed.valid)
 
-        return retried(names, {**LEADER_MOVES, **COORDINATOR_STARTS})
+        codes = (*LEADER_MOVES, *COORDINATOR_STARTS)
+        return retried(names, dict.fromkeys(codes, timeout_s - each_s))
 
     def committed(self, group: str) -> dict[tuple[str, int], int]:
         """Return what the group has committed: (topic, partition) to next offset."""

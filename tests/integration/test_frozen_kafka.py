@@ -34,6 +34,11 @@ def asked(answers):
         answers.append(sorted((t, p, c.offset, c.metadata) for (t, p), c in found.items()))
     except Unavailable:
         answers.append("away")
+    try:
+        if "group" not in cluster.groups(timeout_s):
+            answers.append("no group")
+    except Unavailable:
+        answers.append("away")
 
 for line in sys.stdin:
     answers = []
