@@ -101,6 +101,10 @@ class Curate(_Body):
     by: Text | None = None
 
 
+ERRORS_TOLD = 5
+"""Of one body, in the message; the first one's field is the error's."""
+
+
 def json_of(value: Any, field: str) -> bytes | None:
     """Return a value as stored JSON; None stays None. Raises Unprocessable, see `dumps`."""
     return None if value is None else dumps(value, field, Unprocessable)
@@ -120,11 +124,12 @@ def read_as(model: type[M], body: bytes) -> M:
             raise Unprocessable(
                 f"body: {wrong} fields have a wrong name or value", "body"
             ) from None
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        field = ".".join(map(str, first["loc"])) or "body"
-        if first["type"] == "json_invalid":
-            raise BadRequest(f"body: not JSON: {first['msg']}", "body") from error
-        raise Unprocessable(f"{field}: {first['msg']}", field) from error
+        errors = error.errors(include_url=False, include_context=False, include_input=False)
+        if errors[0]["type"] == "json_invalid":
+            raise BadRequest(f"body: not JSON: {errors[0]['msg']}", "body") from error
+        fields = [".".join(map(str, one["loc"])) or "body" for one in errors]
+        told = [f"{field}: {one['msg']}" for field, one in zip(fields, errors, strict=True)]
+        raise Unprocessable("; ".join(told[:ERRORS_TOLD]), fields[0]) from error
 
 
 def in_openapi(model: type[BaseModel]) -> dict[str, Any]:

@@ -471,6 +471,7 @@ def test_one_command_trains_from_a_pinned_lake(
             cwd=ROOT, capture_output=True, text=True, timeout=300,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
+        assert "nanobind" not in done.stderr
         assert f"trajectories {pinned}" in done.stdout
         target = replay_settings(settings, name, name, 4)
         batches = _batches(recorded.cluster, target)

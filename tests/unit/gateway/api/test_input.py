@@ -478,3 +478,17 @@ def test_bad_control_requests_name_the_field(run_scenario: RunScenario) -> None:
         assert w.records() == []
 
     run_scenario(scenario, Script([HI]))
+
+
+def test_all_wrong_fields_of_a_request_are_named(run_scenario: RunScenario) -> None:
+    async def scenario(w: GatewayFixture) -> None:
+        wrong = {**REWARD, "source": "guess", "value": "x"}
+        async with w.http.post(w.url + "/rewards", json=wrong) as r:
+            error = (await r.json())["error"]
+        assert error["param"] == "source"
+        assert [said.partition(":")[0] for said in error["message"].split("; ")] == [
+            "source",
+            "value",
+        ]
+
+    run_scenario(scenario, Script([HI]))
