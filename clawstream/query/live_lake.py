@@ -80,7 +80,7 @@ class _Database:
         self, copies: Mapping[str, Copy], schemas: Mapping[str, pa.Schema], memory_mb: int
     ) -> None:
         self.schemas, self._copies = schemas, copies
-        self.shown: dict[str, _Shown] = {}
+        self.shown: Mapping[str, _Shown] = {}
         self.connection = connect_empty(schemas, memory_mb)
         for name, copy in copies.items():
             self.connection.register("new_rows", schemas[copy.table].empty_table())
@@ -106,7 +106,8 @@ class _Database:
         except BaseException:
             self.connection.rollback()
             raise
-        self.shown[name] = _Shown(version, dataset, frozenset(fragments))
+        # A new mapping: readers may be iterating over the one before.
+        self.shown = {**self.shown, name: _Shown(version, dataset, frozenset(fragments))}
 
     def _copy(self, name: str, copy: Copy, rebuilt: bool, is_first: bool) -> None:
         if rebuilt:

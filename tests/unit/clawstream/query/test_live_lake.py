@@ -111,6 +111,23 @@ def test_a_long_query_holds_up_neither_pages_nor_refreshes(
             lake.close()
 
 
+def test_tables_appear_while_queries_run(settings: Settings, written: SmallLake) -> None:
+    lake, done = LiveLake(settings, {"made": CALLS}), Event()
+
+    def look() -> None:
+        while not done.is_set():
+            ids(lake, "made")
+
+    with ThreadPoolExecutor(READERS) as pool:
+        looking = [pool.submit(look) for _ in range(READERS)]
+        for name, record in (("candidates", cand("a")), ("steps", turn("b", 0, [1], [2]))):
+            written.put(name, "CC", record)
+            lake.refresh()
+        done.set()
+        assert [query.result() for query in looking] == [None] * READERS
+    assert ids(lake, "made") == ["a~0.0", "b~0.0"]
+
+
 def test_a_change_that_a_query_has_found_is_told(settings: Settings, written: SmallLake) -> None:
     lake = LiveLake(settings, {"made": CALLS})
     assert ids(lake, "made") == ["a~0.0"]
