@@ -29,7 +29,7 @@ from stream_jobs.errors import UnreadableChangelog
 
 CHUNK_BYTES = 900_000
 LEVEL = 1
-FORMAT = 4
+FORMAT = 5
 """Format of changes and snapshots, which have no schema. Increment it when older releases cannot
 read the new one.
 """
