@@ -312,7 +312,7 @@ def test_a_large_body_is_answered_and_kept_outside(tmp_path: Path) -> None:
         assert body["messages"][0]["content"] == "x" * 12 * MIB
         assert json.loads(one.response_json)["content"] == "Hello"
 
-    run_gateway(tmp_path, CODEC, scenario, Script([HI, HI]))
+    run_gateway(tmp_path, CODEC, scenario, Script([HI, HI]), max_body_bytes=16 * MIB)
 
 
 def test_a_large_reply_is_kept_outside(tmp_path: Path) -> None:
