@@ -6,10 +6,12 @@ which; a sandbox that does not start is no reward.
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import secrets
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -124,14 +126,45 @@ def code_in(answer: str) -> str:
     ends with the answer; where only the closing fence is there, the block begins with the answer.
     """
     answer = _TAG_AT_FENCE.sub("\n", answer)
-    for blocks in (list(_blocks(answer, _BLOCKS)), list(_blocks(answer, _FENCES_ONLY))):
+    if (code := _before_lone_fence(answer)) is not None:
+        return code
+    for markdown in (_BLOCKS, _FENCES_ONLY):
+        blocks = list(_blocks(answer, markdown))
         for is_accepted in (_PYTHON.fullmatch, lambda label: not label):
             found = [code for label, code in blocks if is_accepted(label) and code.strip()]
             if found:
                 return found[-1]
-        if [(label, code.strip()) for label, code in blocks] == [("", "")]:
-            return answer[: max(answer.rfind("```"), answer.rfind("~~~"))].rstrip("`~")
     return answer
+
+
+def _before_lone_fence(answer: str) -> str | None:
+    """Return what precedes the only fence of an answer if that is a closing one; else None.
+
+    Without a label it may be the opening one, too, of code that is cut: then Python follows it.
+    """
+    fences = [token for token in _BLOCKS.parse(answer) if token.type == "fence"]
+    if len(fences) != 1 or fences[0].info.strip():
+        return None
+    (fence,) = fences
+    assert fence.map is not None
+    first, end = fence.map
+    lines = fence.content.count("\n") + bool(fence.content and fence.content[-1] != "\n")
+    is_closed = end - first == lines + 2
+    before = "\n".join(answer.split("\n")[:first])
+    if is_closed or not before.strip():
+        return None
+    if fence.content.strip() and (_is_python(fence.content) or not _is_python(before)):
+        return None
+    return before
+
+
+def _is_python(text: str) -> bool:
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # the last of its own stack
+        return False
+    return True
 
 
 def _blocks(answer: str, markdown: MarkdownIt) -> Iterator[tuple[str, str]]:

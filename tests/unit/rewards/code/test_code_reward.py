@@ -194,6 +194,8 @@ def test_a_fence_inside_a_line_is_no_block() -> None:
         f"  ```python\n{indent(DEF, '  ')}  ```\n",
         f"{DEF}```",
         f"{DEF}````\n",
+        f"{DEF}```\nThis adds two numbers.",
+        f"Sure:\n```\n{DEF}    # and so",
         f"Sure:\n```python\n{DEF}",
         f"Sure:\n```\n{DEF}",
         f"~~~python\n{DEF}~~~",
