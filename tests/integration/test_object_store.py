@@ -110,13 +110,12 @@ def test_writers_go_on_after_the_store_was_killed_and_each_row_is_there_once(
         store.kill()  # under the commits of two writers
         put_steps(producer, remote, range(sent, sent + 50))
         sent += 50
-        time.sleep(1.0)
+        away = 2 * (round_ + 1)
+        eventually(lambda n=away: processes.log("lake").count("lake_store_away") >= n)
         store.start()
 
     def arrived() -> bool:
-        for number, writer in enumerate(writers):
-            if writer.poll() is not None:  # the supervisor and `restart: on-failure` do the same
-                writers[number] = processes.write(writers=2, writer=number)
+        assert [writer.poll() for writer in writers] == [None, None], "they wait for the store"
         return len(steps_in(remote)) >= sent
 
     def files() -> int:

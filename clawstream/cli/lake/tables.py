@@ -164,15 +164,19 @@ def erase(
         str | None,
         typer.Option("--where", help="All trajectories of which a row of --table fulfils this."),
     ] = None,
-    of: Annotated[str, typer.Option("--table", help="Table of --where.")] = "steps",
+    of: Annotated[
+        str | None, typer.Option("--table", help="Table of --where; default: steps.")
+    ] = None,
     yes: Yes = False,
 ) -> None:
     """Erase trajectories: rows, blobs and former versions. Without --yes it only counts."""
     if not trajectory and not where:
         fail("say which: --trajectory KEY, or --where CONDITION", 2)
+    if of is not None and not where:
+        fail("--table says where --where looks: --trajectory goes without it", 2)
     keys = {(run or settings.run_id, key) for key in trajectory or ()}
     if where:
-        keys |= _keys_where(settings, of, where, run)
+        keys |= _keys_where(settings, of or "steps", where, run)
     erasure = erasures.Erasure(settings, keys)
     found = list(erasure.find())
     for rows in found:

@@ -239,6 +239,11 @@ def test_a_condition_erases_the_given_run_only(
     assert sorted(column(settings, "steps", "run_id")) == left
 
 
+def test_a_table_without_a_condition_is_refused(settings: Settings) -> None:
+    words = ["erase", "--trajectory", "joe", "--table", "rewards", f"data_dir={settings.data_dir}"]
+    assert CliRunner().invoke(app, words).exit_code == 2
+
+
 def test_a_named_snapshot_and_a_wrong_key_are_refused(settings: Settings) -> None:
     SmallLake(settings).put("steps", "T", of_joe(1))
     with pytest.raises(InvalidId):
