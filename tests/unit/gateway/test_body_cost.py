@@ -310,6 +310,28 @@ def chat_unknown(count: int) -> Iterator[bytes]:
         yield event({"choices": [{"index": 0, "delta": {"odd": [{"index": 0, "x": "abcd"}]}}]})
 
 
+LONG = "abcd" * 100
+DELTAS: dict[str, Any] = {
+    "custom call": {"tool_calls": [{"index": 0, "custom": {"input": LONG}}]},
+    "reasoning details": {"reasoning_details": [{"type": "reasoning.text", "text": LONG}]},
+    "function call": {"function_call": {"arguments": LONG}},
+    "audio": {"audio": {"data": LONG, "transcript": "a"}},
+    "parts": {"content": [{"type": "text", "text": LONG}]},
+}
+"""Deltas of chat completions whose texts are merged."""
+
+
+def chat_deltas(delta: Any) -> Callable[[int], Iterator[bytes]]:
+    return lambda count: iter([event({"choices": [{"index": 0, "delta": delta}]})] * count)
+
+
+def anthropic_unknown(count: int) -> Iterator[bytes]:
+    """Deltas of a type that no protocol defines."""
+    for _ in range(count):
+        delta = {"type": "odd_delta", "x": LONG}
+        yield event({"type": "content_block_delta", "index": 0, "delta": delta})
+
+
 def anthropic_arguments(count: int) -> Iterator[bytes]:
     block = {"type": "tool_use", "id": "a", "name": "f", "input": {}}
     yield event({"type": "message_start", "message": {"role": "assistant", "content": []}})
@@ -344,7 +366,9 @@ STREAMS: dict[str, tuple[ProtocolAdapter, Callable[[int], Iterator[bytes]]]] = {
     "chat: tool calls": (OpenAIChat(), chat_calls),
     "chat: unknown fields": (OpenAIChat(), chat_unknown),
     "chat: one event": (OpenAIChat(), one_event),
+    **{f"chat: {name}": (OpenAIChat(), chat_deltas(delta)) for name, delta in DELTAS.items()},
     "messages: arguments": (AnthropicMessages(), anthropic_arguments),
+    "messages: unknown deltas": (AnthropicMessages(), anthropic_unknown),
     "responses: arguments": (OpenAIResponses(), responses_arguments),
 }
 EVENTS = 4000
