@@ -38,14 +38,16 @@ def is_admitted(scope: Scope) -> bool:
 
 def header_map(scope: Scope) -> dict[str, str]:
     """Return the request headers, names in lower case; see `combined`."""
-    return {k.decode("latin-1"): v.decode("latin-1") for k, v in combined(scope["headers"]).items()}
+    fields = scope["headers"]
+    found = {k.decode("latin-1"): v.decode("latin-1") for k, v in fields}
+    if len(found) == len(fields):
+        return found
+    return {k.decode("latin-1"): v.decode("latin-1") for k, v in combined(fields).items()}
 
 
 def combined(fields: Collection[tuple[bytes, bytes]]) -> dict[bytes, bytes]:
     """Return headers by name, those of one name joined by commas (RFC 9110, section 5.3)."""
     found = dict(fields)
-    if len(found) == len(fields):
-        return found
     values: dict[bytes, dict[bytes, None]] = {}
     for name, value in fields:
         values.setdefault(name, {})[value] = None

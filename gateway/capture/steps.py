@@ -89,12 +89,8 @@ def steps_of(
     else:
         choices, model = parsed.choices, parsed.model or ""
         usage = merged(captured.usage(), parsed.usage)
-        indexes = {c.index for c in choices}
-        if len(indexes) < len(choices) or (
-            indexes and max(indexes) >= max(call.request.n, len(choices))
-        ):
-            # Some providers give every choice the index 0, or begin with 1.
-            choices = tuple(replace(choice, index=at) for at, choice in enumerate(choices))
+        if len(choices) != 1 or choices[0].index:
+            choices = _numbered(choices, call.request.n)
     if every:
         missing = set(range(call.request.n)).difference(c.index for c in choices)
         choices += tuple(Choice(index, b"null", None) for index in sorted(missing))
@@ -115,6 +111,14 @@ def steps_without_output(call: Call, sampler: Sampler, finished_at: int) -> list
     """Build aborted steps without tokens, for a client that left before any output."""
     nothing = CapturedTokens("the client disconnected before the engine replied")
     return steps_of(call, None, nothing, sampler, "aborted", finished_at)
+
+
+def _numbered(choices: tuple[Choice, ...], n: int) -> tuple[Choice, ...]:
+    """Number choices by their place where some providers give all the index 0, or begin with 1."""
+    indexes = {c.index for c in choices}
+    if len(indexes) == len(choices) and max(indexes, default=0) < max(n, len(choices)):
+        return choices
+    return tuple(replace(choice, index=at) for at, choice in enumerate(choices))
 
 
 def _with_unread(steps: list[Step], unread: Unread) -> list[Step]:
@@ -149,7 +153,7 @@ def _step(
         status="error" if status == "ok" and finish_reason in ABORTED else status,
         finish_reason=finish_reason,
         streamed=call.request.stream,
-        request_json=call.request.body_of(choice.index) or call.body,
+        request_json=call.request.body_of(choice.index) if call.request.parts else call.body,
         response_json=choice.message_json,
         prompt_token_ids=tokens.prompt_ids,
         response_token_ids=tokens.ids,

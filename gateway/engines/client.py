@@ -16,7 +16,7 @@ from gateway.engines.engine import Engine
 from gateway.engines.http1 import Connection
 from gateway.engines.pool import EnginePool
 from gateway.engines.registry import EngineRegistry, EngineSpec
-from gateway.engines.retry_policy import Outcome, is_redirect, outcome_of, pause_s, retries
+from gateway.engines.retry_policy import Outcome, outcome_of, pause_s, retries
 from gateway.errors import NoEngine, Unreachable, UpstreamFailed, UpstreamTimeout
 from gateway.metrics import Metrics
 from gateway.protocols.request_fields import renamed
@@ -340,10 +340,11 @@ class UpstreamCall:
         response = Response(spec, engine, connection)
         if outcome == "replied":
             engine.answered(self._role)
-            if is_redirect(connection.status):
-                self._release()
-                raise UpstreamFailed(redirected(spec, connection.status, response))
             return response
+        if outcome == "redirected":
+            engine.answered(self._role)
+            self._release()
+            raise UpstreamFailed(redirected(spec, connection.status, response))
         if outcome == "limited":
             engine.answered(self._role)
             engine.start_cooldown(response.header("retry-after"))

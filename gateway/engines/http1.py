@@ -311,7 +311,9 @@ class Connection(asyncio.Protocol):
             return
         self.status = self._parser.get_status_code()
         if self.status >= 200:
-            self.headers, self._in_head = combined(self._fields), False
+            self.headers, self._in_head = dict(self._fields), False
+            if len(self.headers) < len(self._fields):
+                self.headers = combined(self._fields)
         self._fields = []  # those of an interim reply do not count: the final one follows
 
     def on_body(self, data: bytes) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import orjson
 
 from gateway.engines.request_heads import VERSION_PATH
-from gateway.engines.retry_policy import is_redirect
+from gateway.engines.retry_policy import outcome_of
 from gateway.errors import Overloaded, Unreachable
 from gateway.protocols.base import EngineKind
 from runtime.logs import logger
@@ -96,7 +96,7 @@ class Prober:
                     engine.found(kind)
             if up and engine.spec.kind != "text":
                 status = (await self._get("/health"))[0]
-                up = status < 500 and not is_redirect(status)
+                up = status < 500 and outcome_of(status, engine.spec.kind) != "redirected"
         except Overloaded as error:  # it tells nothing about the engine
             logger().warning("probe_skipped", engine=engine.name, error=str(error))
             return
@@ -136,7 +136,7 @@ class Prober:
 
     def _note_redirect(self, status: int) -> None:
         """Log once that the engine redirects: its calls will fail."""
-        redirects, self._redirects = self._redirects, is_redirect(status)
+        redirects, self._redirects = self._redirects, outcome_of(status, "text") == "redirected"
         if self._redirects and not redirects:
             logger().warning(
                 "engine_redirects",
@@ -175,7 +175,7 @@ def kind_of(status: int, captures: bool, body: bytes) -> EngineKind | None:
 
     captures: The reply has the header of our engine middleware.
     """
-    if status >= 500 or status == 429 or is_redirect(status):
+    if status >= 500 or status == 429 or outcome_of(status, "text") == "redirected":
         return None
     if status == 200 and captures:
         return "captured"

@@ -10,6 +10,7 @@ A call is retried only while the client has seen no reply, at once and on anothe
 | limited        | 429 or 529                                         | if another is free   |
 | broken         | the connection broke before the body of the reply  | once per call        |
 | failed         | it broke later, or the engine timed out            | no                   |
+| redirected     | 3xx, which the gateway does not follow: no reply   | no                   |
 | replied        | any other status                                   | no                   |
 
 Retries of `unreachable` and `busy` go on, with pauses after each round over all engines, until
@@ -24,7 +25,9 @@ from typing import Literal
 
 from gateway.protocols.base import EngineKind
 
-Outcome = Literal["unreachable", "busy", "busy_provider", "limited", "broken", "failed", "replied"]
+Outcome = Literal[
+    "unreachable", "busy", "busy_provider", "limited", "broken", "failed", "redirected", "replied"
+]  # fmt: skip
 BUSY = (502, 503)
 LIMITED = (429, 529)
 PAUSES_S = (0.05, 0.1, 0.2, 0.4, 0.8)
@@ -36,12 +39,7 @@ def outcome_of(status: int, kind: EngineKind) -> Outcome:
         return "limited"
     if status in BUSY:
         return "busy_provider" if kind == "text" else "busy"
-    return "replied"
-
-
-def is_redirect(status: int) -> bool:
-    """Return whether a status is a redirect, which the gateway does not follow: no reply."""
-    return 300 <= status < 400
+    return "redirected" if 300 <= status < 400 else "replied"
 
 
 def retries(outcome: Outcome, *, another_free: bool = False, broke_before: bool = False) -> bool:
@@ -58,7 +56,7 @@ def retries(outcome: Outcome, *, another_free: bool = False, broke_before: bool 
             return another_free
         case "broken":
             return not broke_before
-        case "failed" | "replied":
+        case "failed" | "redirected" | "replied":
             return False
 
 

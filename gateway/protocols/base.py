@@ -58,15 +58,8 @@ class Request:
     prompts: int = 1
     parts: tuple[Mapping[str, Any], ...] = ()
 
-    @property
-    def first(self) -> Mapping[str, Any]:
-        """The request of its first prompt."""
-        return self.parts[0] if self.parts else self.payload
-
-    def body_of(self, choice: int) -> bytes | None:
-        """Return the request of a choice's prompt; None: it is the whole body."""
-        if not self.parts:
-            return None
+    def body_of(self, choice: int) -> bytes:
+        """Return the request of a choice's prompt, where there are `parts`."""
         at = choice // (self.n // self.prompts)
         return dumps(self.parts[min(at, len(self.parts) - 1)])
 

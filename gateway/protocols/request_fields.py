@@ -98,11 +98,6 @@ def model_of(payload: dict[str, Any]) -> str | None:
     model = payload.get("model")
     if not (model is None or isinstance(model, str)):
         raise BadRequest("model: must be a string", "model")
-    return checked_model(model)
-
-
-def checked_model(model: str | None) -> str | None:
-    """Return a model name that is short enough. Raises BadRequest."""
     if model is not None and len(model) > MAX_MODEL:
         raise BadRequest(f"model: longer than {MAX_MODEL} characters", "model")
     return model

@@ -130,8 +130,9 @@ class CallEndpoint:
             body = whole  # the engine gets the recorded body
             request = adapter.parse_request(body)
         request = with_defaults(request, adapter.name, services.settings.gateway.default_max_tokens)
+        asked = request.parts[0] if request.parts else request.payload
         trajectory = services.trajectories.resolve(
-            caller, headers, attempt.key, attempt.group, request.first
+            caller, headers, attempt.key, attempt.group, asked
         )
         continues = None
         if services.settings.gateway.exact_continuation is not None and adapter.has_turns:
@@ -148,7 +149,7 @@ class CallEndpoint:
             retry_count=_retry_count(headers),
             user_agent=headers.get("user-agent"),
             traceparent=traceparent_of(headers),
-            tags=tags_of(headers, request.first),
+            tags=tags_of(headers, asked),
             continues=continues,
         )
 

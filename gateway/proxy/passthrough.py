@@ -13,7 +13,6 @@ from gateway.auth.key_limits import tokens_of_reply
 from gateway.engines.registry import of_run
 from gateway.errors import BadRequest, ClientGone, GatewayError
 from gateway.protocols.request_fields import (
-    checked_model,
     model_of,
     object_of,
     repaired,
@@ -96,7 +95,7 @@ class PassthroughEndpoint:
             found = await self._models(ref.run_id, headers, path, target.item)
             if found is not None:
                 return found
-        model = checked_model(target.item) if target.tail == "/models/" else None
+        model = model_of({"model": target.item}) if target.tail == "/models/" else None
         if self.method == "POST":
             try:
                 payload = object_of(body)
