@@ -348,13 +348,16 @@ def test_rows_without_advantage_spare_their_passes_and_change_neither_loss_nor_g
     )
     for p, q in zip(skipping.model.parameters(), passing.model.parameters(), strict=True):
         assert torch.allclose(p.grad, q.grad, rtol=1e-4, atol=1e-5 * q.grad.abs().max().item())
+    # AdamW divides by the size of the gradient: where that is rounding, so is the update.
+    clear = [q.grad.abs() > 1e-3 * q.grad.abs().max() for q in passing.model.parameters()]
     # A step without any advantage goes on with AdamW's momentum, as zeros for gradients do.
     (a,) = update(skipping, idle, 1, CISPO, 1e-3, None).steps
     assert (a.loss, a.grad_norm, a.passed_tokens) == (0.0, 0.0, 0)
     (b,) = update(passing, [with_advantage(r, 1e-38) for r in idle], 1, CISPO, 1e-3, None).steps
     assert b.passed_tokens == b.tokens
-    for p, q in zip(skipping.model.parameters(), passing.model.parameters(), strict=True):
-        assert torch.allclose(p, q, rtol=1e-4, atol=1e-5)
+    both = zip(skipping.model.parameters(), passing.model.parameters(), clear, strict=True)
+    for p, q, known in both:
+        assert torch.allclose(p[known], q[known], rtol=1e-4, atol=1e-5)
 
 
 def test_a_batch_without_rows_changes_nothing(model_dir: Path) -> None:
