@@ -15,6 +15,7 @@ from pathlib import Path
 from runtime.atomic_file import write_durably
 from runtime.logs import logger
 from trainer.errors import BatchNeverEnds, OutOfMemory, ProcessLost
+from trainer.versions.directory import writing_to
 
 MAX_ATTEMPTS = 5
 FILE = "unfinished_batches.json"
@@ -75,6 +76,10 @@ class UnfinishedBatches:
         self._write()
 
     def _write(self) -> None:
+        with writing_to(self._path.parent):
+            self._write_file()
+
+    def _write_file(self) -> None:
         if self._counts:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             kept = {"topic_id": self._topic_id, "unfinished": self._counts}

@@ -78,6 +78,20 @@ def temporary_directory(root: Path, version: Version) -> Path:
 
 
 @contextmanager
+def writing_to(root: Path) -> Iterator[None]:
+    """Raise StorageFailed, with the settings, where this process may not write."""
+    try:
+        yield
+    except OSError as e:
+        if is_full(e):  # says itself what to do
+            raise
+        raise StorageFailed(
+            f"{e}: the trainer must be able to write to {root} (settings trainer.weights_uri and "
+            "trainer.checkpoint_dir)"
+        ) from e
+
+
+@contextmanager
 def new_directory(root: Path, state: VersionState) -> Iterator[Path]:
     """Yield a directory to fill, which becomes the version's directory at the end of the block.
 
@@ -91,15 +105,8 @@ def new_directory(root: Path, state: VersionState) -> Iterator[Path]:
             f"{final} is there already: another trainer of this run writes to the same place"
         )
     tmp = temporary_directory(root, state.version)
-    try:
+    with writing_to(root):
         tmp.mkdir(parents=True, exist_ok=True)  # another process of this trainer may have made it
-    except OSError as e:
-        if is_full(e):
-            raise
-        raise StorageFailed(
-            f"{e}: the trainer must be able to write to {root} (settings trainer.weights_uri and "
-            "trainer.checkpoint_dir)"
-        ) from e
     yield tmp
     info = DirectoryInfo(state=state, files=digests(tmp))
     (tmp / INFO).write_bytes(_INFO.dump_json(info, indent=1))

@@ -633,6 +633,10 @@ def test_a_directory_is_there_completely_or_not_at_all(tmp_path: Path) -> None:
     ):
         pass
     assert exit_code(failed.value) == EXIT_FAILED
+    counts = UnfinishedBatches(tmp_path / "later", "topic")
+    (tmp_path / "later").write_text("a file")
+    with pytest.raises(StorageFailed, match=r"trainer\.checkpoint_dir"), counts.training(7):
+        pass
 
 
 @pytest.mark.slow
