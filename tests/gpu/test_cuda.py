@@ -148,7 +148,7 @@ def test_rows_of_many_lengths_are_compiled_a_few_times(
     policy = policy_of(model(tmp_path / "model"), "cuda", **settings)
     for length in range(12):
         batch = sequences(groups=2, members=4, prompt=100 + 57 * length, reply=20 + 13 * length)
-        train(policy, with_old_logprobs(policy, batch))
+        train(policy, with_old_logprobs(policy, batch, {None}))
     assert 0 < counters["stats"]["unique_graphs"] <= 6
 
 

@@ -71,7 +71,7 @@ def train(model: Path, out: Path, name: str, processes: Processes) -> None:
         passes = FirstPasses(given, 0)
         stats = update(policy, given, seq, {None: algorithm}, lr, parent, passes)
         steps += [asdict(step) for step in stats.steps]
-        found = [values for values in passes.gathered(processes) if values is not None]
+        found = [values for _, values in passes.gathered(processes) if values is not None]
         steps += [{"logprobs": v.logprobs.tolist(), "updates": v.updates} for v in found]
     policy.save(out / name, TensorDtypes(torch.float32, {}))
     if processes.leads:
