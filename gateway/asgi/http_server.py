@@ -63,6 +63,8 @@ KEEP_ALIVE_S = 75.0
 LINGER_S = 5.0
 """Time a client may keep sending after its reply; closing at once could reset the reply."""
 VERSIONS = ("1.0", "1.1")
+FRAMING = frozenset((b"host", b"expect", b"transfer-encoding"))
+"""Headers that the server itself reads."""
 CONNECTION = (b"connection", b"proxy-connection")
 """The parser treats both headers alike."""
 DISCONNECT_CHECK_S = 0.05
@@ -250,13 +252,17 @@ class ServerConnection(asyncio.Protocol):
         if not self._in_head:  # trailer
             return
         name = name.lower()
+        if name in FRAMING:
+            self._note(name, value.strip().lower())
+        self._headers.append((name, value))
+
+    def _note(self, name: bytes, value: bytes) -> None:
         if name == b"host":
             self._hosts += 1
-        elif name == b"expect" and value.lower() == b"100-continue":
-            self._expects_continue = True
-        elif name == b"transfer-encoding" and value.strip().lower() != b"chunked":
+        elif name == b"expect":
+            self._expects_continue = value == b"100-continue"
+        elif value != b"chunked":
             raise WrongTransfer(f"transfer-encoding: {value[:40].decode('latin-1')!r} is unknown")
-        self._headers.append((name, value))
 
     def on_headers_complete(self) -> None:
         parser, headers, self._in_head = self._parser, self._headers, False
@@ -410,7 +416,7 @@ class ServerConnection(asyncio.Protocol):
         """Handle the end of a reply."""
         self.state.total_requests += 1
         self._serving = None
-        if cycle.admitted and not self._known:
+        if not self._known and cycle.admitted:
             self._known = True
             self._limit.known(self)
         if self.transport is None:

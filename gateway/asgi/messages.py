@@ -8,7 +8,7 @@ from typing import Any
 from gateway.asgi.client_disconnect import Receive
 from gateway.asgi.error_replies import Reply
 from gateway.asgi.in_flight_limits import InFlightLimits
-from gateway.errors import BodyTooLarge, ClientGone
+from gateway.errors import BodyTooLarge, ClientGone, Overloaded
 
 VALUE_BYTES = 64
 """Memory of a value of JSON beside its text. Its number is estimated by commas and brackets."""
@@ -115,18 +115,18 @@ class HeldBody:
             self.reserve(len(part))
             parts.append(part)
         body = parts[0] if len(parts) == 1 else b"".join(parts)
-        self._reserve_values(body)
-        return body
-
-    def _reserve_values(self, body: bytes) -> None:
         values = VALUE_BYTES * (body.count(b",") + body.count(b"[") + body.count(b"{"))
-        if self._size + values > self._in_flight.limit:
-            raise BodyTooLarge(
+        try:
+            self.reserve(values)
+        except Overloaded:
+            if self._size + values <= self._in_flight.limit:
+                raise
+            raise BodyTooLarge(  # it can never be accepted
                 f"body: {self._size} bytes whose values need {values} bytes of memory exceed "
                 f"gateway.max_in_flight_bytes={self._in_flight.limit}",
                 "body",
-            )
-        self.reserve(values)
+            ) from None
+        return body
 
 
 async def send_reply(send: Send, reply: Reply) -> None:

@@ -59,7 +59,7 @@ async def delivery(
             await asyncio.sleep(0.01)
     yield it
     await it.close(drain_timeout_s=60)
-    await asyncio.to_thread(producer.close)
+    await producer.close()
 
 
 def on_the_log(broker: EmbeddedBroker, topic: str = TOPIC) -> dict[bytes, list[bytes]]:
@@ -282,7 +282,7 @@ def test_a_body_larger_than_kafka_takes_is_recorded(
         await wait(lambda: producer.reachable)
         assert await it.record([encoded(settings, a_step(1, request))]) == "acknowledged"
         await it.close()
-        await asyncio.to_thread(producer.close)
+        await producer.close()
         (step,) = [CODEC.decode(r.value) for p in range(4) for r in cluster.read_all(topic, p)]
         assert isinstance(step, Step) and store.get(step.blobs[0].sha256) == request
 
@@ -317,7 +317,7 @@ def test_the_log_says_what_has_come_to_it_since_a_position(
         await asyncio.to_thread(put, 0, 1)
         some = await producer.passed_since(position._replace(ends=(5, 0)))
         made_anew = await producer.passed_since(position._replace(topic_id="another"))
-        await asyncio.to_thread(producer.close)
+        await producer.close()
         return position, nothing, some, made_anew
 
     position, nothing, some, made_anew = asyncio.run(body())

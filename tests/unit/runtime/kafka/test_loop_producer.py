@@ -86,3 +86,15 @@ asyncio.run(main())
 def test_whom_nobody_could_tell_is_worth_a_crash() -> None:
     done = subprocess.run([sys.executable, "-c", BUG], capture_output=True, timeout=300)
     assert done.returncode == 70 and b"a bug of the caller" in done.stderr + done.stdout
+
+
+def test_records_in_flight_are_told_on_the_loop_at_the_end() -> None:
+    threads = list[int]()
+
+    async def scenario() -> None:
+        loop_producer = LoopProducer(NOWHERE, 0.3, die)
+        loop_producer.post([("t", b"k", b"v")], lambda error: threads.append(threading.get_ident()))
+        await loop_producer.drain(60)
+        assert threads == [threading.get_ident()]
+
+    asyncio.run(scenario())
