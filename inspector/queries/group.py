@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
@@ -75,10 +76,15 @@ def _add_turns(lake: Lake, run_id: str, rollouts: list[Row], read: ReadChat) -> 
         {"run": run_id, "ids": ids},
     )
     known = {call["step_id"]: call for call in calls}
+    columns = []
     for rollout in rollouts:
         details = sorted(rollout.pop("details") or (), key=lambda s: s["index"])
         steps = [s | known[s["step_id"]] for s in details if s["step_id"] in known][:STEPS_SHOWN]
-        turns, _ = turns_of(with_bodies(lake, run_id, steps), read)
+        rollout["more"] = len(details) - len(steps)
+        columns.append(steps)
+    recorded = with_bodies(lake, run_id, [step for steps in columns for step in steps])
+    for rollout, steps in zip(rollouts, columns, strict=True):
+        turns, _ = turns_of(islice(recorded, len(steps)), read)
         rollout["lines"] = [
             {
                 "index": s["index"],
@@ -88,6 +94,5 @@ def _add_turns(lake: Lake, run_id: str, rollouts: list[Row], read: ReadChat) -> 
             }
             for s, t in zip(steps, turns, strict=True)
         ]
-        rollout["more"] = len(details) - len(steps)
         asked = [p.text for t in turns[:1] for p in t.added if p.role == "user"]
         rollout["task"] = asked[-1] if asked else None

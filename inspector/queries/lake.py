@@ -114,6 +114,8 @@ COPIES = {
                 AS unrewarded_reason,
             quality, tags, oldest_sync_index, newest_sync_index, len(steps)::INTEGER AS steps,
             prompt_tokens, trainable_tokens, trainable, reason, revision, rewards,
+            [{{'name': r.name, 'value': r.value}} FOR r IN rewards
+                IF r.source = 'human' AND r.step_id IS NULL AND r.value IS NOT NULL] AS ratings,
             as_utc(opened_at) AS opened_at, as_utc(closed_at) AS closed_at,
             as_utc(kafka_timestamp) AS kafka_timestamp, kafka_topic_id
         FROM new_rows LEFT JOIN ({_decided("new_rows")}) USING (run_id, trajectory_id)

@@ -50,9 +50,7 @@ _ROWS = """
         SELECT rowid AS place, {key} AS sort_key, closed_at, trajectory_id
         FROM closed c WHERE {condition}
     ), page AS (
-        SELECT * EXCLUDE (rewards), {key} AS sort_key, [{{'name': r.name, 'value': r.value}}
-            FOR r IN rewards IF r.source = 'human' AND r.step_id IS NULL AND r.value IS NOT NULL]
-                AS ratings
+        SELECT * EXCLUDE (rewards), {key} AS sort_key
         FROM closed WHERE rowid IN (
             SELECT place FROM selected WHERE {after}
             ORDER BY sort_key DESC, closed_at DESC, trajectory_id DESC LIMIT {limit})
