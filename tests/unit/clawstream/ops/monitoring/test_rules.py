@@ -130,7 +130,8 @@ ENDED = 1 << 30
 
 
 def row(state: str = "running", **more: Any) -> dict[str, Any]:
-    return {"state": state, "pid": ENDED, "exit_code": None, "error": None, **more}
+    known = {"ready": True, "status": "", "exit_code": None, "error": None}
+    return {"state": state, "pid": ENDED, **known, **more}
 
 
 def test_a_stalled_consumer_is_named_with_its_remedy() -> None:
@@ -142,6 +143,10 @@ def test_a_stalled_consumer_is_named_with_its_remedy() -> None:
     assert "the oldest for 10 s; start assemble" in text
     for process, remedy in (
         (row(), f"kill -9 {ENDED} restarts it"),
+        (
+            row(ready=False, status="waits: no room to write to /lake"),
+            f"assemble (pid {ENDED}) is not ready: waits: no room to write to /lake",
+        ),
         (row("restarting", error="no space", exit_code=70), "assemble is restarting: no space"),
     ):
         (stalled,) = stalled_consumers(found, settings, {"assemble": process}, 11.0)
