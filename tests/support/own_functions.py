@@ -134,3 +134,23 @@ async def too_few(trajectories: list[Trajectory]) -> list[float]:
 
 def configured(given: dict[str, float]) -> Callable[[Trajectory], float]:
     return lambda _: given["value"]
+
+
+class NoText(Exception):
+    def __str__(self) -> str:
+        raise ValueError("\ud800")
+
+
+def anything(trajectory: Trajectory) -> object:
+    """Return, or raise, what no reward function should; it follows from the trajectory's id."""
+    answers = [
+        -sys.float_info.max, sys.float_info.max, float("nan"), float("-inf"), 10**400, 1e6, 1000001,
+        "\ud800", "1" * 100_000, [1.0, {"\ud800": float("nan")}], (1.0, {"x": 10**400}), {},
+        object(),
+        {"no step": 1.0}, {trajectory.steps[0].step_id if trajectory.steps else "": 1e300}, b"\xff",
+        [[[1.0]]], True, NoText(), ValueError("\udfff" * 3000), RecursionError(), KeyError("\x00"),
+    ]  # fmt: skip
+    answer = answers[sum(trajectory.trajectory_id.encode()) % len(answers)]
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
