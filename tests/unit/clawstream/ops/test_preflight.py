@@ -35,6 +35,7 @@ DATA_PART = [n for n in EVERY if n not in ("compare", "trainer", "rollout", "tra
             "NO_SUCH_VARIABLE",
         ),
         ("gateway.session_secret=short", "gateway.session_secret"),
+        ("gateway.max_in_flight=10000000", "calls need 20000256 open files"),
         ("gateway.tokenizer_path=/no/such/file", "gateway.tokenizer_path"),
         ("gateway.redaction={enabled: true, rules: [nothing]}", "gateway.redaction.rules"),
     ],
