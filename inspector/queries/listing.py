@@ -61,9 +61,9 @@ _ROWS = """
         SELECT run_id, trajectory_id, max(reason) AS refused_reason
         FROM members SEMI JOIN page USING (run_id, trajectory_id) GROUP BY ALL
     )
-    SELECT page.*, agent, model, refused_reason, total,
-        (SELECT max(closed_at) FROM selected) AS newest
-    FROM (SELECT count(*) AS total FROM selected) LEFT JOIN page ON true
+    SELECT page.*, agent, model, refused_reason, total, newest
+    FROM (SELECT count(*) AS total, max(closed_at) AS newest FROM selected)
+        LEFT JOIN page ON true
         LEFT JOIN agents USING (run_id, trajectory_key)
         LEFT JOIN decided USING (run_id, trajectory_id)
     ORDER BY sort_key DESC, closed_at DESC, trajectory_id DESC"""
