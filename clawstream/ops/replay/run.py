@@ -291,14 +291,18 @@ def _selected_keys(settings: Settings, request: ReplayRequest) -> frozenset[str]
     """Return the keys of the trajectories that the condition selects; None: all."""
     if not request.where or request.table_versions is None:
         return None
-    from clawstream.export.selection import trajectory_keys
-
     condition = f"run_id = '{settings.run_id}' AND ({request.where}\n)"
     # In a process of its own: at the end of one with other threads, such as a trainer's, DuckDB
     # writes 45 lines about leaks.
     with ProcessPoolExecutor(1, get_context("spawn")) as process:
-        keys = process.submit(trajectory_keys, settings, dict(request.table_versions), condition)
+        keys = process.submit(_keys, settings, dict(request.table_versions), condition)
         return frozenset(keys.result())
+
+
+def _keys(settings: Settings, versions: Mapping[str, int | None], condition: str) -> set[str]:
+    from clawstream.export.selection import trajectory_keys  # DuckDB, in this process alone
+
+    return trajectory_keys(settings, versions, condition)
 
 
 def _assemble(
