@@ -156,7 +156,7 @@ def test_keys_of_engines_come_from_settings_or_environment_and_show_nowhere() ->
         "http://me:hunter2@host",
         "http://host?key=hunter2",
         "[{url: http://a, api_key: [hunter2]}]",
-        "[{url: http://a, kind: hunter2}]",
+        "[{url: http://a, kind: vllm, api_key: {a: hunter2}}]",
         "[{url: http://a, api_key: hunter2, api_key_env: X}]",
         "[{key: hunter2}]",
     ],
@@ -165,6 +165,11 @@ def test_wrong_upstreams_are_named_and_not_repeated(value: str) -> None:
     with pytest.raises(SettingsError) as error:
         load(None, [f"gateway.upstreams={value if value.startswith('[') else [value]}"], {})
     assert "gateway.upstreams.0" in str(error.value) and "hunter2" not in str(error.value)
+
+
+def test_a_wrong_kind_is_repeated_because_it_is_no_secret() -> None:
+    with pytest.raises(SettingsError, match=r"gateway\.upstreams\.0.*nokind"):
+        load(None, ["gateway.upstreams=[{url: http://a, kind: nokind}]"], {})
 
 
 def test_run_and_model_narrow_the_choice_as_far_as_they_can() -> None:
