@@ -56,6 +56,7 @@ from trainer.metrics.statistics import (
     staleness,
     version_metrics,
 )
+from trainer.metrics.trend import reward_fall
 from trainer.metrics.validation import Validation
 from trainer.model.measurement import FirstPasses
 from trainer.model.policy import Policy
@@ -69,6 +70,7 @@ from trainer.versions.directory import (
     versions_in,
 )
 from trainer.versions.history import (
+    ancestors,
     deletable,
     deletable_checkpoints,
     next_sync_index,
@@ -415,6 +417,7 @@ class Run:
             self._checkpoints.raise_if_failed()
             exported = self._publisher.export(state)
         metrics = version_metrics(self.unpublished, lr, time.perf_counter() - began)
+        metrics |= self._reward_fall(metrics)
         first_batch_seq = parent.position.next_batch_seq if parent else 0
         if parent is None:  # a run that has versions always has a checkpoint
             self._checkpoint(state)
@@ -442,6 +445,26 @@ class Run:
             self._checkpoint(state)
         self._prune(version.version_id)
         self._idle_since = time.perf_counter()
+
+    def _reward_fall(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Return the metric of a fall of the reward, if there is one; log where it begins."""
+        if "reward_mean" not in metrics or self.current_version is None:
+            return {}
+        before = ancestors(self._versions, str(self.current_version.version))
+        rewards = [v.metrics["reward_mean"] for v in before if "reward_mean" in v.metrics]
+        fall = reward_fall([*reversed(rewards), metrics["reward_mean"]])
+        if fall is None:
+            return {}
+        if "reward_fall" not in before[0].metrics:
+            logger().warning(
+                "reward_fell",
+                fall=round(fall, 3),
+                lr=metrics["lr"],
+                kl_sampled=metrics.get("kl_sampled"),
+                action="lower trainer.lr, or let it fall by trainer.lr_decay; go back to a better "
+                "version; see docs/training-gets-worse.md",
+            )
+        return {"reward_fall": fall}
 
     def end(self) -> None:
         """Publish what is unpublished, and wait for a complete checkpoint of the last version.

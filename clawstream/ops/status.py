@@ -31,12 +31,14 @@ ALL_EQUAL = "zero_variance"
 class Progress:
     """Progress of a run according to its topics.
 
-    version: Id of the newest weight version. serving: Worker to its state and version. lag:
-    Consumer group to records left. batches, admitted, refused: Of the train channel, in all, with
-    groups. newest_refusals: Refused groups by reason, among its `NEWEST` newest decisions.
+    version: Id of the newest weight version. reward_fall: Its metric of this name. serving: Worker
+    to its state and version. lag: Consumer group to records left. batches, admitted, refused: Of
+    the train channel, in all, with groups. newest_refusals: Refused groups by reason, among its
+    `NEWEST` newest decisions.
     """
 
     version: str | None = None
+    reward_fall: float | None = None
     serving: Mapping[str, str] = field(default_factory=dict)
     lag: Mapping[str, int] = field(default_factory=dict)
     batches: int = 0
@@ -171,25 +173,33 @@ def progress_of(settings: Settings, cluster: Cluster) -> Progress:
         for event in decoded(cluster.read_all(decisions, first=max(low, end - NEWEST))):
             if isinstance(event, Refused) and event.whole_group:
                 reasons[event.reason] += 1
-    version = None
+    newest = None
     if topics.weights in there:
-        version = _newest_version(cluster, topics.weights, run, decoded)
+        newest = _newest_version(cluster, topics.weights, run, decoded)
     groups = {*cluster.groups()} & {*expected_groups(settings)}
     lag = {group: data_lag(cluster, settings, group) for group in sorted(groups)}
-    newest_refusals = dict(reasons.most_common())
-    return Progress(version, serving, lag, batches, admitted, refused, newest_refusals)
+    return Progress(
+        version=newest.version_id if newest else None,
+        reward_fall=newest.metrics.get("reward_fall") if newest else None,
+        serving=serving,
+        lag=lag,
+        batches=batches,
+        admitted=admitted,
+        refused=refused,
+        newest_refusals=dict(reasons.most_common()),
+    )
 
 
 def _newest_version(
     cluster: Cluster, topic: str, run: str, decoded: Callable[[Iterable[Record]], Iterable[Event]]
-) -> str | None:
+) -> WeightVersion | None:
     """Return the newest version of a run. Runs share the log, so the search goes back in parts."""
     low, end = cluster.watermarks(topic, [0])[0]
     while end > low:
         first, version = max(low, end - NEWEST), None
         for event in decoded(_between(cluster, topic, first, end)):
             if isinstance(event, WeightVersion) and event.run_id == run:
-                version = event.version_id
+                version = event
         if version is not None:
             return version
         end = first
@@ -224,6 +234,11 @@ def format_status(status: Status) -> str:
     if progress is None:
         return "\n".join([*lines, "  Kafka does not answer"])
     lines.append(f"  version    {progress.version or 'none yet'}")
+    if progress.reward_fall is not None:
+        lines.append(
+            f"  the mean reward of the last versions is {progress.reward_fall:.3g} below the best: "
+            "training gets worse; see docs/training-gets-worse.md"
+        )
     lines += [f"  worker     {worker}: {state}" for worker, state in progress.serving.items()]
     behind = [f"{group} {records}" for group, records in progress.lag.items() if records]
     lines.append(f"  lag        {', '.join(behind) or 'none'}")

@@ -104,6 +104,16 @@ def totals(lake: Lake, run_id: str) -> list[Row]:
     )
 
 
+def reward_fall(lake: Lake, run_id: str) -> float | None:
+    """Return the metric `reward_fall` of the newest version of a run."""
+    found = lake.rows(
+        """SELECT metrics['reward_fall'] AS fall FROM lineage_versions WHERE run_id = $run
+        ORDER BY published_at DESC LIMIT 1""",
+        {"run": run_id},
+    )
+    return found[0]["fall"] if found else None
+
+
 def funnel(lake: Lake, run_id: str) -> list[Stage]:
     """Return how far the calls of a run have come, with the reason of each loss.
 

@@ -51,7 +51,7 @@ def run(request: Request, parts: Used, run_id: str, by: overview.Axis | None = N
     axis = by or _axis(parts.lake, run_id)
     return render(
         request, "run.html", run_id=run_id, totals=totals, stages=stages, axis=axis,
-        list_of=overview.list_of,
+        list_of=overview.list_of, reward_fall=overview.reward_fall(parts.lake, run_id),
     )  # fmt: skip
 
 

@@ -44,8 +44,8 @@ class RolloutSettings(Section):
     served_model_name: str = Field("policy", description="the name that agents ask for")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
-        description="also of published versions; float32 for exact agreement; auto: the model's "
-        "own",
+        description="of the engine and of published versions; float32 for exact agreement; auto: "
+        "the model's own, and vLLM serves a float32 model in bfloat16",
     )
     max_model_len: Count = Field(4096, description="longest prompt and reply, tokens")
     max_num_seqs: Count = Field(256, description="requests in one engine step")

@@ -179,8 +179,8 @@ def mark(number: int, key: str, by: str, **changes: Any) -> records.Curation:
     )
 
 
-def run_lake(settings: Settings) -> None:
-    """Write the run."""
+def run_lake(settings: Settings) -> RunLake:
+    """Write the run. Return the lake, to write more."""
     lake = RunLake(settings)
     search = {"response_json": tool_call("search", q="x"), "user_agent": CODEX}
     lake.closed(
@@ -238,6 +238,7 @@ def run_lake(settings: Settings) -> None:
     lake.trained("add-1-0~0.0", 2, [3])
     lake.trained("add-1-1~0.0", 2, [3, 4, 5], updates=1)
     others(lake)
+    return lake
 
 
 def others(lake: RunLake) -> None:

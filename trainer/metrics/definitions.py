@@ -43,6 +43,13 @@ SECTIONS: Mapping[str, tuple[Metric, ...]] = {
     "reward": (
         _headline("reward_mean", "reward", "Mean training reward of the trained trajectories."),
         Metric("reward_std", "reward", "Their standard deviation, over n."),
+        _headline(
+            "reward_fall",
+            "reward",
+            "Training gets worse: the mean reward of the last 8 versions is so far below the best 8"
+            " in a row. Absent unless chance does not explain the difference; see"
+            " [When training gets worse](training-gets-worse.md).",
+        ),
     ),
     "data": (
         _total("batches", "batches", "Trained batches."),

@@ -14,7 +14,7 @@ from fastapi.testclient import TestClient
 from support.export_lake import ExportLake, turn
 from support.inspector import KEY, Inspected, application, inspected
 from support.markup import unsafe
-from support.run_lake import run_lake
+from support.run_lake import RUN, run_lake
 from support.small_lake import SmallLake
 
 from clawstream.query.live_lake import Copy, LiveLake
@@ -363,6 +363,16 @@ def test_the_funnel_ends_with_what_the_trainer_did(trained: Inspected) -> None:
     stages = {s.name: (s.calls, s.losses) for s in funnel(trained.lake, "run")}
     assert stages["admitted"][0] == 7
     assert stages["trained"] == (6, [("left out by curation, or by policy 1", 1)])
+
+
+def test_a_run_whose_training_gets_worse_says_so(tmp_path: Path) -> None:
+    lake = run_lake(settings := Settings(data_dir=tmp_path))
+    copies = {name: Copy(*copy) for name, copy in COPIES.items()}
+    shown = application(settings, ExportLake(lake, {}), LiveLake(settings, copies))
+    assert "Training gets worse" not in shown.client.get(f"/runs/{RUN}").text
+    lake.version(3, reward_fall=0.25)
+    assert shown.lake.refresh()
+    assert "weight versions is 0.25 below the best" in shown.client.get(f"/runs/{RUN}").text
 
 
 def test_the_curve_of_a_run_begins_at_its_lowest_value() -> None:

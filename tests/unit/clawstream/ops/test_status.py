@@ -50,8 +50,9 @@ DONE = {**DOWN, "state": "done", "exit_code": 0, "error": None, "restarts": 0}
 
 def test_everything_is_ready() -> None:
     progress = Progress(
-        "r/3.0", {"w": "ready, r/3.0"}, {"claw-lake": 5, "claw-reward": 0}, 2, 32, 4, {"stale": 3}
-    )
+        "r/3.0", 0.25, {"w": "ready, r/3.0"}, {"claw-lake": 5, "claw-reward": 0}, 2, 32, 4,
+        {"stale": 3},
+    )  # fmt: skip
     status = Status(Path("d"), "r", 1, {"gateway": READY, "trainer": DONE}, progress)
     assert status.is_up
     assert format_status(status).splitlines() == [
@@ -60,6 +61,8 @@ def test_everything_is_ready() -> None:
         "  trainer    done",
         "run r",
         "  version    r/3.0",
+        "  the mean reward of the last versions is 0.25 below the best: training gets worse; "
+        "see docs/training-gets-worse.md",
         "  worker     w: ready, r/3.0",
         "  lag        claw-lake 5",
         "  groups     32 admitted in 2 batches, 4 refused; newest refusals: stale 3",
@@ -148,7 +151,7 @@ def test_totals_and_version_are_of_the_whole_run() -> None:
     def version(run: str, sync: int) -> WeightVersion:
         return WeightVersion(
             version_id=f"{run}/{sync}.0", run_id=run, sync_index=sync, attempt=0, format="full",
-            files=(), channel="train", metrics={}, created_at=1,
+            files=(), channel="train", metrics={"reward_fall": sync / 8}, created_at=1,
         )  # fmt: skip
 
     def budget(run: str, admitted: int) -> RolloutBudget:
@@ -166,7 +169,7 @@ def test_totals_and_version_are_of_the_whole_run() -> None:
     budgets = [budget("r", 8000), *(budget("o", n) for n in range(2 * NEWEST))]
     log = Log(weights=versions, budgets=budgets, batches_of_r=[refused] * (NEWEST + 1))
     found = progress_of(Settings(run_id="r"), log)  # type: ignore[arg-type]
-    assert found == Progress("r/2.0", {}, {}, 1000, 8000, 70_000, {"stale": NEWEST})
+    assert found == Progress("r/2.0", 0.25, {}, {}, 1000, 8000, 70_000, {"stale": NEWEST})
 
 
 def test_nothing_runs() -> None:
