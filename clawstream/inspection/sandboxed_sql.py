@@ -40,6 +40,14 @@ class SandboxedSql:
         with self._lock:
             self._next = self._next or self._starter.submit(_start)
 
+    def close(self) -> None:
+        """End the process that waits for a query."""
+        with self._lock:
+            waiting, self._next = self._next, None
+        if waiting is not None:
+            waiting.result()[0].close()
+        self._starter.shutdown()
+
     def __call__(self, query: str, cancellation: Cancellation) -> Result:
         """Run a query. Raises SqlError."""
         if not self._places.acquire(blocking=False):

@@ -44,6 +44,10 @@ USERS = {
 HOSTILE = "<script>alert(1)</script>\"'><img src=x onerror=alert(2)>"
 
 
+QUERIES: list[SandboxedSql] = []
+"""Of the applications of a test module: tests/unit/inspector/conftest.py ends their processes."""
+
+
 @dataclass
 class Inspected:
     """An application, its lake, a client that has a key, the log of its marks, and what the watcher
@@ -149,12 +153,13 @@ def inspected(settings: Settings) -> Inspected:
 def application(settings: Settings, written: ExportLake, lake: LiveLake) -> Inspected:
     """Return an application without marks over a lake. It finds policies in the lake only."""
     log, observed = InMemoryLog(), Observed(WITHOUT_KAFKA)
+    QUERIES.append(SandboxedSql(settings))
     parts = Parts(
         lake, Live(lake), USERS.get, partial(chat_of, is_whole=True), lambda *_: None, "http://gateway",
         marks=MarkWriter(settings.kafka.topics.rewards, lambda: log, log.is_connected),
         rewards=(-10.0, 10.0),
         policies=RunPolicies(settings, cluster_of(settings), lake, lambda: False),
-        sql=SandboxedSql(settings),
+        sql=QUERIES[-1],
         operations=Watcher(observed),
         activity=Activity(lake), metrics=PageMetrics(),
     )  # fmt: skip

@@ -12,10 +12,12 @@ from html import unescape
 from threading import Event
 from typing import Any
 
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.inspector import KEY, Inspected, inspected
+from support.patience import until
 
 from clawstream.inspection.sandboxed_sql import AT_ONCE, SandboxedSql
 from inspector.queries.sql import CELL_CHARS, Cancellation, Result, cell, chart_of
@@ -86,6 +88,7 @@ ENDLESS = "SELECT count(*) FROM range(1000000000) a, range(1000000000) b WHERE a
 @pytest.mark.slow
 def test_a_cancelled_query_ends_and_leaves_its_place(shown: Inspected) -> None:
     run = SandboxedSql(shown.settings)
+    run.prepare()
     cancellations = [Cancellation() for _ in range(AT_ONCE)]
     with ThreadPoolExecutor() as pool:
         running = [pool.submit(run, ENDLESS, cancellation) for cancellation in cancellations]
@@ -95,6 +98,7 @@ def test_a_cancelled_query_ends_and_leaves_its_place(shown: Inspected) -> None:
             with pytest.raises(SqlError, match="cancelled"):
                 query.result()
     assert run("SELECT 7 AS n", Cancellation()).rows == [(7,)]
+    run.close()
 
 
 @pytest.mark.slow
@@ -102,6 +106,19 @@ def test_a_query_of_the_page_has_a_limit_of_its_own(shown: Inspected) -> None:
     run = SandboxedSql(shown.settings, limit_s=0.5)
     with pytest.raises(SqlError, match=r"longer than 0\.5 s, the limit of this page"):
         run(ENDLESS, Cancellation())
+    run.close()
+
+
+@pytest.mark.slow
+def test_a_process_that_waits_for_a_query_ends_with_its_owner(shown: Inspected) -> None:
+    def children() -> set[int]:
+        return {child.pid for child in psutil.Process().children()}
+
+    before, run = children(), SandboxedSql(shown.settings)
+    run.prepare()
+    (waiting,) = until(lambda: children() - before)
+    run.close()
+    assert waiting not in children()
 
 
 class UntilLeft:
