@@ -325,12 +325,14 @@ class LiveLake:
 
     def _keep_fresh(self) -> None:
         now = time.monotonic()
+        waits, is_first = now - self._read_at >= WAIT_S, self._read_at == float("-inf")
         with self._lock:
-            if now - self._looked_at >= FRESH_S and not self._refresher.is_alive():
+            # A caller that waits needs a thread to wait for, also while another one reads.
+            is_due = waits or now - self._looked_at >= FRESH_S
+            if is_due and not self._refresher.is_alive():
                 self._refresher = threading.Thread(target=self._read, name="lake", daemon=True)
                 self._refresher.start()
-        if now - self._read_at >= WAIT_S:
-            is_first = self._read_at == float("-inf")
+        if waits:
             self._refresher.join(None if is_first else self._limits_s[0])
 
     def _empty(self, schemas: Mapping[str, pa.Schema]) -> _Database:

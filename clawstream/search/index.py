@@ -120,8 +120,7 @@ class TextIndex:
     def _with_term(self, term: Term, until: float) -> pa.Table:
         if time.monotonic() > until:
             raise SqlError(
-                f"the search took longer than lake.sql_timeout_s = {self._timeout_s:g} s: "
-                "search for fewer words"
+                f"the search took longer than {self._timeout_s:g} s: search for fewer words"
             )
         found = [part.segment.find(term) for part in self._parts]
         return pa.concat_tables([FOUND.empty_table(), *found])

@@ -3,8 +3,8 @@
 -- The topic id and number identify a batch: a recreated topic starts with batch 0 again. Two
 -- versions may name one batch: a trainer that was killed trains it again from its checkpoint, and
 -- only one of the two is on the surviving chain, which follows `parent_version` from the newest
--- version on the log. Whether a step was trained, and why not, is what the trainer recorded with the
--- version (`trained_trajectories`). `clawstream/query/lineage.py` calls the macros with pruned
+-- version on the log. Whether a step was trained, and why not, is what the trainer recorded with
+-- the version (`trained_trajectories`). `clawstream/query/lineage.py` calls the macros with pruned
 -- copies of the tables.
 
 CREATE VIEW lineage_versions AS

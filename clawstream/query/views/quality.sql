@@ -72,8 +72,8 @@ CREATE MACRO evaluated_candidates(other_policy) AS TABLE
         ] IF x IS NOT NULL]
     } FOR s IN steps] AS evaluated_steps FROM known;
 
--- The training reward as `schemas/reward_matching.py` has it: the weighted sum of the rewards of the
--- whole trajectory. An empty map of weights weighs each reward with 1.
+-- The training reward as `schemas/reward_matching.py` has it: the weighted sum of the rewards of
+-- the whole trajectory. An empty map of weights weighs each reward with 1.
 CREATE MACRO training_reward_of(given, weights) AS
     list_sum([v.value * CASE WHEN cardinality(weights) = 0 THEN 1
             ELSE weights[v.source || '/' || v.name] END
@@ -118,7 +118,8 @@ CREATE MACRO readiness_under(other_policy) AS TABLE
                 CASE WHEN quality < p.min_quality THEN 'quality' END,
                 CASE WHEN len([i FOR i IN range(1, len(received) + 1)
                             IF received[i] > 0 AND valued[i] = 0]) > 0
-                        OR NOT coalesce(training_reward BETWEEN -1e6 AND 1e6, true) THEN 'reward_missing' END
+                        OR NOT coalesce(training_reward BETWEEN -1e6 AND 1e6, true)
+                    THEN 'reward_missing' END
             ] IF x IS NOT NULL] AS reasons
         FROM part
     ), temporary AS (

@@ -5,6 +5,7 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Event
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -164,6 +165,27 @@ def test_a_lake_that_does_not_answer_is_named(settings: Settings) -> None:
         assert "has not been read to its end" in lake.failed[ALL]
         answered.set()
         assert not running.result() and not lake.failed
+
+
+def test_the_first_query_waits_for_the_lake_while_another_thread_reads_it(
+    settings: Settings, written: SmallLake
+) -> None:
+    class Slow(LiveLake):
+        def _newest(self, name: str) -> Any | None:
+            asked.set()
+            while not (self._refresher.is_alive() or ended.wait(0.01)):
+                pass
+            return super()._newest(name)
+
+    asked, ended = Event(), Event()
+    lake = Slow(settings, {})
+    with ThreadPoolExecutor() as pool:
+        pool.submit(lake.refresh)
+        assert asked.wait(60)
+        try:
+            assert ids(lake, "steps_raw") == ["a~0.0"]
+        finally:
+            ended.set()
 
 
 def test_a_new_column_changes_the_views_and_loses_no_row(

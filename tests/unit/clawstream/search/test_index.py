@@ -159,6 +159,11 @@ def test_a_hostile_search_is_a_plain_one(table: Table, search: str) -> None:
     assert table.found(search) == table.scanned(search)
 
 
+def test_a_search_that_takes_too_long_says_its_own_limit() -> None:
+    with pytest.raises(SqlError, match=r"^the search took longer than -1 s: search for fewer"):
+        TextIndex(-1.0).find("word")
+
+
 def test_says_what_share_of_the_rows_it_has(table: Table) -> None:
     assert table.index.find("one") == ([index.FOUND.empty_table()], 1.0)
     table.write(call("k", "one"))
