@@ -6,6 +6,7 @@ as a whole, at most to that limit: cramjam does not decode a part of a frame.
 
 from __future__ import annotations
 
+import mmap
 import zlib
 from collections.abc import MutableMapping
 from typing import Any
@@ -73,16 +74,17 @@ class _Zstd:
         return {"type": "http.request", "body": body, "more_body": False}
 
     def _whole(self, packed: bytes) -> bytes:
-        room = bytearray(self._limit + 1)  # the system gives memory only to what is written
+        # The system gives memory only to what is written; a bytearray is written as a whole.
+        room = mmap.mmap(-1, self._limit + 1)
         try:
-            size = cramjam.zstd.decompress_into(packed, room)
+            size = cramjam.zstd.decompress_into(packed, memoryview(room))
         except cramjam.DecompressionError as error:
             if "whole buffer" in str(error):
                 raise self._too_large() from error
             raise BadRequest(f"body: not one whole zstd frame: {error}", "body") from error
         if size > self._limit:
             raise self._too_large()
-        return bytes(memoryview(room)[:size])
+        return room[:size]
 
     def _too_large(self) -> BodyTooLarge:
         return BodyTooLarge(f"body: larger than gateway.max_body_bytes={self._limit}", "body")

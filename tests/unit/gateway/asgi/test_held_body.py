@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+import tracemalloc
 from collections.abc import MutableMapping
 from typing import Any
 
+import cramjam
 import pytest
 
 from gateway.asgi.in_flight_limits import InFlightLimits
 from gateway.asgi.messages import VALUE_BYTES, HeldBody
+from gateway.asgi.request_encoding import RequestDecoder
 from gateway.errors import BodyTooLarge, Overloaded
 
 
@@ -31,6 +34,22 @@ def test_a_body_counts_with_its_values(body: bytes, values: int) -> None:
     limits = InFlightLimits(1 << 20, 9, 9)
     assert asyncio.run(held_for(body, limits)) == len(body) + VALUE_BYTES * values
     assert limits.held == 0
+
+
+def test_a_small_zstd_body_takes_no_memory_for_a_large_one() -> None:
+    body = b'{"text": "' + b"a" * 1000 + b'"}'
+
+    async def receive() -> MutableMapping[str, Any]:
+        packed = bytes(cramjam.zstd.compress(body))
+        return {"type": "http.request", "body": packed, "more_body": False}
+
+    decoder = RequestDecoder(64 << 20, InFlightLimits(1 << 20, 9, 9))
+    tracemalloc.start()
+    try:
+        assert asyncio.run(decoder.decoded(receive, "zstd")())["body"] == body  # type: ignore[arg-type]
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_body_that_never_fits_is_too_large_and_others_wait() -> None:
