@@ -59,10 +59,9 @@ class BlobStore:
         if self._directory is not None:
             self._uri = self._directory.as_uri()
         self._now, self._lock = now, Lock()
-        # A plain dict finds its front by a search past all earlier removals.
-        self._old_at: OrderedDict[str, float] = (
-            OrderedDict()
-        )  # digest to the time when its blob is RENEWED_S old
+        # Digest to the time when its blob is RENEWED_S old. A plain dict finds its front by a
+        # search past all earlier removals.
+        self._old_at = OrderedDict[str, float]()
 
     def url_of(self, digest: str) -> str:
         """Where the bytes of a sha256 in hex are kept."""

@@ -23,7 +23,7 @@ SINGLE = frozenset({
     b"location", b"origin", b"retry-after", b"traceparent",
 })  # fmt: skip
 OWN = b"x-clawstream-"
-"""Headers that are no list, and the begin of this gateway's own; the last of several counts."""
+"""Headers that are no list, and the prefix of this gateway's own; the last of several counts."""
 
 
 def admit(scope: Scope) -> None:

@@ -13,11 +13,11 @@ ENDS = (b"\n\n", b"\r\n\r\n", b"\r\r")
 """Blank lines."""
 _END = re.compile(b"|".join(ENDS))
 
+DONE = b"[DONE]"
+"""Data of the event that ends a stream of OpenAI's protocols."""
 TAIL = len(b"\r\n\r\n") - 1
 MAX_EVENT = 8 << 20
 """Maximum bytes of an event; enough for the ids of a prompt of a million tokens."""
-
-
 FIELDS = (b"data:", b"event:", b"id:", b"retry:", b":")
 LONGEST_FIELD = max(map(len, FIELDS))
 

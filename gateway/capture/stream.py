@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gateway.asgi.sse import ENDS, MAX_EVENT, EventSplitter, data_of
+from gateway.asgi.sse import DONE, ENDS, MAX_EVENT, EventSplitter, data_of
 from gateway.capture.engine_tokens import CapturedTokens
 from gateway.capture.unread import Unread
 from gateway.errors import GatewayError, UpstreamFailed
@@ -26,7 +26,6 @@ from gateway.protocols.base import NOT_THE_PROTOCOL, ParsedEvent, ParsedReply
 from gateway.protocols.reply_fields import EngineError, named_error
 from schemas import engine_frames
 
-DONE = b"[DONE]"
 MAX_STREAM = 256 << 20
 """Maximum bytes of a stream, which is kept until its steps are recorded."""
 

@@ -30,6 +30,8 @@ from gateway.protocols.request_fields import (
 )
 from gateway.protocols.usage import usage_of
 
+UNKNOWN_EVENT = "an event of an unknown type"
+
 
 class ReplyAccumulator(ABC):
     """Accumulates a streamed reply. `add` applies a parsed event once the client gets it."""

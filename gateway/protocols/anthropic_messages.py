@@ -14,7 +14,7 @@ import orjson
 
 from gateway.asgi.error_replies import ErrorFormat, http_error_of
 from gateway.errors import GatewayError
-from gateway.protocols.adapter import ProtocolAdapter, ReplyAccumulator
+from gateway.protocols.adapter import UNKNOWN_EVENT, ProtocolAdapter, ReplyAccumulator
 from gateway.protocols.base import Choice, EngineKind, ParsedEvent, ParsedReply, Request
 from gateway.protocols.message_deltas import grow, joined
 from gateway.protocols.reply_fields import (
@@ -161,7 +161,6 @@ class _Block:
 
 
 ARGUMENTS = "partial_json"
-UNKNOWN_EVENT = "an event of an unknown type"
 _DELTAS = {"text_delta": "text", "thinking_delta": "thinking", "input_json_delta": ARGUMENTS}
 """Field of the delta, and of the content block, that each text delta extends."""
 

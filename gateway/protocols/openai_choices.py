@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from gateway.asgi.error_replies import OPENAI_ERRORS
+from gateway.asgi.sse import DONE
 from gateway.errors import GatewayError
 from gateway.protocols.adapter import ProtocolAdapter, ReplyAccumulator
 from gateway.protocols.base import Choice, EngineKind, ParsedEvent, ParsedReply, Request, Tokens
@@ -29,7 +30,6 @@ from gateway.protocols.reply_fields import (
 from gateway.protocols.token_fields import packed_tokens
 from gateway.protocols.usage import usage_of
 
-DONE = b"[DONE]"
 NO_CHOICES = "a chunk without choices and usage"
 
 

@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 import orjson
 
 from gateway.asgi.error_replies import http_error_of
+from gateway.asgi.sse import DONE
 from gateway.errors import BadRequest, GatewayError
-from gateway.protocols.adapter import ProtocolAdapter, ReplyAccumulator
+from gateway.protocols.adapter import UNKNOWN_EVENT, ProtocolAdapter, ReplyAccumulator
 from gateway.protocols.base import Choice, EngineKind, ParsedEvent, ParsedReply, Request
 from gateway.protocols.reply_fields import (
     array,
@@ -33,7 +34,6 @@ from gateway.protocols.reply_fields import (
 )
 from gateway.protocols.usage import usage_of
 
-DONE = b"[DONE]"
 CLIENT_CALLS = frozenset(
     {
         "function_call", "custom_tool_call", "local_shell_call", "shell_call", "apply_patch_call",
@@ -68,7 +68,6 @@ _WITHOUT_CONTENT = (
     ".generating", ".interpreting", ".keepalive",
 )  # fmt: skip
 """Ends of the events that tell a state, or repeat what the deltas brought."""
-UNKNOWN_EVENT = "an event of an unknown type"
 
 
 class OpenAIResponses(ProtocolAdapter):
