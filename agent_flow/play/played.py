@@ -80,6 +80,7 @@ class Played:
                     f"shard={shard[0]}/{shard[1]} of this flow is played by another process; give "
                     "each its shard=I/N"
                 )
+            os.write(self._file, b"\n")  # ends a line that a crash has cut
             for path in sorted(directory.glob("*.jsonl")):
                 self._read(path, path == own)
         except OSError as error:
@@ -137,7 +138,7 @@ class Played:
         for line in path.read_bytes().splitlines():
             try:
                 kind, first, *fields = json.loads(line)
-            except ValueError:  # the machine went down in the middle of it
+            except ValueError:  # empty, or the machine went down in the middle of it
                 continue
             if kind == "began":
                 self._groups[first] += 1
@@ -146,10 +147,12 @@ class Played:
                 self._done.add(first)
             elif kind == "opened":
                 trajectories[first] = Trajectory(Place(first, *fields))
+            elif (known := trajectories.get(first)) is None:  # its line was lost in a crash
+                continue
             elif kind == "ending":
-                trajectories[first].end = tuple(fields)
+                known.end = tuple(fields)
             else:
-                trajectories[first].is_recorded = True
+                known.is_recorded = True
         if is_own:  # another process may be playing what is in its file
             self._resume(trajectories.values(), tasks)
 
