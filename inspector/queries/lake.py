@@ -153,7 +153,7 @@ COPIES = {
         "trained_trajectories",
         """SELECT run_id, trajectory_id, version_id,
             len([s FOR s IN steps IF s.untrained_reason IS NULL])::INTEGER AS trained_steps,
-            list_min([s.untrained_reason FOR s IN steps]) AS untrained_reason
+            [s.untrained_reason FOR s IN steps IF s.untrained_reason IS NOT NULL] AS untrained
         FROM new_rows""",
     ),
     "published": Copied(

@@ -173,20 +173,22 @@ _FATES = f"""
         FROM members WHERE run_id = $run GROUP BY ALL
     ), kept AS (
         SELECT trajectory_id, max_by(trained_steps, v.sync_index) AS trained_steps,
-            max_by(untrained_reason, v.sync_index) AS untrained_reason
+            max_by(untrained, v.sync_index) AS untrained
         FROM trained t JOIN lineage_versions v ON v.version_id = t.version_id AND v.surviving
         WHERE t.run_id = $run GROUP BY trajectory_id
     ), fates AS (
-        SELECT c.steps, k.trained_steps, k.untrained_reason, CASE
-            WHEN c.reward IS NULL THEN 'rewarded'
-            WHEN c.batch_seq IS NULL THEN 'admitted'
-            WHEN k.trajectory_id IS NULL THEN 'trained'
-            END AS lost_at,
-            CASE WHEN c.reward IS NULL THEN coalesce(c.unrewarded_reason, '{_UNREWARDED}')
-            WHEN d.trajectory_id IS NULL THEN coalesce(c.reason, '{_WAITS}')
-            WHEN c.batch_seq IS NULL THEN coalesce(d.refused, 'refused')
-            WHEN c.channel <> 'train' THEN 'channel ' || c.channel || ' is not trained'
-            ELSE 'batch not trained yet' END AS reason
+        SELECT c.steps, k.trained_steps, k.untrained, CASE
+            WHEN k.trajectory_id IS NOT NULL THEN NULL
+            WHEN c.batch_seq IS NOT NULL THEN 'trained'
+            WHEN c.reward IS NOT NULL THEN 'admitted'
+            ELSE 'rewarded' END AS lost_at,
+            CASE lost_at
+            WHEN 'rewarded' THEN coalesce(c.unrewarded_reason, '{_UNREWARDED}')
+            WHEN 'admitted' THEN CASE WHEN d.trajectory_id IS NULL
+                THEN coalesce(c.reason, '{_WAITS}') ELSE coalesce(d.refused, 'refused') END
+            ELSE CASE WHEN c.channel <> 'train' THEN 'channel ' || c.channel || ' is not trained'
+                ELSE 'batch not trained yet' END
+            END AS reason
         FROM closed c LEFT JOIN decided d USING (run_id, trajectory_id)
             LEFT JOIN kept k ON k.trajectory_id = c.trajectory_id
         WHERE c.run_id = $run
@@ -194,8 +196,8 @@ _FATES = f"""
     SELECT lost_at AS stage, reason, sum(steps) AS steps FROM fates WHERE lost_at IS NOT NULL
     GROUP BY ALL
     UNION ALL
-    SELECT 'trained', coalesce(untrained_reason, 'not trained'), sum(steps - trained_steps)
-    FROM fates WHERE lost_at IS NULL AND steps > trained_steps GROUP BY ALL
+    SELECT 'trained', reason, count(*)
+    FROM (SELECT unnest(untrained) AS reason FROM fates WHERE lost_at IS NULL) GROUP BY ALL
     UNION ALL
     SELECT 'kept', '', sum(trained_steps) FROM fates WHERE lost_at IS NULL
     HAVING sum(trained_steps) > 0"""

@@ -14,7 +14,7 @@ from fastapi.testclient import TestClient
 from support.export_lake import ExportLake, turn
 from support.inspector import KEY, Inspected, application, inspected
 from support.markup import unsafe
-from support.run_lake import RUN, run_lake
+from support.run_lake import RUN, RunLake, call, run_lake
 from support.small_lake import SmallLake
 
 from clawstream.query.live_lake import Copy, LiveLake
@@ -373,6 +373,23 @@ def test_a_run_whose_training_gets_worse_says_so(tmp_path: Path) -> None:
     lake.version(3, reward_fall=0.25)
     assert shown.lake.refresh()
     assert "weight versions is 0.25 below the best" in shown.client.get(f"/runs/{RUN}").text
+
+
+def test_the_funnel_has_each_reason_of_the_trainer_and_needs_no_reward(tmp_path: Path) -> None:
+    from inspector.queries.overview import funnel
+
+    made = RunLake(settings := Settings(data_dir=tmp_path))
+    steps = [call("sft-0", number, [1, number], [2]) for number in range(4)]
+    made.closed("sft-0", steps, None)
+    made.batch(0, "sft", [replace(made.member("sft-0", 0, 0.0, 0), rewards=())])
+    made.version(0)
+    made.version(1)
+    reasons = ("cut", "redacted", None, "cut")
+    made.decided(1, {s.step_id: why for s, why in zip(steps, reasons, strict=True)})
+    lake = LiveLake(settings, {name: Copy(*copy) for name, copy in COPIES.items()})
+    stages = {s.name: (s.calls, s.losses) for s in funnel(lake, "run")}
+    assert stages["rewarded"] == stages["admitted"] == (4, [])
+    assert stages["trained"] == (1, [("cut", 2), ("redacted", 1)])
 
 
 def test_the_curve_of_a_run_begins_at_its_lowest_value() -> None:
