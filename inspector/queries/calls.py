@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import datetime
+from typing import NamedTuple
 
 from inspector.errors import InvalidAddress
 from inspector.queries.lake import Lake, Row
@@ -13,41 +14,50 @@ FILTERS = ("run_id", "trajectory", "reason")
 """Of the list; each is equal to a value."""
 
 
-def parse(query: Mapping[str, str]) -> tuple[dict[str, str], str | None]:
-    """Return the filters of an address, and the time before which its page begins.
+class Place(NamedTuple):
+    """The last row of the page before, as it is in an address."""
+
+    before_at: str
+    before_id: str
+
+
+def parse(query: Mapping[str, str]) -> tuple[dict[str, str], Place | None]:
+    """Return the filters of an address, and the row after which its page begins.
 
     Raises:
         InvalidAddress: a parameter is not known, or cannot be read.
     """
     given = {name: text.strip() for name, text in query.items() if text.strip()}
-    before = given.pop("before", None)
+    at, event_id = given.pop("before_at", None), given.pop("before_id", "")
     unknown = given.keys() - set(FILTERS)
     if unknown:
         raise InvalidAddress(
             f"there is no filter {min(unknown)[:40]!r}; there are {', '.join(FILTERS)}"
         )
     try:
-        return given, None if before is None else datetime.fromisoformat(before).isoformat()
+        place = None if at is None else Place(datetime.fromisoformat(at).isoformat(), event_id)
     except ValueError:
-        raise InvalidAddress(f"before: {before!r} is not a time") from None
+        raise InvalidAddress(f"before_at: {at!r} is not a time") from None
+    return given, place
 
 
-def calls_of(lake: Lake, given: Mapping[str, str], before: str | None) -> list[Row]:
+def calls_of(lake: Lake, given: Mapping[str, str], before: Place | None) -> list[Row]:
     """Return a page of the calls, newest first, and one more if there is another page."""
     conditions = [f"{name} = ${name}" for name in given]
     if before is not None:
-        conditions.append("received_at < $before::TIMESTAMP")
+        conditions.append("(received_at, id) < ($before_at::TIMESTAMP, $before_id)")
     return lake.rows(
         f"""SELECT * FROM (
-            SELECT run_id, trajectory_key AS trajectory, received_at, reason, status::VARCHAR
-                AS status, model, user_agent, message FROM errors
+            SELECT event_id AS id, run_id, trajectory_key AS trajectory, received_at, reason,
+                status::VARCHAR AS status, model, user_agent, message FROM errors
             UNION ALL BY NAME
-            SELECT o.run_id, o.trajectory_id AS trajectory, c.received_at, o.mark AS reason,
-                c.status, c.model, c.user_agent, coalesce(o.evidence, '') AS message
+            SELECT o.step_id || o.mark AS id, o.run_id, o.trajectory_id AS trajectory,
+                c.received_at, o.mark AS reason, c.status, c.model, c.user_agent,
+                coalesce(o.evidence, '') AS message
             FROM outside o JOIN calls c USING (run_id, step_id)
         ) WHERE {" AND ".join(conditions) or "true"}
-        ORDER BY received_at DESC LIMIT {PAGE + 1}""",
-        {**given, **({"before": before} if before is not None else {})},
+        ORDER BY received_at DESC, id DESC LIMIT {PAGE + 1}""",
+        {**given, **(before._asdict() if before is not None else {})},
     )
 
 

@@ -102,9 +102,12 @@ def calls_page(request: Request, parts: Used) -> Response:
     given, before = calls.parse(dict(request.query_params))
     found = calls.calls_of(parts.lake, given, before)
     shown = found[: calls.PAGE]
-    following = shown[-1]["received_at"].isoformat() if len(found) > calls.PAGE else None
+    last = shown[-1] if len(found) > calls.PAGE else None
+    following = last and {
+        **given, **calls.Place(last["received_at"].isoformat(), last["id"])._asdict()
+    }  # fmt: skip
     return render(
-        request, "calls.html", calls=shown, before=following,
+        request, "calls.html", calls=shown, following=following,
         given={name: given.get(name) for name in calls.FILTERS},
         runs=listing.channels_of(parts.lake)["run_id"], reasons=calls.reasons(parts.lake),
     )  # fmt: skip

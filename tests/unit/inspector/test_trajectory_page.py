@@ -16,9 +16,11 @@ from support.run_lake import run_lake
 from support.small_lake import SmallLake
 
 from clawstream.query.live_lake import Copy, LiveLake
+from inspector.queries.calls import PAGE as CALLS
 from inspector.queries.lake import COPIES
 from inspector.queries.trajectory import PAGE, placed
 from inspector.web.pages import PAGE_CHARACTERS
+from schemas.records import FailedCall
 from schemas.settings import Settings
 
 pytestmark = pytest.mark.slow
@@ -120,6 +122,23 @@ def test_a_late_call_is_in_the_trajectory_and_in_the_list(run: Inspected) -> Non
     listed = run.client.get("/calls?reason=late").text.partition("<tbody>")[2]
     assert '/t/run/add-0-0"' in listed and "overloaded" not in listed
     assert run.client.get("/calls?raeson=late").status_code == 422
+
+
+def test_the_pages_of_the_list_have_each_call_once_also_those_of_one_moment(tmp_path: Path) -> None:
+    made = inspected(Settings(data_dir=tmp_path))
+    failed = FailedCall(
+        event_id="", run_id="run", protocol="openai-chat", streamed=False, source="engine",
+        status=503, message="", gateway_id="g", received_at=1_000_000, duration_ms=1.0,
+    )  # fmt: skip
+    calls = [replace(failed, event_id=f"e{n}", message=f"m{n}.") for n in range(CALLS + 2)]
+    made.written.lake.put("failed_calls", "SS", *calls)
+    assert made.lake.refresh()
+    first = made.client.get("/calls").text
+    (older,) = re.findall(r'href="(/calls[^"]*)">Older', first)
+    rest = made.client.get(older.replace("&amp;", "&")).text
+    seen = re.findall(r"<bdi>m(\d+)\.</bdi>", first + rest)
+    assert sorted(map(int, seen)) == list(range(CALLS + 2)) and "Older" not in rest
+    assert made.client.get("/calls?before_at=soon").status_code == 422
 
 
 def test_failed_calls_stand_between_the_steps_of_their_page() -> None:
