@@ -104,16 +104,19 @@ def annotate_or_wait(
 def wait(state: PartitionState, limits: Limits, pending: PendingTarget) -> list[Change]:
     """Wait for a target; ends the oldest waits if there are too many."""
     side, changes = state.waiting[pending.source], list[Change]()
+    closing = set[RunTrajectory]()  # two ends may be of one trajectory, which ends once
     excess = len(side) + 1 - limits.waiting_max
     size = state.waiting_bytes[pending.source] + pending.size - limits.waiting_bytes_max
     why = f"more than {limits.waiting_max} records or {limits.waiting_bytes_max} bytes wait"
     for oldest in side.values():
         if excess <= 0 and size <= 0:
             break
-        changes += end_wait(state, oldest, f"{why} in this partition")
+        ended = end_wait(state, oldest, f"{why} in this partition")
+        changes += [
+            c for c in ended if not isinstance(c, Annotated | Closed) or c.key not in closing
+        ]
+        closing |= {c.key for c in ended if isinstance(c, Closed)}
         excess, size = excess - 1, size - oldest.size
-        if isinstance(oldest.what, Completion):
-            break  # two may be of one trajectory, which ends once
     return [*changes, TargetAwaited(pending)]
 
 

@@ -321,6 +321,27 @@ def test_what_waits_is_bounded_by_bytes_too() -> None:
     assert w.state.waiting_bytes == [0, 0]
 
 
+def test_ends_that_wait_are_bounded_by_bytes_too() -> None:
+    rewards = {f"{i:02}" + "x" * 198: 1.0 for i in range(50)}
+    w = InMemoryPartition(replace(LIMITS, waiting_bytes_max=35_000)).feed(
+        *[(STEPS, 0, session(f"k{i}", "completed")) for i in range(50)],
+        *[(STEPS, 0, session(f"l{i}", "completed", rewards=rewards)) for i in range(5)],
+    )
+    assert w.state.waiting_bytes[STEPS] <= 35_000
+
+
+def test_of_two_ends_that_wait_for_one_trajectory_the_first_counts() -> None:
+    rewards = {f"{i:02}" + "x" * 198: 1.0 for i in range(50)}
+    w = InMemoryPartition(replace(LIMITS, waiting_bytes_max=5_000)).feed(
+        (STEPS, 0, session("k", "failed")),
+        (STEPS, 0, session("k", "completed")),
+        (STEPS, 0, step("k", 0)),
+        (STEPS, 0, session("late", "completed", rewards=rewards)),
+    )
+    assert w.last("k").outcome == "failed"
+    assert list(w.state.waiting[STEPS]) == [3]
+
+
 def test_lost_payload_still_gives_a_candidate() -> None:
     w = InMemoryPartition()
     w.decide([(STEPS, 0, 0, step("k", 0)), (STEPS, 1, 1, session("k", "completed"))])
