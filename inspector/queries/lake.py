@@ -153,7 +153,8 @@ COPIES = {
         "trained_trajectories",
         """SELECT run_id, trajectory_id, version_id,
             len([s FOR s IN steps IF s.untrained_reason IS NULL])::INTEGER AS trained_steps,
-            [s.untrained_reason FOR s IN steps IF s.untrained_reason IS NOT NULL] AS untrained
+            [{'step_id': s.step_id, 'reason': s.untrained_reason} FOR s IN steps
+                IF s.untrained_reason IS NOT NULL] AS untrained
         FROM new_rows""",
     ),
     "published": Copied(

@@ -197,7 +197,7 @@ _FATES = f"""
     GROUP BY ALL
     UNION ALL
     SELECT 'trained', reason, count(*)
-    FROM (SELECT unnest(untrained) AS reason FROM fates WHERE lost_at IS NULL) GROUP BY ALL
+    FROM (SELECT unnest(untrained).reason AS reason FROM fates WHERE lost_at IS NULL) GROUP BY ALL
     UNION ALL
     SELECT 'kept', '', sum(trained_steps) FROM fates WHERE lost_at IS NULL
     HAVING sum(trained_steps) > 0"""

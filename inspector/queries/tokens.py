@@ -8,7 +8,7 @@ from math import exp, isnan
 from typing import Any, Literal, NamedTuple, get_args
 
 from inspector.queries.lake import Lake, Row
-from inspector.queries.trajectory import Trajectory, log_times, recorded
+from inspector.queries.trajectory import Trajectory, counting, log_times, recorded
 
 Pieces = Callable[[str | None, Sequence[int]], list[str] | None]
 """Texts of token ids of a weight version; None: there is no tokenizer for it."""
@@ -50,9 +50,9 @@ def trained_of(lake: Lake, found: Trajectory, step: Row) -> Row | None:
 
     Of several versions that were trained on it, the surviving one counts.
     """
-    if not found.versions:
+    version = counting(found.versions)
+    if version is None:
         return None
-    version = max(found.versions, key=lambda v: (v["surviving"], v["published_at"]))
     rows = lake.rows(
         f"""SELECT updates, logprobs, advantages FROM trained_tokens_raw
         WHERE run_id = $run AND step_id = $step AND version_id = $version

@@ -48,7 +48,8 @@ class Trajectory(NamedTuple):
     index, without bodies and tokens, with `index`, `parent`, `drift`, `trainable` and `lane` once
     it is closed; then those that came too late to be in it. failures: failed calls, in order of
     time. weights: of its training reward, by `source/name`; None: no policy is in force.
-    decisions: rows of `members`. versions: weight versions trained on it.
+    decisions: rows of `members`. versions: weight versions of its batch, with the number of its
+    steps that were trained, and those that were not.
     """
 
     head: Row
@@ -114,14 +115,15 @@ def find(lake: Lake, run_id: str, trajectory_id: str) -> Trajectory | None:
         ORDER BY kafka_timestamp""",
         who,
     )
+    versions = _trained_versions(lake, who, decisions)
     return Trajectory(
         head,
-        _with_lanes(merged),
+        _with_lanes(_with_reasons(merged, versions)),
         _failures(lake, run_id, trajectory_id, head),
         _weights(lake, head, decisions),
         first.get("metadata_json"),
         decisions,
-        _trained_versions(lake, run_id, decisions),
+        versions,
         _findings(lake, head),
     )
 
@@ -303,20 +305,39 @@ def _with_lanes(steps: list[Row]) -> list[Row]:
     return steps
 
 
-def _trained_versions(lake: Lake, run_id: str, decisions: Iterable[Row]) -> list[Row]:
+def _trained_versions(lake: Lake, who: Row, decisions: Iterable[Row]) -> list[Row]:
     admitted = [d for d in decisions if d["admitted"]]
     if not admitted:
         return []
     return lake.rows(
-        """SELECT version_id, parent_version, sync_index, surviving, published_at, metrics
-        FROM lineage_versions
-        WHERE run_id = $run AND channel = $channel AND batches_topic_id = $topic
+        """SELECT v.version_id, parent_version, sync_index, surviving, published_at, metrics,
+            trained_steps, untrained
+        FROM lineage_versions v LEFT JOIN trained t ON t.version_id = v.version_id
+            AND t.run_id = v.run_id AND t.trajectory_id = $id
+        WHERE v.run_id = $run AND channel = $channel AND batches_topic_id = $topic
             AND $seq BETWEEN first_batch_seq AND last_batch_seq ORDER BY published_at""",
         {
-            "run": run_id, "channel": admitted[-1]["channel"],
+            **who, "channel": admitted[-1]["channel"],
             "topic": admitted[-1]["kafka_topic_id"], "seq": admitted[-1]["batch_seq"],
         },
     )  # fmt: skip
+
+
+def counting(versions: Sequence[Row]) -> Row | None:
+    """Return the version that counts of those of a batch: the surviving one."""
+    return max(versions, key=lambda v: (v["surviving"], v["published_at"]), default=None)
+
+
+def _with_reasons(steps: Iterable[Row], versions: Sequence[Row]) -> list[Row]:
+    """Return the steps; those that the trainer has left out have its reason."""
+    version = counting(versions) or {}
+    reasons = {left["step_id"]: left["reason"] for left in version.get("untrained") or ()}
+    return [
+        step | {"trainable": False, "untrainable_reason": reasons[step["step_id"]]}
+        if step["step_id"] in reasons
+        else step
+        for step in steps
+    ]
 
 
 def _findings(lake: Lake, head: Row) -> list[Row]:
@@ -352,10 +373,10 @@ def timeline(found: Trajectory) -> list[Moment]:
         what = f"in batch {d['batch_seq']} of {d['channel']}" if d["admitted"] else d["reason"]
         moments.append((d["kafka_timestamp"], "admit", what, None))
     for v in found.versions:
-        lost = "" if v["surviving"] else " (not on the surviving chain)"
-        moments.append(
-            (v["published_at"], "trainer", f"trained into {v['version_id']}{lost}", None)
-        )
+        lost, name = "" if v["surviving"] else " (not on the surviving chain)", v["version_id"]
+        none = v["trained_steps"] == 0
+        what = f"no step was trained into {name}" if none else f"trained into {name}"
+        moments.append((v["published_at"], "trainer", what + lost, None))
     known = sorted((m for m in moments if m[0] is not None), key=lambda m: m[0])
     return [Moment(*m, (m[0] - known[0][0]).total_seconds()) for m in known]
 

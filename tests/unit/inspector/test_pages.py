@@ -21,7 +21,7 @@ from clawstream.query.live_lake import Copy, LiveLake
 from inspector.queries.lake import COPIES
 from inspector.queries.overview import CURVE, curve_of
 from inspector.queries.tokens import MODES
-from inspector.queries.trajectory import state
+from inspector.queries.trajectory import find, state, timeline
 from inspector.web import app
 from inspector.web.app import HEADERS, create_app
 from schemas.blob_refs import reference
@@ -390,6 +390,28 @@ def test_the_funnel_has_each_reason_of_the_trainer_and_needs_no_reward(tmp_path:
     stages = {s.name: (s.calls, s.losses) for s in funnel(lake, "run")}
     assert stages["rewarded"] == stages["admitted"] == (4, [])
     assert stages["trained"] == (1, [("cut", 2), ("redacted", 1)])
+
+
+def test_a_step_says_why_the_trainer_left_it_out(trained: Inspected) -> None:
+    why = "not trained: left out by curation, or by policy 1"
+    assert trained.client.get("/t/run/add-0-1").text.count(why) == 1
+    assert why not in trained.client.get("/t/run/add-0-0").text
+
+
+def test_a_trajectory_of_a_skipped_batch_is_trained_into_no_version(tmp_path: Path) -> None:
+    made = RunLake(settings := Settings(data_dir=tmp_path))
+    steps = [call("a-0-0", 0, [1], [2])]
+    made.closed("a-0-0", steps, 1.0)
+    made.batch(0, "a-0", [made.member("a-0-0", 0, 1.0, 0)])
+    made.version(0)
+    made.version(1)
+    made.decided(1, {steps[0].step_id: "its batch was skipped"})
+    lake = LiveLake(settings, {name: Copy(*copy) for name, copy in COPIES.items()})
+    found = find(lake, "run", "a-0-0")
+    assert found is not None
+    assert [(v["version_id"], v["trained_steps"]) for v in found.versions] == [("run/1.0", 0)]
+    trainer = [m.what for m in timeline(found) if m.where == "trainer"]
+    assert trainer == ["no step was trained into run/1.0"]
 
 
 def test_the_curve_of_a_run_begins_at_its_lowest_value() -> None:
