@@ -24,7 +24,7 @@ LONGEST_FIELD = max(map(len, FIELDS))
 
 def begins_events(start: bytes) -> bool:
     """Return whether a body that starts with these bytes is a stream of events."""
-    return start.removeprefix(codecs.BOM_UTF8).lstrip(b"\r\n").startswith(FIELDS)
+    return start.lstrip(b"\r\n").startswith(FIELDS)
 
 
 class EventSplitter:
@@ -79,7 +79,7 @@ def data_of(event: bytes) -> bytes | None:
     """Return the data of an event, its data lines joined by line feeds; None without data."""
     if event.startswith(b"data: ") and event.find(b"\n") >= len(event.rstrip(b"\r\n")):
         return event[6:].rstrip(b"\r\n")
-    lines = [
-        line[5:].removeprefix(b" ") for line in event.splitlines() if line.startswith(b"data:")
-    ]
+    # A stream may begin with a byte order mark.
+    found = event.removeprefix(codecs.BOM_UTF8).splitlines()
+    lines = [line[5:].removeprefix(b" ") for line in found if line.startswith(b"data:")]
     return b"\n".join(lines) if lines else None

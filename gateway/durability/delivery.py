@@ -38,7 +38,7 @@ from gateway.metrics import Metrics
 from runtime.logs import logger
 
 COUNT_S = 10.0
-"""Interval at which the files are counted that the operator may have removed from the spool."""
+"""Interval between counts of the files that the operator may have removed from the spool."""
 NO_RESERVATION = nullcontext()
 """Context manager of all calls while Kafka is reachable: one generator per call would cost more."""
 

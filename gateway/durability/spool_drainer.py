@@ -1,9 +1,9 @@
 """Sends the records of the spool to Kafka as soon as it is reachable, the oldest segment first.
 
 A segment is deleted after the acknowledgement of all its records. After a crash in between, it is
-sent again: the ids are the same, and readers drop duplicates. Without a crash, only those records
-are sent again that Kafka did not acknowledge; the pause before it doubles while Kafka acknowledges
-nothing. A record that Kafka never accepts, or that cannot be read, goes into the file `rejected`.
+sent again: the ids are the same, and readers drop duplicates. Without a crash, only records that
+Kafka did not acknowledge are sent again; the pause before doubles while Kafka acknowledges nothing.
+A record that Kafka never accepts, or that cannot be read, goes into the file `rejected`.
 
 Readers know a duplicate only as long as assemble knows the trajectories and the lake remembers the
 ids; an older segment is quarantined for `clawstream spool drain`, which checks each record against

@@ -67,7 +67,7 @@ _WITHOUT_CONTENT = (
     "part.added", ".done", ".queued", ".in_progress", ".completed", ".failed", ".searching",
     ".generating", ".interpreting", ".keepalive",
 )  # fmt: skip
-"""Ends of the events that tell a state, or repeat what the deltas brought."""
+"""Suffixes of the events that tell a state, or repeat the content of the deltas."""
 
 
 class OpenAIResponses(ProtocolAdapter):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import gzip
 import json
 import zlib
@@ -127,6 +128,12 @@ def test_events_are_known_by_their_first_bytes(tmp_path: Path, kind: str, begin:
     assert got.message == {"role": "assistant", "content": "Hello"}
     got = get(tmp_path, reply(begin + STREAM, kind), stream=False)
     assert got.unread == [begin + STREAM]
+
+
+def test_a_byte_order_mark_hides_no_event(tmp_path: Path) -> None:
+    got = get(tmp_path, reply(codecs.BOM_UTF8 + STREAM, EVENTS), stream=True)
+    assert got.body == codecs.BOM_UTF8 + STREAM
+    assert got.message == {"role": "assistant", "content": "Hello"}
 
 
 @pytest.mark.parametrize("ending", [b"\r\n", b"\r"])
