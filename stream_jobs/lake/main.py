@@ -60,7 +60,7 @@ RECOVER_S = 5.0
 REPAIR_CHECK_S = 30.0
 """Interval of the check for repaired tables; a commit to a table notices a repair at once."""
 MAX_RETRY_WAIT_S = 30.0
-"""Longest wait before a write is tried again that found no disk space, or no store."""
+"""Longest wait before a write that found no disk space, or no store, is tried again."""
 
 __all__ = [
     "Lake",
@@ -174,6 +174,7 @@ def _follow(
         except (LakeFull, LakeAway) as e:
             # While columns were added: records read since the flush are read again.
             _log_waiting(e)
+            not_ready(f"waits: {e}")
             stop.wait(MAX_RETRY_WAIT_S)
             return
         except SourceTruncated as e:

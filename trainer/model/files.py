@@ -50,10 +50,6 @@ class TensorDtypes:
     def of(self, name: str) -> torch.dtype:
         return self.others.get(name, self.main)
 
-    @property
-    def are_float32(self) -> bool:
-        return {self.main, *self.others.values()} == {torch.float32}
-
 
 def load_masters(
     directory: Path, setting: str = "trainer.model_path", *, needs_head: bool = True

@@ -217,7 +217,8 @@ def _set_history(table: Delta, history: timedelta) -> None:
     wanted = history_properties(history)
     now = table.metadata().configuration
     if any(now.get(name) != value for name, value in wanted.items()):
-        table.alter.set_table_properties(wanted)
+        with storage_errors(table.table_uri):
+            table.alter.set_table_properties(wanted)
 
 
 class MaintenanceRunner:
@@ -250,11 +251,8 @@ class MaintenanceRunner:
                 stdin=subprocess.PIPE,
             )
             assert self._process.stdin is not None
-            # arguments are visible to every user
-            with (
-                suppress(BrokenPipeError),
-                self._process.stdin as stdin,
-            ):  # it may be killed already
+            # Arguments are visible to every user. The process may have ended already.
+            with suppress(BrokenPipeError), self._process.stdin as stdin:
                 stdin.write(self._settings.model_dump_json().encode())
 
     def stop(self) -> None:
