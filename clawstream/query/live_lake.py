@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import pyarrow as pa
@@ -383,10 +383,18 @@ class LiveLake:
                 if name == CALLS:
                     self.texts.follow({f.path: f for f in dataset.get_fragments()})
                 shown_in.show(name, self._tables[name].version(), dataset)
-        with self._lock:
-            if shown_in is not self._database:
+        if shown_in is not self._database:
+            self._show_last(shown_in)
+            with self._lock:
                 self._database, self._idle = shown_in, []
         return any(name not in self._unreadable for name in found)
+
+    def _show_last(self, made: _Database) -> None:
+        """Show the last snapshots of the tables that are unreadable now, in a new database."""
+        for name, (version, dataset, _) in self._database.shown.items():
+            if name not in made.shown and dataset.schema.equals(made.schemas[name]):
+                with suppress(ForeseenError, MemoryError), translated_errors():
+                    made.show(name, version, dataset)
 
 
 @contextmanager

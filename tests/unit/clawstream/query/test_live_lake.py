@@ -200,3 +200,30 @@ def test_a_new_column_changes_the_views_and_loses_no_row(
     assert lake.refresh()
     assert ids(lake, "made") == ["a~0.0"]
     assert lake.rows("SELECT added FROM steps") == [{"added": None}]
+
+
+def test_a_new_column_takes_no_row_of_another_table_that_cannot_be_read(
+    settings: Settings, written: SmallLake
+) -> None:
+    written.put("candidates", "CC", cand("a"))
+    lake = LiveLake(settings, {"closed": Copy("candidates", "SELECT trajectory_id FROM new_rows")})
+    assert lake.refresh()
+    known = set(Path(settings.lake_uri, "candidates").rglob("*.parquet"))
+    written.put("candidates", "CC", cand("b"))
+    (new,) = set(Path(settings.lake_uri, "candidates").rglob("*.parquet")) - known
+    away = new.rename(new.with_suffix(".away"))
+    more = pa.schema([pa.field("added", pa.string())])
+    write_deltalake(
+        f"{settings.lake_uri}/steps", more.empty_table(), mode="append", schema_mode="merge"
+    )
+
+    def names(table: str) -> list[str]:
+        found = lake.rows(f"SELECT trajectory_id FROM {table} ORDER BY 1")
+        return [row["trajectory_id"] for row in found]
+
+    assert lake.refresh() and list(lake.failed) == ["candidates"]
+    assert names("closed") == names("candidates_raw") == ["a"]
+    assert lake.rows("SELECT added FROM steps") == [{"added": None}]
+    away.rename(new)
+    assert lake.refresh() and not lake.failed
+    assert names("closed") == names("candidates_raw") == ["a", "b"]
