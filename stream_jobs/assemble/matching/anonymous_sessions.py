@@ -13,7 +13,7 @@ first rule that matches:
   Among several the longest token prefix wins, then the step whose request is the messages before
   that turn;
 5. the trajectory of the step whose request is the messages before the last model turn, and whose
-  reply has most of that turn's words: the agent repeats the reply in another form;
+  reply is most like that turn by its words: the agent repeats the reply in another form;
 6. the trajectory of the step whose prompt and response are the longest token prefix of its
   prompt;
 7. the trajectory of the step whose tool call id occurs as text in the last model turn;
@@ -312,18 +312,22 @@ def _continued(
 
 
 def _most_like(places: StepMatches, steps_of: StepsOf, turn: Turn) -> StepPosition | None:
-    """Return the step whose reply has most words of a turn; None if it has too few of them."""
+    """Return the step whose reply is most like a turn; None if each has too few words in common.
+
+    The product of both shares of `likeness` decides. By the first alone, a short reply would win
+    whose few words are in the turn, too; by the second alone, one that is as long as a cut turn.
+    """
     if len(places.offsets) > EXAMINED_MAX:
         return None
     words = words_of(turn)
 
-    def rank(place: StepPosition) -> tuple[float, float, bool, bool, int]:
+    def rank(place: StepPosition) -> tuple[bool, float, bool, bool, int]:
         contained, alike = likeness(words, steps_of(place[0])[place[1]].words or b"")
         retried, continued, offset = _rank(place, steps_of)
-        return -contained, -alike, retried, continued, offset
+        return contained < LIKE, -contained * alike, retried, continued, offset
 
-    ranked, place = min((rank(place), place) for place in places.offsets)
-    return place if -ranked[0] >= LIKE else None
+    (differs, *_), place = min((rank(place), place) for place in places.offsets)
+    return None if differs else place
 
 
 def _by_rewritten_reply(

@@ -157,6 +157,15 @@ def test_samples_of_long_turns_are_compared_where_both_have_one() -> None:
     assert likeness(whole, whole) == (1.0, 1.0) and likeness(b"", whole) == (0.0, 0.0)
 
 
+def test_a_short_reply_with_words_of_another_one_is_not_taken_for_it() -> None:
+    """The reply of C10 has no word that the turn lacks; that of C0 has one, its id."""
+    replies = [called(("call_0x", "search", {"q": "first part of it"})), said("first part")]
+    kept = called(("id-9", "search", {"q": "first part of it"}))
+    first = [chat_step(10 * i, TASK, r, tokens=False) for i, r in enumerate(replies)]
+    second = chat_step(1, [*TASK, kept, result("r")], said("x"), tokens=False)
+    assert split([*first, second]) == [["C0", "C1"], ["C10"]]
+
+
 # -- any rollouts in any forms
 
 
