@@ -17,6 +17,7 @@ then, it is done. Else its other trajectories are abandoned, and its task is pla
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -130,8 +131,15 @@ class Played:
         self._write("ended", place.key)
 
     def _write(self, *event: Any) -> None:
-        if self._file >= 0:
-            os.write(self._file, json.dumps(event).encode() + b"\n")
+        """Append an event. Raises FlowError: without it a key could name two trajectories."""
+        if self._file < 0:
+            return
+        line = json.dumps(event).encode() + b"\n"
+        try:
+            if os.write(self._file, line) < len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            raise FlowError(f"state={self.directory}: {error}") from error
 
     def _read(self, path: Path, is_own: bool) -> None:
         trajectories, tasks = dict[str, Trajectory](), dict[str, str]()

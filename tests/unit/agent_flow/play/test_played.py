@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 
+import pytest
+
+from agent_flow.errors import FlowError
 from agent_flow.gateway.client import Place
 from agent_flow.play.played import Played
 
@@ -35,6 +39,19 @@ def test_a_line_that_a_crash_has_cut_costs_only_itself(tmp_path: Path) -> None:
     third = Played(tmp_path)
     assert third.begin("a", "g") == "g-r2"  # not the id of a group that was played
     third.close()
+
+
+def test_a_file_that_takes_no_more_ends_the_flow(tmp_path: Path) -> None:
+    played = Played(tmp_path)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5, limits[1]))
+    try:
+        with pytest.raises(FlowError, match=f"state={tmp_path}: "):
+            played.begin("a", "g")  # 4 bytes of its line are written
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    played.close()
+    assert left(tmp_path) == ([], [])
 
 
 def test_the_end_of_a_trajectory_whose_opening_was_lost_is_passed_over(tmp_path: Path) -> None:
