@@ -148,7 +148,8 @@ def dead_letter(
     Send it under its own key. A key or value that does not fit stays at the original offset; the
     detail says so.
     """
-    key, value, detail = record.key, record.value, detail[:DETAIL_CHARS]
+    key, value = record.key, record.value
+    detail = detail[:DETAIL_CHARS].encode("utf-8", "backslashreplace").decode()[:DETAIL_CHARS]
     if key is not None and 2 * len(key) > LETTER_BYTES:
         detail = f"{detail} (a key of {len(key)} bytes is left at its place)"
         key = None

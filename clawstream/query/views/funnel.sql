@@ -13,7 +13,7 @@ CREATE VIEW funnel AS
         FROM trajectories GROUP BY ALL
     ), admitted AS (
         SELECT run_id, step_id, bool_or(trained AND surviving) AS trained,
-            any_value(untrained_reason) AS untrained_reason
+            any_value(untrained_reason) FILTER (surviving) AS untrained_reason
         FROM lineage_steps GROUP BY ALL
     ), reached AS (
         SELECT s.run_id, coalesce(c.channel, s.channel) AS channel,

@@ -252,6 +252,18 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Settings:
     return settings
 
 
+def test_the_funnel_has_the_reason_of_the_surviving_version(tmp_path: Path) -> None:
+    lake = Story(settings := Settings(data_dir=tmp_path))
+    lake.closed("g0-0", step("g0-0", 1))
+    lake.batch(0, [lake.member("g0-0")], n=1)
+    versions = [version("0.0", None), version("1.0", "0.0", 0, 0), version("1.1", "0.0", 0, 0)]
+    lake.put("weights", "WW", *versions)
+    for name, why in (("1.1", "survived"), ("1.0", "abandoned")):
+        lake.trained(name, 0, {"g0-0": {"g0-0~1.0": why}})
+    query = "SELECT stage, lost_reason FROM funnel WHERE step_id = 'g0-0~1.0'"
+    assert connect(settings).sql(query).fetchall() == [("admitted", "survived")]
+
+
 @pytest.fixture
 def lineage(settings: Settings) -> Lineage:
     return Lineage(connect(settings))
