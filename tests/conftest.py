@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
@@ -34,6 +35,12 @@ hypothesis_settings.register_profile(
     max_examples=25,
 )
 hypothesis_settings.load_profile("unhurried")
+
+
+def pytest_configure() -> None:
+    """Let children end by Ctrl-C, also where a shell ran the tests in the background."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_finish() -> None:
