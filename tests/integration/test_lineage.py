@@ -14,10 +14,22 @@ from support.up import up
 from clawstream.ops.lag import data_lag
 from clawstream.query.connection import connect
 from clawstream.query.lineage import Lineage
-from schemas.records import Late, WeightVersion
+from schemas.records import Late, ReadyBatch, StepTraining, TrainedTrajectory, WeightVersion
 from schemas.settings import Settings
 
 RUN = "traced"
+
+
+def trained(feed: Feed, version: str, batch: ReadyBatch) -> None:
+    """Write what a trainer says of a batch of which it trained each step."""
+    for member in batch.groups[0].members:
+        key = member.trajectory_key
+        step_id = next(s for s in feed.steps if s.startswith(f"{key}~"))
+        record = TrainedTrajectory(
+            run_id=RUN, trajectory_key=key, trajectory_id=member.trajectory_id, version_id=version,
+            batch_seq=batch.batch_seq, steps=(StepTraining(step_id=step_id),),
+        )  # fmt: skip
+        feed.producer.put(feed.topics.trained_tokens, key.encode(), feed.codec.encode(record))
 
 
 def test_every_step_is_accounted_for(kafka: str, tmp_path: Path) -> None:
@@ -56,6 +68,8 @@ def test_every_step_is_accounted_for(kafka: str, tmp_path: Path) -> None:
             feed.producer.put(
                 feed.topics.weights, version.version_id.encode(), feed.codec.encode(version)
             )
+            if first is not None:
+                trained(feed, version.version_id, feed.batches()[first])
         feed.producer.flush()
         running.until(
             lambda: len(feed.column("weights", "version_id")) == 3, "the versions are in the lake"

@@ -411,7 +411,11 @@ def test_a_function_that_hangs_or_crashes_costs_its_own_trajectory_and_no_stop(
             "d": (1.0, None),
             "f": (None, "more memory than functions.memory_mb=4096"),
             "g": (None, "nan is not in [-1e+06, 1e+06]"),
-            "h": (None, "ValueError: could not convert string to float: 'raise'"),
+            "h": (
+                None,
+                "ValueError: could not convert string to float: 'raise' "
+                "(own_functions.py, line 72)",
+            ),
         }
         job.send_signal(signal.SIGTERM)
         assert job.wait(STOP_S) == 0

@@ -282,10 +282,3 @@ def test_the_thread_indexes_what_comes_also_while_nobody_asks(
     table.index.stop()
     assert "text-index" not in [thread.name for thread in threading.enumerate()]
     assert table.found("one") == set()
-
-
-def test_a_search_ends_at_the_time_limit(tmp_path: Path) -> None:
-    table = Table(tmp_path)
-    table.index = TextIndex(-1.0)
-    with pytest.raises(SqlError, match=r"longer than lake\.sql_timeout_s"):
-        table.index.find("one two")

@@ -73,19 +73,21 @@ def test_a_command_that_is_not_there_is_a_line() -> None:
 
 
 def test_a_child_that_has_ended_and_is_not_reaped_yet_is_killed_without_error() -> None:
-    async def body() -> tuple[int, int]:
+    async def body() -> tuple[ChildProcess, ChildProcess]:
         short = ChildProcess(["true"])
         # The event loop does not run meanwhile: nobody has reaped it.
         until(lambda: psutil.Process(short.pid).status() == psutil.STATUS_ZOMBIE)
         assert short.returncode is None
         short.kill_group()
-        code = await short.wait()
+        await short.wait()
         short.kill_group()
         short.terminate()
         long = ChildProcess(["sleep", "600"])
         long.kill_group()
-        return code, await long.wait()
+        await long.wait()
+        return short, long
 
-    assert asyncio.run(body()) == (0, -signal.SIGKILL)
-    with pytest.raises(ChildProcessError):
-        os.waitpid(-1, os.WNOHANG)
+    short, long = asyncio.run(body())
+    assert (short.returncode, long.returncode) == (0, -signal.SIGKILL)
+    for child in (short, long):
+        assert not psutil.pid_exists(child.pid)  # Reaped: not even a zombie is left.

@@ -427,7 +427,8 @@ def test_a_model_is_published_in_its_own_dtype_or_the_engines_and_learns_in_floa
             torch.equal(t, policy.model.state_dict()[name].to(dtype)) for name, t in tensors.items()
         )
         assert {p.name for p in (tmp_path / engine).iterdir()} == {p.name for p in own.iterdir()}
-    assert policy.served_dtypes("float32").are_float32
+    served = policy.served_dtypes("float32")
+    assert (served.main, served.others) == (torch.float32, {})
     assert policy.model.lm_head.weight.dtype == torch.float32, (
         "what is trained is not what was rounded"
     )
