@@ -48,8 +48,8 @@ class Trajectory(NamedTuple):
     index, without bodies and tokens, with `index`, `parent`, `drift`, `trainable` and `lane` once
     it is closed; then those that came too late to be in it. failures: failed calls, in order of
     time. weights: of its training reward, by `source/name`; None: no policy is in force.
-    decisions: rows of `members`. versions: weight versions of its batch, with the number of its
-    steps that were trained, and those that were not.
+    decisions: rows of `members`. versions: weight versions of its batch, each with the number of
+    trained steps and the untrained ones.
     """
 
     head: Row
@@ -329,7 +329,7 @@ def counting(versions: Sequence[Row]) -> Row | None:
 
 
 def _with_reasons(steps: Iterable[Row], versions: Sequence[Row]) -> list[Row]:
-    """Return the steps; those that the trainer has left out have its reason."""
+    """Return the steps, with the trainer's reason in each step that it left out."""
     version = counting(versions) or {}
     reasons = {left["step_id"]: left["reason"] for left in version.get("untrained") or ()}
     return [

@@ -1,4 +1,4 @@
-"""A fall of the reward is told from noise, plateaus and slow learning."""
+"""Falls of the reward are reported; noise, plateaus and slow learning are not."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from trainer.metrics.trend import WINDOW, reward_fall
 
-# Two runs with a learning rate that is too high (docs/LOG.md, "Runs that learn and forget").
+# Two runs with a learning rate that is too high (docs/LOG.md, "runs that learn and forget").
 FORGETS = (
     "11 23 47 55 59 55 75 59 70 64 73 50 64 86 69 69 44 47 42 66 50 55 44 44",
     "16 22 44 59 64 78 81 75 62 70 41 47 42 50 34 48 55 27 55 25 30 22 06 39",
