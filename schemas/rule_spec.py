@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from schemas.codec.text import encodable
 from schemas.errors import SchemaError, SettingsError
 from schemas.user_function import Find, FunctionNotFound
 
@@ -103,5 +104,4 @@ def reason_text(reason: Exception | str) -> str:
             reason = f"{kind}: {reason}"
         except Exception as e:  # noqa: BLE001 - a __str__ that fails: the kind is all there is to say
             reason = f"{kind}: its text can't be had, {type(e).__name__}"
-    # A lone surrogate, as json.loads gives it for a broken escape, is no UTF-8.
-    return reason[:REASON_CHARS].encode("utf-8", "backslashreplace").decode()[:REASON_CHARS]
+    return encodable(reason, REASON_CHARS)

@@ -10,6 +10,7 @@ from runtime.kafka.security import client_options
 from runtime.logs import logger
 from runtime.topics.check import check_topics, partitions_of
 from schemas.codec.single_object import Codec, Event
+from schemas.codec.text import encodable
 from schemas.errors import Undecodable, UnknownSchema
 from schemas.records import DeadLetter, SchemaPublished
 from schemas.settings import Settings
@@ -148,8 +149,7 @@ def dead_letter(
     Send it under its own key. A key or value that does not fit stays at the original offset; the
     detail says so.
     """
-    key, value = record.key, record.value
-    detail = detail[:DETAIL_CHARS].encode("utf-8", "backslashreplace").decode()[:DETAIL_CHARS]
+    key, value, detail = record.key, record.value, encodable(detail, DETAIL_CHARS)
     if key is not None and 2 * len(key) > LETTER_BYTES:
         detail = f"{detail} (a key of {len(key)} bytes is left at its place)"
         key = None
