@@ -112,17 +112,18 @@ class HeldBody:
             if self._size + len(part) > self._limit:
                 hint = f", see {self._setting}" if self._setting else ""
                 raise BodyTooLarge(f"body: larger than {self._limit} bytes{hint}", "body")
-            self.reserve(len(part))
             parts.append(part)
+            if more:
+                self.reserve(len(part))
         body = parts[0] if len(parts) == 1 else b"".join(parts)
         values = VALUE_BYTES * (body.count(b",") + body.count(b"[") + body.count(b"{"))
         try:
-            self.reserve(values)
+            self.reserve(len(part) + values)
         except Overloaded:
-            if self._size + values <= self._in_flight.limit:
+            if len(body) + values <= self._in_flight.limit:
                 raise
             raise BodyTooLarge(  # it can never be accepted
-                f"body: {self._size} bytes whose values need {values} bytes of memory exceed "
+                f"body: {len(body)} bytes whose values need {values} bytes of memory exceed "
                 f"gateway.max_in_flight_bytes={self._in_flight.limit}",
                 "body",
             ) from None

@@ -27,18 +27,18 @@ def usage_of(payload: object) -> Usage | None:
     prompt = _count(payload, "prompt_tokens", "input_tokens")
     cached = _detail(payload, INPUT_DETAILS, "cached_tokens")
     if cached is None:
-        cached = _count(payload, "cached_tokens", "prompt_cache_hit_tokens")
+        cached = _count(
+            payload, "cached_tokens", "prompt_cache_hit_tokens", "cache_read_input_tokens"
+        )
     completion = _count(payload, "completion_tokens", "output_tokens")
     reasoning = _detail(payload, OUTPUT_DETAILS, "reasoning_tokens")
     if prompt is not None and completion is not None and reasoning:
         total = _count(payload, "total_tokens")
         if total == prompt + completion + reasoning:
             completion += reasoning
-    if "input_tokens" in payload or cached is None:
-        read = _count(payload, "cache_read_input_tokens")
-        cached = read if cached is None else cached
-        if prompt is not None and "input_tokens" in payload:
-            prompt += (read or 0) + (_count(payload, "cache_creation_input_tokens") or 0)
+    if prompt is not None and "input_tokens" in payload:
+        for cache in ("cache_read_input_tokens", "cache_creation_input_tokens"):
+            prompt += _count(payload, cache) or 0
     if prompt is cached is completion is reasoning is None:
         return None
     return Usage(
