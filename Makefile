@@ -32,7 +32,7 @@ $(STAMP): requirements/all.lock requirements/uv.lock.txt pyproject.toml
 	@bash infra/install.sh
 
 demo: install ## the whole loop on this machine: a tiny model learns a tool task (SEED=0|1|2, DTYPE=float32|bfloat16)
-	$(PY) -m demo demo.seed=$(SEED) demo.dtype=$(DTYPE)
+	$(PY) -m clawstream.demo demo.seed=$(SEED) demo.dtype=$(DTYPE)
 
 up: install ## all processes on this machine, until Ctrl-C
 	.venv/bin/clawstream up data_dir=$(DATA_DIR)

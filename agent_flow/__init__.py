@@ -1,7 +1,7 @@
 """Agent flows: write a task and a reward, get rollouts that are recorded, grouped and trained.
 
-    from agent_flow import flow
-    from agent_flow.rewards import last_number
+    from clawstream.agent_flow import flow
+    from clawstream.agent_flow.rewards import last_number
 
     @flow(group_size=8)
     async def calculator(task, rollout):
@@ -16,12 +16,12 @@
 `clawstream flow run FILE:calculator` plays it against a gateway.
 """
 
-from agent_flow.chat.loop import Reply
-from agent_flow.environments.environment import Split
-from agent_flow.errors import FlowError
-from agent_flow.flow import Flow, flow
-from agent_flow.outcome import Reward
-from agent_flow.rollout import Rollout
-from agent_flow.tasks import Task
+from clawstream.agent_flow.chat.loop import Reply
+from clawstream.agent_flow.environments.environment import Split
+from clawstream.agent_flow.errors import FlowError
+from clawstream.agent_flow.flow import Flow, flow
+from clawstream.agent_flow.outcome import Reward
+from clawstream.agent_flow.rollout import Rollout
+from clawstream.agent_flow.tasks import Task
 
 __all__ = ["Flow", "FlowError", "Reply", "Reward", "Rollout", "Split", "Task", "flow"]

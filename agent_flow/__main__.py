@@ -1,5 +1,5 @@
-"""`python -m agent_flow`."""
+"""`python -m clawstream.agent_flow`."""
 
-from agent_flow.main import main
+from clawstream.agent_flow.main import main
 
 main()

@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 
 import httpx
 
-from agent_flow.errors import FlowError, RolloutFailed
-from agent_flow.flow import Flow, Limits
-from agent_flow.rollout import Rollout
-from agent_flow.tasks import Task
+from clawstream.agent_flow.errors import FlowError, RolloutFailed
+from clawstream.agent_flow.flow import Flow, Limits
+from clawstream.agent_flow.rollout import Rollout
+from clawstream.agent_flow.tasks import Task
 
 DEFAULT_AGENT = "single_step_single_turn_agent"
 _AGENTS: dict[str, type[AgentFlowBase]] = {}

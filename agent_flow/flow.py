@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agent_flow.errors import FlowError
-from agent_flow.rollout import Rollout
-from agent_flow.tasks import Task
-from agent_flow.threads import in_thread
-from agent_flow.user_code import users_code
+from clawstream.agent_flow.errors import FlowError
+from clawstream.agent_flow.rollout import Rollout
+from clawstream.agent_flow.tasks import Task
+from clawstream.agent_flow.threads import in_thread
+from clawstream.agent_flow.user_code import users_code
 
 Play = Callable[[Task, Rollout], Any]
 """Returns the reward (`outcome.Reward`), or an awaitable of it."""

@@ -1,4 +1,4 @@
-"""`clawstream flow`: play flows and command lines; also `python -m agent_flow`."""
+"""`clawstream flow`: play flows and command lines; also `python -m clawstream.agent_flow`."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from agent_flow.environments.environment import load_environment
-from agent_flow.errors import FlowError
-from agent_flow.flow import Flow, load_flow, load_function
-from agent_flow.gateway.client import Gateway
-from agent_flow.options import Mode, Words, api_key, options_of, parse_words, split_of
-from agent_flow.play.command import command_flow
-from agent_flow.play.progress import Progress
-from agent_flow.play.runner import Options, Runner
-from agent_flow.rollout import Rollout
-from agent_flow.tasks import Task, tasks_of_file
+from clawstream.agent_flow.environments.environment import load_environment
+from clawstream.agent_flow.errors import FlowError
+from clawstream.agent_flow.flow import Flow, load_flow, load_function
+from clawstream.agent_flow.gateway.client import Gateway
+from clawstream.agent_flow.options import Mode, Words, api_key, options_of, parse_words, split_of
+from clawstream.agent_flow.play.command import command_flow
+from clawstream.agent_flow.play.progress import Progress
+from clawstream.agent_flow.play.runner import Options, Runner
+from clawstream.agent_flow.rollout import Rollout
+from clawstream.agent_flow.tasks import Task, tasks_of_file
 
 INTERRUPTED = 130
 
@@ -117,7 +117,7 @@ def _first(errors: BaseExceptionGroup[FlowError]) -> FlowError:
 
 
 def main() -> None:
-    """Command line without the rest of Clawstream: `python -m agent_flow run|exec ...`."""
+    """Command line of the SDK alone: `python -m clawstream.agent_flow run|exec ...`."""
     words = sys.argv[1:]
     at = words.index("--") if "--" in words else len(words)
     own, command = words[:at], words[at + 1 :]
@@ -135,9 +135,10 @@ def main() -> None:
         print(f"agent_flow: {error}", file=sys.stderr)
         raise SystemExit(2) from error
     print(
-        "usage: python -m agent_flow run FILE.py:FLOW [name=value]... [--eval | --dry]\n"
-        "       python -m agent_flow run env=LIBRARY:NAME [name=value]... [--eval | --dry]\n"
-        "       python -m agent_flow exec tasks=FILE [name=value]... -- COMMAND...",
+        "usage: python -m clawstream.agent_flow run FILE.py:FLOW [name=value]... [--eval | --dry]\n"
+        "       python -m clawstream.agent_flow run env=LIBRARY:NAME [name=value]... "
+        "[--eval | --dry]\n"
+        "       python -m clawstream.agent_flow exec tasks=FILE [name=value]... -- COMMAND...",
         file=sys.stderr,
     )
     raise SystemExit(2)

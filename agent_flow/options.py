@@ -11,11 +11,11 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Json, ValidationError
 from pydantic_core import PydanticCustomError
 
-from agent_flow.environments.environment import SEEDS_OF_A_CHANNEL, Split
-from agent_flow.errors import FlowError
-from agent_flow.flow import Limits
-from agent_flow.gateway.client import API_KEY
-from agent_flow.play.runner import Options
+from clawstream.agent_flow.environments.environment import SEEDS_OF_A_CHANNEL, Split
+from clawstream.agent_flow.errors import FlowError
+from clawstream.agent_flow.flow import Limits
+from clawstream.agent_flow.gateway.client import API_KEY
+from clawstream.agent_flow.play.runner import Options
 
 MOST_SEEDS = SEEDS_OF_A_CHANNEL // 2
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from agent_flow.errors import RolloutFailed
-from schemas.numbers.values import number_of
+from clawstream.agent_flow.errors import RolloutFailed
+from clawstream.schemas.numbers.values import number_of
 
 Reward = float | Mapping[str, float] | None
 """A number, several named numbers, or None: the reward comes later, from somebody else."""

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from agent_flow.chat.loop import Prompt, Reply, chat
-from agent_flow.chat.stream import Message
-from agent_flow.chat.tools import Tool
-from agent_flow.errors import FlowError
-from agent_flow.gateway.client import Place, Session
-from agent_flow.outcome import Reward, checked_number
+from clawstream.agent_flow.chat.loop import Prompt, Reply, chat
+from clawstream.agent_flow.chat.stream import Message
+from clawstream.agent_flow.chat.tools import Tool
+from clawstream.agent_flow.errors import FlowError
+from clawstream.agent_flow.gateway.client import Place, Session
+from clawstream.agent_flow.outcome import Reward, checked_number
 
 if TYPE_CHECKING:
     from anthropic import AsyncAnthropic

@@ -12,7 +12,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from agent_flow.errors import FlowError
+from clawstream.agent_flow.errors import FlowError
 
 Task = Mapping[str, Any]
 _FORBIDDEN = re.compile(r"[^A-Za-z0-9._:@=+-]")

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from agent_flow.errors import FlowError
+from clawstream.agent_flow.errors import FlowError
 
 MOST_FRAMES = 5
 _OURS = str(Path(__file__).parent)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from runtime.process.child import die_with_parent
+from clawstream.runtime.process.child import die_with_parent
 
 START_S = 120.0
 LOG_TAIL = 3000

@@ -1,11 +1,11 @@
-"""`python -m demo`."""
+"""`python -m clawstream.demo`."""
 
 from __future__ import annotations
 
 import typer
 
 from clawstream.cli.common_options import Config, Overrides, plain_errors, settings_of
-from demo.main import main
+from clawstream.demo.main import main
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 

@@ -2,9 +2,9 @@
 
 It has a tool and a base URL, and no part in training.
 
-`python -m demo.agent` is a process of many such agents. It reads JSON lines {"id", "question",
-"base_url", "temperature"?, "stream"?} from standard input and writes one line {"id", "answer",
-"turns", "error"?} for each, in the order in which the episodes end.
+`python -m clawstream.demo.agent` is a process of many such agents. It reads JSON lines {"id",
+"question", "base_url", "temperature"?, "stream"?} from standard input and writes one line {"id",
+"answer", "turns", "error"?} for each, in the order in which the episodes end.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 from openai import AsyncOpenAI, DefaultAioHttpClient, OpenAIError
 
-from demo.task import TOOLS, is_key, key_of, price
+from clawstream.demo.task import TOOLS, is_key, key_of, price
 
 MAX_TURNS = 3
 MAX_TOKENS = 24
@@ -128,7 +128,7 @@ async def serve_lines(concurrency: int, model: str) -> None:
 def main() -> None:
     """Command line of the agent process."""
     parser = argparse.ArgumentParser(
-        prog="python -m demo.agent", description="Many black-box agents in one process."
+        prog="python -m clawstream.demo.agent", description="Many black-box agents in one process."
     )
     parser.add_argument("--concurrency", type=int, default=128, help="episodes at once")
     parser.add_argument("--model", default="policy", help="model name to ask for")

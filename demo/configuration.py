@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from schemas.settings import Settings
+from clawstream.schemas.settings import Settings
 
 PROJECT = Path(__file__).resolve().parent.parent
 
@@ -25,7 +25,7 @@ def demo_settings(given: Settings) -> Settings:
         "data_dir": home,
         "kafka": {"partitions": 4},
         "jobs": {
-            "reward_functions": {"demo": ["demo.rewards:price_answer@1"]},
+            "reward_functions": {"demo": ["clawstream.demo.rewards:price_answer@1"]},
             "trajectory_timeout_s": 120.0,
         },
         "admit": {

@@ -17,10 +17,10 @@ from typing import Any, Self
 
 import aiohttp
 
-from demo.task import Task, make_task, score
-from runtime.process.child import die_with_parent
-from schemas.errors import ForeseenError
-from schemas.settings import Settings
+from clawstream.demo.task import Task, make_task, score
+from clawstream.runtime.process.child import die_with_parent
+from clawstream.schemas.errors import ForeseenError
+from clawstream.schemas.settings import Settings
 
 RETRY_S = 0.5
 RETRIES = 120
@@ -67,7 +67,7 @@ class Player:
         environ = {
             k: v for k, v in os.environ.items() if k not in ("SSL_CERT_FILE", "SSL_CERT_DIR")
         }
-        command = [sys.executable, "-P", "-m", "demo.agent"]
+        command = [sys.executable, "-P", "-m", "clawstream.demo.agent"]
         command += ["--concurrency", str(self._settings.demo.concurrency)]
         with self._log_path.open("ab") as log:
             self._agents = await asyncio.create_subprocess_exec(

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
-from runtime.kafka import Cluster
-from runtime.topics.records import Decoder
-from schemas.ids import parse_version
-from schemas.records import ReadyBatch, Refused, WeightVersion, WorkerStatus
-from schemas.settings import Settings
+from clawstream.runtime.kafka import Cluster
+from clawstream.runtime.topics.records import Decoder
+from clawstream.schemas.ids import parse_version
+from clawstream.schemas.records import ReadyBatch, Refused, WeightVersion, WorkerStatus
+from clawstream.schemas.settings import Settings
 
 
 @dataclass(slots=True)

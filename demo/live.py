@@ -8,12 +8,12 @@ import time
 from types import TracebackType
 from typing import Self
 
+from clawstream.demo.episodes import Player
+from clawstream.demo.feed import LoopState
 from clawstream.ops.lag import lag
-from demo.episodes import Player
-from demo.feed import LoopState
-from runtime.errors import PlumbingError
-from runtime.topics.records import cluster_of
-from schemas.settings import Settings
+from clawstream.runtime.errors import PlumbingError
+from clawstream.runtime.topics.records import cluster_of
+from clawstream.schemas.settings import Settings
 
 LINE_EVERY_S = 10.0
 TABLE_EVERY_S = 1.0
@@ -104,7 +104,7 @@ class Live:
             with RichLive(console=Console(stderr=True), refresh_per_second=2) as view:
                 while not self._end.wait(TABLE_EVERY_S):
                     self._refresh_lag()
-                    table = Table(title="python -m demo", show_header=False)
+                    table = Table(title="python -m clawstream.demo", show_header=False)
                     for name, value in self._figures().items():
                         table.add_row(name, value)
                     view.update(table)

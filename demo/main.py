@@ -1,4 +1,4 @@
-"""`python -m demo`: train a policy on a tool task with all processes of an installation.
+"""`python -m clawstream.demo`: train a policy on a tool task with all processes of an installation.
 
 1. Kafka, gateway, jobs, admission, lake and vLLM start; vLLM boots with random weights.
 2. Meanwhile a tiny model is made and warm-started; the trainer publishes it as version 0, and vLLM
@@ -19,19 +19,26 @@ import time
 from pathlib import Path
 from typing import Any
 
+from clawstream.demo.configuration import demo_settings
+from clawstream.demo.episodes import (
+    Episode,
+    Played,
+    Player,
+    evaluation,
+    share_correct,
+    training_group,
+)
+from clawstream.demo.feed import LoopState, follow
+from clawstream.demo.live import Live
+from clawstream.demo.pacing import may_launch
+from clawstream.demo.report import ask_lake, count_topics, draw_curve, final_lag, install_seconds
 from clawstream.ops.up import Installation
-from demo.configuration import demo_settings
-from demo.episodes import Episode, Played, Player, evaluation, share_correct, training_group
-from demo.feed import LoopState, follow
-from demo.live import Live
-from demo.pacing import may_launch
-from demo.report import ask_lake, count_topics, draw_curve, final_lag, install_seconds
-from runtime.process.child import die_with_parent
-from runtime.process.lifecycle import run_async
-from runtime.process.supervisor import Supervisor
-from runtime.topics.records import create_topics
-from schemas.errors import ForeseenError
-from schemas.settings import Settings
+from clawstream.runtime.process.child import die_with_parent
+from clawstream.runtime.process.lifecycle import run_async
+from clawstream.runtime.process.supervisor import Supervisor
+from clawstream.runtime.topics.records import create_topics
+from clawstream.schemas.errors import ForeseenError
+from clawstream.schemas.settings import Settings
 
 READY_TIMEOUT_S = 300.0
 STALL_S = 240.0
@@ -42,7 +49,7 @@ class DemoFailed(ForeseenError):
 
 
 def main(settings: Settings) -> None:
-    """Entry point of `python -m demo`."""
+    """Entry point of `python -m clawstream.demo`."""
     run_async("demo", demo_settings(settings), run)
 
 
@@ -69,7 +76,10 @@ async def make_model(settings: Settings, kind: str, out: Path) -> None:
     call = (
         f"make_model({where}, steps={steps})" if kind == "warm" else f"make_random_model({where})"
     )
-    code = f"from pathlib import Path; from demo.model import make_model, make_random_model; {call}"
+    code = (
+        "from pathlib import Path; "
+        f"from clawstream.demo.model import make_model, make_random_model; {call}"
+    )
     with (settings.data_dir / "logs" / f"model-{kind}.log").open("wb") as log:
         process = await asyncio.create_subprocess_exec(
             *die_with_parent([sys.executable, "-c", code]), stdout=log, stderr=log

@@ -3,8 +3,8 @@ short supervised warm start.
 
 The demo depends on two properties. No token is a prefix of another one, so `encode(decode(ids)) ==
 ids` for any ids: the reply of turn 1 has the same ids in the prompt of turn 2. And the template
-renders a tool call in the only form that the tool parser (`demo.tool_parser`) accepts, so a call
-passes through the agent unchanged.
+renders a tool call in the only form that the tool parser (`clawstream.demo.tool_parser`) accepts,
+so a call passes through the agent unchanged.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from demo.task import TOOLS, make_task, price
+from clawstream.demo.task import TOOLS, make_task, price
 
 SPECIAL = ("<pad>", "<unk>", "<|im_start|>", "<|im_end|>")
 # Not special: vLLM drops special tokens from the text of a reply when the request has no tools.

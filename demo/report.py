@@ -10,11 +10,11 @@ from typing import Any
 
 from clawstream.ops.lag import lag
 from clawstream.query.sandbox import run_sql
-from runtime.chart import Line, Panel, draw
-from runtime.kafka import Cluster
-from runtime.topics.records import Decoder
-from schemas.records import ReadyBatch, Step, WeightVersion
-from schemas.settings import Settings
+from clawstream.runtime.chart import Line, Panel, draw
+from clawstream.runtime.kafka import Cluster
+from clawstream.runtime.topics.records import Decoder
+from clawstream.schemas.records import ReadyBatch, Step, WeightVersion
+from clawstream.schemas.settings import Settings
 
 # (question, SQL)
 QUESTIONS = (

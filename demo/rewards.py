@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from demo.task import key_of, score
-from schemas.records import Trajectory
+from clawstream.demo.task import key_of, score
+from clawstream.schemas.records import Trajectory
 
 
 def price_answer(trajectory: Trajectory) -> float:

@@ -2,8 +2,8 @@
 
 import random
 
-from agent_flow import flow
-from agent_flow.rewards import last_number
+from clawstream.agent_flow import flow
+from clawstream.agent_flow.rewards import last_number
 
 
 def calculate(expression: str) -> str:

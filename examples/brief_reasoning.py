@@ -6,8 +6,8 @@
 Any data set of reasoning-gym instead of leg_counting. `--eval` plays other tasks of it.
 """
 
-from agent_flow import flow
-from agent_flow.environments import reasoning_gym
+from clawstream.agent_flow import flow
+from clawstream.agent_flow.environments import reasoning_gym
 
 FEW_WORDS = 100
 

@@ -1,6 +1,6 @@
 """Grade what a command has printed: 1.0 if the last number of its last line is the answer."""
 
-from agent_flow.rewards import last_number
+from clawstream.agent_flow.rewards import last_number
 
 
 def grade(task, result):

@@ -6,7 +6,7 @@ clawstream flow run examples/judge.py:explain
 
 from itertools import product
 
-from agent_flow import flow
+from clawstream.agent_flow import flow
 
 THINGS = ("a magnet", "a rainbow", "an echo", "yeast", "a shadow", "rust", "a tide", "a compass")
 READERS = ("a child of five", "a cook", "an engineer", "somebody who learns English")

@@ -7,9 +7,9 @@ GATEWAY=http://127.0.0.1:8100 python examples/online.py
 import re
 from typing import Any
 
-from rewards.turns import next_messages
-from schemas.records import Trajectory
-from schemas.replies import texts_of
+from clawstream.rewards.turns import next_messages
+from clawstream.schemas.records import Trajectory
+from clawstream.schemas.replies import texts_of
 
 SATISFIED = re.compile(r"\b(thanks?|great|perfect)\b")
 NEGATION = re.compile(r"\b(no|not|never|\w+n't)\b")

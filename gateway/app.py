@@ -12,53 +12,53 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import RedirectResponse
 
-from gateway import errors
-from gateway.api.curations import curation_routes
-from gateway.api.dependencies import principal_with
-from gateway.api.openapi import with_model_calls
-from gateway.api.rewards import reward_routes
-from gateway.api.rollout_budget.budget import BudgetSource
-from gateway.api.rollout_budget.routes import rollout_budget_routes
-from gateway.api.sessions import session_routes
-from gateway.asgi.connection_limit import max_calls, max_connections
-from gateway.asgi.error_replies import OPENAI_ERRORS, ErrorFormat, reply_of
-from gateway.asgi.in_flight_limits import InFlightLimits
-from gateway.asgi.request_encoding import RequestDecoder
-from gateway.asgi.unhandled_errors import UnhandledErrors
-from gateway.attribution.resolver import TrajectoryResolver
-from gateway.auth.authenticator import Authenticator, Principal
-from gateway.auth.key_limits import KeyLimits
-from gateway.auth.session_keys import secret_of
-from gateway.claw_r1.api import claw_r1_routes
-from gateway.clock import Clock
-from gateway.continuation.memory import ContinuationMemory
-from gateway.durability.blobs import Blobs
-from gateway.durability.delivery import DeliveryManager
-from gateway.durability.log import LogProducer, Message
-from gateway.durability.record_writer import RecordWriter
-from gateway.durability.spool import Spool
-from gateway.engines.client import Upstream
-from gateway.engines.registry import EngineRegistry
-from gateway.metrics import Metrics
-from gateway.protocols.adapter import ProtocolAdapter
-from gateway.protocols.anthropic_messages import ANTHROPIC_ERRORS, AnthropicMessages
-from gateway.protocols.openai_chat import OpenAIChat, OpenAIChatBatch
-from gateway.protocols.openai_completions import OpenAICompletions
-from gateway.protocols.openai_responses import OpenAIResponses
-from gateway.proxy.call_endpoint import CallEndpoint
-from gateway.proxy.call_router import Endpoint, ModelCalls
-from gateway.proxy.failed_calls import FailedCalls
-from gateway.proxy.forwarding import PassedHeaders
-from gateway.proxy.passthrough import PassthroughEndpoint
-from gateway.proxy.paths import how_to_call
-from gateway.proxy.services import Services
-from gateway.redaction.redactor import redaction_of
-from runtime.blob_store import BlobStore
-from runtime.logs import logger
-from runtime.process import open_files
-from runtime.process.metrics import add_process_metrics
-from schemas.codec.single_object import Codec
-from schemas.settings import Settings
+from clawstream.gateway import errors
+from clawstream.gateway.api.curations import curation_routes
+from clawstream.gateway.api.dependencies import principal_with
+from clawstream.gateway.api.openapi import with_model_calls
+from clawstream.gateway.api.rewards import reward_routes
+from clawstream.gateway.api.rollout_budget.budget import BudgetSource
+from clawstream.gateway.api.rollout_budget.routes import rollout_budget_routes
+from clawstream.gateway.api.sessions import session_routes
+from clawstream.gateway.asgi.connection_limit import max_calls, max_connections
+from clawstream.gateway.asgi.error_replies import OPENAI_ERRORS, ErrorFormat, reply_of
+from clawstream.gateway.asgi.in_flight_limits import InFlightLimits
+from clawstream.gateway.asgi.request_encoding import RequestDecoder
+from clawstream.gateway.asgi.unhandled_errors import UnhandledErrors
+from clawstream.gateway.attribution.resolver import TrajectoryResolver
+from clawstream.gateway.auth.authenticator import Authenticator, Principal
+from clawstream.gateway.auth.key_limits import KeyLimits
+from clawstream.gateway.auth.session_keys import secret_of
+from clawstream.gateway.claw_r1.api import claw_r1_routes
+from clawstream.gateway.clock import Clock
+from clawstream.gateway.continuation.memory import ContinuationMemory
+from clawstream.gateway.durability.blobs import Blobs
+from clawstream.gateway.durability.delivery import DeliveryManager
+from clawstream.gateway.durability.log import LogProducer, Message
+from clawstream.gateway.durability.record_writer import RecordWriter
+from clawstream.gateway.durability.spool import Spool
+from clawstream.gateway.engines.client import Upstream
+from clawstream.gateway.engines.registry import EngineRegistry
+from clawstream.gateway.metrics import Metrics
+from clawstream.gateway.protocols.adapter import ProtocolAdapter
+from clawstream.gateway.protocols.anthropic_messages import ANTHROPIC_ERRORS, AnthropicMessages
+from clawstream.gateway.protocols.openai_chat import OpenAIChat, OpenAIChatBatch
+from clawstream.gateway.protocols.openai_completions import OpenAICompletions
+from clawstream.gateway.protocols.openai_responses import OpenAIResponses
+from clawstream.gateway.proxy.call_endpoint import CallEndpoint
+from clawstream.gateway.proxy.call_router import Endpoint, ModelCalls
+from clawstream.gateway.proxy.failed_calls import FailedCalls
+from clawstream.gateway.proxy.forwarding import PassedHeaders
+from clawstream.gateway.proxy.passthrough import PassthroughEndpoint
+from clawstream.gateway.proxy.paths import how_to_call
+from clawstream.gateway.proxy.services import Services
+from clawstream.gateway.redaction.redactor import redaction_of
+from clawstream.runtime.blob_store import BlobStore
+from clawstream.runtime.logs import logger
+from clawstream.runtime.process import open_files
+from clawstream.runtime.process.metrics import add_process_metrics
+from clawstream.schemas.codec.single_object import Codec
+from clawstream.schemas.settings import Settings
 
 ADAPTERS: tuple[ProtocolAdapter, ...] = (
     OpenAIChat(),

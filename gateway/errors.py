@@ -5,8 +5,8 @@ The message states what happened and what to do. `asgi.error_replies` maps error
 
 from __future__ import annotations
 
-from runtime.errors import InUse, PlumbingError
-from schemas.errors import ForeseenError, SettingsError
+from clawstream.runtime.errors import InUse, PlumbingError
+from clawstream.schemas.errors import ForeseenError, SettingsError
 
 
 class GatewayError(ForeseenError):

@@ -11,24 +11,24 @@ from contextlib import contextmanager
 import uvicorn
 import uvloop
 
-from gateway.api.rollout_budget.feed import BudgetFeed
-from gateway.app import create_app
-from gateway.asgi.connection_limit import check_open_files
-from gateway.asgi.http_server import server_config
-from gateway.durability.log import KafkaLogProducer, Message
-from gateway.durability.spool import lock
-from gateway.engines.discovery import EngineDiscovery
-from gateway.engines.registry import EngineRegistry
-from gateway.errors import GatewayError
-from runtime.logs import logger
-from runtime.process import open_files
-from runtime.process.lifecycle import run_async
-from runtime.process.ports import taken
-from runtime.process.readiness import ready
-from runtime.topics.records import cluster_of
-from schemas.codec.single_object import Codec
-from schemas.errors import SettingsError
-from schemas.settings import Settings
+from clawstream.gateway.api.rollout_budget.feed import BudgetFeed
+from clawstream.gateway.app import create_app
+from clawstream.gateway.asgi.connection_limit import check_open_files
+from clawstream.gateway.asgi.http_server import server_config
+from clawstream.gateway.durability.log import KafkaLogProducer, Message
+from clawstream.gateway.durability.spool import lock
+from clawstream.gateway.engines.discovery import EngineDiscovery
+from clawstream.gateway.engines.registry import EngineRegistry
+from clawstream.gateway.errors import GatewayError
+from clawstream.runtime.logs import logger
+from clawstream.runtime.process import open_files
+from clawstream.runtime.process.lifecycle import run_async
+from clawstream.runtime.process.ports import taken
+from clawstream.runtime.process.readiness import ready
+from clawstream.runtime.topics.records import cluster_of
+from clawstream.schemas.codec.single_object import Codec
+from clawstream.schemas.errors import SettingsError
+from clawstream.schemas.settings import Settings
 
 KAFKA_WAIT_S = 3.0
 """Maximum wait for Kafka before the first call.
@@ -40,7 +40,7 @@ STOP_RESERVE_S = 8.0
 
 
 class _Server(uvicorn.Server):
-    """uvicorn server without signal handlers; `runtime.process.lifecycle` handles signals."""
+    """uvicorn server without signal handlers: `clawstream.runtime.process.lifecycle` has them."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -128,6 +128,6 @@ async def _announce_ready(server: uvicorn.Server, settings: Settings) -> None:
 
 
 def main(settings: Settings) -> None:
-    """Run the gateway until SIGTERM or SIGINT. Never returns, see runtime.process.lifecycle."""
+    """Run the gateway until SIGTERM or SIGINT. Never returns, see `run_async`."""
     asyncio.set_event_loop_policy(uvloop.EventLoopPolicy())
     run_async("gateway", settings, serve)

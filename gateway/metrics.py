@@ -7,7 +7,7 @@ from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from schemas.records import StepStatus
+from clawstream.schemas.records import StepStatus
 
 ENDINGS = ("answered", "refused", "upstream_error", "aborted", "error", "not_recorded")
 ACK_BUCKETS_S = (*(0.001 * 2**i for i in range(10)), 1.0, 2.0, 5.0, 10.0)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from gateway.asgi.connection_limit import check_open_files
-from gateway.auth.session_keys import secret_of
-from gateway.engines.registry import EngineRegistry
-from gateway.redaction.redactor import redaction_of
-from rewards.registry import rule_of
-from runtime.functions.pool import FunctionPool
-from runtime.process.open_files import highest_limit
-from schemas.errors import SettingsError
-from schemas.settings import Settings
+from clawstream.gateway.asgi.connection_limit import check_open_files
+from clawstream.gateway.auth.session_keys import secret_of
+from clawstream.gateway.engines.registry import EngineRegistry
+from clawstream.gateway.redaction.redactor import redaction_of
+from clawstream.rewards.registry import rule_of
+from clawstream.runtime.functions.pool import FunctionPool
+from clawstream.runtime.process.open_files import highest_limit
+from clawstream.schemas.errors import SettingsError
+from clawstream.schemas.settings import Settings
 
 
 def _compute_reward(settings: Settings) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from schemas.errors import ForeseenError
+from clawstream.schemas.errors import ForeseenError
 
 
 class InspectorError(ForeseenError):

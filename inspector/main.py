@@ -8,17 +8,17 @@ from contextlib import contextmanager
 
 import uvicorn
 
-from inspector.live.feed import Live
-from inspector.web.app import Parts, create_app
-from runtime.logs import logger
-from runtime.process.ports import check_free
+from clawstream.inspector.live.feed import Live
+from clawstream.inspector.web.app import Parts, create_app
+from clawstream.runtime.logs import logger
+from clawstream.runtime.process.ports import check_free
 
 STOP_S = 2
 """Longest wait for open pages at the end."""
 
 
 class _Server(uvicorn.Server):
-    """uvicorn server without signal handlers; `runtime.process.lifecycle` handles signals."""
+    """uvicorn server without signal handlers: `clawstream.runtime.process.lifecycle` has them."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

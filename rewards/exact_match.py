@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import unicodedata
 
-from rewards.answer import Gold, golds, last_answer
-from schemas.numbers.text import number_in
-from schemas.records import Trajectory
+from clawstream.rewards.answer import Gold, golds, last_answer
+from clawstream.schemas.numbers.text import number_in
+from clawstream.schemas.records import Trajectory
 
 
 def exact_match(trajectory: Trajectory) -> float:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from rewards.answer import golds, last_answer
-from schemas.numbers.text import Number, last_number_in, number_in
-from schemas.records import Trajectory
+from clawstream.rewards.answer import golds, last_answer
+from clawstream.schemas.numbers.text import Number, last_number_in, number_in
+from clawstream.schemas.records import Trajectory
 
 
 def last_number(trajectory: Trajectory) -> float:
     """Return 1.0 or 0.0; an answer without a number is wrong, not missing.
 
-    Both sides are read in the same way (`schemas.numbers.text`). Of a list of golds any may match.
+    Both sides are read in the same way (`clawstream.schemas.numbers.text`). Of a list of golds any
+    may match.
 
     Raises:
         ValueError: There is no answer, or no `gold`, or one that is no number.

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-from rewards.exact_match import exact_match
-from rewards.last_number import last_number
-from schemas.errors import SettingsError
-from schemas.records import Trajectory
-from schemas.records.parts import RewardSource
-from schemas.rule_spec import NamedFunction, function_of
-from schemas.settings.reward_models import RewardModel, compares, source_of
-from schemas.user_function import Find, FunctionNotFound
+from clawstream.rewards.exact_match import exact_match
+from clawstream.rewards.last_number import last_number
+from clawstream.schemas.errors import SettingsError
+from clawstream.schemas.records import Trajectory
+from clawstream.schemas.records.parts import RewardSource
+from clawstream.schemas.rule_spec import NamedFunction, function_of
+from clawstream.schemas.settings.reward_models import RewardModel, compares, source_of
+from clawstream.schemas.user_function import Find, FunctionNotFound
 
 Value = float | tuple[float | None, Mapping[str, Any]] | None
 """A number, None, or one of them with details for the record."""
@@ -58,9 +58,9 @@ BUILT_IN: Mapping[str, RewardFunction] = {
 
 
 FACTORIES: Mapping[str, str] = {
-    "code": "rewards.code.reward:code_tests",
-    "disrm": "rewards.classifier.reward:classifier",
-    "genrm": "rewards.judge.reward:judge",
+    "code": "clawstream.rewards.code.reward:code_tests",
+    "disrm": "clawstream.rewards.classifier.reward:classifier",
+    "genrm": "clawstream.rewards.judge.reward:judge",
 }
 """Type of a reward model to what makes its function of its settings."""
 

@@ -12,14 +12,14 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import orjson
 
-from rewards.registry import GroupRule, Rule, group_rule_of, rule_of
-from schemas.ids import stable_id
-from schemas.numbers.values import number_of
-from schemas.records import Candidate, Reward, Trajectory
-from schemas.records.rewards import out_of_bounds
-from schemas.rule_spec import reason_text
-from schemas.settings import Settings
-from schemas.user_function import Find
+from clawstream.rewards.registry import GroupRule, Rule, group_rule_of, rule_of
+from clawstream.schemas.ids import stable_id
+from clawstream.schemas.numbers.values import number_of
+from clawstream.schemas.records import Candidate, Reward, Trajectory
+from clawstream.schemas.records.rewards import out_of_bounds
+from clawstream.schemas.rule_spec import reason_text
+from clawstream.schemas.settings import Settings
+from clawstream.schemas.user_function import Find
 
 DETAIL_MAX_BYTES = 4096
 """Of the details of one reward: they are on the record, not in the state of assemble."""

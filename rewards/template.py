@@ -8,10 +8,10 @@ from typing import Any
 
 import orjson
 
-from rewards.answer import metadata
-from rewards.turns import new_messages, next_messages, turns_until
-from schemas.records import Trajectory, TrajectoryStep
-from schemas.replies import calls_in, loaded, texts_in
+from clawstream.rewards.answer import metadata
+from clawstream.rewards.turns import new_messages, next_messages, turns_until
+from clawstream.schemas.records import Trajectory, TrajectoryStep
+from clawstream.schemas.replies import calls_in, loaded, texts_in
 
 _PLACE = re.compile(r"\{([a-z_]+)(?:\.([^{}]+))?\}")
 CONVERSATION_BYTES = 64 << 10

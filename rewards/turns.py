@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from rewards.answer import is_own_step
-from schemas.records import Trajectory, TrajectoryStep
-from schemas.replies import loaded
+from clawstream.rewards.answer import is_own_step
+from clawstream.schemas.records import Trajectory, TrajectoryStep
+from clawstream.schemas.replies import loaded
 
 
 def new_messages(step: TrajectoryStep) -> list[Any]:

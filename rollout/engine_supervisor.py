@@ -9,22 +9,22 @@ from typing import TypeVar
 
 import aiohttp
 
-from rollout.errors import (
+from clawstream.rollout.errors import (
     EngineBroken,
     EngineChanged,
     EngineUnavailable,
     InvalidWeights,
 )
-from rollout.server.load_weights import LoadResult, engine_label, load_version
-from rollout.server.process import AttachedServer, VllmServer, served_models
-from rollout.server.weight_files import remove_others
-from rollout.status import Report
-from rollout.versions import Versions
-from runtime.errors import WeightsUnreadable
-from runtime.kafka import Fenced
-from runtime.logs import logger
-from schemas.records import WeightVersion
-from schemas.settings import Settings
+from clawstream.rollout.server.load_weights import LoadResult, engine_label, load_version
+from clawstream.rollout.server.process import AttachedServer, VllmServer, served_models
+from clawstream.rollout.server.weight_files import remove_others
+from clawstream.rollout.status import Report
+from clawstream.rollout.versions import Versions
+from clawstream.runtime.errors import WeightsUnreadable
+from clawstream.runtime.kafka import Fenced
+from clawstream.runtime.logs import logger
+from clawstream.schemas.records import WeightVersion
+from clawstream.schemas.settings import Settings
 
 RETRY_S = 1.0
 LABEL_CHECK_S = 5.0

@@ -26,19 +26,19 @@ from typing import Any
 import aiohttp
 from prometheus_client import CollectorRegistry
 
-from rollout.engine_supervisor import EngineSupervisor
-from rollout.errors import RolloutError
-from rollout.metrics import WorkerMetrics
-from rollout.server.process import WILDCARDS, AttachedServer, VllmServer
-from rollout.status import Report, Reporter
-from rollout.versions import Versions, WeightsFeed
-from runtime.kafka import Cluster, Fenced
-from runtime.process.lifecycle import run_async
-from runtime.process.metrics import serving_metrics
-from runtime.topics.access import check_access
-from runtime.topics.records import cluster_of, create_topics
-from schemas.errors import SettingsError
-from schemas.settings import Settings
+from clawstream.rollout.engine_supervisor import EngineSupervisor
+from clawstream.rollout.errors import RolloutError
+from clawstream.rollout.metrics import WorkerMetrics
+from clawstream.rollout.server.process import WILDCARDS, AttachedServer, VllmServer
+from clawstream.rollout.status import Report, Reporter
+from clawstream.rollout.versions import Versions, WeightsFeed
+from clawstream.runtime.kafka import Cluster, Fenced
+from clawstream.runtime.process.lifecycle import run_async
+from clawstream.runtime.process.metrics import serving_metrics
+from clawstream.runtime.topics.access import check_access
+from clawstream.runtime.topics.records import cluster_of, create_topics
+from clawstream.schemas.errors import SettingsError
+from clawstream.schemas.settings import Settings
 
 
 def public_url(settings: Settings, base_url: str) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from rollout.status import Report
+from clawstream.rollout.status import Report
 
 PREFIX = "clawstream_rollout_"
 

@@ -6,10 +6,10 @@ import ast
 from importlib.util import find_spec
 from pathlib import Path
 
-from rollout.main import create_server, public_url
-from rollout.server.process import is_cpu_build
-from schemas.errors import SettingsError
-from schemas.settings import Settings
+from clawstream.rollout.main import create_server, public_url
+from clawstream.rollout.server.process import is_cpu_build
+from clawstream.schemas.errors import SettingsError
+from clawstream.schemas.settings import Settings
 
 
 def _engine(settings: Settings) -> None:

@@ -6,13 +6,13 @@ import asyncio
 from contextlib import suppress
 from dataclasses import replace
 
-from runtime.kafka import Cluster, KafkaError
-from runtime.logs import logger
-from runtime.process.readiness import not_ready, ready
-from runtime.topics.records import now_micros
-from schemas.codec.single_object import Codec
-from schemas.records import WorkerState, WorkerStatus
-from schemas.settings import Settings
+from clawstream.runtime.kafka import Cluster, KafkaError
+from clawstream.runtime.logs import logger
+from clawstream.runtime.process.readiness import not_ready, ready
+from clawstream.runtime.topics.records import now_micros
+from clawstream.schemas.codec.single_object import Codec
+from clawstream.schemas.records import WorkerState, WorkerStatus
+from clawstream.schemas.settings import Settings
 
 # A status that can't be sent is replaced by the next one, not sent late.
 _SEND_TIMEOUT_MS = 5000

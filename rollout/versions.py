@@ -7,13 +7,13 @@ import threading
 import time
 from collections.abc import Callable
 
-from runtime.kafka import BEGINNING, Cluster, KafkaError, Record, SourceTruncated
-from runtime.logs import logger
-from runtime.process.lifecycle import on_loop
-from runtime.topics.records import Decoder
-from schemas.errors import Undecodable, UnknownSchema
-from schemas.records import WeightVersion
-from schemas.topics import Topics
+from clawstream.runtime.kafka import BEGINNING, Cluster, KafkaError, Record, SourceTruncated
+from clawstream.runtime.logs import logger
+from clawstream.runtime.process.lifecycle import on_loop
+from clawstream.runtime.topics.records import Decoder
+from clawstream.schemas.errors import Undecodable, UnknownSchema
+from clawstream.schemas.records import WeightVersion
+from clawstream.schemas.topics import Topics
 
 RETRY_S = 0.5
 DEFER_S, DEFER_MAX_S = 10.0, 320.0

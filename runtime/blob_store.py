@@ -19,8 +19,8 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from runtime.atomic_file import fsync_path, write_durably
-from runtime.errors import PlumbingError
+from clawstream.runtime.atomic_file import fsync_path, write_durably
+from clawstream.runtime.errors import PlumbingError
 
 RENEWED_S = 900.0
 """Age in seconds from which an object is written again; must stay far below an erasure's limit."""

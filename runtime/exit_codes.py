@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from runtime.atomic_file import is_full
-from runtime.errors import InUse, StoreAway
-from runtime.kafka.errors import Denied, Fenced, SourceTruncated, Unavailable
-from schemas.errors import ForeseenError, InvalidId, SettingsError
+from clawstream.runtime.atomic_file import is_full
+from clawstream.runtime.errors import InUse, StoreAway
+from clawstream.runtime.kafka.errors import Denied, Fenced, SourceTruncated, Unavailable
+from clawstream.schemas.errors import ForeseenError, InvalidId, SettingsError
 
 EXIT_FAILED = 1
 EXIT_SETTINGS = 2

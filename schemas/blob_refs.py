@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from schemas.records import Blob, Reward, SessionEvent, Step
-from schemas.topics import MAX_RECORD_BYTES
+from clawstream.schemas.records import Blob, Reward, SessionEvent, Step
+from clawstream.schemas.topics import MAX_RECORD_BYTES
 
 Movable = Step | SessionEvent | Reward
 MOVABLE: dict[type, tuple[str, ...]] = {

@@ -3,7 +3,7 @@
 The format is the same for every protocol. A request asks for tokens with the header `ASK: 1`. The
 reply to *any* such request carries `ASK: 1`, so `GET /version` probes an engine. Every reply
 carries `VERSION_START`: the engine's weight version when the request arrived, and `TOKENIZER`: the
-fingerprint of its tokenizer (`schemas.tokens`), if it has one.
+fingerprint of its tokenizer (`clawstream.schemas.tokens`), if it has one.
 
 A frame holds what one generation (one prompt given to the engine) has sampled since its last frame:
 
@@ -36,7 +36,7 @@ its body (`prior_fields`). The engine removes it and samples from these ids and 
 new turn, or from the rendered prompt, and then reports why ("r").
 
 A reader that finds "a", or no frame with "f" for a choice, has no complete tokens for it. Packing
-is that of `schemas.tokens`.
+is that of `clawstream.schemas.tokens`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from schemas.records import Sampling
+from clawstream.schemas.records import Sampling
 
 ASK = "x-clawstream-capture"
 OWN_BODY = "x-clawstream-body"

@@ -7,7 +7,7 @@ class ForeseenError(Exception):
     """Root of all expected errors of all packages; the message says what happened and what to do.
 
     A command or process prints the message and exits with the code of the class
-    (`runtime.exit_codes`). Every other exception is a bug and ends with a traceback.
+    (`clawstream.runtime.exit_codes`). Every other exception is a bug and ends with a traceback.
     """
 
 

@@ -23,7 +23,7 @@ import time
 from functools import lru_cache
 from typing import NamedTuple
 
-from schemas.errors import InvalidId
+from clawstream.schemas.errors import InvalidId
 
 _BASE32 = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
 _PAIRS = tuple(a + b for a in _BASE32 for b in _BASE32)

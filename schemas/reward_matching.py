@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from schemas.records import ReadyBatch, RewardValue
-from schemas.records.rewards import out_of_bounds
+from clawstream.schemas.records import ReadyBatch, RewardValue
+from clawstream.schemas.records.rewards import out_of_bounds
 
 SMALLEST_GROUP: Mapping[str, int] = dict.fromkeys(
     (

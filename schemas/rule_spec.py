@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from schemas.codec.text import encodable
-from schemas.errors import SchemaError, SettingsError
-from schemas.user_function import Find, FunctionNotFound
+from clawstream.schemas.codec.text import encodable
+from clawstream.schemas.errors import SchemaError, SettingsError
+from clawstream.schemas.user_function import Find, FunctionNotFound
 
 F = TypeVar("F")
 EVERY_RUN = "*"

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from schemas import records as events
-from schemas.ids import check_run_id
+from clawstream.schemas import records as events
+from clawstream.schemas.ids import check_run_id
 
 MAX_MESSAGE_BYTES = 10 * 1024 * 1024
 """`max.message.bytes` of every topic."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from schemas.records import Trajectory
+from clawstream.schemas.records import Trajectory
 
 
 def joined(parts: Sequence[Trajectory]) -> Trajectory:

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
-from schemas.errors import SchemaError
+from clawstream.schemas.errors import SchemaError
 
 Find = Callable[..., Callable[..., Any]]
 """`file.py:function` or `module:function`, and a configuration as JSON if the target takes one, to

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from runtime.errors import SourceTruncated, StoreAway
-from schemas.errors import ForeseenError
+from clawstream.runtime.errors import SourceTruncated, StoreAway
+from clawstream.schemas.errors import ForeseenError
 
 
 class StreamJobError(ForeseenError):

@@ -17,9 +17,9 @@ from hypothesis import settings as hypothesis_settings
 from support.patience import PATIENCE_S, until
 from support.ports import free_port
 
-from runtime.broker.embedded import EmbeddedBroker
-from runtime.kafka import Cluster
-from schemas.settings import Settings
+from clawstream.runtime.broker.embedded import EmbeddedBroker
+from clawstream.runtime.kafka import Cluster
+from clawstream.schemas.settings import Settings
 
 T = TypeVar("T")
 # A busy machine makes a test slow, not wrong, so there is no deadline. Every run tries the same
@@ -119,7 +119,7 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a tiny language model with random weights."""
-    from demo.model import make_random_model  # torch and transformers: 10 s
+    from clawstream.demo.model import make_random_model  # torch and transformers: 10 s
 
     return make_random_model(tmp_path_factory.mktemp("model") / "m")
 
@@ -127,7 +127,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def bubblewrap() -> None:
     """Skip a test where the sandbox of code tests does not work."""
-    from rewards.code.sandbox import Limits, Sandbox, SandboxError
+    from clawstream.rewards.code.sandbox import Limits, Sandbox, SandboxError
 
     try:
         Sandbox(Limits(memory_mb=128, processes=8))

@@ -7,16 +7,16 @@ from pathlib import Path
 
 from torch.distributed.checkpoint.stateful import Stateful
 
-from runtime.logs import logger
-from schemas.errors import SettingsError
-from schemas.settings import TrainerSettings
-from trainer.algorithms.registry import Column
-from trainer.data.sequences import TrainingSequence
-from trainer.metrics.statistics import CriticStats
-from trainer.model.critic import PATH_SETTING, Critic
-from trainer.model.frozen import FrozenColumn, FrozenModel, check_same_tokenizer
-from trainer.model.policy import Policy
-from trainer.versions.checkpoint import CRITIC
+from clawstream.runtime.logs import logger
+from clawstream.schemas.errors import SettingsError
+from clawstream.schemas.settings import TrainerSettings
+from clawstream.trainer.algorithms.registry import Column
+from clawstream.trainer.data.sequences import TrainingSequence
+from clawstream.trainer.metrics.statistics import CriticStats
+from clawstream.trainer.model.critic import PATH_SETTING, Critic
+from clawstream.trainer.model.frozen import FrozenColumn, FrozenModel, check_same_tokenizer
+from clawstream.trainer.model.policy import Policy
+from clawstream.trainer.versions.checkpoint import CRITIC
 
 
 class AuxiliaryModels:

@@ -1,9 +1,9 @@
-"""Errors that end a trainer. The class decides the exit code (`runtime.exit_codes`)."""
+"""Errors that end a trainer. The class decides the exit code (`clawstream.runtime.exit_codes`)."""
 
 from __future__ import annotations
 
-from runtime.errors import SourceTruncated
-from schemas.errors import ForeseenError, SettingsError
+from clawstream.runtime.errors import SourceTruncated
+from clawstream.schemas.errors import ForeseenError, SettingsError
 
 
 class TrainerError(ForeseenError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from schemas.settings import TrainerSettings
+from clawstream.schemas.settings import TrainerSettings
 
 
 def learning_rate(settings: TrainerSettings, sync_index: int) -> float:

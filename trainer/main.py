@@ -1,7 +1,7 @@
 """The trainer: reads ready batches, publishes weight versions.
 
 Each run has one active trainer; the newest takes over. Under torchrun it has several processes: the
-first one leads, and the others train what it reads (`trainer.parallel`).
+first one leads, and the others train what it reads (`clawstream.trainer.parallel`).
 
 Start
  1. The init of the transactional producer fences every older trainer of the run: the older trainer
@@ -45,35 +45,35 @@ from functools import partial
 import torch
 from prometheus_client import CollectorRegistry
 
-from runtime.logs import configure, logger
-from runtime.process.lifecycle import run_sync
-from runtime.process.metrics import serving_metrics
-from runtime.process.readiness import ready
-from runtime.topics.access import check_access
-from runtime.topics.records import Decoder, cluster_of, create_topics
-from schemas.errors import SettingsError
-from schemas.settings import Settings, TrainerSettings
-from trainer.algorithms.registry import load_all, setting_of
-from trainer.data.batches import BatchReader, FetchedBatch
-from trainer.data.prefetch import Prefetch
-from trainer.data.validation_reader import ValidationReader
-from trainer.liveness.commits import PositionCommits
-from trainer.liveness.watchdog import Watchdog
-from trainer.metrics.monitor import Monitor
-from trainer.metrics.prometheus import VersionMetrics
-from trainer.metrics.validation import Validations
-from trainer.parallel.processes import Processes, open_processes
-from trainer.position import start_of, starting_position
-from trainer.run import FILES_S, Run
-from trainer.settings_check import (
+from clawstream.runtime.logs import configure, logger
+from clawstream.runtime.process.lifecycle import run_sync
+from clawstream.runtime.process.metrics import serving_metrics
+from clawstream.runtime.process.readiness import ready
+from clawstream.runtime.topics.access import check_access
+from clawstream.runtime.topics.records import Decoder, cluster_of, create_topics
+from clawstream.schemas.errors import SettingsError
+from clawstream.schemas.settings import Settings, TrainerSettings
+from clawstream.trainer.algorithms.registry import load_all, setting_of
+from clawstream.trainer.data.batches import BatchReader, FetchedBatch
+from clawstream.trainer.data.prefetch import Prefetch
+from clawstream.trainer.data.validation_reader import ValidationReader
+from clawstream.trainer.liveness.commits import PositionCommits
+from clawstream.trainer.liveness.watchdog import Watchdog
+from clawstream.trainer.metrics.monitor import Monitor
+from clawstream.trainer.metrics.prometheus import VersionMetrics
+from clawstream.trainer.metrics.validation import Validations
+from clawstream.trainer.parallel.processes import Processes, open_processes
+from clawstream.trainer.position import start_of, starting_position
+from clawstream.trainer.run import FILES_S, Run
+from clawstream.trainer.settings_check import (
     check_algorithm,
     check_best_by,
     check_learning_rate,
     check_models,
     check_versions,
 )
-from trainer.start import open_run
-from trainer.versions.weight_log import KafkaWeightLog, NoWeightLog, read_versions
+from clawstream.trainer.start import open_run
+from clawstream.trainer.versions.weight_log import KafkaWeightLog, NoWeightLog, read_versions
 
 POLL_S = 0.2
 

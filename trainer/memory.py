@@ -7,9 +7,9 @@ from contextlib import contextmanager
 
 import torch
 
-from schemas.records import ReadyBatch
-from schemas.settings import TrainerSettings
-from trainer.errors import OutOfMemory
+from clawstream.schemas.records import ReadyBatch
+from clawstream.schemas.settings import TrainerSettings
+from clawstream.trainer.errors import OutOfMemory
 
 _CPU_ALLOCATOR = "can't allocate memory"
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from runtime.kafka import Cluster
-from trainer.errors import BatchesReplaced
+from clawstream.runtime.kafka import Cluster
+from clawstream.trainer.errors import BatchesReplaced
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

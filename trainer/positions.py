@@ -5,11 +5,11 @@ Reads only, and needs no torch.
 
 from __future__ import annotations
 
-from runtime.kafka import Cluster
-from runtime.topics.positions import StoredPosition
-from schemas.settings import Settings
-from trainer.errors import InvalidCheckpoint
-from trainer.versions.directory import VersionState, directory_of, read_info, versions_in
+from clawstream.runtime.kafka import Cluster
+from clawstream.runtime.topics.positions import StoredPosition
+from clawstream.schemas.settings import Settings
+from clawstream.trainer.errors import InvalidCheckpoint
+from clawstream.trainer.versions.directory import VersionState, directory_of, read_info, versions_in
 
 PROCESS = "trainer"
 
@@ -55,7 +55,7 @@ def resumes(settings: Settings, cluster: Cluster) -> dict[str, int]:
 
 def _error(state: VersionState, batches_id: str | None, weights_id: str | None) -> str | None:
     """Return why the trainer does not resume from a checkpoint whose batches were recreated
-    (`trainer.position.start_of`); None when it does.
+    (`clawstream.trainer.position.start_of`); None when it does.
     """
     at = state.position
     recreated = batches_id not in (None, at.topic_id)

@@ -11,16 +11,16 @@ from typing import NamedTuple
 
 from safetensors import SafetensorError
 
-from runtime.blob_store import BlobStore
-from runtime.logs import logger
-from schemas.ids import Version, parse_version
-from schemas.records import ReadyBatch, WeightVersion
-from schemas.settings import Settings
-from trainer.algorithms.registry import LoadedAlgorithm, load_all
-from trainer.auxiliary_models import AuxiliaryModels
-from trainer.data.batches import FetchedBatch, ReadImages
-from trainer.data.environments import by_environment
-from trainer.data.sequences import (
+from clawstream.runtime.blob_store import BlobStore
+from clawstream.runtime.logs import logger
+from clawstream.schemas.ids import Version, parse_version
+from clawstream.schemas.records import ReadyBatch, WeightVersion
+from clawstream.schemas.settings import Settings
+from clawstream.trainer.algorithms.registry import LoadedAlgorithm, load_all
+from clawstream.trainer.auxiliary_models import AuxiliaryModels
+from clawstream.trainer.data.batches import FetchedBatch, ReadImages
+from clawstream.trainer.data.environments import by_environment
+from clawstream.trainer.data.sequences import (
     BatchSequences,
     TrainingSequence,
     at_temperature,
@@ -29,8 +29,8 @@ from trainer.data.sequences import (
     trained_indexes,
     trained_lengths,
 )
-from trainer.data.tokenizer_check import check_tokenizer
-from trainer.data.untrained import (
+from clawstream.trainer.data.tokenizer_check import check_tokenizer
+from clawstream.trainer.data.untrained import (
     BATCH_SKIPPED,
     CRITIC_WARMS_UP,
     NO_MEDIA,
@@ -39,46 +39,46 @@ from trainer.data.untrained import (
     TrajectoryDecision,
     step_decisions,
 )
-from trainer.data.view import batch_view, with_advantages, with_returns
-from trainer.errors import (
+from clawstream.trainer.data.view import batch_view, with_advantages, with_returns
+from clawstream.trainer.errors import (
     CheckpointFailed,
     InvalidCheckpoint,
     StorageFailed,
     UntrainableBatch,
 )
-from trainer.learning_rate import learning_rate
-from trainer.memory import explain_out_of_memory, peak_bytes, reset_peak
-from trainer.metrics.definitions import headline
-from trainer.metrics.statistics import (
+from clawstream.trainer.learning_rate import learning_rate
+from clawstream.trainer.memory import explain_out_of_memory, peak_bytes, reset_peak
+from clawstream.trainer.metrics.definitions import headline
+from clawstream.trainer.metrics.statistics import (
     BatchStats,
     DataStats,
     UpdateStats,
     staleness,
     version_metrics,
 )
-from trainer.metrics.trend import reward_fall
-from trainer.metrics.validation import Validation
-from trainer.model.measurement import FirstPasses
-from trainer.model.policy import Policy
-from trainer.model.update import Algorithms, update
-from trainer.position import Position
-from trainer.unfinished_batches import UnfinishedBatches
-from trainer.versions.checkpoint import MODEL, CheckpointWriter
-from trainer.versions.directory import (
+from clawstream.trainer.metrics.trend import reward_fall
+from clawstream.trainer.metrics.validation import Validation
+from clawstream.trainer.model.measurement import FirstPasses
+from clawstream.trainer.model.policy import Policy
+from clawstream.trainer.model.update import Algorithms, update
+from clawstream.trainer.position import Position
+from clawstream.trainer.unfinished_batches import UnfinishedBatches
+from clawstream.trainer.versions.checkpoint import MODEL, CheckpointWriter
+from clawstream.trainer.versions.directory import (
     VersionState,
     prune,
     versions_in,
 )
-from trainer.versions.history import (
+from clawstream.trainer.versions.history import (
     ancestors,
     deletable,
     deletable_checkpoints,
     next_sync_index,
 )
-from trainer.versions.publish import Publisher, manifest
-from trainer.versions.trained_tokens import TrainedStep, is_recorded, trained_steps
-from trainer.versions.weight_log import Trained, WeightLog
-from trainer.vision.reader import ImageReader
+from clawstream.trainer.versions.publish import Publisher, manifest
+from clawstream.trainer.versions.trained_tokens import TrainedStep, is_recorded, trained_steps
+from clawstream.trainer.versions.weight_log import Trained, WeightLog
+from clawstream.trainer.vision.reader import ImageReader
 
 FILES_S = 1800.0
 """Reading a checkpoint, or writing one or a version, may take this long at least."""

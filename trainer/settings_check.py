@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-from schemas.errors import SettingsError
-from schemas.reward_matching import SMALLEST_GROUP
-from schemas.rule_spec import is_own
-from schemas.settings import Settings, TrainerSettings
-from trainer.algorithms.registry import (
+from clawstream.schemas.errors import SettingsError
+from clawstream.schemas.reward_matching import SMALLEST_GROUP
+from clawstream.schemas.rule_spec import is_own
+from clawstream.schemas.settings import Settings, TrainerSettings
+from clawstream.trainer.algorithms.registry import (
     COMPARES,
     WITHOUT_REWARDS,
     Algorithm,
@@ -19,7 +19,7 @@ from trainer.algorithms.registry import (
     setting_of,
     specification,
 )
-from trainer.metrics.definitions import ENVIRONMENT, METRICS, label_of
+from clawstream.trainer.metrics.definitions import ENVIRONMENT, METRICS, label_of
 
 
 def check_algorithm(settings: Settings) -> None:

@@ -6,21 +6,26 @@ from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 
-from runtime.logs import logger
-from schemas.errors import SettingsError
-from schemas.ids import Version
-from schemas.records import WeightVersion
-from schemas.settings import Settings
-from trainer.auxiliary_models import AuxiliaryModels
-from trainer.model.lora import check_identity
-from trainer.model.policy import Policy
-from trainer.parallel.processes import ONE, Processes
-from trainer.position import Position
-from trainer.run import Run
-from trainer.versions.checkpoint import MODEL, load, newest
-from trainer.versions.directory import VersionState, delete_unpublished, read_info, upload
-from trainer.versions.history import next_attempt
-from trainer.versions.weight_log import WeightLog
+from clawstream.runtime.logs import logger
+from clawstream.schemas.errors import SettingsError
+from clawstream.schemas.ids import Version
+from clawstream.schemas.records import WeightVersion
+from clawstream.schemas.settings import Settings
+from clawstream.trainer.auxiliary_models import AuxiliaryModels
+from clawstream.trainer.model.lora import check_identity
+from clawstream.trainer.model.policy import Policy
+from clawstream.trainer.parallel.processes import ONE, Processes
+from clawstream.trainer.position import Position
+from clawstream.trainer.run import Run
+from clawstream.trainer.versions.checkpoint import MODEL, load, newest
+from clawstream.trainer.versions.directory import (
+    VersionState,
+    delete_unpublished,
+    read_info,
+    upload,
+)
+from clawstream.trainer.versions.history import next_attempt
+from clawstream.trainer.versions.weight_log import WeightLog
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from runtime.atomic_file import write_durably
-from runtime.logs import logger
-from trainer.errors import BatchNeverEnds, OutOfMemory, ProcessLost
-from trainer.versions.directory import writing_to
+from clawstream.runtime.atomic_file import write_durably
+from clawstream.runtime.logs import logger
+from clawstream.trainer.errors import BatchNeverEnds, OutOfMemory, ProcessLost
+from clawstream.trainer.versions.directory import writing_to
 
 MAX_ATTEMPTS = 5
 FILE = "unfinished_batches.json"

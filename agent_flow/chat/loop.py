@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from agent_flow.chat.stream import Message, StreamedMessage
-from agent_flow.chat.tools import Tool, tools_of
-from agent_flow.errors import RolloutFailed
+from clawstream.agent_flow.chat.stream import Message, StreamedMessage
+from clawstream.agent_flow.chat.tools import Tool, tools_of
+from clawstream.agent_flow.errors import RolloutFailed
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI

@@ -9,8 +9,8 @@ from typing import Any, get_type_hints
 
 from pydantic import ConfigDict, ValidationError, create_model
 
-from agent_flow.errors import FlowError
-from agent_flow.threads import in_thread
+from clawstream.agent_flow.errors import FlowError
+from clawstream.agent_flow.threads import in_thread
 
 LONGEST_RESULT = 100_000
 """Characters of a tool's result that the model gets."""

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from agent_flow.errors import FlowError
-from agent_flow.flow import Flow, module_of
-from agent_flow.gateway.client import Channel
-from agent_flow.user_code import users_code
+from clawstream.agent_flow.errors import FlowError
+from clawstream.agent_flow.flow import Flow, module_of
+from clawstream.agent_flow.gateway.client import Channel
+from clawstream.agent_flow.user_code import users_code
 
 BUILT_IN = {
     "reasoning_gym": "reasoning-gym",
@@ -69,7 +69,7 @@ def load_environment(spec: str, split: Split) -> Flow:
         raise FlowError(f"env={spec}: must be env={library}:NAME")
     else:
         try:
-            module = importlib.import_module(f"agent_flow.environments.{library}")
+            module = importlib.import_module(f"clawstream.agent_flow.environments.{library}")
         except ModuleNotFoundError as error:
             raise FlowError(
                 f"env={spec}: {error}; install the package {BUILT_IN[library]} (in a checkout of "

@@ -9,13 +9,13 @@ from typing import Any
 import reasoning_gym
 from reasoning_gym.utils import SYSTEM_PROMPTS, extract_answer
 
-from agent_flow.environments.environment import Split
-from agent_flow.environments.reasoning_gym_pool import ScorerPool
-from agent_flow.errors import FlowError
-from agent_flow.flow import Flow, Limits
-from agent_flow.rollout import Rollout
-from agent_flow.tasks import Task
-from agent_flow.threads import in_thread
+from clawstream.agent_flow.environments.environment import Split
+from clawstream.agent_flow.environments.reasoning_gym_pool import ScorerPool
+from clawstream.agent_flow.errors import FlowError
+from clawstream.agent_flow.flow import Flow, Limits
+from clawstream.agent_flow.rollout import Rollout
+from clawstream.agent_flow.tasks import Task
+from clawstream.agent_flow.threads import in_thread
 
 FORM = {"role": "system", "content": SYSTEM_PROMPTS["default"]}
 REMEMBERED = 256

@@ -1,4 +1,4 @@
-"""The processes that score answers for `agent_flow.environments.reasoning_gym`, side by side."""
+"""Score answers side by side, for `clawstream.agent_flow.environments.reasoning_gym`."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from agent_flow.errors import RolloutFailed
-from agent_flow.threads import in_thread
+from clawstream.agent_flow.errors import RolloutFailed
+from clawstream.agent_flow.threads import in_thread
 
 START_S = 120.0
 REPLY_S = 30.0

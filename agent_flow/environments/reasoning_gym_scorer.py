@@ -1,8 +1,9 @@
 """Score answers of a reasoning-gym data set in a process of its own.
 
-Some data sets evaluate the answer as Python. Started by `agent_flow.environments.reasoning_gym`;
-imports nothing of Clawstream. The argument is a JSON object: `name` of the data set and its
-`config`. Requests come on standard input, replies go to standard output, a JSON object a line:
+Some data sets evaluate the answer as Python. Started by
+`clawstream.agent_flow.environments.reasoning_gym`; imports nothing of Clawstream. The argument is a
+JSON object: `name` of the data set and its `config`. Requests come on standard input, replies go to
+standard output, a JSON object a line:
 
     <- {"ready": true}                                                     once
     -> {"entry": "base64 of the pickled entry", "answer": "..."}

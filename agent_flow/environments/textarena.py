@@ -10,12 +10,12 @@ from typing import Any
 
 import textarena
 
-from agent_flow.environments.environment import Split
-from agent_flow.errors import FlowError
-from agent_flow.flow import Flow, Limits
-from agent_flow.rollout import Rollout
-from agent_flow.tasks import Task
-from agent_flow.threads import in_thread
+from clawstream.agent_flow.environments.environment import Split
+from clawstream.agent_flow.errors import FlowError
+from clawstream.agent_flow.flow import Flow, Limits
+from clawstream.agent_flow.rollout import Rollout
+from clawstream.agent_flow.tasks import Task
+from clawstream.agent_flow.threads import in_thread
 
 _RANDOM = threading.Lock()
 """Held while a game draws from Python's global random generator."""

@@ -11,8 +11,8 @@ from urllib.parse import quote
 
 import httpx
 
-from agent_flow.errors import FlowError, GatewayUnavailable
-from agent_flow.outcome import Outcome, Reward
+from clawstream.agent_flow.errors import FlowError, GatewayUnavailable
+from clawstream.agent_flow.outcome import Outcome, Reward
 
 Channel = Literal["train", "val"]
 API_KEY = "CLAWSTREAM_API_KEY"

@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agent_flow.child_environment import child_environment
-from agent_flow.errors import FlowError, RolloutFailed
-from agent_flow.file_tail import tail
-from agent_flow.flow import Flow, Limits
-from agent_flow.rollout import Rollout
-from agent_flow.tasks import Task
-from agent_flow.threads import in_thread
+from clawstream.agent_flow.child_environment import child_environment
+from clawstream.agent_flow.errors import FlowError, RolloutFailed
+from clawstream.agent_flow.file_tail import tail
+from clawstream.agent_flow.flow import Flow, Limits
+from clawstream.agent_flow.rollout import Rollout
+from clawstream.agent_flow.tasks import Task
+from clawstream.agent_flow.threads import in_thread
 
 _FIELD = re.compile(r"\{([A-Za-z_]\w*)\}")
 MAX_OUTPUT = 1 << 20
@@ -119,7 +119,7 @@ async def _run(
 async def _launched(
     command: Sequence[str], work: Path, environment: Mapping[str, str], stdout: Any, stderr: Any
 ) -> dict[str, Any]:
-    """Run a command by the launcher (`agent_flow.play.launcher`) and return its reply.
+    """Run a command by the launcher (`clawstream.agent_flow.play.launcher`) and return its reply.
 
     When the caller is cancelled, or this process dies, the launcher kills whatever was started.
     """

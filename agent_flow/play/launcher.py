@@ -1,7 +1,7 @@
 """Run one command of a flow, and leave none of its processes behind.
 
-Started by `agent_flow.play.command` as a script; imports nothing of Clawstream. Standard input is a
-socket of the flow. The arguments are the process id of the flow and the command. It
+Started by `clawstream.agent_flow.play.command` as a script; imports nothing of Clawstream. Standard
+input is a socket of the flow. The arguments are the process id of the flow and the command. It
 
 1. asks the kernel for SIGTERM when the flow dies, and to become the parent of orphans (Linux);
 2. starts the command in a session of its own, which is killed when this process dies;

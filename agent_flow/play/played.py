@@ -28,9 +28,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agent_flow.errors import FlowError
-from agent_flow.gateway.client import Place
-from agent_flow.outcome import Outcome, Reward
+from clawstream.agent_flow.errors import FlowError
+from clawstream.agent_flow.gateway.client import Place
+from clawstream.agent_flow.outcome import Outcome, Reward
 
 STOPPED = "stopped"
 """Reason of the end of a rollout that was cut: another group replaces its own."""

@@ -10,7 +10,7 @@ from statistics import fmean as mean
 from types import TracebackType
 from typing import Any, Self
 
-from agent_flow.outcome import Ended
+from clawstream.agent_flow.outcome import Ended
 
 LINE_EVERY_S = 10.0
 SHOWN_REASONS = 3

@@ -11,17 +11,17 @@ from typing import Any
 
 from openai import AsyncOpenAI
 
-from agent_flow.errors import FlowError, GatewayUnavailable
-from agent_flow.flow import Flow, Limits, TaskSource
-from agent_flow.gateway.budget import GroupBudget
-from agent_flow.gateway.client import Channel, Gateway, Place
-from agent_flow.outcome import Ended, Outcome, Reward, checked_reward, total
-from agent_flow.play.played import STOPPED, Played
-from agent_flow.play.progress import Progress
-from agent_flow.rollout import Rollout
-from agent_flow.tasks import Task, id_text, metadata_of, numbered
-from agent_flow.threads import iterate_in_thread
-from agent_flow.user_code import users_code
+from clawstream.agent_flow.errors import FlowError, GatewayUnavailable
+from clawstream.agent_flow.flow import Flow, Limits, TaskSource
+from clawstream.agent_flow.gateway.budget import GroupBudget
+from clawstream.agent_flow.gateway.client import Channel, Gateway, Place
+from clawstream.agent_flow.outcome import Ended, Outcome, Reward, checked_reward, total
+from clawstream.agent_flow.play.played import STOPPED, Played
+from clawstream.agent_flow.play.progress import Progress
+from clawstream.agent_flow.rollout import Rollout
+from clawstream.agent_flow.tasks import Task, id_text, metadata_of, numbered
+from clawstream.agent_flow.threads import iterate_in_thread
+from clawstream.agent_flow.user_code import users_code
 
 BUDGET_EVERY_S = 1.0
 SDK_RETRIES = 8

@@ -1,5 +1,5 @@
 """Rewards of a reply's text, for flows."""
 
-from agent_flow.rewards.numbers import last_number
+from clawstream.agent_flow.rewards.numbers import last_number
 
 __all__ = ["last_number"]

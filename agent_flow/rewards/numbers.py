@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from schemas.numbers.text import last_number_in, number_in
+from clawstream.schemas.numbers.text import last_number_in, number_in
 
 
 def last_number(text: str, answer: object) -> float:
     """Return 1.0 if the last number in a text is the answer, else 0.0.
 
-    Both are read as `schemas.numbers.text` describes, as by the built-in reward function
+    Both are read as `clawstream.schemas.numbers.text` describes, as by the built-in reward function
     `last_number`.
 
     Args:

@@ -19,8 +19,8 @@ from typing import cast
 import orjson
 import uvloop
 
-from schemas import engine_frames
-from schemas.tokens import pack_ids, pack_logprobs
+from clawstream.schemas import engine_frames
+from clawstream.schemas.tokens import pack_ids, pack_logprobs
 
 REPLY_BYTES = 9400
 VERSION = "default/3.0"

@@ -13,8 +13,8 @@ import uvloop
 
 from benchmarks.gateway.http_load import Outcome, load
 from benchmarks.processes import Process, running
-from gateway.auth.api_keys import create_key
-from runtime.broker.embedded import EmbeddedBroker
+from clawstream.gateway.auth.api_keys import create_key
+from clawstream.runtime.broker.embedded import EmbeddedBroker
 
 PEERS = Path(".venv-peers/bin")
 LITELLM_KEY = "sk-" + "0123456789abcdef" * 4

@@ -14,7 +14,7 @@ import uvloop
 
 from benchmarks.gateway.http_load import load
 from benchmarks.gateway.sides import Side
-from runtime.process.open_files import raise_limit
+from clawstream.runtime.process.open_files import raise_limit
 
 CALL = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\n"
 SENT = (

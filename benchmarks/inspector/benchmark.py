@@ -60,7 +60,7 @@ from benchmarks.inspector.lake import (
 )
 from benchmarks.machine import machine, rounded
 from benchmarks.processes import Process, free_port, running
-from schemas.settings import Settings
+from clawstream.schemas.settings import Settings
 
 CACHE = Path(".cache/bench")
 MANY, FEW = 100_000, 2000

@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 
 from benchmarks.jobs.load import GROUP_SIZE, Texts
-from schemas import records
-from schemas.settings import Settings
-from stream_jobs.lake.delta.maintenance import maintain
-from stream_jobs.lake.tables.catalog import catalog
-from stream_jobs.lake.tables.table import ConsumedRecord
-from stream_jobs.lake.writer import Lake
+from clawstream.schemas import records
+from clawstream.schemas.settings import Settings
+from clawstream.stream_jobs.lake.delta.maintenance import maintain
+from clawstream.stream_jobs.lake.tables.catalog import catalog
+from clawstream.stream_jobs.lake.tables.table import ConsumedRecord
+from clawstream.stream_jobs.lake.writer import Lake
 
 RUNS = 4
 AT_ONCE = 4000

@@ -33,8 +33,8 @@ from benchmarks.jobs.load import write
 from benchmarks.jobs.sides import Bench, Size, feed_both
 from benchmarks.machine import machine, rounded
 from benchmarks.processes import free_port
-from runtime.broker.embedded import EmbeddedBroker
-from schemas.settings import Settings
+from clawstream.runtime.broker.embedded import EmbeddedBroker
+from clawstream.schemas.settings import Settings
 
 TABS = 10
 

@@ -4,7 +4,7 @@
 
 It reads both inputs from their beginning, folds a batch, appends one delta a partition, waits for
 it, sends trajectories, waits, sends candidates, waits: the same decisions, records and order as
-`stream_jobs.assemble.partition`. It lacks everything that survives a crash.
+`clawstream.stream_jobs.assemble.partition`. It lacks everything that survives a crash.
 """
 
 from __future__ import annotations
@@ -18,26 +18,30 @@ from typing import Any
 
 from confluent_kafka import Consumer, KafkaException, Message, Producer, TopicPartition
 
-from runtime.kafka.producer import producer_options
-from runtime.process.config import load
-from runtime.topics.records import cluster_of
-from schemas.codec.single_object import Codec
-from schemas.ids import key_of_trajectory
-from schemas.settings import Settings
-from stream_jobs.assemble import changelog
-from stream_jobs.assemble.fold import AssemblyFold
-from stream_jobs.assemble.limits import limits_of
-from stream_jobs.assemble.output_records import (
+from clawstream.runtime.kafka.producer import producer_options
+from clawstream.runtime.process.config import load
+from clawstream.runtime.topics.records import cluster_of
+from clawstream.schemas.codec.single_object import Codec
+from clawstream.schemas.ids import key_of_trajectory
+from clawstream.schemas.settings import Settings
+from clawstream.stream_jobs.assemble import changelog
+from clawstream.stream_jobs.assemble.fold import AssemblyFold
+from clawstream.stream_jobs.assemble.limits import limits_of
+from clawstream.stream_jobs.assemble.output_records import (
     Assembled,
     assembled,
     candidate,
     payload_headers,
     starts_of,
 )
-from stream_jobs.assemble.payload.cache import CachedPayload
-from stream_jobs.assemble.state.changes import Change, OutputsAcknowledged, PayloadWritten
-from stream_jobs.assemble.state.partition_state import PartitionState
-from stream_jobs.assemble.state.trajectories import REWARDS, STEPS, RunTrajectory
+from clawstream.stream_jobs.assemble.payload.cache import CachedPayload
+from clawstream.stream_jobs.assemble.state.changes import (
+    Change,
+    OutputsAcknowledged,
+    PayloadWritten,
+)
+from clawstream.stream_jobs.assemble.state.partition_state import PartitionState
+from clawstream.stream_jobs.assemble.state.trajectories import REWARDS, STEPS, RunTrajectory
 
 Positions = list[tuple[int, int]]
 """(partition, offset) of each part of a trajectory."""

@@ -65,8 +65,8 @@ from benchmarks.jobs.turns import part_turns
 from benchmarks.jobs.window import part_window
 from benchmarks.machine import loop_ns, machine, rounded
 from benchmarks.processes import free_port
-from runtime.broker.embedded import EmbeddedBroker
-from schemas.settings import Settings
+from clawstream.runtime.broker.embedded import EmbeddedBroker
+from clawstream.schemas.settings import Settings
 
 
 def part_pipeline(bench: Bench) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from schemas.records import Reward, SessionEvent, Step
+from clawstream.schemas.records import Reward, SessionEvent, Step
 
 
 @dataclass(slots=True)

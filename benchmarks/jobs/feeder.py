@@ -10,8 +10,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from runtime.kafka import Cluster
-from schemas.topics import Topics
+from clawstream.runtime.kafka import Cluster
+from clawstream.schemas.topics import Topics
 
 HEAD = struct.Struct("<?HI")
 """Before each record of a file: whether it is a reward, length of key and of value."""

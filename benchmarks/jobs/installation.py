@@ -14,11 +14,11 @@ from typing import Any, Self
 
 from benchmarks.jobs.load import GROUP_SIZE, RULE, RUN, Load
 from benchmarks.processes import LOG_TAIL, Process, running
-from runtime.kafka import Record
-from runtime.process.child import die_with_parent
-from runtime.topics.records import cluster_of, create_topics
-from schemas.codec.single_object import Codec
-from schemas.settings import Settings
+from clawstream.runtime.kafka import Record
+from clawstream.runtime.process.child import die_with_parent
+from clawstream.runtime.topics.records import cluster_of, create_topics
+from clawstream.schemas.codec.single_object import Codec
+from clawstream.schemas.settings import Settings
 
 READY_S, DONE_S = 180.0, 1200.0
 

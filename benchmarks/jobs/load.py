@@ -16,9 +16,9 @@ import numpy as np
 import orjson
 
 from benchmarks.jobs.feeder import HEAD
-from schemas.codec.single_object import Codec
-from schemas.ids import new_ulid
-from schemas.records import Reward, SessionEvent, Step
+from clawstream.schemas.codec.single_object import Codec
+from clawstream.schemas.ids import new_ulid
+from clawstream.schemas.records import Reward, SessionEvent, Step
 
 RUN = "bench"
 RULE = "exact_match"

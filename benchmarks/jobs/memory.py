@@ -9,8 +9,8 @@ from typing import Any
 from benchmarks.jobs.installation import Watch
 from benchmarks.jobs.load import GROUP_SIZE, SMALL, write
 from benchmarks.jobs.sides import Bench, expect, say
-from schemas.records import Candidate
-from schemas.settings import Settings
+from clawstream.schemas.records import Candidate
+from clawstream.schemas.settings import Settings
 
 CLOSED_MAX = 50_000
 """Closed trajectories that are remembered, over all partitions."""

@@ -17,9 +17,9 @@ from benchmarks.jobs.feeder import read
 from benchmarks.jobs.installation import Installation, Watch
 from benchmarks.jobs.load import GROUP_SIZE, RUN, STANDARD, Load, Shape, events, rewards
 from benchmarks.processes import Process
-from schemas.records import AssemblyMarker, Candidate, ReadyBatch, Refused, Trajectory
-from schemas.topics import partition_of
-from stream_jobs.lake.delta.table import dataset, open_table
+from clawstream.schemas.records import AssemblyMarker, Candidate, ReadyBatch, Refused, Trajectory
+from clawstream.schemas.topics import partition_of
+from clawstream.stream_jobs.lake.delta.table import dataset, open_table
 
 JOBS = ("assemble", "reward", "admit", "lake")
 SETTLED_S = 2.0

@@ -12,17 +12,17 @@ from typing import Any
 from benchmarks.jobs.installation import Installation
 from benchmarks.jobs.load import GROUP_SIZE, LONG, Shape, events, write
 from benchmarks.jobs.sides import Bench, expect, feed_both
-from runtime.kafka import Record
-from schemas.codec.single_object import Codec
-from schemas.records import AssemblyDelta, SessionEvent, Step
-from schemas.settings import Settings
-from stream_jobs.assemble.changelog import ChangelogReader, changes_of, snapshot
-from stream_jobs.assemble.changelog_writer import SNAPSHOT_LOG_RATIO
-from stream_jobs.assemble.fold import AssemblyFold
-from stream_jobs.assemble.limits import limits_of
-from stream_jobs.assemble.state.changes import StepAdded
-from stream_jobs.assemble.state.partition_state import PartitionState
-from stream_jobs.assemble.state.trajectories import STEPS
+from clawstream.runtime.kafka import Record
+from clawstream.schemas.codec.single_object import Codec
+from clawstream.schemas.records import AssemblyDelta, SessionEvent, Step
+from clawstream.schemas.settings import Settings
+from clawstream.stream_jobs.assemble.changelog import ChangelogReader, changes_of, snapshot
+from clawstream.stream_jobs.assemble.changelog_writer import SNAPSHOT_LOG_RATIO
+from clawstream.stream_jobs.assemble.fold import AssemblyFold
+from clawstream.stream_jobs.assemble.limits import limits_of
+from clawstream.stream_jobs.assemble.state.changes import StepAdded
+from clawstream.stream_jobs.assemble.state.partition_state import PartitionState
+from clawstream.stream_jobs.assemble.state.trajectories import STEPS
 
 BATCH = 20
 """Steps of one partition in a batch under load."""

@@ -9,8 +9,8 @@ from benchmarks.jobs.installation import Installation
 from benchmarks.jobs.load import GROUP_SIZE, SMALL, Load, write
 from benchmarks.jobs.sides import Bench, expect, say
 from benchmarks.processes import Process
-from schemas.settings import Settings
-from stream_jobs.lake.delta.table import dataset, open_table
+from clawstream.schemas.settings import Settings
+from clawstream.stream_jobs.lake.delta.table import dataset, open_table
 
 CHUNKS = 8
 """Number of chunks that fill the window, and number of measured chunks behind it."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from runtime.kafka import Record
-from schemas.records import (
+from clawstream.runtime.kafka import Record
+from clawstream.schemas.records import (
     BatchGroup,
     BatchMember,
     Place,
@@ -17,10 +17,10 @@ from schemas.records import (
     TrajectoryStep,
     WeightVersion,
 )
-from schemas.tokens import pack_ids, pack_logprobs
-from trainer.data.batches import FetchedBatch
-from trainer.position import Position
-from trainer.versions.weight_log import Trained
+from clawstream.schemas.tokens import pack_ids, pack_logprobs
+from clawstream.trainer.data.batches import FetchedBatch
+from clawstream.trainer.position import Position
+from clawstream.trainer.versions.weight_log import Trained
 
 RUN = "r"
 

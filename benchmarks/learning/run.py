@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.learning.batches import RUN, MemoryWeightLog, Reply, batch_of, start
 from benchmarks.learning.task import HELD_OUT, TRAINED, sample
-from schemas.records import WeightVersion
-from schemas.settings import Settings
-from trainer.start import open_run
+from clawstream.schemas.records import WeightVersion
+from clawstream.schemas.settings import Settings
+from clawstream.trainer.start import open_run
 
 GROUPS, MEMBERS = 16, 8
 SCORE_EVERY = 5

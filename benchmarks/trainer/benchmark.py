@@ -46,13 +46,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from benchmarks.machine import loop_ns, machine, rounded
 from benchmarks.trainer import memory
 from benchmarks.trainer.workload import CHECK, FULL, TEMPERATURE, paths, steps, write_model
-from schemas.settings import TrainerSettings
-from trainer.algorithms.registry import load
-from trainer.data.micro_batch import collate
-from trainer.data.minibatches import micro_batches
-from trainer.data.sequences import TrainingSequence
-from trainer.model.policy import Policy
-from trainer.model.update import update
+from clawstream.schemas.settings import TrainerSettings
+from clawstream.trainer.algorithms.registry import load
+from clawstream.trainer.data.micro_batch import collate
+from clawstream.trainer.data.minibatches import micro_batches
+from clawstream.trainer.data.sequences import TrainingSequence
+from clawstream.trainer.model.policy import Policy
+from clawstream.trainer.model.update import update
 
 ALGORITHMS = {None: load("rloo", {"correction": "none"}, ())}
 """The policy gradient alone, which the plain loop writes in one line."""

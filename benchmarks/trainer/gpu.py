@@ -39,7 +39,7 @@ from benchmarks.trainer.workload import (
     paths,
     write_model,
 )
-from trainer.metrics.flops import peak_flops
+from clawstream.trainer.metrics.flops import peak_flops
 
 WAYS = ("packed", "chats", "plain")
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from trainer.model.chunked_scores import chunked_scores
+from clawstream.trainer.model.chunked_scores import chunked_scores
 
 
 class Sizes(NamedTuple):

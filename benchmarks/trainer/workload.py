@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from trainer.data.sequences import Tokens, TrainingSequence
+from clawstream.trainer.data.sequences import Tokens, TrainingSequence
 
 VOCABULARY = 4096
 """Token ids are below it; a model may have more."""

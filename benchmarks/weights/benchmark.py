@@ -34,15 +34,15 @@ import torch
 
 from benchmarks.machine import machine, rounded
 from benchmarks.weights.pause import part_pause
-from demo.model import make_random_model
-from runtime.weights.files import get_files
-from schemas.ids import Version
-from schemas.records import WeightFile
-from schemas.settings import Settings
-from trainer.model.policy import Policy
-from trainer.position import Position
-from trainer.versions.directory import VersionState
-from trainer.versions.publish import DELTA, Publisher
+from clawstream.demo.model import make_random_model
+from clawstream.runtime.weights.files import get_files
+from clawstream.schemas.ids import Version
+from clawstream.schemas.records import WeightFile
+from clawstream.schemas.settings import Settings
+from clawstream.trainer.model.policy import Policy
+from clawstream.trainer.position import Position
+from clawstream.trainer.versions.directory import VersionState
+from clawstream.trainer.versions.publish import DELTA, Publisher
 
 RUN, STEPS = "bench", 3
 RATES = {"delta_bytes_ratio": 1e-6, "delta_bytes_ratio_1e5": 1e-5}

@@ -14,14 +14,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from benchmarks.processes import free_port
-from demo.model import MAX_TOKENS, make_random_model
-from rollout.server.load_weights import engine_label, load_version
-from rollout.server.process import VllmServer
-from runtime.digests import sha256
-from runtime.weights.delta import Snapshot, mapped, write_delta
-from schemas.records import WeightFile
-from schemas.settings import RolloutSettings
-from trainer.versions.publish import DELTA
+from clawstream.demo.model import MAX_TOKENS, make_random_model
+from clawstream.rollout.server.load_weights import engine_label, load_version
+from clawstream.rollout.server.process import VllmServer
+from clawstream.runtime.digests import sha256
+from clawstream.runtime.weights.delta import Snapshot, mapped, write_delta
+from clawstream.schemas.records import WeightFile
+from clawstream.schemas.settings import RolloutSettings
+from clawstream.trainer.versions.publish import DELTA
 
 LOADS, CLIENTS, TOKENS = 20, 8, 120
 NAME = "model.safetensors"

@@ -9,7 +9,7 @@ import typer
 from clawstream.cli.common_options import Config, Overrides, command, fail, group, settings_of
 
 if TYPE_CHECKING:
-    from schemas.settings import Settings
+    from clawstream.schemas.settings import Settings
 
 app = group()
 Nodes = Annotated[
@@ -24,8 +24,8 @@ def _with_nodes(overrides: list[str] | None, nodes: int | None) -> list[str]:
 @app.command("run")
 def broker_run(overrides: Overrides = None, config: Config = None, nodes: Nodes = None) -> None:
     """Run the broker in the foreground, for a supervisor or a container."""
-    from runtime.broker.foreground import run_foreground
-    from runtime.logs import configure
+    from clawstream.runtime.broker.foreground import run_foreground
+    from clawstream.runtime.logs import configure
 
     settings = settings_of(config, _with_nodes(overrides, nodes))
     configure("broker", settings.log_level)
@@ -35,8 +35,8 @@ def broker_run(overrides: Overrides = None, config: Config = None, nodes: Nodes 
 @app.command("prepare")
 def broker_prepare(overrides: Overrides = None, config: Config = None) -> None:
     """Fetch Kafka's jars and create the start cache, which halves the CPU time of a start."""
-    from runtime.broker.jars import ensure_jars, find_java
-    from runtime.broker.start_cache import make_start_cache, start_cache
+    from clawstream.runtime.broker.jars import ensure_jars, find_java
+    from clawstream.runtime.broker.start_cache import make_start_cache, start_cache
 
     settings = settings_of(config, overrides).broker
     cache = start_cache(find_java(settings.java), ensure_jars(settings.jars_dir))
@@ -61,7 +61,7 @@ def broker_start(
     """
     from math import inf
 
-    from runtime.broker.embedded import start
+    from clawstream.runtime.broker.embedded import start
 
     settings = settings_of(config, _with_nodes(overrides, nodes))
     patience_s = inf if wait is None else wait
@@ -77,7 +77,7 @@ def broker_start(
 @command(app, "stop")
 def broker_stop(settings: Settings) -> None:
     """Stop the broker that was started in the background."""
-    from runtime.broker.embedded import stop
+    from clawstream.runtime.broker.embedded import stop
 
     pids = stop(settings.broker_dir)
     typer.echo(
@@ -90,7 +90,7 @@ def broker_stop(settings: Settings) -> None:
 @command(app, "status")
 def broker_status(settings: Settings) -> None:
     """Show which nodes run; exit code 1 when none is ready."""
-    from runtime.broker.embedded import status
+    from clawstream.runtime.broker.embedded import status
 
     nodes = status(settings.broker_dir)
     for node in nodes:

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, get_type_hi
 import typer
 
 if TYPE_CHECKING:
-    from runtime.kafka import Cluster
-    from schemas.settings import Settings
+    from clawstream.runtime.kafka import Cluster
+    from clawstream.schemas.settings import Settings
 
 PATIENCE_S = 5.0
 """How long a command that a person waits for looks for Kafka."""
@@ -110,7 +110,7 @@ def _refuse_settings_as_words(
     given: Mapping[str, Any], options: Mapping[str, Sequence[inspect.Parameter]]
 ) -> None:
     """End with 2 when a setting stands where a required word of the command belongs."""
-    from schemas.settings import Settings
+    from clawstream.schemas.settings import Settings
 
     for option in chain.from_iterable(options.values()):
         if option.default is not inspect.Parameter.empty:
@@ -146,9 +146,9 @@ def settings_of(config: Path | None, overrides: list[str] | None, fresh: bool = 
 
     fresh: Ignore the remembered settings.
     """
-    from runtime.process.config import load as read
-    from runtime.process.remembered_settings import load_remembered, missing_secrets
-    from schemas.errors import SettingsError
+    from clawstream.runtime.process.config import load as read
+    from clawstream.runtime.process.remembered_settings import load_remembered, missing_secrets
+    from clawstream.schemas.errors import SettingsError
 
     try:
         if fresh:
@@ -182,7 +182,7 @@ def instant(text: str | None, name: str) -> int | None:
     """Parse an option to milliseconds since the epoch, None to None; exit 2 on a wrong time."""
     from datetime import UTC, datetime
 
-    from runtime.times import millis, parse_instant
+    from clawstream.runtime.times import millis, parse_instant
 
     try:
         return None if text is None else millis(parse_instant(text, datetime.now(UTC)))
@@ -193,12 +193,12 @@ def instant(text: str | None, name: str) -> int | None:
 @contextmanager
 def plain_errors() -> Iterator[None]:
     """Report errors that a user can do something about in one line, without a traceback."""
-    from schemas.errors import ForeseenError
+    from clawstream.schemas.errors import ForeseenError
 
     try:
         yield
     except (ForeseenError, OSError) as e:
-        from runtime.exit_codes import exit_code, is_foreseen, message_of
+        from clawstream.runtime.exit_codes import exit_code, is_foreseen, message_of
 
         if not is_foreseen(e):
             raise
@@ -211,7 +211,7 @@ def cluster_of(settings: Settings) -> Cluster:
     Raises:
         Unavailable: It does not answer within `PATIENCE_S`.
     """
-    from runtime.topics.records import cluster_of as connect
+    from clawstream.runtime.topics.records import cluster_of as connect
 
     cluster = connect(settings)
     cluster.ask(PATIENCE_S)
@@ -232,7 +232,7 @@ def run(
     target: str, config: Path | None, overrides: list[str] | None, check: str | None = None
 ) -> None:
     """Call `module:function`, which starts a process, with the settings. check: Called before."""
-    from runtime.process.remembered_settings import missing_secrets
+    from clawstream.runtime.process.remembered_settings import missing_secrets
 
     settings = settings_of(config, overrides)
     own = f"{target.partition('.')[0]}."

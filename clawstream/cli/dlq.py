@@ -27,10 +27,10 @@ from clawstream.cli.common_options import (
 )
 from clawstream.ops.dead_letters.entries import DeadLetterEntry, DeadLetterLog, EntryFilter
 from clawstream.ops.dead_letters.redrive import Redriver, RedriveResult, editable, sent_to
+from clawstream.schemas.codec.record_json import changed, to_json
+from clawstream.schemas.errors import Undecodable, UnknownSchema
+from clawstream.schemas.settings import Settings
 from clawstream.text_table import text_table
-from schemas.codec.record_json import changed, to_json
-from schemas.errors import Undecodable, UnknownSchema
-from schemas.settings import Settings
 
 app = group()
 

@@ -82,7 +82,9 @@ def _play(
     dry: bool,
     config: Any,
 ) -> None:
-    main, errors, options = (load(f"agent_flow.{m}") for m in ("main", "errors", "options"))
+    main, errors, options = (
+        load(f"clawstream.agent_flow.{m}") for m in ("main", "errors", "options")
+    )
     own = [word for word in words if not _is_setting(word, options.Words.model_fields)]
     settings = settings_of(config, [word for word in words if word not in own])
     mode = options.Mode(evaluate=evaluate, dry=dry)
@@ -100,7 +102,7 @@ def _play(
 
 def _is_setting(word: str, options: Container[str]) -> bool:
     """Return whether a word is a setting; all others are options, or unknown."""
-    from schemas.settings import Settings
+    from clawstream.schemas.settings import Settings
 
     name = word.partition("=")[0]
     return "." in name or (name in Settings.model_fields and name not in options)

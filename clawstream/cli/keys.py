@@ -9,10 +9,10 @@ from typing import Annotated
 import typer
 
 from clawstream.cli.common_options import command, group
+from clawstream.gateway.auth.api_keys import create_key, read_keys, revoke_key, scope_of
+from clawstream.gateway.errors import Unprocessable
+from clawstream.schemas.settings import Settings
 from clawstream.text_table import text_table
-from gateway.auth.api_keys import create_key, read_keys, revoke_key, scope_of
-from gateway.errors import Unprocessable
-from schemas.settings import Settings
 
 app = group()
 DAY_S = 86400.0

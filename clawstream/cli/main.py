@@ -32,11 +32,15 @@ from clawstream.cli.lake.inspect import inspect
 from clawstream.cli.train import save_model, train
 
 if TYPE_CHECKING:
-    from runtime.kafka import Cluster
-    from runtime.topics.positions import StoredPosition
-    from schemas.settings import Settings
+    from clawstream.runtime.kafka import Cluster
+    from clawstream.runtime.topics.positions import StoredPosition
+    from clawstream.schemas.settings import Settings
 
-POSITIONS = ("stream_jobs.lake.positions", "clawstream.ops.job_positions", "trainer.positions")
+POSITIONS = (
+    "clawstream.stream_jobs.lake.positions",
+    "clawstream.ops.job_positions",
+    "clawstream.trainer.positions",
+)
 """Modules that list the stored positions of their processes, for `doctor`."""
 GROUPS = {
     "broker": ("clawstream.cli.broker:app", "The embedded Apache Kafka."),
@@ -122,21 +126,35 @@ def process(
 
 
 process(app, "up", "clawstream.ops.up:run", "Run everything until Ctrl-C, then stop in order.")
-process(jobs, "assemble", "stream_jobs.assemble.main:main", "Join steps with rewards.")
-process(jobs, "reward", "stream_jobs.reward.main:main", "Evaluate rules on closed trajectories.")
-process(jobs, "compare", "stream_jobs.compare.main:main", "Let judges compare members of groups.")
+process(jobs, "assemble", "clawstream.stream_jobs.assemble.main:main", "Join steps with rewards.")
+process(
+    jobs,
+    "reward",
+    "clawstream.stream_jobs.reward.main:main",
+    "Evaluate rules on closed trajectories.",
+)
+process(
+    jobs,
+    "compare",
+    "clawstream.stream_jobs.compare.main:main",
+    "Let judges compare members of groups.",
+)
 process(
     app,
     "admit",
-    "stream_jobs.admit.main:main",
+    "clawstream.stream_jobs.admit.main:main",
     "Fold candidates into ready batches.",
     # Admission publishes the policy, but only the trainer knows the algorithms.
-    check="trainer.settings_check:check_algorithm",
+    check="clawstream.trainer.settings_check:check_algorithm",
 )
-process(app, "lake", "stream_jobs.lake.main:main", "Write every record to Delta Lake once.")
+process(
+    app, "lake", "clawstream.stream_jobs.lake.main:main", "Write every record to Delta Lake once."
+)
 app.command("train")(train)
 app.command("save-model")(save_model)
-process(app, "rollout", "rollout.main:main", "Run vLLM and load each weight version into it.")
+process(
+    app, "rollout", "clawstream.rollout.main:main", "Run vLLM and load each weight version into it."
+)
 process(
     app,
     "traces",
@@ -154,7 +172,11 @@ process(
 @app.command(context_settings={"ignore_unknown_options": True})
 def gateway(overrides: Overrides = None, config: Config = None) -> None:
     """Serve agents: their base_url points here. Takes the flags of Claw-R1's gateway too."""
-    run("gateway.main:main", config, load("gateway.claw_r1.flags").overrides_of(overrides or ()))
+    run(
+        "clawstream.gateway.main:main",
+        config,
+        load("clawstream.gateway.claw_r1.flags").overrides_of(overrides or ()),
+    )
 
 
 @command(app)
@@ -172,7 +194,7 @@ def status(settings: Settings, form: Form = "table") -> None:
         progress_of,
         suspended_of,
     )
-    from runtime.kafka import KafkaError
+    from clawstream.runtime.kafka import KafkaError
 
     supervisor, processes = processes_of(settings.data_dir)
     try:
@@ -196,7 +218,7 @@ def down(
 ) -> None:
     """Stop, in order, what `clawstream up` started on a data directory; wait for its end."""
     from clawstream.ops.status import left_running, wait_until_down
-    from runtime.process.supervisor import ask_to_stop
+    from clawstream.runtime.process.supervisor import ask_to_stop
 
     directory = settings.data_dir
     pid = ask_to_stop(directory)
@@ -331,7 +353,7 @@ def main() -> None:
     try:
         app()
     except Exception:  # noqa: BLE001 - the end of the command, with its traceback
-        from runtime.exit_codes import EXIT_CRASH
+        from clawstream.runtime.exit_codes import EXIT_CRASH
 
         traceback.print_exc()
         raise SystemExit(EXIT_CRASH) from None

@@ -22,7 +22,7 @@ from clawstream.cli.common_options import (
     load,
     settings_of,
 )
-from runtime.user import current_user
+from clawstream.runtime.user import current_user
 
 app = group()
 run_app = group()
@@ -41,8 +41,11 @@ def _log_of(run: str | None, overrides: list[str] | None, config: Path | None) -
     """Open the policies of a run; a refused policy ends the command with exit code 2."""
     settings = settings_of(config, overrides)
     if run is not None:
-        settings = load("runtime.process.config").with_values(settings, {"run_id": run})
-    module, errors = load("stream_jobs.admit.policy_log"), load("stream_jobs.errors")
+        settings = load("clawstream.runtime.process.config").with_values(settings, {"run_id": run})
+    module, errors = (
+        load("clawstream.stream_jobs.admit.policy_log"),
+        load("clawstream.stream_jobs.errors"),
+    )
     try:
         yield module.PolicyLog(settings, cluster_of(settings))
     except errors.PolicyRefused as e:
@@ -78,7 +81,7 @@ def set_fields(
     overrides: Changes = None, run: Run = None, by: By = None, config: Config = None
 ) -> None:
     """Change fields of the policy, named as in admit.policy.*; other fields keep their values."""
-    from schemas.settings import Settings
+    from clawstream.schemas.settings import Settings
 
     changes, others = dict[str, str](), list[str]()
     for word in overrides or ():
@@ -90,7 +93,7 @@ def set_fields(
     if not changes:
         fail("nothing to set: say e.g. min_quality=0.5", 2)
     with _log_of(run, others, config) as log:
-        checks = (load("trainer.settings_check").check_algorithm,)
+        checks = (load("clawstream.trainer.settings_check").check_algorithm,)
         before, entry = log.newest, log.set(changes, by or current_user(), checks)
         was, now = _entry_as_dict(before)["policy"], _entry_as_dict(entry)["policy"]
         typer.echo(_title(entry))

@@ -22,8 +22,8 @@ from clawstream.cli.common_options import (
 )
 from clawstream.ops.replay import run as replays
 from clawstream.ops.replay import verify
-from runtime.logs import configure
-from schemas.settings import Settings
+from clawstream.runtime.logs import configure
+from clawstream.schemas.settings import Settings
 
 app = group()
 
@@ -88,7 +88,7 @@ def _table_versions(settings: Settings, at: str | None, where: str) -> Mapping[s
     """
     if at is None and not where:
         return {}
-    snapshots = load("stream_jobs.lake.delta.snapshots")
+    snapshots = load("clawstream.stream_jobs.lake.delta.snapshots")
     versions: Mapping[str, int | None] = (
         snapshots.take_snapshot(settings)["versions"]
         if at is None

@@ -8,7 +8,7 @@ import typer
 
 from clawstream.cli.common_options import cluster_of, command, group
 from clawstream.ops.spool_drain import drain
-from schemas.settings import Settings
+from clawstream.schemas.settings import Settings
 
 app = group()
 

@@ -22,9 +22,9 @@ from clawstream.cli.common_options import (
 )
 from clawstream.ops.topics.copy import RecordFilter, copy_topics
 from clawstream.ops.topics.trim import NotGivenUp, TopicTrim, TrimInputs, format_ranges
-from runtime.topics.access import PROCESSES, grant_commands
-from runtime.topics.records import create_topics
-from schemas.settings import Settings
+from clawstream.runtime.topics.access import PROCESSES, grant_commands
+from clawstream.runtime.topics.records import create_topics
+from clawstream.schemas.settings import Settings
 
 app = group()
 
@@ -125,8 +125,8 @@ def topics_trim(
     With --before also rewards. Without --yes it only prints the plan.
     """
     before_ms = instant(before, "--before")
-    lake, jobs = load("stream_jobs.lake.positions"), load("clawstream.ops.job_positions")
-    trainer = load("trainer.positions")
+    lake, jobs = load("clawstream.stream_jobs.lake.positions"), load("clawstream.ops.job_positions")
+    trainer = load("clawstream.trainer.positions")
     cluster = cluster_of(settings)
     applied = jobs.rewards_applied(settings, cluster) if before_ms is not None else {}
     kept = TrimInputs(

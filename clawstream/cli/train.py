@@ -34,15 +34,18 @@ def train(
 ) -> None:
     """Learn from ready batches and publish weight versions."""
     if not from_lake:
-        run("trainer.main:main", config, overrides)
+        run("clawstream.trainer.main:main", config, overrides)
         return
     given, rest = lake_words(overrides or ())
     settings = settings_of(config, rest)
-    offline, checks = load("clawstream.ops.replay.offline"), load("trainer.settings_check")
+    offline, checks = (
+        load("clawstream.ops.replay.offline"),
+        load("clawstream.trainer.settings_check"),
+    )
     # Wrong settings end the command here, not after the replay.
     checks.check_algorithm(settings)
     checks.check_model(settings)
-    load("runtime.logs").configure("replay", settings.log_level)
+    load("clawstream.runtime.logs").configure("replay", settings.log_level)
     cluster_of(settings)
     is_limited = any(word.startswith("admit.policy.max_staleness=") for word in rest)
     limit = settings.admit.policy.max_staleness if is_limited else None
@@ -62,7 +65,7 @@ def train(
     for reason, number in sorted(outcome["refused"].items()):
         typer.echo(f"  refused {number}: {reason}")
     typer.echo(f"weights: {prepared.settings.weights_uri}")
-    load("trainer.main").main(prepared.settings)
+    load("clawstream.trainer.main").main(prepared.settings)
 
 
 def save_model(
@@ -72,7 +75,9 @@ def save_model(
     config: Config = None,
 ) -> None:
     """Save a published version as a Hugging Face model; an adapter is merged into its base."""
-    load("trainer.versions.save_model").save_model(settings_of(config, overrides), version, out)
+    load("clawstream.trainer.versions.save_model").save_model(
+        settings_of(config, overrides), version, out
+    )
     typer.echo(out)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stream_jobs.errors import StreamJobError
+from clawstream.stream_jobs.errors import StreamJobError
 
 
 class ExportError(StreamJobError):

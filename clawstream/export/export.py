@@ -22,10 +22,10 @@ from clawstream.export.provenance import SIDECAR, Provenance, sidecar
 from clawstream.export.row import ExportRow
 from clawstream.export.rows import Counts, chat_rows, token_rows
 from clawstream.export.selection import Selection
-from runtime.atomic_file import fsync_path
-from runtime.blob_store import BlobStore
-from schemas.settings import Settings
-from stream_jobs.lake.delta.snapshots import resolve_versions, take_snapshot
+from clawstream.runtime.atomic_file import fsync_path
+from clawstream.runtime.blob_store import BlobStore
+from clawstream.schemas.settings import Settings
+from clawstream.stream_jobs.lake.delta.snapshots import resolve_versions, take_snapshot
 
 
 def export(

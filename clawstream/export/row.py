@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from trainer.data.sequences import Tokens
+from clawstream.trainer.data.sequences import Tokens
 
 
 class Chat(NamedTuple):

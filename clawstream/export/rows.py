@@ -1,8 +1,8 @@
 """Convert a selected trajectory to export rows. Pure, except for reading blobs.
 
-Token formats have one row per training sequence of `trainer.data.sequences`: a path of the segment
-tree, on which each sampled token is trained once. Chat formats have one row per conversation: a
-step that no other step continues.
+Token formats have one row per training sequence of `clawstream.trainer.data.sequences`: a path of
+the segment tree, on which each sampled token is trained once. Chat formats have one row per
+conversation: a step that no other step continues.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from clawstream.export.chat import chat_of
 from clawstream.export.row import Chat, ExportRow
 from clawstream.export.segments import segments_of
 from clawstream.export.selection import SelectedTrajectory
-from runtime.blob_store import BlobMissing
-from schemas.blob_refs import referenced
-from schemas.records import Step, Trajectory
-from trainer.data.sequences import TrainingSequence, sequences_of
+from clawstream.runtime.blob_store import BlobMissing
+from clawstream.schemas.blob_refs import referenced
+from clawstream.schemas.records import Step, Trajectory
+from clawstream.trainer.data.sequences import TrainingSequence, sequences_of
 
 GetBlob = Callable[[str], bytes]
 """Returns the bytes of a SHA-256 in hex; raises BlobMissing."""

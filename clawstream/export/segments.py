@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from schemas.records import Segment, Step, TrajectoryStep
-from stream_jobs.assemble.payload.cache import payload_of
-from stream_jobs.assemble.payload.segment_tree import SampledTokens, build
-from stream_jobs.assemble.payload.trainability import trainability
+from clawstream.schemas.records import Segment, Step, TrajectoryStep
+from clawstream.stream_jobs.assemble.payload.cache import payload_of
+from clawstream.stream_jobs.assemble.payload.segment_tree import SampledTokens, build
+from clawstream.stream_jobs.assemble.payload.trainability import trainability
 
 
 def segments_of(

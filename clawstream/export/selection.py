@@ -22,11 +22,11 @@ import pyarrow.compute as pc
 
 from clawstream.export.row import Origin
 from clawstream.query.connection import connect, rows_of
-from schemas.records import Step, Tag, TrajectoryStep
-from schemas.settings import Settings
-from stream_jobs.lake.delta.table import dataset, open_table
-from stream_jobs.lake.tables.catalog import catalog
-from stream_jobs.lake.tables.row_events import events_of
+from clawstream.schemas.records import Step, Tag, TrajectoryStep
+from clawstream.schemas.settings import Settings
+from clawstream.stream_jobs.lake.delta.table import dataset, open_table
+from clawstream.stream_jobs.lake.tables.catalog import catalog
+from clawstream.stream_jobs.lake.tables.row_events import events_of
 
 CHUNK_TOKENS = 2_000_000
 """Prompt and response tokens of the steps in memory at once; a larger trajectory is alone."""

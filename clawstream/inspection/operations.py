@@ -7,6 +7,16 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from clawstream.gateway.errors import GatewayError
+from clawstream.inspector.operations.observation import (
+    Consumer,
+    Disk,
+    Observation,
+    Process,
+    Spool,
+    Weights,
+    Worker,
+)
 from clawstream.ops.lag import Backlog, by_topic
 from clawstream.ops.monitoring.rules import STATUSES
 from clawstream.ops.monitoring.topic_follower import FollowedState, TopicFollower
@@ -18,19 +28,9 @@ from clawstream.ops.monitoring.watch import (
 )
 from clawstream.ops.spool_drain import spooled
 from clawstream.ops.status import has_ended, processes_of
-from gateway.errors import GatewayError
-from inspector.operations.observation import (
-    Consumer,
-    Disk,
-    Observation,
-    Process,
-    Spool,
-    Weights,
-    Worker,
-)
-from runtime.kafka import Cluster, KafkaError
-from runtime.logs import logger
-from schemas.settings import Settings
+from clawstream.runtime.kafka import Cluster, KafkaError
+from clawstream.runtime.logs import logger
+from clawstream.schemas.settings import Settings
 
 ASK_S = 2.0
 """How long a broker is waited for."""
@@ -42,7 +42,7 @@ Rows = Mapping[str, Mapping[str, Any]]
 
 
 class Operations:
-    """Observes one installation: implements `inspector.operations.observation.Observe`.
+    """Observes one installation: implements `clawstream.inspector.operations.observation.Observe`.
 
     Only one thread may call it.
     """

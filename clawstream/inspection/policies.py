@@ -8,26 +8,31 @@ from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
-from inspector.queries.lake import Lake
-from inspector.queries.policy import PolicyLog, PolicyVersion
-from runtime.kafka import Cluster
-from runtime.process.config import with_values
-from schemas.codec.record_json import from_json
-from schemas.codec.single_object import Codec
-from schemas.ids import RUN_ID
-from schemas.records import AdmissionPolicy
-from schemas.settings import Settings
-from stream_jobs.admit import policy_log
-from stream_jobs.admit.policy import SETTINGS, policy_rejection, settings_of
-from stream_jobs.admit.policy_log import PolicyEntry, changed_policy, entries_of, newest_of
-from stream_jobs.errors import PolicyRefused
-from trainer.settings_check import check_algorithm
+from clawstream.inspector.queries.lake import Lake
+from clawstream.inspector.queries.policy import PolicyLog, PolicyVersion
+from clawstream.runtime.kafka import Cluster
+from clawstream.runtime.process.config import with_values
+from clawstream.schemas.codec.record_json import from_json
+from clawstream.schemas.codec.single_object import Codec
+from clawstream.schemas.ids import RUN_ID
+from clawstream.schemas.records import AdmissionPolicy
+from clawstream.schemas.settings import Settings
+from clawstream.stream_jobs.admit import policy_log
+from clawstream.stream_jobs.admit.policy import SETTINGS, policy_rejection, settings_of
+from clawstream.stream_jobs.admit.policy_log import (
+    PolicyEntry,
+    changed_policy,
+    entries_of,
+    newest_of,
+)
+from clawstream.stream_jobs.errors import PolicyRefused
+from clawstream.trainer.settings_check import check_algorithm
 
 _CHECKS = (check_algorithm,)
 
 
 class RunPolicies:
-    """The policies of all runs: implements `inspector.queries.policy.Policies`.
+    """The policies of all runs: implements `clawstream.inspector.queries.policy.Policies`.
 
     Args:
         settings: They name functions and topics.

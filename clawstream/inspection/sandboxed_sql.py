@@ -7,12 +7,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from itertools import islice
 
+from clawstream.inspector.queries.sql import ROWS, Cancellation, Result
 from clawstream.query.result_format import rows_of
 from clawstream.query.sandbox import answer
 from clawstream.query.sandbox_launch import QueryProcess, query_process
-from inspector.queries.sql import ROWS, Cancellation, Result
-from schemas.settings import Settings
-from stream_jobs.errors import SqlError
+from clawstream.schemas.settings import Settings
+from clawstream.stream_jobs.errors import SqlError
 
 AT_ONCE = 2
 """Queries that run at the same time: each may take `lake.sql_memory_mb`."""
@@ -22,7 +22,7 @@ _Started = tuple[ExitStack, QueryProcess]
 
 
 class SandboxedSql:
-    """Runs queries, each in a process of its own: implements `inspector.queries.sql.RunSql`.
+    """Implements `clawstream.inspector.queries.sql.RunSql`: each query has a process of its own.
 
     The process of the next query is started early: its imports take longer than most queries. One
     thread starts all of them, because a process ends with the thread that started it.

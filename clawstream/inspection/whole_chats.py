@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable
 
 from clawstream.export.chat import chat_of
-from inspector.queries.conversation import Chat, ReadChat
-from runtime.blob_store import BlobMissing, BlobStoreAway
-from schemas.blob_refs import referenced
+from clawstream.inspector.queries.conversation import Chat, ReadChat
+from clawstream.runtime.blob_store import BlobMissing, BlobStoreAway
+from clawstream.schemas.blob_refs import referenced
 
 LARGEST = 64 * 1024 * 1024
 """Bytes of a body that is read from the blob store; of a larger one the reference is shown."""

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Literal
 
+from clawstream.runtime.kafka import Cluster
+from clawstream.runtime.topics.positions import StoredPosition
 from clawstream.text_table import text_table
-from runtime.kafka import Cluster
-from runtime.topics.positions import StoredPosition
 
 Verdict = Literal[
     "ok", "topic recreated", "topic is gone", "beyond the end", "before the start", "unreadable"

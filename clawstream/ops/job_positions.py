@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from runtime.kafka import Cluster
-from runtime.topics.positions import StoredPosition
-from runtime.topics.records import Decoder
-from schemas.records import Late, PolicyApplied
-from schemas.settings import Settings
-from schemas.topics import partition_of
-from stream_jobs.admit.decisions.journal import decode_journal_record
-from stream_jobs.admit.decisions.recovery import first_offset
-from stream_jobs.assemble.changelog import ChangelogReader, decode_record
-from stream_jobs.errors import UnreadableChangelog, UnreadableJournal
+from clawstream.runtime.kafka import Cluster
+from clawstream.runtime.topics.positions import StoredPosition
+from clawstream.runtime.topics.records import Decoder
+from clawstream.schemas.records import Late, PolicyApplied
+from clawstream.schemas.settings import Settings
+from clawstream.schemas.topics import partition_of
+from clawstream.stream_jobs.admit.decisions.journal import decode_journal_record
+from clawstream.stream_jobs.admit.decisions.recovery import first_offset
+from clawstream.stream_jobs.assemble.changelog import ChangelogReader, decode_record
+from clawstream.stream_jobs.errors import UnreadableChangelog, UnreadableJournal
 
 
 def positions(settings: Settings, cluster: Cluster) -> list[StoredPosition]:

@@ -25,11 +25,11 @@ from functools import cache
 
 from clawstream.ops.monitoring.rules import Status, worst
 from clawstream.ops.tracing.topics import followed_topics
+from clawstream.runtime.kafka import Cluster, Record
+from clawstream.schemas.codec.single_object import Codec
+from clawstream.schemas.settings import Settings
+from clawstream.schemas.topics import Topics, partition_of
 from clawstream.text_table import text_table
-from runtime.kafka import Cluster, Record
-from schemas.codec.single_object import Codec
-from schemas.settings import Settings
-from schemas.topics import Topics, partition_of
 
 SCAN_RECORDS = 2_000
 SCAN_TIMEOUT_S = 10.0

@@ -15,23 +15,23 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from runtime.broker.embedded import broker_of, status
-from runtime.errors import InUse, PlumbingError
-from runtime.process.child import die_with_parent
-from runtime.process.config import PREFIX
-from runtime.process.ports import PortTaken, check_free
-from schemas.errors import SettingsError
-from schemas.settings import Settings
+from clawstream.runtime.broker.embedded import broker_of, status
+from clawstream.runtime.errors import InUse, PlumbingError
+from clawstream.runtime.process.child import die_with_parent
+from clawstream.runtime.process.config import PREFIX
+from clawstream.runtime.process.ports import PortTaken, check_free
+from clawstream.schemas.errors import SettingsError
+from clawstream.schemas.settings import Settings
 
 Check = Callable[[Settings], object]
 
 MODULES = {
-    "gateway": "gateway.settings_check",
-    "reward": "stream_jobs.reward.settings_check",
-    "compare": "stream_jobs.compare.settings_check",
-    "admit": "stream_jobs.reward.settings_check",
-    "trainer": "trainer.settings_check",
-    "rollout": "rollout.settings_check",
+    "gateway": "clawstream.gateway.settings_check",
+    "reward": "clawstream.stream_jobs.reward.settings_check",
+    "compare": "clawstream.stream_jobs.compare.settings_check",
+    "admit": "clawstream.stream_jobs.reward.settings_check",
+    "trainer": "clawstream.trainer.settings_check",
+    "rollout": "clawstream.rollout.settings_check",
 }
 """Process to the module of its checks."""
 BROKER_GONE_S = 10.0

@@ -4,8 +4,8 @@
 2. From the oldest segment on, ask the lake for its records and send the missing ones in order.
 3. Remove the segment once all are acknowledged. After a crash it is sent again with the same ids.
 
-The readable part of a damaged segment (`gateway.durability.quarantine`) is sent; the file stays
-for manual repair.
+The readable part of a damaged segment (`clawstream.gateway.durability.quarantine`) is sent; the
+file stays for manual repair.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gateway.durability.blobs import Blobs
-from gateway.durability.log import Message
-from gateway.durability.quarantine import (
+from clawstream.gateway.durability.blobs import Blobs
+from clawstream.gateway.durability.log import Message
+from clawstream.gateway.durability.quarantine import (
     DAMAGED,
     QUARANTINED,
     Damage,
@@ -27,14 +27,14 @@ from gateway.durability.quarantine import (
     move_to,
     reject,
 )
-from gateway.durability.segment import read_segment, segments_in
-from gateway.durability.spool import lock
-from gateway.errors import GatewayError, RecordTooLarge, RecordUnfit, SpoolTaken
-from runtime.blob_store import BlobStore
-from runtime.topics.records import cluster_of
-from schemas.codec.single_object import Codec
-from schemas.errors import Undecodable, UnknownSchema
-from schemas.settings import Settings
+from clawstream.gateway.durability.segment import read_segment, segments_in
+from clawstream.gateway.durability.spool import lock
+from clawstream.gateway.errors import GatewayError, RecordTooLarge, RecordUnfit, SpoolTaken
+from clawstream.runtime.blob_store import BlobStore
+from clawstream.runtime.topics.records import cluster_of
+from clawstream.schemas.codec.single_object import Codec
+from clawstream.schemas.errors import Undecodable, UnknownSchema
+from clawstream.schemas.settings import Settings
 
 
 class Drained(NamedTuple):
@@ -107,7 +107,7 @@ def _send(settings: Settings, directory: Path, paths: Sequence[Path]) -> tuple[i
     Returns:
         The number of records sent, and the number of records that were already in the lake.
     """
-    from stream_jobs.lake.lookup import check_not_behind
+    from clawstream.stream_jobs.lake.lookup import check_not_behind
 
     cluster, gateway = cluster_of(settings), settings.gateway
     store = BlobStore(settings.blob_uri, gateway.blob_options)
@@ -142,7 +142,7 @@ def _send(settings: Settings, directory: Path, paths: Sequence[Path]) -> tuple[i
 
 def _missing(settings: Settings, messages: Sequence[Message]) -> list[Message]:
     """Return the records that the lake lacks. Unreadable ones count: it dead-letters them."""
-    from stream_jobs.lake.lookup import in_lake
+    from clawstream.stream_jobs.lake.lookup import in_lake
 
     codec, events = Codec(), list[Any]()
     for message in messages:

@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from clawstream.ops.lag import data_lag, expected_groups
-from runtime.exit_codes import EXIT_FAILED, EXIT_KAFKA, NAMES
-from runtime.kafka import Cluster, Record
-from runtime.process.supervisor import supervisor_of
-from runtime.process.table import read_table
-from runtime.topics.records import Decoder
-from schemas.codec.single_object import Event
-from schemas.errors import Undecodable, UnknownSchema
-from schemas.records import Refused, RolloutBudget, WeightVersion, WorkerStatus
-from schemas.settings import Settings
+from clawstream.runtime.exit_codes import EXIT_FAILED, EXIT_KAFKA, NAMES
+from clawstream.runtime.kafka import Cluster, Record
+from clawstream.runtime.process.supervisor import supervisor_of
+from clawstream.runtime.process.table import read_table
+from clawstream.runtime.topics.records import Decoder
+from clawstream.schemas.codec.single_object import Event
+from clawstream.schemas.errors import Undecodable, UnknownSchema
+from clawstream.schemas.records import Refused, RolloutBudget, WeightVersion, WorkerStatus
+from clawstream.schemas.settings import Settings
 
 NEWEST = 5000
 """Number of newest decisions whose refusals are shown by reason; a search reads as many at once."""

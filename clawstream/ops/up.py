@@ -15,17 +15,23 @@ from typing import Any, Self
 
 from clawstream.ops.lag import data_lag
 from clawstream.ops.preflight import check
-from runtime.broker.embedded import BrokerError, status
-from runtime.exit_codes import EXIT_SETTINGS
-from runtime.kafka import Denied, KafkaError
-from runtime.logs import logger
-from runtime.process.lifecycle import run_async
-from runtime.process.readiness import ready
-from runtime.process.remembered_settings import FILE, changes, forget, missing_secrets, remember
-from runtime.process.supervisor import KILLED, ProcessSpec, Supervisor, Unwritable
-from runtime.topics.records import cluster_of
-from schemas.errors import SettingsError
-from schemas.settings import Settings
+from clawstream.runtime.broker.embedded import BrokerError, status
+from clawstream.runtime.exit_codes import EXIT_SETTINGS
+from clawstream.runtime.kafka import Denied, KafkaError
+from clawstream.runtime.logs import logger
+from clawstream.runtime.process.lifecycle import run_async
+from clawstream.runtime.process.readiness import ready
+from clawstream.runtime.process.remembered_settings import (
+    FILE,
+    changes,
+    forget,
+    missing_secrets,
+    remember,
+)
+from clawstream.runtime.process.supervisor import KILLED, ProcessSpec, Supervisor, Unwritable
+from clawstream.runtime.topics.records import cluster_of
+from clawstream.schemas.errors import SettingsError
+from clawstream.schemas.settings import Settings
 
 COMMANDS = {
     "broker": ("broker", "run"),
@@ -347,5 +353,5 @@ def run(settings: Settings) -> None:
 
 def python(*words: str) -> list[str]:
     """Return the command line of one of our own processes."""
-    # -P: a user's `rewards.py` in the working directory must not hide our package of that name.
+    # -P: a user's `clawstream.py` in the working directory must not hide the package.
     return [sys.executable, "-P", "-m", "clawstream", *words]

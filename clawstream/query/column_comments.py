@@ -1,7 +1,8 @@
 """Describe columns of views by the descriptions of their tables, as comments in DuckDB. Pure.
 
-`stream_jobs.lake.tables.catalog` describes the columns of tables. `views/*.sql` describes columns
-that only a view has; other columns have the description of the table that the view selects from.
+`clawstream.stream_jobs.lake.tables.catalog` describes the columns of tables. `views/*.sql`
+describes columns that only a view has; other columns have the description of the table that the
+view selects from.
 """
 
 from __future__ import annotations

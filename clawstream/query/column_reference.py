@@ -12,8 +12,8 @@ import pyarrow as pa
 
 from clawstream.query.column_comments import comment_of
 from clawstream.query.connection import connect_empty
-from stream_jobs.lake.tables.catalog import catalog
-from stream_jobs.lake.tables.table import KAFKA_COLUMNS
+from clawstream.stream_jobs.lake.tables.catalog import catalog
+from clawstream.stream_jobs.lake.tables.table import KAFKA_COLUMNS
 
 _INTRODUCTION = """# Columns of the lake
 

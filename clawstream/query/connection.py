@@ -22,13 +22,19 @@ import pyarrow as pa
 import pyarrow.dataset as ds
 
 from clawstream.query.column_comments import table_comments
-from schemas.ids import GATEWAY_ASSIGNED_KEY
-from schemas.settings import LakeSettings, Settings
-from stream_jobs.errors import LakeDamaged, SqlError
-from stream_jobs.lake.delta.table import Delta, LakeMissing, check_files, dataset, open_table
-from stream_jobs.lake.tables.arrow_columns import TIME, merged
-from stream_jobs.lake.tables.catalog import catalog
-from stream_jobs.lake.tables.table import Table
+from clawstream.schemas.ids import GATEWAY_ASSIGNED_KEY
+from clawstream.schemas.settings import LakeSettings, Settings
+from clawstream.stream_jobs.errors import LakeDamaged, SqlError
+from clawstream.stream_jobs.lake.delta.table import (
+    Delta,
+    LakeMissing,
+    check_files,
+    dataset,
+    open_table,
+)
+from clawstream.stream_jobs.lake.tables.arrow_columns import TIME, merged
+from clawstream.stream_jobs.lake.tables.catalog import catalog
+from clawstream.stream_jobs.lake.tables.table import Table
 
 THREADS = min(8, os.cpu_count() or 1)
 """Each thread takes address space, which is limited."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
+from clawstream.inspector.marks.mark import Mark, Target
 from clawstream.query.connection import rows_of
-from inspector.marks.mark import Mark, Target
-from runtime.kafka import Cluster
-from runtime.topics.records import now_micros, publish_schemas
-from schemas.codec.single_object import Codec
-from schemas.settings import Settings
+from clawstream.runtime.kafka import Cluster
+from clawstream.runtime.topics.records import now_micros, publish_schemas
+from clawstream.schemas.codec.single_object import Codec
+from clawstream.schemas.settings import Settings
 
 TargetKind = Literal["trajectories", "steps"]
 FLUSH_RECORDS = 10_000

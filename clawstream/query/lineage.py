@@ -10,9 +10,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC
 from typing import Any
 
-from schemas.errors import InvalidId
-from schemas.ids import key_of_step, key_of_trajectory, parse_version
-from stream_jobs.errors import StreamJobError
+from clawstream.schemas.errors import InvalidId
+from clawstream.schemas.ids import key_of_step, key_of_trajectory, parse_version
+from clawstream.stream_jobs.errors import StreamJobError
 
 Row = dict[str, Any]
 SKEW = "INTERVAL 1 MINUTE"

@@ -22,14 +22,20 @@ import pyarrow as pa
 import pyarrow.dataset as ds
 
 from clawstream.query.connection import connect_empty, open_dataset, translated_errors
+from clawstream.runtime.logs import logger
+from clawstream.schemas.errors import ForeseenError
+from clawstream.schemas.settings import Settings
 from clawstream.search.index import TextIndex
-from runtime.logs import logger
-from schemas.errors import ForeseenError
-from schemas.settings import Settings
-from stream_jobs.errors import SqlError
-from stream_jobs.lake.delta.log import committed_at
-from stream_jobs.lake.delta.table import Delta, DeltaError, LakeMissing, open_table, refresh
-from stream_jobs.lake.tables.catalog import catalog
+from clawstream.stream_jobs.errors import SqlError
+from clawstream.stream_jobs.lake.delta.log import committed_at
+from clawstream.stream_jobs.lake.delta.table import (
+    Delta,
+    DeltaError,
+    LakeMissing,
+    open_table,
+    refresh,
+)
+from clawstream.stream_jobs.lake.tables.catalog import catalog
 
 FRESH_S = 1.0
 """A snapshot is looked for at most this often."""

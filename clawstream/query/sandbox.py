@@ -17,8 +17,8 @@ import pyarrow as pa
 
 from clawstream.query.result_format import Format, write
 from clawstream.query.sandbox_launch import QueryProcess, query_process
-from schemas.settings import LakeSettings, Settings
-from stream_jobs.errors import SqlError
+from clawstream.schemas.settings import LakeSettings, Settings
+from clawstream.stream_jobs.errors import SqlError
 
 _END_S = 5.0
 """Seconds that a process may take to end after it closed its result."""
@@ -92,7 +92,8 @@ def write_sql(
     """Write the result of a query as it arrives.
 
     Args:
-        at: state of the lake for `stream_jobs.lake.delta.snapshots.resolve_versions`; None: the
+        at: state of the lake for `clawstream.stream_jobs.lake.delta.snapshots.resolve_versions`;
+        None: the
             newest.
         worker: a process that was started before and not used yet.
 

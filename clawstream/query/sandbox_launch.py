@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from typing import IO, NamedTuple
 
-from runtime.process.child import die_with_parent
+from clawstream.runtime.process.child import die_with_parent
 
 for _name in ("pyarrow", "duckdb", "deltalake"):
     if find_spec(_name) is None:

@@ -4,8 +4,8 @@ Started by `clawstream.query.sandbox_launch`. DuckDB's own settings deny all fil
 (`clawstream.query.connection.connect`). They do not bound memory and time: one function call may
 allocate beyond `memory_limit` and ignore interrupts. So the operating system limits the address
 space of this process, forbids file writes, and ends it by SIGALRM when its time is over; it ends
-with the process that started it (`runtime.process.child`). Time in which the result waits for its
-reader does not count.
+with the process that started it (`clawstream.runtime.process.child`). Time in which the result
+waits for its reader does not count.
 
 1. The request is JSON on standard input, not arguments: those are visible to every user, and it may
    hold credentials. It may come long after the start, because the caller starts this process first
@@ -31,11 +31,11 @@ import pyarrow as pa
 from clawstream.query.column_comments import READS_COMMENTS
 from clawstream.query.connection import batches_of, connect, table_at_fault
 from clawstream.query.sandbox import too_large
-from schemas.settings import LakeSettings, Settings
-from stream_jobs.errors import LakeDamaged, LakeError, SqlError
-from stream_jobs.lake.delta.log import plain
-from stream_jobs.lake.delta.snapshots import resolve_versions
-from stream_jobs.lake.delta.table import open_table, table_damage
+from clawstream.schemas.settings import LakeSettings, Settings
+from clawstream.stream_jobs.errors import LakeDamaged, LakeError, SqlError
+from clawstream.stream_jobs.lake.delta.log import plain
+from clawstream.stream_jobs.lake.delta.snapshots import resolve_versions
+from clawstream.stream_jobs.lake.delta.table import open_table, table_damage
 
 BATCH_ROWS = 1024
 _MESSAGE_BYTES = 16_000

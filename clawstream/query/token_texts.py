@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from runtime.logs import logger
+from clawstream.runtime.logs import logger
 
 FILE = "tokenizer.json"
 _QUERY = """SELECT files FROM weights_raw WHERE run_id = split_part($version, '/', 1)

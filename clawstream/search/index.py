@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from clawstream.runtime.logs import logger
+from clawstream.runtime.process.lifecycle import die
 from clawstream.search.segment import FOUND, Document, Error, Segment
 from clawstream.search.texts import texts_of
 from clawstream.search.words import Term, terms_of
-from runtime.logs import logger
-from runtime.process.lifecycle import die
-from stream_jobs.errors import SqlError
+from clawstream.stream_jobs.errors import SqlError
 
 IDLE_S = 30.0
 """After this time without a newer snapshot the index looks for one, and tries a file again that

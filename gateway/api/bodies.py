@@ -8,11 +8,11 @@ from typing import Annotated, Any, Literal, TypeVar
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from gateway.errors import BadRequest, Unprocessable
-from gateway.protocols.request_fields import dumps
-from schemas.records import Channel, RewardSource
-from schemas.records.parts import NAME_CHARS, TAGS_MAX
-from schemas.records.rewards import COMPLETION_MAX
+from clawstream.gateway.errors import BadRequest, Unprocessable
+from clawstream.gateway.protocols.request_fields import dumps
+from clawstream.schemas.records import Channel, RewardSource
+from clawstream.schemas.records.parts import NAME_CHARS, TAGS_MAX
+from clawstream.schemas.records.rewards import COMPLETION_MAX
 
 Value = Annotated[float, Field(allow_inf_nan=False, strict=True)]
 Text = Annotated[str, Field(min_length=1, max_length=NAME_CHARS)]

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request
 
-from gateway.api.bodies import Curate, in_openapi
-from gateway.api.dependencies import body_of, principal_with
-from gateway.api.recorder import Recorder
-from gateway.api.targets import target_of
-from gateway.asgi.messages import header_map
-from gateway.auth.authenticator import Principal
-from gateway.errors import Unprocessable
-from gateway.proxy.services import Services
-from schemas.ids import new_event_id
+from clawstream.gateway.api.bodies import Curate, in_openapi
+from clawstream.gateway.api.dependencies import body_of, principal_with
+from clawstream.gateway.api.recorder import Recorder
+from clawstream.gateway.api.targets import target_of
+from clawstream.gateway.asgi.messages import header_map
+from clawstream.gateway.auth.authenticator import Principal
+from clawstream.gateway.errors import Unprocessable
+from clawstream.gateway.proxy.services import Services
+from clawstream.schemas.ids import new_event_id
 
 
 def curation_routes(services: Services) -> APIRouter:

@@ -9,12 +9,12 @@ from urllib.parse import unquote
 from fastapi import Depends, Request
 from pydantic import AfterValidator, BaseModel
 
-from gateway.api.bodies import read_as
-from gateway.asgi.messages import HeldBody, header_map
-from gateway.auth.api_keys import Scope
-from gateway.auth.authenticator import Principal
-from gateway.proxy.services import Services
-from schemas.settings import GatewaySettings
+from clawstream.gateway.api.bodies import read_as
+from clawstream.gateway.asgi.messages import HeldBody, header_map
+from clawstream.gateway.auth.api_keys import Scope
+from clawstream.gateway.auth.authenticator import Principal
+from clawstream.gateway.proxy.services import Services
+from clawstream.schemas.settings import GatewaySettings
 
 MAX_CONTROL_BODY = 1 << 20
 """Maximum bytes of a control request, e.g. metadata and reward details."""

@@ -9,16 +9,20 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from gateway.api.bodies import Complete, Curate, GiveReward, Register, json_of
-from gateway.api.targets import check_one_trajectory
-from gateway.attribution.resolver import TrajectoryRef
-from gateway.durability.record_writer import Event
-from gateway.errors import Unprocessable
-from gateway.protocols.request_fields import dumps
-from gateway.proxy.services import Services
-from schemas.ids import is_gateway_assigned, stable_id
-from schemas.records import Curation, Reward, SessionEvent
-from schemas.records.rewards import COMPLETION_NAME, COMPLETION_SOURCE, COMPLETION_VERSION
+from clawstream.gateway.api.bodies import Complete, Curate, GiveReward, Register, json_of
+from clawstream.gateway.api.targets import check_one_trajectory
+from clawstream.gateway.attribution.resolver import TrajectoryRef
+from clawstream.gateway.durability.record_writer import Event
+from clawstream.gateway.errors import Unprocessable
+from clawstream.gateway.protocols.request_fields import dumps
+from clawstream.gateway.proxy.services import Services
+from clawstream.schemas.ids import is_gateway_assigned, stable_id
+from clawstream.schemas.records import Curation, Reward, SessionEvent
+from clawstream.schemas.records.rewards import (
+    COMPLETION_NAME,
+    COMPLETION_SOURCE,
+    COMPLETION_VERSION,
+)
 
 AT_ONCE = 256
 """Records created before the event loop yields: 10 ms, small beside the wait for Kafka."""

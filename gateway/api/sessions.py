@@ -10,15 +10,15 @@ from urllib.parse import quote
 
 from fastapi import APIRouter, Request
 
-from gateway.api.bodies import Complete, OpenSession, Register, in_openapi
-from gateway.api.dependencies import Segment, body_of, principal_with, public_url
-from gateway.api.recorder import Recorder
-from gateway.api.targets import check_one_trajectory, target_of
-from gateway.asgi.messages import header_map
-from gateway.attribution.resolver import TRAJECTORY_HEADER
-from gateway.auth.authenticator import Principal
-from gateway.proxy.services import Services
-from schemas.ids import new_ulid
+from clawstream.gateway.api.bodies import Complete, OpenSession, Register, in_openapi
+from clawstream.gateway.api.dependencies import Segment, body_of, principal_with, public_url
+from clawstream.gateway.api.recorder import Recorder
+from clawstream.gateway.api.targets import check_one_trajectory, target_of
+from clawstream.gateway.asgi.messages import header_map
+from clawstream.gateway.attribution.resolver import TRAJECTORY_HEADER
+from clawstream.gateway.auth.authenticator import Principal
+from clawstream.gateway.proxy.services import Services
+from clawstream.schemas.ids import new_ulid
 
 
 def session_routes(services: Services) -> APIRouter:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import re
 
-from gateway.errors import Unprocessable
-from schemas.errors import InvalidId
-from schemas.ids import check_trajectory_key, is_gateway_assigned, key_of_step
+from clawstream.gateway.errors import Unprocessable
+from clawstream.schemas.errors import InvalidId
+from clawstream.schemas.ids import check_trajectory_key, is_gateway_assigned, key_of_step
 
 ULID = re.compile("[0-9A-HJKMNP-TV-Z]{26}")
 STEP_ID = re.compile(rf".+~{ULID.pattern}\.\d{{1,9}}")

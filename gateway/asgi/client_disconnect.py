@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from types import TracebackType
 from typing import Any
 
-from gateway.errors import ClientGone
+from clawstream.gateway.errors import ClientGone
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from typing import Protocol
 
-from runtime.logs import logger
-from schemas.errors import SettingsError
+from clawstream.runtime.logs import logger
+from clawstream.schemas.errors import SettingsError
 
 FILES_KEPT = 128
 """Open files that are neither of clients nor of calls to engines: Kafka, spool, blobs, log."""

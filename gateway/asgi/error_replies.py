@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 
 import orjson
 
-from gateway import errors as e
+from clawstream.gateway import errors as e
 
 
 class HttpError(NamedTuple):

@@ -10,8 +10,8 @@ from collections.abc import MutableMapping
 from http import HTTPStatus
 from typing import Any, Protocol
 
-from gateway.asgi.messages import is_admitted
-from gateway.errors import GatewayError
+from clawstream.gateway.asgi.messages import is_admitted
+from clawstream.gateway.errors import GatewayError
 
 JOINED = 1 << 16
 """Bytes. A body of at most this size is copied behind its head, so that both are one write."""

@@ -33,11 +33,11 @@ from fastapi import FastAPI
 from uvicorn.protocols.utils import get_local_addr, get_remote_addr
 from uvicorn.server import ServerState
 
-from gateway.asgi.connection_limit import ConnectionLimit
-from gateway.asgi.deadlines import Deadlines
-from gateway.asgi.error_replies import reply_of
-from gateway.asgi.http_cycle import Cycle, head_of
-from gateway.errors import (
+from clawstream.gateway.asgi.connection_limit import ConnectionLimit
+from clawstream.gateway.asgi.deadlines import Deadlines
+from clawstream.gateway.asgi.error_replies import reply_of
+from clawstream.gateway.asgi.http_cycle import Cycle, head_of
+from clawstream.gateway.errors import (
     BadRequest,
     GatewayError,
     HeadersTooLarge,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from gateway.errors import Overloaded
+from clawstream.gateway.errors import Overloaded
 
 
 class InFlightLimits:

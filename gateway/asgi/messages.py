@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Collection, MutableMapping
 from typing import Any
 
-from gateway.asgi.client_disconnect import Receive
-from gateway.asgi.error_replies import Reply
-from gateway.asgi.in_flight_limits import InFlightLimits
-from gateway.errors import BodyTooLarge, ClientGone, Overloaded
+from clawstream.gateway.asgi.client_disconnect import Receive
+from clawstream.gateway.asgi.error_replies import Reply
+from clawstream.gateway.asgi.in_flight_limits import InFlightLimits
+from clawstream.gateway.errors import BodyTooLarge, ClientGone, Overloaded
 
 VALUE_BYTES = 64
 """Memory of a value of JSON beside its text. Its number is estimated by commas and brackets."""

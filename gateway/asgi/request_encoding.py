@@ -13,10 +13,10 @@ from typing import Any
 
 import cramjam
 
-from gateway.asgi.client_disconnect import Receive
-from gateway.asgi.content_encoding import READABLE, WINDOW_BITS
-from gateway.asgi.in_flight_limits import InFlightLimits
-from gateway.errors import BadRequest, BodyTooLarge, WrongEncoding
+from clawstream.gateway.asgi.client_disconnect import Receive
+from clawstream.gateway.asgi.content_encoding import READABLE, WINDOW_BITS
+from clawstream.gateway.asgi.in_flight_limits import InFlightLimits
+from clawstream.gateway.errors import BadRequest, BodyTooLarge, WrongEncoding
 
 PIECE = 1 << 16
 """Maximum bytes per decoded chunk."""

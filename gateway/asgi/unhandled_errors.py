@@ -10,11 +10,11 @@ from collections.abc import MutableMapping
 from traceback import walk_tb
 from typing import Any
 
-from gateway.asgi.client_disconnect import Receive
-from gateway.asgi.error_replies import reply_of
-from gateway.asgi.messages import App, Scope, Send, send_reply
-from gateway.errors import GatewayError
-from runtime.logs import logger
+from clawstream.gateway.asgi.client_disconnect import Receive
+from clawstream.gateway.asgi.error_replies import reply_of
+from clawstream.gateway.asgi.messages import App, Scope, Send, send_reply
+from clawstream.gateway.errors import GatewayError
+from clawstream.runtime.logs import logger
 
 MAX_LOCATIONS = 8
 """Maximum number of logged stack locations, innermost last."""

@@ -13,8 +13,8 @@ from typing import Any, Literal, NamedTuple
 
 import orjson
 
-from gateway.attribution.conversation import last_user_text, system_text
-from schemas.ids import parse_traceparent
+from clawstream.gateway.attribution.conversation import last_user_text, system_text
+from clawstream.schemas.ids import parse_traceparent
 
 AgentName = Literal["claude-code", "codex", "opencode", "openclaw"]
 

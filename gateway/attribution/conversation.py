@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from gateway.protocols.request_fields import dumps
+from clawstream.gateway.protocols.request_fields import dumps
 
 SYSTEM_ROLES = ("system", "developer")
 TEXT_TYPES = ("text", "input_text", "output_text")

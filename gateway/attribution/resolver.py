@@ -12,19 +12,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gateway.attribution.agents import session_of
-from gateway.attribution.conversation import first_user_turn
-from gateway.auth.authenticator import Principal
-from gateway.errors import BadRequest, Forbidden
-from schemas.errors import InvalidId
-from schemas.ids import (
+from clawstream.gateway.attribution.agents import session_of
+from clawstream.gateway.attribution.conversation import first_user_turn
+from clawstream.gateway.auth.authenticator import Principal
+from clawstream.gateway.errors import BadRequest, Forbidden
+from clawstream.schemas.errors import InvalidId
+from clawstream.schemas.ids import (
     agent_key,
     anonymous_session_key,
     check_group_id,
     check_run_id,
     check_trajectory_key,
 )
-from schemas.records import Channel
+from clawstream.schemas.records import Channel
 
 RUN_HEADER = "x-clawstream-run"
 TRAJECTORY_HEADER = "x-clawstream-trajectory"

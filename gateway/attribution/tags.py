@@ -12,9 +12,9 @@ from typing import Any, Literal, NamedTuple
 
 import orjson
 
-from gateway.attribution.agents import AgentName, agent_of
-from gateway.attribution.conversation import first_user_text, last_user_text, system_text
-from schemas.records import Tag
+from clawstream.gateway.attribution.agents import AgentName, agent_of
+from clawstream.gateway.attribution.conversation import first_user_text, last_user_text, system_text
+from clawstream.schemas.records import Tag
 
 Name = Literal["sub_agent", "title", "compaction", "summary"]
 Where = Literal[

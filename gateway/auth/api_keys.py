@@ -23,10 +23,10 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from gateway.errors import KeysUnreadable, KeyTaken, NoSuchKey, Unprocessable
-from runtime.atomic_file import write_durably
-from runtime.logs import logger
-from schemas.ids import RUN_ID
+from clawstream.gateway.errors import KeysUnreadable, KeyTaken, NoSuchKey, Unprocessable
+from clawstream.runtime.atomic_file import write_durably
+from clawstream.runtime.logs import logger
+from clawstream.schemas.ids import RUN_ID
 
 Scope = Literal["agent", "reward", "curate", "admin"]
 SCOPES: tuple[Scope, ...] = ("agent", "reward", "curate", "admin")

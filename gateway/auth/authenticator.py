@@ -33,14 +33,20 @@ from functools import lru_cache
 from ipaddress import ip_address
 from urllib.parse import urlsplit
 
-from gateway.auth import api_keys
-from gateway.auth.api_keys import ApiKey, KeyRing, Scope, digest_of
-from gateway.auth.session_keys import KEY_PREFIXES, PREFIX, Session, SessionKeys, secret_of
-from gateway.errors import Forbidden, KeysUnreadable, WrongKey
-from gateway.metrics import Metrics
-from runtime.logs import logger
-from schemas.records import Channel
-from schemas.settings import Settings
+from clawstream.gateway.auth import api_keys
+from clawstream.gateway.auth.api_keys import ApiKey, KeyRing, Scope, digest_of
+from clawstream.gateway.auth.session_keys import (
+    KEY_PREFIXES,
+    PREFIX,
+    Session,
+    SessionKeys,
+    secret_of,
+)
+from clawstream.gateway.errors import Forbidden, KeysUnreadable, WrongKey
+from clawstream.gateway.metrics import Metrics
+from clawstream.runtime.logs import logger
+from clawstream.schemas.records import Channel
+from clawstream.schemas.settings import Settings
 
 KEY_HEADERS = ("x-api-key", "api-key")
 OWN_DOMAINS = (".localhost", ".local", ".internal")

@@ -9,12 +9,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gateway.auth.api_keys import ApiKey
-from gateway.clock import Clock
-from gateway.errors import KeyLimited
-from gateway.protocols.reply_fields import loads
-from gateway.protocols.usage import usage_of
-from schemas.records import Step, Usage
+from clawstream.gateway.auth.api_keys import ApiKey
+from clawstream.gateway.clock import Clock
+from clawstream.gateway.errors import KeyLimited
+from clawstream.gateway.protocols.reply_fields import loads
+from clawstream.gateway.protocols.usage import usage_of
+from clawstream.schemas.records import Step, Usage
 
 DAY_S = 86400
 AT_ONCE_RETRY_S = 1

@@ -18,12 +18,12 @@ from typing import NamedTuple
 
 import orjson
 
-from gateway.auth import api_keys
-from gateway.errors import WrongKey
-from runtime.atomic_file import create_durably
-from schemas.errors import SettingsError
-from schemas.records import Channel
-from schemas.settings import Settings
+from clawstream.gateway.auth import api_keys
+from clawstream.gateway.errors import WrongKey
+from clawstream.runtime.atomic_file import create_durably
+from clawstream.schemas.errors import SettingsError
+from clawstream.schemas.records import Channel
+from clawstream.schemas.settings import Settings
 
 PREFIX = "sk-claw-"
 KEY_PREFIXES = (api_keys.PREFIX, PREFIX)

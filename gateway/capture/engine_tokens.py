@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from gateway.protocols.base import EngineKind, Request, Tokens
-from gateway.protocols.token_fields import NO_LOGPROBS, NO_PROMPT
-from schemas import engine_frames
-from schemas.records import Sampling, Usage, VersionSpan
+from clawstream.gateway.protocols.base import EngineKind, Request, Tokens
+from clawstream.gateway.protocols.token_fields import NO_LOGPROBS, NO_PROMPT
+from clawstream.schemas import engine_frames
+from clawstream.schemas.records import Sampling, Usage, VersionSpan
 
 NOT_REPORTED = "the engine reported no tokens"
 NO_TOKENS: Mapping[EngineKind, str] = {

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from schemas.records import Sampling
+from clawstream.schemas.records import Sampling
 
 NUMBERS = (
     "temperature",

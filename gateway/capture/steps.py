@@ -6,15 +6,15 @@ from dataclasses import dataclass, replace
 
 import orjson
 
-from gateway.attribution.resolver import TrajectoryRef
-from gateway.capture.engine_tokens import CapturedTokens
-from gateway.capture.sampling import requested_sampling
-from gateway.capture.unread import Unread
-from gateway.continuation.memory import Lookup
-from gateway.protocols.base import Choice, ParsedReply, Request, Tokens
-from gateway.protocols.usage import merged
-from schemas.ids import step_id
-from schemas.records import Continuation, Step, StepStatus, Tag, Usage
+from clawstream.gateway.attribution.resolver import TrajectoryRef
+from clawstream.gateway.capture.engine_tokens import CapturedTokens
+from clawstream.gateway.capture.sampling import requested_sampling
+from clawstream.gateway.capture.unread import Unread
+from clawstream.gateway.continuation.memory import Lookup
+from clawstream.gateway.protocols.base import Choice, ParsedReply, Request, Tokens
+from clawstream.gateway.protocols.usage import merged
+from clawstream.schemas.ids import step_id
+from clawstream.schemas.records import Continuation, Step, StepStatus, Tag, Usage
 
 ABORTED = ("abort", "error")
 

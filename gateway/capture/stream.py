@@ -17,14 +17,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from gateway.asgi.sse import DONE, ENDS, MAX_EVENT, EventSplitter, data_of
-from gateway.capture.engine_tokens import CapturedTokens
-from gateway.capture.unread import Unread
-from gateway.errors import GatewayError, UpstreamFailed
-from gateway.protocols.adapter import ReplyAccumulator
-from gateway.protocols.base import NOT_THE_PROTOCOL, ParsedEvent, ParsedReply
-from gateway.protocols.reply_fields import EngineError, named_error
-from schemas import engine_frames
+from clawstream.gateway.asgi.sse import DONE, ENDS, MAX_EVENT, EventSplitter, data_of
+from clawstream.gateway.capture.engine_tokens import CapturedTokens
+from clawstream.gateway.capture.unread import Unread
+from clawstream.gateway.errors import GatewayError, UpstreamFailed
+from clawstream.gateway.protocols.adapter import ReplyAccumulator
+from clawstream.gateway.protocols.base import NOT_THE_PROTOCOL, ParsedEvent, ParsedReply
+from clawstream.gateway.protocols.reply_fields import EngineError, named_error
+from clawstream.schemas import engine_frames
 
 MAX_STREAM = 256 << 20
 """Maximum bytes of a stream, which is kept until its steps are recorded."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import orjson
 
-from gateway.protocols.reply_fields import dumps
+from clawstream.gateway.protocols.reply_fields import dumps
 
 MAX_UNREAD = 4 << 20
 """Bytes kept of the unread events of a stream; beyond them only sizes are kept."""

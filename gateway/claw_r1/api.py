@@ -1,8 +1,9 @@
 """Serve Claw-R1's HTTP API for white-box agents.
 
-Routes: /submit_steps, /generate, /compute_reward, /init_trajectory. `gateway.api.sessions` serves
-the other routes of its black-box agents (register_trajectory, complete_trajectory). docs/claw-r1.md
-lists each route with the differences and their reasons.
+Routes: /submit_steps, /generate, /compute_reward, /init_trajectory.
+`clawstream.gateway.api.sessions` serves the other routes of its black-box agents
+(register_trajectory, complete_trajectory). docs/claw-r1.md lists each route with the differences
+and their reasons.
 """
 
 from __future__ import annotations
@@ -14,17 +15,17 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from gateway.api.bodies import in_openapi, read_as
-from gateway.api.dependencies import principal_with, public_url
-from gateway.asgi.messages import header_map
-from gateway.auth.authenticator import Principal
-from gateway.claw_r1.generator import Generate, Generator
-from gateway.claw_r1.reward import ComputeReward, RewardFunction, TextOf
-from gateway.claw_r1.steps import Submission
-from gateway.claw_r1.submitter import Submitter
-from gateway.proxy.services import Services, held_body
-from schemas.records import Channel
-from schemas.settings import GatewaySettings
+from clawstream.gateway.api.bodies import in_openapi, read_as
+from clawstream.gateway.api.dependencies import principal_with, public_url
+from clawstream.gateway.asgi.messages import header_map
+from clawstream.gateway.auth.authenticator import Principal
+from clawstream.gateway.claw_r1.generator import Generate, Generator
+from clawstream.gateway.claw_r1.reward import ComputeReward, RewardFunction, TextOf
+from clawstream.gateway.claw_r1.steps import Submission
+from clawstream.gateway.claw_r1.submitter import Submitter
+from clawstream.gateway.proxy.services import Services, held_body
+from clawstream.schemas.records import Channel
+from clawstream.schemas.settings import GatewaySettings
 
 
 def claw_r1_routes(services: Services) -> APIRouter:
@@ -77,6 +78,6 @@ def claw_r1_routes(services: Services) -> APIRouter:
 def _text_of(gateway: GatewaySettings) -> TextOf | None:
     if gateway.tokenizer_path is None:
         return None
-    from gateway.claw_r1 import tokenizer  # only this module needs the library
+    from clawstream.gateway.claw_r1 import tokenizer  # only this module needs the library
 
     return tokenizer.TextOf(gateway.tokenizer_path)

@@ -27,7 +27,7 @@ IGNORED = {
 class Translation(NamedTuple):
     """A command line of Claw-R1 as settings.
 
-    words: for `runtime.process.config.load`. notices: a line for each ignored flag.
+    words: for `clawstream.runtime.process.config.load`. notices: a line for each ignored flag.
     """
 
     words: list[str]

@@ -13,26 +13,26 @@ import orjson
 from fastapi import Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 
-from gateway.api.bodies import read_as
-from gateway.asgi.client_disconnect import DisconnectWatcher
-from gateway.asgi.messages import header_map
-from gateway.auth.authenticator import Principal
-from gateway.auth.key_limits import Counted
-from gateway.capture.engine_tokens import NO_TOKENS, CapturedTokens
-from gateway.capture.steps import ABORTED
-from gateway.claw_r1.bodies import TokenIds
-from gateway.engines.registry import EngineSpec
-from gateway.errors import ClientGone, GatewayError, Unprocessable, UpstreamFailed
-from gateway.protocols.base import Tokens
-from gateway.protocols.openai_completions import OpenAICompletions
-from gateway.protocols.request_fields import dumps
-from gateway.proxy.failed_calls import Attempt, engine_failure, failure_of
-from gateway.proxy.forwarding import forwarded, returned
-from gateway.proxy.services import Services, held_body
-from gateway.proxy.token_limits import refuse_longer
-from schemas import engine_frames
-from schemas.ids import parse_version
-from schemas.tokens import unpack_ids, unpack_logprobs
+from clawstream.gateway.api.bodies import read_as
+from clawstream.gateway.asgi.client_disconnect import DisconnectWatcher
+from clawstream.gateway.asgi.messages import header_map
+from clawstream.gateway.auth.authenticator import Principal
+from clawstream.gateway.auth.key_limits import Counted
+from clawstream.gateway.capture.engine_tokens import NO_TOKENS, CapturedTokens
+from clawstream.gateway.capture.steps import ABORTED
+from clawstream.gateway.claw_r1.bodies import TokenIds
+from clawstream.gateway.engines.registry import EngineSpec
+from clawstream.gateway.errors import ClientGone, GatewayError, Unprocessable, UpstreamFailed
+from clawstream.gateway.protocols.base import Tokens
+from clawstream.gateway.protocols.openai_completions import OpenAICompletions
+from clawstream.gateway.protocols.request_fields import dumps
+from clawstream.gateway.proxy.failed_calls import Attempt, engine_failure, failure_of
+from clawstream.gateway.proxy.forwarding import forwarded, returned
+from clawstream.gateway.proxy.services import Services, held_body
+from clawstream.gateway.proxy.token_limits import refuse_longer
+from clawstream.schemas import engine_frames
+from clawstream.schemas.ids import parse_version
+from clawstream.schemas.tokens import unpack_ids, unpack_logprobs
 
 PREFIX_IDS = 128
 """Number of first prompt ids that select the engine.

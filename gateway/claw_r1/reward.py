@@ -1,9 +1,9 @@
 """Serve POST /compute_reward: the score that one reward function gives a response. Records nothing.
 
-The function is one of the reward job's (`rewards.registry`), so it gets a closed trajectory: one
-step, with the dataset's fields as metadata. A user's function runs in a child process with a
-time-out, and a gateway thread waits for it: a function that is slow, hangs or crashes delays
-neither calls nor the spool.
+The function is one of the reward job's (`clawstream.rewards.registry`), so it gets a closed
+trajectory: one step, with the dataset's fields as metadata. A user's function runs in a child
+process with a time-out, and a gateway thread waits for it: a function that is slow, hangs or
+crashes delays neither calls nor the spool.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from typing import Annotated, Any
 import orjson
 from pydantic import BaseModel, ConfigDict, Field
 
-from gateway.api.bodies import json_of
-from gateway.claw_r1.bodies import TokenIds
-from gateway.errors import NotConfigured, Unprocessable
-from rewards.registry import Rule, rule_of
-from runtime.functions.pool import FunctionPool
-from schemas.numbers.values import number_of
-from schemas.records import Segment, Trajectory, TrajectoryStep
-from schemas.records.rewards import out_of_bounds
-from schemas.rule_spec import reason_text
-from schemas.settings import Settings
-from schemas.tokens import pack_ids
+from clawstream.gateway.api.bodies import json_of
+from clawstream.gateway.claw_r1.bodies import TokenIds
+from clawstream.gateway.errors import NotConfigured, Unprocessable
+from clawstream.rewards.registry import Rule, rule_of
+from clawstream.runtime.functions.pool import FunctionPool
+from clawstream.schemas.numbers.values import number_of
+from clawstream.schemas.records import Segment, Trajectory, TrajectoryStep
+from clawstream.schemas.records.rewards import out_of_bounds
+from clawstream.schemas.rule_spec import reason_text
+from clawstream.schemas.settings import Settings
+from clawstream.schemas.tokens import pack_ids
 
 THREADS = 4
 STEP_ID = "compute-reward~00000000000000000000000000.0"

@@ -18,13 +18,13 @@ import orjson
 from pydantic import BaseModel, ConfigDict, Field
 from ulid import ULID
 
-from gateway.attribution.resolver import TrajectoryRef
-from gateway.claw_r1.bodies import TokenIds
-from gateway.errors import Unprocessable
-from gateway.protocols.request_fields import dumps
-from schemas.ids import Version, step_id
-from schemas.records import Step, VersionSpan
-from schemas.tokens import pack_ids, pack_logprobs
+from clawstream.gateway.attribution.resolver import TrajectoryRef
+from clawstream.gateway.claw_r1.bodies import TokenIds
+from clawstream.gateway.errors import Unprocessable
+from clawstream.gateway.protocols.request_fields import dumps
+from clawstream.schemas.ids import Version, step_id
+from clawstream.schemas.records import Step, VersionSpan
+from clawstream.schemas.tokens import pack_ids, pack_logprobs
 
 PROTOCOL = "claw-r1.submit_steps"
 NO_LOGPROBS = "the agent submitted no log-probabilities"

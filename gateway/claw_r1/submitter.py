@@ -10,15 +10,21 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from gateway.api.bodies import Complete, GiveReward, Register, read_as
-from gateway.api.recorder import Recorder
-from gateway.auth.authenticator import Principal
-from gateway.claw_r1.reward import TextOf
-from gateway.claw_r1.steps import AttributedStep, RequestContext, StepPayload, Submission, step_of
-from gateway.durability.record_writer import Event
-from gateway.errors import BadRequest, Unprocessable
-from gateway.proxy.services import Services
-from schemas.records import Channel, Step
+from clawstream.gateway.api.bodies import Complete, GiveReward, Register, read_as
+from clawstream.gateway.api.recorder import Recorder
+from clawstream.gateway.auth.authenticator import Principal
+from clawstream.gateway.claw_r1.reward import TextOf
+from clawstream.gateway.claw_r1.steps import (
+    AttributedStep,
+    RequestContext,
+    StepPayload,
+    Submission,
+    step_of,
+)
+from clawstream.gateway.durability.record_writer import Event
+from clawstream.gateway.errors import BadRequest, Unprocessable
+from clawstream.gateway.proxy.services import Services
+from clawstream.schemas.records import Channel, Step
 
 THREAD_BYTES = 1 << 14
 """Submissions above this size are read in a thread.

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from schemas.errors import SettingsError
+from clawstream.schemas.errors import SettingsError
 
 
 class TextOf:

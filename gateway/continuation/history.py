@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from gateway.attribution.conversation import SYSTEM_ROLES, system_text, turns
-from schemas.replies import TEXT_BLOCKS, calls_of, is_model_item, items_of, texts_of
+from clawstream.gateway.attribution.conversation import SYSTEM_ROLES, system_text, turns
+from clawstream.schemas.replies import TEXT_BLOCKS, calls_of, is_model_item, items_of, texts_of
 
 FIRST_TURN = "first_turn"
 PREFILLED = "prefilled"

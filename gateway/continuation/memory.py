@@ -13,10 +13,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from gateway.attribution.resolver import TrajectoryRef
-from gateway.continuation.history import UNREADABLE, Context, History, after_reply, history_of
-from schemas.engine_frames import Prior
-from schemas.records import Continuation, Step
+from clawstream.gateway.attribution.resolver import TrajectoryRef
+from clawstream.gateway.continuation.history import (
+    UNREADABLE,
+    Context,
+    History,
+    after_reply,
+    history_of,
+)
+from clawstream.schemas.engine_frames import Prior
+from clawstream.schemas.records import Continuation, Step
 
 HISTORY_EDITED = "history_edited"
 NO_MEMORY = "no_memory"

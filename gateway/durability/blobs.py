@@ -11,16 +11,16 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from gateway.durability.log import Message
-from gateway.durability.request_images import images_in, may_hold_images
-from gateway.errors import BlobsUnavailable, RecordTooLarge, RecordUnfit
-from runtime.blob_store import BlobStore, BlobStoreAway
-from runtime.process.lifecycle import on_loop
-from schemas.blob_refs import Movable, images_of, shrink, with_images
-from schemas.codec.single_object import Codec
-from schemas.records import Step
-from schemas.rule_spec import reason_text
-from schemas.topics import MAX_MESSAGE_BYTES, MAX_RECORD_BYTES
+from clawstream.gateway.durability.log import Message
+from clawstream.gateway.durability.request_images import images_in, may_hold_images
+from clawstream.gateway.errors import BlobsUnavailable, RecordTooLarge, RecordUnfit
+from clawstream.runtime.blob_store import BlobStore, BlobStoreAway
+from clawstream.runtime.process.lifecycle import on_loop
+from clawstream.schemas.blob_refs import Movable, images_of, shrink, with_images
+from clawstream.schemas.codec.single_object import Codec
+from clawstream.schemas.records import Step
+from clawstream.schemas.rule_spec import reason_text
+from clawstream.schemas.topics import MAX_MESSAGE_BYTES, MAX_RECORD_BYTES
 
 THREADS = 4
 ENVELOPE_BYTES = 64 * 1024

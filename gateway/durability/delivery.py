@@ -27,15 +27,20 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Literal
 
-from gateway.durability.blobs import Blobs, concerned
-from gateway.durability.log import LogProducer, Message
-from gateway.durability.pending_write import DeliveryStatus, PendingWrite
-from gateway.durability.spool import Spool
-from gateway.durability.spool_drainer import SpoolDrainer
-from gateway.durability.spool_writer import SpoolWriter, die_of_a_bug
-from gateway.errors import BlobsUnavailable, KafkaUnavailable, NotRecorded, RecordTooLarge
-from gateway.metrics import Metrics
-from runtime.logs import logger
+from clawstream.gateway.durability.blobs import Blobs, concerned
+from clawstream.gateway.durability.log import LogProducer, Message
+from clawstream.gateway.durability.pending_write import DeliveryStatus, PendingWrite
+from clawstream.gateway.durability.spool import Spool
+from clawstream.gateway.durability.spool_drainer import SpoolDrainer
+from clawstream.gateway.durability.spool_writer import SpoolWriter, die_of_a_bug
+from clawstream.gateway.errors import (
+    BlobsUnavailable,
+    KafkaUnavailable,
+    NotRecorded,
+    RecordTooLarge,
+)
+from clawstream.gateway.metrics import Metrics
+from clawstream.runtime.logs import logger
 
 COUNT_S = 10.0
 """Interval between counts of the files that the operator may have removed from the spool."""

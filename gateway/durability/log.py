@@ -11,10 +11,10 @@ from typing import NamedTuple, Protocol
 
 import orjson
 
-from gateway.errors import KafkaUnavailable, RecordTooLarge
-from runtime import kafka
-from runtime.logs import logger
-from runtime.process.lifecycle import die
+from clawstream.gateway.errors import KafkaUnavailable, RecordTooLarge
+from clawstream.runtime import kafka
+from clawstream.runtime.logs import logger
+from clawstream.runtime.process.lifecycle import die
 
 PROBE_INTERVAL_S = 1.0
 SILENT_AFTER_S = 3.0
@@ -117,7 +117,7 @@ class KafkaLogProducer:
     """Kafka, with a cheap health check by a metadata probe every second and by acknowledgements.
 
     The probe also detects a topic that was deleted and created again because its broker was wiped;
-    see `runtime.kafka.LoopProducer`.
+    see `clawstream.runtime.kafka.LoopProducer`.
     """
 
     def __init__(self, cluster: kafka.Cluster, probe_topic: str, produce_timeout_s: float) -> None:

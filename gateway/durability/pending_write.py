@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from gateway.durability.log import Message
-from gateway.errors import NotRecorded
+from clawstream.gateway.durability.log import Message
+from clawstream.gateway.errors import NotRecorded
 
 DeliveryStatus = Literal["acknowledged", "spooled", "unconfirmed"]
 

@@ -13,10 +13,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from gateway.durability.log import Message
-from gateway.durability.segment import read_segment, segments_in
-from gateway.durability.spool_frames import frame
-from runtime.atomic_file import fsync_path
+from clawstream.gateway.durability.log import Message
+from clawstream.gateway.durability.segment import read_segment, segments_in
+from clawstream.gateway.durability.spool_frames import frame
+from clawstream.runtime.atomic_file import fsync_path
 
 QUARANTINED, DAMAGED, REJECTED = "quarantined", "damaged", "rejected"
 _REJECTED_SYNC = b"reject\xff\xff"

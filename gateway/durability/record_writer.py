@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gateway.durability.delivery import DeliveryManager
-from gateway.durability.log import Message
-from gateway.durability.pending_write import DeliveryStatus
-from gateway.redaction.redactor import Redaction
-from schemas.codec.single_object import Codec
-from schemas.records import Curation, Reward, SessionEvent, Step
-from schemas.topics import Topics
+from clawstream.gateway.durability.delivery import DeliveryManager
+from clawstream.gateway.durability.log import Message
+from clawstream.gateway.durability.pending_write import DeliveryStatus
+from clawstream.gateway.redaction.redactor import Redaction
+from clawstream.schemas.codec.single_object import Codec
+from clawstream.schemas.records import Curation, Reward, SessionEvent, Step
+from clawstream.schemas.topics import Topics
 
 Event = Step | SessionEvent | Reward | Curation
 

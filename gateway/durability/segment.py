@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from gateway.durability.log import LogPosition, Message
-from gateway.durability.spool_frames import SYNC_BYTES, frame, scan
-from gateway.errors import SpoolFailed
-from runtime.logs import logger
+from clawstream.gateway.durability.log import LogPosition, Message
+from clawstream.gateway.durability.spool_frames import SYNC_BYTES, frame, scan
+from clawstream.gateway.errors import SpoolFailed
+from clawstream.runtime.logs import logger
 
 BLOCK_BYTES = 4096
 """Block size for reading a file that the disk does not return as a whole."""

@@ -27,9 +27,9 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from gateway.durability.log import LogPosition, Message
-from gateway.durability.quarantine import DAMAGED, QUARANTINED, bytes_in, move_to, reject
-from gateway.durability.segment import (
+from clawstream.gateway.durability.log import LogPosition, Message
+from clawstream.gateway.durability.quarantine import DAMAGED, QUARANTINED, bytes_in, move_to, reject
+from clawstream.gateway.durability.segment import (
     Segment,
     number_of,
     position_frames,
@@ -37,11 +37,11 @@ from gateway.durability.segment import (
     segments_in,
     sync_of,
 )
-from gateway.durability.spool_frames import SYNC_BYTES, frame
-from gateway.errors import SpoolFailed, SpoolFull, SpoolTaken
-from runtime.atomic_file import fsync_path
-from runtime.logs import logger
-from runtime.process.open_files import exhausted
+from clawstream.gateway.durability.spool_frames import SYNC_BYTES, frame
+from clawstream.gateway.errors import SpoolFailed, SpoolFull, SpoolTaken
+from clawstream.runtime.atomic_file import fsync_path
+from clawstream.runtime.logs import logger
+from clawstream.runtime.process.open_files import exhausted
 
 SEGMENT_BYTES = 1 << 20
 DISK_RESERVE_BYTES = 1 << 20

@@ -15,19 +15,19 @@ from __future__ import annotations
 import asyncio
 from functools import partial
 
-from gateway.durability.blobs import Blobs
-from gateway.durability.log import LogProducer, Message
-from gateway.durability.segment import Segment
-from gateway.durability.spool import Spool
-from gateway.durability.spool_writer import SpoolWriter
-from gateway.errors import (
+from clawstream.gateway.durability.blobs import Blobs
+from clawstream.gateway.durability.log import LogProducer, Message
+from clawstream.gateway.durability.segment import Segment
+from clawstream.gateway.durability.spool import Spool
+from clawstream.gateway.durability.spool_writer import SpoolWriter
+from clawstream.gateway.errors import (
     BlobsUnavailable,
     KafkaUnavailable,
     RecordTooLarge,
     RecordUnfit,
 )
-from gateway.metrics import Metrics
-from runtime.logs import logger
+from clawstream.gateway.metrics import Metrics
+from clawstream.runtime.logs import logger
 
 RETRY_S = 0.25
 """Interval between checks whether Kafka is reachable again, and after a first failed attempt."""

@@ -17,7 +17,7 @@ import struct
 import zlib
 from typing import NamedTuple
 
-from gateway.durability.log import Message
+from clawstream.gateway.durability.log import Message
 
 SYNC_BYTES = 8
 _HEAD = struct.Struct(f"<{SYNC_BYTES}sII")

@@ -7,13 +7,13 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
-from gateway.durability.log import LogProducer
-from gateway.durability.pending_write import PendingWrite
-from gateway.durability.spool import Spool
-from gateway.durability.spool_frames import frame_bytes
-from gateway.errors import NoRoom, NotRecorded, SpoolFailed, SpoolFull
-from gateway.metrics import Metrics
-from runtime.process.lifecycle import die
+from clawstream.gateway.durability.log import LogProducer
+from clawstream.gateway.durability.pending_write import PendingWrite
+from clawstream.gateway.durability.spool import Spool
+from clawstream.gateway.durability.spool_frames import frame_bytes
+from clawstream.gateway.errors import NoRoom, NotRecorded, SpoolFailed, SpoolFull
+from clawstream.gateway.metrics import Metrics
+from clawstream.runtime.process.lifecycle import die
 
 
 class SpoolWriter:

@@ -6,21 +6,21 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
 from types import TracebackType
 
-from gateway.asgi.content_encoding import READABLE, Inflater, TooMuch, unpacked
-from gateway.asgi.in_flight_limits import ReplyReservation
-from gateway.asgi.sse import LONGEST_FIELD, begins_events
-from gateway.capture.stream import MAX_STREAM
-from gateway.clock import Clock
-from gateway.engines.circuit_breaker import By
-from gateway.engines.engine import Engine
-from gateway.engines.http1 import Connection
-from gateway.engines.pool import EnginePool
-from gateway.engines.registry import EngineRegistry, EngineSpec
-from gateway.engines.retry_policy import Outcome, outcome_of, pause_s, retries
-from gateway.errors import NoEngine, Unreachable, UpstreamFailed, UpstreamTimeout
-from gateway.metrics import Metrics
-from gateway.protocols.request_fields import renamed
-from schemas.settings import GatewaySettings
+from clawstream.gateway.asgi.content_encoding import READABLE, Inflater, TooMuch, unpacked
+from clawstream.gateway.asgi.in_flight_limits import ReplyReservation
+from clawstream.gateway.asgi.sse import LONGEST_FIELD, begins_events
+from clawstream.gateway.capture.stream import MAX_STREAM
+from clawstream.gateway.clock import Clock
+from clawstream.gateway.engines.circuit_breaker import By
+from clawstream.gateway.engines.engine import Engine
+from clawstream.gateway.engines.http1 import Connection
+from clawstream.gateway.engines.pool import EnginePool
+from clawstream.gateway.engines.registry import EngineRegistry, EngineSpec
+from clawstream.gateway.engines.retry_policy import Outcome, outcome_of, pause_s, retries
+from clawstream.gateway.errors import NoEngine, Unreachable, UpstreamFailed, UpstreamTimeout
+from clawstream.gateway.metrics import Metrics
+from clawstream.gateway.protocols.request_fields import renamed
+from clawstream.schemas.settings import GatewaySettings
 
 SETTLE_S = 0.05
 ASK_S = 10.0

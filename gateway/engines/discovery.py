@@ -10,18 +10,18 @@ import asyncio
 import threading
 from collections.abc import Callable
 
-from gateway.durability.log import Message
-from gateway.engines.http1 import address_of
-from gateway.engines.registry import EngineRegistry
-from runtime.kafka import Cluster, Denied, KafkaError, Reader, Record, SourceTruncated
-from runtime.logs import logger
-from runtime.process.lifecycle import die, on_loop
-from runtime.topics.access import check_access
-from runtime.topics.records import Decoder, create_topics, dead_letter, reason_of
-from schemas.codec.single_object import Codec
-from schemas.errors import SettingsError, Undecodable, UnknownSchema
-from schemas.records import WorkerStatus
-from schemas.settings import Settings
+from clawstream.gateway.durability.log import Message
+from clawstream.gateway.engines.http1 import address_of
+from clawstream.gateway.engines.registry import EngineRegistry
+from clawstream.runtime.kafka import Cluster, Denied, KafkaError, Reader, Record, SourceTruncated
+from clawstream.runtime.logs import logger
+from clawstream.runtime.process.lifecycle import die, on_loop
+from clawstream.runtime.topics.access import check_access
+from clawstream.runtime.topics.records import Decoder, create_topics, dead_letter, reason_of
+from clawstream.schemas.codec.single_object import Codec
+from clawstream.schemas.errors import SettingsError, Undecodable, UnknownSchema
+from clawstream.schemas.records import WorkerStatus
+from clawstream.schemas.settings import Settings
 
 RETRY_S = 0.5
 

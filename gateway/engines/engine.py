@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from gateway.engines.circuit_breaker import (
+from clawstream.gateway.engines.circuit_breaker import (
     CLOSED,
     Answered,
     By,
@@ -16,14 +16,14 @@ from gateway.engines.circuit_breaker import (
     admits,
     fold,
 )
-from gateway.engines.http1 import MAX_REPLY, Connection, Pool, address_of
-from gateway.engines.prober import Prober
-from gateway.engines.registry import EngineSpec
-from gateway.engines.request_heads import RequestHeads
-from gateway.errors import Overloaded, Unreachable
-from gateway.protocols.base import EngineKind
-from runtime.logs import logger
-from runtime.process.open_files import exhausted
+from clawstream.gateway.engines.http1 import MAX_REPLY, Connection, Pool, address_of
+from clawstream.gateway.engines.prober import Prober
+from clawstream.gateway.engines.registry import EngineSpec
+from clawstream.gateway.engines.request_heads import RequestHeads
+from clawstream.gateway.errors import Overloaded, Unreachable
+from clawstream.gateway.protocols.base import EngineKind
+from clawstream.runtime.logs import logger
+from clawstream.runtime.process.open_files import exhausted
 
 MAX_COOLDOWN_S = 30.0
 """Longest cooldown of an engine that sent `retry-after`."""

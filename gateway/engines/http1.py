@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 import httptools
 
-from gateway.asgi.messages import combined
+from clawstream.gateway.asgi.messages import combined
 
 CONNECT_S = 5.0
 # Less than the 5 s after which uvicorn closes an idle connection, so that a call cannot race with

@@ -10,12 +10,18 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable
 
-from gateway.clock import Clock
-from gateway.engines.engine import Engine
-from gateway.engines.registry import EngineRegistry, EngineSpec, Ranking, choose, eligible
-from gateway.errors import NoEngine
-from gateway.metrics import Metrics
-from schemas.settings import GatewaySettings
+from clawstream.gateway.clock import Clock
+from clawstream.gateway.engines.engine import Engine
+from clawstream.gateway.engines.registry import (
+    EngineRegistry,
+    EngineSpec,
+    Ranking,
+    choose,
+    eligible,
+)
+from clawstream.gateway.errors import NoEngine
+from clawstream.gateway.metrics import Metrics
+from clawstream.schemas.settings import GatewaySettings
 
 FIRST_PROBES_S = 1.0
 """Longest time that the start waits for the first probes of the engines in the settings."""
@@ -83,7 +89,7 @@ class EnginePool:
     ) -> Engine | None:
         """Choose the engine for a call; None: no engine accepts calls now.
 
-        The rules are `eligible`, `ranked` and `choose` in `gateway.engines.registry`.
+        The rules are `eligible`, `ranked` and `choose` in `clawstream.gateway.engines.registry`.
 
         Args:
             key: Trajectory key. Calls of a key prefer the same engine.

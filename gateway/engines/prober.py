@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 
 import orjson
 
-from gateway.engines.request_heads import VERSION_PATH
-from gateway.engines.retry_policy import outcome_of
-from gateway.errors import Overloaded, Unreachable
-from gateway.protocols.base import EngineKind
-from runtime.logs import logger
-from schemas import engine_frames
+from clawstream.gateway.engines.request_heads import VERSION_PATH
+from clawstream.gateway.engines.retry_policy import outcome_of
+from clawstream.gateway.errors import Overloaded, Unreachable
+from clawstream.gateway.protocols.base import EngineKind
+from clawstream.runtime.logs import logger
+from clawstream.schemas import engine_frames
 
 if TYPE_CHECKING:
-    from gateway.engines.engine import Engine
+    from clawstream.gateway.engines.engine import Engine
 
 PATIENCE = 2.0
 """A probe fails after this many probe intervals without an answer."""

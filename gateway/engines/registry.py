@@ -13,12 +13,12 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
-from gateway.engines.http1 import address_of
-from gateway.errors import UpstreamUnusable
-from gateway.protocols.base import EngineKind
-from schemas.ids import parse_version
-from schemas.records import WorkerState, WorkerStatus
-from schemas.settings import UpstreamSettings
+from clawstream.gateway.engines.http1 import address_of
+from clawstream.gateway.errors import UpstreamUnusable
+from clawstream.gateway.protocols.base import EngineKind
+from clawstream.schemas.ids import parse_version
+from clawstream.schemas.records import WorkerState, WorkerStatus
+from clawstream.schemas.settings import UpstreamSettings
 
 MISSED_HEARTBEATS = 3
 SLOTS = 4096

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from gateway.auth.session_keys import KEY_PREFIXES
-from gateway.engines.http1 import Address
-from gateway.engines.registry import EngineSpec
-from gateway.errors import BadRequest
-from schemas import engine_frames
+from clawstream.gateway.auth.session_keys import KEY_PREFIXES
+from clawstream.gateway.engines.http1 import Address
+from clawstream.gateway.engines.registry import EngineSpec
+from clawstream.gateway.errors import BadRequest
+from clawstream.schemas import engine_frames
 
 MAX_CACHED = 256
 VERSION_PATH = "/version"

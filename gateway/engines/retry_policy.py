@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from gateway.protocols.base import EngineKind
+from clawstream.gateway.protocols.base import EngineKind
 
 Outcome = Literal[
     "unreachable", "busy", "busy_provider", "limited", "broken", "failed", "redirected", "replied"

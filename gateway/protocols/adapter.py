@@ -1,6 +1,6 @@
 """The interface of a wire protocol: one pure adapter for each, without I/O.
 
-`gateway.proxy.call` does the I/O.
+`clawstream.gateway.proxy.call` does the I/O.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import Any
 
 import orjson
 
-from gateway.asgi.error_replies import OPENAI_ERRORS, ErrorFormat
-from gateway.errors import GatewayError
-from gateway.protocols.base import (
+from clawstream.gateway.asgi.error_replies import OPENAI_ERRORS, ErrorFormat
+from clawstream.gateway.errors import GatewayError
+from clawstream.gateway.protocols.base import (
     NOT_THE_PROTOCOL,
     Choice,
     EngineKind,
@@ -21,14 +21,14 @@ from gateway.protocols.base import (
     ParsedReply,
     Request,
 )
-from gateway.protocols.reply_fields import engine_error, loads, mapping, text_or_none
-from gateway.protocols.request_fields import (
+from clawstream.gateway.protocols.reply_fields import engine_error, loads, mapping, text_or_none
+from clawstream.gateway.protocols.request_fields import (
     model_of,
     object_of,
     stream_of,
     with_fields,
 )
-from gateway.protocols.usage import usage_of
+from clawstream.gateway.protocols.usage import usage_of
 
 UNKNOWN_EVENT = "an event of an unknown type"
 

@@ -12,12 +12,12 @@ from typing import Any
 
 import orjson
 
-from gateway.asgi.error_replies import ErrorFormat, http_error_of
-from gateway.errors import GatewayError
-from gateway.protocols.adapter import UNKNOWN_EVENT, ProtocolAdapter, ReplyAccumulator
-from gateway.protocols.base import Choice, EngineKind, ParsedEvent, ParsedReply, Request
-from gateway.protocols.message_deltas import grow, joined
-from gateway.protocols.reply_fields import (
+from clawstream.gateway.asgi.error_replies import ErrorFormat, http_error_of
+from clawstream.gateway.errors import GatewayError
+from clawstream.gateway.protocols.adapter import UNKNOWN_EVENT, ProtocolAdapter, ReplyAccumulator
+from clawstream.gateway.protocols.base import Choice, EngineKind, ParsedEvent, ParsedReply, Request
+from clawstream.gateway.protocols.message_deltas import grow, joined
+from clawstream.gateway.protocols.reply_fields import (
     array,
     described,
     dumps,
@@ -28,8 +28,8 @@ from gateway.protocols.reply_fields import (
     text,
     text_or_none,
 )
-from gateway.protocols.request_fields import check_messages
-from gateway.protocols.usage import usage_of
+from clawstream.gateway.protocols.request_fields import check_messages
+from clawstream.gateway.protocols.usage import usage_of
 
 STOP_REASONS = {
     "end_turn": "stop",

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from gateway.protocols.reply_fields import EngineError, dumps
-from schemas.records import Usage, VersionSpan
+from clawstream.gateway.protocols.reply_fields import EngineError, dumps
+from clawstream.schemas.records import Usage, VersionSpan
 
 NOT_THE_PROTOCOL = (ValueError, KeyError, TypeError, AttributeError, IndexError)
 """Exceptions raised while parsing a reply that does not follow its protocol."""
@@ -15,7 +15,7 @@ NOT_THE_PROTOCOL = (ValueError, KeyError, TypeError, AttributeError, IndexError)
 EngineKind = Literal["captured", "vllm", "text"]
 """How an engine reports tokens (`gateway.upstreams[].kind`).
 
-captured: The engine runs our middleware (`schemas.engine_frames`). It sends token ids,
+captured: The engine runs our middleware (`clawstream.schemas.engine_frames`). It sends token ids,
     log-probabilities and version spans next to the reply of any endpoint. Request and reply
     bodies pass unchanged.
 vllm: vLLM without the middleware. The gateway requests ids and log-probabilities in the body,

@@ -11,11 +11,11 @@ from dataclasses import replace
 from operator import itemgetter
 from typing import Any
 
-from gateway.errors import BadRequest
-from gateway.protocols.base import Choice, EngineKind, Request
-from gateway.protocols.message_deltas import begun, grow, grown, joined
-from gateway.protocols.openai_choices import ChoiceBuffer, ChoiceDelta, ChoicesAdapter
-from gateway.protocols.reply_fields import (
+from clawstream.gateway.errors import BadRequest
+from clawstream.gateway.protocols.base import Choice, EngineKind, Request
+from clawstream.gateway.protocols.message_deltas import begun, grow, grown, joined
+from clawstream.gateway.protocols.openai_choices import ChoiceBuffer, ChoiceDelta, ChoicesAdapter
+from clawstream.gateway.protocols.reply_fields import (
     array,
     array_or_none,
     choice_index,
@@ -24,9 +24,9 @@ from gateway.protocols.reply_fields import (
     number,
     text_or_none,
 )
-from gateway.protocols.request_fields import MAX_CHOICES, check_messages, n_of
-from gateway.protocols.request_fields import dumps as dumps_of_request
-from gateway.protocols.token_fields import packed_tokens
+from clawstream.gateway.protocols.request_fields import MAX_CHOICES, check_messages, n_of
+from clawstream.gateway.protocols.request_fields import dumps as dumps_of_request
+from clawstream.gateway.protocols.token_fields import packed_tokens
 
 _Content = tuple[
     list[tuple[str, str]], list[tuple[str, Any]], list[tuple[int | None, dict[str, Any]]]

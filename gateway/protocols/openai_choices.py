@@ -14,12 +14,19 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from gateway.asgi.error_replies import OPENAI_ERRORS
-from gateway.asgi.sse import DONE
-from gateway.errors import GatewayError
-from gateway.protocols.adapter import ProtocolAdapter, ReplyAccumulator
-from gateway.protocols.base import Choice, EngineKind, ParsedEvent, ParsedReply, Request, Tokens
-from gateway.protocols.reply_fields import (
+from clawstream.gateway.asgi.error_replies import OPENAI_ERRORS
+from clawstream.gateway.asgi.sse import DONE
+from clawstream.gateway.errors import GatewayError
+from clawstream.gateway.protocols.adapter import ProtocolAdapter, ReplyAccumulator
+from clawstream.gateway.protocols.base import (
+    Choice,
+    EngineKind,
+    ParsedEvent,
+    ParsedReply,
+    Request,
+    Tokens,
+)
+from clawstream.gateway.protocols.reply_fields import (
     array,
     array_or_none,
     engine_error,
@@ -27,8 +34,8 @@ from gateway.protocols.reply_fields import (
     mapping,
     text_or_none,
 )
-from gateway.protocols.token_fields import packed_tokens
-from gateway.protocols.usage import usage_of
+from clawstream.gateway.protocols.token_fields import packed_tokens
+from clawstream.gateway.protocols.usage import usage_of
 
 NO_CHOICES = "a chunk without choices and usage"
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from gateway.errors import BadRequest
-from gateway.protocols.base import Choice, EngineKind, Request
-from gateway.protocols.openai_choices import ChoiceBuffer, ChoiceDelta, ChoicesAdapter
-from gateway.protocols.reply_fields import (
+from clawstream.gateway.errors import BadRequest
+from clawstream.gateway.protocols.base import Choice, EngineKind, Request
+from clawstream.gateway.protocols.openai_choices import ChoiceBuffer, ChoiceDelta, ChoicesAdapter
+from clawstream.gateway.protocols.reply_fields import (
     array,
     array_or_none,
     choice_index,
@@ -20,7 +20,7 @@ from gateway.protocols.reply_fields import (
     mapping,
     text_or_none,
 )
-from gateway.protocols.request_fields import MAX_CHOICES, n_of
+from clawstream.gateway.protocols.request_fields import MAX_CHOICES, n_of
 
 ECHOED = "vLLM without our middleware cannot report token ids with an echoed prompt"
 NOTHING_SAMPLED = "the call requests only the echo of the prompt (max_tokens 0)"

@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from gateway.asgi.error_replies import http_error_of
-from gateway.asgi.sse import DONE
-from gateway.errors import BadRequest, GatewayError
-from gateway.protocols.adapter import UNKNOWN_EVENT, ProtocolAdapter, ReplyAccumulator
-from gateway.protocols.base import Choice, EngineKind, ParsedEvent, ParsedReply, Request
-from gateway.protocols.reply_fields import (
+from clawstream.gateway.asgi.error_replies import http_error_of
+from clawstream.gateway.asgi.sse import DONE
+from clawstream.gateway.errors import BadRequest, GatewayError
+from clawstream.gateway.protocols.adapter import UNKNOWN_EVENT, ProtocolAdapter, ReplyAccumulator
+from clawstream.gateway.protocols.base import Choice, EngineKind, ParsedEvent, ParsedReply, Request
+from clawstream.gateway.protocols.reply_fields import (
     array,
     described,
     dumps,
@@ -32,7 +32,7 @@ from gateway.protocols.reply_fields import (
     text,
     text_or_none,
 )
-from gateway.protocols.usage import usage_of
+from clawstream.gateway.protocols.usage import usage_of
 
 CLIENT_CALLS = frozenset(
     {

@@ -14,8 +14,8 @@ from typing import Any
 
 import orjson
 
-from gateway.errors import BadRequest, Unprocessable
-from gateway.protocols.base import Request
+from clawstream.gateway.errors import BadRequest, Unprocessable
+from clawstream.gateway.protocols.base import Request
 
 MAX_N = 128
 MAX_CHOICES = 1024

@@ -5,8 +5,8 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 
-from gateway.protocols.base import Tokens
-from schemas.tokens import pack_ids, pack_logprobs
+from clawstream.gateway.protocols.base import Tokens
+from clawstream.schemas.tokens import pack_ids, pack_logprobs
 
 NO_IDS = "the engine reported no token ids"
 NO_LOGPROBS = "the engine reported no log-probabilities"

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from schemas.records import Usage
+from clawstream.schemas.records import Usage
 
 INPUT_DETAILS = ("prompt_tokens_details", "input_tokens_details")
 OUTPUT_DETAILS = ("completion_tokens_details", "output_tokens_details")

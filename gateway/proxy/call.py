@@ -15,29 +15,35 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from gateway.asgi.client_disconnect import DisconnectWatcher
-from gateway.asgi.in_flight_limits import ReplyReservation
-from gateway.asgi.messages import Headers, Send
-from gateway.auth.key_limits import Counted, tokens_of, tokens_of_usage
-from gateway.capture.engine_tokens import NO_TOKENS, CapturedTokens
-from gateway.capture.steps import Call, Sampler, has_text, steps_of, steps_without_output
-from gateway.capture.stream import EventStream
-from gateway.capture.unread import Unread
-from gateway.engines.client import Response, UpstreamCall
-from gateway.engines.registry import EngineSpec
-from gateway.errors import ClientGone, GatewayError, NotRecorded, UpstreamFailed, UpstreamTimeout
-from gateway.protocols.adapter import ProtocolAdapter
-from gateway.protocols.base import ParsedReply
-from gateway.protocols.reply_fields import EngineError
-from gateway.protocols.request_fields import with_fields
-from gateway.proxy.failed_calls import (
+from clawstream.gateway.asgi.client_disconnect import DisconnectWatcher
+from clawstream.gateway.asgi.in_flight_limits import ReplyReservation
+from clawstream.gateway.asgi.messages import Headers, Send
+from clawstream.gateway.auth.key_limits import Counted, tokens_of, tokens_of_usage
+from clawstream.gateway.capture.engine_tokens import NO_TOKENS, CapturedTokens
+from clawstream.gateway.capture.steps import Call, Sampler, has_text, steps_of, steps_without_output
+from clawstream.gateway.capture.stream import EventStream
+from clawstream.gateway.capture.unread import Unread
+from clawstream.gateway.engines.client import Response, UpstreamCall
+from clawstream.gateway.engines.registry import EngineSpec
+from clawstream.gateway.errors import (
+    ClientGone,
+    GatewayError,
+    NotRecorded,
+    UpstreamFailed,
+    UpstreamTimeout,
+)
+from clawstream.gateway.protocols.adapter import ProtocolAdapter
+from clawstream.gateway.protocols.base import ParsedReply
+from clawstream.gateway.protocols.reply_fields import EngineError
+from clawstream.gateway.protocols.request_fields import with_fields
+from clawstream.gateway.proxy.failed_calls import (
     Attempt,
     Failure,
     engine_failure,
     failure_of,
     reported_failure,
 )
-from gateway.proxy.forwarding import (
+from clawstream.gateway.proxy.forwarding import (
     content_headers,
     credentials_of,
     engine_traceparent,
@@ -45,9 +51,9 @@ from gateway.proxy.forwarding import (
     returned,
     with_query,
 )
-from gateway.proxy.services import Services
-from schemas import engine_frames
-from schemas.records import Step, StepStatus
+from clawstream.gateway.proxy.services import Services
+from clawstream.schemas import engine_frames
+from clawstream.schemas.records import Step, StepStatus
 
 MAX_NAMED = 32
 """Maximum number of step ids in a reply header; clients limit header sizes."""

@@ -7,23 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from gateway.asgi.client_disconnect import DisconnectWatcher, Receive
-from gateway.asgi.error_replies import outcome_of, reply_of
-from gateway.asgi.in_flight_limits import ReplyReservation
-from gateway.asgi.messages import HeldBody, Scope, Send, header_map, send_reply
-from gateway.attribution.tags import tags_of
-from gateway.auth.authenticator import Principal
-from gateway.capture.steps import Call
-from gateway.errors import BadRequest, BodyTooLarge, ClientGone, GatewayError
-from gateway.protocols.adapter import ProtocolAdapter
-from gateway.protocols.request_fields import repaired, with_defaults
-from gateway.proxy.call import ProxiedCall
-from gateway.proxy.failed_calls import Attempt, failure_of
-from gateway.proxy.forwarding import credentials_of, traceparent_of
-from gateway.proxy.paths import CallTarget
-from gateway.proxy.services import Services, held_body
-from gateway.proxy.token_limits import PromptLimit
-from schemas.ids import new_call_id
+from clawstream.gateway.asgi.client_disconnect import DisconnectWatcher, Receive
+from clawstream.gateway.asgi.error_replies import outcome_of, reply_of
+from clawstream.gateway.asgi.in_flight_limits import ReplyReservation
+from clawstream.gateway.asgi.messages import HeldBody, Scope, Send, header_map, send_reply
+from clawstream.gateway.attribution.tags import tags_of
+from clawstream.gateway.auth.authenticator import Principal
+from clawstream.gateway.capture.steps import Call
+from clawstream.gateway.errors import BadRequest, BodyTooLarge, ClientGone, GatewayError
+from clawstream.gateway.protocols.adapter import ProtocolAdapter
+from clawstream.gateway.protocols.request_fields import repaired, with_defaults
+from clawstream.gateway.proxy.call import ProxiedCall
+from clawstream.gateway.proxy.failed_calls import Attempt, failure_of
+from clawstream.gateway.proxy.forwarding import credentials_of, traceparent_of
+from clawstream.gateway.proxy.paths import CallTarget
+from clawstream.gateway.proxy.services import Services, held_body
+from clawstream.gateway.proxy.token_limits import PromptLimit
+from clawstream.schemas.ids import new_call_id
 
 IDEMPOTENCY = (
     "x-clawstream-step",

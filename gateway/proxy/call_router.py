@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from gateway.asgi.client_disconnect import Receive
-from gateway.asgi.error_replies import Reply, reply_of
-from gateway.asgi.messages import App, Scope, Send, send_reply
-from gateway.asgi.request_encoding import RequestDecoder
-from gateway.errors import NotFound, NoWebSocket, WrongMethod
-from gateway.proxy.call_endpoint import CallEndpoint
-from gateway.proxy.passthrough import PassthroughEndpoint
-from gateway.proxy.paths import (
+from clawstream.gateway.asgi.client_disconnect import Receive
+from clawstream.gateway.asgi.error_replies import Reply, reply_of
+from clawstream.gateway.asgi.messages import App, Scope, Send, send_reply
+from clawstream.gateway.asgi.request_encoding import RequestDecoder
+from clawstream.gateway.errors import NotFound, NoWebSocket, WrongMethod
+from clawstream.gateway.proxy.call_endpoint import CallEndpoint
+from clawstream.gateway.proxy.passthrough import PassthroughEndpoint
+from clawstream.gateway.proxy.paths import (
     ITEMS,
     canonical,
     how_to_call,

@@ -15,22 +15,22 @@ from typing import Any
 import orjson
 from ulid import ULID
 
-from gateway.asgi.error_replies import http_error_of
-from gateway.attribution.resolver import TrajectoryRef, TrajectoryResolver
-from gateway.auth.authenticator import Principal
-from gateway.capture.steps import Call
-from gateway.clock import Clock
-from gateway.durability.log import LogProducer, Message
-from gateway.errors import GatewayError
-from gateway.metrics import Metrics
-from gateway.protocols.reply_fields import EngineError
-from gateway.proxy.forwarding import traceparent_of
-from gateway.redaction.redactor import Redaction
-from runtime.logs import logger
-from schemas.codec.single_object import Codec
-from schemas.errors import InvalidId
-from schemas.ids import check_run_id
-from schemas.records import FailedCall, FailureSource
+from clawstream.gateway.asgi.error_replies import http_error_of
+from clawstream.gateway.attribution.resolver import TrajectoryRef, TrajectoryResolver
+from clawstream.gateway.auth.authenticator import Principal
+from clawstream.gateway.capture.steps import Call
+from clawstream.gateway.clock import Clock
+from clawstream.gateway.durability.log import LogProducer, Message
+from clawstream.gateway.errors import GatewayError
+from clawstream.gateway.metrics import Metrics
+from clawstream.gateway.protocols.reply_fields import EngineError
+from clawstream.gateway.proxy.forwarding import traceparent_of
+from clawstream.gateway.redaction.redactor import Redaction
+from clawstream.runtime.logs import logger
+from clawstream.schemas.codec.single_object import Codec
+from clawstream.schemas.errors import InvalidId
+from clawstream.schemas.ids import check_run_id
+from clawstream.schemas.records import FailedCall, FailureSource
 
 MAX_IN_FLIGHT = 1000
 """Maximum number of records waiting for Kafka."""

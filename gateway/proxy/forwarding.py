@@ -6,17 +6,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from urllib.parse import unquote_plus
 
-from gateway.auth.session_keys import KEY_PREFIXES
-from gateway.capture.steps import Call
-from gateway.engines.client import Response
-from schemas.ids import (
+from clawstream.gateway.auth.session_keys import KEY_PREFIXES
+from clawstream.gateway.capture.steps import Call
+from clawstream.gateway.engines.client import Response
+from clawstream.schemas.ids import (
     TRACEPARENT_CHARS,
     TraceContext,
     call_span_id,
     own_trace_id,
     parse_traceparent,
 )
-from schemas.settings import GatewaySettings
+from clawstream.schemas.settings import GatewaySettings
 
 FORWARDED = frozenset({
     "traceparent", "tracestate", "x-request-id", "x-client-request-id", "x-session-id",

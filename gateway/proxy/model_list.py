@@ -12,11 +12,11 @@ from typing import Any
 
 import orjson
 
-from gateway.asgi.error_replies import JSON, Reply
-from gateway.engines.client import Upstream
-from gateway.engines.registry import EngineSpec
-from gateway.errors import GatewayError
-from gateway.protocols.reply_fields import loads
+from clawstream.gateway.asgi.error_replies import JSON, Reply
+from clawstream.gateway.engines.client import Upstream
+from clawstream.gateway.engines.registry import EngineSpec
+from clawstream.gateway.errors import GatewayError
+from clawstream.gateway.protocols.reply_fields import loads
 
 PATH = "/v1/models"
 

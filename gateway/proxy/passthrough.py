@@ -4,23 +4,28 @@ from __future__ import annotations
 
 from urllib.parse import quote
 
-from gateway.asgi.client_disconnect import DisconnectWatcher, Receive
-from gateway.asgi.error_replies import ErrorFormat, Reply, reply_of
-from gateway.asgi.in_flight_limits import ReplyReservation
-from gateway.asgi.messages import Scope, Send, header_map, send_reply
-from gateway.auth.authenticator import Principal
-from gateway.auth.key_limits import tokens_of_reply
-from gateway.engines.registry import of_run
-from gateway.errors import BadRequest, ClientGone, GatewayError
-from gateway.protocols.request_fields import (
+from clawstream.gateway.asgi.client_disconnect import DisconnectWatcher, Receive
+from clawstream.gateway.asgi.error_replies import ErrorFormat, Reply, reply_of
+from clawstream.gateway.asgi.in_flight_limits import ReplyReservation
+from clawstream.gateway.asgi.messages import Scope, Send, header_map, send_reply
+from clawstream.gateway.auth.authenticator import Principal
+from clawstream.gateway.auth.key_limits import tokens_of_reply
+from clawstream.gateway.engines.registry import of_run
+from clawstream.gateway.errors import BadRequest, ClientGone, GatewayError
+from clawstream.gateway.protocols.request_fields import (
     model_of,
     object_of,
     repaired,
 )
-from gateway.proxy.forwarding import content_headers, credentials_of, forwarded, with_query
-from gateway.proxy.model_list import PATH, model_list, model_reply
-from gateway.proxy.paths import CallTarget
-from gateway.proxy.services import Services, held_body
+from clawstream.gateway.proxy.forwarding import (
+    content_headers,
+    credentials_of,
+    forwarded,
+    with_query,
+)
+from clawstream.gateway.proxy.model_list import PATH, model_list, model_reply
+from clawstream.gateway.proxy.paths import CallTarget
+from clawstream.gateway.proxy.services import Services, held_body
 
 
 class PassthroughEndpoint:

@@ -5,22 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from gateway.asgi.client_disconnect import Receive
-from gateway.asgi.in_flight_limits import InFlightLimits
-from gateway.asgi.messages import HeldBody, Scope, admit
-from gateway.attribution.resolver import TrajectoryResolver
-from gateway.auth.api_keys import Scope as KeyScope
-from gateway.auth.authenticator import Authenticator, Principal
-from gateway.auth.key_limits import KeyLimits
-from gateway.clock import Clock
-from gateway.continuation.memory import ContinuationMemory
-from gateway.durability.delivery import DeliveryManager
-from gateway.durability.record_writer import RecordWriter
-from gateway.engines.client import Upstream
-from gateway.metrics import Metrics
-from gateway.proxy.failed_calls import FailedCalls
-from gateway.proxy.forwarding import PassedHeaders
-from schemas.settings import Settings
+from clawstream.gateway.asgi.client_disconnect import Receive
+from clawstream.gateway.asgi.in_flight_limits import InFlightLimits
+from clawstream.gateway.asgi.messages import HeldBody, Scope, admit
+from clawstream.gateway.attribution.resolver import TrajectoryResolver
+from clawstream.gateway.auth.api_keys import Scope as KeyScope
+from clawstream.gateway.auth.authenticator import Authenticator, Principal
+from clawstream.gateway.auth.key_limits import KeyLimits
+from clawstream.gateway.clock import Clock
+from clawstream.gateway.continuation.memory import ContinuationMemory
+from clawstream.gateway.durability.delivery import DeliveryManager
+from clawstream.gateway.durability.record_writer import RecordWriter
+from clawstream.gateway.engines.client import Upstream
+from clawstream.gateway.metrics import Metrics
+from clawstream.gateway.proxy.failed_calls import FailedCalls
+from clawstream.gateway.proxy.forwarding import PassedHeaders
+from clawstream.schemas.settings import Settings
 
 
 @dataclass(frozen=True, slots=True)

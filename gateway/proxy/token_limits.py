@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from gateway.attribution.resolver import TrajectoryRef
-from gateway.engines.client import Upstream
-from gateway.errors import BadRequest, UpstreamFailed
-from gateway.protocols.base import Request
-from gateway.protocols.request_fields import dumps
-from schemas.settings import GatewaySettings
+from clawstream.gateway.attribution.resolver import TrajectoryRef
+from clawstream.gateway.engines.client import Upstream
+from clawstream.gateway.errors import BadRequest, UpstreamFailed
+from clawstream.gateway.protocols.base import Request
+from clawstream.gateway.protocols.request_fields import dumps
+from clawstream.schemas.settings import GatewaySettings
 
 TEMPLATE_TOKENS = 512
 """Tokens that a chat template may add to a prompt."""

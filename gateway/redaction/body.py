@@ -12,7 +12,7 @@ import re
 
 import orjson
 
-from gateway.redaction.scan import Scan
+from clawstream.gateway.redaction.scan import Scan
 
 _QUOTE = b'"'
 _COLON = re.compile(rb"\s*+:\s*+")

@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
-from gateway.redaction.body import redacted_body
-from gateway.redaction.scan import Scan
-from gateway.redaction.token_edits import InconsistentTokens, Tokens, redacted_tokens
-from gateway.redaction.vocabulary import TokenizerUnusable, UnknownToken, Vocabulary
-from schemas.records import Curation, FailedCall, Reward, SessionEvent, Step, Tag
+from clawstream.gateway.redaction.body import redacted_body
+from clawstream.gateway.redaction.scan import Scan
+from clawstream.gateway.redaction.token_edits import InconsistentTokens, Tokens, redacted_tokens
+from clawstream.gateway.redaction.vocabulary import TokenizerUnusable, UnknownToken, Vocabulary
+from clawstream.schemas.records import Curation, FailedCall, Reward, SessionEvent, Step, Tag
 
 Record = Step | SessionEvent | FailedCall | Reward | Curation
 R = TypeVar("R", bound=Record)

@@ -13,8 +13,8 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from gateway.errors import RedactionUnusable
-from gateway.redaction.records import (
+from clawstream.gateway.errors import RedactionUnusable
+from clawstream.gateway.redaction.records import (
     R,
     Record,
     Redactor,
@@ -23,13 +23,13 @@ from gateway.redaction.records import (
     has_tokens,
     without_contents,
 )
-from gateway.redaction.rules import RULES, Rule
-from gateway.redaction.scan import Finder, NamedFinder, Scan
-from gateway.redaction.vocabulary import TokenizerUnusable, Vocabulary
-from schemas.records import Step
-from schemas.rule_spec import is_own
-from schemas.settings import Settings
-from schemas.user_function import FunctionNotFound, load_function
+from clawstream.gateway.redaction.rules import RULES, Rule
+from clawstream.gateway.redaction.scan import Finder, NamedFinder, Scan
+from clawstream.gateway.redaction.vocabulary import TokenizerUnusable, Vocabulary
+from clawstream.schemas.records import Step
+from clawstream.schemas.rule_spec import is_own
+from clawstream.schemas.settings import Settings
+from clawstream.schemas.user_function import FunctionNotFound, load_function
 
 THREAD_BYTES = 16 * 1024
 """Records larger than this are redacted in a thread: some contents cost 10 us a byte."""

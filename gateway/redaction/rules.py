@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from gateway.redaction import checks
+from clawstream.gateway.redaction import checks
 
 Span = tuple[int, int]
 Find = Callable[[bytes, int], Span | None]

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from gateway.redaction.rules import NORMAL, Rule
+from clawstream.gateway.redaction.rules import NORMAL, Rule
 
 Finder = Callable[[str], Iterable[tuple[int, int]]]
 """User-defined rule: maps a text to the character ranges of its secrets. Must be pure."""

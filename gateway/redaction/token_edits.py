@@ -18,10 +18,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from gateway.redaction.scan import Scan, SecretSpan
-from gateway.redaction.vocabulary import Vocabulary
-from schemas.records import TokenSpan, VersionSpan
-from schemas.tokens import pack_ids, unpack_ids
+from clawstream.gateway.redaction.scan import Scan, SecretSpan
+from clawstream.gateway.redaction.vocabulary import Vocabulary
+from clawstream.schemas.records import TokenSpan, VersionSpan
+from clawstream.schemas.tokens import pack_ids, unpack_ids
 
 WIDTH = 4
 ABSENT = struct.pack("<f", float("nan"))

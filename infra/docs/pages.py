@@ -84,7 +84,7 @@ def navigation() -> list[Any]:
 
 def settings() -> Iterator[str]:
     """Yield a table for each section of the settings."""
-    from schemas.settings import Settings
+    from clawstream.schemas.settings import Settings
 
     yield (
         "A field's name with dots is its name in a YAML file, on the command line "
@@ -180,7 +180,7 @@ def _commands(group: Any, context: Any) -> Iterator[str]:
 
 def topics() -> Iterator[str]:
     """Yield every topic with its partitions, records and configuration."""
-    from schemas.settings import Settings
+    from clawstream.schemas.settings import Settings
 
     kafka = Settings().kafka
     names, retention = kafka.topics, int(kafka.steps_retention_s * 1000)
@@ -237,9 +237,9 @@ def _avro(kind: Any, inner: list[Any]) -> str:
 
 def http() -> Iterator[str]:
     """Yield every route of the gateway, from its OpenAPI page."""
-    from gateway.app import create_app
-    from gateway.engines.registry import EngineRegistry
-    from schemas.settings import Settings
+    from clawstream.gateway.app import create_app
+    from clawstream.gateway.engines.registry import EngineRegistry
+    from clawstream.schemas.settings import Settings
 
     with tempfile.TemporaryDirectory() as unused:  # the application does not run
         app = create_app(Settings(data_dir=Path(unused)), cast(Any, None), EngineRegistry(()))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
-from runtime.process.lifecycle import on_loop
+from clawstream.runtime.process.lifecycle import on_loop
 
 PAUSE_S = 0.25
 """Shortest time between two updates of a page."""

@@ -12,16 +12,16 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-from inspector.live.changes import Changes
-from inspector.live.recent import Recent, newest, with_rewards
-from inspector.queries.lake import Lake
-from inspector.queries.listing import open_rows, rewards_of, weights_of
-from runtime.kafka import Cluster, KafkaError, Reader
-from runtime.logs import logger
-from runtime.process.lifecycle import die
-from runtime.topics.records import Decoder
-from schemas.errors import ForeseenError, Undecodable, UnknownSchema
-from schemas.settings import Settings
+from clawstream.inspector.live.changes import Changes
+from clawstream.inspector.live.recent import Recent, newest, with_rewards
+from clawstream.inspector.queries.lake import Lake
+from clawstream.inspector.queries.listing import open_rows, rewards_of, weights_of
+from clawstream.runtime.kafka import Cluster, KafkaError, Reader
+from clawstream.runtime.logs import logger
+from clawstream.runtime.process.lifecycle import die
+from clawstream.runtime.topics.records import Decoder
+from clawstream.schemas.errors import ForeseenError, Undecodable, UnknownSchema
+from clawstream.schemas.settings import Settings
 
 LOOK_BACK = 100
 """Records of each partition that are read at the start."""

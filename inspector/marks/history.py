@@ -13,12 +13,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
-from inspector.errors import InvalidMark
-from inspector.marks.mark import FUNCTION_VERSION, Event
-from inspector.marks.writer import KEPT, MarkWriter
-from inspector.queries.lake import Lake, Row
-from schemas.ids import key_of_trajectory, new_event_id
-from schemas.records import Curation, Reward
+from clawstream.inspector.errors import InvalidMark
+from clawstream.inspector.marks.mark import FUNCTION_VERSION, Event
+from clawstream.inspector.marks.writer import KEPT, MarkWriter
+from clawstream.inspector.queries.lake import Lake, Row
+from clawstream.schemas.ids import key_of_trajectory, new_event_id
+from clawstream.schemas.records import Curation, Reward
 
 ACTIONS = 100
 """Newest actions on the page of marks."""

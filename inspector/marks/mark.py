@@ -6,17 +6,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from inspector.errors import InvalidMark
-from schemas.ids import (
+from clawstream.inspector.errors import InvalidMark
+from clawstream.schemas.ids import (
     check_run_id,
     check_trajectory_key,
     is_gateway_assigned,
     key_of_trajectory,
     new_event_id,
 )
-from schemas.records import Curation, Reward
-from schemas.records.parts import NAME_CHARS, TAGS_MAX
-from schemas.records.rewards import out_of_bounds
+from clawstream.schemas.records import Curation, Reward
+from clawstream.schemas.records.parts import NAME_CHARS, TAGS_MAX
+from clawstream.schemas.records.rewards import out_of_bounds
 
 NOTE_CHARS = 2000
 FUNCTION_VERSION = "1"

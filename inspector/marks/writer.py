@@ -7,12 +7,12 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Protocol
 
-from inspector.errors import LogAbsent
-from inspector.marks.mark import Event
-from runtime.kafka import Cluster
-from runtime.topics.records import publish_schemas
-from schemas.codec.single_object import Codec
-from schemas.topics import Topics
+from clawstream.inspector.errors import LogAbsent
+from clawstream.inspector.marks.mark import Event
+from clawstream.runtime.kafka import Cluster
+from clawstream.runtime.topics.records import publish_schemas
+from clawstream.schemas.codec.single_object import Codec
+from clawstream.schemas.topics import Topics
 
 KEPT = 20_000
 """Newest events that pages show although the lake may not have them yet."""
@@ -23,7 +23,7 @@ ACKNOWLEDGED_S = 10.0
 
 
 class Producer(Protocol):
-    """The part of `runtime.kafka.Producer` that is used here."""
+    """The part of `clawstream.runtime.kafka.Producer` that is used here."""
 
     def put(self, topic: str, key: bytes | None, value: bytes | None) -> None: ...
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import NamedTuple
 
-from inspector.errors import InvalidAddress
+from clawstream.inspector.errors import InvalidAddress
 
 RANGES = {
     "15m": (900, 15),

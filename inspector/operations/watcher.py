@@ -10,10 +10,10 @@ import threading
 import time
 from collections.abc import AsyncIterator
 
-from inspector.live.changes import Changes
-from inspector.operations.history import History
-from inspector.operations.observation import Observation, Observe, samples_of
-from runtime.process.lifecycle import die
+from clawstream.inspector.live.changes import Changes
+from clawstream.inspector.operations.history import History
+from clawstream.inspector.operations.observation import Observation, Observe, samples_of
+from clawstream.runtime.process.lifecycle import die
 
 INTERVAL_S = 5.0
 

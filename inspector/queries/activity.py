@@ -10,7 +10,7 @@ from collections import OrderedDict
 from threading import Lock
 from typing import Any, NamedTuple
 
-from inspector.queries.lake import Lake, Row
+from clawstream.inspector.queries.lake import Lake, Row
 
 CHARTS = ("calls", "trajectories", "groups", "versions", "dead_letters")
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import NamedTuple
 
-from inspector.errors import InvalidAddress
-from inspector.queries.lake import Lake, Row
+from clawstream.inspector.errors import InvalidAddress
+from clawstream.inspector.queries.lake import Lake, Row
 
 PAGE = 100
 FILTERS = ("run_id", "trajectory", "reason")

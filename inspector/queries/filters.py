@@ -7,8 +7,8 @@ from dataclasses import dataclass, fields
 from math import isfinite
 from typing import Any, NamedTuple
 
-from inspector.errors import InvalidAddress
-from inspector.queries.lake import Lake
+from clawstream.inspector.errors import InvalidAddress
+from clawstream.inspector.queries.lake import Lake
 
 TEXT_CHARACTERS = 400
 """Of a search: each word of it is a query of the index, and all are one query of the list."""

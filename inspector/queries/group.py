@@ -6,9 +6,9 @@ from itertools import islice
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
-from inspector.queries.conversation import ReadChat, brief, turns_of
-from inspector.queries.lake import Lake, Row
-from inspector.queries.trajectory import with_bodies
+from clawstream.inspector.queries.conversation import ReadChat, brief, turns_of
+from clawstream.inspector.queries.lake import Lake, Row
+from clawstream.inspector.queries.trajectory import with_bodies
 
 STEPS_SHOWN = 50
 """First steps of a rollout that its column shows."""

@@ -192,5 +192,6 @@ batch that took it, else by the weights of the newest applied policy (`policies`
 `calls`: recorded calls. `payloads`: parts of closed trajectories. `members`: decisions of
 admission. `errors`: failed calls. `outside`: recorded calls that are in no trajectory. `trained`:
 what the trainer did with a trajectory. `published`: weight versions. `letters`: dead letters.
-`curations`, `human_rewards`: what people say, with the same columns (`inspector.marks.history`).
+`curations`, `human_rewards`: what people say, with the same columns
+(`clawstream.inspector.marks.history`).
 """

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, NamedTuple
 
-from inspector.errors import InvalidAddress
-from inspector.queries.filters import Filters, Selection, selection_of
-from inspector.queries.lake import Lake, Row
-from schemas.ids import key_of_trajectory
+from clawstream.inspector.errors import InvalidAddress
+from clawstream.inspector.queries.filters import Filters, Selection, selection_of
+from clawstream.inspector.queries.lake import Lake, Row
+from clawstream.schemas.ids import key_of_trajectory
 
 PAGE = 50
 ROWS_MAX = 500
@@ -178,7 +178,10 @@ def channels_of(lake: Lake) -> dict[str, list[str]]:
 
 
 def open_rows(lake: Lake, limit: int) -> list[Row]:
-    """Return the newest trajectories, closed or not, as `inspector.live.recent.Recent` has them."""
+    """Return the newest trajectories, closed or not.
+
+    The rows are those of `clawstream.inspector.live.recent.Recent`.
+    """
     return lake.rows(
         """WITH newest AS (
             SELECT run_id, trajectory_key, any_value(group_id) AS group_id, count(*) AS steps,

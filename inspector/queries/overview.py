@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
-from inspector.queries.lake import Lake, Row
+from clawstream.inspector.queries.lake import Lake, Row
 
 BUCKETS = 80
 """Points of a series over time."""

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, NamedTuple, Protocol
 
-from inspector.queries.lake import Lake, Row
-from schemas.reward_matching import SMALLEST_GROUP
+from clawstream.inspector.queries.lake import Lake, Row
+from clawstream.schemas.reward_matching import SMALLEST_GROUP
 
 EXAMPLES = 10
 """Trajectories that are named for each change."""

@@ -10,7 +10,7 @@ from decimal import Decimal
 from math import isfinite
 from typing import Any, NamedTuple, Protocol
 
-from inspector.queries.lake import COPIES, Lake, Row
+from clawstream.inspector.queries.lake import COPIES, Lake, Row
 
 ROWS = 500
 """Rows of a result that are shown."""

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from math import exp, isnan
 from typing import Any, Literal, NamedTuple, get_args
 
-from inspector.queries.lake import Lake, Row
-from inspector.queries.trajectory import Trajectory, counting, log_times, recorded
+from clawstream.inspector.queries.lake import Lake, Row
+from clawstream.inspector.queries.trajectory import Trajectory, counting, log_times, recorded
 
 Pieces = Callable[[str | None, Sequence[int]], list[str] | None]
 """Texts of token ids of a weight version; None: there is no tokenizer for it."""

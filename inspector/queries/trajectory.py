@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from inspector.queries.lake import Lake, Row
-from schemas.ids import is_gateway_assigned, key_of_trajectory
-from schemas.records import RewardValue
-from schemas.reward_matching import training_reward
+from clawstream.inspector.queries.lake import Lake, Row
+from clawstream.schemas.ids import is_gateway_assigned, key_of_trajectory
+from clawstream.schemas.records import RewardValue
+from clawstream.schemas.reward_matching import training_reward
 
 _SKEW = "INTERVAL 1 MINUTE"
 """Maximum difference between the log times of a trajectory and of its steps, as in lineage."""

@@ -16,22 +16,22 @@ from fastapi.responses import HTMLResponse, RedirectResponse
 from fastapi.staticfiles import StaticFiles
 from starlette.exceptions import HTTPException
 
-from inspector.errors import InspectorError
-from inspector.live.feed import Live
-from inspector.marks.writer import MarkWriter
-from inspector.metrics import PageMetrics
-from inspector.operations.watcher import Watcher
-from inspector.queries.activity import Activity
-from inspector.queries.conversation import ReadChat
-from inspector.queries.lake import Lake
-from inspector.queries.policy import Policies
-from inspector.queries.sql import RunSql
-from inspector.queries.tokens import Pieces
-from inspector.web import marking, operations, pages, policy, sql
-from inspector.web.access import COOKIE, Access, User, is_cross_site
-from inspector.web.forms import Form, local
-from inspector.web.rendering import render
-from schemas.errors import ForeseenError, InvalidId
+from clawstream.inspector.errors import InspectorError
+from clawstream.inspector.live.feed import Live
+from clawstream.inspector.marks.writer import MarkWriter
+from clawstream.inspector.metrics import PageMetrics
+from clawstream.inspector.operations.watcher import Watcher
+from clawstream.inspector.queries.activity import Activity
+from clawstream.inspector.queries.conversation import ReadChat
+from clawstream.inspector.queries.lake import Lake
+from clawstream.inspector.queries.policy import Policies
+from clawstream.inspector.queries.sql import RunSql
+from clawstream.inspector.queries.tokens import Pieces
+from clawstream.inspector.web import marking, operations, pages, policy, sql
+from clawstream.inspector.web.access import COOKIE, Access, User, is_cross_site
+from clawstream.inspector.web.forms import Form, local
+from clawstream.inspector.web.rendering import render
+from clawstream.schemas.errors import ForeseenError, InvalidId
 
 HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "

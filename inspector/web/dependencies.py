@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from fastapi import Depends, Request
 
-from schemas.errors import ForeseenError
+from clawstream.schemas.errors import ForeseenError
 
 
 def _parts(request: Request) -> Any:
@@ -28,6 +28,6 @@ def _permitted(request: Request) -> Callable[[AsyncIterator[None]], AsyncIterato
 
 
 Used = Annotated[Any, Depends(_parts)]
-"""`inspector.web.app.Parts`."""
+"""`clawstream.inspector.web.app.Parts`."""
 Permitted = Annotated[Callable[[AsyncIterator[None]], AsyncIterator[None]], Depends(_permitted)]
 """Passes changes on until the key of the request is revoked, or its session ends."""

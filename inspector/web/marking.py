@@ -10,19 +10,19 @@ from urllib.parse import parse_qsl
 from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import RedirectResponse
 
-from inspector.errors import InvalidMark, NotPermitted
-from inspector.marks import history
-from inspector.marks.mark import Mark, Target
-from inspector.marks.writer import TARGETS_MAX
-from inspector.queries.filters import Filters, parse_filters, selection_of
-from inspector.queries.lake import Lake, Row
-from inspector.queries.listing import closed_ids, is_known
-from inspector.web.access import User
-from inspector.web.dependencies import Used
-from inspector.web.forms import Form, local
-from inspector.web.rendering import render
-from runtime.topics.records import now_micros
-from schemas.records import Reward
+from clawstream.inspector.errors import InvalidMark, NotPermitted
+from clawstream.inspector.marks import history
+from clawstream.inspector.marks.mark import Mark, Target
+from clawstream.inspector.marks.writer import TARGETS_MAX
+from clawstream.inspector.queries.filters import Filters, parse_filters, selection_of
+from clawstream.inspector.queries.lake import Lake, Row
+from clawstream.inspector.queries.listing import closed_ids, is_known
+from clawstream.inspector.web.access import User
+from clawstream.inspector.web.dependencies import Used
+from clawstream.inspector.web.forms import Form, local
+from clawstream.inspector.web.rendering import render
+from clawstream.runtime.topics.records import now_micros
+from clawstream.schemas.records import Reward
 
 router = APIRouter()
 _TRAINABLE = {"yes": True, "no": False}

@@ -11,14 +11,24 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse
 from fastapi.sse import EventSourceResponse, ServerSentEvent
 
-from inspector.operations.observation import Consumer, Observation, Weights, consumer_name
-from inspector.operations.sparkline import HEIGHT, WIDTH, path_of
-from inspector.operations.time_range import RANGES, TimeRange, time_range
-from inspector.queries.activity import CHARTS, newest_letters, newest_version, open_dead_letters
-from inspector.queries.lake import Row
-from inspector.web.dependencies import Permitted, Used
-from inspector.web.rendering import block_of, link, render
-from schemas.errors import ForeseenError
+from clawstream.inspector.operations.observation import (
+    Consumer,
+    Observation,
+    Weights,
+    consumer_name,
+)
+from clawstream.inspector.operations.sparkline import HEIGHT, WIDTH, path_of
+from clawstream.inspector.operations.time_range import RANGES, TimeRange, time_range
+from clawstream.inspector.queries.activity import (
+    CHARTS,
+    newest_letters,
+    newest_version,
+    open_dead_letters,
+)
+from clawstream.inspector.queries.lake import Row
+from clawstream.inspector.web.dependencies import Permitted, Used
+from clawstream.inspector.web.rendering import block_of, link, render
+from clawstream.schemas.errors import ForeseenError
 
 router = APIRouter()
 TEMPLATE = "operations.html"

@@ -13,19 +13,19 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse, PlainTextResponse
 from fastapi.sse import EventSourceResponse, ServerSentEvent
 
-from inspector.marks import history
-from inspector.operations.sparkline import HEIGHT, WIDTH, path_of
-from inspector.queries import calls, group, listing, overview, tokens, trajectory
-from inspector.queries.conversation import TEXT_CHARACTERS as SHOWN_CHARACTERS
-from inspector.queries.conversation import Conversation, Turn, brief
-from inspector.queries.filters import OUTCOMES, STAGES, TEXT_CHARACTERS, parse_filters
-from inspector.queries.lake import Row
-from inspector.web import copies
-from inspector.web.dependencies import Permitted, Used
-from inspector.web.marking import Offered
-from inspector.web.rendering import render, text_of
-from schemas.blob_refs import referenced
-from schemas.errors import ForeseenError
+from clawstream.inspector.marks import history
+from clawstream.inspector.operations.sparkline import HEIGHT, WIDTH, path_of
+from clawstream.inspector.queries import calls, group, listing, overview, tokens, trajectory
+from clawstream.inspector.queries.conversation import TEXT_CHARACTERS as SHOWN_CHARACTERS
+from clawstream.inspector.queries.conversation import Conversation, Turn, brief
+from clawstream.inspector.queries.filters import OUTCOMES, STAGES, TEXT_CHARACTERS, parse_filters
+from clawstream.inspector.queries.lake import Row
+from clawstream.inspector.web import copies
+from clawstream.inspector.web.dependencies import Permitted, Used
+from clawstream.inspector.web.marking import Offered
+from clawstream.inspector.web.rendering import render, text_of
+from clawstream.schemas.blob_refs import referenced
+from clawstream.schemas.errors import ForeseenError
 
 router = APIRouter()
 

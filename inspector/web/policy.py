@@ -7,13 +7,13 @@ from typing import Any
 from fastapi import APIRouter, HTTPException, Request, Response
 from fastapi.responses import RedirectResponse
 
-from inspector.errors import LogAbsent, NotPermitted
-from inspector.queries import policy
-from inspector.web.dependencies import Used
-from inspector.web.forms import Form
-from inspector.web.rendering import render
-from schemas.errors import ForeseenError
-from schemas.settings import PolicySettings
+from clawstream.inspector.errors import LogAbsent, NotPermitted
+from clawstream.inspector.queries import policy
+from clawstream.inspector.web.dependencies import Used
+from clawstream.inspector.web.forms import Form
+from clawstream.inspector.web.rendering import render
+from clawstream.schemas.errors import ForeseenError
+from clawstream.schemas.settings import PolicySettings
 
 router = APIRouter()
 FIELDS = {

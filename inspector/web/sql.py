@@ -11,11 +11,11 @@ from urllib.parse import quote
 from fastapi import APIRouter, Request, Response
 from fastapi.concurrency import run_in_threadpool
 
-from inspector.queries import sql
-from inspector.web.dependencies import Used
-from inspector.web.forms import Form
-from inspector.web.rendering import render
-from schemas.errors import ForeseenError
+from clawstream.inspector.queries import sql
+from clawstream.inspector.web.dependencies import Used
+from clawstream.inspector.web.forms import Form
+from clawstream.inspector.web.rendering import render
+from clawstream.schemas.errors import ForeseenError
 
 router = APIRouter()
 ADDRESS_CHARS = 2000

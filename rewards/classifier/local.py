@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from rewards.classifier import reward
-from schemas.records import Trajectory
-from schemas.settings.reward_models import Classifier
-from schemas.user_function import batched
+from clawstream.rewards.classifier import reward
+from clawstream.schemas.records import Trajectory
+from clawstream.schemas.settings.reward_models import Classifier
+from clawstream.schemas.user_function import batched
 
 Value = float | tuple[None, dict[str, Any]]
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rewards.answer import own_steps
-from rewards.endpoint import Endpoint, EndpointError
-from rewards.template import check_template, filled
-from schemas.records import Trajectory
-from schemas.settings.reward_models import Classifier
+from clawstream.rewards.answer import own_steps
+from clawstream.rewards.endpoint import Endpoint, EndpointError
+from clawstream.rewards.template import check_template, filled
+from clawstream.schemas.records import Trajectory
+from clawstream.schemas.settings.reward_models import Classifier
 
 
 def classifier(configuration: Mapping[str, Any]) -> Callable[..., Any]:
@@ -25,7 +25,9 @@ def classifier(configuration: Mapping[str, Any]) -> Callable[..., Any]:
         check_template(template)
     if settings.url is not None:
         return _at_endpoint(settings, settings.url)
-    from rewards.classifier.local import local_classifier  # torch, for a local model only
+    from clawstream.rewards.classifier.local import (
+        local_classifier,
+    )  # torch, for a local model only
 
     return local_classifier(settings)
 

@@ -17,10 +17,10 @@ from typing import Any
 
 from markdown_it import MarkdownIt
 
-from rewards.answer import last_answer, metadata
-from rewards.code.sandbox import Limits, Result, Sandbox
-from schemas.records import Trajectory
-from schemas.settings.reward_models import CodeTests
+from clawstream.rewards.answer import last_answer, metadata
+from clawstream.rewards.code.sandbox import Limits, Result, Sandbox
+from clawstream.schemas.records import Trajectory
+from clawstream.schemas.settings.reward_models import CodeTests
 
 _BLOCKS = MarkdownIt("zero").enable(["code", "fence", "list", "blockquote"])
 """CommonMark's blocks that hold code or move it, without HTML, which may surround it."""

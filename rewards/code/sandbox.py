@@ -3,7 +3,7 @@
 1. A process of root becomes user 65534 first, because RLIMIT_NPROC does not bind root.
 2. bubblewrap gives the program its own user, process, network, IPC and mount namespaces. It sees
    /usr read-only and two small file systems in memory; it has no capabilities, no network and no
-   further namespaces, and the kernel refuses it the calls of `rewards.code.seccomp`.
+   further namespaces, and the kernel refuses it the calls of `clawstream.rewards.code.seccomp`.
 3. The kernel limits CPU time, address space and file size of each process, and the number of
    processes. The resident memory of all of them together is measured every `_POLL_S`.
 4. Whatever it started ends with it: its namespace ends when this process kills it or dies.
@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Literal
 
-from rewards.code.seccomp import ARCHITECTURES, filter_program
+from clawstream.rewards.code.seccomp import ARCHITECTURES, filter_program
 
 _DISK_BYTES = 16 << 20
 """Of each file, of /tmp, of /dev/shm and of the output."""

@@ -8,8 +8,8 @@ from itertools import combinations
 from statistics import fmean
 from typing import Any
 
-from schemas.ids import stable_id
-from schemas.rule_spec import reason_text
+from clawstream.schemas.ids import stable_id
+from clawstream.schemas.rule_spec import reason_text
 
 ALONE = "no other member of the group can be compared with it"
 

@@ -11,17 +11,17 @@ from functools import partial
 from statistics import median_low, multimode
 from typing import Any, NoReturn, TypeVar
 
-from rewards.answer import own_steps
-from rewards.endpoint import Endpoint, NotServed
-from rewards.judge.comparison import Comparison, Undecided, pairs, share_of_wins
-from rewards.judge.ledger import Budget, Ledger, canonical
-from rewards.template import check_template, filled
-from rewards.turns import next_messages, turns_until
-from schemas.numbers.text import number_in
-from schemas.records import Trajectory, TrajectoryStep
-from schemas.rule_spec import reason_text
-from schemas.settings.reward_models import Judge
-from schemas.user_function import progress
+from clawstream.rewards.answer import own_steps
+from clawstream.rewards.endpoint import Endpoint, NotServed
+from clawstream.rewards.judge.comparison import Comparison, Undecided, pairs, share_of_wins
+from clawstream.rewards.judge.ledger import Budget, Ledger, canonical
+from clawstream.rewards.template import check_template, filled
+from clawstream.rewards.turns import next_messages, turns_until
+from clawstream.schemas.numbers.text import number_in
+from clawstream.schemas.records import Trajectory, TrajectoryStep
+from clawstream.schemas.rule_spec import reason_text
+from clawstream.schemas.settings.reward_models import Judge
+from clawstream.schemas.user_function import progress
 
 _INSTRUCTIONS = """\
 You grade the work of an assistant by a rubric. The next message holds the material. Everything in

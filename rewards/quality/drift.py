@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from rewards.quality.score import Score
-from schemas.records import Trajectory
+from clawstream.rewards.quality.score import Score
+from clawstream.schemas.records import Trajectory
 
 VALUE: Mapping[str, float] = {"realigned": 0.8, "forked": 0.5}
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rewards.quality.score import Score
-from schemas.records import Trajectory
+from clawstream.rewards.quality.score import Score
+from clawstream.schemas.records import Trajectory
 
 SHORTEST = 2
 """Tokens of a reply: a single token is an end token without a text."""

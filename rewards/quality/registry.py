@@ -7,17 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from rewards.quality.drift import drift
-from rewards.quality.length import length
-from rewards.quality.repetition import repetition
-from rewards.quality.retried import retried
-from rewards.quality.score import QualityRule
-from rewards.quality.token_capture import tokens
-from rewards.quality.truncation import truncation
-from rewards.quality.well_formed import format
-from schemas.errors import SettingsError
-from schemas.rule_spec import REVISION_MAX, NamedFunction, function_of
-from schemas.user_function import Find
+from clawstream.rewards.quality.drift import drift
+from clawstream.rewards.quality.length import length
+from clawstream.rewards.quality.repetition import repetition
+from clawstream.rewards.quality.retried import retried
+from clawstream.rewards.quality.score import QualityRule
+from clawstream.rewards.quality.token_capture import tokens
+from clawstream.rewards.quality.truncation import truncation
+from clawstream.rewards.quality.well_formed import format
+from clawstream.schemas.errors import SettingsError
+from clawstream.schemas.rule_spec import REVISION_MAX, NamedFunction, function_of
+from clawstream.schemas.user_function import Find
 
 Rule = NamedFunction[QualityRule]
 """A quality rule with the name and version that its findings carry."""

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rewards.quality.score import Score
-from schemas.records import Trajectory, TrajectoryStep
-from schemas.replies import loaded, texts_in
+from clawstream.rewards.quality.score import Score
+from clawstream.schemas.records import Trajectory, TrajectoryStep
+from clawstream.schemas.replies import loaded, texts_in
 
 ID_BYTES = 4
 WINDOW = 16

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
-from schemas.records import Trajectory
+from clawstream.schemas.records import Trajectory
 
 
 class Score(NamedTuple):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rewards.quality.score import Score
-from schemas.records import Trajectory
+from clawstream.rewards.quality.score import Score
+from clawstream.schemas.records import Trajectory
 
 CUT = frozenset({"length", "abort", "error", "content_filter"})
 """Finish reasons, in OpenAI's terms for every protocol."""

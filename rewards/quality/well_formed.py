@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from rewards.quality.score import Score
-from schemas.records import Trajectory
-from schemas.replies import Call, calls_in, loaded, texts_in
+from clawstream.rewards.quality.score import Score
+from clawstream.schemas.records import Trajectory
+from clawstream.schemas.replies import Call, calls_in, loaded, texts_in
 
 BROKEN = "\ufffd"
 

@@ -10,7 +10,7 @@ import time
 
 import aiohttp
 
-from runtime.logs import logger
+from clawstream.runtime.logs import logger
 
 QUIET_S = 1.0
 """Required idle time: gateways without the latest worker status still send calls, and the last

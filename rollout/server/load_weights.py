@@ -1,10 +1,10 @@
 """Load a published weight version into a running engine.
 
 1. Get the files of the version, check size and sha256 of each, and apply deltas, in the worker
-   (`runtime.weights.files`).
+   (`clawstream.runtime.weights.files`).
 2. Ask the engine's API server to load it, naming the version that the engine is believed to serve
-   (`rollout.vllm_plugin.weight_loader`). The server stages, swaps and labels in one request; it
-   refuses when another worker has loaded another version since.
+   (`clawstream.rollout.vllm_plugin.weight_loader`). The server stages, swaps and labels in one
+   request; it refuses when another worker has loaded another version since.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from rollout.errors import EngineBroken, EngineChanged, EngineUnavailable, InvalidWeights
-from rollout.server.weight_files import adapter_files
-from rollout.vllm_plugin import weight_loader
-from rollout.vllm_plugin.weight_loader import PATH
-from runtime.errors import WeightsUnreadable
-from runtime.weights.files import get_files
-from schemas.errors import ForeseenError
-from schemas.records import WeightFile
+from clawstream.rollout.errors import EngineBroken, EngineChanged, EngineUnavailable, InvalidWeights
+from clawstream.rollout.server.weight_files import adapter_files
+from clawstream.rollout.vllm_plugin import weight_loader
+from clawstream.rollout.vllm_plugin.weight_loader import PATH
+from clawstream.runtime.errors import WeightsUnreadable
+from clawstream.runtime.weights.files import get_files
+from clawstream.schemas.errors import ForeseenError
+from clawstream.schemas.records import WeightFile
 
 TENSORS = ".safetensors"
 _TIMEOUT = aiohttp.ClientTimeout(total=600)
@@ -151,7 +151,8 @@ async def _call(
             if reply.content_type != "application/json":
                 raise EngineUnavailable(
                     f"{method} {urlsplit(url).path}: {reply.status} {(await reply.text())[:500]}; "
-                    "vLLM must run with --middleware rollout.vllm_plugin.weight_loader.WeightLoader"
+                    "vLLM must run with --middleware "
+                    "clawstream.rollout.vllm_plugin.weight_loader.WeightLoader"
                 )
             answer = await reply.json()
     except (aiohttp.ClientError, TimeoutError, ValueError) as error:

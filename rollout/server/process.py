@@ -2,8 +2,9 @@
 
 The server consists of two processes (API, engine core), and of one more for each worker where the
 engine has several workers or an accelerator. It starts as the leader of its own process group, and
-a kill ends the whole group. Each process also dies with its parent (`rollout.vllm_plugin.engine`).
-So no engine survives to hold memory or the port, whichever process of the chain is killed.
+a kill ends the whole group. Each process also dies with its parent
+(`clawstream.rollout.vllm_plugin.engine`). So no engine survives to hold memory or the port,
+whichever process of the chain is killed.
 """
 
 from __future__ import annotations
@@ -22,15 +23,16 @@ from pathlib import Path
 
 import aiohttp
 
-from rollout.errors import EngineUnavailable, ServerFailed
-from rollout.server.drain import wait_drained
-from rollout.vllm_plugin.engine import BACKEND, DIE_WITH_PARENT
-from runtime.process.child import die_with_parent
-from runtime.process.ports import PortTaken, check_free
-from schemas.settings import ENGINE_STOP_S, RolloutSettings
+from clawstream.rollout.errors import EngineUnavailable, ServerFailed
+from clawstream.rollout.server.drain import wait_drained
+from clawstream.rollout.vllm_plugin.engine import BACKEND, DIE_WITH_PARENT
+from clawstream.runtime.process.child import die_with_parent
+from clawstream.runtime.process.ports import PortTaken, check_free
+from clawstream.schemas.settings import ENGINE_STOP_S, RolloutSettings
 
 ONE_PROCESS_EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
-_PROJECT = Path(__file__).resolve().parents[2]
+_PLACE = Path(__file__).parents[3]
+"""The folder from which `clawstream` is imported."""
 _LOG_TAIL_BYTES = 2000
 _PARALLEL = re.compile(r"(--[^=]*parallel|--nnodes|-(tp|pp|dp|dcp|pcp|n)(=|$))")
 """Options of vLLM that start several workers."""
@@ -63,8 +65,8 @@ def server_arguments(
         # settings exclude cannot be trained.
         *("--generation-config", "vllm"),
         *("--weight-transfer-config", f'{{"backend": "{BACKEND}"}}'),
-        *("--middleware", "rollout.vllm_plugin.token_capture.Capture"),
-        *("--middleware", "rollout.vllm_plugin.weight_loader.WeightLoader"),
+        *("--middleware", "clawstream.rollout.vllm_plugin.token_capture.Capture"),
+        *("--middleware", "clawstream.rollout.vllm_plugin.weight_loader.WeightLoader"),
         "--disable-uvicorn-access-log",
     ]
     if is_cpu_build():
@@ -96,7 +98,7 @@ def server_environment(base: Mapping[str, str], gpus: Sequence[str] = ()) -> dic
         base: the environment of the worker.
         gpus: `rollout.gpus` of this worker; empty: those that `base` allows.
     """
-    paths = [str(_PROJECT), *filter(None, base.get("PYTHONPATH", "").split(os.pathsep))]
+    paths = [str(_PLACE), *filter(None, base.get("PYTHONPATH", "").split(os.pathsep))]
     # The processes import all of vLLM in sequence. Compiled files save 10 s of CPU in each of them.
     kept = {name: value for name, value in base.items() if name != "PYTHONDONTWRITEBYTECODE"}
     return {

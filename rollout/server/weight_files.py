@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from runtime.errors import WeightsUnreadable
+from clawstream.runtime.errors import WeightsUnreadable
 
 ADAPTERS = "adapters"
 

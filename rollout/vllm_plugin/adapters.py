@@ -20,10 +20,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rollout.errors import InvalidWeights
-from rollout.vllm_plugin.engine import adapter_request, check_finite, read_checked
-from runtime.digests import digest_of_model
-from runtime.errors import WeightsUnreadable
+from clawstream.rollout.errors import InvalidWeights
+from clawstream.rollout.vllm_plugin.engine import adapter_request, check_finite, read_checked
+from clawstream.runtime.digests import digest_of_model
+from clawstream.runtime.errors import WeightsUnreadable
 
 BOOT_LABEL = "default"
 """vLLM's label before the first load."""

@@ -17,8 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from schemas.engine_frames import Prior
-from schemas.tokens import unpack_ids
+from clawstream.schemas.engine_frames import Prior
+from clawstream.schemas.tokens import unpack_ids
 
 _LOG = logging.getLogger(__name__)
 MEDIA = "media"

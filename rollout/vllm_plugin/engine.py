@@ -1,6 +1,7 @@
 """The only file that imports vLLM; it runs inside vLLM's own processes.
 
-The additions of `rollout.vllm_plugin.token_capture` to the API server need no import of vLLM.
+The additions of `clawstream.rollout.vllm_plugin.token_capture` to the API server need no import of
+vLLM.
 
 `register` is the `vllm.general_plugins` entry point, which vLLM loads in each of its processes. It
 adds a weight-transfer backend `disk`, which checks all weights before it changes the live model,
@@ -21,10 +22,10 @@ from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollout.errors import InvalidWeights
-from runtime.digests import safetensors_of_model
-from runtime.errors import WeightsUnreadable
-from runtime.weights.tensor_file import TensorSlice, read_header
+from clawstream.rollout.errors import InvalidWeights
+from clawstream.runtime.digests import safetensors_of_model
+from clawstream.runtime.errors import WeightsUnreadable
+from clawstream.runtime.weights.tensor_file import TensorSlice, read_header
 
 if TYPE_CHECKING:
     import torch
@@ -82,7 +83,7 @@ def _record_loading() -> None:
     """Let each model that this process creates remember which tensors it loads."""
     from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
-    from rollout.vllm_plugin.loaded_tensors import record_first_load
+    from clawstream.rollout.vllm_plugin.loaded_tensors import record_first_load
 
     create = BaseModelLoader.create_model
 
@@ -308,7 +309,7 @@ def _disk_backend() -> type[Any]:
         initialize_layerwise_reload,
     )
 
-    from rollout.vllm_plugin.loaded_tensors import loaded_tensors
+    from clawstream.rollout.vllm_plugin.loaded_tensors import loaded_tensors
 
     @dataclass
     class NoInit(WeightTransferInitInfo):  # type: ignore[misc]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from schemas.records import Sampling
+from clawstream.schemas.records import Sampling
 
 STRUCTURED = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 """Constraints of `SamplingParams.structured_outputs`; exactly one of them is set."""

@@ -1,7 +1,7 @@
 """Token capture inside vLLM's API server: an ASGI middleware that adds to a reply the tokens of the
-call and the way they were sampled (`schemas.engine_frames`).
+call and the way they were sampled (`clawstream.schemas.engine_frames`).
 
-    --middleware rollout.vllm_plugin.token_capture.Capture
+    --middleware clawstream.rollout.vllm_plugin.token_capture.Capture
 
 All of vLLM's endpoints call one method of its engine client, `generate`. `EngineTap` replaces it:
 for requests with the capture header it records what `generate` yields and passes it on; for other
@@ -21,12 +21,12 @@ from contextlib import aclosing
 from contextvars import ContextVar
 from typing import Any
 
-from rollout.vllm_plugin.adapters import adapters_of
-from rollout.vllm_plugin.continuation import PriorTokens, PromptTap
-from rollout.vllm_plugin.sampling import ServerOptions, sampling_of, server_options
-from schemas import engine_frames as wire
-from schemas.records import Sampling
-from schemas.tokens import fingerprint, pack_ids, pack_logprobs
+from clawstream.rollout.vllm_plugin.adapters import adapters_of
+from clawstream.rollout.vllm_plugin.continuation import PriorTokens, PromptTap
+from clawstream.rollout.vllm_plugin.sampling import ServerOptions, sampling_of, server_options
+from clawstream.schemas import engine_frames as wire
+from clawstream.schemas.records import Sampling
+from clawstream.schemas.tokens import fingerprint, pack_ids, pack_logprobs
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]

@@ -1,6 +1,6 @@
 """Weight loading inside vLLM's API server: an ASGI middleware that loads a version in one request.
 
-    --middleware rollout.vllm_plugin.weight_loader.WeightLoader
+    --middleware clawstream.rollout.vllm_plugin.weight_loader.WeightLoader
 
     GET  /clawstream/weights   -> {"weight_version": LABEL}
     POST /clawstream/weights   {"version_id", "served", "files": {path: sha256}, "base_model"}
@@ -9,13 +9,13 @@
 2. `served` must equal the engine's label, else the reply is 409 and nothing is touched. So of two
    workers on one engine neither can put a label on weights of the other.
 3. Stage: the engine reads the files and checks them against its model
-   (`rollout.vllm_plugin.engine`). An error leaves the old version serving.
+   (`clawstream.rollout.vllm_plugin.engine`). An error leaves the old version serving.
 4. Swap: pause with the requests in flight kept, put the tensors into the model, set the label,
    resume. Requests go on with the new weights over a recomputed cache. An error leaves the engine
    paused and broken.
 
 An adapter, a version with `base_model`, is loaded beside the others instead of 3 and 4
-(`rollout.vllm_plugin.adapters`).
+(`clawstream.rollout.vllm_plugin.adapters`).
 
 The load continues when its client disconnects, so a killed worker never leaves an update open or an
 engine paused. Nothing here imports vLLM.
@@ -30,11 +30,11 @@ from typing import Any
 
 import orjson
 
-from rollout.errors import InvalidWeights
-from rollout.vllm_plugin.adapters import AdaptersBusy, adapters_of
-from rollout.vllm_plugin.engine import INVALID, UNREADABLE
-from rollout.vllm_plugin.token_capture import App, Receive, Scope, Send
-from runtime.errors import WeightsUnreadable
+from clawstream.rollout.errors import InvalidWeights
+from clawstream.rollout.vllm_plugin.adapters import AdaptersBusy, adapters_of
+from clawstream.rollout.vllm_plugin.engine import INVALID, UNREADABLE
+from clawstream.rollout.vllm_plugin.token_capture import App, Receive, Scope, Send
+from clawstream.runtime.errors import WeightsUnreadable
 
 PATH = "/clawstream/weights"
 LOADED, CHANGED, INVALID_WEIGHTS, UNREADABLE_WEIGHTS, UNAVAILABLE, BROKEN = (

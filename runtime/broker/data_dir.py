@@ -14,12 +14,12 @@ from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
 
-from runtime.atomic_file import write_durably
-from runtime.broker import node_config as config
-from runtime.broker.jars import Java
-from runtime.broker.jvm import BrokerError, JvmDied, NotReady
-from runtime.broker.node_config import NodePlan
-from runtime.file_lock import exclusive
+from clawstream.runtime.atomic_file import write_durably
+from clawstream.runtime.broker import node_config as config
+from clawstream.runtime.broker.jars import Java
+from clawstream.runtime.broker.jvm import BrokerError, JvmDied, NotReady
+from clawstream.runtime.broker.node_config import NodePlan
+from clawstream.runtime.file_lock import exclusive
 
 FORMAT_TIMEOUT_S = 60.0
 _LOG_LINES = 20

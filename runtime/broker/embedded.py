@@ -22,8 +22,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from runtime.broker import node_config as config
-from runtime.broker.data_dir import (
+from clawstream.runtime.broker import node_config as config
+from clawstream.runtime.broker.data_dir import (
     claim_directory,
     format_new,
     known_plans,
@@ -32,8 +32,8 @@ from runtime.broker.data_dir import (
     under_way,
     write_node,
 )
-from runtime.broker.jars import ensure_jars, find_java
-from runtime.broker.jvm import (
+from clawstream.runtime.broker.jars import ensure_jars, find_java
+from clawstream.runtime.broker.jvm import (
     BrokerError,
     Jvm,
     JvmDied,
@@ -43,10 +43,10 @@ from runtime.broker.jvm import (
     recorded_pid,
     stop_pids,
 )
-from runtime.broker.node_config import NodePlan
-from runtime.broker.start_cache import StartCache, start_cache
-from runtime.process.ports import check_free
-from schemas.settings import BrokerSettings
+from clawstream.runtime.broker.node_config import NodePlan
+from clawstream.runtime.broker.start_cache import StartCache, start_cache
+from clawstream.runtime.process.ports import check_free
+from clawstream.schemas.settings import BrokerSettings
 
 __all__ = [
     "BrokerError",

@@ -9,12 +9,12 @@ import time
 from pathlib import Path
 from types import FrameType
 
-from runtime.broker.embedded import STOP_TIMEOUT_S, EmbeddedBroker, broker_of
-from runtime.broker.jvm import JvmDied, NotReady, wait_gone
-from runtime.broker.start_cache import make_in_background
-from runtime.logs import logger
-from runtime.process.readiness import ready
-from schemas.settings import BrokerSettings
+from clawstream.runtime.broker.embedded import STOP_TIMEOUT_S, EmbeddedBroker, broker_of
+from clawstream.runtime.broker.jvm import JvmDied, NotReady, wait_gone
+from clawstream.runtime.broker.start_cache import make_in_background
+from clawstream.runtime.logs import logger
+from clawstream.runtime.process.readiness import ready
+from clawstream.schemas.settings import BrokerSettings
 
 _POLL_S = 0.2
 

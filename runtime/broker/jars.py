@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 
-from runtime.atomic_file import write_durably
-from runtime.errors import PlumbingError
-from runtime.file_lock import exclusive
+from clawstream.runtime.atomic_file import write_durably
+from clawstream.runtime.errors import PlumbingError
+from clawstream.runtime.file_lock import exclusive
 
 KAFKA_VERSION = "4.3.1"
 OLDEST_JAVA = 17
@@ -90,7 +90,9 @@ def _parse_pin(line: str) -> PinnedJar:
 
 def pinned_jars() -> tuple[PinnedJar, ...]:
     """The committed pins of this Kafka version."""
-    return parse_pins(files("runtime.broker").joinpath("jars.txt").read_text(encoding="utf-8"))
+    return parse_pins(
+        files("clawstream.runtime.broker").joinpath("jars.txt").read_text(encoding="utf-8")
+    )
 
 
 def ensure_jars(

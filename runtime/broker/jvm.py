@@ -13,9 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from runtime.broker.node_config import NodePlan
-from runtime.errors import PlumbingError
-from runtime.process.child import die_with_parent
+from clawstream.runtime.broker.node_config import NodePlan
+from clawstream.runtime.errors import PlumbingError
+from clawstream.runtime.process.child import die_with_parent
 
 KILL_TIMEOUT_S = 10.0
 _METADATA, _METADATA_VERSION = 3, 4

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from runtime.broker.jars import Java
+from clawstream.runtime.broker.jars import Java
 
 LARGEST_MESSAGE_BYTES = 10 * 1024 * 1024
 PORT_STEP = 10

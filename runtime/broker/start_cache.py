@@ -22,14 +22,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from runtime.atomic_file import fsync_path
-from runtime.broker import node_config as config
-from runtime.broker.data_dir import format_new, last_lines, new_cluster_id, write_node
-from runtime.broker.jars import Java, jars_stamp
-from runtime.broker.jvm import BrokerError, Jvm, ask_cluster
-from runtime.file_lock import exclusive
-from runtime.logs import logger
-from runtime.process.ports import PortTaken, check_free
+from clawstream.runtime.atomic_file import fsync_path
+from clawstream.runtime.broker import node_config as config
+from clawstream.runtime.broker.data_dir import format_new, last_lines, new_cluster_id, write_node
+from clawstream.runtime.broker.jars import Java, jars_stamp
+from clawstream.runtime.broker.jvm import BrokerError, Jvm, ask_cluster
+from clawstream.runtime.file_lock import exclusive
+from clawstream.runtime.logs import logger
+from clawstream.runtime.process.ports import PortTaken, check_free
 
 _HEAP_MB = 200
 _LOWEST_PRIORITY = 19

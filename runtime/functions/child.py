@@ -14,10 +14,10 @@ from contextlib import suppress
 from multiprocessing import Pipe
 from typing import Any, NamedTuple
 
-from runtime.functions.worker import EXIT_MEMORY, PROGRESS
-from runtime.process.child import die_with_parent
-from schemas.settings import FunctionSettings
-from schemas.user_function import FunctionNotFound
+from clawstream.runtime.functions.worker import EXIT_MEMORY, PROGRESS
+from clawstream.runtime.process.child import die_with_parent
+from clawstream.schemas.settings import FunctionSettings
+from clawstream.schemas.user_function import FunctionNotFound
 
 LOAD_TIMEOUT_S = 300.0
 """For the import of a function's file: it may import large libraries."""
@@ -61,7 +61,7 @@ class Child:
         self._memory_mb = settings.memory_mb
         with theirs:
             words = [
-                *(sys.executable, "-P", "-m", "runtime.functions.worker"),
+                *(sys.executable, "-P", "-m", "clawstream.runtime.functions.worker"),
                 *(str(theirs.fileno()), str(settings.memory_mb)),
                 *map(str, settings.folders),
             ]

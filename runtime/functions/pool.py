@@ -25,11 +25,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Self
 
-from runtime.functions.child import Child, Lost, Source
-from runtime.logs import logger
-from schemas.rule_spec import NoAnswer
-from schemas.settings import FunctionSettings
-from schemas.user_function import FunctionNotFound
+from clawstream.runtime.functions.child import Child, Lost, Source
+from clawstream.runtime.logs import logger
+from clawstream.schemas.rule_spec import NoAnswer
+from clawstream.schemas.settings import FunctionSettings
+from clawstream.schemas.user_function import FunctionNotFound
 
 LATE_S = 5.0
 """How long after its deadline a call is still being given up: its child is killed."""

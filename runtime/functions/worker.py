@@ -1,9 +1,10 @@
-"""The child process in which users' functions run: `python -P -m runtime.functions.worker FD
-MEMORY_MB FOLDER...`.
+"""The child process in which users' functions run.
 
-It answers requests on the socket FD, one at a time, as `runtime.functions.child` sends them. It is
-killed when a function takes too long, and by the kernel when its parent dies; the kernel refuses
-memory above its limit. What functions print goes to standard error.
+Its command is `python -P -m clawstream.runtime.functions.worker FD MEMORY_MB FOLDER...`.
+
+It answers requests on the socket FD, one at a time, as `clawstream.runtime.functions.child` sends
+them. It is killed when a function takes too long, and by the kernel when its parent dies; the
+kernel refuses memory above its limit. What functions print goes to standard error.
 """
 
 from __future__ import annotations
@@ -22,9 +23,14 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from schemas.numbers.values import number_of
-from schemas.rule_spec import REASON_CHARS, reason_text
-from schemas.user_function import FunctionNotFound, batch_size_of, load_function, told_progress
+from clawstream.schemas.numbers.values import number_of
+from clawstream.schemas.rule_spec import REASON_CHARS, reason_text
+from clawstream.schemas.user_function import (
+    FunctionNotFound,
+    batch_size_of,
+    load_function,
+    told_progress,
+)
 
 DEPTH_MAX = 4
 """Lists in an answer: a list of scores has 2 levels."""

@@ -4,13 +4,20 @@ Positions are (topic id, partition, offset): a recreated topic has another id an
 Readers see committed records only. This package does not know what a record means.
 """
 
-from runtime.kafka.cluster import Cluster
-from runtime.kafka.commit import NO_METADATA, Commit, CommitMetadata, heartbeat
-from runtime.kafka.errors import Denied, Fenced, KafkaError, SourceTruncated, TooLarge, Unavailable
-from runtime.kafka.loop_producer import LoopProducer
-from runtime.kafka.producer import Producer
-from runtime.kafka.reader import BEGINNING, READ_TIMEOUT_S, Reader, Silence
-from runtime.kafka.record import Ack, Record
+from clawstream.runtime.kafka.cluster import Cluster
+from clawstream.runtime.kafka.commit import NO_METADATA, Commit, CommitMetadata, heartbeat
+from clawstream.runtime.kafka.errors import (
+    Denied,
+    Fenced,
+    KafkaError,
+    SourceTruncated,
+    TooLarge,
+    Unavailable,
+)
+from clawstream.runtime.kafka.loop_producer import LoopProducer
+from clawstream.runtime.kafka.producer import Producer
+from clawstream.runtime.kafka.reader import BEGINNING, READ_TIMEOUT_S, Reader, Silence
+from clawstream.runtime.kafka.record import Ack, Record
 
 __all__ = [
     "BEGINNING",

@@ -17,8 +17,8 @@ from confluent_kafka import (
 from confluent_kafka import KafkaError as Code
 from confluent_kafka.admin import AdminClient, ConfigResource, NewTopic, OffsetSpec, TopicMetadata
 
-from runtime.kafka.commit import Commit
-from runtime.kafka.errors import (
+from clawstream.runtime.kafka.commit import Commit
+from clawstream.runtime.kafka.errors import (
     Denied,
     KafkaError,
     SourceTruncated,
@@ -26,13 +26,13 @@ from runtime.kafka.errors import (
     translated,
     translating,
 )
-from runtime.kafka.leaders import all_led, is_led
-from runtime.kafka.loop_producer import LoopProducer
-from runtime.kafka.producer import Producer
-from runtime.kafka.reader import FETCH_BYTES, READ_TIMEOUT_S, Reader, fetch_options
-from runtime.kafka.record import Record
-from runtime.kafka.retries import ASK_S, COORDINATOR_STARTS, LEADER_MOVES, retried
-from runtime.kafka.security import Refusals
+from clawstream.runtime.kafka.leaders import all_led, is_led
+from clawstream.runtime.kafka.loop_producer import LoopProducer
+from clawstream.runtime.kafka.producer import Producer
+from clawstream.runtime.kafka.reader import FETCH_BYTES, READ_TIMEOUT_S, Reader, fetch_options
+from clawstream.runtime.kafka.record import Record
+from clawstream.runtime.kafka.retries import ASK_S, COORDINATOR_STARTS, LEADER_MOVES, retried
+from clawstream.runtime.kafka.security import Refusals
 
 REFRESH_MS = 3000
 """Metadata refresh of the admin client, in ms.

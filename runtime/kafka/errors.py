@@ -1,4 +1,4 @@
-"""Translate the Kafka client's errors. The classes are in `runtime.errors`, without the client."""
+"""Translate the Kafka client's errors to those of `clawstream.runtime.errors`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,14 @@ from contextlib import contextmanager
 from confluent_kafka import KafkaError as Code
 from confluent_kafka import KafkaException
 
-from runtime.errors import Denied, Fenced, KafkaError, SourceTruncated, TooLarge, Unavailable
+from clawstream.runtime.errors import (
+    Denied,
+    Fenced,
+    KafkaError,
+    SourceTruncated,
+    TooLarge,
+    Unavailable,
+)
 
 __all__ = [
     "Denied",

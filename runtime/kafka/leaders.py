@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from confluent_kafka.admin import TopicMetadata
 
-from runtime.kafka.errors import Unavailable
+from clawstream.runtime.kafka.errors import Unavailable
 
 
 def is_led(topic: TopicMetadata) -> bool:

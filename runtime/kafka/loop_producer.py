@@ -18,8 +18,8 @@ from confluent_kafka import KafkaError as Code
 from confluent_kafka import KafkaException, Message
 from confluent_kafka import Producer as _Producer
 
-from runtime.kafka.errors import KafkaError, Unavailable, translated
-from runtime.kafka.producer import producer_options
+from clawstream.runtime.kafka.errors import KafkaError, Unavailable, translated
+from clawstream.runtime.kafka.producer import producer_options
 
 FIRST_S = 0.003
 """Seconds before the first poll: linger.ms and a round trip."""

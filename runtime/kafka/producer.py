@@ -13,9 +13,9 @@ from confluent_kafka import KafkaError as Code
 from confluent_kafka import KafkaException, Message, TopicPartition
 from confluent_kafka import Producer as _Producer
 
-from runtime.kafka.errors import Unavailable, translated, translating
-from runtime.kafka.reader import Reader
-from runtime.kafka.record import Ack
+from clawstream.runtime.kafka.errors import Unavailable, translated, translating
+from clawstream.runtime.kafka.reader import Reader
+from clawstream.runtime.kafka.record import Ack
 
 FLUSH_TIMEOUT_S = 30.0
 TRANSACTION_TIMEOUT_MS = 60_000

@@ -11,10 +11,10 @@ from typing import Any
 from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaException, TopicPartition
 from confluent_kafka import KafkaError as Code
 
-from runtime.kafka.commit import NO_METADATA, CommitMetadata
-from runtime.kafka.errors import KafkaError, Unavailable, translated, translating
-from runtime.kafka.record import Record, record_of
-from runtime.logs import logger
+from clawstream.runtime.kafka.commit import NO_METADATA, CommitMetadata
+from clawstream.runtime.kafka.errors import KafkaError, Unavailable, translated, translating
+from clawstream.runtime.kafka.record import Record, record_of
+from clawstream.runtime.logs import logger
 
 _ENDS_READING = (
     Code._AUTO_OFFSET_RESET,

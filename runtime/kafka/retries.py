@@ -9,8 +9,8 @@ from typing import TypeVar
 from confluent_kafka import KafkaError as Code
 from confluent_kafka import KafkaException
 
-from runtime.kafka.errors import translated
-from runtime.kafka.reader import READ_TIMEOUT_S
+from clawstream.runtime.kafka.errors import translated
+from clawstream.runtime.kafka.reader import READ_TIMEOUT_S
 
 _T = TypeVar("_T")
 PAUSE_S = 0.1

@@ -15,9 +15,9 @@ from confluent_kafka import KafkaError as Code
 from confluent_kafka import TopicCollection
 from confluent_kafka.admin import AdminClient
 
-from runtime.kafka.errors import Denied, translating
-from schemas.errors import SettingsError
-from schemas.settings import KafkaSecurity, KafkaSettings
+from clawstream.runtime.kafka.errors import Denied, translating
+from clawstream.schemas.errors import SettingsError
+from clawstream.schemas.settings import KafkaSecurity, KafkaSettings
 
 REMEDIES = {
     Code._AUTHENTICATION: "Correct kafka.security.user, password (or password_file) and mechanism",

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from runtime.kafka.cluster import Cluster
-from runtime.kafka.errors import SourceTruncated
+from clawstream.runtime.kafka.cluster import Cluster
+from clawstream.runtime.kafka.errors import SourceTruncated
 
 
 def check_truncation(

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from runtime.errors import PlumbingError
-from runtime.kafka import Cluster, Reader, Record
+from clawstream.runtime.errors import PlumbingError
+from clawstream.runtime.kafka import Cluster, Reader, Record
 
 POLL_RECORDS = 100
 READ_AHEAD_KB = 64 << 10

@@ -16,10 +16,10 @@ import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from runtime.field_types import FieldType, field_at
-from runtime.process.secret_fields import holds_secret
-from schemas.errors import SettingsError
-from schemas.settings import Settings
+from clawstream.runtime.field_types import FieldType, field_at
+from clawstream.runtime.process.secret_fields import holds_secret
+from clawstream.schemas.errors import SettingsError
+from clawstream.schemas.settings import Settings
 
 PREFIX = "CLAWSTREAM__"
 

@@ -11,10 +11,10 @@ import threading
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
-from runtime.exit_codes import exit_code, is_foreseen, message_of
-from runtime.logs import configure, logger
-from runtime.process.open_files import raise_limit
-from schemas.settings import Settings
+from clawstream.runtime.exit_codes import exit_code, is_foreseen, message_of
+from clawstream.runtime.logs import configure, logger
+from clawstream.runtime.process.open_files import raise_limit
+from clawstream.schemas.settings import Settings
 
 GC_THRESHOLD = (10_000, 10, 10)
 """Thresholds of Python's garbage collector.

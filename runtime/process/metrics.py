@@ -12,8 +12,8 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
-from runtime.process.ports import taken
-from schemas.settings import Settings
+from clawstream.runtime.process.ports import taken
+from clawstream.schemas.settings import Settings
 
 
 class DiskSpace(Collector):

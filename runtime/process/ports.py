@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 
-from runtime.errors import InUse
+from clawstream.runtime.errors import InUse
 
 
 class PortTaken(InUse):

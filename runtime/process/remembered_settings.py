@@ -14,17 +14,17 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from runtime.atomic_file import write_durably
-from runtime.process.config import (
+from clawstream.runtime.atomic_file import write_durably
+from clawstream.runtime.process.config import (
     STANDARD_INPUT,
     merge_sources,
     validated,
     with_folders,
     with_values,
 )
-from runtime.process.secret_fields import ITEM, secret_fields
-from schemas.errors import SettingsError
-from schemas.settings import Settings
+from clawstream.runtime.process.secret_fields import ITEM, secret_fields
+from clawstream.schemas.errors import SettingsError
+from clawstream.schemas.settings import Settings
 
 FILE = "settings.json"
 FIXED = (("kafka", "partitions"), ("broker", "nodes"), ("broker", "hosts"))

@@ -7,7 +7,7 @@ from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel
 
-from schemas.settings.base import Secret
+from clawstream.schemas.settings.base import Secret
 
 ITEM = "*"
 """In a path: any item of a list or mapping."""

@@ -6,8 +6,8 @@ stays down; any other exit is followed by a restart after `restart_delay_s`. The
 
 A supervisor is an `async with` block that owns all its tasks. An exception in any task ends all
 processes and leaves the block; leaving the block ends all processes. Processes die with the
-supervisor (`runtime.process.child`). Their readiness (`runtime.process.readiness`) is logged and
-kept in the table.
+supervisor (`clawstream.runtime.process.child`). Their readiness
+(`clawstream.runtime.process.readiness`) is logged and kept in the table.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
 
-from runtime.errors import InUse, PlumbingError
-from runtime.exit_codes import EXIT_CRASH, EXIT_SETTINGS, NAMES, NO_RESTART
-from runtime.logs import logger
-from runtime.process.child import ChildProcess
-from runtime.process.config import PREFIX
-from runtime.process.log_file import ProcessLog
-from runtime.process.readiness import VARIABLE, ReadinessListener
-from runtime.process.table import ProcessTable
+from clawstream.runtime.errors import InUse, PlumbingError
+from clawstream.runtime.exit_codes import EXIT_CRASH, EXIT_SETTINGS, NAMES, NO_RESTART
+from clawstream.runtime.logs import logger
+from clawstream.runtime.process.child import ChildProcess
+from clawstream.runtime.process.config import PREFIX
+from clawstream.runtime.process.log_file import ProcessLog
+from clawstream.runtime.process.readiness import VARIABLE, ReadinessListener
+from clawstream.runtime.process.table import ProcessTable
 
 MAX_DELAY_S = 30.0
 HEALTHY_AFTER_S = 30.0

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from runtime.atomic_file import is_full, write_durably
-from runtime.logs import logger
+from clawstream.runtime.atomic_file import is_full, write_durably
+from clawstream.runtime.logs import logger
 
 RETRY_S = 1.0
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from shlex import quote
 from typing import Literal
 
-from runtime.kafka import Cluster, Denied
-from runtime.kafka.security import allowed_operations
-from schemas.settings import Settings
+from clawstream.runtime.kafka import Cluster, Denied
+from clawstream.runtime.kafka.security import allowed_operations
+from clawstream.schemas.settings import Settings
 
 Resource = Literal["topic", "group", "transactional-id"]
 

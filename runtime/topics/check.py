@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from runtime.kafka import Cluster
-from runtime.logs import logger
-from schemas.errors import SettingsError
-from schemas.settings import Settings
-from schemas.topics import Topics, TopicSpec
+from clawstream.runtime.kafka import Cluster
+from clawstream.runtime.logs import logger
+from clawstream.schemas.errors import SettingsError
+from clawstream.schemas.settings import Settings
+from clawstream.schemas.topics import Topics, TopicSpec
 
 TIMES = "message.timestamp.type"
 PARTITIONS = "partitions"

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from runtime.kafka import Cluster
-from runtime.topics.records import Decoder
-from schemas.errors import Undecodable, UnknownSchema
+from clawstream.runtime.kafka import Cluster
+from clawstream.runtime.topics.records import Decoder
+from clawstream.schemas.errors import Undecodable, UnknownSchema
 
 TICK_WINDOW = 64
 """Offsets per source partition that are searched first for its last Tick; doubled each time."""

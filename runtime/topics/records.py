@@ -5,16 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 
-from runtime.kafka import Cluster, Record
-from runtime.kafka.security import client_options
-from runtime.logs import logger
-from runtime.topics.check import check_topics, partitions_of
-from schemas.codec.single_object import Codec, Event
-from schemas.codec.text import encodable
-from schemas.errors import Undecodable, UnknownSchema
-from schemas.records import DeadLetter, SchemaPublished
-from schemas.settings import Settings
-from schemas.topics import MAX_MESSAGE_BYTES, TopicSpec
+from clawstream.runtime.kafka import Cluster, Record
+from clawstream.runtime.kafka.security import client_options
+from clawstream.runtime.logs import logger
+from clawstream.runtime.topics.check import check_topics, partitions_of
+from clawstream.schemas.codec.single_object import Codec, Event
+from clawstream.schemas.codec.text import encodable
+from clawstream.schemas.errors import Undecodable, UnknownSchema
+from clawstream.schemas.records import DeadLetter, SchemaPublished
+from clawstream.schemas.settings import Settings
+from clawstream.schemas.topics import MAX_MESSAGE_BYTES, TopicSpec
 
 REFRESH_INTERVAL_S = 5.0
 DETAIL_CHARS = 8000

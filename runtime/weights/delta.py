@@ -27,9 +27,9 @@ import cramjam
 import msgspec
 import numpy as np
 
-from runtime.digests import SHA256
-from runtime.errors import WeightsUnreadable
-from runtime.weights.tensor_file import TensorSlice, read_header
+from clawstream.runtime.digests import SHA256
+from clawstream.runtime.errors import WeightsUnreadable
+from clawstream.runtime.weights.tensor_file import TensorSlice, read_header
 
 MAGIC = b"CLAWDLT1"
 LEVEL = 3

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
-from runtime.digests import SHA256, sha256
-from runtime.errors import WeightsUnreadable
-from schemas.records import WeightFile
+from clawstream.runtime.digests import SHA256, sha256
+from clawstream.runtime.errors import WeightsUnreadable
+from clawstream.schemas.records import WeightFile
 
 if TYPE_CHECKING:  # numpy is imported only where there are deltas
-    from runtime.weights.delta import DeltaFile
+    from clawstream.runtime.weights.delta import DeltaFile
 
 SUFFIX = ".delta"
 """Of the name of a delta file."""
@@ -69,7 +69,7 @@ def _rebuilt(
     whole: Mapping[str, WeightFile], deltas: Sequence[WeightFile], cache_dir: Path
 ) -> dict[str, Path]:
     """Return the tensor files after the last delta, by name."""
-    from runtime.weights.delta import DeltaFile
+    from clawstream.runtime.weights.delta import DeltaFile
 
     newest = DeltaFile(_get(deltas[-1], cache_dir))
     if unknown := newest.index.result.keys() - whole.keys():
@@ -98,7 +98,7 @@ def _rebuild(
     name: str, base: Path, chain: Sequence[DeltaFile], target: Path, cache_dir: Path
 ) -> None:
     """Write a tensor file. It gets its name only once its digest is right."""
-    from runtime.weights.delta import rebuild
+    from clawstream.runtime.weights.delta import rebuild
 
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(name + ".part")

@@ -1,16 +1,16 @@
 """Archive every released schema as `avro/archive/NAME/FINGERPRINT.avsc`.
 
-Run `python -m schemas.codec.archive` whenever a schema has changed, before a process writes a
-record with it. The archive starts at tag 0.1.0; from then on nothing is removed from it, because a
-topic may still hold records of every archived schema.
+Run `python -m clawstream.schemas.codec.archive` whenever a schema has changed, before a process
+writes a record with it. The archive starts at tag 0.1.0; from then on nothing is removed from it,
+because a topic may still hold records of every archived schema.
 """
 
 from __future__ import annotations
 
 import sys
 
-from schemas.codec.foreign import fingerprint_of
-from schemas.codec.single_object import AVRO_DIR, TOP_LEVEL, shipped
+from clawstream.schemas.codec.foreign import fingerprint_of
+from clawstream.schemas.codec.single_object import AVRO_DIR, TOP_LEVEL, shipped
 
 
 def main() -> None:

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any, Protocol
 
-from schemas.codec.avro_schema import Schema, kind_of, not_null
-from schemas.codec.source import Source, optional
+from clawstream.schemas.codec.avro_schema import Schema, kind_of, not_null
+from clawstream.schemas.codec.source import Source, optional
 
 Read = Callable[[bytes, int], Any]
 """Decodes the record at a position; the record must end with the bytes. Raises MALFORMED errors."""

@@ -13,8 +13,8 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
-from schemas.codec.avro_schema import Schema, kind_of
-from schemas.codec.source import Source, optional
+from clawstream.schemas.codec.avro_schema import Schema, kind_of
+from clawstream.schemas.codec.source import Source, optional
 
 Write = Callable[[Any, Callable[[bytes], None]], None]
 """Passes the parts of a record, any object with its fields as attributes, to a function."""

@@ -16,7 +16,7 @@ from typing import Any, cast
 import fastavro
 from fastavro.schema import fingerprint, to_parsing_canonical_form
 
-from schemas.codec.avro_schema import Schema
+from clawstream.schemas.codec.avro_schema import Schema
 
 READS_MAX = 2_000_000
 """Maximum reads of one record. A trajectory of 5,000 steps takes 400,000, a batch of 4 MiB up to

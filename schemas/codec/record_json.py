@@ -19,8 +19,15 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from schemas.codec.single_object import TOP_LEVEL, Codec, Event, as_dict, record_from, shipped
-from schemas.errors import NotARecord
+from clawstream.schemas.codec.single_object import (
+    TOP_LEVEL,
+    Codec,
+    Event,
+    as_dict,
+    record_from,
+    shipped,
+)
+from clawstream.schemas.errors import NotARecord
 
 _WIDTH = 4
 _PACKED = {"i32le": "i", "f32le": "f"}

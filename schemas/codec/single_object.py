@@ -19,18 +19,18 @@ from typing import Any
 
 import msgspec
 
-from schemas import records
-from schemas.codec.avro_schema import Schema, check, check_extent, expanded, plain_name
-from schemas.codec.compiled_reader import MALFORMED, Read, Records, reader_of
-from schemas.codec.compiled_writer import Write, writer_of
-from schemas.codec.foreign import MALFORMED_SCHEMA, fingerprint_of, parse
-from schemas.codec.foreign import reader_of as foreign_reader_of
-from schemas.errors import Undecodable, UnknownSchema
+from clawstream.schemas import records
+from clawstream.schemas.codec.avro_schema import Schema, check, check_extent, expanded, plain_name
+from clawstream.schemas.codec.compiled_reader import MALFORMED, Read, Records, reader_of
+from clawstream.schemas.codec.compiled_writer import Write, writer_of
+from clawstream.schemas.codec.foreign import MALFORMED_SCHEMA, fingerprint_of, parse
+from clawstream.schemas.codec.foreign import reader_of as foreign_reader_of
+from clawstream.schemas.errors import Undecodable, UnknownSchema
 
 MAGIC = b"\xc3\x01"
 AVRO_DIR = Path(__file__).parents[1] / "avro"
 NAMESPACE = "clawstream"
-Event = Any  # any class of schemas.records; the union of all of them would say no more
+Event = Any  # any class of clawstream.schemas.records; the union of all of them would say no more
 
 TOP_LEVEL: tuple[type, ...] = (
     records.Step,

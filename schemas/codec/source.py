@@ -1,7 +1,7 @@
 """The source of one generated function.
 
 Anyone may announce a schema, and generated source is executed: only the schemas of this package
-become source. `schemas.codec.foreign` reads all others.
+become source. `clawstream.schemas.codec.foreign` reads all others.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from itertools import count
 from typing import Any
 
-from schemas.codec.avro_schema import Schema, kind_of
+from clawstream.schemas.codec.avro_schema import Schema, kind_of
 
 
 class Source:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
 
-from schemas.numbers.values import number_of
+from clawstream.schemas.numbers.values import number_of
 
 DIGITS_MAX = 1000
 """Of a number, and the size of its exponent: a longer one is a number, but equals none."""

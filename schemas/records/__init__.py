@@ -1,14 +1,14 @@
 """The records as frozen dataclasses: one per Avro record of `schemas/avro/`, same field order.
 
 The `doc` in the schema defines meaning, unit and length of each field. Absent values are None.
-Token ids and log-probabilities are packed little-endian bytes (`schemas.tokens`). A test compares
-these classes with the schemas.
+Token ids and log-probabilities are packed little-endian bytes (`clawstream.schemas.tokens`). A test
+compares these classes with the schemas.
 """
 
 from __future__ import annotations
 
-from schemas.records.assembly import AssemblyDelta, AssemblyMarker, AssemblySnapshot
-from schemas.records.batches import (
+from clawstream.schemas.records.assembly import AssemblyDelta, AssemblyMarker, AssemblySnapshot
+from clawstream.schemas.records.batches import (
     BatchGroup,
     BatchMember,
     Late,
@@ -16,9 +16,14 @@ from schemas.records.batches import (
     ReadyBatch,
     Refused,
 )
-from schemas.records.candidates import AdmissionPolicy, Candidate, CandidateStep, RunEnded
-from schemas.records.operations import DeadLetter, DeadLetterResolved, SchemaPublished
-from schemas.records.parts import (
+from clawstream.schemas.records.candidates import (
+    AdmissionPolicy,
+    Candidate,
+    CandidateStep,
+    RunEnded,
+)
+from clawstream.schemas.records.operations import DeadLetter, DeadLetterResolved, SchemaPublished
+from clawstream.schemas.records.parts import (
     Blob,
     Channel,
     Outcome,
@@ -29,9 +34,9 @@ from schemas.records.parts import (
     TokenSpan,
     VersionSpan,
 )
-from schemas.records.rewards import Assessment, Curation, Finding, Reward
-from schemas.records.runs import BudgetRefusal, IndexedRun, RolloutBudget, RunIndex
-from schemas.records.steps import (
+from clawstream.schemas.records.rewards import Assessment, Curation, Finding, Reward
+from clawstream.schemas.records.runs import BudgetRefusal, IndexedRun, RolloutBudget, RunIndex
+from clawstream.schemas.records.steps import (
     Continuation,
     FailedCall,
     FailureSource,
@@ -44,7 +49,7 @@ from schemas.records.steps import (
     Tick,
     Usage,
 )
-from schemas.records.trajectories import (
+from clawstream.schemas.records.trajectories import (
     Drift,
     Segment,
     StepMark,
@@ -52,7 +57,7 @@ from schemas.records.trajectories import (
     Trajectory,
     TrajectoryStep,
 )
-from schemas.records.weights import (
+from clawstream.schemas.records.weights import (
     StepTraining,
     TrainedTokens,
     TrainedTrajectory,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from schemas.records.candidates import AdmissionPolicy
-from schemas.records.parts import Channel, Place, RewardValue
+from clawstream.schemas.records.candidates import AdmissionPolicy
+from clawstream.schemas.records.parts import Channel, Place, RewardValue
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

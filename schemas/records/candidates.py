@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from schemas.records.parts import Channel, Outcome, RewardValue
+from clawstream.schemas.records.parts import Channel, Outcome, RewardValue
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

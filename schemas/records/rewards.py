@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from schemas.records.parts import RewardSource
+from clawstream.schemas.records.parts import RewardSource
 
 COMPLETION_SOURCE: RewardSource = "env"
 COMPLETION_VERSION = "1"

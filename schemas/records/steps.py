@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from schemas.records.parts import Blob, Channel, Tag, TokenSpan, VersionSpan
+from clawstream.schemas.records.parts import Blob, Channel, Tag, TokenSpan, VersionSpan
 
 StepStatus = Literal["ok", "aborted", "error"]
 SessionKind = Literal["opened", "completed", "failed", "abandoned", "replaced"]

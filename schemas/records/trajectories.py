@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from schemas.records.parts import Channel, Outcome, Tag, VersionSpan
-from schemas.records.steps import StepStatus
+from clawstream.schemas.records.parts import Channel, Outcome, Tag, VersionSpan
+from clawstream.schemas.records.steps import StepStatus
 
 StepMarkKind = Literal["late", "duplicate", "retried", "orphan"]
 Drift = Literal["root", "clean", "realigned", "forked"]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from schemas.records.parts import Channel
+from clawstream.schemas.records.parts import Channel
 
 WeightFormat = Literal["full", "delta"]
 WorkerState = Literal["starting", "loading", "ready", "draining", "failed"]

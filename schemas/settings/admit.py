@@ -7,9 +7,9 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from schemas.records import Channel, Outcome
-from schemas.reward_matching import SMALLEST_GROUP
-from schemas.settings.base import Count, Positive, RewardNumber, Section
+from clawstream.schemas.records import Channel, Outcome
+from clawstream.schemas.reward_matching import SMALLEST_GROUP
+from clawstream.schemas.settings.base import Count, Positive, RewardNumber, Section
 
 
 class PolicySettings(Section):

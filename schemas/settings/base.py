@@ -7,14 +7,14 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from schemas.records.rewards import LARGEST_REWARD
+from clawstream.schemas.records.rewards import LARGEST_REWARD
 
 HIGHEST_PORT = 65535
 Port = Annotated[int, Field(ge=1, le=HIGHEST_PORT)]
 Positive = Annotated[float, Field(gt=0)]
 Count = Annotated[int, Field(ge=1)]
 RewardNumber = Annotated[float, Field(ge=-LARGEST_REWARD, le=LARGEST_REWARD)]
-"""A reward or a weight, within the bounds of `schemas.records.rewards`."""
+"""A reward or a weight, within the bounds of `clawstream.schemas.records.rewards`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,11 +6,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from schemas.settings.base import Count, Section
+from clawstream.schemas.settings.base import Count, Section
 
 
 class DemoSettings(Section):
-    """`python -m demo`."""
+    """`python -m clawstream.demo`."""
 
     seed: int = Field(0, description="another run")
     dtype: Literal["float32", "bfloat16"] = Field(

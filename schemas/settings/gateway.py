@@ -11,8 +11,8 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, model_validator
 
-from schemas.records.rewards import LARGEST_REWARD
-from schemas.settings.base import Count, Port, Positive, RewardNumber, Secret, Section
+from clawstream.schemas.records.rewards import LARGEST_REWARD
+from clawstream.schemas.settings.base import Count, Port, Positive, RewardNumber, Secret, Section
 
 TemplateFamily = Literal[
     "qwen3", "qwen3.5", "qwen3.6", "qwen3.8", "prime-qwen3", "llama-3", "gemma4",

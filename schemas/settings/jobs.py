@@ -8,9 +8,14 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from schemas.rule_spec import is_own, name_in, of_run
-from schemas.settings.base import Count, Positive, Section
-from schemas.settings.reward_models import RewardModel, compares, reads_messages, source_of
+from clawstream.schemas.rule_spec import is_own, name_in, of_run
+from clawstream.schemas.settings.base import Count, Positive, Section
+from clawstream.schemas.settings.reward_models import (
+    RewardModel,
+    compares,
+    reads_messages,
+    source_of,
+)
 
 NEW_MESSAGES_BYTES = 16 << 10
 

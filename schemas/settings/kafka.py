@@ -8,8 +8,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from schemas.settings.base import Count, Port, Positive, Secret, Section
-from schemas.topics import Topics
+from clawstream.schemas.settings.base import Count, Port, Positive, Secret, Section
+from clawstream.schemas.topics import Topics
 
 OWN_OPTIONS = ("security.", "sasl.", "ssl.")
 """Beginnings of the librdkafka options that `KafkaSecurity` sets."""

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from schemas.settings.base import Count, Positive, Secret, Section
+from clawstream.schemas.settings.base import Count, Positive, Secret, Section
 
 
 class LakeSettings(Section):

@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from schemas.records.parts import RewardSource
-from schemas.settings.base import Count, Positive, Section
+from clawstream.schemas.records.parts import RewardSource
+from clawstream.schemas.settings.base import Count, Positive, Section
 
 REPLIES = "Task:\n{metadata}\n\nReplies of the assistant:\n{replies}"
 SCALE = 10

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from schemas.settings.base import Count, Port, Positive, Secret, Section
+from clawstream.schemas.settings.base import Count, Port, Positive, Secret, Section
 
 ENGINE_STOP_S = 10.0
 """Seconds an engine may take to exit before SIGKILL; the worker's own exit gets one more."""

@@ -8,20 +8,25 @@ from urllib.parse import unquote, urlsplit
 
 from pydantic import Field, model_validator
 
-from schemas.claw_r1 import SECTION, without_claw_r1
-from schemas.ids import RUN_ID
-from schemas.rule_spec import is_own, of_run
-from schemas.settings.admit import AdmitSettings
-from schemas.settings.base import HIGHEST_PORT, Section
-from schemas.settings.demo import DemoSettings
-from schemas.settings.gateway import GatewaySettings
-from schemas.settings.jobs import FunctionSettings, JobsSettings
-from schemas.settings.kafka import BrokerSettings, KafkaSettings
-from schemas.settings.lake import LakeSettings
-from schemas.settings.reward_models import Classifier, CodeTests, Judge, RewardModel
-from schemas.settings.rollout import ENGINE_STOP_S, RolloutSettings
-from schemas.settings.trainer import TrainerSettings
-from schemas.settings.up import METRICS_PORTS, MetricsSettings, TracesSettings, UpSettings
+from clawstream.schemas.claw_r1 import SECTION, without_claw_r1
+from clawstream.schemas.ids import RUN_ID
+from clawstream.schemas.rule_spec import is_own, of_run
+from clawstream.schemas.settings.admit import AdmitSettings
+from clawstream.schemas.settings.base import HIGHEST_PORT, Section
+from clawstream.schemas.settings.demo import DemoSettings
+from clawstream.schemas.settings.gateway import GatewaySettings
+from clawstream.schemas.settings.jobs import FunctionSettings, JobsSettings
+from clawstream.schemas.settings.kafka import BrokerSettings, KafkaSettings
+from clawstream.schemas.settings.lake import LakeSettings
+from clawstream.schemas.settings.reward_models import Classifier, CodeTests, Judge, RewardModel
+from clawstream.schemas.settings.rollout import ENGINE_STOP_S, RolloutSettings
+from clawstream.schemas.settings.trainer import TrainerSettings
+from clawstream.schemas.settings.up import (
+    METRICS_PORTS,
+    MetricsSettings,
+    TracesSettings,
+    UpSettings,
+)
 
 REWARD_ROOM_S = 2.0
 """Between the time-out of a reward model and that of its process."""

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from schemas.settings.base import Count, Positive, Section
+from clawstream.schemas.settings.base import Count, Positive, Section
 
 NotNegative = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator
 
-from schemas.settings.base import Port, Positive, Secret, Section
+from clawstream.schemas.settings.base import Port, Positive, Secret, Section
 
 
 class UpSettings(Section):

@@ -6,36 +6,36 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 
-from runtime.kafka import Ack, Cluster, KafkaError, Record, SourceTruncated, Unavailable
-from runtime.logs import logger
-from runtime.topics.event_time import first_tick_needed
-from runtime.topics.records import Decoder, dead_letter, reason_of
-from schemas.errors import Undecodable, UnknownSchema
-from schemas.records import (
+from clawstream.runtime.kafka import Ack, Cluster, KafkaError, Record, SourceTruncated, Unavailable
+from clawstream.runtime.logs import logger
+from clawstream.runtime.topics.event_time import first_tick_needed
+from clawstream.runtime.topics.records import Decoder, dead_letter, reason_of
+from clawstream.schemas.errors import Undecodable, UnknownSchema
+from clawstream.schemas.records import (
     AdmissionPolicy,
     Channel,
     DeadLetter,
     ReadyBatch,
     Refused,
 )
-from schemas.reward_matching import groups_without_reward
-from schemas.settings import Settings
-from schemas.topics import partition_of
-from stream_jobs.admit.decisions.checkpoint import CheckpointFile, JournalPosition
-from stream_jobs.admit.decisions.journal import (
+from clawstream.schemas.reward_matching import groups_without_reward
+from clawstream.schemas.settings import Settings
+from clawstream.schemas.topics import partition_of
+from clawstream.stream_jobs.admit.decisions.checkpoint import CheckpointFile, JournalPosition
+from clawstream.stream_jobs.admit.decisions.journal import (
     CandidateLog,
     InputRecord,
     Invalid,
     JournalRecord,
     decode_input,
 )
-from stream_jobs.admit.decisions.metrics import DecisionMetrics
-from stream_jobs.admit.decisions.recovery import JournalReader
-from stream_jobs.admit.equal_rewards import EqualRewards
-from stream_jobs.admit.fold import AdmissionFold
-from stream_jobs.admit.policy import Published, is_of_settings, policy_rejection
-from stream_jobs.admit.run_index import RunFinder
-from stream_jobs.errors import TopicReplaced
+from clawstream.stream_jobs.admit.decisions.metrics import DecisionMetrics
+from clawstream.stream_jobs.admit.decisions.recovery import JournalReader
+from clawstream.stream_jobs.admit.equal_rewards import EqualRewards
+from clawstream.stream_jobs.admit.fold import AdmissionFold
+from clawstream.stream_jobs.admit.policy import Published, is_of_settings, policy_rejection
+from clawstream.stream_jobs.admit.run_index import RunFinder
+from clawstream.stream_jobs.errors import TopicReplaced
 
 PROCESS = "admit"
 POLL_RECORDS = 1000

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from schemas.records import AdmissionPolicy, Channel
-from schemas.topics import MAX_RECORD_BYTES
-from stream_jobs.admit.group import Group, GroupKey, Verdict
+from clawstream.schemas.records import AdmissionPolicy, Channel
+from clawstream.schemas.topics import MAX_RECORD_BYTES
+from clawstream.stream_jobs.admit.group import Group, GroupKey, Verdict
 
 NO_VERSION = -1
 """Key of the val batch whose members name no version of the run."""

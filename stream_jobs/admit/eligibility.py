@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from schemas.records import AdmissionPolicy, Candidate, CandidateStep
-from schemas.records.rewards import out_of_bounds
-from schemas.reward_matching import missing, valueless, weighted_sum
+from clawstream.schemas.records import AdmissionPolicy, Candidate, CandidateStep
+from clawstream.schemas.records.rewards import out_of_bounds
+from clawstream.schemas.reward_matching import missing, valueless, weighted_sum
 
 
 class Ineligibility(NamedTuple):

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from schemas.records import ReadyBatch, Refused
-from stream_jobs.admit.decisions.journal import Decision
+from clawstream.schemas.records import ReadyBatch, Refused
+from clawstream.stream_jobs.admit.decisions.journal import Decision
 
 REASON = "zero_variance"
 FIRST = 8

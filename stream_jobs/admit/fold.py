@@ -2,9 +2,9 @@
 
 `AdmissionFold.fold` takes the records of one partition of the candidates topic in offset order and
 returns the records for the journal. Its only clock is the ticks on that log, so the same log always
-gives the same batches. Decisions are stored in the journal (`stream_jobs.admit.decisions.state`);
-the remaining state follows from the undecided candidates. This is the only place that checks
-staleness.
+gives the same batches. Decisions are stored in the journal
+(`clawstream.stream_jobs.admit.decisions.state`); the remaining state follows from the undecided
+candidates. This is the only place that checks staleness.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import dataclasses
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
-from schemas.records import (
+from clawstream.schemas.records import (
     AdmissionPolicy,
     Candidate,
     Channel,
@@ -24,8 +24,8 @@ from schemas.records import (
     RunEnded,
     Tick,
 )
-from stream_jobs.admit.batches import OpenBatches
-from stream_jobs.admit.decisions.journal import (
+from clawstream.stream_jobs.admit.batches import OpenBatches
+from clawstream.stream_jobs.admit.decisions.journal import (
     CandidateLog,
     Decision,
     InputRecord,
@@ -33,19 +33,19 @@ from stream_jobs.admit.decisions.journal import (
     JournalRecord,
     content_hash,
 )
-from stream_jobs.admit.decisions.state import Decided, ResumePoint
-from stream_jobs.admit.eligibility import staleness_refusal
-from stream_jobs.admit.group import (
+from clawstream.stream_jobs.admit.decisions.state import Decided, ResumePoint
+from clawstream.stream_jobs.admit.eligibility import staleness_refusal
+from clawstream.stream_jobs.admit.group import (
     Group,
     Member,
     evaluate_group,
     split_by_record_size,
     to_batch_group,
 )
-from stream_jobs.admit.open_groups import OpenGroups
-from stream_jobs.admit.policy import policy_rejection
-from stream_jobs.admit.timers import Timer, TimerQueue
-from stream_jobs.worker.event_time import EventTime
+from clawstream.stream_jobs.admit.open_groups import OpenGroups
+from clawstream.stream_jobs.admit.policy import policy_rejection
+from clawstream.stream_jobs.admit.timers import Timer, TimerQueue
+from clawstream.stream_jobs.worker.event_time import EventTime
 
 
 class AdmissionFold:

@@ -7,10 +7,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from schemas.records import AdmissionPolicy, BatchGroup, BatchMember, Candidate, Channel, Place
-from schemas.reward_matching import SMALLEST_GROUP, training_reward
-from schemas.topics import MAX_MESSAGE_BYTES, MAX_RECORD_BYTES
-from stream_jobs.admit.eligibility import (
+from clawstream.schemas.records import (
+    AdmissionPolicy,
+    BatchGroup,
+    BatchMember,
+    Candidate,
+    Channel,
+    Place,
+)
+from clawstream.schemas.reward_matching import SMALLEST_GROUP, training_reward
+from clawstream.schemas.topics import MAX_MESSAGE_BYTES, MAX_RECORD_BYTES
+from clawstream.stream_jobs.admit.eligibility import (
     Ineligibility,
     ineligibilities,
     missing_input,

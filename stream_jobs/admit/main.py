@@ -8,9 +8,9 @@ Protocol of a channel:
    open transaction.
 2. Read the journal `ready-batches.<run>.<channel>` to its end. It gives the next batch number, the
    decided trajectories, closed rounds, the policy, and `input_from`, the offset to resume from. A
-   checkpoint file (`stream_jobs.admit.decisions.checkpoint`) replaces the part it covers. If the
-   candidates topic has another id, start at its beginning and log a warning. If the id is the same
-   but the topic ends before the position, stop.
+   checkpoint file (`clawstream.stream_jobs.admit.decisions.checkpoint`) replaces the part it
+   covers. If the candidates topic has another id, start at its beginning and log a warning. If the
+   id is the same but the topic ends before the position, stop.
 3. Read the candidates from that offset, or from the run's first later record: a new run need not
    fold ticks older than itself. Start early enough for one tick of every source partition, so that
    event time is known. Decided candidates fold to nothing; the rest restores the earlier state.
@@ -26,19 +26,19 @@ from __future__ import annotations
 
 import threading
 
-from runtime.kafka import Cluster
-from runtime.logs import logger
-from runtime.process.lifecycle import run_sync
-from runtime.process.metrics import serving_metrics
-from runtime.process.readiness import ready
-from runtime.topics.access import check_access
-from runtime.topics.records import Decoder, cluster_of, create_topics, now_micros
-from schemas.errors import SettingsError
-from schemas.settings import Settings
-from stream_jobs.admit.admitter import PROCESS, ChannelAdmitter
-from stream_jobs.admit.decisions.metrics import DecisionMetrics
-from stream_jobs.admit.policy import next_policy, policy_of
-from stream_jobs.errors import PolicyRefused
+from clawstream.runtime.kafka import Cluster
+from clawstream.runtime.logs import logger
+from clawstream.runtime.process.lifecycle import run_sync
+from clawstream.runtime.process.metrics import serving_metrics
+from clawstream.runtime.process.readiness import ready
+from clawstream.runtime.topics.access import check_access
+from clawstream.runtime.topics.records import Decoder, cluster_of, create_topics, now_micros
+from clawstream.schemas.errors import SettingsError
+from clawstream.schemas.settings import Settings
+from clawstream.stream_jobs.admit.admitter import PROCESS, ChannelAdmitter
+from clawstream.stream_jobs.admit.decisions.metrics import DecisionMetrics
+from clawstream.stream_jobs.admit.policy import next_policy, policy_of
+from clawstream.stream_jobs.errors import PolicyRefused
 
 IDLE_S = 0.05
 PUBLISH_ATTEMPTS = 10

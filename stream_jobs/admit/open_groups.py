@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from stream_jobs.admit.decisions.rounds import Rounds
-from stream_jobs.admit.decisions.state import DecisionState
-from stream_jobs.admit.group import Group, GroupKey
+from clawstream.stream_jobs.admit.decisions.rounds import Rounds
+from clawstream.stream_jobs.admit.decisions.state import DecisionState
+from clawstream.stream_jobs.admit.group import Group, GroupKey
 
 
 @dataclass(slots=True)

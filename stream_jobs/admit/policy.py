@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from schemas.records import AdmissionPolicy
-from schemas.records.rewards import out_of_bounds
-from schemas.settings import PolicySettings, Settings
+from clawstream.schemas.records import AdmissionPolicy
+from clawstream.schemas.records.rewards import out_of_bounds
+from clawstream.schemas.settings import PolicySettings, Settings
 
 SETTINGS = "settings"
 """`published_by` of what an admission process publishes at its start."""

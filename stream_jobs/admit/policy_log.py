@@ -8,15 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from runtime.kafka import Cluster
-from runtime.process.config import value_of, with_values
-from runtime.topics.records import Decoder, now_micros, publish_schemas
-from schemas.records import AdmissionPolicy, Channel, RunEnded
-from schemas.settings import PolicySettings, Settings
-from schemas.topics import partition_of
-from stream_jobs.admit.policy import policy_of, policy_rejection, settings_of
-from stream_jobs.admit.run_index import RunFinder
-from stream_jobs.errors import PolicyRefused
+from clawstream.runtime.kafka import Cluster
+from clawstream.runtime.process.config import value_of, with_values
+from clawstream.runtime.topics.records import Decoder, now_micros, publish_schemas
+from clawstream.schemas.records import AdmissionPolicy, Channel, RunEnded
+from clawstream.schemas.settings import PolicySettings, Settings
+from clawstream.schemas.topics import partition_of
+from clawstream.stream_jobs.admit.policy import policy_of, policy_rejection, settings_of
+from clawstream.stream_jobs.admit.run_index import RunFinder
+from clawstream.stream_jobs.errors import PolicyRefused
 
 CHANNELS: tuple[Channel, ...] = ("train", "val")
 

@@ -14,13 +14,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from runtime.kafka import Cluster, KafkaError, Record
-from runtime.topics.records import Decoder, publish_schemas
-from schemas.codec.single_object import MAGIC
-from schemas.errors import Undecodable, UnknownSchema
-from schemas.ids import is_run
-from schemas.records import AdmissionPolicy, IndexedRun, RunEnded, RunIndex
-from schemas.topics import Topics
+from clawstream.runtime.kafka import Cluster, KafkaError, Record
+from clawstream.runtime.topics.records import Decoder, publish_schemas
+from clawstream.schemas.codec.single_object import MAGIC
+from clawstream.schemas.errors import Undecodable, UnknownSchema
+from clawstream.schemas.ids import is_run
+from clawstream.schemas.records import AdmissionPolicy, IndexedRun, RunEnded, RunIndex
+from clawstream.schemas.topics import Topics
 
 HEADER_BYTES = 10
 """Header of a value in Avro single-object encoding; names its schema."""

@@ -10,7 +10,7 @@ import heapq
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from stream_jobs.admit.group import GroupKey
+from clawstream.stream_jobs.admit.group import GroupKey
 
 
 class Timer(NamedTuple):

@@ -14,18 +14,18 @@ from collections.abc import Sequence
 
 import cramjam
 
-from runtime.kafka import Record
-from runtime.topics.records import Decoder
-from schemas.errors import Undecodable, UnknownSchema
-from schemas.records import AssemblyDelta, AssemblyMarker, AssemblySnapshot
-from stream_jobs.assemble.state.changes import (
+from clawstream.runtime.kafka import Record
+from clawstream.runtime.topics.records import Decoder
+from clawstream.schemas.errors import Undecodable, UnknownSchema
+from clawstream.schemas.records import AssemblyDelta, AssemblyMarker, AssemblySnapshot
+from clawstream.stream_jobs.assemble.state.changes import (
     Change,
     ClocksAdvanced,
     decode_changes,
     encode_changes,
 )
-from stream_jobs.assemble.state.partition_state import PartitionState
-from stream_jobs.errors import UnreadableChangelog
+from clawstream.stream_jobs.assemble.state.partition_state import PartitionState
+from clawstream.stream_jobs.errors import UnreadableChangelog
 
 CHUNK_BYTES = 900_000
 LEVEL = 1

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from runtime.logs import logger
-from stream_jobs.assemble import changelog
-from stream_jobs.assemble.changelog import ChangelogReader, accepts, decode_record
-from stream_jobs.assemble.context import PartitionContext
-from stream_jobs.assemble.state.changes import Change
-from stream_jobs.assemble.state.trajectories import STEPS
-from stream_jobs.errors import FencedOut
+from clawstream.runtime.logs import logger
+from clawstream.stream_jobs.assemble import changelog
+from clawstream.stream_jobs.assemble.changelog import ChangelogReader, accepts, decode_record
+from clawstream.stream_jobs.assemble.context import PartitionContext
+from clawstream.stream_jobs.assemble.state.changes import Change
+from clawstream.stream_jobs.assemble.state.trajectories import STEPS
+from clawstream.stream_jobs.errors import FencedOut
 
 DELTA_AT_LEAST_EVERY_MS = 60_000
 """Ticks alone need no delta; this bounds how many of them are read again."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from runtime.kafka import Cluster, Producer
-from runtime.topics.records import Decoder
-from schemas.topics import Topics
-from stream_jobs.assemble.limits import Limits
-from stream_jobs.assemble.state.trajectories import STEPS, SourceTopic
+from clawstream.runtime.kafka import Cluster, Producer
+from clawstream.runtime.topics.records import Decoder
+from clawstream.schemas.topics import Topics
+from clawstream.stream_jobs.assemble.limits import Limits
+from clawstream.stream_jobs.assemble.state.trajectories import STEPS, SourceTopic
 
 SLICE_BYTES = 32 << 20
 """Payload and candidates in memory at once, bytes. A single trajectory is never split."""

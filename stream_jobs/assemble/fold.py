@@ -37,24 +37,24 @@ import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from schemas.errors import InvalidId
-from schemas.ids import key_of_trajectory
-from schemas.records import FailedCall, Outcome, Tick
-from stream_jobs.assemble.handlers.records import handle
-from stream_jobs.assemble.handlers.rejected import RejectedRecord
-from stream_jobs.assemble.handlers.targets import (
+from clawstream.schemas.errors import InvalidId
+from clawstream.schemas.ids import key_of_trajectory
+from clawstream.schemas.records import FailedCall, Outcome, Tick
+from clawstream.stream_jobs.assemble.handlers.records import handle
+from clawstream.stream_jobs.assemble.handlers.rejected import RejectedRecord
+from clawstream.stream_jobs.assemble.handlers.targets import (
     annotate,
     appeared_at,
     dead_letter,
     end_wait,
     target_of,
 )
-from stream_jobs.assemble.limits import Limits
-from stream_jobs.assemble.payload.cache import CachedPayload
-from stream_jobs.assemble.state import changes
-from stream_jobs.assemble.state.changes import Change
-from stream_jobs.assemble.state.partition_state import PartitionState
-from stream_jobs.assemble.state.trajectories import (
+from clawstream.stream_jobs.assemble.limits import Limits
+from clawstream.stream_jobs.assemble.payload.cache import CachedPayload
+from clawstream.stream_jobs.assemble.state import changes
+from clawstream.stream_jobs.assemble.state.changes import Change
+from clawstream.stream_jobs.assemble.state.partition_state import PartitionState
+from clawstream.stream_jobs.assemble.state.trajectories import (
     REWARDS,
     STEPS,
     Completion,
@@ -85,7 +85,7 @@ class AssemblyFold:
 
         Args:
             timestamp: Log timestamp, ms.
-            event: A record of `schemas.records`, or RejectedRecord.
+            event: A record of `clawstream.schemas.records`, or RejectedRecord.
 
         Returns:
             The payload to cache for its trajectory, if any.

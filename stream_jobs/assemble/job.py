@@ -7,25 +7,25 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 
-from runtime.kafka import Cluster, Record
-from runtime.logs import logger
-from runtime.topics.records import Decoder, now_micros
-from schemas.records import Tick
-from schemas.settings import Settings
-from stream_jobs.assemble.context import PartitionContext, TopicSnapshot
-from stream_jobs.assemble.limits import limits_of
-from stream_jobs.assemble.partition import PartitionProcessor
-from stream_jobs.assemble.recovery import take_over
-from stream_jobs.assemble.state.trajectories import REWARDS, STEPS
-from stream_jobs.errors import FencedOut
-from stream_jobs.worker.member_name import worker_name
+from clawstream.runtime.kafka import Cluster, Record
+from clawstream.runtime.logs import logger
+from clawstream.runtime.topics.records import Decoder, now_micros
+from clawstream.schemas.records import Tick
+from clawstream.schemas.settings import Settings
+from clawstream.stream_jobs.assemble.context import PartitionContext, TopicSnapshot
+from clawstream.stream_jobs.assemble.limits import limits_of
+from clawstream.stream_jobs.assemble.partition import PartitionProcessor
+from clawstream.stream_jobs.assemble.recovery import take_over
+from clawstream.stream_jobs.assemble.state.trajectories import REWARDS, STEPS
+from clawstream.stream_jobs.errors import FencedOut
+from clawstream.stream_jobs.worker.member_name import worker_name
 
 CLOCK_AHEAD_MS = 600_000
 """Far more than synchronised clocks differ."""
 
 
 class Assembler:
-    """A job of `stream_jobs.worker.shell`. Every exception out of it must end the process."""
+    """A job of `clawstream.stream_jobs.worker.shell`. An exception from it must end the process."""
 
     def __init__(self, settings: Settings, cluster: Cluster) -> None:
         jobs, topics = settings.jobs, settings.kafka.topics

@@ -1,11 +1,11 @@
-"""The limits of the fold. `stream_jobs.assemble.fold` says what happens at each."""
+"""The limits of the fold. `clawstream.stream_jobs.assemble.fold` says what happens at each."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from schemas.settings import Settings
-from schemas.topics import MAX_MESSAGE_BYTES
+from clawstream.schemas.settings import Settings
+from clawstream.schemas.topics import MAX_MESSAGE_BYTES
 
 STEPS_MAX = 5_000
 """Maximum number of steps per trajectory. The cost of a step, of closing and of a candidate grows

@@ -1,8 +1,9 @@
 """Run `clawstream jobs assemble`: a worker of assemble.
 
-The processing protocol of each partition (`stream_jobs.assemble.partition`; the fold is
-`stream_jobs.assemble.fold`, the changelog is `stream_jobs.assemble.changelog`). A process may be
-killed between any two steps; each step states how the next owner recovers.
+The processing protocol of each partition (`clawstream.stream_jobs.assemble.partition`; the fold is
+`clawstream.stream_jobs.assemble.fold`, the changelog is
+`clawstream.stream_jobs.assemble.changelog`). A process may be killed between any two steps; each
+step states how the next owner recovers.
 
 1. A new owner appends a marker to its partition of `claw.assembly`; the marker's offset is its
   epoch. It reads the changelog up to the marker and ignores records of lower epochs (they belong
@@ -24,7 +25,8 @@ killed between any two steps; each step states how the next owner recovers.
 5. Once a second the offsets of finished batches are committed to Kafka. When the changelog has
   grown, a snapshot is appended and the changelog is trimmed. After a kill: `applied` drops
   redelivered records; a snapshot counts only when all of its chunks are there.
-6. Any other exception ends the process (`runtime.process.lifecycle.die`), which has the same
+6. Any other exception ends the process (`clawstream.runtime.process.lifecycle.die`), which has the
+same
   effect as a kill.
 """
 
@@ -32,10 +34,10 @@ from __future__ import annotations
 
 from functools import partial
 
-from runtime.process.lifecycle import run_async
-from schemas.settings import Settings
-from stream_jobs.assemble.job import Assembler
-from stream_jobs.worker.shell import serve
+from clawstream.runtime.process.lifecycle import run_async
+from clawstream.schemas.settings import Settings
+from clawstream.stream_jobs.assemble.job import Assembler
+from clawstream.stream_jobs.worker.shell import serve
 
 
 def main(settings: Settings) -> None:

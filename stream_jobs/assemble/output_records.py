@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from schemas.codec.single_object import Codec
-from schemas.ids import key_of_trajectory, parse_version, stable_id
-from schemas.records import (
+from clawstream.schemas.codec.single_object import Codec
+from clawstream.schemas.ids import key_of_trajectory, parse_version, stable_id
+from clawstream.schemas.records import (
     Candidate,
     CandidateStep,
     RewardValue,
@@ -21,13 +21,13 @@ from schemas.records import (
     Trajectory,
     TrajectoryStep,
 )
-from schemas.topics import MAX_RECORD_BYTES
-from stream_jobs.assemble.matching.conversation import reply_of, turn_hash
-from stream_jobs.assemble.payload.cache import CachedPayload, StepPayload
-from stream_jobs.assemble.payload.segment_tree import SampledTokens, build
-from stream_jobs.assemble.state.annotations import CurationState
-from stream_jobs.assemble.state.steps import STEP_BYTES, OpenStep
-from stream_jobs.assemble.state.trajectories import (
+from clawstream.schemas.topics import MAX_RECORD_BYTES
+from clawstream.stream_jobs.assemble.matching.conversation import reply_of, turn_hash
+from clawstream.stream_jobs.assemble.payload.cache import CachedPayload, StepPayload
+from clawstream.stream_jobs.assemble.payload.segment_tree import SampledTokens, build
+from clawstream.stream_jobs.assemble.state.annotations import CurationState
+from clawstream.stream_jobs.assemble.state.steps import STEP_BYTES, OpenStep
+from clawstream.stream_jobs.assemble.state.trajectories import (
     ClosedTrajectory,
     OpenTrajectory,
     RunTrajectory,

@@ -7,15 +7,15 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from runtime.kafka import Ack, Record
-from runtime.logs import logger
-from runtime.topics.records import dead_letter
-from schemas.ids import key_of_trajectory
-from schemas.records import Tick
-from schemas.topics import CANDIDATE_PARTITIONS
-from stream_jobs.assemble.changelog_writer import ChangelogWriter
-from stream_jobs.assemble.context import PartitionContext
-from stream_jobs.assemble.output_records import (
+from clawstream.runtime.kafka import Ack, Record
+from clawstream.runtime.logs import logger
+from clawstream.runtime.topics.records import dead_letter
+from clawstream.schemas.ids import key_of_trajectory
+from clawstream.schemas.records import Tick
+from clawstream.schemas.topics import CANDIDATE_PARTITIONS
+from clawstream.stream_jobs.assemble.changelog_writer import ChangelogWriter
+from clawstream.stream_jobs.assemble.context import PartitionContext
+from clawstream.stream_jobs.assemble.output_records import (
     assembled,
     candidate,
     payload_headers,
@@ -23,11 +23,15 @@ from stream_jobs.assemble.output_records import (
     starts_of,
     step_mark,
 )
-from stream_jobs.assemble.payload.cache import CachedPayload, PayloadCache
-from stream_jobs.assemble.payload.input_log import InputLog
-from stream_jobs.assemble.state.changes import OutputsAcknowledged, PayloadLost, PayloadWritten
-from stream_jobs.assemble.state.partition_state import PartitionState
-from stream_jobs.assemble.state.trajectories import (
+from clawstream.stream_jobs.assemble.payload.cache import CachedPayload, PayloadCache
+from clawstream.stream_jobs.assemble.payload.input_log import InputLog
+from clawstream.stream_jobs.assemble.state.changes import (
+    OutputsAcknowledged,
+    PayloadLost,
+    PayloadWritten,
+)
+from clawstream.stream_jobs.assemble.state.partition_state import PartitionState
+from clawstream.stream_jobs.assemble.state.trajectories import (
     REWARDS,
     STEPS,
     DeadLetterDecision,

@@ -1,5 +1,5 @@
 """Process one partition of assemble: the protocol around the pure fold. The numbered steps are in
-`stream_jobs.assemble.main`.
+`clawstream.stream_jobs.assemble.main`.
 """
 
 from __future__ import annotations
@@ -8,16 +8,16 @@ import asyncio
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
-from runtime.kafka import Record
-from runtime.kafka.truncation import check_truncation
-from stream_jobs.assemble.changelog_writer import ChangelogWriter
-from stream_jobs.assemble.context import PartitionContext
-from stream_jobs.assemble.fold import AssemblyFold
-from stream_jobs.assemble.outputs import Outputs
-from stream_jobs.assemble.payload.cache import PayloadCache
-from stream_jobs.assemble.payload.input_log import InputLog, decode_event
-from stream_jobs.assemble.state.trajectories import REWARDS, STEPS, SourceTopic
-from stream_jobs.errors import FencedOut, InputDisorder
+from clawstream.runtime.kafka import Record
+from clawstream.runtime.kafka.truncation import check_truncation
+from clawstream.stream_jobs.assemble.changelog_writer import ChangelogWriter
+from clawstream.stream_jobs.assemble.context import PartitionContext
+from clawstream.stream_jobs.assemble.fold import AssemblyFold
+from clawstream.stream_jobs.assemble.outputs import Outputs
+from clawstream.stream_jobs.assemble.payload.cache import PayloadCache
+from clawstream.stream_jobs.assemble.payload.input_log import InputLog, decode_event
+from clawstream.stream_jobs.assemble.state.trajectories import REWARDS, STEPS, SourceTopic
+from clawstream.stream_jobs.errors import FencedOut, InputDisorder
 
 
 class PartitionProcessor:
@@ -58,7 +58,7 @@ class PartitionProcessor:
         """Fold a batch, make it durable, and send its outputs. Afterwards the batch may be
         acknowledged.
 
-        Schemas are known at this point (`stream_jobs.worker.schema_wait`).
+        Schemas are known at this point (`clawstream.stream_jobs.worker.schema_wait`).
         """
         codec, applied = self._context.decoder.codec, self._state.applied
         batch: dict[tuple[SourceTopic, int], Record] = {}

@@ -1,26 +1,26 @@
-"""Take over one partition: protocol step 1 (`stream_jobs.assemble.main`)."""
+"""Take over one partition: protocol step 1 (`clawstream.stream_jobs.assemble.main`)."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 
-from runtime.kafka import BEGINNING, SourceTruncated
-from runtime.logs import logger
-from runtime.topics.records import now_micros
-from schemas.records import AssemblyMarker
-from stream_jobs.assemble.changelog import ChangelogReader, decode_record
-from stream_jobs.assemble.changelog_writer import ChangelogWriter
-from stream_jobs.assemble.context import PartitionContext, TopicSnapshot
-from stream_jobs.assemble.fold import AssemblyFold
-from stream_jobs.assemble.output_records import starts_of
-from stream_jobs.assemble.outputs import Outputs
-from stream_jobs.assemble.partition import PartitionProcessor
-from stream_jobs.assemble.payload.cache import PayloadCache
-from stream_jobs.assemble.payload.input_log import InputLog
-from stream_jobs.assemble.state.partition_state import PartitionState
-from stream_jobs.assemble.state.trajectories import REWARDS, STEPS, SourceTopic
-from stream_jobs.errors import UnreadableChangelog
+from clawstream.runtime.kafka import BEGINNING, SourceTruncated
+from clawstream.runtime.logs import logger
+from clawstream.runtime.topics.records import now_micros
+from clawstream.schemas.records import AssemblyMarker
+from clawstream.stream_jobs.assemble.changelog import ChangelogReader, decode_record
+from clawstream.stream_jobs.assemble.changelog_writer import ChangelogWriter
+from clawstream.stream_jobs.assemble.context import PartitionContext, TopicSnapshot
+from clawstream.stream_jobs.assemble.fold import AssemblyFold
+from clawstream.stream_jobs.assemble.output_records import starts_of
+from clawstream.stream_jobs.assemble.outputs import Outputs
+from clawstream.stream_jobs.assemble.partition import PartitionProcessor
+from clawstream.stream_jobs.assemble.payload.cache import PayloadCache
+from clawstream.stream_jobs.assemble.payload.input_log import InputLog
+from clawstream.stream_jobs.assemble.state.partition_state import PartitionState
+from clawstream.stream_jobs.assemble.state.trajectories import REWARDS, STEPS, SourceTopic
+from clawstream.stream_jobs.errors import UnreadableChangelog
 
 COLD_AFTER_MS = 600_000
 """A new owner does not cache older steps; it reads them when the trajectory closes."""
@@ -33,7 +33,7 @@ async def take_over(
     """Become the owner: append the marker, restore state and payload, send unacknowledged outputs.
 
     Raises:
-        SourceTruncated, UnreadableChangelog, FencedOut: See `stream_jobs.errors`.
+        SourceTruncated, UnreadableChangelog, FencedOut: See `clawstream.stream_jobs.errors`.
     """
     begun = time.monotonic()
     epoch = await _append_marker(partition, context, topics)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from rewards.results import group_rules_of, rewards_of_group
-from runtime.blob_store import BlobMissing, BlobStore
-from runtime.functions.pool import FunctionPool
-from schemas.records import Reward, Trajectory
-from schemas.rule_spec import of_run
-from schemas.settings import Settings
-from stream_jobs.compare.fold import ClosedGroup, Member, RewardName
-from stream_jobs.worker.blob_fields import resolve_blobs
+from clawstream.rewards.results import group_rules_of, rewards_of_group
+from clawstream.runtime.blob_store import BlobMissing, BlobStore
+from clawstream.runtime.functions.pool import FunctionPool
+from clawstream.schemas.records import Reward, Trajectory
+from clawstream.schemas.rule_spec import of_run
+from clawstream.schemas.settings import Settings
+from clawstream.stream_jobs.compare.fold import ClosedGroup, Member, RewardName
+from clawstream.stream_jobs.worker.blob_fields import resolve_blobs
 
 Read = Callable[[Member], Trajectory | str]
 """Returns the trajectory of a member, or the reason why it is gone."""

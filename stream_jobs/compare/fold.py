@@ -18,8 +18,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from schemas.records import Candidate, Channel, Place, RewardSource, Tick
-from stream_jobs.worker.event_time import EventTime
+from clawstream.schemas.records import Candidate, Channel, Place, RewardSource, Tick
+from clawstream.stream_jobs.worker.event_time import EventTime
 
 GroupKey = tuple[str, Channel, str, int]
 """Run, channel, group id and round; -1: the agent named none."""

@@ -19,18 +19,18 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
-from runtime.functions.pool import PoolStopped
-from runtime.kafka import Cluster, Record
-from runtime.logs import logger
-from runtime.topics.event_time import first_tick_needed
-from runtime.topics.records import Decoder, now_micros
-from schemas.errors import Undecodable, UnknownSchema
-from schemas.records import Candidate, Reward, Trajectory
-from schemas.settings import Settings
-from stream_jobs.compare.evaluate import GroupEvaluator
-from stream_jobs.compare.fold import ClosedGroup, GroupFold, Member
-from stream_jobs.worker.evaluation import Evaluation
-from stream_jobs.worker.payload import payload_place, read_payload
+from clawstream.runtime.functions.pool import PoolStopped
+from clawstream.runtime.kafka import Cluster, Record
+from clawstream.runtime.logs import logger
+from clawstream.runtime.topics.event_time import first_tick_needed
+from clawstream.runtime.topics.records import Decoder, now_micros
+from clawstream.schemas.errors import Undecodable, UnknownSchema
+from clawstream.schemas.records import Candidate, Reward, Trajectory
+from clawstream.schemas.settings import Settings
+from clawstream.stream_jobs.compare.evaluate import GroupEvaluator
+from clawstream.stream_jobs.compare.fold import ClosedGroup, GroupFold, Member
+from clawstream.stream_jobs.worker.evaluation import Evaluation
+from clawstream.stream_jobs.worker.payload import payload_place, read_payload
 
 GROUP = "compare"
 GROUPS_AT_ONCE = 8
@@ -38,7 +38,7 @@ GROUPS_AT_ONCE = 8
 
 
 class CompareJob:
-    """A job of `stream_jobs.worker.shell`. An exception from it must end the process."""
+    """A job of `clawstream.stream_jobs.worker.shell`. An exception from it must end the process."""
 
     def __init__(self, settings: Settings, cluster: Cluster, evaluator: GroupEvaluator) -> None:
         """Create the job. It closes `evaluator`."""

@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 from functools import partial
 
-from runtime.process.lifecycle import run_async
-from schemas.errors import SettingsError
-from schemas.settings import Settings
-from stream_jobs.compare.evaluate import GroupEvaluator
-from stream_jobs.compare.job import GROUP, CompareJob
-from stream_jobs.worker.shell import serve
+from clawstream.runtime.process.lifecycle import run_async
+from clawstream.schemas.errors import SettingsError
+from clawstream.schemas.settings import Settings
+from clawstream.stream_jobs.compare.evaluate import GroupEvaluator
+from clawstream.stream_jobs.compare.job import GROUP, CompareJob
+from clawstream.stream_jobs.worker.shell import serve
 
 
 def main(settings: Settings) -> None:

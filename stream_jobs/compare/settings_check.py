@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from rewards.results import group_rules_of
-from runtime.functions.pool import FunctionPool
-from schemas.settings import Settings
+from clawstream.rewards.results import group_rules_of
+from clawstream.runtime.functions.pool import FunctionPool
+from clawstream.schemas.settings import Settings
 
 
 def check_comparisons(settings: Settings) -> None:

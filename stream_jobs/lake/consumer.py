@@ -6,18 +6,25 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from runtime.kafka import Cluster, Reader, Record, SourceTruncated, Unavailable, heartbeat
-from runtime.logs import logger
-from runtime.topics.records import Decoder, dead_letter, reason_of
-from schemas.errors import Undecodable, UnknownSchema
-from schemas.settings import Settings
-from schemas.topics import REPLAYS, Topics
-from stream_jobs.errors import TooManyFields
-from stream_jobs.lake.dedupe import Positions
-from stream_jobs.lake.tables.catalog import catalog, tables_of
-from stream_jobs.lake.tables.row_decoder import RowDecoder, WriterSchemas
-from stream_jobs.lake.tables.table import Row, Table
-from stream_jobs.lake.writer import Lake
+from clawstream.runtime.kafka import (
+    Cluster,
+    Reader,
+    Record,
+    SourceTruncated,
+    Unavailable,
+    heartbeat,
+)
+from clawstream.runtime.logs import logger
+from clawstream.runtime.topics.records import Decoder, dead_letter, reason_of
+from clawstream.schemas.errors import Undecodable, UnknownSchema
+from clawstream.schemas.settings import Settings
+from clawstream.schemas.topics import REPLAYS, Topics
+from clawstream.stream_jobs.errors import TooManyFields
+from clawstream.stream_jobs.lake.dedupe import Positions
+from clawstream.stream_jobs.lake.tables.catalog import catalog, tables_of
+from clawstream.stream_jobs.lake.tables.row_decoder import RowDecoder, WriterSchemas
+from clawstream.stream_jobs.lake.tables.table import Row, Table
+from clawstream.stream_jobs.lake.writer import Lake
 
 POLL_RECORDS = 500
 POLL_S = 0.1

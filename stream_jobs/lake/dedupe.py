@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
 
-from stream_jobs.lake.tables.table import Row, Table
+from clawstream.stream_jobs.lake.tables.table import Row, Table
 
 TopicIdPartition = tuple[str, int]
 """(topic id, partition number): a recreated topic has another id, so its offsets are separate."""

@@ -18,15 +18,15 @@ from typing import Any, NamedTuple
 
 import pyarrow.compute as pc
 
-from runtime.blob_store import BlobStore
-from schemas.blob_refs import MOVABLE, referenced
-from schemas.codec.single_object import Codec
-from schemas.errors import Undecodable, UnknownSchema
-from schemas.ids import check_run_id, check_trajectory_key, key_of_trajectory
-from schemas.records import Reward, SessionEvent, Step
-from schemas.settings import Settings
-from stream_jobs.lake.delta.snapshots import SnapshotError, named_snapshots
-from stream_jobs.lake.delta.table import (
+from clawstream.runtime.blob_store import BlobStore
+from clawstream.schemas.blob_refs import MOVABLE, referenced
+from clawstream.schemas.codec.single_object import Codec
+from clawstream.schemas.errors import Undecodable, UnknownSchema
+from clawstream.schemas.ids import check_run_id, check_trajectory_key, key_of_trajectory
+from clawstream.schemas.records import Reward, SessionEvent, Step
+from clawstream.schemas.settings import Settings
+from clawstream.stream_jobs.lake.delta.snapshots import SnapshotError, named_snapshots
+from clawstream.stream_jobs.lake.delta.table import (
     CommitCollided,
     Delta,
     LakeError,
@@ -35,7 +35,7 @@ from stream_jobs.lake.delta.table import (
     delete_rows,
     open_table,
 )
-from stream_jobs.lake.tables.catalog import catalog, tables_of
+from clawstream.stream_jobs.lake.tables.catalog import catalog, tables_of
 
 Places = Mapping[tuple[str, int], Collection[int]]
 """(topic id, partition) to offsets."""

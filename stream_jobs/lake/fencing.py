@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from runtime.kafka import Fenced
+from clawstream.runtime.kafka import Fenced
 
 LAYOUT = "layout"
 """App id of the layout: version = 1,000 * changes of the number of writers + that number.

@@ -6,13 +6,13 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from runtime.kafka import Cluster
-from schemas.settings import Settings
-from stream_jobs.lake.delta.log import read_committed_offsets
-from stream_jobs.lake.delta.table import LakeError, LakeMissing, dataset, open_table
-from stream_jobs.lake.keys import existing_keys
-from stream_jobs.lake.tables.catalog import catalog, tables_of
-from stream_jobs.lake.tables.table import Table
+from clawstream.runtime.kafka import Cluster
+from clawstream.schemas.settings import Settings
+from clawstream.stream_jobs.lake.delta.log import read_committed_offsets
+from clawstream.stream_jobs.lake.delta.table import LakeError, LakeMissing, dataset, open_table
+from clawstream.stream_jobs.lake.keys import existing_keys
+from clawstream.stream_jobs.lake.tables.catalog import catalog, tables_of
+from clawstream.stream_jobs.lake.tables.table import Table
 
 TABLES = ("steps", "session_events", "rewards", "curation", "dead_letters")
 """Tables of the records that gateways write and whose key identifies the record."""

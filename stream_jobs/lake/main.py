@@ -7,7 +7,7 @@ The protocol, which holds whichever process is killed at whichever moment:
    one ends as fenced (exit code 78) at its next commit. Each of several writers (`lake.writers`)
    leases its share, the partitions p of every topic with p % writers == writer, under an app id of
    its own, so their commits never collide. A writer with another number of writers fences all
-   writers of the former layout (`stream_jobs.lake.fencing`).
+   writers of the former layout (`clawstream.stream_jobs.lake.fencing`).
 2. A table stores the committed offset of each partition as a Delta `txn` action: app id
    `<table>:<topic id>:<partition>`, version = one past the last offset handled. A recreated topic
    has another id, so its offsets start from zero.
@@ -22,8 +22,9 @@ The protocol, which holds whichever process is killed at whichever moment:
    from them.
 
 A damaged table (one of its files cannot be read) takes no rows and keeps its committed offsets; the
-others go on. Once `stream_jobs.lake.delta.repair` has restored a readable version, its topics are
-read again from the offsets of that version. The other tables drop rows below their own offsets.
+others go on. Once `clawstream.stream_jobs.lake.delta.repair` has restored a readable version, its
+topics are read again from the offsets of that version. The other tables drop rows below their own
+offsets.
 
 A table without new rows is not committed at every flush. An empty commit stores its offsets when it
 has none yet, when they are COMMIT_AFTER_OFFSETS behind or COMMIT_AFTER_S old, and at an orderly
@@ -37,23 +38,29 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 
-from runtime.kafka import Cluster, SourceTruncated, Unavailable
-from runtime.logs import logger
-from runtime.process.lifecycle import run_sync
-from runtime.process.metrics import serving_metrics
-from runtime.process.readiness import not_ready, ready
-from runtime.topics.access import check_access
-from runtime.topics.records import Decoder, cluster_of, create_topics
-from schemas.settings import Settings
-from stream_jobs.errors import LakeAway
-from stream_jobs.lake.consumer import LakeConsumer
-from stream_jobs.lake.delta.maintenance import MaintenanceRunner
-from stream_jobs.lake.delta.table import LakeError, LakeFull, LakeMissing, dataset, open_table
-from stream_jobs.lake.fencing import LakeFenced, PartitionShare
-from stream_jobs.lake.metrics import LakeMetrics
-from stream_jobs.lake.positions import positions, recreated_topics
-from stream_jobs.lake.tables.row_decoder import WriterSchemas
-from stream_jobs.lake.writer import Lake
+from clawstream.runtime.kafka import Cluster, SourceTruncated, Unavailable
+from clawstream.runtime.logs import logger
+from clawstream.runtime.process.lifecycle import run_sync
+from clawstream.runtime.process.metrics import serving_metrics
+from clawstream.runtime.process.readiness import not_ready, ready
+from clawstream.runtime.topics.access import check_access
+from clawstream.runtime.topics.records import Decoder, cluster_of, create_topics
+from clawstream.schemas.settings import Settings
+from clawstream.stream_jobs.errors import LakeAway
+from clawstream.stream_jobs.lake.consumer import LakeConsumer
+from clawstream.stream_jobs.lake.delta.maintenance import MaintenanceRunner
+from clawstream.stream_jobs.lake.delta.table import (
+    LakeError,
+    LakeFull,
+    LakeMissing,
+    dataset,
+    open_table,
+)
+from clawstream.stream_jobs.lake.fencing import LakeFenced, PartitionShare
+from clawstream.stream_jobs.lake.metrics import LakeMetrics
+from clawstream.stream_jobs.lake.positions import positions, recreated_topics
+from clawstream.stream_jobs.lake.tables.row_decoder import WriterSchemas
+from clawstream.stream_jobs.lake.writer import Lake
 
 RECOVER_S = 5.0
 """Interval at which a damaged table is tried again."""

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from runtime.kafka import Cluster
-from runtime.topics.positions import StoredPosition
-from schemas.settings import Settings
-from schemas.topics import Topics
-from stream_jobs.errors import LakeDamaged
-from stream_jobs.lake.dedupe import TopicIdPartition
-from stream_jobs.lake.delta.log import read_committed_offsets
-from stream_jobs.lake.delta.table import LakeMissing, open_table, table_damage
-from stream_jobs.lake.tables.catalog import catalog, tables_of
+from clawstream.runtime.kafka import Cluster
+from clawstream.runtime.topics.positions import StoredPosition
+from clawstream.schemas.settings import Settings
+from clawstream.schemas.topics import Topics
+from clawstream.stream_jobs.errors import LakeDamaged
+from clawstream.stream_jobs.lake.dedupe import TopicIdPartition
+from clawstream.stream_jobs.lake.delta.log import read_committed_offsets
+from clawstream.stream_jobs.lake.delta.table import LakeMissing, open_table, table_damage
+from clawstream.stream_jobs.lake.tables.catalog import catalog, tables_of
 
 
 def positions(settings: Settings, cluster: Cluster) -> list[StoredPosition]:

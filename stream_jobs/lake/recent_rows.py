@@ -10,10 +10,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from stream_jobs.lake.dedupe import DedupeWindow, digest
-from stream_jobs.lake.delta.table import Delta, dataset, reading
-from stream_jobs.lake.fencing import PartitionShare
-from stream_jobs.lake.tables.table import Table
+from clawstream.stream_jobs.lake.dedupe import DedupeWindow, digest
+from clawstream.stream_jobs.lake.delta.table import Delta, dataset, reading
+from clawstream.stream_jobs.lake.fencing import PartitionShare
+from clawstream.stream_jobs.lake.tables.table import Table
 
 
 def read_window(

@@ -1,4 +1,4 @@
-"""Append rows and committed offsets to one table. Protocol: `stream_jobs.lake.main`."""
+"""Append rows and committed offsets to one table. Protocol: `clawstream.stream_jobs.lake.main`."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import NamedTuple, TypeVar
 
 import pyarrow as pa
 
-from runtime.logs import logger
-from stream_jobs.errors import LakeRepaired
-from stream_jobs.lake.dedupe import (
+from clawstream.runtime.logs import logger
+from clawstream.stream_jobs.errors import LakeRepaired
+from clawstream.stream_jobs.lake.dedupe import (
     DedupeWindow,
     Positions,
     TopicIdPartition,
     digest,
     drop_duplicates,
 )
-from stream_jobs.lake.delta.log import app_id, plain, read_committed_offsets
-from stream_jobs.lake.delta.table import (
+from clawstream.stream_jobs.lake.delta.log import app_id, plain, read_committed_offsets
+from clawstream.stream_jobs.lake.delta.table import (
     CommitCollided,
     Delta,
     LakeError,
@@ -31,11 +31,17 @@ from stream_jobs.lake.delta.table import (
     reading,
     refresh,
 )
-from stream_jobs.lake.fencing import REPAIR, LakeFenced, Lease, PartitionShare, acquire_lease
-from stream_jobs.lake.keys import existing_keys
-from stream_jobs.lake.recent_rows import read_window
-from stream_jobs.lake.tables.catalog import catalog
-from stream_jobs.lake.tables.table import Row, Table
+from clawstream.stream_jobs.lake.fencing import (
+    REPAIR,
+    LakeFenced,
+    Lease,
+    PartitionShare,
+    acquire_lease,
+)
+from clawstream.stream_jobs.lake.keys import existing_keys
+from clawstream.stream_jobs.lake.recent_rows import read_window
+from clawstream.stream_jobs.lake.tables.catalog import catalog
+from clawstream.stream_jobs.lake.tables.table import Row, Table
 
 COMMIT_AFTER_OFFSETS = 10_000
 COMMIT_AFTER_S = 600.0

@@ -1,4 +1,4 @@
-"""Write a share of all tables. Protocol: `stream_jobs.lake.main`."""
+"""Write a share of all tables. Protocol: `clawstream.stream_jobs.lake.main`."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import TypeVar
 
-from runtime.logs import logger
-from stream_jobs.errors import LakeDamaged, LakeRepaired
-from stream_jobs.lake.dedupe import Positions, TopicIdPartition
-from stream_jobs.lake.delta.table import Delta, SchemaRefused
-from stream_jobs.lake.fencing import SINGLE_WRITER, Lease, PartitionShare
-from stream_jobs.lake.table_writer import RejectRow, TableWriter
-from stream_jobs.lake.tables.catalog import catalog
-from stream_jobs.lake.tables.table import Row, Table
+from clawstream.runtime.logs import logger
+from clawstream.stream_jobs.errors import LakeDamaged, LakeRepaired
+from clawstream.stream_jobs.lake.dedupe import Positions, TopicIdPartition
+from clawstream.stream_jobs.lake.delta.table import Delta, SchemaRefused
+from clawstream.stream_jobs.lake.fencing import SINGLE_WRITER, Lease, PartitionShare
+from clawstream.stream_jobs.lake.table_writer import RejectRow, TableWriter
+from clawstream.stream_jobs.lake.tables.catalog import catalog
+from clawstream.stream_jobs.lake.tables.table import Row, Table
 
 _T = TypeVar("_T")
 

@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
 
-from rewards.quality.registry import Rule, rules_of_run
-from rewards.quality.score import Score
-from schemas.ids import stable_id
-from schemas.records import Assessment, Finding, Trajectory
-from schemas.rule_spec import reason_text
-from schemas.user_function import Find
+from clawstream.rewards.quality.registry import Rule, rules_of_run
+from clawstream.rewards.quality.score import Score
+from clawstream.schemas.ids import stable_id
+from clawstream.schemas.records import Assessment, Finding, Trajectory
+from clawstream.schemas.rule_spec import reason_text
+from clawstream.schemas.user_function import Find
 
 DIGITS = 4
 """Each step carries its score, also in the state of assemble: keep it short."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from rewards.results import no_reward, rewards_of, rules_of
-from runtime.blob_store import BlobMissing, BlobStore
-from runtime.functions.pool import FunctionPool
-from schemas.records import Assessment, Reward, Trajectory
-from schemas.rule_spec import of_run
-from schemas.settings import Settings
-from stream_jobs.reward.assessments import assessment_of, not_assessed, quality_rules_of
-from stream_jobs.worker.blob_fields import resolve_blobs
+from clawstream.rewards.results import no_reward, rewards_of, rules_of
+from clawstream.runtime.blob_store import BlobMissing, BlobStore
+from clawstream.runtime.functions.pool import FunctionPool
+from clawstream.schemas.records import Assessment, Reward, Trajectory
+from clawstream.schemas.rule_spec import of_run
+from clawstream.schemas.settings import Settings
+from clawstream.stream_jobs.reward.assessments import assessment_of, not_assessed, quality_rules_of
+from clawstream.stream_jobs.worker.blob_fields import resolve_blobs
 
 
 class RuleEvaluator:

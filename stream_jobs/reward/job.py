@@ -15,17 +15,17 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from runtime.functions.pool import PoolStopped
-from runtime.kafka import Ack, Cluster, KafkaError, Record, SourceTruncated
-from runtime.kafka.truncation import check_truncation
-from runtime.logs import logger
-from runtime.topics.records import Decoder, dead_letter, decode_all, now_micros
-from schemas.errors import Undecodable, UnknownSchema
-from schemas.records import Assessment, DeadLetterResolved, Reward, StepMark, Trajectory
-from schemas.settings import Settings
-from schemas.trajectory_parts import joined
-from stream_jobs.reward.evaluate import RuleEvaluator
-from stream_jobs.worker.evaluation import Evaluation
+from clawstream.runtime.functions.pool import PoolStopped
+from clawstream.runtime.kafka import Ack, Cluster, KafkaError, Record, SourceTruncated
+from clawstream.runtime.kafka.truncation import check_truncation
+from clawstream.runtime.logs import logger
+from clawstream.runtime.topics.records import Decoder, dead_letter, decode_all, now_micros
+from clawstream.schemas.errors import Undecodable, UnknownSchema
+from clawstream.schemas.records import Assessment, DeadLetterResolved, Reward, StepMark, Trajectory
+from clawstream.schemas.settings import Settings
+from clawstream.schemas.trajectory_parts import joined
+from clawstream.stream_jobs.reward.evaluate import RuleEvaluator
+from clawstream.stream_jobs.worker.evaluation import Evaluation
 
 PROCESS = "reward"
 GROUP = "reward"
@@ -100,7 +100,7 @@ class PartBuffer:
 
 
 class RewardJob:
-    """A job of `stream_jobs.worker.shell`. An exception from it must end the process."""
+    """A job of `clawstream.stream_jobs.worker.shell`. An exception from it must end the process."""
 
     def __init__(self, settings: Settings, cluster: Cluster, evaluator: RuleEvaluator) -> None:
         """Create the job. It closes `evaluator`."""

@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 from functools import partial
 
-from runtime.process.lifecycle import run_async
-from schemas.settings import Settings
-from stream_jobs.reward.evaluate import RuleEvaluator
-from stream_jobs.reward.job import RewardJob
-from stream_jobs.worker.shell import serve
+from clawstream.runtime.process.lifecycle import run_async
+from clawstream.schemas.settings import Settings
+from clawstream.stream_jobs.reward.evaluate import RuleEvaluator
+from clawstream.stream_jobs.reward.job import RewardJob
+from clawstream.stream_jobs.worker.shell import serve
 
 
 def main(settings: Settings) -> None:

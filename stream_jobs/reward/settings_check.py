@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from rewards.results import rules_of
-from runtime.functions.pool import FunctionPool
-from schemas.settings import Settings
-from stream_jobs.reward.assessments import quality_rules_of
+from clawstream.rewards.results import rules_of
+from clawstream.runtime.functions.pool import FunctionPool
+from clawstream.schemas.settings import Settings
+from clawstream.stream_jobs.reward.assessments import quality_rules_of
 
 
 def check_reward_functions(settings: Settings) -> None:

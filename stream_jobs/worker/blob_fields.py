@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from runtime.blob_store import BlobMissing
-from schemas.blob_refs import referenced
-from schemas.records import Trajectory
+from clawstream.runtime.blob_store import BlobMissing
+from clawstream.schemas.blob_refs import referenced
+from clawstream.schemas.records import Trajectory
 
 
 def resolve_blobs(trajectory: Trajectory, get: Callable[[str], bytes]) -> Trajectory:

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from runtime.functions.pool import FunctionPool
-from runtime.kafka import Ack, Producer
-from schemas.codec.single_object import Codec
-from schemas.records import Assessment, Reward
+from clawstream.runtime.functions.pool import FunctionPool
+from clawstream.runtime.kafka import Ack, Producer
+from clawstream.schemas.codec.single_object import Codec
+from clawstream.schemas.records import Assessment, Reward
 
 T = TypeVar("T")
 Results = Sequence[Reward | Assessment]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from schemas.records import Tick
+from clawstream.schemas.records import Tick
 
 
 class EventTime:

@@ -19,13 +19,13 @@ import faust
 from faust.transport.drivers import aiokafka as driver
 from faust.types import TP
 
-from runtime.kafka import CommitMetadata, Denied, Record
-from runtime.kafka.security import password_of, ssl_context
-from runtime.logs import logger
-from schemas.settings import KafkaSecurity, Settings
-from stream_jobs.errors import ConsumerStopped
-from stream_jobs.worker.fetch_buffer import Fetched
-from stream_jobs.worker.member_name import worker_name
+from clawstream.runtime.kafka import CommitMetadata, Denied, Record
+from clawstream.runtime.kafka.security import password_of, ssl_context
+from clawstream.runtime.logs import logger
+from clawstream.schemas.settings import KafkaSecurity, Settings
+from clawstream.stream_jobs.errors import ConsumerStopped
+from clawstream.stream_jobs.worker.fetch_buffer import Fetched
+from clawstream.stream_jobs.worker.member_name import worker_name
 
 FETCH_WAIT_MS = 250
 """aiokafka has one fetch in flight per broker; with Faust's fixed 1500 ms an idle partition would

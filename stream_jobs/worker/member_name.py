@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 
-from schemas.settings import JobsSettings
+from clawstream.schemas.settings import JobsSettings
 
 
 def worker_name(jobs: JobsSettings) -> str:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import suppress
 
-from runtime.kafka import Cluster, SourceTruncated
-from runtime.topics.records import Decoder
-from schemas.errors import Undecodable, UnknownSchema
-from schemas.records import Candidate, Place, Trajectory
-from schemas.trajectory_parts import joined
+from clawstream.runtime.kafka import Cluster, SourceTruncated
+from clawstream.runtime.topics.records import Decoder
+from clawstream.schemas.errors import Undecodable, UnknownSchema
+from clawstream.schemas.records import Candidate, Place, Trajectory
+from clawstream.schemas.trajectory_parts import joined
 
 _PLACE = ("topic_id", "partition", "first_offset", "last_offset")
 

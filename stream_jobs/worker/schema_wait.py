@@ -14,10 +14,10 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from runtime.kafka import Record, Unavailable
-from runtime.logs import logger
-from runtime.process.lifecycle import die
-from runtime.topics.records import Decoder
+from clawstream.runtime.kafka import Record, Unavailable
+from clawstream.runtime.logs import logger
+from clawstream.runtime.process.lifecycle import die
+from clawstream.runtime.topics.records import Decoder
 
 GIVE_UP_S = 300.0
 """Maximum outage of the schemas topic. Then the process ends; the next one recreates a deleted
@@ -105,7 +105,7 @@ class SchemaWait:
                         await self._process(partition, waiting)
                         self._resume({partition} & self._paused)
                         return
-        except Exception as e:  # noqa: BLE001 - as in `stream_jobs.worker.shell`
+        except Exception as e:  # noqa: BLE001 - as in `clawstream.stream_jobs.worker.shell`
             die(e)
 
     async def _look_up(self, partition: int) -> None:

@@ -30,7 +30,7 @@ from typing import Any, Protocol
 
 from faust.types import TP
 
-from runtime.kafka import (
+from clawstream.runtime.kafka import (
     NO_METADATA,
     Cluster,
     CommitMetadata,
@@ -39,18 +39,23 @@ from runtime.kafka import (
     Silence,
     heartbeat,
 )
-from runtime.logs import LogThrottle, logger
-from runtime.process.lifecycle import die
-from runtime.process.metrics import serving_metrics
-from runtime.process.readiness import not_ready, ready
-from runtime.topics.access import check_access
-from runtime.topics.records import Decoder, cluster_of, create_topics
-from schemas.settings import Settings
-from stream_jobs.errors import ConsumerStopped, FencedOut, NotCoPartitioned, StreamJobError
-from stream_jobs.worker.faust_consumer import Consumer, explained, make_app, record_of
-from stream_jobs.worker.fetch_buffer import FetchBuffer, Fetched
-from stream_jobs.worker.metrics import JobMetrics
-from stream_jobs.worker.schema_wait import SchemaWait
+from clawstream.runtime.logs import LogThrottle, logger
+from clawstream.runtime.process.lifecycle import die
+from clawstream.runtime.process.metrics import serving_metrics
+from clawstream.runtime.process.readiness import not_ready, ready
+from clawstream.runtime.topics.access import check_access
+from clawstream.runtime.topics.records import Decoder, cluster_of, create_topics
+from clawstream.schemas.settings import Settings
+from clawstream.stream_jobs.errors import (
+    ConsumerStopped,
+    FencedOut,
+    NotCoPartitioned,
+    StreamJobError,
+)
+from clawstream.stream_jobs.worker.faust_consumer import Consumer, explained, make_app, record_of
+from clawstream.stream_jobs.worker.fetch_buffer import FetchBuffer, Fetched
+from clawstream.stream_jobs.worker.metrics import JobMetrics
+from clawstream.stream_jobs.worker.schema_wait import SchemaWait
 
 FETCH_PAUSE_S = 0.02
 """Pause after a fetch smaller than a batch, so that the next one is larger. A fetch costs as much

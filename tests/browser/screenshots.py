@@ -22,9 +22,8 @@ from support.browser import chromium, logged_in, serving
 from support.inspector import Inspected, application
 from support.run_lake import RUN, RunLake, call, tool_call
 
-from clawstream.query.live_lake import Copy, LiveLake
-from inspector.live.feed import Live
-from inspector.operations.observation import (
+from clawstream.inspector.live.feed import Live
+from clawstream.inspector.operations.observation import (
     Consumer,
     Disk,
     Observation,
@@ -33,10 +32,11 @@ from inspector.operations.observation import (
     Weights,
     Worker,
 )
-from inspector.queries.lake import COPIES
-from schemas import records
-from schemas.settings import Settings
-from schemas.tokens import pack_logprobs
+from clawstream.inspector.queries.lake import COPIES
+from clawstream.query.live_lake import Copy, LiveLake
+from clawstream.schemas import records
+from clawstream.schemas.settings import Settings
+from clawstream.schemas.tokens import pack_logprobs
 
 BEGAN_MS = 1_790_000_000_000
 GROUPS, MEMBERS = 28, 4

@@ -16,13 +16,13 @@ from support.jobs import reward, running, session, step
 
 from clawstream.cli.lake.inspect import parts_of
 from clawstream.inspection.sandboxed_sql import AT_ONCE
-from inspector.live.feed import Follower, Live
-from runtime.kafka import Cluster
-from runtime.process.config import with_values
-from runtime.topics.records import create_topics
-from schemas.codec.single_object import Codec
-from schemas.records import ReadyBatch
-from schemas.settings import Settings
+from clawstream.inspector.live.feed import Follower, Live
+from clawstream.runtime.kafka import Cluster
+from clawstream.runtime.process.config import with_values
+from clawstream.runtime.topics.records import create_topics
+from clawstream.schemas.codec.single_object import Codec
+from clawstream.schemas.records import ReadyBatch
+from clawstream.schemas.settings import Settings
 
 pytestmark = pytest.mark.browser
 
@@ -132,7 +132,7 @@ def test_a_key_marks_the_row_that_has_the_focus_and_nothing_else(
 def test_the_way_back_leads_to_the_row(
     browser: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("inspector.queries.listing.PAGE", 2)
+    monkeypatch.setattr("clawstream.inspector.queries.listing.PAGE", 2)
     made = inspected(Settings(data_dir=tmp_path))
     with serving(made.parts, Live(made.lake)) as address, logged_in(browser, address) as page:
         page.goto(f"{address}/trajectories?channel=train&rows=2")

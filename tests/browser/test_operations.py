@@ -15,10 +15,10 @@ from support.ports import free_port
 from support.up import up
 
 from clawstream.cli.lake.inspect import parts_of
-from inspector.live.feed import Live
-from runtime.kafka import Cluster
-from runtime.process.config import with_values
-from schemas.settings import Settings
+from clawstream.inspector.live.feed import Live
+from clawstream.runtime.kafka import Cluster
+from clawstream.runtime.process.config import with_values
+from clawstream.schemas.settings import Settings
 
 pytestmark = pytest.mark.browser
 

@@ -10,6 +10,6 @@ import pytest
 @pytest.fixture(scope="session")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny language model with random weights."""
-    from demo.model import make_random_model  # torch and transformers: 10 s
+    from clawstream.demo.model import make_random_model  # torch and transformers: 10 s
 
     return make_random_model(tmp_path_factory.mktemp("model") / "m")

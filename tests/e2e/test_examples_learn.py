@@ -17,7 +17,7 @@ from support.ports import free_port
 from support.processes import Processes
 from support.up import ENVIRON, ROOT, command, own_installation, up
 
-from schemas.settings import Settings
+from clawstream.schemas.settings import Settings
 
 VERSIONS = 24
 COMPARED = 4

@@ -24,10 +24,10 @@ from support.patience import Patience
 from support.ports import free_port
 from support.up import ENVIRON, ROOT, Up, own_installation, up
 
-from agent_flow.environments.verifiers.client import DEFAULT_PYTHON, PYTHON
-from runtime.process.config import load
-from schemas.records import Reward, Trajectory
-from schemas.settings import Settings
+from clawstream.agent_flow.environments.verifiers.client import DEFAULT_PYTHON, PYTHON
+from clawstream.runtime.process.config import load
+from clawstream.schemas.records import Reward, Trajectory
+from clawstream.schemas.settings import Settings
 
 EXAMPLES = ROOT / "examples"
 LONGEST_S = 90.0

@@ -13,8 +13,8 @@ import pytest
 from support.feed import POLICY, Feed
 from support.up import up
 
-from runtime.exit_codes import EXIT_FENCED
-from schemas.settings import Settings
+from clawstream.runtime.exit_codes import EXIT_FENCED
+from clawstream.schemas.settings import Settings
 
 FENCED = ("admit", "trainer", "lake")
 

@@ -30,10 +30,10 @@ from support.soak_engine import SLOW
 from support.up import ENVIRON, ROOT, command
 
 from benchmarks.gateway.http_load import load
-from gateway.auth.session_keys import Session, SessionKeys
-from runtime.process.child import die_with_parent
-from runtime.process.config import overrides_of
-from schemas.settings import Settings
+from clawstream.gateway.auth.session_keys import Session, SessionKeys
+from clawstream.runtime.process.child import die_with_parent
+from clawstream.runtime.process.config import overrides_of
+from clawstream.schemas.settings import Settings
 
 CALLS = 200_000
 FROM = 50_000

@@ -26,10 +26,10 @@ from support.scripted.engine import ScriptedEngine
 from support.scripted.script import Script, ScriptedChoice
 from support.up import ROOT, Up, command, own_installation, up
 
-from runtime.process.child import die_with_parent
-from runtime.process.config import overrides_of
-from schemas.records import SessionEvent, Step, Trajectory
-from schemas.settings import Settings
+from clawstream.runtime.process.child import die_with_parent
+from clawstream.runtime.process.config import overrides_of
+from clawstream.schemas.records import SessionEvent, Step, Trajectory
+from clawstream.schemas.settings import Settings
 
 AGENTS = 64
 TURNS = 4

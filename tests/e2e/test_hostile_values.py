@@ -19,8 +19,15 @@ from support.feed import GROUP_SIZE, POLICY, Feed, reward, session, step
 from support.hostile import Hostile, recordable
 from support.up import Up, up
 
-from schemas.records import Assessment, Candidate, Curation, Refused, Reward, TrainedTokens
-from schemas.settings import Settings
+from clawstream.schemas.records import (
+    Assessment,
+    Candidate,
+    Curation,
+    Refused,
+    Reward,
+    TrainedTokens,
+)
+from clawstream.schemas.settings import Settings
 
 RUN = "hostile"
 TESTS = Path(__file__).parent.parent / "support"

@@ -24,7 +24,7 @@ import pytest
 from support.patience import Patience
 from support.ports import free_port
 
-from runtime.process.child import die_with_parent
+from clawstream.runtime.process.child import die_with_parent
 
 VICTIMS = ("gateway", "assemble", "reward", "admit", "lake", "trainer", "vllm", "broker")
 LOOP_VICTIMS = ("trainer", "vllm", "broker")
@@ -45,7 +45,7 @@ class Loop:
         self.process = subprocess.Popen(
             die_with_parent(
                 [
-                    *(sys.executable, "-m", "demo", f"data_dir={home}"),
+                    *(sys.executable, "-m", "clawstream.demo", f"data_dir={home}"),
                     *("demo.warm_start_steps=20", "demo.eval_tasks=8", f"demo.versions={versions}"),
                     *(
                         "demo.groups_per_batch=4",

@@ -18,10 +18,10 @@ from support.model_families import write_family
 from support.ports import free_port
 from support.up import ROOT, Up, own_installation, up
 
-from schemas.ids import parse_version
-from schemas.records import Step, TrainedTokens, Trajectory, WeightVersion, WorkerStatus
-from schemas.settings import Settings
-from schemas.tokens import unpack_logprobs
+from clawstream.schemas.ids import parse_version
+from clawstream.schemas.records import Step, TrainedTokens, Trajectory, WeightVersion, WorkerStatus
+from clawstream.schemas.settings import Settings
+from clawstream.schemas.tokens import unpack_logprobs
 
 VERSIONS, MEMBERS, REPLY_TOKENS = 3, 4, 12
 ENVIRONMENTS = ("colours", "others")

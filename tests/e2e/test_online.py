@@ -13,9 +13,9 @@ from support.feed import Feed
 from support.ports import free_port
 from support.up import ENVIRON, ROOT, Up, up
 
-from runtime.process.config import load
-from schemas.records import ReadyBatch, Step
-from schemas.settings import Settings
+from clawstream.runtime.process.config import load
+from clawstream.schemas.records import ReadyBatch, Step
+from clawstream.schemas.settings import Settings
 
 EXAMPLES = ROOT / "examples"
 VERSIONS = 2

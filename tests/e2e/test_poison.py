@@ -18,15 +18,15 @@ import pytest
 from support.feed import POLICY, Feed, reward, session, step
 from support.up import Up, call, up
 
-from gateway.durability.log import Message
-from gateway.engines.discovery import EngineDiscovery
-from gateway.engines.registry import EngineRegistry
-from rollout.versions import Versions, WeightsFeed
-from runtime.exit_codes import EXIT_SOURCE
-from runtime.process.config import overrides_of
-from runtime.topics.records import now_micros
-from schemas.codec.single_object import MAGIC, Codec, shipped
-from schemas.records import (
+from clawstream.gateway.durability.log import Message
+from clawstream.gateway.engines.discovery import EngineDiscovery
+from clawstream.gateway.engines.registry import EngineRegistry
+from clawstream.rollout.versions import Versions, WeightsFeed
+from clawstream.runtime.exit_codes import EXIT_SOURCE
+from clawstream.runtime.process.config import overrides_of
+from clawstream.runtime.topics.records import now_micros
+from clawstream.schemas.codec.single_object import MAGIC, Codec, shipped
+from clawstream.schemas.records import (
     Candidate,
     CandidateStep,
     DeadLetter,
@@ -41,8 +41,8 @@ from schemas.records import (
     WeightVersion,
     WorkerStatus,
 )
-from schemas.settings import Settings
-from schemas.tokens import pack_ids, pack_logprobs
+from clawstream.schemas.settings import Settings
+from clawstream.schemas.tokens import pack_ids, pack_logprobs
 
 RUN = "poisoned"
 UNKNOWN = MAGIC + b"unknown!" + b"body"

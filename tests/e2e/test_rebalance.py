@@ -18,8 +18,8 @@ from support.chaos import Installation, fed, installation, running
 from support.chaos_logs import Logs
 from support.processes import freeze
 
-from runtime.exit_codes import EXIT_FAILED
-from schemas.settings import Settings
+from clawstream.runtime.exit_codes import EXIT_FAILED
+from clawstream.schemas.settings import Settings
 
 PROCESSES = ("broker", "assemble", "reward", "admit", "lake")
 STALL_S = 30.0

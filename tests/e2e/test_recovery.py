@@ -17,11 +17,11 @@ import pytest
 from support.jobs import Jobs, running, session, step
 
 from clawstream.ops.lag import data_lag
-from runtime.kafka import Cluster
-from schemas.records import Step, Trajectory
-from schemas.settings import Settings
-from schemas.tokens import pack_logprobs
-from schemas.topics import partition_of
+from clawstream.runtime.kafka import Cluster
+from clawstream.schemas.records import Step, Trajectory
+from clawstream.schemas.settings import Settings
+from clawstream.schemas.tokens import pack_logprobs
+from clawstream.schemas.topics import partition_of
 
 OLDEST = "oldest"
 TURNS = 8

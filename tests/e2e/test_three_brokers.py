@@ -22,9 +22,9 @@ from support.chaos_logs import Logs
 from support.ports import free_port
 from support.up import call
 
-from runtime.broker.embedded import status
-from runtime.process.config import overrides_of
-from schemas.settings import Settings
+from clawstream.runtime.broker.embedded import status
+from clawstream.runtime.process.config import overrides_of
+from clawstream.schemas.settings import Settings
 
 NODES = 3
 ACKS_PAUSE_S, BATCHES_PAUSE_S = 10.0, 30.0

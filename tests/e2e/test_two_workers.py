@@ -18,15 +18,15 @@ from support.ports import free_port
 from support.processes import Processes
 from support.up import ENVIRON, Up, command, own_installation, up
 
-from schemas.ids import parse_version
-from schemas.records import Refused, Step, WorkerStatus
-from schemas.settings import Settings
+from clawstream.schemas.ids import parse_version
+from clawstream.schemas.records import Refused, Step, WorkerStatus
+from clawstream.schemas.settings import Settings
 
 MEMBERS, GROUPS, MAX_STALENESS = 4, 2, 1
 KILLED, OTHER = "worker-1", "worker-0"
 FLOW = f"""
 import itertools, zlib
-from agent_flow import flow
+from clawstream.agent_flow import flow
 
 @flow(group_size={MEMBERS}, timeout_s=300, concurrency=12)
 async def colours(task, rollout):

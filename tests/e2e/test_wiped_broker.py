@@ -15,9 +15,9 @@ from support.feed import POLICY, Feed
 from support.ports import free_port
 from support.up import Up, call, up
 
-from runtime.exit_codes import EXIT_SOURCE
-from runtime.process.config import overrides_of
-from schemas.settings import Settings
+from clawstream.runtime.exit_codes import EXIT_SOURCE
+from clawstream.runtime.process.config import overrides_of
+from clawstream.schemas.settings import Settings
 
 
 @pytest.fixture

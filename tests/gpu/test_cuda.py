@@ -18,12 +18,12 @@ import torch.distributed.checkpoint as dcp
 from torch._dynamo.utils import counters
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from schemas.settings import TrainerSettings
-from trainer.algorithms.registry import load
-from trainer.data.sequences import Tokens, TrainingSequence
-from trainer.model.critic import Critic
-from trainer.model.policy import Policy
-from trainer.model.update import update, with_old_logprobs
+from clawstream.schemas.settings import TrainerSettings
+from clawstream.trainer.algorithms.registry import load
+from clawstream.trainer.data.sequences import Tokens, TrainingSequence
+from clawstream.trainer.model.critic import Critic
+from clawstream.trainer.model.policy import Policy
+from clawstream.trainer.model.update import update, with_old_logprobs
 
 pytestmark = [
     pytest.mark.gpu,

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 from support.admit import replay
 
-from runtime.exit_codes import EXIT_FAILED, EXIT_FENCED, EXIT_SETTINGS, EXIT_SOURCE
-from runtime.kafka import Cluster, Record
-from runtime.process.child import die_with_parent
-from runtime.process.config import overrides_of
-from runtime.topics.records import create_topics
-from schemas.codec.single_object import Codec
-from schemas.records import (
+from clawstream.runtime.exit_codes import EXIT_FAILED, EXIT_FENCED, EXIT_SETTINGS, EXIT_SOURCE
+from clawstream.runtime.kafka import Cluster, Record
+from clawstream.runtime.process.child import die_with_parent
+from clawstream.runtime.process.config import overrides_of
+from clawstream.runtime.topics.records import create_topics
+from clawstream.schemas.codec.single_object import Codec
+from clawstream.schemas.records import (
     AdmissionPolicy,
     Candidate,
     CandidateStep,
@@ -32,14 +32,15 @@ from schemas.records import (
     RewardValue,
     Tick,
 )
-from schemas.settings import Settings
-from schemas.topics import CANDIDATE_PARTITIONS, partition_of
-from stream_jobs.admit.decisions.journal import InputRecord
-from stream_jobs.worker.payload import payload_place
+from clawstream.schemas.settings import Settings
+from clawstream.schemas.topics import CANDIDATE_PARTITIONS, partition_of
+from clawstream.stream_jobs.admit.decisions.journal import InputRecord
+from clawstream.stream_jobs.worker.payload import payload_place
 
 ROOT = Path(__file__).parents[2]
 START = (
-    "import sys; from runtime.process.config import load; from stream_jobs.admit.main import main; "
+    "import sys; from clawstream.runtime.process.config import load; "
+    "from clawstream.stream_jobs.admit.main import main; "
     "main(load(overrides=sys.argv[1:]))"
 )
 CODEC = Codec()

@@ -13,26 +13,38 @@ import pytest
 from support.admit import cand, policy
 from support.patience import Patience
 
-from runtime.exit_codes import EXIT_SOURCE, exit_code
-from runtime.kafka import Cluster, Unavailable
-from runtime.topics.records import Decoder, create_topics
-from schemas.codec.single_object import Codec
-from schemas.records import DeadLetter, Late, ReadyBatch, Refused, RunEnded, Tick, WeightVersion
-from schemas.settings import Settings
-from schemas.topics import CANDIDATE_PARTITIONS, partition_of
-from stream_jobs.admit import admitter as admitter_module
-from stream_jobs.admit.admitter import (
+from clawstream.runtime.exit_codes import EXIT_SOURCE, exit_code
+from clawstream.runtime.kafka import Cluster, Unavailable
+from clawstream.runtime.topics.records import Decoder, create_topics
+from clawstream.schemas.codec.single_object import Codec
+from clawstream.schemas.records import (
+    DeadLetter,
+    Late,
+    ReadyBatch,
+    Refused,
+    RunEnded,
+    Tick,
+    WeightVersion,
+)
+from clawstream.schemas.settings import Settings
+from clawstream.schemas.topics import CANDIDATE_PARTITIONS, partition_of
+from clawstream.stream_jobs.admit import admitter as admitter_module
+from clawstream.stream_jobs.admit.admitter import (
     BUDGET_INTERVAL_S,
     MAX_SEND_RECORDS,
     POLL_RECORDS,
     ChannelAdmitter,
 )
-from stream_jobs.admit.decisions.checkpoint import SAVE_AT_CLOSE, JournalPosition, serialize
-from stream_jobs.admit.decisions.state import DecisionState
-from stream_jobs.admit.main import publish_policy
-from stream_jobs.admit.policy_log import PolicyLog
-from stream_jobs.admit.run_index import MAX_UNATTRIBUTED, PUBLISH_AFTER
-from stream_jobs.errors import UnreadableJournal
+from clawstream.stream_jobs.admit.decisions.checkpoint import (
+    SAVE_AT_CLOSE,
+    JournalPosition,
+    serialize,
+)
+from clawstream.stream_jobs.admit.decisions.state import DecisionState
+from clawstream.stream_jobs.admit.main import publish_policy
+from clawstream.stream_jobs.admit.policy_log import PolicyLog
+from clawstream.stream_jobs.admit.run_index import MAX_UNATTRIBUTED, PUBLISH_AFTER
+from clawstream.stream_jobs.errors import UnreadableJournal
 
 CODEC = Codec()
 RUN = b"r"

@@ -15,17 +15,24 @@ import pytest
 from support.assemble import LIMITS, chat_step, reward, session, step
 from support.jobs import Eventually, Jobs, running
 
-from runtime.kafka import Cluster
-from runtime.topics.records import Decoder, create_topics
-from schemas.codec.single_object import Codec
-from schemas.ids import anonymous_session_key
-from schemas.records import Candidate, DeadLetter, SessionEvent, Step, StepMark, Trajectory
-from schemas.settings import Settings
-from schemas.topics import partition_of
-from stream_jobs.assemble.context import PartitionContext, TopicSnapshot
-from stream_jobs.assemble.partition import PartitionProcessor
-from stream_jobs.assemble.recovery import take_over
-from stream_jobs.assemble.state.trajectories import STEPS
+from clawstream.runtime.kafka import Cluster
+from clawstream.runtime.topics.records import Decoder, create_topics
+from clawstream.schemas.codec.single_object import Codec
+from clawstream.schemas.ids import anonymous_session_key
+from clawstream.schemas.records import (
+    Candidate,
+    DeadLetter,
+    SessionEvent,
+    Step,
+    StepMark,
+    Trajectory,
+)
+from clawstream.schemas.settings import Settings
+from clawstream.schemas.topics import partition_of
+from clawstream.stream_jobs.assemble.context import PartitionContext, TopicSnapshot
+from clawstream.stream_jobs.assemble.partition import PartitionProcessor
+from clawstream.stream_jobs.assemble.recovery import take_over
+from clawstream.stream_jobs.assemble.state.trajectories import STEPS
 
 TASK = [
     {"role": "system", "content": "You are an agent."},

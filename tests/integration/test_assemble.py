@@ -18,15 +18,23 @@ import pytest
 from support.jobs import Eventually, Jobs, reward, running, session, step
 from support.processes import freeze
 
-from rewards.turns import new_messages
-from runtime.exit_codes import EXIT_FAILED, EXIT_SOURCE
-from runtime.kafka import Cluster
-from runtime.topics.records import create_topics
-from schemas.records import Candidate, DeadLetter, SessionEvent, Step, StepMark, Tick, Trajectory
-from schemas.records.rewards import COMPLETION_NAME
-from schemas.settings import Settings
-from schemas.topics import partition_of
-from stream_jobs.assemble.payload.segment_tree import prompt_of
+from clawstream.rewards.turns import new_messages
+from clawstream.runtime.exit_codes import EXIT_FAILED, EXIT_SOURCE
+from clawstream.runtime.kafka import Cluster
+from clawstream.runtime.topics.records import create_topics
+from clawstream.schemas.records import (
+    Candidate,
+    DeadLetter,
+    SessionEvent,
+    Step,
+    StepMark,
+    Tick,
+    Trajectory,
+)
+from clawstream.schemas.records.rewards import COMPLETION_NAME
+from clawstream.schemas.settings import Settings
+from clawstream.schemas.topics import partition_of
+from clawstream.stream_jobs.assemble.payload.segment_tree import prompt_of
 
 
 @pytest.fixture

@@ -23,12 +23,12 @@ from support.patience import until
 from support.ports import free_port
 from support.processes import freeze
 
-from runtime.broker import embedded as broker_cli
-from runtime.broker.data_dir import one_starter
-from runtime.broker.embedded import BrokerError, EmbeddedBroker, NodeStatus
-from runtime.broker.jars import find_java
-from runtime.process.ports import PortTaken
-from schemas.settings import BrokerSettings
+from clawstream.runtime.broker import embedded as broker_cli
+from clawstream.runtime.broker.data_dir import one_starter
+from clawstream.runtime.broker.embedded import BrokerError, EmbeddedBroker, NodeStatus
+from clawstream.runtime.broker.jars import find_java
+from clawstream.runtime.process.ports import PortTaken
+from clawstream.schemas.settings import BrokerSettings
 
 
 def create_topic(servers: str, name: str, partitions: int = 1) -> None:
@@ -216,8 +216,8 @@ def test_a_start_that_fails_shows_the_log_and_leaves_nothing(tmp_path: Path) -> 
 PROGRAM = """
 import sys
 from pathlib import Path
-from runtime.broker import embedded, foreground
-from schemas.settings import BrokerSettings
+from clawstream.runtime.broker import embedded, foreground
+from clawstream.schemas.settings import BrokerSettings
 data_dir, java = Path(sys.argv[2]), sys.argv[5] or None
 settings = BrokerSettings(port=int(sys.argv[3]), nodes=int(sys.argv[4]), heap_mb=256, java=java)
 if sys.argv[1] == "run":

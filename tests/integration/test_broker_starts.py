@@ -14,10 +14,10 @@ import pytest
 from support.patience import until
 from support.ports import free_port
 
-from runtime.broker.data_dir import one_starter
-from runtime.broker.embedded import BrokerError, EmbeddedBroker
-from runtime.broker.jvm import Jvm, NotReady, read_pid, stop_pids
-from runtime.file_lock import exclusive
+from clawstream.runtime.broker.data_dir import one_starter
+from clawstream.runtime.broker.embedded import BrokerError, EmbeddedBroker
+from clawstream.runtime.broker.jvm import Jvm, NotReady, read_pid, stop_pids
+from clawstream.runtime.file_lock import exclusive
 
 HANGS = """#!/bin/sh
 case "$*" in
@@ -128,7 +128,7 @@ def test_what_a_jvm_has_started_ends_with_it(tmp_path: Path) -> None:
 PARENT = """
 import signal, sys, time
 from pathlib import Path
-from runtime.broker.jvm import Jvm
+from clawstream.runtime.broker.jvm import Jvm
 jvm = Jvm(["sh", "-c", "trap '' TERM; while :; do sleep 0.2; done"], \
 Path(sys.argv[1]), parent_death_signal=signal.SIGKILL)
 print(jvm.pid, flush=True)

@@ -19,15 +19,15 @@ from support.gateway import running
 from support.log_producer import InMemoryLogProducer
 from transformers import AutoModelForCausalLM
 
-from demo import model
-from demo.task import TOOLS
-from gateway.app import create_app
-from gateway.engines.registry import EngineRegistry
-from rollout.server.process import VllmServer
-from schemas.codec.single_object import Codec
-from schemas.records import Step
-from schemas.settings import Settings
-from schemas.tokens import unpack_ids, unpack_logprobs
+from clawstream.demo import model
+from clawstream.demo.task import TOOLS
+from clawstream.gateway.app import create_app
+from clawstream.gateway.engines.registry import EngineRegistry
+from clawstream.rollout.server.process import VllmServer
+from clawstream.schemas.codec.single_object import Codec
+from clawstream.schemas.records import Step
+from clawstream.schemas.settings import Settings
+from clawstream.schemas.tokens import unpack_ids, unpack_logprobs
 
 CODEC = Codec()
 QUESTION = [{"role": "user", "content": "price of k374 plus 2?"}]

@@ -17,23 +17,23 @@ from support.ports import free_port
 from support.up import ENVIRON, ROOT, call, command
 
 from clawstream.cli.main import app
-from runtime.exit_codes import EXIT_KAFKA
-from runtime.kafka import Cluster
-from runtime.process.config import overrides_of
-from runtime.topics.records import create_topics
-from schemas.codec.single_object import Codec
-from schemas.ids import Version
-from schemas.records import AssemblyMarker, Refused, Tick
-from schemas.settings import Settings
-from schemas.topics import partition_of
-from stream_jobs.assemble.changelog import delta
-from stream_jobs.assemble.state.changes import SourceReplaced
-from stream_jobs.assemble.state.partition_state import PartitionState
-from stream_jobs.assemble.state.trajectories import REWARDS, STEPS
-from stream_jobs.lake.main import Lake
-from stream_jobs.lake.tables.catalog import catalog
-from trainer.position import Position
-from trainer.versions.directory import VersionState, new_directory
+from clawstream.runtime.exit_codes import EXIT_KAFKA
+from clawstream.runtime.kafka import Cluster
+from clawstream.runtime.process.config import overrides_of
+from clawstream.runtime.topics.records import create_topics
+from clawstream.schemas.codec.single_object import Codec
+from clawstream.schemas.ids import Version
+from clawstream.schemas.records import AssemblyMarker, Refused, Tick
+from clawstream.schemas.settings import Settings
+from clawstream.schemas.topics import partition_of
+from clawstream.stream_jobs.assemble.changelog import delta
+from clawstream.stream_jobs.assemble.state.changes import SourceReplaced
+from clawstream.stream_jobs.assemble.state.partition_state import PartitionState
+from clawstream.stream_jobs.assemble.state.trajectories import REWARDS, STEPS
+from clawstream.stream_jobs.lake.main import Lake
+from clawstream.stream_jobs.lake.tables.catalog import catalog
+from clawstream.trainer.position import Position
+from clawstream.trainer.versions.directory import VersionState, new_directory
 
 CODEC = Codec()
 TOPICS = (

@@ -16,10 +16,10 @@ from support.model_endpoint import Reply, chat, model_endpoint
 
 from clawstream.ops.monitoring.rules import PATIENCE_S
 from clawstream.ops.monitoring.watch import LagWatch
-from runtime.kafka import Cluster
-from schemas.records import Candidate, Reward
-from schemas.settings import Settings
-from schemas.settings.reward_models import Judge
+from clawstream.runtime.kafka import Cluster
+from clawstream.schemas.records import Candidate, Reward
+from clawstream.schemas.settings import Settings
+from clawstream.schemas.settings.reward_models import Judge
 
 
 def shorter(body: Any) -> Reply:

@@ -20,13 +20,13 @@ from support.jobs import RUN, Eventually, Jobs, running
 from support.lake import WRITER, column
 from support.ports import free_port
 
-from runtime.kafka import Cluster
-from runtime.process.config import overrides_of
-from schemas.records import Candidate, Reward, SessionEvent
-from schemas.records.rewards import COMPLETION_NAME
-from schemas.settings import Settings
+from clawstream.runtime.kafka import Cluster
+from clawstream.runtime.process.config import overrides_of
+from clawstream.schemas.records import Candidate, Reward, SessionEvent
+from clawstream.schemas.records.rewards import COMPLETION_NAME
+from clawstream.schemas.settings import Settings
 
-GATEWAY = RUN.replace("stream_jobs.{}.main", "gateway.main")
+GATEWAY = RUN.replace("stream_jobs.{}.main", "clawstream.gateway.main")
 STEP = {
     "prompt_ids": [1], "response_ids": [2], "rollout_log_probs": [-0.5], "trajectory_uid": "t",
     "policy_version": 0,

@@ -21,15 +21,15 @@ from support.qwen3_chat import qwen3_tokenizer
 from support.speakers import anthropic_client, openai_client
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from gateway.app import create_app
-from gateway.engines.registry import EngineRegistry
-from rollout.server.process import VllmServer
-from rollout.vllm_plugin.continuation import PriorTokens, PromptTap
-from schemas.codec.single_object import Codec
-from schemas.engine_frames import Prior
-from schemas.records import Step
-from schemas.settings import Settings
-from schemas.tokens import pack_ids, unpack_ids
+from clawstream.gateway.app import create_app
+from clawstream.gateway.engines.registry import EngineRegistry
+from clawstream.rollout.server.process import VllmServer
+from clawstream.rollout.vllm_plugin.continuation import PriorTokens, PromptTap
+from clawstream.schemas.codec.single_object import Codec
+from clawstream.schemas.engine_frames import Prior
+from clawstream.schemas.records import Step
+from clawstream.schemas.settings import Settings
+from clawstream.schemas.tokens import pack_ids, unpack_ids
 
 Json = dict[str, Any]
 TOKENIZER = qwen3_tokenizer()

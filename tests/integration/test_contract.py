@@ -39,9 +39,9 @@ from support.patience import until
 from support.speakers import SPEAKERS, THINK, THOUGHT, anthropic_client, openai_client
 from transformers import AutoModelForCausalLM
 
-from gateway.capture.engine_tokens import NO_TOKENS
-from schemas.records import VersionSpan
-from schemas.tokens import unpack_ids
+from clawstream.gateway.capture.engine_tokens import NO_TOKENS
+from clawstream.schemas.records import VersionSpan
+from clawstream.schemas.tokens import unpack_ids
 
 
 @pytest.fixture(scope="module")

@@ -18,14 +18,14 @@ from support.contract import CLOSE, VERSION, Contract, checked, ids_of, logprobs
 from support.speakers import SPEAKERS
 from support.vision_model import IMAGE, IMAGE_TOKENS, encoded, image_of, make_vision_model
 
-from runtime.blob_store import BlobStore
-from schemas.blob_refs import images_of
-from schemas.records import Step, VersionSpan
-from schemas.settings import TrainerSettings
-from schemas.tokens import unpack_ids
-from trainer.data.micro_batch import collate
-from trainer.data.sequences import Tokens, TrainingSequence
-from trainer.model.policy import Policy
+from clawstream.runtime.blob_store import BlobStore
+from clawstream.schemas.blob_refs import images_of
+from clawstream.schemas.records import Step, VersionSpan
+from clawstream.schemas.settings import TrainerSettings
+from clawstream.schemas.tokens import unpack_ids
+from clawstream.trainer.data.micro_batch import collate
+from clawstream.trainer.data.sequences import Tokens, TrainingSequence
+from clawstream.trainer.model.policy import Policy
 
 NAMES = ("openai.chat", "openai.responses", "anthropic.messages")
 

@@ -23,11 +23,11 @@ from typer.testing import CliRunner
 
 from clawstream.cli.main import app
 from clawstream.ops.dead_letters.redrive import Redriver
-from runtime.kafka import Cluster, Fenced
-from runtime.process.config import overrides_of
-from runtime.topics.records import dead_letter
-from schemas.codec.single_object import MAGIC, Codec, shipped
-from schemas.records import (
+from clawstream.runtime.kafka import Cluster, Fenced
+from clawstream.runtime.process.config import overrides_of
+from clawstream.runtime.topics.records import dead_letter
+from clawstream.schemas.codec.single_object import MAGIC, Codec, shipped
+from clawstream.schemas.records import (
     DeadLetter,
     DeadLetterResolved,
     Reward,
@@ -36,8 +36,8 @@ from schemas.records import (
     StepMark,
     Trajectory,
 )
-from schemas.settings import Settings
-from schemas.topics import REPLAYS
+from clawstream.schemas.settings import Settings
+from clawstream.schemas.topics import REPLAYS
 
 TRAJECTORY = "late-comer"
 

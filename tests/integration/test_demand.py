@@ -18,17 +18,17 @@ from support.admit import cand
 from support.ports import free_port
 from support.processes import freeze
 
-from gateway.api.rollout_budget.budget import BudgetReading
-from gateway.api.rollout_budget.feed import BudgetFeed
-from gateway.errors import BudgetUnknown
-from gateway.main import serve as serve_gateway
-from runtime.broker.embedded import EmbeddedBroker
-from runtime.kafka import Cluster
-from runtime.topics.records import create_topics
-from schemas.codec.single_object import Codec
-from schemas.records import WeightVersion
-from schemas.settings import Settings
-from stream_jobs.admit.main import serve
+from clawstream.gateway.api.rollout_budget.budget import BudgetReading
+from clawstream.gateway.api.rollout_budget.feed import BudgetFeed
+from clawstream.gateway.errors import BudgetUnknown
+from clawstream.gateway.main import serve as serve_gateway
+from clawstream.runtime.broker.embedded import EmbeddedBroker
+from clawstream.runtime.kafka import Cluster
+from clawstream.runtime.topics.records import create_topics
+from clawstream.schemas.codec.single_object import Codec
+from clawstream.schemas.records import WeightVersion
+from clawstream.schemas.settings import Settings
+from clawstream.stream_jobs.admit.main import serve
 
 CODEC = Codec()
 SOON_S = 240.0

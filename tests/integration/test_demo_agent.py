@@ -86,7 +86,7 @@ def test_episodes_of_a_process_survive_a_gateway_that_is_just_starting() -> None
         gateway = Gateway()
         port = await gateway.start()
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "demo.agent", "--concurrency", "3"),
+            *(sys.executable, "-m", "clawstream.demo.agent", "--concurrency", "3"),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
         )

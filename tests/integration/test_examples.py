@@ -23,19 +23,19 @@ from support.model_endpoint import chat, model_endpoint
 from support.toy_model import Call, Heard, Reply, ToyModel
 from support.trajectories import answered
 
-from agent_flow.environments.verifiers.client import DEFAULT_PYTHON, PYTHON
-from agent_flow.play.command import CommandResult
-from agent_flow.rewards import last_number
-from rewards.registry import Rule
-from rewards.results import rewards_of
-from runtime.process.config import load
-from schemas.codec.single_object import Codec
-from schemas.records import Reward, SessionEvent, Step, Tick
-from schemas.user_function import load_function
-from stream_jobs.assemble.limits import limits_of
-from stream_jobs.assemble.state.trajectories import REWARDS, STEPS
-from stream_jobs.reward.evaluate import RuleEvaluator
-from stream_jobs.reward.settings_check import check_reward_functions
+from clawstream.agent_flow.environments.verifiers.client import DEFAULT_PYTHON, PYTHON
+from clawstream.agent_flow.play.command import CommandResult
+from clawstream.agent_flow.rewards import last_number
+from clawstream.rewards.registry import Rule
+from clawstream.rewards.results import rewards_of
+from clawstream.runtime.process.config import load
+from clawstream.schemas.codec.single_object import Codec
+from clawstream.schemas.records import Reward, SessionEvent, Step, Tick
+from clawstream.schemas.user_function import load_function
+from clawstream.stream_jobs.assemble.limits import limits_of
+from clawstream.stream_jobs.assemble.state.trajectories import REWARDS, STEPS
+from clawstream.stream_jobs.reward.evaluate import RuleEvaluator
+from clawstream.stream_jobs.reward.settings_check import check_reward_functions
 
 CODEC = Codec()
 ROOT = Path(__file__).parents[2]
@@ -83,7 +83,15 @@ def ran(
 
 def flow(*words: str | Path, command: Sequence[str | Path] = ()) -> list[str | Path]:
     kind = "exec" if command else "run"
-    given = [sys.executable, "-m", "agent_flow", kind, *words, "--eval", "gateway=GATEWAY"]
+    given = [
+        sys.executable,
+        "-m",
+        "clawstream.agent_flow",
+        kind,
+        *words,
+        "--eval",
+        "gateway=GATEWAY",
+    ]
     return [*given, "--", *command] if command else given
 
 

@@ -17,13 +17,13 @@ from pathlib import Path
 from support.ports import free_port
 from support.processes import ROOT, freeze
 
-from runtime.broker.embedded import EmbeddedBroker
-from runtime.kafka import Cluster
+from clawstream.runtime.broker.embedded import EmbeddedBroker
+from clawstream.runtime.kafka import Cluster
 
 ASKER = """
 import sys, threading
 from confluent_kafka import KafkaException
-from runtime.kafka import Cluster, Unavailable
+from clawstream.runtime.kafka import Cluster, Unavailable
 
 servers, timeout_s, threads = sys.argv[1], float(sys.argv[2]), int(sys.argv[3])
 cluster = Cluster(servers)

@@ -25,22 +25,23 @@ from support.processes import freeze
 from support.scripted.engine import ScriptedEngine
 from support.scripted.script import Script, ScriptedChoice
 
-from gateway.durability.log import Message
-from gateway.durability.segment import read_segment, sync_of
-from gateway.durability.spool_frames import frame
-from runtime.broker.embedded import EmbeddedBroker
-from runtime.kafka import Cluster
-from runtime.process.child import die_with_parent
-from runtime.process.config import overrides_of
-from runtime.topics.records import create_topics
-from schemas.codec.single_object import Codec
-from schemas.records import DeadLetter, SessionEvent, Step, WorkerStatus
-from schemas.settings import Settings
-from schemas.tokens import unpack_ids
-from schemas.topics import partition_of
+from clawstream.gateway.durability.log import Message
+from clawstream.gateway.durability.segment import read_segment, sync_of
+from clawstream.gateway.durability.spool_frames import frame
+from clawstream.runtime.broker.embedded import EmbeddedBroker
+from clawstream.runtime.kafka import Cluster
+from clawstream.runtime.process.child import die_with_parent
+from clawstream.runtime.process.config import overrides_of
+from clawstream.runtime.topics.records import create_topics
+from clawstream.schemas.codec.single_object import Codec
+from clawstream.schemas.records import DeadLetter, SessionEvent, Step, WorkerStatus
+from clawstream.schemas.settings import Settings
+from clawstream.schemas.tokens import unpack_ids
+from clawstream.schemas.topics import partition_of
 
 START = (
-    "import sys; from runtime.process.config import load; from gateway.main import main; "
+    "import sys; from clawstream.runtime.process.config import load; "
+    "from clawstream.gateway.main import main; "
     "main(load(overrides=sys.argv[1:]))"
 )
 HI = ScriptedChoice([7, 8], ["Hel", "lo"], [-0.5, -0.25])

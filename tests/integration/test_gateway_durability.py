@@ -20,21 +20,21 @@ from support.ports import free_port
 from support.processes import freeze
 from support.up import call
 
-from gateway.durability.blobs import Blobs
-from gateway.durability.delivery import DeliveryManager
-from gateway.durability.log import KafkaLogProducer, LogPosition, Message, Passed
-from gateway.durability.spool import Spool
-from gateway.durability.spool_frames import SYNC_BYTES, frame
-from gateway.metrics import Metrics
-from runtime.blob_store import BlobStore
-from runtime.broker.embedded import EmbeddedBroker
-from runtime.kafka import Cluster, KafkaError, LoopProducer, Unavailable
-from runtime.process.config import overrides_of
-from runtime.process.lifecycle import die
-from runtime.topics.records import create_topics
-from schemas.codec.single_object import Codec
-from schemas.records import Step
-from schemas.settings import Settings
+from clawstream.gateway.durability.blobs import Blobs
+from clawstream.gateway.durability.delivery import DeliveryManager
+from clawstream.gateway.durability.log import KafkaLogProducer, LogPosition, Message, Passed
+from clawstream.gateway.durability.spool import Spool
+from clawstream.gateway.durability.spool_frames import SYNC_BYTES, frame
+from clawstream.gateway.metrics import Metrics
+from clawstream.runtime.blob_store import BlobStore
+from clawstream.runtime.broker.embedded import EmbeddedBroker
+from clawstream.runtime.kafka import Cluster, KafkaError, LoopProducer, Unavailable
+from clawstream.runtime.process.config import overrides_of
+from clawstream.runtime.process.lifecycle import die
+from clawstream.runtime.topics.records import create_topics
+from clawstream.schemas.codec.single_object import Codec
+from clawstream.schemas.records import Step
+from clawstream.schemas.settings import Settings
 
 TOPIC = "steps"
 CODEC = Codec()

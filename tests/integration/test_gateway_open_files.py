@@ -14,10 +14,10 @@ from support.raw_http import ASK_STREAM, CALL, connected, request
 from support.scripted.engine import ScriptedEngine
 from support.scripted.script import Script, ScriptedChoice
 
-from gateway.durability.segment import read_segment
-from runtime.process.child import die_with_parent
-from schemas.codec.single_object import Codec
-from schemas.records import Step
+from clawstream.gateway.durability.segment import read_segment
+from clawstream.runtime.process.child import die_with_parent
+from clawstream.schemas.codec.single_object import Codec
+from clawstream.schemas.records import Step
 
 HI = ScriptedChoice([7, 8, 9], ["Hel", "lo", ""], [-0.5, -0.25, -0.125])
 FILES, CALLS, STRANGERS, AGENTS = 400, 70, 200, 120

@@ -10,15 +10,15 @@ from typing import Any
 from support.scripted.engine import ScriptedEngine
 from support.scripted.script import Script, ScriptedChoice
 
-from gateway.durability.log import Message
-from gateway.engines.client import Upstream
-from gateway.engines.discovery import EngineDiscovery
-from gateway.engines.registry import EngineRegistry
-from runtime.kafka import Cluster
-from runtime.topics.records import create_topics
-from schemas.codec.single_object import Codec
-from schemas.records import DeadLetter, WorkerStatus
-from schemas.settings import Settings
+from clawstream.gateway.durability.log import Message
+from clawstream.gateway.engines.client import Upstream
+from clawstream.gateway.engines.discovery import EngineDiscovery
+from clawstream.gateway.engines.registry import EngineRegistry
+from clawstream.runtime.kafka import Cluster
+from clawstream.runtime.topics.records import create_topics
+from clawstream.schemas.codec.single_object import Codec
+from clawstream.schemas.records import DeadLetter, WorkerStatus
+from clawstream.schemas.settings import Settings
 
 HI = ScriptedChoice([7, 8], ["Hel", "lo"], [-0.5, -0.25])
 BODY = b'{"model": "policy", "messages": []}'

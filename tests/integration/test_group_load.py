@@ -7,10 +7,10 @@ from pathlib import Path
 
 from support.jobs import RUN, Eventually, running
 
-from runtime.exit_codes import EXIT_FAILED
-from runtime.kafka import Cluster
-from runtime.process.config import overrides_of
-from schemas.settings import Settings
+from clawstream.runtime.exit_codes import EXIT_FAILED
+from clawstream.runtime.kafka import Cluster
+from clawstream.runtime.process.config import overrides_of
+from clawstream.schemas.settings import Settings
 
 LOADING = """
 from itertools import count

@@ -10,13 +10,13 @@ import pytest
 from support.jobs import session
 
 from clawstream.inspection.operations import Operations
-from inspector.live.feed import Follower
-from inspector.operations.observation import Observation, Weights, Worker
-from runtime.kafka import Cluster, KafkaError
-from runtime.topics.records import create_topics
-from schemas.codec.single_object import Codec
-from schemas.records import DeadLetter, WeightVersion, WorkerStatus
-from schemas.settings import Settings
+from clawstream.inspector.live.feed import Follower
+from clawstream.inspector.operations.observation import Observation, Weights, Worker
+from clawstream.runtime.kafka import Cluster, KafkaError
+from clawstream.runtime.topics.records import create_topics
+from clawstream.schemas.codec.single_object import Codec
+from clawstream.schemas.records import DeadLetter, WeightVersion, WorkerStatus
+from clawstream.schemas.settings import Settings
 
 
 def test_topics_that_do_not_exist_yet_are_asked_for_again(

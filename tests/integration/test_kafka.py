@@ -14,15 +14,15 @@ import pytest
 from confluent_kafka import TopicPartition
 from support.ports import free_port
 
-import runtime.kafka.reader as reader_module
-from runtime.broker.embedded import EmbeddedBroker
-from runtime.kafka import Cluster, Fenced, SourceTruncated, Unavailable
-from runtime.topics.records import Decoder, create_topics, dead_letter
-from schemas.codec.single_object import MAGIC, TOP_LEVEL, Codec
-from schemas.errors import UnknownSchema
-from schemas.records import Tick
-from schemas.settings import Settings
-from schemas.topics import partition_of
+import clawstream.runtime.kafka.reader as reader_module
+from clawstream.runtime.broker.embedded import EmbeddedBroker
+from clawstream.runtime.kafka import Cluster, Fenced, SourceTruncated, Unavailable
+from clawstream.runtime.topics.records import Decoder, create_topics, dead_letter
+from clawstream.schemas.codec.single_object import MAGIC, TOP_LEVEL, Codec
+from clawstream.schemas.errors import UnknownSchema
+from clawstream.schemas.records import Tick
+from clawstream.schemas.settings import Settings
+from clawstream.schemas.topics import partition_of
 
 
 def test_topics_are_made_once_and_have_ids(cluster: Cluster, settings: Settings) -> None:

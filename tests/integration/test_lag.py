@@ -9,12 +9,12 @@ import pytest
 from support.positions import tell
 
 from clawstream.ops.lag import backlogs, data_lag, format_lag, lag
-from runtime.kafka import Cluster, Commit, CommitMetadata
-from runtime.topics.records import create_topics
-from schemas import records
-from schemas.codec.single_object import TOP_LEVEL, Codec
-from schemas.settings import Settings
-from schemas.topics import partition_of
+from clawstream.runtime.kafka import Cluster, Commit, CommitMetadata
+from clawstream.runtime.topics.records import create_topics
+from clawstream.schemas import records
+from clawstream.schemas.codec.single_object import TOP_LEVEL, Codec
+from clawstream.schemas.settings import Settings
+from clawstream.schemas.topics import partition_of
 
 ENDED = records.RunEnded(run_id="default", created_at=1)
 

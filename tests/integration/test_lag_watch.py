@@ -10,9 +10,9 @@ from support.jobs import session
 from support.ports import free_port
 from support.up import call, up
 
-from runtime.kafka import Cluster
-from schemas.codec.single_object import Codec
-from schemas.settings import Settings
+from clawstream.runtime.kafka import Cluster
+from clawstream.schemas.codec.single_object import Codec
+from clawstream.schemas.settings import Settings
 
 
 def scraped(port: int) -> str:

@@ -20,17 +20,17 @@ from deltalake import CommitProperties, Transaction, write_deltalake
 from support.lake import Eventually, Writers, a_reward, a_step, column, put_steps, running
 from support.positions import tell
 
-from runtime.exit_codes import EXIT_FENCED, EXIT_SOURCE
-from runtime.kafka import Cluster
-from runtime.topics.records import create_topics
-from schemas import records
-from schemas.codec.single_object import TOP_LEVEL, Codec
-from schemas.settings import LakeSettings, Settings
-from schemas.tokens import pack_logprobs
-from stream_jobs.lake.lookup import LakeBehind, check_not_behind
-from stream_jobs.lake.main import Lake, dataset, open_table
-from stream_jobs.lake.tables.catalog import catalog
-from trainer.versions.weight_log import KafkaWeightLog
+from clawstream.runtime.exit_codes import EXIT_FENCED, EXIT_SOURCE
+from clawstream.runtime.kafka import Cluster
+from clawstream.runtime.topics.records import create_topics
+from clawstream.schemas import records
+from clawstream.schemas.codec.single_object import TOP_LEVEL, Codec
+from clawstream.schemas.settings import LakeSettings, Settings
+from clawstream.schemas.tokens import pack_logprobs
+from clawstream.stream_jobs.lake.lookup import LakeBehind, check_not_behind
+from clawstream.stream_jobs.lake.main import Lake, dataset, open_table
+from clawstream.stream_jobs.lake.tables.catalog import catalog
+from clawstream.trainer.versions.weight_log import KafkaWeightLog
 
 
 @pytest.fixture
@@ -353,7 +353,7 @@ def test_a_scan_that_stops_early_does_not_crash_at_exit(tmp_path: Path) -> None:
         str(tmp_path / "t"), pa.table({"x": list(range(400_000)), "y": ["text" * 20] * 400_000})
     )
     code = (
-        "import sys; from stream_jobs.lake.main import dataset, open_table\n"
+        "import sys; from clawstream.stream_jobs.lake.main import dataset, open_table\n"
         "d = dataset(open_table(sys.argv[1], 't', {}), {})\n"
         "assert d.head(5).num_rows == 5\n"
         "import duckdb; c = duckdb.connect(); c.register('t', d); "

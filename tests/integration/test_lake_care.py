@@ -23,13 +23,13 @@ from support.lake import Eventually, Writers, a_reward, a_step, column, put_step
 from support.patience import Patience
 
 from clawstream.query.connection import connect
-from runtime.exit_codes import EXIT_FENCED
-from runtime.kafka import Cluster
-from runtime.topics.records import create_topics
-from schemas import records
-from schemas.codec.foreign import fingerprint_of
-from schemas.codec.single_object import MAGIC, TOP_LEVEL, Codec, shipped
-from schemas.settings import LakeSettings, Settings
+from clawstream.runtime.exit_codes import EXIT_FENCED
+from clawstream.runtime.kafka import Cluster
+from clawstream.runtime.topics.records import create_topics
+from clawstream.schemas import records
+from clawstream.schemas.codec.foreign import fingerprint_of
+from clawstream.schemas.codec.single_object import MAGIC, TOP_LEVEL, Codec, shipped
+from clawstream.schemas.settings import LakeSettings, Settings
 
 
 @pytest.fixture

@@ -7,13 +7,13 @@ from pathlib import Path
 from support.lake import Eventually, a_reward, a_step, column, put_steps, running
 
 from clawstream.ops.lag import data_lag
-from runtime.kafka import Cluster
-from runtime.topics.records import create_topics
-from schemas import records
-from schemas.codec.single_object import Codec
-from schemas.settings import Settings
-from stream_jobs.lake.delta.repair import repair
-from stream_jobs.lake.delta.table import open_table, sizes
+from clawstream.runtime.kafka import Cluster
+from clawstream.runtime.topics.records import create_topics
+from clawstream.schemas import records
+from clawstream.schemas.codec.single_object import Codec
+from clawstream.schemas.settings import Settings
+from clawstream.stream_jobs.lake.delta.repair import repair
+from clawstream.stream_jobs.lake.delta.table import open_table, sizes
 
 
 def test_one_damaged_table_is_left_out_repaired_and_read_again(

@@ -13,13 +13,13 @@ from support.lake import Eventually, Writers, a_reward, a_step, column, put_step
 
 from clawstream.ops.doctor import examine
 from clawstream.ops.lag import data_lag
-from runtime.exit_codes import EXIT_FENCED
-from runtime.kafka import Cluster
-from runtime.topics.records import create_topics
-from schemas import records
-from schemas.codec.single_object import Codec
-from schemas.settings import Settings
-from stream_jobs.lake.positions import positions
+from clawstream.runtime.exit_codes import EXIT_FENCED
+from clawstream.runtime.kafka import Cluster
+from clawstream.runtime.topics.records import create_topics
+from clawstream.schemas import records
+from clawstream.schemas.codec.single_object import Codec
+from clawstream.schemas.settings import Settings
+from clawstream.stream_jobs.lake.positions import positions
 
 PARTITIONS = 12
 

@@ -14,8 +14,14 @@ from support.up import up
 from clawstream.ops.lag import data_lag
 from clawstream.query.connection import connect
 from clawstream.query.lineage import Lineage
-from schemas.records import Late, ReadyBatch, StepTraining, TrainedTrajectory, WeightVersion
-from schemas.settings import Settings
+from clawstream.schemas.records import (
+    Late,
+    ReadyBatch,
+    StepTraining,
+    TrainedTrajectory,
+    WeightVersion,
+)
+from clawstream.schemas.settings import Settings
 
 RUN = "traced"
 

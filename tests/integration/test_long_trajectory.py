@@ -13,17 +13,18 @@ from pathlib import Path
 import pytest
 from support.jobs import Eventually, Jobs, reward, running, session, step
 
-from runtime.kafka import Cluster
-from runtime.process.config import overrides_of
-from runtime.topics.records import Decoder
-from schemas.records import Candidate, ReadyBatch
-from schemas.settings import Settings
-from stream_jobs.admit.decisions.journal import decode_journal_record
-from trainer.data.sequences import sequences_of
-from trainer.data.trajectories import read_payload
+from clawstream.runtime.kafka import Cluster
+from clawstream.runtime.process.config import overrides_of
+from clawstream.runtime.topics.records import Decoder
+from clawstream.schemas.records import Candidate, ReadyBatch
+from clawstream.schemas.settings import Settings
+from clawstream.stream_jobs.admit.decisions.journal import decode_journal_record
+from clawstream.trainer.data.sequences import sequences_of
+from clawstream.trainer.data.trajectories import read_payload
 
 ADMIT = (
-    "import sys; from runtime.process.config import load; from stream_jobs.admit.main import main; "
+    "import sys; from clawstream.runtime.process.config import load; "
+    "from clawstream.stream_jobs.admit.main import main; "
     "main(load(overrides=sys.argv[1:]))"
 )
 KEY = "swe-" + "repository-issue." * 11

@@ -16,25 +16,25 @@ from support.object_store import BUCKET, ObjectStore, object_store
 from support.trainer_runs import MemoryWeightLog, begin, go
 from support.trainer_runs import settings as trainer_settings
 
-from gateway.durability.blobs import Blobs
-from gateway.durability.log import Message
-from gateway.errors import BlobsUnavailable
-from runtime.blob_store import BlobMissing, BlobStore, BlobStoreAway
-from runtime.digests import sha256
-from runtime.errors import WeightsUnreadable
-from runtime.exit_codes import EXIT_KAFKA
-from runtime.kafka import Cluster
-from runtime.topics.records import create_topics
-from runtime.weights.files import get_files
-from schemas.blob_refs import Movable
-from schemas.codec.single_object import Codec
-from schemas.records import WeightVersion
-from schemas.settings import Settings
-from schemas.topics import MAX_RECORD_BYTES
-from stream_jobs.lake.delta.maintenance import SMALL_FILES
-from stream_jobs.lake.delta.table import CommitCollided, commit, create, open_table
-from stream_jobs.lake.tables.catalog import catalog
-from trainer.errors import StorageFailed
+from clawstream.gateway.durability.blobs import Blobs
+from clawstream.gateway.durability.log import Message
+from clawstream.gateway.errors import BlobsUnavailable
+from clawstream.runtime.blob_store import BlobMissing, BlobStore, BlobStoreAway
+from clawstream.runtime.digests import sha256
+from clawstream.runtime.errors import WeightsUnreadable
+from clawstream.runtime.exit_codes import EXIT_KAFKA
+from clawstream.runtime.kafka import Cluster
+from clawstream.runtime.topics.records import create_topics
+from clawstream.runtime.weights.files import get_files
+from clawstream.schemas.blob_refs import Movable
+from clawstream.schemas.codec.single_object import Codec
+from clawstream.schemas.records import WeightVersion
+from clawstream.schemas.settings import Settings
+from clawstream.schemas.topics import MAX_RECORD_BYTES
+from clawstream.stream_jobs.lake.delta.maintenance import SMALL_FILES
+from clawstream.stream_jobs.lake.delta.table import CommitCollided, commit, create, open_table
+from clawstream.stream_jobs.lake.tables.catalog import catalog
+from clawstream.trainer.errors import StorageFailed
 
 pytestmark = pytest.mark.long
 RACERS, ROUNDS = 6, 5

@@ -12,10 +12,10 @@ from pathlib import Path
 import aiokafka
 import pytest
 
-from runtime.kafka import Cluster
-from runtime.topics.records import create_topics
-from schemas.settings import Settings
-from schemas.topics import partition_of
+from clawstream.runtime.kafka import Cluster
+from clawstream.runtime.topics.records import create_topics
+from clawstream.schemas.settings import Settings
+from clawstream.schemas.topics import partition_of
 
 PARTITIONS = 12
 

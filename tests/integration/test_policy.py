@@ -19,20 +19,20 @@ from typer.testing import CliRunner
 from clawstream.cli.main import app
 from clawstream.inspection.policies import RunPolicies
 from clawstream.query.live_lake import LiveLake
-from runtime.exit_codes import EXIT_SOURCE, exit_code
-from runtime.kafka import Cluster
-from runtime.process.child import die_with_parent
-from runtime.process.config import overrides_of
-from runtime.topics.records import Decoder, create_topics
-from schemas.codec.single_object import Codec
-from schemas.errors import SettingsError
-from schemas.records import AdmissionPolicy, PolicyApplied, RunEnded, Tick
-from schemas.settings import Settings
-from schemas.topics import CANDIDATE_PARTITIONS, partition_of
-from stream_jobs.admit.admitter import ChannelAdmitter
-from stream_jobs.admit.main import publish_policy
-from stream_jobs.admit.policy import Published, policy_of
-from stream_jobs.errors import PolicyRefused, UnreadableJournal
+from clawstream.runtime.exit_codes import EXIT_SOURCE, exit_code
+from clawstream.runtime.kafka import Cluster
+from clawstream.runtime.process.child import die_with_parent
+from clawstream.runtime.process.config import overrides_of
+from clawstream.runtime.topics.records import Decoder, create_topics
+from clawstream.schemas.codec.single_object import Codec
+from clawstream.schemas.errors import SettingsError
+from clawstream.schemas.records import AdmissionPolicy, PolicyApplied, RunEnded, Tick
+from clawstream.schemas.settings import Settings
+from clawstream.schemas.topics import CANDIDATE_PARTITIONS, partition_of
+from clawstream.stream_jobs.admit.admitter import ChannelAdmitter
+from clawstream.stream_jobs.admit.main import publish_policy
+from clawstream.stream_jobs.admit.policy import Published, policy_of
+from clawstream.stream_jobs.errors import PolicyRefused, UnreadableJournal
 
 ROOT = Path(__file__).parents[2]
 CODEC = Codec()

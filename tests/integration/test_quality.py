@@ -13,11 +13,11 @@ from support.jobs import ROOT, Jobs, running, session, step
 from typer.testing import CliRunner
 
 from clawstream.cli.main import app
-from runtime.kafka import Cluster
-from runtime.process.child import die_with_parent
-from runtime.process.config import overrides_of
-from schemas.records import Assessment, Candidate, Reward
-from schemas.settings import Settings
+from clawstream.runtime.kafka import Cluster
+from clawstream.runtime.process.child import die_with_parent
+from clawstream.runtime.process.config import overrides_of
+from clawstream.schemas.records import Assessment, Candidate, Reward
+from clawstream.schemas.settings import Settings
 
 
 def test_quality_from_rules_to_marks(
@@ -29,7 +29,7 @@ def test_quality_from_rules_to_marks(
             "0",
             "reward",
             quality_functions={"run": ("built_in",)},
-            reward_functions={"*": ("schemas.tokens:count@1",)},
+            reward_functions={"*": ("clawstream.schemas.tokens:count@1",)},
         )
         cut = step("cut", [1, 2], list(range(30)), finish_reason="length")
         jobs.put(*jobs.conversation("good"), cut, session("cut", "completed"))

@@ -23,6 +23,7 @@ from support.patience import until
 from typer.testing import CliRunner
 
 from clawstream.cli.main import app
+from clawstream.demo.model import make_random_model
 from clawstream.ops.replay.report import journal
 from clawstream.ops.replay.run import (
     ReplayRequest,
@@ -35,13 +36,12 @@ from clawstream.ops.replay.run import (
 from clawstream.ops.replay.verify import check, what_if
 from clawstream.ops.topics.copy import RecordFilter, copy_topics
 from clawstream.ops.topics.target_prefix import PrefixTaken
-from demo.model import make_random_model
-from runtime.kafka import Cluster
-from runtime.process.child import die_with_parent
-from runtime.process.config import load, overrides_of
-from runtime.topics.records import Decoder
-from schemas.codec.single_object import Codec
-from schemas.records import (
+from clawstream.runtime.kafka import Cluster
+from clawstream.runtime.process.child import die_with_parent
+from clawstream.runtime.process.config import load, overrides_of
+from clawstream.runtime.topics.records import Decoder
+from clawstream.schemas.codec.single_object import Codec
+from clawstream.schemas.records import (
     AdmissionPolicy,
     Candidate,
     PolicyApplied,
@@ -51,13 +51,13 @@ from schemas.records import (
     Tick,
     WeightVersion,
 )
-from schemas.settings import AdmitSettings, Settings
-from schemas.topics import CANDIDATE_PARTITIONS, partition_of
-from stream_jobs.admit.main import serve
-from stream_jobs.admit.policy_log import PolicyLog
-from stream_jobs.lake.delta.snapshots import take_snapshot
-from stream_jobs.lake.main import write
-from trainer.main import train
+from clawstream.schemas.settings import AdmitSettings, Settings
+from clawstream.schemas.topics import CANDIDATE_PARTITIONS, partition_of
+from clawstream.stream_jobs.admit.main import serve
+from clawstream.stream_jobs.admit.policy_log import PolicyLog
+from clawstream.stream_jobs.lake.delta.snapshots import take_snapshot
+from clawstream.stream_jobs.lake.main import write
+from clawstream.trainer.main import train
 
 POLICY = {
     "group_size": 4,

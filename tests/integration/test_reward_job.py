@@ -20,13 +20,13 @@ from support.model_endpoint import Reply, chat, model_endpoint
 from support.positions import tell
 from support.processes import freeze, pids_with, until
 
-from runtime.exit_codes import EXIT_SETTINGS, EXIT_SOURCE
-from runtime.kafka import Cluster, Record, SourceTruncated
-from runtime.process.child import die_with_parent
-from runtime.process.config import overrides_of
-from runtime.topics.records import create_topics
-from schemas.codec.single_object import Codec
-from schemas.records import (
+from clawstream.runtime.exit_codes import EXIT_SETTINGS, EXIT_SOURCE
+from clawstream.runtime.kafka import Cluster, Record, SourceTruncated
+from clawstream.runtime.process.child import die_with_parent
+from clawstream.runtime.process.config import overrides_of
+from clawstream.runtime.topics.records import create_topics
+from clawstream.schemas.codec.single_object import Codec
+from clawstream.schemas.records import (
     DeadLetter,
     DeadLetterResolved,
     Reward,
@@ -35,17 +35,17 @@ from schemas.records import (
     Trajectory,
     TrajectoryStep,
 )
-from schemas.settings import Settings
-from schemas.settings.reward_models import CodeTests, Judge
-from schemas.tokens import pack_ids, pack_logprobs
-from stream_jobs.assemble.output_records import in_parts
-from stream_jobs.reward.evaluate import RuleEvaluator
-from stream_jobs.reward.job import EXPIRE_MS, EXPIRE_RECORDS, INCOMPLETE, RewardJob
+from clawstream.schemas.settings import Settings
+from clawstream.schemas.settings.reward_models import CodeTests, Judge
+from clawstream.schemas.tokens import pack_ids, pack_logprobs
+from clawstream.stream_jobs.assemble.output_records import in_parts
+from clawstream.stream_jobs.reward.evaluate import RuleEvaluator
+from clawstream.stream_jobs.reward.job import EXPIRE_MS, EXPIRE_RECORDS, INCOMPLETE, RewardJob
 
 ROOT = Path(__file__).parents[2]
 RUN = (
-    "import sys; from runtime.process.config import load; "
-    "from stream_jobs.reward.main import main; "
+    "import sys; from clawstream.runtime.process.config import load; "
+    "from clawstream.stream_jobs.reward.main import main; "
     "main(load(overrides=sys.argv[1:]))"
 )
 STOP_S = 10.0
@@ -111,7 +111,10 @@ def test_every_closed_trajectory_is_answered(
             producer.put(topics.trajectories, event.trajectory_key.encode(), CODEC.encode(event))
         producer.flush()
 
-    functions = {"run": ("exact_match@1", "schemas.tokens:count@2"), "*": ("last_number@1.5",)}
+    functions = {
+        "run": ("exact_match@1", "clawstream.schemas.tokens:count@2"),
+        "*": ("last_number@1.5",),
+    }
     whole = trajectory("parts", "42")
     parts = list(
         in_parts(replace(whole, segments=whole.segments * 40, steps=whole.steps * 30), 4000)

@@ -15,14 +15,14 @@ from safetensors.torch import load_file, save_file
 from support.engine import Engine, Sampled, chat, manifest, random_version, request, serving, worst
 from transformers import AutoModelForCausalLM
 
-from rollout.errors import EngineUnavailable, InvalidWeights
-from rollout.server.load_weights import engine_label, load_version
-from rollout.server.weight_files import ADAPTERS, remove_others
-from runtime.digests import digest_of_model
-from schemas.settings import TrainerSettings
-from trainer.model.files import TensorDtypes
-from trainer.model.lora import CONFIG, WEIGHTS
-from trainer.model.policy import Policy
+from clawstream.rollout.errors import EngineUnavailable, InvalidWeights
+from clawstream.rollout.server.load_weights import engine_label, load_version
+from clawstream.rollout.server.weight_files import ADAPTERS, remove_others
+from clawstream.runtime.digests import digest_of_model
+from clawstream.schemas.settings import TrainerSettings
+from clawstream.trainer.model.files import TensorDtypes
+from clawstream.trainer.model.lora import CONFIG, WEIGHTS
+from clawstream.trainer.model.policy import Policy
 
 RANK = 4
 VERSIONS = [f"run/{i}.0" for i in range(5)]

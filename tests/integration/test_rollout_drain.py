@@ -18,13 +18,13 @@ import aiohttp
 from support.ports import free_port
 from support.up import ENVIRON, ROOT, command
 
-from demo import model
-from runtime.kafka import Cluster
-from runtime.process.child import die_with_parent
-from runtime.process.config import overrides_of
-from schemas.codec.single_object import Codec
-from schemas.records import Step, WorkerStatus
-from schemas.settings import Settings
+from clawstream.demo import model
+from clawstream.runtime.kafka import Cluster
+from clawstream.runtime.process.child import die_with_parent
+from clawstream.runtime.process.config import overrides_of
+from clawstream.schemas.codec.single_object import Codec
+from clawstream.schemas.records import Step, WorkerStatus
+from clawstream.schemas.settings import Settings
 
 TOKENS = 230
 STREAMS = 24

@@ -47,26 +47,26 @@ from support.engine import (
 from support.in_flight import counted, reloaded_under_load, worst_of_spans
 from support.patience import Patience, until
 
-from demo.model import make_random_model
-from demo.task import TOOLS
-from rollout.errors import EngineChanged, EngineUnavailable, InvalidWeights
-from rollout.server.load_weights import engine_label, load_version
-from rollout.server.process import VllmServer
-from rollout.vllm_plugin.token_capture import BEAM_SEARCH
-from rollout.vllm_plugin.weight_loader import PATH
-from runtime.digests import sha256
-from runtime.errors import WeightsUnreadable
-from runtime.process.ports import PortTaken
-from runtime.weights.delta import Snapshot, mapped, write_delta
-from runtime.weights.files import get_files
-from schemas import engine_frames
-from schemas.records import Sampling, WeightFile
-from schemas.settings import RolloutSettings, TrainerSettings
-from schemas.tokens import pack_logprobs
-from stream_jobs.assemble.payload.trainability import trainability
-from trainer.data.micro_batch import collate
-from trainer.data.sequences import Tokens, TrainingSequence
-from trainer.model.policy import Policy
+from clawstream.demo.model import make_random_model
+from clawstream.demo.task import TOOLS
+from clawstream.rollout.errors import EngineChanged, EngineUnavailable, InvalidWeights
+from clawstream.rollout.server.load_weights import engine_label, load_version
+from clawstream.rollout.server.process import VllmServer
+from clawstream.rollout.vllm_plugin.token_capture import BEAM_SEARCH
+from clawstream.rollout.vllm_plugin.weight_loader import PATH
+from clawstream.runtime.digests import sha256
+from clawstream.runtime.errors import WeightsUnreadable
+from clawstream.runtime.process.ports import PortTaken
+from clawstream.runtime.weights.delta import Snapshot, mapped, write_delta
+from clawstream.runtime.weights.files import get_files
+from clawstream.schemas import engine_frames
+from clawstream.schemas.records import Sampling, WeightFile
+from clawstream.schemas.settings import RolloutSettings, TrainerSettings
+from clawstream.schemas.tokens import pack_logprobs
+from clawstream.stream_jobs.assemble.payload.trainability import trainability
+from clawstream.trainer.data.micro_batch import collate
+from clawstream.trainer.data.sequences import Tokens, TrainingSequence
+from clawstream.trainer.model.policy import Policy
 
 
 @pytest.fixture(scope="module")

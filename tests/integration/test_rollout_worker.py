@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from rollout.main import run
-from rollout.vllm_plugin.weight_loader import BROKEN, CHANGED, PATH
-from runtime.kafka import Cluster, Fenced
-from runtime.topics.records import create_topics
-from schemas.codec.single_object import Codec
-from schemas.records import WeightFile, WeightVersion, WorkerStatus
-from schemas.settings import Settings
+from clawstream.rollout.main import run
+from clawstream.rollout.vllm_plugin.weight_loader import BROKEN, CHANGED, PATH
+from clawstream.runtime.kafka import Cluster, Fenced
+from clawstream.runtime.topics.records import create_topics
+from clawstream.schemas.codec.single_object import Codec
+from clawstream.schemas.records import WeightFile, WeightVersion, WorkerStatus
+from clawstream.schemas.settings import Settings
 
 HEARTBEAT_S = 0.2
 

@@ -21,18 +21,18 @@ from support.secure_broker import PASSWORD, SecureBroker, secure_broker
 from support.up import ENVIRON, command
 
 from clawstream.cli.lake.inspect import parts_of
-from inspector.marks.mark import Mark, Target
-from inspector.web.app import create_app
-from runtime.exit_codes import EXIT_SETTINGS
-from runtime.kafka import Denied
-from runtime.process.config import overrides_of
-from runtime.topics.access import PROCESSES, Acl, acls_of, check_access
-from runtime.topics.records import Decoder, cluster_of, create_topics, now_micros
-from schemas.settings import Settings
-from trainer.data.batches import BatchReader
-from trainer.liveness.watchdog import Watchdog
-from trainer.position import starting_position
-from trainer.versions.weight_log import KafkaWeightLog
+from clawstream.inspector.marks.mark import Mark, Target
+from clawstream.inspector.web.app import create_app
+from clawstream.runtime.exit_codes import EXIT_SETTINGS
+from clawstream.runtime.kafka import Denied
+from clawstream.runtime.process.config import overrides_of
+from clawstream.runtime.topics.access import PROCESSES, Acl, acls_of, check_access
+from clawstream.runtime.topics.records import Decoder, cluster_of, create_topics, now_micros
+from clawstream.schemas.settings import Settings
+from clawstream.trainer.data.batches import BatchReader
+from clawstream.trainer.liveness.watchdog import Watchdog
+from clawstream.trainer.position import starting_position
+from clawstream.trainer.versions.weight_log import KafkaWeightLog
 
 RUN_ID = "demo"
 JOBS = ("assemble", "reward", "compare", "admit", "lake")

@@ -17,10 +17,10 @@ from support.up import up
 
 from clawstream.ops.monitoring.rules import PATIENCE_S, PROBLEMS, Status
 from clawstream.ops.monitoring.watch import LagWatch, stalled_consumers
-from runtime.kafka import Cluster
-from schemas.records import Reward, Segment, Trajectory, TrajectoryStep
-from schemas.settings import Settings
-from schemas.tokens import pack_ids
+from clawstream.runtime.kafka import Cluster
+from clawstream.schemas.records import Reward, Segment, Trajectory, TrajectoryStep
+from clawstream.schemas.settings import Settings
+from clawstream.schemas.tokens import pack_ids
 
 SLOW_FUNCTIONS = """
 import time

@@ -11,16 +11,16 @@ from pathlib import Path
 import pytest
 from support.ports import free_port
 
-from runtime.broker.embedded import EmbeddedBroker
-from runtime.broker.jars import PinnedJar, ensure_jars, find_java
-from runtime.broker.start_cache import StartCache, make_start_cache, start_cache
-from runtime.process.child import die_with_parent
+from clawstream.runtime.broker.embedded import EmbeddedBroker
+from clawstream.runtime.broker.jars import PinnedJar, ensure_jars, find_java
+from clawstream.runtime.broker.start_cache import StartCache, make_start_cache, start_cache
+from clawstream.runtime.process.child import die_with_parent
 
 PROGRAM = """
 import sys
 from pathlib import Path
-from runtime.broker.start_cache import make_start_cache, start_cache
-from runtime.broker.jars import find_java
+from clawstream.runtime.broker.start_cache import make_start_cache, start_cache
+from clawstream.runtime.broker.jars import find_java
 make_start_cache(start_cache(find_java(), Path(sys.argv[1])))
 """
 

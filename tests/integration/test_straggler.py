@@ -14,18 +14,26 @@ from typing import Any
 
 import pytest
 
-from runtime.kafka import Cluster
-from runtime.process.child import die_with_parent
-from runtime.process.config import overrides_of
-from runtime.topics.records import create_topics
-from schemas.codec.single_object import Codec
-from schemas.records import Candidate, CandidateStep, ReadyBatch, Refused, RewardValue, Tick
-from schemas.settings import Settings
-from schemas.topics import CANDIDATE_PARTITIONS, partition_of
+from clawstream.runtime.kafka import Cluster
+from clawstream.runtime.process.child import die_with_parent
+from clawstream.runtime.process.config import overrides_of
+from clawstream.runtime.topics.records import create_topics
+from clawstream.schemas.codec.single_object import Codec
+from clawstream.schemas.records import (
+    Candidate,
+    CandidateStep,
+    ReadyBatch,
+    Refused,
+    RewardValue,
+    Tick,
+)
+from clawstream.schemas.settings import Settings
+from clawstream.schemas.topics import CANDIDATE_PARTITIONS, partition_of
 
 ROOT = Path(__file__).parents[2]
 START = (
-    "import sys; from runtime.process.config import load; from stream_jobs.admit.main import main; "
+    "import sys; from clawstream.runtime.process.config import load; "
+    "from clawstream.stream_jobs.admit.main import main; "
     "main(load(overrides=sys.argv[1:]))"
 )
 GROUPS, MEMBERS, BATCH_GROUPS = 10_000, 2, 100

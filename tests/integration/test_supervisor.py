@@ -21,9 +21,14 @@ from support.patience import until_async
 from typer.testing import CliRunner
 
 from clawstream.cli.main import app
-from runtime.exit_codes import EXIT_FAILED, EXIT_FENCED, EXIT_SETTINGS
-from runtime.process.supervisor import AlreadyRunning, ProcessSpec, Supervisor, ask_to_stop
-from runtime.process.table import read_table
+from clawstream.runtime.exit_codes import EXIT_FAILED, EXIT_FENCED, EXIT_SETTINGS
+from clawstream.runtime.process.supervisor import (
+    AlreadyRunning,
+    ProcessSpec,
+    Supervisor,
+    ask_to_stop,
+)
+from clawstream.runtime.process.table import read_table
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
 DEAF = [
@@ -147,7 +152,7 @@ def test_children_end_with_a_killed_supervisor(tmp_path: Path, child: list[str])
     code = (
         "import asyncio, sys\n"
         "from pathlib import Path\n"
-        "from runtime.process.supervisor import ProcessSpec, Supervisor\n"
+        "from clawstream.runtime.process.supervisor import ProcessSpec, Supervisor\n"
         "async def main():\n"
         f"    async with Supervisor(Path({str(tmp_path)!r})) as s:\n"
         f"        s.start(ProcessSpec('a', {child!r}))\n"
@@ -194,7 +199,7 @@ def test_asked_to_stop_by_another_process(tmp_path: Path) -> None:
     assert ask_to_stop(tmp_path) is None
     code = (
         "import sys, time; from pathlib import Path; "
-        "from runtime.process.supervisor import Supervisor; "
+        "from clawstream.runtime.process.supervisor import Supervisor; "
         "Supervisor.acquire(s := Supervisor(Path(sys.argv[1]))); "
         "print('up', flush=True); time.sleep(600)"
     )
@@ -232,7 +237,7 @@ def test_an_exception_in_a_task_of_the_supervisor_ends_everything_and_is_raised(
 
 def test_what_a_process_says_of_its_readiness_is_in_the_table(tmp_path: Path) -> None:
     says = (
-        "import sys, time; from runtime.process.readiness import ready, not_ready; "
+        "import sys, time; from clawstream.runtime.process.readiness import ready, not_ready; "
         "ready('first\\nline'); sys.stdin.readline(); "
         "not_ready('lost'); time.sleep(600)"
     )
@@ -259,7 +264,8 @@ def test_what_a_process_says_of_its_readiness_is_in_the_table(tmp_path: Path) ->
             "clawstream: setting a.b: wrong",
         ),
         (
-            "from runtime.process.lifecycle import die; from runtime.logs import configure; "
+            "from clawstream.runtime.process.lifecycle import die; "
+            "from clawstream.runtime.logs import configure; "
             "configure('a'); die(KeyError('k'))",
             "'k'",
         ),
@@ -280,7 +286,7 @@ def test_the_last_error_line_of_a_process_is_shown(tmp_path: Path, code: str, er
 def test_down_tells_of_a_supervisor_that_died_before_it_had_stopped_all(tmp_path: Path) -> None:
     code = (
         "import signal, sys, time; from pathlib import Path; "
-        "from runtime.process.supervisor import Child, ProcessSpec, Supervisor; "
+        "from clawstream.runtime.process.supervisor import Child, ProcessSpec, Supervisor; "
         "s = Supervisor(Path(sys.argv[1])); s.acquire(); "
         "s._children['lake'] = Child(ProcessSpec('lake', []), None, 'running'); "
         "s._file.write(); print('up', flush=True); time.sleep(600)"

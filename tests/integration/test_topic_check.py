@@ -14,17 +14,17 @@ from confluent_kafka.admin import AlterConfigOpType, ConfigEntry, ConfigResource
 from support.jobs import Eventually, running, step
 
 from clawstream.ops.topics.copy import copy_topics
-from runtime.exit_codes import EXIT_SETTINGS
-from runtime.kafka import Cluster
-from runtime.process.config import overrides_of
-from runtime.topics.records import create_topics
-from schemas.errors import SettingsError
-from schemas.settings import Settings
+from clawstream.runtime.exit_codes import EXIT_SETTINGS
+from clawstream.runtime.kafka import Cluster
+from clawstream.runtime.process.config import overrides_of
+from clawstream.runtime.topics.records import create_topics
+from clawstream.schemas.errors import SettingsError
+from clawstream.schemas.settings import Settings
 
 ROOT = Path(__file__).parents[2]
 RUN = (
-    "import sys; from runtime.process.config import load; "
-    "from stream_jobs.assemble.main import main; "
+    "import sys; from clawstream.runtime.process.config import load; "
+    "from clawstream.stream_jobs.assemble.main import main; "
     "main(load(overrides=sys.argv[1:]))"
 )
 

@@ -24,26 +24,26 @@ from clawstream.ops import job_positions
 from clawstream.ops.doctor import SERIOUS, Diagnosis, examine
 from clawstream.ops.replay.verify import check
 from clawstream.ops.topics.trim import TopicTrim, TrimInputs, TrimRange
-from runtime.kafka import Cluster, KafkaError, SourceTruncated
-from runtime.process.config import overrides_of
-from runtime.topics.records import Decoder, create_topics
-from schemas.codec.single_object import Codec
-from schemas.ids import Version
-from schemas.records import Candidate, PolicyApplied, RunEnded, Tick, WeightVersion
-from schemas.settings import AdmitSettings, Settings
-from schemas.topics import partition_of
-from stream_jobs.admit.admitter import ChannelAdmitter
-from stream_jobs.admit.decisions.journal import CandidateLog, InputRecord
-from stream_jobs.admit.fold import AdmissionFold
-from stream_jobs.admit.main import publish_policy
-from stream_jobs.admit.policy_log import PolicyLog
-from stream_jobs.errors import UnreadableJournal
-from stream_jobs.lake import positions
-from stream_jobs.lake.main import Lake
-from stream_jobs.worker.payload import payload_place
-from trainer import positions as trainer_positions
-from trainer.position import Position
-from trainer.versions.directory import VersionState, new_directory
+from clawstream.runtime.kafka import Cluster, KafkaError, SourceTruncated
+from clawstream.runtime.process.config import overrides_of
+from clawstream.runtime.topics.records import Decoder, create_topics
+from clawstream.schemas.codec.single_object import Codec
+from clawstream.schemas.ids import Version
+from clawstream.schemas.records import Candidate, PolicyApplied, RunEnded, Tick, WeightVersion
+from clawstream.schemas.settings import AdmitSettings, Settings
+from clawstream.schemas.topics import partition_of
+from clawstream.stream_jobs.admit.admitter import ChannelAdmitter
+from clawstream.stream_jobs.admit.decisions.journal import CandidateLog, InputRecord
+from clawstream.stream_jobs.admit.fold import AdmissionFold
+from clawstream.stream_jobs.admit.main import publish_policy
+from clawstream.stream_jobs.admit.policy_log import PolicyLog
+from clawstream.stream_jobs.errors import UnreadableJournal
+from clawstream.stream_jobs.lake import positions
+from clawstream.stream_jobs.lake.main import Lake
+from clawstream.stream_jobs.worker.payload import payload_place
+from clawstream.trainer import positions as trainer_positions
+from clawstream.trainer.position import Position
+from clawstream.trainer.versions.directory import VersionState, new_directory
 
 CODEC = Codec()
 PARTITION = partition_of(b"old", 4)

@@ -40,12 +40,12 @@ from clawstream.ops.tracing.pipeline import (
     version_spans,
 )
 from clawstream.ops.tracing.spans import RecordPlace
-from runtime.kafka import Cluster
-from runtime.process.config import overrides_of
-from runtime.topics.records import create_topics
-from schemas import records
-from schemas.codec.single_object import Codec
-from schemas.settings import Settings
+from clawstream.runtime.kafka import Cluster
+from clawstream.runtime.process.config import overrides_of
+from clawstream.runtime.topics.records import create_topics
+from clawstream.schemas import records
+from clawstream.schemas.codec.single_object import Codec
+from clawstream.schemas.settings import Settings
 
 Eventually = Callable[..., Any]
 MEMBERS = 4

@@ -28,31 +28,31 @@ from support.processes import Processes
 from support.ready_batches import GROUPS, MEMBERS, Feed
 from support.trainer_runs import MemoryWeightLog
 
-from runtime.exit_codes import EXIT_FENCED
-from runtime.kafka import Cluster, SourceTruncated
-from runtime.process.config import overrides_of
-from runtime.process.ports import PortTaken
-from runtime.topics.records import Decoder, create_topics
-from schemas.errors import SettingsError
-from schemas.records import (
+from clawstream.runtime.exit_codes import EXIT_FENCED
+from clawstream.runtime.kafka import Cluster, SourceTruncated
+from clawstream.runtime.process.config import overrides_of
+from clawstream.runtime.process.ports import PortTaken
+from clawstream.runtime.topics.records import Decoder, create_topics
+from clawstream.schemas.errors import SettingsError
+from clawstream.schemas.records import (
     DeadLetter,
     WeightVersion,
 )
-from schemas.settings import MetricsSettings, Settings
-from trainer.data.batches import BatchReader
-from trainer.errors import BatchesReplaced, BatchGap, PayloadUnreadable
-from trainer.liveness.watchdog import Watchdog
-from trainer.main import train
-from trainer.metrics.monitor import chart_path
-from trainer.position import starting_position
-from trainer.positions import positions
-from trainer.start import open_run
-from trainer.versions.history import ancestors
+from clawstream.schemas.settings import MetricsSettings, Settings
+from clawstream.trainer.data.batches import BatchReader
+from clawstream.trainer.errors import BatchesReplaced, BatchGap, PayloadUnreadable
+from clawstream.trainer.liveness.watchdog import Watchdog
+from clawstream.trainer.main import train
+from clawstream.trainer.metrics.monitor import chart_path
+from clawstream.trainer.position import starting_position
+from clawstream.trainer.positions import positions
+from clawstream.trainer.start import open_run
+from clawstream.trainer.versions.history import ancestors
 
 NURSERY = """
 import json, os, sys
-from runtime.process.config import load
-from trainer.main import main
+from clawstream.runtime.process.config import load
+from clawstream.trainer.main import main
 for line in sys.stdin:
     order = json.loads(line)
     if "wait" in order:

@@ -15,9 +15,9 @@ from support.ports import free_port
 from support.processes import Processes
 from support.up import ENVIRON, call, command
 
-from runtime.exit_codes import EXIT_IN_USE, EXIT_SETTINGS
-from runtime.process.supervisor import supervisor_of
-from runtime.process.table import read_table
+from clawstream.runtime.exit_codes import EXIT_IN_USE, EXIT_SETTINGS
+from clawstream.runtime.process.supervisor import supervisor_of
+from clawstream.runtime.process.table import read_table
 
 DATA_PART = ["broker", "gateway", "assemble", "reward", "admit", "lake"]
 STEP = {

@@ -16,11 +16,11 @@ from support.patience import until_async
 from support.ports import free_port
 
 from clawstream.ops.up import Installation, main
-from runtime.broker.embedded import BrokerError
-from runtime.process.ports import PortTaken
-from runtime.process.supervisor import ProcessSpec, ask_to_stop
-from runtime.process.table import read_table
-from schemas.settings import Settings
+from clawstream.runtime.broker.embedded import BrokerError
+from clawstream.runtime.process.ports import PortTaken
+from clawstream.runtime.process.supervisor import ProcessSpec, ask_to_stop
+from clawstream.runtime.process.table import read_table
+from clawstream.schemas.settings import Settings
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
 

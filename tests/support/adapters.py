@@ -10,11 +10,11 @@ import orjson
 from hypothesis import strategies as st
 from support.scripted.script import Json, ProtocolServer, Script, ScriptedChoice
 
-from gateway.asgi.sse import EventSplitter, data_of
-from gateway.capture.engine_tokens import CapturedTokens
-from gateway.capture.stream import EventStream
-from gateway.protocols.adapter import ProtocolAdapter
-from gateway.protocols.base import NOT_THE_PROTOCOL, EngineKind, ParsedReply
+from clawstream.gateway.asgi.sse import EventSplitter, data_of
+from clawstream.gateway.capture.engine_tokens import CapturedTokens
+from clawstream.gateway.capture.stream import EventStream
+from clawstream.gateway.protocols.adapter import ProtocolAdapter
+from clawstream.gateway.protocols.base import NOT_THE_PROTOCOL, EngineKind, ParsedReply
 
 LOOK: Json = {
     "id": "call_1",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from schemas.records import (
+from clawstream.schemas.records import (
     AdmissionPolicy,
     Candidate,
     CandidateStep,
@@ -17,9 +17,9 @@ from schemas.records import (
     RewardValue,
     Tick,
 )
-from stream_jobs.admit.decisions.journal import CandidateLog, Decision, InputRecord
-from stream_jobs.admit.decisions.state import ResumePoint
-from stream_jobs.admit.fold import AdmissionFold
+from clawstream.stream_jobs.admit.decisions.journal import CandidateLog, Decision, InputRecord
+from clawstream.stream_jobs.admit.decisions.state import ResumePoint
+from clawstream.stream_jobs.admit.fold import AdmissionFold
 
 SOURCE = CandidateLog("topic-1", 2, 1)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-from demo.model import MAX_TOKENS, Message, build_model, build_tokenizer, warm_start
+from clawstream.demo.model import MAX_TOKENS, Message, build_model, build_tokenizer, warm_start
 
 PHRASES = (
     *("system\n", "user\n", "assistant\n", "tool\n", "calculate"),

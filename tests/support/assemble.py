@@ -10,9 +10,9 @@ from typing import Any
 
 import orjson
 
-from schemas.codec.single_object import Codec
-from schemas.ids import key_of_trajectory
-from schemas.records import (
+from clawstream.schemas.codec.single_object import Codec
+from clawstream.schemas.ids import key_of_trajectory
+from clawstream.schemas.records import (
     Assessment,
     Candidate,
     Curation,
@@ -22,18 +22,18 @@ from schemas.records import (
     Step,
     Trajectory,
 )
-from schemas.replies import texts_of
-from schemas.tokens import pack_ids, pack_logprobs
-from schemas.trajectory_parts import joined
-from stream_jobs.assemble import changelog
-from stream_jobs.assemble.changelog import ChangelogReader
-from stream_jobs.assemble.fold import AssemblyFold
-from stream_jobs.assemble.limits import Limits
-from stream_jobs.assemble.output_records import assembled, candidate
-from stream_jobs.assemble.payload.cache import CachedPayload
-from stream_jobs.assemble.state.changes import OutputsAcknowledged, PayloadWritten
-from stream_jobs.assemble.state.partition_state import PartitionState
-from stream_jobs.assemble.state.trajectories import (
+from clawstream.schemas.replies import texts_of
+from clawstream.schemas.tokens import pack_ids, pack_logprobs
+from clawstream.schemas.trajectory_parts import joined
+from clawstream.stream_jobs.assemble import changelog
+from clawstream.stream_jobs.assemble.changelog import ChangelogReader
+from clawstream.stream_jobs.assemble.fold import AssemblyFold
+from clawstream.stream_jobs.assemble.limits import Limits
+from clawstream.stream_jobs.assemble.output_records import assembled, candidate
+from clawstream.stream_jobs.assemble.payload.cache import CachedPayload
+from clawstream.stream_jobs.assemble.state.changes import OutputsAcknowledged, PayloadWritten
+from clawstream.stream_jobs.assemble.state.partition_state import PartitionState
+from clawstream.stream_jobs.assemble.state.trajectories import (
     DeadLetterDecision,
     SourceTopic,
     StepMarkDecision,

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from trainer.algorithms.batch import BatchView, LossBatch
+from clawstream.trainer.algorithms.batch import BatchView, LossBatch
 
 NAN = float("nan")
 

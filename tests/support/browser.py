@@ -16,9 +16,9 @@ import pytest
 from support.inspector import KEY
 from support.ports import free_port
 
-from inspector.live.feed import Live
-from inspector.main import serve
-from inspector.web.app import Parts
+from clawstream.inspector.live.feed import Live
+from clawstream.inspector.main import serve
+from clawstream.inspector.web.app import Parts
 
 playwright = pytest.importorskip("playwright.sync_api")
 AXE = Path(playwright.__file__).parents[2] / "axe" / "package" / "axe.min.js"

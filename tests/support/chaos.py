@@ -23,13 +23,13 @@ from support.ports import free_port
 from support.up import ENVIRON, ROOT, Up, command, up
 
 from clawstream.ops.lag import data_lag
-from runtime.kafka import Cluster, Reader
-from runtime.process.child import die_with_parent
-from runtime.process.config import overrides_of
-from runtime.topics.records import create_topics
-from schemas.codec.single_object import Codec
-from schemas.records import AssemblyMarker
-from schemas.settings import Settings
+from clawstream.runtime.kafka import Cluster, Reader
+from clawstream.runtime.process.child import die_with_parent
+from clawstream.runtime.process.config import overrides_of
+from clawstream.runtime.topics.records import create_topics
+from clawstream.schemas.codec.single_object import Codec
+from clawstream.schemas.records import AssemblyMarker
+from clawstream.schemas.settings import Settings
 
 RUN = "chaos"
 BATCH_GROUPS = 4

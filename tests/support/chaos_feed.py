@@ -28,14 +28,14 @@ from typing import Any, NamedTuple, TextIO
 
 import orjson
 
-from runtime.kafka import Cluster, KafkaError
-from runtime.process.child import die_with_parent
-from schemas.codec.single_object import Codec
-from schemas.ids import anonymous_session_key, new_call_id, new_event_id
-from schemas.records import Curation, Reward, SessionEvent, Step
-from schemas.settings import Settings
-from schemas.tokens import pack_ids, pack_logprobs
-from schemas.topics import Topics
+from clawstream.runtime.kafka import Cluster, KafkaError
+from clawstream.runtime.process.child import die_with_parent
+from clawstream.schemas.codec.single_object import Codec
+from clawstream.schemas.ids import anonymous_session_key, new_call_id, new_event_id
+from clawstream.schemas.records import Curation, Reward, SessionEvent, Step
+from clawstream.schemas.settings import Settings
+from clawstream.schemas.tokens import pack_ids, pack_logprobs
+from clawstream.schemas.topics import Topics
 
 Event = Step | SessionEvent | Reward | Curation
 ROOT = Path(__file__).parents[2]

@@ -18,10 +18,10 @@ from support.assemble import InMemoryPartition
 from support.chaos_feed import Ack, name_of
 from support.patience import until
 
-from runtime.kafka import Cluster, Record
-from runtime.topics.records import Decoder
-from schemas.codec.single_object import Codec
-from schemas.records import (
+from clawstream.runtime.kafka import Cluster, Record
+from clawstream.runtime.topics.records import Decoder
+from clawstream.schemas.codec.single_object import Codec
+from clawstream.schemas.records import (
     AdmissionPolicy,
     AssemblyDelta,
     AssemblyMarker,
@@ -40,17 +40,17 @@ from schemas.records import (
     Tick,
     Trajectory,
 )
-from schemas.settings import Settings
-from schemas.topics import partition_of
-from schemas.trajectory_parts import joined
-from stream_jobs.admit.decisions.journal import CandidateLog, Decision, InputRecord
-from stream_jobs.admit.fold import AdmissionFold
-from stream_jobs.assemble.changelog import accepts, changes_of, decode_record
-from stream_jobs.assemble.limits import limits_of
-from stream_jobs.assemble.state.changes import Closed, Revised
-from stream_jobs.assemble.state.trajectories import REWARDS, STEPS, SourceTopic
-from stream_jobs.lake.main import dataset, open_table
-from stream_jobs.worker.payload import payload_place
+from clawstream.schemas.settings import Settings
+from clawstream.schemas.topics import partition_of
+from clawstream.schemas.trajectory_parts import joined
+from clawstream.stream_jobs.admit.decisions.journal import CandidateLog, Decision, InputRecord
+from clawstream.stream_jobs.admit.fold import AdmissionFold
+from clawstream.stream_jobs.assemble.changelog import accepts, changes_of, decode_record
+from clawstream.stream_jobs.assemble.limits import limits_of
+from clawstream.stream_jobs.assemble.state.changes import Closed, Revised
+from clawstream.stream_jobs.assemble.state.trajectories import REWARDS, STEPS, SourceTopic
+from clawstream.stream_jobs.lake.main import dataset, open_table
+from clawstream.stream_jobs.worker.payload import payload_place
 
 FOLD_RECORDS = 500
 TRAIN: Channel = "train"

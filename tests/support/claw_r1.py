@@ -10,7 +10,7 @@ from typing import Any
 from support.gateway import GatewayFixture
 from support.scripted.script import ScriptedChoice
 
-from schemas.codec.single_object import Codec
+from clawstream.schemas.codec.single_object import Codec
 
 HI = ScriptedChoice([7, 8, 9], ["Hel", "lo", ""], [-0.5, -0.25, -0.125], finish_reason="length")
 CODEC = Codec()

@@ -23,15 +23,15 @@ from support.speakers import THINK, THOUGHT, TOOLS, Seen, Speaker
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
-from demo import model
-from gateway.app import create_app
-from gateway.auth.api_keys import Scope, create_key
-from gateway.engines.registry import EngineRegistry
-from rollout.server.process import VllmServer
-from schemas.codec.single_object import Codec
-from schemas.records import Step, VersionSpan
-from schemas.settings import Settings
-from schemas.tokens import unpack_ids, unpack_logprobs
+from clawstream.demo import model
+from clawstream.gateway.app import create_app
+from clawstream.gateway.auth.api_keys import Scope, create_key
+from clawstream.gateway.engines.registry import EngineRegistry
+from clawstream.rollout.server.process import VllmServer
+from clawstream.schemas.codec.single_object import Codec
+from clawstream.schemas.records import Step, VersionSpan
+from clawstream.schemas.settings import Settings
+from clawstream.schemas.tokens import unpack_ids, unpack_logprobs
 
 T = TypeVar("T")
 IM_END = "<|im_end|>"

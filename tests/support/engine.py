@@ -21,14 +21,14 @@ import torch
 from support.ports import free_port
 from transformers import AutoModelForCausalLM
 
-from demo import model
-from demo.task import TOOLS
-from rollout.server.load_weights import engine_label, load_version
-from rollout.server.process import VllmServer
-from schemas import engine_frames
-from schemas.records import Sampling, WeightFile
-from schemas.settings import RolloutSettings
-from schemas.tokens import unpack_ids, unpack_logprobs
+from clawstream.demo import model
+from clawstream.demo.task import TOOLS
+from clawstream.rollout.server.load_weights import engine_label, load_version
+from clawstream.rollout.server.process import VllmServer
+from clawstream.schemas import engine_frames
+from clawstream.schemas.records import Sampling, WeightFile
+from clawstream.schemas.settings import RolloutSettings
+from clawstream.schemas.tokens import unpack_ids, unpack_logprobs
 
 T = TypeVar("T")
 tokenizer = model.build_tokenizer()

@@ -8,12 +8,12 @@ from typing import Any
 
 from support.small_lake import SmallLake
 
-from schemas import records
-from schemas.settings import Settings
-from schemas.tokens import pack_ids, pack_logprobs
-from stream_jobs.assemble.payload.cache import payload_of
-from stream_jobs.assemble.payload.segment_tree import SampledTokens, build
-from stream_jobs.assemble.payload.trainability import trainability
+from clawstream.schemas import records
+from clawstream.schemas.settings import Settings
+from clawstream.schemas.tokens import pack_ids, pack_logprobs
+from clawstream.stream_jobs.assemble.payload.cache import payload_of
+from clawstream.stream_jobs.assemble.payload.segment_tree import SampledTokens, build
+from clawstream.stream_jobs.assemble.payload.trainability import trainability
 
 RUN = "run"
 TOOLS = [

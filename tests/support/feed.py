@@ -9,13 +9,20 @@ from typing import Any
 
 from support.lake import column
 
-from runtime.kafka import Cluster, Record
-from runtime.topics.records import Decoder, create_topics, decode_all
-from schemas.codec.single_object import Codec
-from schemas.ids import new_call_id, new_event_id
-from schemas.records import DeadLetter, ReadyBatch, Reward, SessionEvent, Step, WeightVersion
-from schemas.settings import Settings
-from schemas.tokens import pack_ids, pack_logprobs
+from clawstream.runtime.kafka import Cluster, Record
+from clawstream.runtime.topics.records import Decoder, create_topics, decode_all
+from clawstream.schemas.codec.single_object import Codec
+from clawstream.schemas.ids import new_call_id, new_event_id
+from clawstream.schemas.records import (
+    DeadLetter,
+    ReadyBatch,
+    Reward,
+    SessionEvent,
+    Step,
+    WeightVersion,
+)
+from clawstream.schemas.settings import Settings
+from clawstream.schemas.tokens import pack_ids, pack_logprobs
 
 GROUP_SIZE = 2
 POLICY = {"group_size": GROUP_SIZE, "batch_groups": 1, "required_rewards": ["env"]}

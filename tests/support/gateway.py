@@ -19,17 +19,17 @@ from support.log_producer import InMemoryLogProducer
 from support.scripted.engine import ScriptedEngine
 from support.scripted.script import Script
 
-from gateway.api.rollout_budget.budget import BudgetReading
-from gateway.app import create_app
-from gateway.asgi.http_server import KEEP_ALIVE_S, server_config
-from gateway.durability.segment import read_segment
-from gateway.engines.registry import EngineRegistry
-from gateway.errors import BudgetUnknown
-from gateway.main import listen
-from gateway.protocols.base import EngineKind
-from schemas.codec.single_object import Codec
-from schemas.records import Channel, FailedCall, Step
-from schemas.settings import Settings
+from clawstream.gateway.api.rollout_budget.budget import BudgetReading
+from clawstream.gateway.app import create_app
+from clawstream.gateway.asgi.http_server import KEEP_ALIVE_S, server_config
+from clawstream.gateway.durability.segment import read_segment
+from clawstream.gateway.engines.registry import EngineRegistry
+from clawstream.gateway.errors import BudgetUnknown
+from clawstream.gateway.main import listen
+from clawstream.gateway.protocols.base import EngineKind
+from clawstream.schemas.codec.single_object import Codec
+from clawstream.schemas.records import Channel, FailedCall, Step
+from clawstream.schemas.settings import Settings
 
 
 class InMemoryBudgets:

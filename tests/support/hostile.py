@@ -16,10 +16,10 @@ from typing import Any, TypeVar
 
 from support.feed import reward, session, step
 
-from schemas.codec.single_object import Codec
-from schemas.ids import new_event_id
-from schemas.records import Assessment, Curation, FailedCall, Finding, Tag, VersionSpan
-from schemas.tokens import pack_ids, pack_logprobs
+from clawstream.schemas.codec.single_object import Codec
+from clawstream.schemas.ids import new_event_id
+from clawstream.schemas.records import Assessment, Curation, FailedCall, Finding, Tag, VersionSpan
+from clawstream.schemas.tokens import pack_ids, pack_logprobs
 
 T = TypeVar("T")
 FLOATS = (

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from support.engine import Engine, Sampled, chat, logprobs_of, manifest, request, spans_cover, worst
 
-from rollout.server.load_weights import LoadResult, engine_label, load_version
+from clawstream.rollout.server.load_weights import LoadResult, engine_label, load_version
 
 CLIENTS = 16
 

@@ -12,12 +12,11 @@ from support.export_lake import ExportLake, export_lake, turn
 from clawstream.export.chat import chat_of
 from clawstream.inspection.policies import RunPolicies
 from clawstream.inspection.sandboxed_sql import SandboxedSql
-from clawstream.query.live_lake import Copy, LiveLake
-from inspector.live.feed import Live
-from inspector.marks.mark import Event
-from inspector.marks.writer import MarkWriter
-from inspector.metrics import PageMetrics
-from inspector.operations.observation import (
+from clawstream.inspector.live.feed import Live
+from clawstream.inspector.marks.mark import Event
+from clawstream.inspector.marks.writer import MarkWriter
+from clawstream.inspector.metrics import PageMetrics
+from clawstream.inspector.operations.observation import (
     Consumer,
     Disk,
     Observation,
@@ -26,15 +25,16 @@ from inspector.operations.observation import (
     Weights,
     Worker,
 )
-from inspector.operations.watcher import Watcher
-from inspector.queries.activity import Activity
-from inspector.queries.lake import COPIES
-from inspector.web.access import User
-from inspector.web.app import Parts, create_app
-from runtime.topics.records import cluster_of
-from schemas.codec.single_object import Codec
-from schemas.records import Curation, Reward
-from schemas.settings import Settings
+from clawstream.inspector.operations.watcher import Watcher
+from clawstream.inspector.queries.activity import Activity
+from clawstream.inspector.queries.lake import COPIES
+from clawstream.inspector.web.access import User
+from clawstream.inspector.web.app import Parts, create_app
+from clawstream.query.live_lake import Copy, LiveLake
+from clawstream.runtime.topics.records import cluster_of
+from clawstream.schemas.codec.single_object import Codec
+from clawstream.schemas.records import Curation, Reward
+from clawstream.schemas.settings import Settings
 
 KEY, CURATOR_KEY = "claw-test", "claw-curator"
 USERS = {

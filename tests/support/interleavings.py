@@ -22,8 +22,8 @@ from support.assemble import (
     step,
 )
 
-from schemas.ids import agent_key
-from schemas.records import (
+from clawstream.schemas.ids import agent_key
+from clawstream.schemas.records import (
     AssemblyMarker,
     Candidate,
     Curation,
@@ -33,18 +33,23 @@ from schemas.records import (
     Tick,
     Trajectory,
 )
-from schemas.records.rewards import COMPLETION_NAME
-from schemas.topics import partition_of
-from schemas.trajectory_parts import joined
-from stream_jobs.assemble import changelog
-from stream_jobs.assemble.changelog import ChangelogReader
-from stream_jobs.assemble.fold import AssemblyFold
-from stream_jobs.assemble.limits import Limits
-from stream_jobs.assemble.output_records import assembled, candidate
-from stream_jobs.assemble.payload.cache import CachedPayload, payload_of
-from stream_jobs.assemble.payload.trainability import trainability
-from stream_jobs.assemble.state.changes import OutputsAcknowledged, PayloadWritten
-from stream_jobs.assemble.state.trajectories import REWARDS, STEPS, RunTrajectory, SourceTopic
+from clawstream.schemas.records.rewards import COMPLETION_NAME
+from clawstream.schemas.topics import partition_of
+from clawstream.schemas.trajectory_parts import joined
+from clawstream.stream_jobs.assemble import changelog
+from clawstream.stream_jobs.assemble.changelog import ChangelogReader
+from clawstream.stream_jobs.assemble.fold import AssemblyFold
+from clawstream.stream_jobs.assemble.limits import Limits
+from clawstream.stream_jobs.assemble.output_records import assembled, candidate
+from clawstream.stream_jobs.assemble.payload.cache import CachedPayload, payload_of
+from clawstream.stream_jobs.assemble.payload.trainability import trainability
+from clawstream.stream_jobs.assemble.state.changes import OutputsAcknowledged, PayloadWritten
+from clawstream.stream_jobs.assemble.state.trajectories import (
+    REWARDS,
+    STEPS,
+    RunTrajectory,
+    SourceTopic,
+)
 
 AGENT = agent_key("codex", b"", "s")
 LIMITS = Limits(

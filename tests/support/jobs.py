@@ -14,17 +14,18 @@ import orjson
 from support.processes import ROOT as ROOT
 from support.processes import Processes
 
-from runtime.kafka import Cluster, Record
-from runtime.process.config import overrides_of
-from runtime.topics.records import create_topics
-from schemas.codec.single_object import Codec
-from schemas.ids import new_call_id, new_event_id
-from schemas.records import Assessment, Candidate, Curation, Reward, SessionEvent, Step
-from schemas.settings import Settings
-from schemas.tokens import pack_ids, pack_logprobs
+from clawstream.runtime.kafka import Cluster, Record
+from clawstream.runtime.process.config import overrides_of
+from clawstream.runtime.topics.records import create_topics
+from clawstream.schemas.codec.single_object import Codec
+from clawstream.schemas.ids import new_call_id, new_event_id
+from clawstream.schemas.records import Assessment, Candidate, Curation, Reward, SessionEvent, Step
+from clawstream.schemas.settings import Settings
+from clawstream.schemas.tokens import pack_ids, pack_logprobs
 
 RUN = (
-    "import sys; from runtime.process.config import load; from stream_jobs.{}.main import main; "
+    "import sys; from clawstream.runtime.process.config import load; "
+    "from clawstream.stream_jobs.{}.main import main; "
     "main(load(overrides=sys.argv[1:]))"
 )
 Eventually = Callable[..., Any]

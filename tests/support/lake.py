@@ -10,17 +10,18 @@ from typing import Any
 
 from support.processes import Processes
 
-from runtime.kafka import Producer
-from runtime.process.config import overrides_of
-from schemas import records
-from schemas.codec.single_object import Codec
-from schemas.settings import Settings
-from schemas.tokens import pack_ids
-from stream_jobs.lake.delta.table import LakeMissing
-from stream_jobs.lake.main import dataset, open_table
+from clawstream.runtime.kafka import Producer
+from clawstream.runtime.process.config import overrides_of
+from clawstream.schemas import records
+from clawstream.schemas.codec.single_object import Codec
+from clawstream.schemas.settings import Settings
+from clawstream.schemas.tokens import pack_ids
+from clawstream.stream_jobs.lake.delta.table import LakeMissing
+from clawstream.stream_jobs.lake.main import dataset, open_table
 
 WRITER = (
-    "import sys; from runtime.process.config import load; from stream_jobs.lake.main import main; "
+    "import sys; from clawstream.runtime.process.config import load; "
+    "from clawstream.stream_jobs.lake.main import main; "
     "main(load(None, sys.argv[1:], {}))"
 )
 Eventually = Callable[..., Any]
@@ -40,7 +41,7 @@ class Writers(Processes):
 
     def maintain(self) -> subprocess.Popen[bytes]:
         """Start a maintenance process as a writer does."""
-        command = [sys.executable, "-m", "stream_jobs.lake.delta.maintenance"]
+        command = [sys.executable, "-m", "clawstream.stream_jobs.lake.delta.maintenance"]
         process = self.start("lake", command, stdin=subprocess.PIPE)
         assert process.stdin is not None
         with process.stdin as stdin:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from gateway.durability.log import LogPosition, Message, Passed, Sent
-from gateway.errors import KafkaUnavailable, RecordTooLarge
+from clawstream.gateway.durability.log import LogPosition, Message, Passed, Sent
+from clawstream.gateway.errors import KafkaUnavailable, RecordTooLarge
 
 
 class InMemoryLogProducer:

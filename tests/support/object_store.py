@@ -11,8 +11,8 @@ from pathlib import Path
 from support.ports import free_port
 from support.processes import ROOT, until
 
-from runtime.broker.jars import ensure_jars, find_java, parse_pins
-from runtime.broker.jvm import Jvm
+from clawstream.runtime.broker.jars import ensure_jars, find_java, parse_pins
+from clawstream.runtime.broker.jvm import Jvm
 
 BUCKET, KEY, SECRET, REGION = "clawstream", "a-key", "a-secret", "us-east-1"
 PROPERTIES = {

@@ -12,10 +12,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from rewards.quality.score import Score
-from schemas.records import Trajectory
-from schemas.tokens import unpack_ids
-from schemas.user_function import batched
+from clawstream.rewards.quality.score import Score
+from clawstream.schemas.records import Trajectory
+from clawstream.schemas.tokens import unpack_ids
+from clawstream.schemas.user_function import batched
 
 
 def by_turns(trajectory: Trajectory) -> dict[str, float]:

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from support.trainer_runs import MemoryWeightLog, fetched, locate, settings
 
-from trainer.data.batches import FetchedBatch
-from trainer.main import train_batch
-from trainer.parallel.processes import open_processes
-from trainer.start import open_run
-from trainer.versions.weight_log import NoWeightLog
+from clawstream.trainer.data.batches import FetchedBatch
+from clawstream.trainer.main import train_batch
+from clawstream.trainer.parallel.processes import open_processes
+from clawstream.trainer.start import open_run
+from clawstream.trainer.versions.weight_log import NoWeightLog
 
 BATCHES = 3
 CRITIC: dict[str, Any] = {"critic": {"lr": 1e-3, "warmup_versions": 1}}

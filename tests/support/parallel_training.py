@@ -18,14 +18,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from schemas.settings import TrainerSettings
-from trainer.algorithms.registry import load
-from trainer.data.sequences import Tokens, TrainingSequence
-from trainer.model.files import TensorDtypes
-from trainer.model.measurement import FirstPasses
-from trainer.model.policy import Policy
-from trainer.model.update import update
-from trainer.parallel.processes import Processes, open_processes
+from clawstream.schemas.settings import TrainerSettings
+from clawstream.trainer.algorithms.registry import load
+from clawstream.trainer.data.sequences import Tokens, TrainingSequence
+from clawstream.trainer.model.files import TensorDtypes
+from clawstream.trainer.model.measurement import FirstPasses
+from clawstream.trainer.model.policy import Policy
+from clawstream.trainer.model.update import update
+from clawstream.trainer.parallel.processes import Processes, open_processes
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "full": {"recompute_old_logprobs": True},

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from support.patience import Patience
 
-from runtime.kafka import Cluster
+from clawstream.runtime.kafka import Cluster
 
 
 def tell(

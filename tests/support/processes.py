@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
-from runtime.process.child import die_with_parent
+from clawstream.runtime.process.child import die_with_parent
 
 ROOT = Path(__file__).parents[2]
 

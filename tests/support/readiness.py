@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from schemas.records import AdmissionPolicy, Candidate
-from stream_jobs.admit.eligibility import (
+from clawstream.schemas.records import AdmissionPolicy, Candidate
+from clawstream.stream_jobs.admit.eligibility import (
     Ineligibility,
     ineligibilities,
     missing_input,

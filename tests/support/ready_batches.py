@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, replace
 
-from runtime.kafka import Cluster, Producer
-from runtime.topics.records import Decoder, create_topics
-from schemas.codec.single_object import Codec
-from schemas.records import (
+from clawstream.runtime.kafka import Cluster, Producer
+from clawstream.runtime.topics.records import Decoder, create_topics
+from clawstream.schemas.codec.single_object import Codec
+from clawstream.schemas.records import (
     BatchGroup,
     BatchMember,
     Place,
@@ -21,9 +21,9 @@ from schemas.records import (
     TrajectoryStep,
     WeightVersion,
 )
-from schemas.settings import Settings
-from schemas.tokens import pack_ids, pack_logprobs
-from schemas.topics import partition_of
+from clawstream.schemas.settings import Settings
+from clawstream.schemas.tokens import pack_ids, pack_logprobs
+from clawstream.schemas.topics import partition_of
 
 GROUPS, MEMBERS = 2, 3
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from schemas.records import Trajectory
+from clawstream.schemas.records import Trajectory
 
 
 def contrary(trajectory: Trajectory) -> float:

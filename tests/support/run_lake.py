@@ -21,9 +21,9 @@ from typing import Any
 from support.export_lake import RUN, trajectory, turn
 from support.small_lake import SmallLake
 
-from schemas import records
-from schemas.settings import Settings
-from schemas.tokens import pack_logprobs
+from clawstream.schemas import records
+from clawstream.schemas.settings import Settings
+from clawstream.schemas.tokens import pack_logprobs
 
 CODEX, FLOW = "codex/1.0", "agent-flow/0.1"
 

@@ -25,12 +25,12 @@ from confluent_kafka.admin import (
 )
 from support.ports import free_port
 
-from runtime.broker import node_config
-from runtime.broker.data_dir import new_cluster_id
-from runtime.broker.jars import ensure_jars, find_java
-from runtime.broker.jvm import Jvm
-from runtime.broker.start_cache import start_cache
-from runtime.topics.access import Acl
+from clawstream.runtime.broker import node_config
+from clawstream.runtime.broker.data_dir import new_cluster_id
+from clawstream.runtime.broker.jars import ensure_jars, find_java
+from clawstream.runtime.broker.jvm import Jvm
+from clawstream.runtime.broker.start_cache import start_cache
+from clawstream.runtime.topics.access import Acl
 
 JAAS = "org.apache.kafka.common.security"
 PASSWORD = "a-secret"

@@ -21,7 +21,7 @@ from transformers import (
     Qwen2VLProcessor,
 )
 
-from demo.model import build_tokenizer
+from clawstream.demo.model import build_tokenizer
 
 QWEN = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 TILES = tuple(f"<row_{row}_col_{column}>" for row in range(1, 5) for column in range(1, 5))

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from schemas.settings import Settings
-from stream_jobs.lake.tables.catalog import catalog
-from stream_jobs.lake.tables.table import ConsumedRecord
-from stream_jobs.lake.writer import Lake
+from clawstream.schemas.settings import Settings
+from clawstream.stream_jobs.lake.tables.catalog import catalog
+from clawstream.stream_jobs.lake.tables.table import ConsumedRecord
+from clawstream.stream_jobs.lake.writer import Lake
 
 HEADERS = {"topic_id": b"TT", "partition": b"0", "first_offset": b"0", "last_offset": b"0"}
 

@@ -17,7 +17,7 @@ from support.scripted.engine import PROTOCOL_SERVERS, frames_of, whole_frames
 from support.scripted.script import Json, Script, ScriptedChoice
 
 from benchmarks.gateway.instant_engine import JSON_HEAD, Engine, Replies, Shape
-from schemas import engine_frames
+from clawstream.schemas import engine_frames
 
 VERSION = "default/3.0"
 IDS = range(1000, 1012)

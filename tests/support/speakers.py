@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI, LengthFinishReasonError
 
-from demo.task import TOOLS as DEMO_TOOLS
+from clawstream.demo.task import TOOLS as DEMO_TOOLS
 
 THINK, THOUGHT = "<think>", "</think>"
 SCHEMA = DEMO_TOOLS[0]["function"]["parameters"] | {"additionalProperties": False}

@@ -9,13 +9,13 @@ from typing import Literal
 
 from support.log_producer import InMemoryLogProducer
 
-from gateway.durability.blobs import Blobs
-from gateway.durability.delivery import DeliveryManager
-from gateway.durability.log import Message
-from gateway.durability.segment import read_segment
-from gateway.durability.spool import Spool
-from gateway.durability.spool_frames import frame_bytes
-from gateway.metrics import Metrics
+from clawstream.gateway.durability.blobs import Blobs
+from clawstream.gateway.durability.delivery import DeliveryManager
+from clawstream.gateway.durability.log import Message
+from clawstream.gateway.durability.segment import read_segment
+from clawstream.gateway.durability.spool import Spool
+from clawstream.gateway.durability.spool_frames import frame_bytes
+from clawstream.gateway.metrics import Metrics
 
 Body = Callable[[DeliveryManager, InMemoryLogProducer, Spool], Awaitable[None]]
 

@@ -27,9 +27,9 @@ from support.scripted.script import Script
 from support.toy_model import LOGPROB, ToyModel
 from support.up import ROOT, Up, own_installation, up
 
-from schemas.records import Step, Trajectory
-from schemas.settings import Settings
-from schemas.tokens import pack_ids, pack_logprobs
+from clawstream.schemas.records import Step, Trajectory
+from clawstream.schemas.settings import Settings
+from clawstream.schemas.tokens import pack_ids, pack_logprobs
 
 Scenario = Callable[[str, Ear], Awaitable[None]]
 PATIENCE_S = 300.0

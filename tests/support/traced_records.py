@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from schemas import records
-from schemas.ids import TraceContext
-from schemas.records import (
+from clawstream.schemas import records
+from clawstream.schemas.ids import TraceContext
+from clawstream.schemas.records import (
     BatchGroup,
     BatchMember,
     Candidate,

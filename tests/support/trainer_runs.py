@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
 
-from runtime.kafka import Fenced, Record
-from schemas.ids import parse_version
-from schemas.records import (
+from clawstream.runtime.kafka import Fenced, Record
+from clawstream.schemas.ids import parse_version
+from clawstream.schemas.records import (
     BatchGroup,
     BatchMember,
     Place,
@@ -22,14 +22,14 @@ from schemas.records import (
     TrajectoryStep,
     WeightVersion,
 )
-from schemas.settings import Settings
-from schemas.tokens import pack_ids, pack_logprobs
-from trainer.data.batches import FetchedBatch
-from trainer.data.sequences import ReadableIds
-from trainer.position import Position, start_of
-from trainer.run import Run
-from trainer.start import open_run
-from trainer.versions.weight_log import Trained
+from clawstream.schemas.settings import Settings
+from clawstream.schemas.tokens import pack_ids, pack_logprobs
+from clawstream.trainer.data.batches import FetchedBatch
+from clawstream.trainer.data.sequences import ReadableIds
+from clawstream.trainer.position import Position, start_of
+from clawstream.trainer.run import Run
+from clawstream.trainer.start import open_run
+from clawstream.trainer.versions.weight_log import Trained
 
 GROUPS, MEMBERS = 2, 3
 ANY_ID = ReadableIds(2**31 - 1)

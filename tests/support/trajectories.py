@@ -6,7 +6,7 @@ from typing import Any
 
 import orjson
 
-from schemas.records import Trajectory, TrajectoryStep
+from clawstream.schemas.records import Trajectory, TrajectoryStep
 
 
 def answered(*answers: str, **metadata: Any) -> Trajectory:

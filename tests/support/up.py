@@ -18,8 +18,8 @@ from support.ports import free_port
 from support.processes import ROOT as ROOT
 from support.processes import Processes
 
-from runtime.process.config import PREFIX, overrides_of
-from schemas.settings import Settings
+from clawstream.runtime.process.config import PREFIX, overrides_of
+from clawstream.schemas.settings import Settings
 
 ENVIRON = {k: v for k, v in os.environ.items() if not k.startswith(PREFIX)}
 

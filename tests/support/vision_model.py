@@ -23,7 +23,7 @@ from transformers import (
     LlavaProcessor,
 )
 
-from demo import model
+from clawstream.demo import model
 
 IMAGE = "<image>"
 SIDE, PATCH = 28, 14

@@ -13,10 +13,10 @@ from typing import Any
 from prometheus_client import generate_latest
 from support.scripted.script import ScriptedChoice
 
-from gateway.engines.client import Upstream
-from gateway.engines.registry import EngineRegistry, EngineSpec
-from gateway.metrics import Metrics
-from schemas.settings import GatewaySettings
+from clawstream.gateway.engines.client import Upstream
+from clawstream.gateway.engines.registry import EngineRegistry, EngineSpec
+from clawstream.gateway.metrics import Metrics
+from clawstream.schemas.settings import GatewaySettings
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nhi"
 HI = ScriptedChoice([7, 8, 9], ["Hel", "lo", ""], [-0.5, -0.25, -0.125])

@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from schemas.errors import SettingsError
-from trainer.algorithms.batch import LossBatch
-from trainer.algorithms.kl import kl
-from trainer.algorithms.registry import setting_of
-from trainer.algorithms.settings import AlgorithmSettings
+from clawstream.schemas.errors import SettingsError
+from clawstream.trainer.algorithms.batch import LossBatch
+from clawstream.trainer.algorithms.kl import kl
+from clawstream.trainer.algorithms.registry import setting_of
+from clawstream.trainer.algorithms.settings import AlgorithmSettings
 
 Loss = Callable[[LossBatch, AlgorithmSettings], Tensor | tuple[Tensor, Mapping[str, Tensor]]]
 """(whole sequences, settings) -> loss of each token, shape (tokens,).

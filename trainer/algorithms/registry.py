@@ -11,16 +11,16 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from schemas.errors import SettingsError
-from schemas.rule_spec import is_own
-from schemas.user_function import FunctionNotFound, load_function
-from trainer.algorithms.settings import AlgorithmSettings
+from clawstream.schemas.errors import SettingsError
+from clawstream.schemas.rule_spec import is_own
+from clawstream.schemas.user_function import FunctionNotFound, load_function
+from clawstream.trainer.algorithms.settings import AlgorithmSettings
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from trainer.algorithms.batch import BatchView, Floats, LossBatch
-    from trainer.algorithms.objective import Loss
+    from clawstream.trainer.algorithms.batch import BatchView, Floats, LossBatch
+    from clawstream.trainer.algorithms.objective import Loss
 
 Column = Literal["ref_logprobs", "teacher_logprobs", "values"]
 RewardUse = Literal["none", "trajectory", "step"]
@@ -28,7 +28,7 @@ RewardUse = Literal["none", "trajectory", "step"]
 
 CorrectedColumn = Literal["logprobs", "old_logprobs"]
 
-_A, _L = "trainer.algorithms.advantages", "trainer.algorithms.losses"
+_A, _L = "clawstream.trainer.algorithms.advantages", "clawstream.trainer.algorithms.losses"
 ADVANTAGES: Mapping[str, str] = {
     "distillation": f"{_A}.distillation:distillation",
     "dr_grpo": f"{_A}.dr_grpo:dr_grpo",

@@ -27,7 +27,7 @@ class AlgorithmSettings:
         mask_low, mask_high: DPPO; largest fall and rise of a token's probability.
         log_ratio_penalty: DPPO; coefficient of the squared log-ratio.
         kl_coef: coefficient of the divergence from the reference policy.
-        kl_estimator: see `trainer.algorithms.kl`.
+        kl_estimator: see `clawstream.trainer.algorithms.kl`.
         kl_in: whether the divergence is a loss term or subtracted from rewards.
         entropy_coef: coefficient of the entropy bonus.
         correction: what is done with importance weights out of bounds.

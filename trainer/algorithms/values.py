@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.algorithms.batch import Floats
+from clawstream.trainer.algorithms.batch import Floats
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> Tensor:

@@ -7,17 +7,17 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
-from runtime.kafka import Cluster, Record, SourceTruncated, Unavailable
-from runtime.topics.records import Decoder, decode_all
-from schemas.errors import SettingsError
-from schemas.records import Late, PolicyApplied, ReadyBatch, Refused, Trajectory
-from schemas.settings import Settings
-from trainer.data.sequences import NO_IMAGES, BatchImages
-from trainer.data.trajectories import read_payload
-from trainer.errors import BatchGap, TopicReplaced
-from trainer.liveness.watchdog import Watchdog
-from trainer.position import Position
-from trainer.settings_check import check_named_algorithm
+from clawstream.runtime.kafka import Cluster, Record, SourceTruncated, Unavailable
+from clawstream.runtime.topics.records import Decoder, decode_all
+from clawstream.schemas.errors import SettingsError
+from clawstream.schemas.records import Late, PolicyApplied, ReadyBatch, Refused, Trajectory
+from clawstream.schemas.settings import Settings
+from clawstream.trainer.data.sequences import NO_IMAGES, BatchImages
+from clawstream.trainer.data.trajectories import read_payload
+from clawstream.trainer.errors import BatchGap, TopicReplaced
+from clawstream.trainer.liveness.watchdog import Watchdog
+from clawstream.trainer.position import Position
+from clawstream.trainer.settings_check import check_named_algorithm
 
 PAYLOAD_S = 120.0
 """Reading the payload of a batch may take this long at least."""

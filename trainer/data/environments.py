@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import orjson
 
-from schemas.records import BatchGroup, ReadyBatch, Trajectory
+from clawstream.schemas.records import BatchGroup, ReadyBatch, Trajectory
 
 
 def environment_of(trajectory: Trajectory) -> str | None:

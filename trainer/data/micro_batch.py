@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trainer.data.packing import PackedRow, pack
-from trainer.data.sequences import Tokens, TrainingSequence, concatenated
+from clawstream.trainer.data.packing import PackedRow, pack
+from clawstream.trainer.data.sequences import Tokens, TrainingSequence, concatenated
 
 PADDING = 0  # any id: it is on the right, so no token attends to it, and it is never trained
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 
-from trainer.data.packing import cut, packed_length
-from trainer.data.sequences import TrainingSequence
+from clawstream.trainer.data.packing import cut, packed_length
+from clawstream.trainer.data.sequences import TrainingSequence
 
 
 def minibatches(

@@ -8,15 +8,15 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from queue import SimpleQueue
 from typing import Protocol, Self
 
-from runtime.kafka import Record, Unavailable
-from runtime.logs import logger
-from trainer.data.batches import DeadLetterSink, FetchedBatch
+from clawstream.runtime.kafka import Record, Unavailable
+from clawstream.runtime.logs import logger
+from clawstream.trainer.data.batches import DeadLetterSink, FetchedBatch
 
 POLL_S = 0.2
 
 
 class BatchSource(Protocol):
-    """Where batches come from; `trainer.data.batches.BatchReader` is one."""
+    """Where batches come from; `clawstream.trainer.data.batches.BatchReader` is one."""
 
     def next(self, batch_seq: int, timeout_s: float) -> FetchedBatch | None:
         """Return the next batch, or None when there is none yet; repeatable after Unavailable."""

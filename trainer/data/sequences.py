@@ -16,11 +16,11 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from schemas.records import BatchMember, ReadyBatch, Segment, Trajectory, TrajectoryStep
-from schemas.reward_matching import step_rewards, training_reward
-from schemas.tokens import count
-from trainer.algorithms.registry import RewardUse
-from trainer.data.untrained import (
+from clawstream.schemas.records import BatchMember, ReadyBatch, Segment, Trajectory, TrajectoryStep
+from clawstream.schemas.reward_matching import step_rewards, training_reward
+from clawstream.schemas.tokens import count
+from clawstream.trainer.algorithms.registry import RewardUse
+from clawstream.trainer.data.untrained import (
     NO_MEDIA,
     NO_REWARD,
     LeftOut,
@@ -28,7 +28,7 @@ from trainer.data.untrained import (
     too_few_rewards,
     untrained_steps,
 )
-from trainer.errors import PayloadUnreadable
+from clawstream.trainer.errors import PayloadUnreadable
 
 Reason = Literal["at zero"] | Unreadable
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from schemas.errors import SettingsError
-from schemas.records import Trajectory
+from clawstream.schemas.errors import SettingsError
+from clawstream.schemas.records import Trajectory
 
 
 def check_tokenizer(trajectories: Iterable[Trajectory], own: str | None, batch_seq: int) -> None:

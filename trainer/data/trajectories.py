@@ -8,12 +8,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping
 
-from runtime.kafka import READ_TIMEOUT_S, Cluster, Record, SourceTruncated, Unavailable
-from runtime.topics.records import Decoder
-from schemas.errors import Undecodable, UnknownSchema
-from schemas.records import BatchMember, ReadyBatch, Trajectory
-from schemas.trajectory_parts import joined
-from trainer.errors import PayloadUnreadable
+from clawstream.runtime.kafka import READ_TIMEOUT_S, Cluster, Record, SourceTruncated, Unavailable
+from clawstream.runtime.topics.records import Decoder
+from clawstream.schemas.errors import Undecodable, UnknownSchema
+from clawstream.schemas.records import BatchMember, ReadyBatch, Trajectory
+from clawstream.schemas.trajectory_parts import joined
+from clawstream.trainer.errors import PayloadUnreadable
 
 GAP_RECORDS = 500
 """Number of records of other batches that a scan reads over before it starts another scan.

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from schemas.records import BatchMember, StepTraining, TrainedTrajectory, Trajectory
+from clawstream.schemas.records import BatchMember, StepTraining, TrainedTrajectory, Trajectory
 
 Unreadable = Literal["vocabulary", "media"]
 """Why the model cannot compute a segment: an id that it does not have, or a medium."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from runtime.kafka import (
+from clawstream.runtime.kafka import (
     BEGINNING,
     READ_TIMEOUT_S,
     Cluster,
@@ -13,10 +13,10 @@ from runtime.kafka import (
     SourceTruncated,
     Unavailable,
 )
-from runtime.logs import logger
-from runtime.topics.records import Decoder, decode_all
-from schemas.records import ReadyBatch
-from schemas.settings import Settings
+from clawstream.runtime.logs import logger
+from clawstream.runtime.topics.records import Decoder, decode_all
+from clawstream.schemas.records import ReadyBatch
+from clawstream.schemas.settings import Settings
 
 POLL_S = 0.1
 RECORDS = 500

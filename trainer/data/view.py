@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from schemas.errors import SettingsError
-from schemas.ids import parse_version
-from trainer.algorithms.batch import BatchView, Floats
-from trainer.algorithms.registry import setting_of
-from trainer.data.sequences import TrainedMember, TrainingSequence
+from clawstream.schemas.errors import SettingsError
+from clawstream.schemas.ids import parse_version
+from clawstream.trainer.algorithms.batch import BatchView, Floats
+from clawstream.trainer.algorithms.registry import setting_of
+from clawstream.trainer.data.sequences import TrainedMember, TrainingSequence
 
 
 def batch_view(

@@ -6,8 +6,8 @@ import threading
 from collections.abc import Callable
 from typing import Self
 
-from runtime.kafka import NO_METADATA, Cluster, heartbeat
-from schemas.settings import Settings
+from clawstream.runtime.kafka import NO_METADATA, Cluster, heartbeat
+from clawstream.schemas.settings import Settings
 
 HEARTBEAT_S = 5.0
 

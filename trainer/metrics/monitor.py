@@ -9,13 +9,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from runtime.chart import Line, Panel, draw
-from runtime.logs import logger
-from schemas.records import WeightVersion
-from schemas.settings import Settings
-from trainer.metrics.prometheus import VersionMetrics
-from trainer.metrics.tensorboard import TensorBoardFiles
-from trainer.metrics.validation import Validation
+from clawstream.runtime.chart import Line, Panel, draw
+from clawstream.runtime.logs import logger
+from clawstream.schemas.records import WeightVersion
+from clawstream.schemas.settings import Settings
+from clawstream.trainer.metrics.prometheus import VersionMetrics
+from clawstream.trainer.metrics.tensorboard import TensorBoardFiles
+from clawstream.trainer.metrics.validation import Validation
 
 PANELS: Sequence[tuple[str, tuple[str, ...]]] = (
     ("reward", ("reward_mean", "val/reward_mean")),

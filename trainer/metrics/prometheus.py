@@ -8,7 +8,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.core import Metric as PrometheusMetric
 from prometheus_client.registry import Collector
 
-from trainer.metrics.definitions import LABELS, METRICS, label_of
+from clawstream.trainer.metrics.definitions import LABELS, METRICS, label_of
 
 PREFIX = "clawstream_trainer_"
 NEWEST = (PREFIX + "sync_index", "Sync index of the newest version.")

@@ -8,7 +8,7 @@ from functools import partial
 from statistics import fmean, pstdev
 from typing import NamedTuple
 
-from schemas.ids import parse_version
+from clawstream.schemas.ids import parse_version
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,7 +211,7 @@ def version_metrics(
 ) -> dict[str, float]:
     """Return the metrics of a version trained from these batches; unmeasured ones are absent.
 
-    `trainer.metrics.definitions` describes each.
+    `clawstream.trainer.metrics.definitions` describes each.
     """
     found: dict[str, float | None] = {"save_seconds": save_seconds}
     if batches:

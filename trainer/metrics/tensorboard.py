@@ -11,7 +11,7 @@ from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.proto.summary_pb2 import Summary
 
-from trainer.metrics.definitions import SECTION_OF
+from clawstream.trainer.metrics.definitions import SECTION_OF
 
 
 class TensorBoardFiles:

@@ -7,8 +7,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from schemas.records import BatchGroup, BatchMember, ReadyBatch
-from schemas.reward_matching import training_reward
+from clawstream.schemas.records import BatchGroup, BatchMember, ReadyBatch
+from clawstream.schemas.reward_matching import training_reward
 
 GroupKey = tuple[str, int]
 """Group id and round."""

@@ -15,21 +15,26 @@ from torch import Tensor
 from torch.distributed.checkpoint.stateful import Stateful
 from transformers import PreTrainedModel
 
-from trainer.algorithms.values import explained_variance, value_loss
-from trainer.data.micro_batch import MicroBatch, collate
-from trainer.data.minibatches import minibatches
-from trainer.data.sequences import TrainingSequence
-from trainer.metrics.statistics import CriticStats
-from trainer.model.files import auxiliary_files, empty_masters, load_masters, save_configuration
-from trainer.model.frozen import check_vocabulary
-from trainer.model.scores import hidden_states, logprobs_of
-from trainer.model.state import ModelState, OptimizerState
-from trainer.parallel.processes import ONE, Processes
-from trainer.parallel.sharding import shard, whole
-from trainer.vision.inputs import ImageInputs
+from clawstream.trainer.algorithms.values import explained_variance, value_loss
+from clawstream.trainer.data.micro_batch import MicroBatch, collate
+from clawstream.trainer.data.minibatches import minibatches
+from clawstream.trainer.data.sequences import TrainingSequence
+from clawstream.trainer.metrics.statistics import CriticStats
+from clawstream.trainer.model.files import (
+    auxiliary_files,
+    empty_masters,
+    load_masters,
+    save_configuration,
+)
+from clawstream.trainer.model.frozen import check_vocabulary
+from clawstream.trainer.model.scores import hidden_states, logprobs_of
+from clawstream.trainer.model.state import ModelState, OptimizerState
+from clawstream.trainer.parallel.processes import ONE, Processes
+from clawstream.trainer.parallel.sharding import shard, whole
+from clawstream.trainer.vision.inputs import ImageInputs
 
 if TYPE_CHECKING:
-    from schemas.settings import TrainerSettings
+    from clawstream.schemas.settings import TrainerSettings
 
 PATH_SETTING = "trainer.critic.path"
 

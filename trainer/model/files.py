@@ -24,9 +24,9 @@ from transformers import (
 from transformers.initialization import no_init_weights
 from transformers.utils import logging as transformers_logging
 
-from schemas.errors import SettingsError
-from trainer.parallel.sharding import parameter_ids, whole
-from trainer.vision.inputs import has_vision
+from clawstream.schemas.errors import SettingsError
+from clawstream.trainer.parallel.sharding import parameter_ids, whole
+from clawstream.trainer.vision.inputs import has_vision
 
 FACTS = "model_facts.json"
 """File of a checkpoint's model directory, about the model that the run began with: its dtypes, and

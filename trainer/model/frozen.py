@@ -11,18 +11,18 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from schemas.errors import SettingsError
-from trainer.data.micro_batch import MicroBatch
-from trainer.data.sequences import TrainingSequence
-from trainer.model.files import load_masters
-from trainer.model.scores import Scores, logprobs_of
-from trainer.model.tokenizer import tokenizer_fingerprint
-from trainer.parallel.processes import ONE, Processes
-from trainer.parallel.sharding import shard
-from trainer.vision.inputs import ImageInputs
+from clawstream.schemas.errors import SettingsError
+from clawstream.trainer.data.micro_batch import MicroBatch
+from clawstream.trainer.data.sequences import TrainingSequence
+from clawstream.trainer.model.files import load_masters
+from clawstream.trainer.model.scores import Scores, logprobs_of
+from clawstream.trainer.model.tokenizer import tokenizer_fingerprint
+from clawstream.trainer.parallel.processes import ONE, Processes
+from clawstream.trainer.parallel.sharding import shard
+from clawstream.trainer.vision.inputs import ImageInputs
 
 if TYPE_CHECKING:
-    from schemas.settings import TrainerSettings
+    from clawstream.schemas.settings import TrainerSettings
 
 FrozenColumn = Literal["ref_logprobs", "teacher_logprobs"]
 SETTINGS: Mapping[FrozenColumn, str] = {

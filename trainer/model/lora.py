@@ -12,16 +12,16 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save
 
-from runtime.weights.tensor_file import with_sorted_header
-from schemas.errors import SettingsError
-from trainer.model.files import head_is_tied, set_tied
-from trainer.parallel.sharding import whole
-from trainer.vision.inputs import has_vision
+from clawstream.runtime.weights.tensor_file import with_sorted_header
+from clawstream.schemas.errors import SettingsError
+from clawstream.trainer.model.files import head_is_tied, set_tied
+from clawstream.trainer.parallel.sharding import whole
+from clawstream.trainer.vision.inputs import has_vision
 
 if TYPE_CHECKING:
     from peft import PeftModel
 
-    from schemas.settings import LoraSettings
+    from clawstream.schemas.settings import LoraSettings
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _BASE = "base_model"

@@ -10,15 +10,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trainer.algorithms.batch import LossBatch
-from trainer.algorithms.importance import bounded, out_of_bounds
-from trainer.algorithms.kl import kl
-from trainer.algorithms.registry import LoadedAlgorithm
-from trainer.data.micro_batch import MicroBatch
-from trainer.data.sequences import TrainingSequence
-from trainer.metrics.definitions import OWN
-from trainer.metrics.statistics import TokenStats
-from trainer.parallel.processes import Processes
+from clawstream.trainer.algorithms.batch import LossBatch
+from clawstream.trainer.algorithms.importance import bounded, out_of_bounds
+from clawstream.trainer.algorithms.kl import kl
+from clawstream.trainer.algorithms.registry import LoadedAlgorithm
+from clawstream.trainer.data.micro_batch import MicroBatch
+from clawstream.trainer.data.sequences import TrainingSequence
+from clawstream.trainer.metrics.definitions import OWN
+from clawstream.trainer.metrics.statistics import TokenStats
+from clawstream.trainer.parallel.processes import Processes
 
 
 class Measurement:

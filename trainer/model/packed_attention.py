@@ -19,12 +19,12 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from runtime.logs import logger
-from trainer.data.packing import Block, PackedRow
-from trainer.vision.inputs import has_vision
+from clawstream.runtime.logs import logger
+from clawstream.trainer.data.packing import Block, PackedRow
+from clawstream.trainer.vision.inputs import has_vision
 
 if TYPE_CHECKING:
-    from schemas.settings import TrainerSettings
+    from clawstream.schemas.settings import TrainerSettings
 
 NAME = "packed"
 """Of this attention in transformers."""

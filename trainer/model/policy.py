@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.stateful import Stateful
 
-from runtime.digests import digest_of_model
-from trainer.data.micro_batch import MicroBatch
-from trainer.data.sequences import ReadableIds
-from trainer.model.files import (
+from clawstream.runtime.digests import digest_of_model
+from clawstream.trainer.data.micro_batch import MicroBatch
+from clawstream.trainer.data.sequences import ReadableIds
+from clawstream.trainer.model.files import (
     TensorDtypes,
     auxiliary_files,
     empty_masters,
@@ -22,16 +22,16 @@ from trainer.model.files import (
     save_configuration,
     save_rounded,
 )
-from trainer.model.lora import save_adapter, save_identity, with_adapter
-from trainer.model.scores import Scores
-from trainer.model.state import ModelState, OptimizerState, RandomState
-from trainer.model.tokenizer import tokenizer_fingerprint
-from trainer.parallel.processes import ONE, Processes
-from trainer.parallel.sharding import checkpoint_activations, compile_layers, shard
-from trainer.vision.inputs import ImageInputs, freeze_vision
+from clawstream.trainer.model.lora import save_adapter, save_identity, with_adapter
+from clawstream.trainer.model.scores import Scores
+from clawstream.trainer.model.state import ModelState, OptimizerState, RandomState
+from clawstream.trainer.model.tokenizer import tokenizer_fingerprint
+from clawstream.trainer.parallel.processes import ONE, Processes
+from clawstream.trainer.parallel.sharding import checkpoint_activations, compile_layers, shard
+from clawstream.trainer.vision.inputs import ImageInputs, freeze_vision
 
 if TYPE_CHECKING:
-    from schemas.settings import TrainerSettings
+    from clawstream.schemas.settings import TrainerSettings
 
 
 class Policy:

@@ -12,15 +12,15 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from trainer.data.micro_batch import MicroBatch, collate
-from trainer.data.sequences import TrainingSequence
-from trainer.model.chunked_scores import chunked_scores
-from trainer.model.packed_attention import structure_of, use_packing
-from trainer.parallel.processes import ONE, Processes
-from trainer.vision.inputs import ImageInputs
+from clawstream.trainer.data.micro_batch import MicroBatch, collate
+from clawstream.trainer.data.sequences import TrainingSequence
+from clawstream.trainer.model.chunked_scores import chunked_scores
+from clawstream.trainer.model.packed_attention import structure_of, use_packing
+from clawstream.trainer.parallel.processes import ONE, Processes
+from clawstream.trainer.vision.inputs import ImageInputs
 
 if TYPE_CHECKING:
-    from schemas.settings import TrainerSettings
+    from clawstream.schemas.settings import TrainerSettings
 
 
 def hidden_states(

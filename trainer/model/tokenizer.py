@@ -6,8 +6,8 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
-from runtime.logs import logger
-from schemas.tokens import fingerprint
+from clawstream.runtime.logs import logger
+from clawstream.schemas.tokens import fingerprint
 
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 

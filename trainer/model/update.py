@@ -10,18 +10,18 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from trainer.algorithms.batch import LossBatch
-from trainer.algorithms.objective import MinibatchSize, objective
-from trainer.algorithms.registry import LoadedAlgorithm
-from trainer.data.micro_batch import MicroBatch, collate
-from trainer.data.minibatches import minibatches
-from trainer.data.sequences import TrainingSequence
-from trainer.metrics.flops import TrainingFlops, peak_flops
-from trainer.metrics.statistics import StepStats, UpdateStats
-from trainer.model.measurement import FirstPasses, Measurement
-from trainer.model.policy import Policy
-from trainer.model.scores import logprobs_of
-from trainer.parallel.sharding import whole
+from clawstream.trainer.algorithms.batch import LossBatch
+from clawstream.trainer.algorithms.objective import MinibatchSize, objective
+from clawstream.trainer.algorithms.registry import LoadedAlgorithm
+from clawstream.trainer.data.micro_batch import MicroBatch, collate
+from clawstream.trainer.data.minibatches import minibatches
+from clawstream.trainer.data.sequences import TrainingSequence
+from clawstream.trainer.metrics.flops import TrainingFlops, peak_flops
+from clawstream.trainer.metrics.statistics import StepStats, UpdateStats
+from clawstream.trainer.model.measurement import FirstPasses, Measurement
+from clawstream.trainer.model.policy import Policy
+from clawstream.trainer.model.scores import logprobs_of
+from clawstream.trainer.parallel.sharding import whole
 
 Algorithms = Mapping[str | None, LoadedAlgorithm]
 """Name of an environment to its algorithm; None: all others."""

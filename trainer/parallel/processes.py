@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from trainer.data.minibatches import micro_batches, shares
-from trainer.errors import ProcessLost
-from trainer.liveness.watchdog import Watchdog
+from clawstream.trainer.data.minibatches import micro_batches, shares
+from clawstream.trainer.errors import ProcessLost
+from clawstream.trainer.liveness.watchdog import Watchdog
 
 if TYPE_CHECKING:
-    from trainer.data.sequences import TrainingSequence
+    from clawstream.trainer.data.sequences import TrainingSequence
 
 T = TypeVar("T")
 TIMEOUT = timedelta(minutes=30)

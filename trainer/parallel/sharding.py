@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from trainer.parallel.processes import Processes
+from clawstream.trainer.parallel.processes import Processes
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:

@@ -30,13 +30,13 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.stateful import Stateful
 
-from runtime.logs import logger
-from schemas.errors import SettingsError
-from schemas.ids import Version
-from schemas.records import WeightVersion
-from trainer.errors import CheckpointFailed, CheckpointLost, InvalidCheckpoint
-from trainer.model.state import ModelState
-from trainer.versions.directory import (
+from clawstream.runtime.logs import logger
+from clawstream.schemas.errors import SettingsError
+from clawstream.schemas.ids import Version
+from clawstream.schemas.records import WeightVersion
+from clawstream.trainer.errors import CheckpointFailed, CheckpointLost, InvalidCheckpoint
+from clawstream.trainer.model.state import ModelState
+from clawstream.trainer.versions.directory import (
     VersionState,
     directory_of,
     download,
@@ -47,7 +47,7 @@ from trainer.versions.directory import (
     verify,
     versions_in,
 )
-from trainer.versions.history import version_of
+from clawstream.trainer.versions.history import version_of
 
 MODEL, CRITIC = "model", "critic"
 PLATFORM = "platform.json"

@@ -26,13 +26,13 @@ from typing import Any
 from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 from pydantic import TypeAdapter, ValidationError
 
-from runtime.atomic_file import fsync_path, is_full
-from runtime.digests import sha256
-from runtime.logs import logger
-from schemas.errors import ForeseenError
-from schemas.ids import Version
-from trainer.errors import InvalidCheckpoint, StorageFailed
-from trainer.position import Position
+from clawstream.runtime.atomic_file import fsync_path, is_full
+from clawstream.runtime.digests import sha256
+from clawstream.runtime.logs import logger
+from clawstream.schemas.errors import ForeseenError
+from clawstream.schemas.ids import Version
+from clawstream.trainer.errors import InvalidCheckpoint, StorageFailed
+from clawstream.trainer.position import Position
 
 INFO = "clawstream.json"
 _NAME = re.compile(r"(\d{1,18})\.(\d{1,18})")

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
-from schemas.ids import Version
-from schemas.records import WeightVersion
+from clawstream.schemas.ids import Version
+from clawstream.schemas.records import WeightVersion
 
 ALWAYS_KEPT = 2
 """A worker may still load the newest but one, and a resume needs it when the newest is damaged."""

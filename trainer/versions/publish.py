@@ -7,15 +7,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from runtime.topics.records import now_micros
-from runtime.weights.delta import Snapshot, mapped, write_delta
-from runtime.weights.files import SUFFIX, local_path
-from schemas.ids import Version, parse_version
-from schemas.records import WeightFile, WeightVersion
-from schemas.settings import Settings
-from trainer.errors import InvalidCheckpoint
-from trainer.model.policy import Policy
-from trainer.versions.directory import (
+from clawstream.runtime.topics.records import now_micros
+from clawstream.runtime.weights.delta import Snapshot, mapped, write_delta
+from clawstream.runtime.weights.files import SUFFIX, local_path
+from clawstream.schemas.ids import Version, parse_version
+from clawstream.schemas.records import WeightFile, WeightVersion
+from clawstream.schemas.settings import Settings
+from clawstream.trainer.errors import InvalidCheckpoint
+from clawstream.trainer.model.policy import Policy
+from clawstream.trainer.versions.directory import (
     DirectoryInfo,
     VersionState,
     directory_of,

@@ -6,15 +6,15 @@ import shutil
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from runtime.digests import digest_of_model
-from runtime.weights.files import get_files
-from schemas.errors import SettingsError
-from schemas.ids import parse_version
-from schemas.settings import Settings
-from trainer.model.files import auxiliary_files, load_masters, save_rounded
-from trainer.model.lora import CONFIG, base_of, merged
-from trainer.versions.directory import versions_in
-from trainer.versions.publish import files_of
+from clawstream.runtime.digests import digest_of_model
+from clawstream.runtime.weights.files import get_files
+from clawstream.schemas.errors import SettingsError
+from clawstream.schemas.ids import parse_version
+from clawstream.schemas.settings import Settings
+from clawstream.trainer.model.files import auxiliary_files, load_masters, save_rounded
+from clawstream.trainer.model.lora import CONFIG, base_of, merged
+from clawstream.trainer.versions.directory import versions_in
+from clawstream.trainer.versions.publish import files_of
 
 
 def save_model(settings: Settings, version_id: str, out: Path) -> None:

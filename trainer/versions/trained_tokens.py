@@ -10,9 +10,9 @@ from zlib import crc32
 import numpy as np
 from numpy.typing import NDArray
 
-from schemas.records import TrainedTokens, Trajectory
-from trainer.data.sequences import TrainingSequence
-from trainer.model.measurement import FirstPass
+from clawstream.schemas.records import TrainedTokens, Trajectory
+from clawstream.trainer.data.sequences import TrainingSequence
+from clawstream.trainer.model.measurement import FirstPass
 
 
 class TrainedStep(NamedTuple):

@@ -6,15 +6,15 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
-from runtime.kafka import Cluster, Producer, Record
-from runtime.logs import logger
-from runtime.topics.records import Decoder, dead_letter
-from schemas.codec.single_object import Codec
-from schemas.errors import Undecodable, UnknownSchema
-from schemas.ids import Version, parse_version
-from schemas.records import TrainedTokens, TrainedTrajectory, WeightVersion
-from schemas.topics import Topics
-from trainer.versions.history import version_of
+from clawstream.runtime.kafka import Cluster, Producer, Record
+from clawstream.runtime.logs import logger
+from clawstream.runtime.topics.records import Decoder, dead_letter
+from clawstream.schemas.codec.single_object import Codec
+from clawstream.schemas.errors import Undecodable, UnknownSchema
+from clawstream.schemas.ids import Version, parse_version
+from clawstream.schemas.records import TrainedTokens, TrainedTrajectory, WeightVersion
+from clawstream.schemas.topics import Topics
+from clawstream.trainer.versions.history import version_of
 
 FLUSH_BYTES = 8 << 20
 """Tokens in flight at once: the queue of the client is bounded, by records and by bytes."""

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoProcessor, PreTrainedConfig, PreTrainedModel
 
-from runtime.logs import logger
-from schemas.errors import SettingsError
+from clawstream.runtime.logs import logger
+from clawstream.schemas.errors import SettingsError
 
 _OF_TEXT = ("input_ids", "attention_mask")
 _OF_TOKENS = ("mm_token_type_ids", "token_type_ids")

@@ -8,9 +8,14 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.blob_store import BlobMissing, BlobStore
-from schemas.records import ReadyBatch, Trajectory
-from trainer.data.sequences import BatchImages, ReadableIds, TrainingSequence, sequences_of
+from clawstream.runtime.blob_store import BlobMissing, BlobStore
+from clawstream.schemas.records import ReadyBatch, Trajectory
+from clawstream.trainer.data.sequences import (
+    BatchImages,
+    ReadableIds,
+    TrainingSequence,
+    sequences_of,
+)
 
 Misfit = Callable[[Sequence[bytes], NDArray[np.int32]], str | None]
 """Returns why images are not those of a prompt with these token ids; None if they can be."""

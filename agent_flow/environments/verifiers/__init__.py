@@ -3,6 +3,6 @@
 verifiers needs other versions of openai and mcp than Clawstream, and speaks HTTP only.
 """
 
-from agent_flow.environments.verifiers.client import environment
+from clawstream.agent_flow.environments.verifiers.client import environment
 
 __all__ = ["environment"]

@@ -14,13 +14,13 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from agent_flow.child_environment import child_environment
-from agent_flow.environments.environment import Split
-from agent_flow.errors import FlowError, RolloutFailed
-from agent_flow.file_tail import tail
-from agent_flow.flow import Flow, Limits
-from agent_flow.rollout import Rollout
-from agent_flow.tasks import Task, tasks_of_file
+from clawstream.agent_flow.child_environment import child_environment
+from clawstream.agent_flow.environments.environment import Split
+from clawstream.agent_flow.errors import FlowError, RolloutFailed
+from clawstream.agent_flow.file_tail import tail
+from clawstream.agent_flow.flow import Flow, Limits
+from clawstream.agent_flow.rollout import Rollout
+from clawstream.agent_flow.tasks import Task, tasks_of_file
 
 PYTHON = "CLAWSTREAM_VERIFIERS_PYTHON"
 """Environment variable: the Python that has verifiers."""

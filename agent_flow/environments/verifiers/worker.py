@@ -1,9 +1,9 @@
 """Play tasks of a verifiers environment, in a process with the Python that has verifiers.
 
-Started by `agent_flow.environments.verifiers.client`; imports nothing of Clawstream. The argument
-is a JSON object: `id` of the taskset, `channel`, `size`, `config` (verifiers' own configuration of
-an environment) and `tasks`, a file to which the tasks are written as JSON lines. Requests come on
-standard input, replies go to standard output, a JSON object a line:
+Started by `clawstream.agent_flow.environments.verifiers.client`; imports nothing of Clawstream. The
+argument is a JSON object: `id` of the taskset, `channel`, `size`, `config` (verifiers' own
+configuration of an environment) and `tasks`, a file to which the tasks are written as JSON lines.
+Requests come on standard input, replies go to standard output, a JSON object a line:
 
     <- {"ready": true} or {"refused": "why"}                               once
     -> {"id": 7, "task": 3, "base_url": "...", "api_key": "...", "model": "policy", "sampling": {}}

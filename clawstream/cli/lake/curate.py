@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from clawstream.cli.common_options import By, Form, Run, cluster_of, fail, load, print_json
-from runtime.user import current_user
+from clawstream.runtime.user import current_user
 
 if TYPE_CHECKING:
-    from schemas.settings import Settings
+    from clawstream.schemas.settings import Settings
 
 EXAMPLES = 5
 
@@ -44,7 +44,7 @@ def curate(
     if not where:
         fail('--where is missing: say which, e.g. --where "quality < 0.3"', 2)
     module, sql = load("clawstream.query.curation"), load("clawstream.query.connection")
-    marks, errors = load("inspector.marks.mark"), load("inspector.errors")
+    marks, errors = load("clawstream.inspector.marks.mark"), load("clawstream.inspector.errors")
     try:
         mark = marks.Mark(
             by or current_user(),

@@ -11,7 +11,7 @@ import typer
 from clawstream.cli.common_options import Form, fail, load, print_json
 
 if TYPE_CHECKING:
-    from schemas.settings import Settings
+    from clawstream.schemas.settings import Settings
 
 FormatName = Literal["jsonl", "parquet", "huggingface", "trl", "verl", "prime-rl"]
 

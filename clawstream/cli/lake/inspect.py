@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable
 
-    from inspector.live.feed import Live
-    from inspector.web.access import User
-    from inspector.web.app import Parts
-    from schemas.settings import Settings
+    from clawstream.inspector.live.feed import Live
+    from clawstream.inspector.web.access import User
+    from clawstream.inspector.web.app import Parts
+    from clawstream.schemas.settings import Settings
 
 
 def inspect(
@@ -45,7 +45,10 @@ def inspect(
     named = bool(names) or any(word.startswith("data_dir=") for word in overrides)
     if named and settings.lake.uri is None and not settings.data_dir.is_dir():
         fail(f"there is no data directory {settings.data_dir}", 2)
-    main, lifecycle = load("inspector.main"), load("runtime.process.lifecycle")
+    main, lifecycle = (
+        load("clawstream.inspector.main"),
+        load("clawstream.runtime.process.lifecycle"),
+    )
     parts, live, key = parts_of(settings)
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}/"
     typer.echo(f"inspector: {url}" + (f"  key: {key}" if key else ""), err=True)
@@ -62,18 +65,18 @@ def parts_of(settings: Settings) -> tuple[Parts, Live, str | None]:
     from clawstream.inspection.policies import RunPolicies
     from clawstream.inspection.sandboxed_sql import SandboxedSql
     from clawstream.inspection.whole_chats import whole_chats
+    from clawstream.inspector.live.feed import Follower, Live
+    from clawstream.inspector.marks.writer import MarkWriter, producer_of
+    from clawstream.inspector.metrics import PageMetrics
+    from clawstream.inspector.operations.watcher import Watcher
+    from clawstream.inspector.queries.activity import Activity
+    from clawstream.inspector.queries.lake import COPIES
+    from clawstream.inspector.web.app import Parts
     from clawstream.query.live_lake import Copy, LiveLake
     from clawstream.query.token_texts import TokenTexts
-    from inspector.live.feed import Follower, Live
-    from inspector.marks.writer import MarkWriter, producer_of
-    from inspector.metrics import PageMetrics
-    from inspector.operations.watcher import Watcher
-    from inspector.queries.activity import Activity
-    from inspector.queries.lake import COPIES
-    from inspector.web.app import Parts
-    from runtime.blob_store import BlobStore
-    from runtime.process.metrics import add_process_metrics
-    from runtime.topics.records import cluster_of
+    from clawstream.runtime.blob_store import BlobStore
+    from clawstream.runtime.process.metrics import add_process_metrics
+    from clawstream.runtime.topics.records import cluster_of
 
     lake = LiveLake(settings, {name: Copy(*copy) for name, copy in COPIES.items()})
     lake.start()
@@ -100,9 +103,9 @@ def parts_of(settings: Settings) -> tuple[Parts, Live, str | None]:
 
 def _keys(settings: Settings) -> tuple[Callable[[str], User | None], str | None]:
     """Return what finds the user of a key, and a key of this process when the gateway has none."""
-    from gateway.auth.api_keys import PREFIX, SCOPES, KeyRing, digest_of
-    from inspector.web.access import User
-    from runtime.user import current_user
+    from clawstream.gateway.auth.api_keys import PREFIX, SCOPES, KeyRing, digest_of
+    from clawstream.inspector.web.access import User
+    from clawstream.runtime.user import current_user
 
     ring = KeyRing(settings.api_keys_file)
     own = None if len(ring) else PREFIX + secrets.token_urlsafe(32)

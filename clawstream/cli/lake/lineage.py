@@ -10,7 +10,7 @@ import typer
 from clawstream.cli.common_options import Form, Run, command, group, print_json
 from clawstream.query.connection import connect
 from clawstream.query.lineage import Lineage
-from schemas.settings import Settings
+from clawstream.schemas.settings import Settings
 
 app = group()
 Id = Annotated[str, typer.Argument(metavar="ID")]

@@ -21,12 +21,12 @@ from clawstream.cli.common_options import (
     settings_of,
 )
 from clawstream.query.result_format import as_text
-from schemas.ids import check_run_id
-from schemas.settings import Settings
-from stream_jobs.lake import erasure as erasures
-from stream_jobs.lake.delta import maintenance, snapshots
-from stream_jobs.lake.delta import repair as repairs
-from stream_jobs.lake.tables.catalog import catalog
+from clawstream.schemas.ids import check_run_id
+from clawstream.schemas.settings import Settings
+from clawstream.stream_jobs.lake import erasure as erasures
+from clawstream.stream_jobs.lake.delta import maintenance, snapshots
+from clawstream.stream_jobs.lake.delta import repair as repairs
+from clawstream.stream_jobs.lake.tables.catalog import catalog
 
 app = group()
 Table = Annotated[str, typer.Argument(help="Table.")]

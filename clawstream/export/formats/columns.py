@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from clawstream.export.row import ExportRow
-from trainer.data.sequences import Tokens
+from clawstream.trainer.data.sequences import Tokens
 
 BATCH_ROWS = 64
 """Rows of a record batch. A batch is in memory; sequences are long."""

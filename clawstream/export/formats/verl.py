@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clawstream.export.row import ExportRow
-from trainer.data.sequences import Tokens
+from clawstream.trainer.data.sequences import Tokens
 
 Arrays = dict[str, NDArray[Any]]
 _PROTOCOL = 3

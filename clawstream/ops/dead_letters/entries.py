@@ -13,16 +13,16 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from runtime.kafka import Record
-from runtime.topics.records import Decoder, cluster_of
-from schemas.codec.single_object import Event
-from schemas.errors import Undecodable, UnknownSchema
-from schemas.ids import RUN_ID
-from schemas.records import DeadLetter, DeadLetterResolved
-from schemas.settings import Settings
-from schemas.topics import Topics
-from stream_jobs.assemble.payload.input_log import InputLog
-from stream_jobs.errors import StreamJobError
+from clawstream.runtime.kafka import Record
+from clawstream.runtime.topics.records import Decoder, cluster_of
+from clawstream.schemas.codec.single_object import Event
+from clawstream.schemas.errors import Undecodable, UnknownSchema
+from clawstream.schemas.ids import RUN_ID
+from clawstream.schemas.records import DeadLetter, DeadLetterResolved
+from clawstream.schemas.settings import Settings
+from clawstream.schemas.topics import Topics
+from clawstream.stream_jobs.assemble.payload.input_log import InputLog
+from clawstream.stream_jobs.errors import StreamJobError
 
 DETAIL_CHARS = 200
 """Maximum length of the detail in an entry."""

@@ -23,27 +23,27 @@ from clawstream.ops.dead_letters.entries import (
     DeadLetterLog,
     Original,
 )
-from runtime.kafka import Ack
-from runtime.topics.records import cluster_of, now_micros
-from runtime.user import current_user
-from schemas.codec.record_json import from_json, to_json
-from schemas.codec.single_object import Event
-from schemas.errors import Undecodable, UnknownSchema
-from schemas.records import (
+from clawstream.runtime.kafka import Ack
+from clawstream.runtime.topics.records import cluster_of, now_micros
+from clawstream.runtime.user import current_user
+from clawstream.schemas.codec.record_json import from_json, to_json
+from clawstream.schemas.codec.single_object import Event
+from clawstream.schemas.errors import Undecodable, UnknownSchema
+from clawstream.schemas.records import (
     AdmissionPolicy,
     Candidate,
     DeadLetterResolved,
     FailedCall,
     SchemaPublished,
 )
-from schemas.settings import Settings
-from schemas.topics import REPLAYS, Topics
-from stream_jobs.admit.policy import policy_rejection
-from stream_jobs.assemble.fold import AssemblyFold
-from stream_jobs.assemble.limits import limits_of
-from stream_jobs.assemble.state.partition_state import PartitionState
-from stream_jobs.assemble.state.trajectories import REWARDS, STEPS, SourceTopic
-from stream_jobs.worker.payload import payload_place
+from clawstream.schemas.settings import Settings
+from clawstream.schemas.topics import REPLAYS, Topics
+from clawstream.stream_jobs.admit.policy import policy_rejection
+from clawstream.stream_jobs.assemble.fold import AssemblyFold
+from clawstream.stream_jobs.assemble.limits import limits_of
+from clawstream.stream_jobs.assemble.state.partition_state import PartitionState
+from clawstream.stream_jobs.assemble.state.trajectories import REWARDS, STEPS, SourceTopic
+from clawstream.stream_jobs.worker.payload import payload_place
 
 TRANSACTION_MS = 10_000
 """Transaction time-out: an open transaction of a killed command blocks readers at most this long.

@@ -20,14 +20,14 @@ from clawstream.ops.monitoring.rules import STATUSES, worst
 from clawstream.ops.monitoring.topic_follower import TopicFollower
 from clawstream.ops.monitoring.watch import INTERVAL_S, SCAN_RECORDS, LagWatch
 from clawstream.ops.status import has_ended, processes_of
-from runtime.kafka import KafkaError
-from runtime.logs import logger
-from runtime.process.lifecycle import run_sync
-from runtime.process.metrics import serving_metrics
-from runtime.process.readiness import not_ready, ready
-from runtime.topics.records import cluster_of
-from schemas.errors import SettingsError
-from schemas.settings import Settings
+from clawstream.runtime.kafka import KafkaError
+from clawstream.runtime.logs import logger
+from clawstream.runtime.process.lifecycle import run_sync
+from clawstream.runtime.process.metrics import serving_metrics
+from clawstream.runtime.process.readiness import not_ready, ready
+from clawstream.runtime.topics.records import cluster_of
+from clawstream.schemas.errors import SettingsError
+from clawstream.schemas.settings import Settings
 
 PROCESS = "monitor"
 CONSUMER = ("consumergroup", "topic", "partition")

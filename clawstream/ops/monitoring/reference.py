@@ -12,20 +12,20 @@ from prometheus_client.core import Metric
 from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.registry import Collector
 
+from clawstream.gateway.metrics import Metrics
+from clawstream.inspector.metrics import PageMetrics
 from clawstream.ops.monitoring.exporter import MonitorMetrics
 from clawstream.ops.tracing.metrics import TraceMetrics
-from gateway.metrics import Metrics
-from inspector.metrics import PageMetrics
-from rollout.metrics import WorkerMetrics
-from rollout.status import Report
-from runtime.process.metrics import DiskSpace
-from schemas.settings import Settings
-from stream_jobs.admit.decisions.metrics import DecisionMetrics
-from stream_jobs.lake.metrics import LakeMetrics
-from stream_jobs.worker.metrics import JobMetrics
-from trainer.metrics.prometheus import VersionMetrics
+from clawstream.rollout.metrics import WorkerMetrics
+from clawstream.rollout.status import Report
+from clawstream.runtime.process.metrics import DiskSpace
+from clawstream.schemas.settings import Settings
+from clawstream.stream_jobs.admit.decisions.metrics import DecisionMetrics
+from clawstream.stream_jobs.lake.metrics import LakeMetrics
+from clawstream.stream_jobs.worker.metrics import JobMetrics
+from clawstream.trainer.metrics.prometheus import VersionMetrics
 
-PAGE = Path(__file__).parents[3] / "docs" / "metrics.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "metrics.md"
 BEGIN = "<!-- The rest is generated: python -m clawstream.ops.monitoring.reference -->"
 
 

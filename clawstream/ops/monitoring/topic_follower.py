@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 from clawstream.ops.dead_letters.entries import RecordId
-from runtime.kafka import Cluster, KafkaError, Reader, SourceTruncated
-from runtime.topics.records import Decoder
-from schemas.codec.single_object import Event
-from schemas.errors import Undecodable, UnknownSchema
-from schemas.records import DeadLetter, DeadLetterResolved, WeightVersion, WorkerStatus
-from schemas.settings import Settings
+from clawstream.runtime.kafka import Cluster, KafkaError, Reader, SourceTruncated
+from clawstream.runtime.topics.records import Decoder
+from clawstream.schemas.codec.single_object import Event
+from clawstream.schemas.errors import Undecodable, UnknownSchema
+from clawstream.schemas.records import DeadLetter, DeadLetterResolved, WeightVersion, WorkerStatus
+from clawstream.schemas.settings import Settings
 
 REPORTS = 500
 """Newest reports of workers that are read at the start."""

@@ -18,8 +18,8 @@ from clawstream.ops.monitoring.rules import (
     worst,
 )
 from clawstream.ops.status import has_ended, processes_of, suspended
-from runtime.kafka import Cluster
-from schemas.settings import Settings
+from clawstream.runtime.kafka import Cluster
+from clawstream.schemas.settings import Settings
 
 INTERVAL_S = 5.0
 SCAN_RECORDS = 100

@@ -1,9 +1,9 @@
 """The fold of a replay: recorded events by log time in, output records of assemble and reward out.
 
-It uses assemble's fold (`stream_jobs.assemble.fold`) without the timing of a live run: every record
-is a batch of its own, partitions advance together by log time, and rules answer as soon as a
-trajectory closes. The same records therefore give the same candidates in the same order at any
-speed, as in a run in which no process ever lags. Pure.
+It uses assemble's fold (`clawstream.stream_jobs.assemble.fold`) without the timing of a live run:
+every record is a batch of its own, partitions advance together by log time, and rules answer as
+soon as a trajectory closes. The same records therefore give the same candidates in the same order
+at any speed, as in a run in which no process ever lags. Pure.
 
 The clock of `claw.steps` is the partition's own, ticks included, as in a live run. That of
 `claw.rewards` is common: all earlier records have been folded, so no older reward can arrive.
@@ -16,24 +16,28 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple, Protocol
 
-from schemas.codec.single_object import Codec
-from schemas.ids import key_of_trajectory, parse_version
-from schemas.records import Assessment, Reward, Step, StepMark, Tick, Trajectory
-from schemas.topics import CANDIDATE_PARTITIONS, partition_of
-from schemas.trajectory_parts import joined
-from stream_jobs.assemble.fold import AssemblyFold
-from stream_jobs.assemble.limits import Limits
-from stream_jobs.assemble.output_records import (
+from clawstream.schemas.codec.single_object import Codec
+from clawstream.schemas.ids import key_of_trajectory, parse_version
+from clawstream.schemas.records import Assessment, Reward, Step, StepMark, Tick, Trajectory
+from clawstream.schemas.topics import CANDIDATE_PARTITIONS, partition_of
+from clawstream.schemas.trajectory_parts import joined
+from clawstream.stream_jobs.assemble.fold import AssemblyFold
+from clawstream.stream_jobs.assemble.limits import Limits
+from clawstream.stream_jobs.assemble.output_records import (
     assembled,
     candidate,
     payload_headers,
     starts_of,
     step_mark,
 )
-from stream_jobs.assemble.payload.cache import CachedPayload, PayloadCache
-from stream_jobs.assemble.state.changes import OutputsAcknowledged, PayloadLost, PayloadWritten
-from stream_jobs.assemble.state.partition_state import PartitionState
-from stream_jobs.assemble.state.trajectories import (
+from clawstream.stream_jobs.assemble.payload.cache import CachedPayload, PayloadCache
+from clawstream.stream_jobs.assemble.state.changes import (
+    OutputsAcknowledged,
+    PayloadLost,
+    PayloadWritten,
+)
+from clawstream.stream_jobs.assemble.state.partition_state import PartitionState
+from clawstream.stream_jobs.assemble.state.trajectories import (
     REWARDS,
     STEPS,
     OpenTrajectory,
@@ -50,8 +54,8 @@ ReadPayload = Callable[[int, Mapping[int, int]], Iterable[tuple[int, CachedPaylo
 class ReplayEvent(NamedTuple):
     """One record of an input.
 
-    time: Log time in ms, non-decreasing. record: A record of `schemas.records`. The offset of a
-    tick is meaningless.
+    time: Log time in ms, non-decreasing. record: A record of `clawstream.schemas.records`. The
+    offset of a tick is meaningless.
     """
 
     time: int

@@ -21,14 +21,14 @@ import pyarrow.compute as pc
 
 from clawstream.ops.replay.fold import ReplayEvent
 from clawstream.ops.topics.copy import RecordFilter
-from schemas.records import Assessment, Curation, Reward, SessionEvent, Step, Tick
-from schemas.settings import Settings
-from stream_jobs.assemble.payload.cache import CachedPayload, payload_of
-from stream_jobs.assemble.payload.new_messages import new_messages
-from stream_jobs.assemble.payload.trainability import trainability
-from stream_jobs.assemble.state.trajectories import REWARDS, STEPS, SourceTopic
-from stream_jobs.lake.delta.table import LakeError, LakeMissing, dataset, open_table
-from stream_jobs.lake.tables.row_events import events_of
+from clawstream.schemas.records import Assessment, Curation, Reward, SessionEvent, Step, Tick
+from clawstream.schemas.settings import Settings
+from clawstream.stream_jobs.assemble.payload.cache import CachedPayload, payload_of
+from clawstream.stream_jobs.assemble.payload.new_messages import new_messages
+from clawstream.stream_jobs.assemble.payload.trainability import trainability
+from clawstream.stream_jobs.assemble.state.trajectories import REWARDS, STEPS, SourceTopic
+from clawstream.stream_jobs.lake.delta.table import LakeError, LakeMissing, dataset, open_table
+from clawstream.stream_jobs.lake.tables.row_events import events_of
 
 CHUNK = 1000
 """Records in memory at once."""

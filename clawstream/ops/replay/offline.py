@@ -22,9 +22,13 @@ from clawstream.ops.replay.run import (
     replay_settings,
     run_replay,
 )
-from schemas.errors import SettingsError
-from schemas.settings import Settings
-from stream_jobs.lake.delta.snapshots import resolve_versions, take_snapshot, versions_with
+from clawstream.schemas.errors import SettingsError
+from clawstream.schemas.settings import Settings
+from clawstream.stream_jobs.lake.delta.snapshots import (
+    resolve_versions,
+    take_snapshot,
+    versions_with,
+)
 
 PINNED_BY = "trajectories"
 """Table whose version number pins all tables: it says which trajectories were closed."""

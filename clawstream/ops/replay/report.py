@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
-from runtime.kafka import Cluster
-from runtime.topics.records import Decoder
-from schemas.records import Candidate, Late, PolicyApplied, ReadyBatch, Refused
-from schemas.reward_matching import groups_without_reward, training_reward
-from stream_jobs.admit.decisions.journal import Decision, InputRecord, JournalRecord
-from stream_jobs.admit.fold import AdmissionFold
+from clawstream.runtime.kafka import Cluster
+from clawstream.runtime.topics.records import Decoder
+from clawstream.schemas.records import Candidate, Late, PolicyApplied, ReadyBatch, Refused
+from clawstream.schemas.reward_matching import groups_without_reward, training_reward
+from clawstream.stream_jobs.admit.decisions.journal import Decision, InputRecord, JournalRecord
+from clawstream.stream_jobs.admit.fold import AdmissionFold
 
 
 @dataclass(slots=True)

@@ -29,25 +29,25 @@ from clawstream.ops.replay.report import Outcome, journal
 from clawstream.ops.replay.topic_source import TopicReplaySource
 from clawstream.ops.topics.copy import RecordFilter, Writer
 from clawstream.ops.topics.target_prefix import TargetPrefix
-from runtime.atomic_file import write_durably
-from runtime.kafka import Cluster
-from runtime.kafka.window import Window, window_of
-from runtime.logs import logger
-from runtime.process.remembered_settings import public, remember
-from runtime.topics.records import Decoder, cluster_of, create_topics, now_micros
-from schemas.codec.single_object import Codec
-from schemas.errors import SettingsError
-from schemas.ids import check_run_id
-from schemas.records import AdmissionPolicy, RunEnded, Tick, Trajectory
-from schemas.rule_spec import of_run
-from schemas.settings import PolicySettings, Settings
-from stream_jobs.admit.admitter import ChannelAdmitter
-from stream_jobs.admit.policy import policy_of
-from stream_jobs.admit.policy_log import PolicyLog
-from stream_jobs.assemble.limits import limits_of
-from stream_jobs.assemble.state.trajectories import STEPS
-from stream_jobs.errors import PolicyRefused
-from stream_jobs.reward.evaluate import RuleEvaluator
+from clawstream.runtime.atomic_file import write_durably
+from clawstream.runtime.kafka import Cluster
+from clawstream.runtime.kafka.window import Window, window_of
+from clawstream.runtime.logs import logger
+from clawstream.runtime.process.remembered_settings import public, remember
+from clawstream.runtime.topics.records import Decoder, cluster_of, create_topics, now_micros
+from clawstream.schemas.codec.single_object import Codec
+from clawstream.schemas.errors import SettingsError
+from clawstream.schemas.ids import check_run_id
+from clawstream.schemas.records import AdmissionPolicy, RunEnded, Tick, Trajectory
+from clawstream.schemas.rule_spec import of_run
+from clawstream.schemas.settings import PolicySettings, Settings
+from clawstream.stream_jobs.admit.admitter import ChannelAdmitter
+from clawstream.stream_jobs.admit.policy import policy_of
+from clawstream.stream_jobs.admit.policy_log import PolicyLog
+from clawstream.stream_jobs.assemble.limits import limits_of
+from clawstream.stream_jobs.assemble.state.trajectories import STEPS
+from clawstream.stream_jobs.errors import PolicyRefused
+from clawstream.stream_jobs.reward.evaluate import RuleEvaluator
 
 NAME = re.compile(r"[a-z0-9-]{1,25}")
 PROGRESS_S = 10.0

@@ -7,14 +7,14 @@ from typing import Any
 
 from clawstream.ops.replay.fold import ReplayEvent
 from clawstream.ops.topics.copy import RecordFilter
-from runtime.kafka import Cluster, Record
-from runtime.kafka.window import Window, merge_by_time
-from runtime.topics.records import Decoder
-from schemas.errors import Undecodable, UnknownSchema
-from schemas.records import FailedCall, Tick
-from stream_jobs.assemble.payload.cache import CachedPayload
-from stream_jobs.assemble.payload.input_log import InputLog
-from stream_jobs.assemble.state.trajectories import REWARDS, STEPS
+from clawstream.runtime.kafka import Cluster, Record
+from clawstream.runtime.kafka.window import Window, merge_by_time
+from clawstream.runtime.topics.records import Decoder
+from clawstream.schemas.errors import Undecodable, UnknownSchema
+from clawstream.schemas.records import FailedCall, Tick
+from clawstream.stream_jobs.assemble.payload.cache import CachedPayload
+from clawstream.stream_jobs.assemble.payload.input_log import InputLog
+from clawstream.stream_jobs.assemble.state.trajectories import REWARDS, STEPS
 
 
 class TopicReplaySource:

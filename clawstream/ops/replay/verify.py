@@ -14,23 +14,23 @@ from typing import Any
 
 from clawstream.ops.replay.report import Outcome, described, journal
 from clawstream.ops.replay.run import fields_not_set
-from runtime.kafka import Cluster, SourceTruncated
-from runtime.topics.records import Decoder, cluster_of, now_micros
-from schemas.errors import Undecodable, UnknownSchema
-from schemas.records import AdmissionPolicy, Channel, Late, PolicyApplied, ReadyBatch
-from schemas.settings import Settings
-from schemas.topics import partition_of
-from stream_jobs.admit.decisions.journal import (
+from clawstream.runtime.kafka import Cluster, SourceTruncated
+from clawstream.runtime.topics.records import Decoder, cluster_of, now_micros
+from clawstream.schemas.errors import Undecodable, UnknownSchema
+from clawstream.schemas.records import AdmissionPolicy, Channel, Late, PolicyApplied, ReadyBatch
+from clawstream.schemas.settings import Settings
+from clawstream.schemas.topics import partition_of
+from clawstream.stream_jobs.admit.decisions.journal import (
     CandidateLog,
     InputRecord,
     JournalRecord,
     decode_input,
 )
-from stream_jobs.admit.decisions.recovery import check_complete
-from stream_jobs.admit.decisions.state import ResumePoint, resume_from_journal
-from stream_jobs.admit.fold import AdmissionFold
-from stream_jobs.admit.policy import policy_of
-from stream_jobs.errors import StreamJobError
+from clawstream.stream_jobs.admit.decisions.recovery import check_complete
+from clawstream.stream_jobs.admit.decisions.state import ResumePoint, resume_from_journal
+from clawstream.stream_jobs.admit.fold import AdmissionFold
+from clawstream.stream_jobs.admit.policy import policy_of
+from clawstream.stream_jobs.errors import StreamJobError
 
 
 class NothingRecorded(StreamJobError):

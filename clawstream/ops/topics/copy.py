@@ -16,16 +16,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from clawstream.ops.topics.target_prefix import TargetPrefix
-from runtime.errors import PlumbingError
-from runtime.kafka import Cluster, Producer, Record
-from runtime.kafka.window import Window, merge_by_time, window_of
-from runtime.topics.records import Decoder
-from schemas.errors import SettingsError, Undecodable, UnknownSchema
-from schemas.ids import check_run_id, parse_version
-from schemas.records import Assessment, Reward, Tick
-from schemas.settings import Settings
-from schemas.settings.reward_models import SOURCES
-from schemas.topics import partition_of
+from clawstream.runtime.errors import PlumbingError
+from clawstream.runtime.kafka import Cluster, Producer, Record
+from clawstream.runtime.kafka.window import Window, merge_by_time, window_of
+from clawstream.runtime.topics.records import Decoder
+from clawstream.schemas.errors import SettingsError, Undecodable, UnknownSchema
+from clawstream.schemas.ids import check_run_id, parse_version
+from clawstream.schemas.records import Assessment, Reward, Tick
+from clawstream.schemas.settings import Settings
+from clawstream.schemas.settings.reward_models import SOURCES
+from clawstream.schemas.topics import partition_of
 
 PREFIX = re.compile(r"[a-z0-9_-]{1,32}")
 TICK_MS = 1000

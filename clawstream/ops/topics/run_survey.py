@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from runtime.kafka import Cluster, KafkaError
-from runtime.topics.records import Decoder
-from schemas.errors import Undecodable, UnknownSchema
-from schemas.records import PolicyApplied, ReadyBatch, Refused, WeightVersion
-from schemas.topics import Topics, partition_of
-from stream_jobs.admit.run_index import RunFinder, published_indexes
+from clawstream.runtime.kafka import Cluster, KafkaError
+from clawstream.runtime.topics.records import Decoder
+from clawstream.schemas.errors import Undecodable, UnknownSchema
+from clawstream.schemas.records import PolicyApplied, ReadyBatch, Refused, WeightVersion
+from clawstream.schemas.topics import Topics, partition_of
+from clawstream.stream_jobs.admit.run_index import RunFinder, published_indexes
 
 
 @dataclass(slots=True)

@@ -14,14 +14,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from runtime.atomic_file import write_durably
-from runtime.errors import PlumbingError
-from runtime.file_lock import exclusive
-from runtime.kafka import Cluster, Unavailable
-from runtime.logs import logger
-from runtime.topics.records import create_topics
-from schemas.settings import Settings
-from schemas.topics import TopicSpec
+from clawstream.runtime.atomic_file import write_durably
+from clawstream.runtime.errors import PlumbingError
+from clawstream.runtime.file_lock import exclusive
+from clawstream.runtime.kafka import Cluster, Unavailable
+from clawstream.runtime.logs import logger
+from clawstream.runtime.topics.records import create_topics
+from clawstream.schemas.settings import Settings
+from clawstream.schemas.topics import TopicSpec
 
 Plain = dict[str, Any]
 """Values that JSON can represent."""

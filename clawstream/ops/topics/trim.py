@@ -23,12 +23,12 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from clawstream.ops.topics.run_survey import JournalSummary, RunSummary, RunSurvey
+from clawstream.runtime.errors import PlumbingError
+from clawstream.runtime.kafka import Cluster
+from clawstream.runtime.topics.event_time import first_tick_needed
+from clawstream.runtime.topics.records import Decoder
+from clawstream.schemas.settings import Settings
 from clawstream.text_table import text_table
-from runtime.errors import PlumbingError
-from runtime.kafka import Cluster
-from runtime.topics.event_time import first_tick_needed
-from runtime.topics.records import Decoder
-from schemas.settings import Settings
 
 CLOCKS_APART_MS = 60_000
 """Largest difference between the clocks of two brokers: each stamps the partitions it leads."""

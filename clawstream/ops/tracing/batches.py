@@ -5,11 +5,11 @@ from __future__ import annotations
 from bisect import bisect_right, insort
 from collections.abc import Iterator
 
-from runtime.kafka import Cluster
-from runtime.topics.records import Decoder
-from schemas.errors import Undecodable, UnknownSchema
-from schemas.records import ReadyBatch, WeightVersion
-from schemas.topics import Topics
+from clawstream.runtime.kafka import Cluster
+from clawstream.runtime.topics.records import Decoder
+from clawstream.schemas.errors import Undecodable, UnknownSchema
+from clawstream.schemas.records import ReadyBatch, WeightVersion
+from clawstream.schemas.topics import Topics
 
 KNOWN_MAX = 20_000
 """Batches of a topic whose offset is remembered."""

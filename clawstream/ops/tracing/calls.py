@@ -15,8 +15,8 @@ from clawstream.ops.tracing.spans import (
     parent_of_call,
     present,
 )
-from schemas.ids import call_span_id, span_id_of
-from schemas.records import FailedCall, Step
+from clawstream.schemas.ids import call_span_id, span_id_of
+from clawstream.schemas.records import FailedCall, Step
 
 OPERATIONS = {"openai.completions": "text_completion", "claw-r1.generate": "text_completion"}
 """Protocol to `gen_ai.operation.name`, where it is not `chat`."""

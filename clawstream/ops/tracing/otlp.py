@@ -19,7 +19,7 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
 from clawstream.ops.tracing.spans import Part, Span, SpanId
-from schemas.settings import Settings
+from clawstream.schemas.settings import Settings
 
 TIMEOUT_S = 10.0
 """Of one request, and of the exporter's own retries of it."""

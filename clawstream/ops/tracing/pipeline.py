@@ -21,8 +21,8 @@ from clawstream.ops.tracing.spans import (
     present,
     trajectory_span_id,
 )
-from schemas.ids import key_of_trajectory, span_id_of, trace_id_of
-from schemas.records import (
+from clawstream.schemas.ids import key_of_trajectory, span_id_of, trace_id_of
+from clawstream.schemas.records import (
     BatchGroup,
     BatchMember,
     Candidate,

@@ -21,15 +21,15 @@ from clawstream.ops.tracing.pipeline import (
 )
 from clawstream.ops.tracing.spans import RecordPlace, Span
 from clawstream.ops.tracing.topics import TracedTopics
-from runtime.kafka import Cluster, Record, SourceTruncated, Unavailable
-from runtime.logs import logger
-from runtime.process.lifecycle import run_sync
-from runtime.process.metrics import serving_metrics
-from runtime.process.readiness import not_ready, ready
-from runtime.topics.access import check_access
-from runtime.topics.records import Decoder, cluster_of, create_topics
-from schemas.errors import SettingsError, Undecodable, UnknownSchema
-from schemas.records import (
+from clawstream.runtime.kafka import Cluster, Record, SourceTruncated, Unavailable
+from clawstream.runtime.logs import logger
+from clawstream.runtime.process.lifecycle import run_sync
+from clawstream.runtime.process.metrics import serving_metrics
+from clawstream.runtime.process.readiness import not_ready, ready
+from clawstream.runtime.topics.access import check_access
+from clawstream.runtime.topics.records import Decoder, cluster_of, create_topics
+from clawstream.schemas.errors import SettingsError, Undecodable, UnknownSchema
+from clawstream.schemas.records import (
     Candidate,
     FailedCall,
     ReadyBatch,
@@ -38,7 +38,7 @@ from schemas.records import (
     WeightVersion,
     WorkerStatus,
 )
-from schemas.settings import Settings
+from clawstream.schemas.settings import Settings
 
 PROCESS = "traces"
 EXPORT_SPANS = 512

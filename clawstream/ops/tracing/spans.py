@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from schemas.ids import is_gateway_assigned, own_trace_id, parse_traceparent, span_id_of
+from clawstream.schemas.ids import is_gateway_assigned, own_trace_id, parse_traceparent, span_id_of
 
 Attribute = str | bool | int | float | tuple[str, ...]
 Part = Literal["gateway", "assemble", "admit", "trainer", "rollout"]

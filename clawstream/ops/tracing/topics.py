@@ -6,10 +6,10 @@ import time
 from collections.abc import Mapping, Sequence
 
 from clawstream.ops.tracing.spans import RecordPlace
-from runtime.kafka import Cluster, Record, SourceTruncated, Unavailable
-from runtime.logs import logger
-from schemas.settings import Settings
-from schemas.topics import Topics
+from clawstream.runtime.kafka import Cluster, Record, SourceTruncated, Unavailable
+from clawstream.runtime.logs import logger
+from clawstream.schemas.settings import Settings
+from clawstream.schemas.topics import Topics
 
 GROUP = "traces"
 POLL_RECORDS = 500

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from schemas.records import BudgetRefusal, Channel, RolloutBudget
+from clawstream.schemas.records import BudgetRefusal, Channel, RolloutBudget
 
 
 @dataclass(frozen=True, slots=True)

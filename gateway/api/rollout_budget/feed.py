@@ -13,15 +13,15 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from gateway.api.rollout_budget.budget import BudgetReading
-from gateway.errors import BudgetUnknown
-from runtime.kafka import BEGINNING, Cluster, KafkaError, Reader, Record, SourceTruncated
-from runtime.logs import logger
-from runtime.process.lifecycle import die, on_loop
-from runtime.topics.records import Decoder
-from schemas.errors import Undecodable, UnknownSchema
-from schemas.records import Channel, RolloutBudget, WeightVersion
-from schemas.settings import Settings
+from clawstream.gateway.api.rollout_budget.budget import BudgetReading
+from clawstream.gateway.errors import BudgetUnknown
+from clawstream.runtime.kafka import BEGINNING, Cluster, KafkaError, Reader, Record, SourceTruncated
+from clawstream.runtime.logs import logger
+from clawstream.runtime.process.lifecycle import die, on_loop
+from clawstream.runtime.topics.records import Decoder
+from clawstream.schemas.errors import Undecodable, UnknownSchema
+from clawstream.schemas.records import Channel, RolloutBudget, WeightVersion
+from clawstream.schemas.settings import Settings
 
 FIRST_ANSWER_S = 3.0
 """Seconds that the first requests wait until the topics are read."""
@@ -66,7 +66,10 @@ class _State:
 
 
 class BudgetFeed:
-    """Implement `gateway.api.rollout_budget.budget.BudgetSource` with Kafka. clock: seconds."""
+    """Implement `clawstream.gateway.api.rollout_budget.budget.BudgetSource` with Kafka.
+
+    clock: seconds.
+    """
 
     def __init__(
         self, cluster: Cluster, settings: Settings, clock: Callable[[], float] = time.monotonic

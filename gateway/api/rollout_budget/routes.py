@@ -9,14 +9,14 @@ from typing import Annotated
 from fastapi import APIRouter, Query, Request
 from pydantic import BaseModel, ConfigDict
 
-from gateway.api.dependencies import principal_with
-from gateway.api.rollout_budget.budget import BudgetReading, BudgetSource
-from gateway.asgi.messages import header_map
-from gateway.auth.authenticator import Principal
-from gateway.errors import BudgetUnknown, Forbidden, NotFound, Unprocessable
-from gateway.proxy.services import Services
-from schemas.ids import RUN_ID
-from schemas.records import BudgetRefusal, Channel
+from clawstream.gateway.api.dependencies import principal_with
+from clawstream.gateway.api.rollout_budget.budget import BudgetReading, BudgetSource
+from clawstream.gateway.asgi.messages import header_map
+from clawstream.gateway.auth.authenticator import Principal
+from clawstream.gateway.errors import BudgetUnknown, Forbidden, NotFound, Unprocessable
+from clawstream.gateway.proxy.services import Services
+from clawstream.schemas.ids import RUN_ID
+from clawstream.schemas.records import BudgetRefusal, Channel
 
 After = Annotated[
     int | None, Query(ge=0, description="offset of the last refusal that was handled")

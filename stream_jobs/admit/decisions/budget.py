@@ -10,7 +10,7 @@ from collections import Counter, deque
 from operator import attrgetter
 from typing import Any
 
-from schemas.records import (
+from clawstream.schemas.records import (
     BudgetRefusal,
     Channel,
     PolicyApplied,
@@ -18,7 +18,7 @@ from schemas.records import (
     Refused,
     RolloutBudget,
 )
-from stream_jobs.admit.decisions.journal import JournalRecord
+from clawstream.stream_jobs.admit.decisions.journal import JournalRecord
 
 LISTED = 256
 """Refusals that are listed; older ones are only counted."""

@@ -20,16 +20,16 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from runtime.atomic_file import write_durably
-from schemas.codec.single_object import Codec
-from schemas.errors import Undecodable, UnknownSchema
-from schemas.records import PolicyApplied, RolloutBudget
-from stream_jobs.admit.decisions.budget import BudgetFold
-from stream_jobs.admit.decisions.compact_map import CompactMap
-from stream_jobs.admit.decisions.rounds import ClosedRounds, MissingMembers, Rounds
-from stream_jobs.admit.decisions.state import DecisionState
-from stream_jobs.admit.group import GroupKey
-from stream_jobs.errors import StreamJobError
+from clawstream.runtime.atomic_file import write_durably
+from clawstream.schemas.codec.single_object import Codec
+from clawstream.schemas.errors import Undecodable, UnknownSchema
+from clawstream.schemas.records import PolicyApplied, RolloutBudget
+from clawstream.stream_jobs.admit.decisions.budget import BudgetFold
+from clawstream.stream_jobs.admit.decisions.compact_map import CompactMap
+from clawstream.stream_jobs.admit.decisions.rounds import ClosedRounds, MissingMembers, Rounds
+from clawstream.stream_jobs.admit.decisions.state import DecisionState
+from clawstream.stream_jobs.admit.group import GroupKey
+from clawstream.stream_jobs.errors import StreamJobError
 
 FORMAT = b"clawstream decisions 4\n"
 """Take another number when the bytes are read differently, or a journal folds to another state."""

@@ -7,11 +7,11 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from runtime.kafka import Record
-from runtime.topics.records import Decoder
-from schemas.errors import Undecodable, UnknownSchema
-from schemas.ids import is_run
-from schemas.records import (
+from clawstream.runtime.kafka import Record
+from clawstream.runtime.topics.records import Decoder
+from clawstream.schemas.errors import Undecodable, UnknownSchema
+from clawstream.schemas.ids import is_run
+from clawstream.schemas.records import (
     AdmissionPolicy,
     Candidate,
     Late,
@@ -22,8 +22,8 @@ from schemas.records import (
     RunEnded,
     Tick,
 )
-from stream_jobs.errors import UnreadableJournal
-from stream_jobs.worker.payload import payload_place
+from clawstream.stream_jobs.errors import UnreadableJournal
+from clawstream.stream_jobs.worker.payload import payload_place
 
 JournalRecord = ReadyBatch | Refused | Late | PolicyApplied
 

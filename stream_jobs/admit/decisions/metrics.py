@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry, Counter
 
-from schemas.records import Late, ReadyBatch, Refused
-from stream_jobs.admit.decisions.journal import JournalRecord
+from clawstream.schemas.records import Late, ReadyBatch, Refused
+from clawstream.stream_jobs.admit.decisions.journal import JournalRecord
 
 
 class DecisionMetrics:

@@ -6,15 +6,23 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from runtime.kafka import Cluster
-from runtime.topics.records import Decoder
-from schemas.errors import Undecodable, UnknownSchema
-from schemas.records import Channel, WeightVersion
-from stream_jobs.admit.decisions.budget import BudgetFold
-from stream_jobs.admit.decisions.checkpoint import CheckpointFile, JournalPosition
-from stream_jobs.admit.decisions.journal import CandidateLog, JournalRecord, decode_journal_record
-from stream_jobs.admit.decisions.state import DecisionState, ResumePoint, resume_from_journal
-from stream_jobs.errors import UnreadableJournal
+from clawstream.runtime.kafka import Cluster
+from clawstream.runtime.topics.records import Decoder
+from clawstream.schemas.errors import Undecodable, UnknownSchema
+from clawstream.schemas.records import Channel, WeightVersion
+from clawstream.stream_jobs.admit.decisions.budget import BudgetFold
+from clawstream.stream_jobs.admit.decisions.checkpoint import CheckpointFile, JournalPosition
+from clawstream.stream_jobs.admit.decisions.journal import (
+    CandidateLog,
+    JournalRecord,
+    decode_journal_record,
+)
+from clawstream.stream_jobs.admit.decisions.state import (
+    DecisionState,
+    ResumePoint,
+    resume_from_journal,
+)
+from clawstream.stream_jobs.errors import UnreadableJournal
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import NamedTuple
 
-from stream_jobs.admit.decisions.compact_map import LARGEST_THIRD, CompactMap
+from clawstream.stream_jobs.admit.decisions.compact_map import LARGEST_THIRD, CompactMap
 
 Span = tuple[int, int]
 """A round, and the one behind the last that is closed with it."""

@@ -13,19 +13,19 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from schemas.records import (
+from clawstream.schemas.records import (
     AdmissionPolicy,
     Late,
     PolicyApplied,
     ReadyBatch,
     Refused,
 )
-from stream_jobs.admit.decisions.budget import BudgetFold
-from stream_jobs.admit.decisions.compact_map import CompactMap
-from stream_jobs.admit.decisions.journal import JournalRecord
-from stream_jobs.admit.decisions.rounds import ClosedRounds
-from stream_jobs.admit.group import GroupKey
-from stream_jobs.admit.policy import is_of_settings
+from clawstream.stream_jobs.admit.decisions.budget import BudgetFold
+from clawstream.stream_jobs.admit.decisions.compact_map import CompactMap
+from clawstream.stream_jobs.admit.decisions.journal import JournalRecord
+from clawstream.stream_jobs.admit.decisions.rounds import ClosedRounds
+from clawstream.stream_jobs.admit.group import GroupKey
+from clawstream.stream_jobs.admit.policy import is_of_settings
 
 _REFUSED = -1
 """Stored in place of a batch number for a refused trajectory."""

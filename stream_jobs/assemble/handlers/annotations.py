@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from schemas.ids import is_gateway_assigned, key_of_trajectory
-from schemas.records import Assessment, Curation, Reward
-from schemas.records.parts import NAME_CHARS, TAGS_MAX
-from schemas.records.rewards import out_of_bounds
-from stream_jobs.assemble.handlers.rejected import InvalidRecord
-from stream_jobs.assemble.handlers.targets import annotate_or_wait
-from stream_jobs.assemble.limits import Limits
-from stream_jobs.assemble.matching.token_prefix import hash_of
-from stream_jobs.assemble.payload.trainability import REASON_CHARS
-from stream_jobs.assemble.state.annotations import AssessmentState, CurationMark, CurrentReward
-from stream_jobs.assemble.state.changes import Change
-from stream_jobs.assemble.state.partition_state import PartitionState
-from stream_jobs.assemble.state.trajectories import RunTrajectory
+from clawstream.schemas.ids import is_gateway_assigned, key_of_trajectory
+from clawstream.schemas.records import Assessment, Curation, Reward
+from clawstream.schemas.records.parts import NAME_CHARS, TAGS_MAX
+from clawstream.schemas.records.rewards import out_of_bounds
+from clawstream.stream_jobs.assemble.handlers.rejected import InvalidRecord
+from clawstream.stream_jobs.assemble.handlers.targets import annotate_or_wait
+from clawstream.stream_jobs.assemble.limits import Limits
+from clawstream.stream_jobs.assemble.matching.token_prefix import hash_of
+from clawstream.stream_jobs.assemble.payload.trainability import REASON_CHARS
+from clawstream.stream_jobs.assemble.state.annotations import (
+    AssessmentState,
+    CurationMark,
+    CurrentReward,
+)
+from clawstream.stream_jobs.assemble.state.changes import Change
+from clawstream.stream_jobs.assemble.state.partition_state import PartitionState
+from clawstream.stream_jobs.assemble.state.trajectories import RunTrajectory
 
 
 def on_reward(

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
-from schemas.ids import check_run_id, check_trajectory_key, key_of_step
-from schemas.records import Assessment, Curation, Reward, SessionEvent, Step
-from stream_jobs.assemble.handlers.annotations import on_assessment, on_curation, on_reward
-from stream_jobs.assemble.handlers.rejected import InvalidRecord, RejectedRecord
-from stream_jobs.assemble.handlers.sessions import on_session_event
-from stream_jobs.assemble.handlers.steps import on_step
-from stream_jobs.assemble.limits import Limits
-from stream_jobs.assemble.payload.cache import CachedPayload
-from stream_jobs.assemble.state.changes import Change
-from stream_jobs.assemble.state.partition_state import PartitionState
-from stream_jobs.assemble.state.trajectories import STEPS, SourceTopic
+from clawstream.schemas.ids import check_run_id, check_trajectory_key, key_of_step
+from clawstream.schemas.records import Assessment, Curation, Reward, SessionEvent, Step
+from clawstream.stream_jobs.assemble.handlers.annotations import (
+    on_assessment,
+    on_curation,
+    on_reward,
+)
+from clawstream.stream_jobs.assemble.handlers.rejected import InvalidRecord, RejectedRecord
+from clawstream.stream_jobs.assemble.handlers.sessions import on_session_event
+from clawstream.stream_jobs.assemble.handlers.steps import on_step
+from clawstream.stream_jobs.assemble.limits import Limits
+from clawstream.stream_jobs.assemble.payload.cache import CachedPayload
+from clawstream.stream_jobs.assemble.state.changes import Change
+from clawstream.stream_jobs.assemble.state.partition_state import PartitionState
+from clawstream.stream_jobs.assemble.state.trajectories import STEPS, SourceTopic
 
 TOPIC_NAMES = ("claw.steps", "claw.rewards")
 

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from schemas.ids import check_group_id, is_gateway_assigned
-from schemas.records import SessionEvent
-from schemas.records.parts import NAME_CHARS
-from schemas.records.rewards import COMPLETION_MAX, out_of_bounds
-from stream_jobs.assemble.handlers.rejected import InvalidRecord
-from stream_jobs.assemble.handlers.targets import end, target_of, wait
-from stream_jobs.assemble.limits import PAYLOAD_BYTES, Limits
-from stream_jobs.assemble.matching.token_prefix import hash_of
-from stream_jobs.assemble.payload.trainability import REASON_CHARS
-from stream_jobs.assemble.state.changes import Attributed, Change, Opened
-from stream_jobs.assemble.state.partition_state import PartitionState
-from stream_jobs.assemble.state.trajectories import STEPS, Completion, PendingTarget, RunTrajectory
+from clawstream.schemas.ids import check_group_id, is_gateway_assigned
+from clawstream.schemas.records import SessionEvent
+from clawstream.schemas.records.parts import NAME_CHARS
+from clawstream.schemas.records.rewards import COMPLETION_MAX, out_of_bounds
+from clawstream.stream_jobs.assemble.handlers.rejected import InvalidRecord
+from clawstream.stream_jobs.assemble.handlers.targets import end, target_of, wait
+from clawstream.stream_jobs.assemble.limits import PAYLOAD_BYTES, Limits
+from clawstream.stream_jobs.assemble.matching.token_prefix import hash_of
+from clawstream.stream_jobs.assemble.payload.trainability import REASON_CHARS
+from clawstream.stream_jobs.assemble.state.changes import Attributed, Change, Opened
+from clawstream.stream_jobs.assemble.state.partition_state import PartitionState
+from clawstream.stream_jobs.assemble.state.trajectories import (
+    STEPS,
+    Completion,
+    PendingTarget,
+    RunTrajectory,
+)
 
 
 def on_session_event(

@@ -4,42 +4,42 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from schemas.ids import (
+from clawstream.schemas.ids import (
     check_group_id,
     is_anonymous_session,
     is_gateway_assigned,
     parse_traceparent,
     session_trajectory_id,
 )
-from schemas.records import Step
-from schemas.records.parts import NAME_CHARS, TAGS_MAX
-from stream_jobs.assemble.handlers.rejected import InvalidRecord
-from stream_jobs.assemble.limits import PAYLOAD_BYTES, Limits
-from stream_jobs.assemble.matching.anonymous_sessions import (
+from clawstream.schemas.records import Step
+from clawstream.schemas.records.parts import NAME_CHARS, TAGS_MAX
+from clawstream.stream_jobs.assemble.handlers.rejected import InvalidRecord
+from clawstream.stream_jobs.assemble.limits import PAYLOAD_BYTES, Limits
+from clawstream.stream_jobs.assemble.matching.anonymous_sessions import (
     EXPLICIT,
     Placement,
     SessionIndex,
     place_in_agent_session,
     place_step,
 )
-from stream_jobs.assemble.matching.conversation import turn_hash, turns_of
-from stream_jobs.assemble.matching.retries import (
+from clawstream.stream_jobs.assemble.matching.conversation import turn_hash, turns_of
+from clawstream.stream_jobs.assemble.matching.retries import (
     Retry,
     idempotency_hash,
     request_hash,
     retry_of,
     undo_retry,
 )
-from stream_jobs.assemble.matching.token_prefix import hash_of, match_prefix
-from stream_jobs.assemble.payload.cache import StepPayload, payload_of
-from stream_jobs.assemble.payload.new_messages import new_messages
-from stream_jobs.assemble.payload.segment_tree import TOKEN_BYTES
-from stream_jobs.assemble.payload.trainability import trainability
-from stream_jobs.assemble.state import changes
-from stream_jobs.assemble.state.changes import Change
-from stream_jobs.assemble.state.partition_state import PartitionState
-from stream_jobs.assemble.state.steps import OpenStep, OpenSteps, call_suffix
-from stream_jobs.assemble.state.trajectories import (
+from clawstream.stream_jobs.assemble.matching.token_prefix import hash_of, match_prefix
+from clawstream.stream_jobs.assemble.payload.cache import StepPayload, payload_of
+from clawstream.stream_jobs.assemble.payload.new_messages import new_messages
+from clawstream.stream_jobs.assemble.payload.segment_tree import TOKEN_BYTES
+from clawstream.stream_jobs.assemble.payload.trainability import trainability
+from clawstream.stream_jobs.assemble.state import changes
+from clawstream.stream_jobs.assemble.state.changes import Change
+from clawstream.stream_jobs.assemble.state.partition_state import PartitionState
+from clawstream.stream_jobs.assemble.state.steps import OpenStep, OpenSteps, call_suffix
+from clawstream.stream_jobs.assemble.state.trajectories import (
     STEPS,
     OpenTrajectory,
     RunTrajectory,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from schemas.ids import is_gateway_assigned
-from schemas.records.rewards import COMPLETION_SOURCE, COMPLETION_VERSION
-from stream_jobs.assemble.limits import Limits
-from stream_jobs.assemble.state.annotations import AT_END, Annotation, CurrentReward
-from stream_jobs.assemble.state.changes import (
+from clawstream.schemas.ids import is_gateway_assigned
+from clawstream.schemas.records.rewards import COMPLETION_SOURCE, COMPLETION_VERSION
+from clawstream.stream_jobs.assemble.limits import Limits
+from clawstream.stream_jobs.assemble.state.annotations import AT_END, Annotation, CurrentReward
+from clawstream.stream_jobs.assemble.state.changes import (
     Annotated,
     Change,
     Closed,
@@ -14,9 +14,9 @@ from stream_jobs.assemble.state.changes import (
     TargetAwaited,
     WaitEnded,
 )
-from stream_jobs.assemble.state.partition_state import PartitionState
-from stream_jobs.assemble.state.steps import call_suffix
-from stream_jobs.assemble.state.trajectories import (
+from clawstream.stream_jobs.assemble.state.partition_state import PartitionState
+from clawstream.stream_jobs.assemble.state.steps import call_suffix
+from clawstream.stream_jobs.assemble.state.trajectories import (
     REWARDS,
     STEPS,
     Completion,

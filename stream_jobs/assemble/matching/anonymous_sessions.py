@@ -43,8 +43,8 @@ from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from typing import Literal, NamedTuple
 
-from schemas.records import Step
-from stream_jobs.assemble.matching.conversation import (
+from clawstream.schemas.records import Step
+from clawstream.stream_jobs.assemble.matching.conversation import (
     Conversation,
     Turn,
     call_id_of,
@@ -56,15 +56,15 @@ from stream_jobs.assemble.matching.conversation import (
     reply_of,
     words_of,
 )
-from stream_jobs.assemble.matching.retries import (
+from clawstream.stream_jobs.assemble.matching.retries import (
     ended_badly,
     idempotency_hash,
     may_be_equal,
     request_hash,
 )
-from stream_jobs.assemble.matching.token_prefix import hash_of, hashes_at
-from stream_jobs.assemble.payload.segment_tree import TOKEN_BYTES
-from stream_jobs.assemble.state.steps import OpenStep, OpenSteps, call_suffix
+from clawstream.stream_jobs.assemble.matching.token_prefix import hash_of, hashes_at
+from clawstream.stream_jobs.assemble.payload.segment_tree import TOKEN_BYTES
+from clawstream.stream_jobs.assemble.state.steps import OpenStep, OpenSteps, call_suffix
 
 StepPosition = tuple[str, int]
 """Trajectory id, and position of a step in it."""

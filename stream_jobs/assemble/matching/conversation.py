@@ -27,7 +27,7 @@ from zlib import crc32
 
 import orjson
 
-from schemas.replies import (
+from clawstream.schemas.replies import (
     CALL_ITEMS,
     TEXT_BLOCKS,
     Call,
@@ -38,7 +38,7 @@ from schemas.replies import (
     texts_of,
     without_thoughts,
 )
-from stream_jobs.assemble.matching.token_prefix import digest_hash, hash_of
+from clawstream.stream_jobs.assemble.matching.token_prefix import digest_hash, hash_of
 
 MARSHAL_VERSION = 2
 """The latest version whose bytes depend only on the value."""

@@ -21,10 +21,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from schemas.records import Step
-from stream_jobs.assemble.matching.conversation import prompt_of
-from stream_jobs.assemble.matching.token_prefix import hash_of
-from stream_jobs.assemble.state.steps import OpenStep, OpenSteps, call_suffix
+from clawstream.schemas.records import Step
+from clawstream.stream_jobs.assemble.matching.conversation import prompt_of
+from clawstream.stream_jobs.assemble.matching.token_prefix import hash_of
+from clawstream.stream_jobs.assemble.state.steps import OpenStep, OpenSteps, call_suffix
 
 
 class Retry(NamedTuple):

@@ -9,9 +9,9 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from schemas.records import Step
-from stream_jobs.assemble.payload.segment_tree import TOKEN_BYTES
-from stream_jobs.assemble.state.steps import OpenStep, OpenSteps
+from clawstream.schemas.records import Step
+from clawstream.stream_jobs.assemble.payload.segment_tree import TOKEN_BYTES
+from clawstream.stream_jobs.assemble.state.steps import OpenStep, OpenSteps
 
 RECENT = 16
 """Latest steps that a diverging prompt is compared with first: it usually continues one of them."""

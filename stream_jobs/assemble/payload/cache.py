@@ -8,10 +8,10 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from schemas.blob_refs import images_of
-from schemas.records import Step, Tag, VersionSpan
-from stream_jobs.assemble.payload.segment_tree import TOKEN_BYTES
-from stream_jobs.assemble.payload.trainability import Trainability
+from clawstream.schemas.blob_refs import images_of
+from clawstream.schemas.records import Step, Tag, VersionSpan
+from clawstream.stream_jobs.assemble.payload.segment_tree import TOKEN_BYTES
+from clawstream.stream_jobs.assemble.payload.trainability import Trainability
 
 
 class StepPayload(NamedTuple):

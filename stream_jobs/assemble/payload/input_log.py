@@ -6,15 +6,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from runtime.kafka import Cluster, Record, SourceTruncated
-from runtime.topics.records import Decoder, reason_of
-from schemas.codec.single_object import Codec
-from schemas.errors import Undecodable, UnknownSchema
-from schemas.records import SessionEvent, Step
-from stream_jobs.assemble.handlers.rejected import RejectedRecord
-from stream_jobs.assemble.payload.cache import CachedPayload, payload_of
-from stream_jobs.assemble.payload.new_messages import new_messages
-from stream_jobs.assemble.payload.trainability import trainability
+from clawstream.runtime.kafka import Cluster, Record, SourceTruncated
+from clawstream.runtime.topics.records import Decoder, reason_of
+from clawstream.schemas.codec.single_object import Codec
+from clawstream.schemas.errors import Undecodable, UnknownSchema
+from clawstream.schemas.records import SessionEvent, Step
+from clawstream.stream_jobs.assemble.handlers.rejected import RejectedRecord
+from clawstream.stream_jobs.assemble.payload.cache import CachedPayload, payload_of
+from clawstream.stream_jobs.assemble.payload.new_messages import new_messages
+from clawstream.stream_jobs.assemble.payload.trainability import trainability
 
 
 def decode_event(decoder: Decoder | Codec, record: Record) -> Any:

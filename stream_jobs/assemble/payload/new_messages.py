@@ -7,8 +7,8 @@ from typing import Any
 
 import orjson
 
-from schemas.replies import is_model_item
-from stream_jobs.assemble.matching.conversation import request_items
+from clawstream.schemas.replies import is_model_item
+from clawstream.stream_jobs.assemble.matching.conversation import request_items
 
 SHORTEST = 64
 """Characters that are left of a string at least."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 
-from schemas.records import Sampling
+from clawstream.schemas.records import Sampling
 
 PROCESSED, RAW = "processed_logprobs", "raw_logprobs"
 LOWEST = 0.01

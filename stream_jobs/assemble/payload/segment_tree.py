@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from schemas.records import Drift, Segment, VersionSpan
+from clawstream.schemas.records import Drift, Segment, VersionSpan
 
 TOKEN_BYTES = 4
 """Bytes of a packed token id."""

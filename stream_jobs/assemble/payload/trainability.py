@@ -9,10 +9,10 @@ from array import array
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from schemas import tokens
-from schemas.ids import Version, parse_version
-from schemas.records import Step, VersionSpan
-from stream_jobs.assemble.payload.sampling_mode import logprobs_temperature, why_unscored
+from clawstream.schemas import tokens
+from clawstream.schemas.ids import Version, parse_version
+from clawstream.schemas.records import Step, VersionSpan
+from clawstream.stream_jobs.assemble.payload.sampling_mode import logprobs_temperature, why_unscored
 
 REASON_CHARS = 200
 

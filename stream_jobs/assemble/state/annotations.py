@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from schemas.records import RewardSource
+from clawstream.schemas.records import RewardSource
 
 REWARDS_MAX = 10_000
 MARKS_MAX = 10_000

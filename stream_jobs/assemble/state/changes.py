@@ -18,13 +18,13 @@ from msgspec import Struct
 from msgspec.json import Decoder
 from msgspec.structs import replace
 
-from schemas.records import Channel, Outcome
-from stream_jobs.assemble.matching.retries import why_retried
-from stream_jobs.assemble.state.annotations import Annotation
-from stream_jobs.assemble.state.encoding import decoder, encode
-from stream_jobs.assemble.state.partition_state import PartitionState
-from stream_jobs.assemble.state.steps import OpenStep
-from stream_jobs.assemble.state.trajectories import (
+from clawstream.schemas.records import Channel, Outcome
+from clawstream.stream_jobs.assemble.matching.retries import why_retried
+from clawstream.stream_jobs.assemble.state.annotations import Annotation
+from clawstream.stream_jobs.assemble.state.encoding import decoder, encode
+from clawstream.stream_jobs.assemble.state.partition_state import PartitionState
+from clawstream.stream_jobs.assemble.state.steps import OpenStep
+from clawstream.stream_jobs.assemble.state.trajectories import (
     STEPS,
     ClosedStep,
     ClosedTrajectory,

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator
 
 from msgspec import Raw
 
-from stream_jobs.assemble.state.encoding import decoder, encode
-from stream_jobs.assemble.state.trajectories import ClosedTrajectory, RunTrajectory
+from clawstream.stream_jobs.assemble.state.encoding import decoder, encode
+from clawstream.stream_jobs.assemble.state.trajectories import ClosedTrajectory, RunTrajectory
 
 DECODED_MAX = 100_000
 """Steps, rewards and marks that may be decoded at once (about 40 MB). Beyond it all are encoded;

@@ -6,8 +6,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from stream_jobs.assemble.state.annotations import CurrentReward, CurrentRewards
-from stream_jobs.assemble.state.steps import OpenStep, OpenSteps
+from clawstream.stream_jobs.assemble.state.annotations import CurrentReward, CurrentRewards
+from clawstream.stream_jobs.assemble.state.steps import OpenStep, OpenSteps
 
 T = TypeVar("T")
 _ITEMS: dict[type, Any] = {OpenSteps: list[OpenStep], CurrentRewards: list[CurrentReward]}

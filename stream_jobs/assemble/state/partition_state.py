@@ -1,9 +1,9 @@
 """The state of one partition of assemble. Pure; all times are log timestamps in ms.
 
-The state is a fold over state changes (`stream_jobs.assemble.state.changes`). `AssemblyFold`
-creates and applies them while it reads the inputs; a new owner rebuilds the state from the
-changelog with the same changes. Payload (tokens, replies, metadata) is not part of the state; only
-its offsets on `claw.steps` are.
+The state is a fold over state changes (`clawstream.stream_jobs.assemble.state.changes`).
+`AssemblyFold` creates and applies them while it reads the inputs; a new owner rebuilds the state
+from the changelog with the same changes. Payload (tokens, replies, metadata) is not part of the
+state; only its offsets on `claw.steps` are.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from dataclasses import dataclass, field
 
 from msgspec import Raw, Struct
 
-from schemas.ids import is_anonymous_session, is_gateway_assigned, key_of_trajectory
-from stream_jobs.assemble.matching.anonymous_sessions import SessionIndex
-from stream_jobs.assemble.state.annotations import Annotations
-from stream_jobs.assemble.state.closed_store import ClosedStore
-from stream_jobs.assemble.state.encoding import decoder, encode
-from stream_jobs.assemble.state.log_time import Silences
-from stream_jobs.assemble.state.steps import call_suffix
-from stream_jobs.assemble.state.trajectories import (
+from clawstream.schemas.ids import is_anonymous_session, is_gateway_assigned, key_of_trajectory
+from clawstream.stream_jobs.assemble.matching.anonymous_sessions import SessionIndex
+from clawstream.stream_jobs.assemble.state.annotations import Annotations
+from clawstream.stream_jobs.assemble.state.closed_store import ClosedStore
+from clawstream.stream_jobs.assemble.state.encoding import decoder, encode
+from clawstream.stream_jobs.assemble.state.log_time import Silences
+from clawstream.stream_jobs.assemble.state.steps import call_suffix
+from clawstream.stream_jobs.assemble.state.trajectories import (
     AwaitedTarget,
     OpenTrajectory,
     PendingOutputs,

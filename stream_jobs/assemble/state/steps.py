@@ -8,8 +8,8 @@ from collections.abc import Iterable
 
 from msgspec import Struct
 
-from schemas.records import StepStatus
-from stream_jobs.assemble.payload.segment_tree import TOKEN_BYTES
+from clawstream.schemas.records import StepStatus
+from clawstream.stream_jobs.assemble.payload.segment_tree import TOKEN_BYTES
 
 STEP_BYTES = 400
 """Upper bound for the size of a step without its tokens and its reply, bytes."""

@@ -11,10 +11,10 @@ from typing import Literal
 
 from msgspec import Struct, field
 
-from schemas.records import Channel, Outcome, StepMarkKind
-from stream_jobs.assemble.state.annotations import Annotation, Annotations
-from stream_jobs.assemble.state.encoding import encode
-from stream_jobs.assemble.state.steps import OpenSteps
+from clawstream.schemas.records import Channel, Outcome, StepMarkKind
+from clawstream.stream_jobs.assemble.state.annotations import Annotation, Annotations
+from clawstream.stream_jobs.assemble.state.encoding import encode
+from clawstream.stream_jobs.assemble.state.steps import OpenSteps
 
 RunTrajectory = tuple[str, str]
 """(run id, trajectory id). The trajectory id equals the trajectory key, except in gateway-assigned

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
-from stream_jobs.lake.delta.log import first_line, is_store_away
+from clawstream.stream_jobs.lake.delta.log import first_line, is_store_away
 
 LOG = "_delta_log"
 

@@ -17,8 +17,8 @@ import pyarrow as pa
 import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
-from stream_jobs.errors import LakeDamaged
-from stream_jobs.lake.dedupe import TopicIdPartition
+from clawstream.stream_jobs.errors import LakeDamaged
+from clawstream.stream_jobs.lake.dedupe import TopicIdPartition
 
 _CHECKPOINT, _COMMIT = ".checkpoint.parquet", ".json"
 

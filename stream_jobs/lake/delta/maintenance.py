@@ -1,8 +1,8 @@
 """Merge small files and delete old rows and files, beside the running writer.
 
-Runs as a process of its own, `python -m stream_jobs.lake.delta.maintenance` with the settings as
-JSON on standard input. The writer starts it at an interval, `clawstream tables` at once. Each
-operation is one commit to a table, beside the commits of the writer:
+Runs as a process of its own, `python -m clawstream.stream_jobs.lake.delta.maintenance` with the
+settings as JSON on standard input. The writer starts it at an interval, `clawstream tables` at
+once. Each operation is one commit to a table, beside the commits of the writer:
 
 - merging files changes no row and collides with no append; offsets and leases are in the log, not
   in the data files;
@@ -29,13 +29,13 @@ from typing import NamedTuple
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from runtime.logs import configure, logger
-from runtime.process.child import die_with_parent
-from schemas.settings import Settings
-from stream_jobs.errors import LakeAway, LakeDamaged
-from stream_jobs.lake.delta.log import plain
-from stream_jobs.lake.delta.snapshots import SnapshotError, protected_versions
-from stream_jobs.lake.delta.table import (
+from clawstream.runtime.logs import configure, logger
+from clawstream.runtime.process.child import die_with_parent
+from clawstream.schemas.settings import Settings
+from clawstream.stream_jobs.errors import LakeAway, LakeDamaged
+from clawstream.stream_jobs.lake.delta.log import plain
+from clawstream.stream_jobs.lake.delta.snapshots import SnapshotError, protected_versions
+from clawstream.stream_jobs.lake.delta.table import (
     CommitCollided,
     Delta,
     DeltaError,
@@ -51,7 +51,7 @@ from stream_jobs.lake.delta.table import (
     table_damage,
     writer_properties,
 )
-from stream_jobs.lake.tables.catalog import catalog
+from clawstream.stream_jobs.lake.tables.catalog import catalog
 
 FILE_BYTES = 128 << 20
 """Target size of merged files, in bytes."""
@@ -247,7 +247,9 @@ class MaintenanceRunner:
         if self._process is None and time.monotonic() >= self._next:
             self._next = time.monotonic() + self._settings.lake.care_interval_s
             self._process = subprocess.Popen(
-                die_with_parent([sys.executable, "-P", "-m", "stream_jobs.lake.delta.maintenance"]),
+                die_with_parent(
+                    [sys.executable, "-P", "-m", "clawstream.stream_jobs.lake.delta.maintenance"]
+                ),
                 stdin=subprocess.PIPE,
             )
             assert self._process.stdin is not None

@@ -30,11 +30,11 @@ from typing import NamedTuple
 import pyarrow as pa
 import pyarrow.fs as pafs
 
-from runtime.kafka import Cluster
-from schemas.settings import Settings
-from stream_jobs.errors import LakeError
-from stream_jobs.lake.dedupe import TopicIdPartition
-from stream_jobs.lake.delta.damage import (
+from clawstream.runtime.kafka import Cluster
+from clawstream.schemas.settings import Settings
+from clawstream.stream_jobs.errors import LakeError
+from clawstream.stream_jobs.lake.dedupe import TopicIdPartition
+from clawstream.stream_jobs.lake.delta.damage import (
     LOG,
     FileDamage,
     adders_of,
@@ -42,9 +42,14 @@ from stream_jobs.lake.delta.damage import (
     damaged_files,
     damaged_log_files,
 )
-from stream_jobs.lake.delta.log import app_id, filesystem, read_committed_offsets, table_uri
-from stream_jobs.lake.delta.snapshots import SnapshotError, named_snapshots
-from stream_jobs.lake.delta.table import (
+from clawstream.stream_jobs.lake.delta.log import (
+    app_id,
+    filesystem,
+    read_committed_offsets,
+    table_uri,
+)
+from clawstream.stream_jobs.lake.delta.snapshots import SnapshotError, named_snapshots
+from clawstream.stream_jobs.lake.delta.table import (
     CommitCollided,
     Delta,
     LakeMissing,
@@ -52,8 +57,8 @@ from stream_jobs.lake.delta.table import (
     restore,
     sizes,
 )
-from stream_jobs.lake.fencing import REPAIR, writer_id
-from stream_jobs.lake.tables.catalog import catalog, tables_of
+from clawstream.stream_jobs.lake.fencing import REPAIR, writer_id
+from clawstream.stream_jobs.lake.tables.catalog import catalog, tables_of
 
 DAMAGED_DIR = "_damaged"
 _ATTEMPTS = 5

@@ -16,19 +16,19 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.fs as pafs
 
-from runtime.atomic_file import create_durably, fsync_path
-from runtime.times import parse_instant
-from schemas.settings import Settings
-from stream_jobs.errors import LakeDamaged
-from stream_jobs.lake.delta.log import committed_at, filesystem
-from stream_jobs.lake.delta.table import (
+from clawstream.runtime.atomic_file import create_durably, fsync_path
+from clawstream.runtime.times import parse_instant
+from clawstream.schemas.settings import Settings
+from clawstream.stream_jobs.errors import LakeDamaged
+from clawstream.stream_jobs.lake.delta.log import committed_at, filesystem
+from clawstream.stream_jobs.lake.delta.table import (
     DeltaError,
     LakeError,
     LakeMissing,
     open_table,
     table_damage,
 )
-from stream_jobs.lake.tables.catalog import catalog
+from clawstream.stream_jobs.lake.tables.catalog import catalog
 
 Versions = Mapping[str, int | None]
 """Table to Delta version; None: the table did not exist, so it is empty."""
@@ -296,7 +296,8 @@ def resolve_versions(settings: Settings, word: str) -> Versions:
     """Return the version of each table in a state of the lake; None for one that did not exist.
 
     Args:
-        word: a named snapshot, a file of `tables snapshot`, a time of `runtime.times`, or
+        word: a named snapshot, a file of `tables snapshot`, a time of `clawstream.runtime.times`,
+        or
             `TABLE=VERSION`: the commit of one version of one table.
 
     Raises:

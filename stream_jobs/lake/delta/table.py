@@ -28,17 +28,17 @@ from deltalake.exceptions import (
     DeltaError as DeltaError,
 )
 
-from stream_jobs.errors import LakeAway, LakeDamaged, TooManyFields
-from stream_jobs.errors import LakeError as LakeError
-from stream_jobs.lake.delta.damage import damaged_files, damaged_log_files
-from stream_jobs.lake.delta.log import (
+from clawstream.stream_jobs.errors import LakeAway, LakeDamaged, TooManyFields
+from clawstream.stream_jobs.errors import LakeError as LakeError
+from clawstream.stream_jobs.lake.delta.damage import damaged_files, damaged_log_files
+from clawstream.stream_jobs.lake.delta.log import (
     filesystem,
     first_line,
     is_store_away,
     plain,
     table_uri,
 )
-from stream_jobs.lake.tables.arrow_columns import commented, fields_of, merged
+from clawstream.stream_jobs.lake.tables.arrow_columns import commented, fields_of, merged
 
 CommitCollided = CommitFailedError
 """Another commit since this one's snapshot conflicts with it. Reopen and check again."""

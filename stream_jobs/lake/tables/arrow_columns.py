@@ -1,8 +1,8 @@
 """Derive Arrow columns from Avro schemas and convert values to Arrow arrays. Pure.
 
-Values come as `stream_jobs.lake.tables.avro_values` reads them: nested records are tuples in the
-order of their fields. A column is composed of columns, down to the fields of a record inside a
-list, so no row needs a lookup by name.
+Values come as `clawstream.stream_jobs.lake.tables.avro_values` reads them: nested records are
+tuples in the order of their fields. A column is composed of columns, down to the fields of a record
+inside a list, so no row needs a lookup by name.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from schemas.codec.avro_schema import Schema, kind_of, not_null
+from clawstream.schemas.codec.avro_schema import Schema, kind_of, not_null
 
 TIME = pa.timestamp("us", "UTC")
 Convert = Callable[[Sequence[Any]], pa.Array]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from schemas.codec import compiled_reader, foreign
-from schemas.codec.avro_schema import Schema, expanded, plain_name
-from schemas.codec.compiled_reader import Read
-from schemas.codec.single_object import shipped
-from schemas.codec.source import Source
-from stream_jobs.lake.tables.arrow_columns import tupled
+from clawstream.schemas.codec import compiled_reader, foreign
+from clawstream.schemas.codec.avro_schema import Schema, expanded, plain_name
+from clawstream.schemas.codec.compiled_reader import Read
+from clawstream.schemas.codec.single_object import shipped
+from clawstream.schemas.codec.source import Source
+from clawstream.stream_jobs.lake.tables.arrow_columns import tupled
 
 
 class _Tuples:

@@ -8,11 +8,11 @@ from typing import Any
 
 import pyarrow as pa
 
-from schemas import records
-from schemas.codec.avro_schema import Schema, expanded
-from schemas.codec.single_object import shipped
-from schemas.topics import Topics
-from stream_jobs.lake.tables.arrow_columns import (
+from clawstream.schemas import records
+from clawstream.schemas.codec.avro_schema import Schema, expanded
+from clawstream.schemas.codec.single_object import shipped
+from clawstream.schemas.topics import Topics
+from clawstream.stream_jobs.lake.tables.arrow_columns import (
     TIME,
     Column,
     avro_columns,
@@ -21,7 +21,7 @@ from stream_jobs.lake.tables.arrow_columns import (
     text,
     time,
 )
-from stream_jobs.lake.tables.derived_rows import (
+from clawstream.stream_jobs.lake.tables.derived_rows import (
     add_payload_position,
     admitted_rows,
     batch_rows,
@@ -30,7 +30,7 @@ from stream_jobs.lake.tables.derived_rows import (
     refused_rows,
     run_event_rows,
 )
-from stream_jobs.lake.tables.table import Derive, Table
+from clawstream.stream_jobs.lake.tables.table import Derive, Table
 
 
 def tables_of(topics: Topics, topic: str) -> tuple[str, ...]:

@@ -9,12 +9,12 @@ from typing import Any
 
 import orjson
 
-from schemas import records
-from schemas.codec.avro_schema import Schema, expanded, not_null
-from schemas.codec.single_object import as_dict, shipped
-from schemas.reward_matching import training_reward
-from stream_jobs.lake.tables.arrow_columns import tupled
-from stream_jobs.lake.tables.table import Headers, Row, Table
+from clawstream.schemas import records
+from clawstream.schemas.codec.avro_schema import Schema, expanded, not_null
+from clawstream.schemas.codec.single_object import as_dict, shipped
+from clawstream.schemas.reward_matching import training_reward
+from clawstream.stream_jobs.lake.tables.arrow_columns import tupled
+from clawstream.stream_jobs.lake.tables.table import Headers, Row, Table
 
 
 def drop_truncated_tokens(table: Table, fields: Row, headers: Headers) -> Row:

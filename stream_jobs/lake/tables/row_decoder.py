@@ -10,13 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
-from runtime.kafka import Record
-from runtime.topics.records import Decoder
-from schemas.codec.avro_schema import Schema, expanded
-from schemas.codec.compiled_reader import MALFORMED, Read
-from schemas.codec.single_object import MAGIC, Codec
-from stream_jobs.errors import TooManyFields
-from stream_jobs.lake.tables.table import ConsumedRecord, Row, Table
+from clawstream.runtime.kafka import Record
+from clawstream.runtime.topics.records import Decoder
+from clawstream.schemas.codec.avro_schema import Schema, expanded
+from clawstream.schemas.codec.compiled_reader import MALFORMED, Read
+from clawstream.schemas.codec.single_object import MAGIC, Codec
+from clawstream.stream_jobs.errors import TooManyFields
+from clawstream.stream_jobs.lake.tables.table import ConsumedRecord, Row, Table
 
 _HEADER, _CONFLUENT = 10, 5
 _T = TypeVar("_T")

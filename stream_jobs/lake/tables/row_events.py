@@ -1,4 +1,4 @@
-"""Convert rows back to records, the inverse of `stream_jobs.lake.tables.arrow_columns`. Pure."""
+"""Convert rows to records: `clawstream.stream_jobs.lake.tables.arrow_columns` backwards. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from schemas.codec.single_object import shipped
+from clawstream.schemas.codec.single_object import shipped
 
 _MICROS = {"timestamp-millis": 1000, "timestamp-micros": 1}
 

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from schemas.codec.avro_schema import Schema
-from schemas.codec.compiled_reader import Read
-from schemas.codec.single_object import as_dict
-from stream_jobs.lake.tables.arrow_columns import (
+from clawstream.schemas.codec.avro_schema import Schema
+from clawstream.schemas.codec.compiled_reader import Read
+from clawstream.schemas.codec.single_object import as_dict
+from clawstream.stream_jobs.lake.tables.arrow_columns import (
     TIME,
     Column,
     avro_columns,
@@ -30,7 +30,7 @@ from stream_jobs.lake.tables.arrow_columns import (
     time,
     tupled,
 )
-from stream_jobs.lake.tables.avro_values import reader_of
+from clawstream.stream_jobs.lake.tables.avro_values import reader_of
 
 KAFKA_COLUMNS = (
     column(

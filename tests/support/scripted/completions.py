@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import orjson
 from support.scripted.script import Event, Json, Script, ScriptedChoice, openai_error
 
-from gateway.protocols.openai_completions import prompt_count
+from clawstream.gateway.protocols.openai_completions import prompt_count
 
 _HEAD: Json = {"object": "text_completion", "created": 1}
 _FINGERPRINT = "vllm-0.32.0-scripted"

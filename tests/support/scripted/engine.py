@@ -6,8 +6,8 @@
     async with engine.serve() as url: ...
 
 The wire format is that of vLLM 0.32. An engine of kind `captured` reports the tokens as our
-middleware does (`schemas.engine_frames`). Kind `vllm` reports them only in the reply's own fields,
-where they are requested. Kind `text` is not a vLLM and reports no tokens.
+middleware does (`clawstream.schemas.engine_frames`). Kind `vllm` reports them only in the reply's
+own fields, where they are requested. Kind `text` is not a vLLM and reports no tokens.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from support.scripted.messages import MessagesServer
 from support.scripted.responses import ResponsesServer
 from support.scripted.script import Event, Json, ProtocolServer, Script
 
-from gateway.protocols.base import EngineKind
-from schemas import engine_frames
-from schemas.tokens import pack_ids, pack_logprobs
+from clawstream.gateway.protocols.base import EngineKind
+from clawstream.schemas import engine_frames
+from clawstream.schemas.tokens import pack_ids, pack_logprobs
 
 PROTOCOL_SERVERS: tuple[ProtocolServer, ...] = (
     ChatServer(),

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from schemas.records import Sampling
+from clawstream.schemas.records import Sampling
 
 Json = dict[str, Any]
 

@@ -10,15 +10,15 @@ import pytest
 from support.gateway import GatewayFixture, run_gateway
 from support.scripted.script import Script, ScriptedChoice
 
-from agent_flow.claw_r1 import AgentFlowBase, AgentStep, claw_r1_flow, register
-from agent_flow.errors import FlowError
-from agent_flow.flow import Flow, Limits
-from agent_flow.gateway.client import Gateway
-from agent_flow.play.progress import Progress
-from agent_flow.play.runner import Options, Runner
-from schemas.codec.single_object import Codec
-from schemas.records import Reward, SessionEvent, Step
-from schemas.tokens import unpack_ids
+from clawstream.agent_flow.claw_r1 import AgentFlowBase, AgentStep, claw_r1_flow, register
+from clawstream.agent_flow.errors import FlowError
+from clawstream.agent_flow.flow import Flow, Limits
+from clawstream.agent_flow.gateway.client import Gateway
+from clawstream.agent_flow.play.progress import Progress
+from clawstream.agent_flow.play.runner import Options, Runner
+from clawstream.schemas.codec.single_object import Codec
+from clawstream.schemas.records import Reward, SessionEvent, Step
+from clawstream.schemas.tokens import unpack_ids
 
 CODEC = Codec()
 TASKS = [{"id": "a", "prompt": [{"role": "user", "content": "hi"}]}]

@@ -1,4 +1,4 @@
-"""`python -m agent_flow`."""
+"""`python -m clawstream.agent_flow`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from agent_flow import main
-from agent_flow.options import Mode
+from clawstream.agent_flow import main
+from clawstream.agent_flow.options import Mode
 
 
 @pytest.mark.parametrize(

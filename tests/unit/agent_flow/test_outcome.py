@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agent_flow.errors import RolloutFailed
-from agent_flow.outcome import checked_reward, total
+from clawstream.agent_flow.errors import RolloutFailed
+from clawstream.agent_flow.outcome import checked_reward, total
 
 
 @pytest.mark.parametrize(

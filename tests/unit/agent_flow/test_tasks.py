@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent_flow.errors import FlowError
-from agent_flow.tasks import id_text, metadata_of, numbered, tasks_of_file
-from schemas.ids import check_group_id
+from clawstream.agent_flow.errors import FlowError
+from clawstream.agent_flow.tasks import id_text, metadata_of, numbered, tasks_of_file
+from clawstream.schemas.ids import check_group_id
 
 TASKS = [{"id": "a", "question": "1+1?", "answer": 2}, {"id": "b", "question": "2+2?", "answer": 4}]
 

@@ -9,18 +9,18 @@ from support.gateway import GatewayFixture, run_gateway
 from support.scripted.script import Script, ScriptedChoice
 from typer.testing import CliRunner
 
-from agent_flow.errors import FlowError
-from agent_flow.flow import Limits, load_flow
-from agent_flow.gateway.client import Gateway
-from agent_flow.main import run_flow
-from agent_flow.options import Mode
-from agent_flow.play.progress import Progress
-from agent_flow.play.runner import Options, Runner
+from clawstream.agent_flow.errors import FlowError
+from clawstream.agent_flow.flow import Limits, load_flow
+from clawstream.agent_flow.gateway.client import Gateway
+from clawstream.agent_flow.main import run_flow
+from clawstream.agent_flow.options import Mode
+from clawstream.agent_flow.play.progress import Progress
+from clawstream.agent_flow.play.runner import Options, Runner
 from clawstream.cli.flow import app
-from schemas.codec.single_object import Codec
+from clawstream.schemas.codec.single_object import Codec
 
 FLOW = """
-from agent_flow import flow
+from clawstream.agent_flow import flow
 
 @flow(group_size=1)
 async def greet(task, rollout):

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from demo.configuration import demo_settings
-from demo.main import fresh_home, make_model
-from runtime.process.supervisor import AlreadyRunning, Supervisor
-from schemas.settings import Settings
+from clawstream.demo.configuration import demo_settings
+from clawstream.demo.main import fresh_home, make_model
+from clawstream.runtime.process.supervisor import AlreadyRunning, Supervisor
+from clawstream.schemas.settings import Settings
 
 
 def test_the_last_run_is_kept_once(tmp_path: Path) -> None:

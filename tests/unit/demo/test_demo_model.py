@@ -17,8 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from demo import agent, model
-from demo.task import ADDENDS, KEYS, TOOLS, is_held_out, make_task, price, score
+from clawstream.demo import agent, model
+from clawstream.demo.task import ADDENDS, KEYS, TOOLS, is_held_out, make_task, price, score
 
 tokenizer = model.build_tokenizer()
 

@@ -17,18 +17,18 @@ import orjson
 import pytest
 from support.log_producer import InMemoryLogProducer
 
-from gateway.app import create_app
-from gateway.asgi.messages import App
-from gateway.capture.engine_tokens import CapturedTokens
-from gateway.capture.stream import EventStream
-from gateway.engines.registry import EngineRegistry
-from gateway.protocols.adapter import ProtocolAdapter
-from gateway.protocols.anthropic_messages import AnthropicMessages
-from gateway.protocols.openai_chat import OpenAIChat
-from gateway.protocols.openai_responses import OpenAIResponses
-from runtime.process.lifecycle import GC_THRESHOLD
-from schemas.codec.single_object import Codec
-from schemas.settings import Settings
+from clawstream.gateway.app import create_app
+from clawstream.gateway.asgi.messages import App
+from clawstream.gateway.capture.engine_tokens import CapturedTokens
+from clawstream.gateway.capture.stream import EventStream
+from clawstream.gateway.engines.registry import EngineRegistry
+from clawstream.gateway.protocols.adapter import ProtocolAdapter
+from clawstream.gateway.protocols.anthropic_messages import AnthropicMessages
+from clawstream.gateway.protocols.openai_chat import OpenAIChat
+from clawstream.gateway.protocols.openai_responses import OpenAIResponses
+from clawstream.runtime.process.lifecycle import GC_THRESHOLD
+from clawstream.schemas.codec.single_object import Codec
+from clawstream.schemas.settings import Settings
 
 pytestmark = pytest.mark.slow
 CODEC = Codec()

@@ -13,13 +13,13 @@ from support.raw_http import CALL, connected, request
 from support.scripted.engine import ScriptedEngine
 from support.scripted.script import Script, ScriptedChoice
 
-from gateway.app import create_app
-from gateway.asgi.http_server import server_config
-from gateway.engines.registry import EngineRegistry
-from gateway.main import listen
-from schemas.codec.single_object import Codec
-from schemas.records import Step
-from schemas.settings import Settings
+from clawstream.gateway.app import create_app
+from clawstream.gateway.asgi.http_server import server_config
+from clawstream.gateway.engines.registry import EngineRegistry
+from clawstream.gateway.main import listen
+from clawstream.schemas.codec.single_object import Codec
+from clawstream.schemas.records import Step
+from clawstream.schemas.settings import Settings
 
 LARGE = orjson.dumps(
     {"model": "policy", "stream": True, "messages": [{"role": "user", "content": "hi " * 100_000}]}

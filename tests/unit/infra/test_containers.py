@@ -16,31 +16,31 @@ import yaml
 from support.command_line import parse
 
 from clawstream.ops.up import COMMANDS, wanted
-from runtime.broker.embedded import broker_of
-from runtime.process.config import load
-from schemas.settings import Settings
+from clawstream.runtime.broker.embedded import broker_of
+from clawstream.runtime.process.config import load
+from clawstream.schemas.settings import Settings
 
 ROOT = Path(__file__).parents[3]
 INFRA = ROOT / "infra"
 SETTINGS = ("settings.yaml", "settings-cluster.yaml", "settings-s3.yaml")
 BROKERS = ("kafka", "kafka-2", "kafka-3")
 IN_CORE = (
-    "runtime.broker.foreground",
-    "gateway.main",
-    "stream_jobs.assemble.main",
-    "stream_jobs.reward.main",
-    "stream_jobs.compare.main",
-    "stream_jobs.admit.main",
-    "trainer.settings_check",
-    "stream_jobs.lake.main",
+    "clawstream.runtime.broker.foreground",
+    "clawstream.gateway.main",
+    "clawstream.stream_jobs.assemble.main",
+    "clawstream.stream_jobs.reward.main",
+    "clawstream.stream_jobs.compare.main",
+    "clawstream.stream_jobs.admit.main",
+    "clawstream.trainer.settings_check",
+    "clawstream.stream_jobs.lake.main",
     "clawstream.ops.monitoring.exporter",
     "clawstream.export.export",
     "clawstream.export.chat",
     "clawstream.query.live_lake",
     "clawstream.query.sandbox_process",
     "clawstream.query.token_texts",
-    "inspector.main",
-    "inspector.web.app",
+    "clawstream.inspector.main",
+    "clawstream.inspector.web.app",
 )
 """What the processes and commands of the core image import."""
 HIDING = """

@@ -13,11 +13,11 @@ import pytest
 import yaml
 from support.command_line import parse
 
+from clawstream.gateway.auth.session_keys import SECRET_BYTES
 from clawstream.ops.up import COMMANDS
-from gateway.auth.session_keys import SECRET_BYTES
-from runtime.broker.node_config import LARGEST_MESSAGE_BYTES
-from runtime.process.config import load
-from schemas.settings import Settings
+from clawstream.runtime.broker.node_config import LARGEST_MESSAGE_BYTES
+from clawstream.runtime.process.config import load
+from clawstream.schemas.settings import Settings
 
 ROOT = Path(__file__).parents[3]
 MANIFESTS = ROOT / "infra" / "kubernetes"

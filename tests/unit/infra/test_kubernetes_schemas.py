@@ -17,7 +17,7 @@ import pytest
 import yaml
 from jsonschema import Draft7Validator
 
-from runtime.broker.jars import ensure_jars, find_java, parse_pins
+from clawstream.runtime.broker.jars import ensure_jars, find_java, parse_pins
 
 pytest.importorskip("kubernetes_validate", reason="make test-kubernetes installs the schemas")
 KUBECTL = shutil.which("kubectl")

@@ -17,8 +17,8 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.process_collector import ProcessCollector
 
 from clawstream.ops.monitoring.reference import all_metrics, series
-from schemas.settings import Settings
-from schemas.settings.up import METRICS_PORTS
+from clawstream.schemas.settings import Settings
+from clawstream.schemas.settings.up import METRICS_PORTS
 
 ROOT = Path(__file__).parents[3]
 MONITORING = ROOT / "infra" / "monitoring"

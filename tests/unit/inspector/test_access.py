@@ -9,13 +9,13 @@ from typing import Any, ClassVar, cast
 import pytest
 from fastapi.testclient import TestClient
 
-from gateway.errors import KeysUnreadable
-from inspector.live.feed import Live
-from inspector.metrics import PageMetrics
-from inspector.operations.observation import Observation
-from inspector.operations.watcher import Watcher
-from inspector.web.access import User, is_cross_site
-from inspector.web.app import HEADERS, Parts, create_app
+from clawstream.gateway.errors import KeysUnreadable
+from clawstream.inspector.live.feed import Live
+from clawstream.inspector.metrics import PageMetrics
+from clawstream.inspector.operations.observation import Observation
+from clawstream.inspector.operations.watcher import Watcher
+from clawstream.inspector.web.access import User, is_cross_site
+from clawstream.inspector.web.app import HEADERS, Parts, create_app
 
 
 class NoLake:

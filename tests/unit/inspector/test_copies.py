@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from inspector.web.copies import case_of, curl_of
+from clawstream.inspector.web.copies import case_of, curl_of
 
 REQUEST = {"messages": [{"role": "user", "content": 'it\'s \U0001f600 `$HOME` \\n """\n'}]}
 REPLY = {"role": "assistant", "content": "\U0001f600 yes"}

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from inspector.errors import InvalidAddress
-from inspector.queries.filters import TEXT_CHARACTERS, Filters, parse_filters
-from inspector.queries.listing import PAGE, Place, parse_place, parse_rows, parse_sort
+from clawstream.inspector.errors import InvalidAddress
+from clawstream.inspector.queries.filters import TEXT_CHARACTERS, Filters, parse_filters
+from clawstream.inspector.queries.listing import PAGE, Place, parse_place, parse_rows, parse_sort
 
 
 @pytest.mark.parametrize(

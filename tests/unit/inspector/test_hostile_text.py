@@ -12,10 +12,10 @@ from support.export_lake import trajectory, turn
 from support.inspector import HOSTILE, inspected
 from support.markup import unsafe
 
-from inspector.queries.listing import open_rows
-from inspector.web.rendering import text_of
-from schemas import records
-from schemas.settings import Settings
+from clawstream.inspector.queries.listing import open_rows
+from clawstream.inspector.web.rendering import text_of
+from clawstream.schemas import records
+from clawstream.schemas.settings import Settings
 
 pytestmark = pytest.mark.slow
 

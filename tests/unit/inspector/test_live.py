@@ -10,11 +10,11 @@ import pytest
 from support.admit import cand
 from support.export_lake import turn
 
-from inspector.live import feed, recent
-from inspector.live.feed import Live
-from inspector.live.recent import Recent, with_rewards
-from runtime.kafka import KafkaError
-from schemas.records import RewardValue, SessionEvent
+from clawstream.inspector.live import feed, recent
+from clawstream.inspector.live.feed import Live
+from clawstream.inspector.live.recent import Recent, with_rewards
+from clawstream.runtime.kafka import KafkaError
+from clawstream.schemas.records import RewardValue, SessionEvent
 
 
 class NoLake:

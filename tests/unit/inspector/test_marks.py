@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from support.inspector import CURATOR_KEY, HOSTILE, Inspected, inspected
 
-from schemas.records import Curation, Reward
-from schemas.settings import Settings
+from clawstream.schemas.records import Curation, Reward
+from clawstream.schemas.settings import Settings
 
 pytestmark = pytest.mark.slow
 G0 = {"of": "trajectory", "run": "run", "trajectory": "g-0", "next": "/t/run/g-0"}

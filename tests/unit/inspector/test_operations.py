@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 from support.inspector import NOW_S, OBSERVED, WORKER
 
-from inspector.errors import InvalidAddress
-from inspector.operations import history
-from inspector.operations.history import LEVELS, POINTS, History
-from inspector.operations.observation import samples_of
-from inspector.operations.sparkline import path_of
-from inspector.operations.time_range import ALIGN_S, DEFAULT, RANGES, time_range
-from inspector.web.rendering import _age, _size
+from clawstream.inspector.errors import InvalidAddress
+from clawstream.inspector.operations import history
+from clawstream.inspector.operations.history import LEVELS, POINTS, History
+from clawstream.inspector.operations.observation import samples_of
+from clawstream.inspector.operations.sparkline import path_of
+from clawstream.inspector.operations.time_range import ALIGN_S, DEFAULT, RANGES, time_range
+from clawstream.inspector.web.rendering import _age, _size
 
 
 class TestHistory:

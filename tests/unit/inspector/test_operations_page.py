@@ -12,15 +12,20 @@ from support.inspector import HOSTILE, NOW_S, OBSERVED, OK, WORKER, Inspected, i
 from support.run_lake import run_lake
 from support.small_lake import SmallLake
 
+from clawstream.inspector.operations.observation import Consumer, Observation, Spool, Weights
+from clawstream.inspector.operations.time_range import time_range
+from clawstream.inspector.queries.activity import (
+    Activity,
+    activity,
+    newest_version,
+    open_dead_letters,
+)
+from clawstream.inspector.queries.lake import COPIES
+from clawstream.inspector.web.operations import LIVE_PARTS, TEMPLATE, _state
+from clawstream.inspector.web.rendering import block_of
 from clawstream.query.live_lake import Copy, LiveLake
-from inspector.operations.observation import Consumer, Observation, Spool, Weights
-from inspector.operations.time_range import time_range
-from inspector.queries.activity import Activity, activity, newest_version, open_dead_letters
-from inspector.queries.lake import COPIES
-from inspector.web.operations import LIVE_PARTS, TEMPLATE, _state
-from inspector.web.rendering import block_of
-from schemas.records import DeadLetter, DeadLetterResolved
-from schemas.settings import Settings
+from clawstream.schemas.records import DeadLetter, DeadLetterResolved
+from clawstream.schemas.settings import Settings
 
 pytestmark = pytest.mark.slow
 

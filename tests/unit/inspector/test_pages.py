@@ -17,16 +17,16 @@ from support.markup import unsafe
 from support.run_lake import RUN, RunLake, call, run_lake
 from support.small_lake import SmallLake
 
+from clawstream.inspector.queries.lake import COPIES
+from clawstream.inspector.queries.overview import CURVE, curve_of
+from clawstream.inspector.queries.tokens import MODES
+from clawstream.inspector.queries.trajectory import find, state, timeline
+from clawstream.inspector.web import app
+from clawstream.inspector.web.app import HEADERS, create_app
 from clawstream.query.live_lake import Copy, LiveLake
-from inspector.queries.lake import COPIES
-from inspector.queries.overview import CURVE, curve_of
-from inspector.queries.tokens import MODES
-from inspector.queries.trajectory import find, state, timeline
-from inspector.web import app
-from inspector.web.app import HEADERS, create_app
-from schemas.blob_refs import reference
-from schemas.records import Blob, Candidate, RewardValue
-from schemas.settings import Settings
+from clawstream.schemas.blob_refs import reference
+from clawstream.schemas.records import Blob, Candidate, RewardValue
+from clawstream.schemas.settings import Settings
 
 PAGES = [
     "/",
@@ -249,7 +249,7 @@ class TestList:
     def test_pages_follow_each_other(
         self, shown: Inspected, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("inspector.queries.listing.PAGE", 2)
+        monkeypatch.setattr("clawstream.inspector.queries.listing.PAGE", 2)
         found = _all_rows(shown, "/trajectories?channel=train")
         assert found == sorted(["g-0", "g-1", "h-0", "h-1", "evil"], reverse=True)
 
@@ -265,7 +265,7 @@ class TestList:
     def test_pages_follow_each_other_in_the_order_of_a_column(
         self, shown: Inspected, monkeypatch: pytest.MonkeyPatch, sort: str, expected: list[str]
     ) -> None:
-        monkeypatch.setattr("inspector.queries.listing.PAGE", 2)
+        monkeypatch.setattr("clawstream.inspector.queries.listing.PAGE", 2)
         assert f"sort={sort}" in shown.client.get(f"/trajectories?sort={sort}").text
         assert _all_rows(shown, f"/trajectories?sort={sort}") == expected
 
@@ -348,7 +348,7 @@ def test_a_reference_to_the_blob_store_is_no_request_to_copy(tmp_path: Path) -> 
 
 
 def test_the_funnel_counts_each_step_once(shown: Inspected) -> None:
-    from inspector.queries.overview import funnel
+    from clawstream.inspector.queries.overview import funnel
 
     stages = {s.name: (s.calls, s.losses) for s in funnel(shown.lake, "run")}
     assert stages["recorded"][0] >= stages["assembled"][0] == 9
@@ -358,7 +358,7 @@ def test_the_funnel_counts_each_step_once(shown: Inspected) -> None:
 
 
 def test_the_funnel_ends_with_what_the_trainer_did(trained: Inspected) -> None:
-    from inspector.queries.overview import funnel
+    from clawstream.inspector.queries.overview import funnel
 
     stages = {s.name: (s.calls, s.losses) for s in funnel(trained.lake, "run")}
     assert stages["admitted"][0] == 7
@@ -376,7 +376,7 @@ def test_a_run_whose_training_gets_worse_says_so(tmp_path: Path) -> None:
 
 
 def test_the_funnel_has_each_reason_of_the_trainer_and_needs_no_reward(tmp_path: Path) -> None:
-    from inspector.queries.overview import funnel
+    from clawstream.inspector.queries.overview import funnel
 
     made = RunLake(settings := Settings(data_dir=tmp_path))
     steps = [call("sft-0", number, [1, number], [2]) for number in range(4)]

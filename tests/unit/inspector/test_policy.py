@@ -8,8 +8,8 @@ import pytest
 from support.admit import cand, policy
 from support.inspector import CURATOR_KEY, Inspected, inspected
 
-from inspector.queries.policy import preview
-from schemas.records import (
+from clawstream.inspector.queries.policy import preview
+from clawstream.schemas.records import (
     BatchGroup,
     BatchMember,
     Place,
@@ -17,7 +17,7 @@ from schemas.records import (
     ReadyBatch,
     WeightVersion,
 )
-from schemas.settings import Settings
+from clawstream.schemas.settings import Settings
 
 pytestmark = pytest.mark.slow
 RUN = "/runs/r/policy"

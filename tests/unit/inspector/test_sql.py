@@ -20,10 +20,10 @@ from support.inspector import KEY, Inspected, inspected
 from support.patience import until
 
 from clawstream.inspection.sandboxed_sql import AT_ONCE, SandboxedSql
-from inspector.queries.sql import CELL_CHARS, Cancellation, Result, cell, chart_of
-from inspector.web.app import create_app
-from schemas.settings import Settings
-from stream_jobs.errors import SqlError
+from clawstream.inspector.queries.sql import CELL_CHARS, Cancellation, Result, cell, chart_of
+from clawstream.inspector.web.app import create_app
+from clawstream.schemas.settings import Settings
+from clawstream.stream_jobs.errors import SqlError
 
 HUGEINT = st.integers(-(2**127), 2**127 - 1)
 VALUES = st.none() | st.booleans() | HUGEINT | st.floats() | st.text() | st.binary()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import datetime, timedelta
 from typing import Any
 
-from inspector.queries.trajectory import Moment, Span, main_moments, spans
+from clawstream.inspector.queries.trajectory import Moment, Span, main_moments, spans
 
 BEGAN = datetime(2026, 1, 2)
 

@@ -14,10 +14,10 @@ from support.admit import cand
 from support.admit import policy as policy_with
 from support.inspector import Inspected, inspected
 
-from inspector.queries.group import group_of
-from inspector.queries.listing import open_rows
-from inspector.queries.overview import runs, series, totals
-from schemas.records import (
+from clawstream.inspector.queries.group import group_of
+from clawstream.inspector.queries.listing import open_rows
+from clawstream.inspector.queries.overview import runs, series, totals
+from clawstream.schemas.records import (
     BatchGroup,
     BatchMember,
     Place,
@@ -25,7 +25,7 @@ from schemas.records import (
     ReadyBatch,
     RewardValue,
 )
-from schemas.settings import Settings
+from clawstream.schemas.settings import Settings
 
 pytestmark = pytest.mark.slow
 

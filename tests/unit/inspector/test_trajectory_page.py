@@ -15,13 +15,13 @@ from support.inspector import Inspected, application, inspected
 from support.run_lake import run_lake
 from support.small_lake import SmallLake
 
+from clawstream.inspector.queries.calls import PAGE as CALLS
+from clawstream.inspector.queries.lake import COPIES
+from clawstream.inspector.queries.trajectory import PAGE, placed
+from clawstream.inspector.web.pages import PAGE_CHARACTERS
 from clawstream.query.live_lake import Copy, LiveLake
-from inspector.queries.calls import PAGE as CALLS
-from inspector.queries.lake import COPIES
-from inspector.queries.trajectory import PAGE, placed
-from inspector.web.pages import PAGE_CHARACTERS
-from schemas.records import FailedCall
-from schemas.settings import Settings
+from clawstream.schemas.records import FailedCall
+from clawstream.schemas.settings import Settings
 
 pytestmark = pytest.mark.slow
 
@@ -167,7 +167,7 @@ def test_a_row_of_a_list_leads_back_to_its_filters(shown: Inspected) -> None:
 def test_a_list_that_was_continued_has_an_address(
     shown: Inspected, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("inspector.queries.listing.PAGE", 2)
+    monkeypatch.setattr("clawstream.inspector.queries.listing.PAGE", 2)
     text = shown.client.get("/trajectories?channel=train&rows=2").text
     (more,) = re.findall(r'hx-get="([^"]+)"', text)
     (address,) = re.findall(r'hx-replace-url="([^"]+)"', text)

@@ -13,14 +13,14 @@ import orjson
 import pytest
 from support.admit import cand
 
-from rewards.registry import BUILT_IN, GroupRule, Rule, rule_of
-from rewards.results import group_rules_of, rewards_of, rewards_of_group, rules_of
-from schemas.codec.single_object import Codec
-from schemas.errors import SettingsError
-from schemas.records import Tag, Trajectory, TrajectoryStep
-from schemas.rule_spec import of_run
-from schemas.settings import JobsSettings, Settings
-from schemas.user_function import load_function
+from clawstream.rewards.registry import BUILT_IN, GroupRule, Rule, rule_of
+from clawstream.rewards.results import group_rules_of, rewards_of, rewards_of_group, rules_of
+from clawstream.schemas.codec.single_object import Codec
+from clawstream.schemas.errors import SettingsError
+from clawstream.schemas.records import Tag, Trajectory, TrajectoryStep
+from clawstream.schemas.rule_spec import of_run
+from clawstream.schemas.settings import JobsSettings, Settings
+from clawstream.schemas.user_function import load_function
 
 FIND = partial(load_function, folders=[])
 
@@ -238,7 +238,7 @@ def test_configured_by_name_or_import_path_and_run() -> None:
             jobs=JobsSettings(
                 reward_functions={
                     "*": ("exact_match@1",),
-                    "r1": ("rewards.last_number:last_number@v2", "exact_match@3"),
+                    "r1": ("clawstream.rewards.last_number:last_number@v2", "exact_match@3"),
                 }
             )
         ),

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from support.assemble import LIMITS, InMemoryPartition, chat_step, session
 
-from rewards.turns import next_messages, turns_until
-from schemas.records import Step, Tag, Trajectory
-from schemas.tokens import pack_ids
-from stream_jobs.assemble.state.trajectories import STEPS
+from clawstream.rewards.turns import next_messages, turns_until
+from clawstream.schemas.records import Step, Tag, Trajectory
+from clawstream.schemas.tokens import pack_ids
+from clawstream.stream_jobs.assemble.state.trajectories import STEPS
 
 Message = dict[str, Any]
 ASK: Message = {"role": "user", "content": "Is it open?"}

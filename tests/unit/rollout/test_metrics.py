@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry
 
-from rollout.metrics import WorkerMetrics
-from rollout.status import Report
-from schemas.settings import Settings
+from clawstream.rollout.metrics import WorkerMetrics
+from clawstream.rollout.status import Report
+from clawstream.schemas.settings import Settings
 
 
 def test_a_scrape_shows_the_current_report() -> None:

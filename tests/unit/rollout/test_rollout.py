@@ -21,27 +21,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save
 
-from rollout.engine_supervisor import EngineSupervisor
-from rollout.errors import InvalidWeights
-from rollout.main import create_server
-from rollout.server.process import (
+from clawstream.rollout.engine_supervisor import EngineSupervisor
+from clawstream.rollout.errors import InvalidWeights
+from clawstream.rollout.main import create_server
+from clawstream.rollout.server.process import (
     AttachedServer,
     is_cpu_build,
     server_arguments,
     server_environment,
 )
-from rollout.server.weight_files import ADAPTERS, adapter_files, remove_others
-from rollout.settings_check import CHECKS
-from rollout.status import Report
-from rollout.versions import DEFER_MAX_S, DEFER_S, KEPT_VERSIONS, Versions, WeightsFeed
-from rollout.vllm_plugin.engine import Served, head_is_shared, read_layout, stage
-from runtime.errors import WeightsUnreadable
-from runtime.kafka import Cluster, Record, Unavailable
-from schemas.codec.single_object import Codec
-from schemas.errors import SettingsError
-from schemas.records import WeightFile, WeightVersion
-from schemas.settings import RolloutSettings, Settings
-from schemas.topics import Topics
+from clawstream.rollout.server.weight_files import ADAPTERS, adapter_files, remove_others
+from clawstream.rollout.settings_check import CHECKS
+from clawstream.rollout.status import Report
+from clawstream.rollout.versions import DEFER_MAX_S, DEFER_S, KEPT_VERSIONS, Versions, WeightsFeed
+from clawstream.rollout.vllm_plugin.engine import Served, head_is_shared, read_layout, stage
+from clawstream.runtime.errors import WeightsUnreadable
+from clawstream.runtime.kafka import Cluster, Record, Unavailable
+from clawstream.schemas.codec.single_object import Codec
+from clawstream.schemas.errors import SettingsError
+from clawstream.schemas.records import WeightFile, WeightVersion
+from clawstream.schemas.settings import RolloutSettings, Settings
+from clawstream.schemas.topics import Topics
 
 CODEC = Codec()
 

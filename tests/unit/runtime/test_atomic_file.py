@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.atomic_file import create_durably, write_durably
+from clawstream.runtime.atomic_file import create_durably, write_durably
 
 
 def test_bytes_are_on_disk_before_their_name_and_the_name_before_it_returns(

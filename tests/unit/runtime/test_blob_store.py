@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem  # type: ignore[import-untyped]
 
-from runtime.blob_store import RENEWED_S, BlobStore
+from clawstream.runtime.blob_store import RENEWED_S, BlobStore
 
 
 class Clock:
@@ -57,7 +57,7 @@ def test_a_store_remembers_a_blob_until_it_is_old(tmp_path: Path) -> None:
 def test_a_store_forgets_the_blob_that_it_has_known_longest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("runtime.blob_store.REMEMBERED", 2)
+    monkeypatch.setattr("clawstream.runtime.blob_store.REMEMBERED", 2)
     store = BlobStore(str(tmp_path))
     first, *_ = (store.put(data) for data in (b"1", b"2", b"3"))
     (tmp_path / first[:2] / first).unlink()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.digests import digest_of_model
+from clawstream.runtime.digests import digest_of_model
 
 
 def test_models_with_other_weights_have_other_digests_whatever_their_format(tmp_path: Path) -> None:

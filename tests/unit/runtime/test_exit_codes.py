@@ -12,17 +12,17 @@ from pathlib import Path
 
 import pytest
 
-from gateway.durability.spool import lock
-from gateway.errors import GatewayError, SpoolFailed, SpoolTaken
-from rollout.errors import RolloutError
-from runtime.errors import PlumbingError
-from runtime.exit_codes import MEANINGS, NO_RESTART, exit_code
-from runtime.kafka import Fenced, KafkaError, SourceTruncated, Unavailable
-from runtime.process.ports import PortTaken
-from runtime.process.supervisor import AlreadyRunning
-from schemas.errors import ForeseenError, InvalidId, SchemaError, SettingsError
-from stream_jobs.errors import StreamJobError
-from trainer.errors import TrainerError
+from clawstream.gateway.durability.spool import lock
+from clawstream.gateway.errors import GatewayError, SpoolFailed, SpoolTaken
+from clawstream.rollout.errors import RolloutError
+from clawstream.runtime.errors import PlumbingError
+from clawstream.runtime.exit_codes import MEANINGS, NO_RESTART, exit_code
+from clawstream.runtime.kafka import Fenced, KafkaError, SourceTruncated, Unavailable
+from clawstream.runtime.process.ports import PortTaken
+from clawstream.runtime.process.supervisor import AlreadyRunning
+from clawstream.schemas.errors import ForeseenError, InvalidId, SchemaError, SettingsError
+from clawstream.stream_jobs.errors import StreamJobError
+from clawstream.trainer.errors import TrainerError
 
 ROOT = Path(__file__).parents[3]
 
@@ -54,12 +54,12 @@ def test_the_documentation_has_the_same_table() -> None:
 @pytest.mark.parametrize(
     ("error", "code", "has_traceback"),
     [
-        ("schemas.errors:SettingsError", 2, False),
-        ("runtime.kafka:Unavailable", 69, False),
-        ("trainer.errors:InvalidCheckpoint", 1, False),
-        ("rollout.errors:ServerFailed", 1, False),
-        ("stream_jobs.errors:PolicyRefused", 1, False),
-        ("gateway.errors:NotConfigured", 1, False),
+        ("clawstream.schemas.errors:SettingsError", 2, False),
+        ("clawstream.runtime.kafka:Unavailable", 69, False),
+        ("clawstream.trainer.errors:InvalidCheckpoint", 1, False),
+        ("clawstream.rollout.errors:ServerFailed", 1, False),
+        ("clawstream.stream_jobs.errors:PolicyRefused", 1, False),
+        ("clawstream.gateway.errors:NotConfigured", 1, False),
         ("builtins:ValueError", 70, True),
     ],
 )
@@ -68,8 +68,9 @@ def test_a_process_dies_with_its_code_and_a_traceback_only_of_what_is_unforeseen
 ) -> None:
     module, _, name = error.partition(":")
     program = (
-        f"from {module} import {name}; from runtime.process.lifecycle import run_async; from "
-        "schemas.settings import Settings\n"
+        f"from {module} import {name}; "
+        "from clawstream.runtime.process.lifecycle import run_async; "
+        "from clawstream.schemas.settings import Settings\n"
         "async def main(settings, stop):\n    raise ExceptionGroup('a task has failed', "
         f"[{name}('why')])\n"
         "run_async('p', Settings(), main)\n"
@@ -94,8 +95,8 @@ def test_the_root_of_every_package_is_of_the_foreseen() -> None:
 @pytest.mark.parametrize(
     ("error", "code", "traces"),
     [
-        ("schemas.errors:UnknownSchema", 1, 0),
-        ("schemas.errors:InvalidId", 2, 0),
+        ("clawstream.schemas.errors:UnknownSchema", 1, 0),
+        ("clawstream.schemas.errors:InvalidId", 2, 0),
         ("builtins:ValueError", 70, 1),
     ],
 )

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
-from schemas.settings import Settings
+from clawstream.schemas.settings import Settings
 
 PAGE = Path(__file__).parents[3] / "docs" / "claw-r1.md"
 CLAW_R1_KEYS = (

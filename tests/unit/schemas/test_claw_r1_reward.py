@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from runtime.process.config import load
-from schemas.errors import SettingsError
+from clawstream.runtime.process.config import load
+from clawstream.schemas.errors import SettingsError
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.attribution import tags
-from schemas.replies import AUXILIARY_TAGS, Call, answer_in, calls_in, loaded, texts_in
+from clawstream.gateway.attribution import tags
+from clawstream.schemas.replies import AUXILIARY_TAGS, Call, answer_in, calls_in, loaded, texts_in
 
 
 def test_every_tag_of_the_gateway_names_an_auxiliary_call() -> None:

@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
-from schemas.records import RewardValue
-from schemas.records.rewards import out_of_bounds
-from schemas.reward_matching import training_reward, weighted_sum
+from clawstream.schemas.records import RewardValue
+from clawstream.schemas.records.rewards import out_of_bounds
+from clawstream.schemas.reward_matching import training_reward, weighted_sum
 
 WORST = -sys.float_info.max
 WITHIN = "is not in [-1e+06, 1e+06]"

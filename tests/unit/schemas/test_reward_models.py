@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from schemas.settings import Settings
-from schemas.settings.jobs import NEW_MESSAGES_BYTES, JobsSettings
+from clawstream.schemas.settings import Settings
+from clawstream.schemas.settings.jobs import NEW_MESSAGES_BYTES, JobsSettings
 
 JUDGE = {"type": "genrm", "url": "http://j/v1", "model": "m", "rubric": "r"}
 NEXT = {**JUDGE, "per": "next_state"}

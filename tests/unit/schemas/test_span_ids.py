@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from schemas.ids import (
+from clawstream.schemas.ids import (
     TraceContext,
     anonymous_session_key,
     call_span_id,

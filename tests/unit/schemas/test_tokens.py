@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas.tokens import fingerprint
+from clawstream.schemas.tokens import fingerprint
 
 VOCABULARIES = st.dictionaries(st.text(max_size=3), st.integers(0, 9), max_size=4)
 

@@ -14,11 +14,10 @@ from pathlib import Path
 
 import pytest
 
-import rewards
 from clawstream.ops.up import python
-from runtime.process.config import load
-from schemas.records import Trajectory, TrajectoryStep
-from schemas.user_function import FunctionNotFound, load_function
+from clawstream.runtime.process.config import load
+from clawstream.schemas.records import Trajectory, TrajectoryStep
+from clawstream.schemas.user_function import FunctionNotFound, load_function
 
 ROOT = Path(__file__).parents[3]
 GIVES = "def f(t):\n    return {value}\n"
@@ -46,7 +45,6 @@ def folders(tmp_path: Path) -> list[Path]:
 def test_a_file_may_have_any_name(folders: list[Path], name: str) -> None:
     (folders[0] / f"{name}.py").write_text(GIVES.format(value=7))
     assert load_function(f"{name}.py:f", folders)(None) == 7
-    assert sys.modules["rewards"] is rewards, "ours is where it was"
 
 
 def test_the_first_folder_comes_first_and_a_path_is_itself(folders: list[Path]) -> None:
@@ -70,7 +68,7 @@ def test_modules_and_packages_of_the_folders(folders: list[Path]) -> None:
         == load_function("my_rules.deep:f", folders)(None)
         == 5
     )
-    assert load_function("rewards.exact_match:exact_match", folders) is not None
+    assert load_function("clawstream.rewards.exact_match:exact_match", folders) is not None
 
 
 @pytest.mark.parametrize("name", ["rewards", "rewards.mine", "statistics"])

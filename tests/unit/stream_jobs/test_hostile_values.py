@@ -16,20 +16,28 @@ from support.admit import policy
 from support.assemble import InMemoryPartition
 from support.hostile import Hostile, recordable
 
-from runtime.kafka import Record
-from runtime.topics.records import Decoder
-from schemas.codec.single_object import Codec
-from schemas.records import Assessment, Curation, Place, ReadyBatch, Reward, Tick, Trajectory
-from stream_jobs.admit.group import Group, Member, evaluate_group, to_batch_group
-from stream_jobs.assemble.state.trajectories import REWARDS, STEPS
-from stream_jobs.lake.table_writer import storable_rows
-from stream_jobs.lake.tables.catalog import catalog
-from stream_jobs.lake.tables.row_decoder import RowDecoder, WriterSchemas
-from trainer.algorithms.registry import ALGORITHMS, load
-from trainer.data.environments import by_environment
-from trainer.data.sequences import ReadableIds, sequences_of_batch, tokens_by_version
-from trainer.data.view import batch_view, with_advantages
-from trainer.metrics.statistics import staleness
+from clawstream.runtime.kafka import Record
+from clawstream.runtime.topics.records import Decoder
+from clawstream.schemas.codec.single_object import Codec
+from clawstream.schemas.records import (
+    Assessment,
+    Curation,
+    Place,
+    ReadyBatch,
+    Reward,
+    Tick,
+    Trajectory,
+)
+from clawstream.stream_jobs.admit.group import Group, Member, evaluate_group, to_batch_group
+from clawstream.stream_jobs.assemble.state.trajectories import REWARDS, STEPS
+from clawstream.stream_jobs.lake.table_writer import storable_rows
+from clawstream.stream_jobs.lake.tables.catalog import catalog
+from clawstream.stream_jobs.lake.tables.row_decoder import RowDecoder, WriterSchemas
+from clawstream.trainer.algorithms.registry import ALGORITHMS, load
+from clawstream.trainer.data.environments import by_environment
+from clawstream.trainer.data.sequences import ReadableIds, sequences_of_batch, tokens_by_version
+from clawstream.trainer.data.view import batch_view, with_advantages
+from clawstream.trainer.metrics.statistics import staleness
 
 CODEC = Codec()
 RUN = "r"

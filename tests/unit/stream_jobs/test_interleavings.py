@@ -40,7 +40,7 @@ from support.interleavings import (
     with_gaps,
 )
 
-from schemas.records import (
+from clawstream.schemas.records import (
     AdmissionPolicy,
     Candidate,
     Late,
@@ -50,12 +50,17 @@ from schemas.records import (
     RunEnded,
     Tick,
 )
-from schemas.records.rewards import COMPLETION_NAME
-from stream_jobs.admit.decisions.journal import CandidateLog, InputRecord, Invalid, JournalRecord
-from stream_jobs.admit.decisions.state import resume_from_journal
-from stream_jobs.admit.fold import AdmissionFold
-from stream_jobs.assemble.limits import Limits
-from stream_jobs.assemble.state.trajectories import REWARDS, STEPS
+from clawstream.schemas.records.rewards import COMPLETION_NAME
+from clawstream.stream_jobs.admit.decisions.journal import (
+    CandidateLog,
+    InputRecord,
+    Invalid,
+    JournalRecord,
+)
+from clawstream.stream_jobs.admit.decisions.state import resume_from_journal
+from clawstream.stream_jobs.admit.fold import AdmissionFold
+from clawstream.stream_jobs.assemble.limits import Limits
+from clawstream.stream_jobs.assemble.state.trajectories import REWARDS, STEPS
 
 SEED = st.integers(0, 2**32)
 SOURCE = CandidateLog("t", 0, 2)

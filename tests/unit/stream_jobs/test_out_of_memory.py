@@ -11,13 +11,13 @@ import pyarrow as pa
 import pytest
 from support.assemble import InMemoryPartition, session, step
 
-from gateway.claw_r1.reward import score_of
-from rewards.results import rewards_of
-from schemas.codec.single_object import Codec
-from schemas.rule_spec import NamedFunction
-from stream_jobs.assemble.state.trajectories import STEPS
-from stream_jobs.lake.table_writer import storable_rows
-from stream_jobs.reward.assessments import assessment_of
+from clawstream.gateway.claw_r1.reward import score_of
+from clawstream.rewards.results import rewards_of
+from clawstream.schemas.codec.single_object import Codec
+from clawstream.schemas.rule_spec import NamedFunction
+from clawstream.stream_jobs.assemble.state.trajectories import STEPS
+from clawstream.stream_jobs.lake.table_writer import storable_rows
+from clawstream.stream_jobs.reward.assessments import assessment_of
 
 
 def hungry(*_: Any) -> Never:

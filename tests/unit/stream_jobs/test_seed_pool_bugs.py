@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from support.assemble import LIMITS, InMemoryPartition, curation, reward, session, step
 
-from schemas.records import (
+from clawstream.schemas.records import (
     AdmissionPolicy,
     Candidate,
     Late,
@@ -26,13 +26,13 @@ from schemas.records import (
     RunEnded,
     Tick,
 )
-from schemas.reward_matching import training_reward
-from stream_jobs.admit.decisions.journal import CandidateLog, Decision, InputRecord
-from stream_jobs.admit.fold import AdmissionFold
-from stream_jobs.assemble.limits import PAYLOAD_BYTES
-from stream_jobs.assemble.payload.cache import PayloadCache, payload_of
-from stream_jobs.assemble.payload.trainability import trainability
-from stream_jobs.assemble.state.trajectories import REWARDS, STEPS
+from clawstream.schemas.reward_matching import training_reward
+from clawstream.stream_jobs.admit.decisions.journal import CandidateLog, Decision, InputRecord
+from clawstream.stream_jobs.admit.fold import AdmissionFold
+from clawstream.stream_jobs.assemble.limits import PAYLOAD_BYTES
+from clawstream.stream_jobs.assemble.payload.cache import PayloadCache, payload_of
+from clawstream.stream_jobs.assemble.payload.trainability import trainability
+from clawstream.stream_jobs.assemble.state.trajectories import REWARDS, STEPS
 
 PLACE = Place(topic_id="t", partition=0, first_offset=0, last_offset=0)
 POLICY: dict[str, Any] = {

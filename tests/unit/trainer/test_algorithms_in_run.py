@@ -12,9 +12,9 @@ import pytest
 import torch
 from support.trainer_runs import ANY_ID, MemoryWeightLog, record_of
 
-from demo.model import make_random_model
-from schemas.errors import SettingsError
-from schemas.records import (
+from clawstream.demo.model import make_random_model
+from clawstream.schemas.errors import SettingsError
+from clawstream.schemas.records import (
     BatchGroup,
     BatchMember,
     Place,
@@ -24,20 +24,20 @@ from schemas.records import (
     Trajectory,
     TrajectoryStep,
 )
-from schemas.settings import Settings
-from schemas.tokens import pack_ids, pack_logprobs
-from trainer.algorithms.registry import ALGORITHMS, LoadedAlgorithm, load, needs
-from trainer.data.batches import FetchedBatch
-from trainer.data.micro_batch import collate
-from trainer.data.sequences import TrainingSequence, sequences_of_batch
-from trainer.data.view import batch_view, with_advantages
-from trainer.main import train
-from trainer.model.policy import Policy
-from trainer.model.update import update, with_old_logprobs
-from trainer.position import Position
-from trainer.run import Run
-from trainer.settings_check import check_algorithm, check_named_algorithm
-from trainer.start import open_run
+from clawstream.schemas.settings import Settings
+from clawstream.schemas.tokens import pack_ids, pack_logprobs
+from clawstream.trainer.algorithms.registry import ALGORITHMS, LoadedAlgorithm, load, needs
+from clawstream.trainer.data.batches import FetchedBatch
+from clawstream.trainer.data.micro_batch import collate
+from clawstream.trainer.data.sequences import TrainingSequence, sequences_of_batch
+from clawstream.trainer.data.view import batch_view, with_advantages
+from clawstream.trainer.main import train
+from clawstream.trainer.model.policy import Policy
+from clawstream.trainer.model.update import update, with_old_logprobs
+from clawstream.trainer.position import Position
+from clawstream.trainer.run import Run
+from clawstream.trainer.settings_check import check_algorithm, check_named_algorithm
+from clawstream.trainer.start import open_run
 
 TRAINABLE = [name for name, algorithm in ALGORITHMS.items() if not needs(algorithm)]
 NAN = math.nan

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from schemas.settings import TrainerSettings
-from trainer.algorithms.registry import load
-from trainer.data.sequences import Tokens, TrainedMember, TrainingSequence
-from trainer.data.view import batch_view, with_advantages
-from trainer.model.policy import Policy
-from trainer.model.update import update
+from clawstream.schemas.settings import TrainerSettings
+from clawstream.trainer.algorithms.registry import load
+from clawstream.trainer.data.sequences import Tokens, TrainedMember, TrainingSequence
+from clawstream.trainer.data.view import batch_view, with_advantages
+from clawstream.trainer.model.policy import Policy
+from clawstream.trainer.model.update import update
 
 PROMPT, GOOD, GROUPS, MEMBERS, BATCHES = (2, 9, 10), 17, 4, 16, 30
 pytestmark = pytest.mark.usefixtures("one_thread")

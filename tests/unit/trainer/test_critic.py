@@ -11,16 +11,16 @@ import torch
 from support.trainer_runs import ANY_ID
 
 from benchmarks.learning.batches import RUN, MemoryWeightLog, Reply, batch_of, resume
-from schemas.errors import SettingsError
-from schemas.ids import parse_version
-from schemas.records import WeightVersion
-from schemas.settings import Settings
-from trainer.data.batches import FetchedBatch
-from trainer.data.micro_batch import collate
-from trainer.data.sequences import TrainingSequence, sequences_of_batch
-from trainer.model.critic import Critic
-from trainer.run import Run
-from trainer.start import open_run
+from clawstream.schemas.errors import SettingsError
+from clawstream.schemas.ids import parse_version
+from clawstream.schemas.records import WeightVersion
+from clawstream.schemas.settings import Settings
+from clawstream.trainer.data.batches import FetchedBatch
+from clawstream.trainer.data.micro_batch import collate
+from clawstream.trainer.data.sequences import TrainingSequence, sequences_of_batch
+from clawstream.trainer.model.critic import Critic
+from clawstream.trainer.run import Run
+from clawstream.trainer.start import open_run
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -15,15 +15,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.trainer_runs import MemoryWeightLog, begin, fetched
 
-from schemas.errors import SettingsError
-from schemas.settings import Settings, TrainerSettings
-from trainer.algorithms.registry import ALGORITHMS, load, load_all
-from trainer.data.batches import FetchedBatch
-from trainer.data.environments import by_environment
-from trainer.data.sequences import Tokens, TrainingSequence
-from trainer.model.policy import Policy
-from trainer.model.update import Algorithms, update
-from trainer.settings_check import check_algorithm
+from clawstream.schemas.errors import SettingsError
+from clawstream.schemas.settings import Settings, TrainerSettings
+from clawstream.trainer.algorithms.registry import ALGORITHMS, load, load_all
+from clawstream.trainer.data.batches import FetchedBatch
+from clawstream.trainer.data.environments import by_environment
+from clawstream.trainer.data.sequences import Tokens, TrainingSequence
+from clawstream.trainer.model.policy import Policy
+from clawstream.trainer.model.update import Algorithms, update
+from clawstream.trainer.settings_check import check_algorithm
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

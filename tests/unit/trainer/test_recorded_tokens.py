@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from support.trainer_runs import GROUPS, MEMBERS, MemoryWeightLog, begin, fetched, go, settings
 
-from schemas.tokens import unpack_logprobs
+from clawstream.schemas.tokens import unpack_logprobs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 STEPS = GROUPS * MEMBERS

@@ -32,20 +32,20 @@ from support.trainer_runs import (
     weights_sha,
 )
 
-from demo.model import build_tokenizer, make_random_model
-from rollout.vllm_plugin.engine import Served, read_layout, stage
-from runtime.digests import sha256
-from runtime.exit_codes import EXIT_FAILED, EXIT_SETTINGS, EXIT_SOURCE, exit_code
-from runtime.kafka import Fenced, SourceTruncated, Unavailable
-from schemas.errors import SettingsError
-from schemas.ids import Version, parse_version
-from schemas.records import (
+from clawstream.demo.model import build_tokenizer, make_random_model
+from clawstream.rollout.vllm_plugin.engine import Served, read_layout, stage
+from clawstream.runtime.digests import sha256
+from clawstream.runtime.exit_codes import EXIT_FAILED, EXIT_SETTINGS, EXIT_SOURCE, exit_code
+from clawstream.runtime.kafka import Fenced, SourceTruncated, Unavailable
+from clawstream.schemas.errors import SettingsError
+from clawstream.schemas.ids import Version, parse_version
+from clawstream.schemas.records import (
     WeightVersion,
 )
-from schemas.settings import Settings
-from schemas.tokens import fingerprint, pack_ids
-from trainer.data.batches import FetchedBatch
-from trainer.errors import (
+from clawstream.schemas.settings import Settings
+from clawstream.schemas.tokens import fingerprint, pack_ids
+from clawstream.trainer.data.batches import FetchedBatch
+from clawstream.trainer.errors import (
     BatchesReplaced,
     BatchNeverEnds,
     CheckpointLost,
@@ -54,22 +54,22 @@ from trainer.errors import (
     ProcessLost,
     StorageFailed,
 )
-from trainer.main import check_settings, train_batch
-from trainer.metrics.validation import Validation
-from trainer.model.policy import Policy
-from trainer.parallel.processes import Processes
-from trainer.position import Position, start_of
-from trainer.start import open_run
-from trainer.unfinished_batches import MAX_ATTEMPTS, UnfinishedBatches
-from trainer.versions.checkpoint import MODEL, load
-from trainer.versions.directory import (
+from clawstream.trainer.main import check_settings, train_batch
+from clawstream.trainer.metrics.validation import Validation
+from clawstream.trainer.model.policy import Policy
+from clawstream.trainer.parallel.processes import Processes
+from clawstream.trainer.position import Position, start_of
+from clawstream.trainer.start import open_run
+from clawstream.trainer.unfinished_batches import MAX_ATTEMPTS, UnfinishedBatches
+from clawstream.trainer.versions.checkpoint import MODEL, load
+from clawstream.trainer.versions.directory import (
     INFO,
     VersionState,
     directory_of,
     new_directory,
     verify,
 )
-from trainer.versions.history import ancestors, deletable, next_sync_index, version_of
+from clawstream.trainer.versions.history import ancestors, deletable, next_sync_index, version_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from support.batch_views import SEEDS
 from support.trainer_runs import ANY_ID
 
-from schemas.records import (
+from clawstream.schemas.records import (
     BatchGroup,
     BatchMember,
     Place,
@@ -25,15 +25,15 @@ from schemas.records import (
     Trajectory,
     TrajectoryStep,
 )
-from schemas.tokens import pack_ids, pack_logprobs
-from stream_jobs.assemble.payload.segment_tree import SampledTokens, build
-from trainer.algorithms.batch import LossBatch
-from trainer.algorithms.objective import MinibatchSize, objective
-from trainer.algorithms.registry import ALGORITHMS, LoadedAlgorithm, load
-from trainer.data.micro_batch import collate
-from trainer.data.sequences import TrainingSequence, sequences_of_batch
-from trainer.data.view import batch_view, with_advantages, with_returns
-from trainer.model.update import _learned
+from clawstream.schemas.tokens import pack_ids, pack_logprobs
+from clawstream.stream_jobs.assemble.payload.segment_tree import SampledTokens, build
+from clawstream.trainer.algorithms.batch import LossBatch
+from clawstream.trainer.algorithms.objective import MinibatchSize, objective
+from clawstream.trainer.algorithms.registry import ALGORITHMS, LoadedAlgorithm, load
+from clawstream.trainer.data.micro_batch import collate
+from clawstream.trainer.data.sequences import TrainingSequence, sequences_of_batch
+from clawstream.trainer.data.view import batch_view, with_advantages, with_returns
+from clawstream.trainer.model.update import _learned
 
 VOCABULARY = 40
 CHANGES: list[dict[str, Any]] = [

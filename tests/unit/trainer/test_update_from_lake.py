@@ -17,7 +17,7 @@ from support.small_lake import SmallLake
 from support.trainer_runs import ANY_ID
 from transformers import AutoModelForCausalLM
 
-from schemas.records import (
+from clawstream.schemas.records import (
     BatchGroup,
     BatchMember,
     Place,
@@ -28,14 +28,14 @@ from schemas.records import (
     Trajectory,
     VersionSpan,
 )
-from schemas.settings import Settings
-from schemas.tokens import pack_logprobs
-from stream_jobs.assemble.state.trajectories import STEPS
-from trainer.algorithms.registry import load
-from trainer.data.sequences import sequences_of_batch
-from trainer.data.view import batch_view, with_advantages
-from trainer.model.policy import Policy
-from trainer.model.update import update
+from clawstream.schemas.settings import Settings
+from clawstream.schemas.tokens import pack_logprobs
+from clawstream.stream_jobs.assemble.state.trajectories import STEPS
+from clawstream.trainer.algorithms.registry import load
+from clawstream.trainer.data.sequences import sequences_of_batch
+from clawstream.trainer.data.view import batch_view, with_advantages
+from clawstream.trainer.model.policy import Policy
+from clawstream.trainer.model.update import update
 
 Gradients = dict[str, torch.Tensor]
 Turn = tuple[list[int], list[int], dict[str, Any]]

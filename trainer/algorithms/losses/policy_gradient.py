@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from trainer.algorithms.batch import LossBatch
-from trainer.algorithms.importance import correction_weights
-from trainer.algorithms.settings import AlgorithmSettings
+from clawstream.trainer.algorithms.batch import LossBatch
+from clawstream.trainer.algorithms.importance import correction_weights
+from clawstream.trainer.algorithms.settings import AlgorithmSettings
 
 
 def policy_gradient(batch: LossBatch, settings: AlgorithmSettings) -> Tensor:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trainer.algorithms.batch import LossBatch
-from trainer.algorithms.importance import bounded, corrected
-from trainer.algorithms.settings import AlgorithmSettings
+from clawstream.trainer.algorithms.batch import LossBatch
+from clawstream.trainer.algorithms.importance import bounded, corrected
+from clawstream.trainer.algorithms.settings import AlgorithmSettings
 
 
 def ppo_clip(batch: LossBatch, settings: AlgorithmSettings) -> Tensor:

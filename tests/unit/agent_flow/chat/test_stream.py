@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from agent_flow.chat.stream import StreamedMessage
+from clawstream.agent_flow.chat.stream import StreamedMessage
 
 
 def joined(*deltas: dict[str, Any]) -> dict[str, Any]:

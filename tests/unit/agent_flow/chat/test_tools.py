@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent_flow.chat.tools import LONGEST_RESULT, Tool, tools_of
-from agent_flow.errors import FlowError
+from clawstream.agent_flow.chat.tools import LONGEST_RESULT, Tool, tools_of
+from clawstream.agent_flow.errors import FlowError
 
 
 def add(a: int, b: int = 1, unit: Literal["m", "km"] = "m") -> str:

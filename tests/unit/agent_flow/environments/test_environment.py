@@ -15,20 +15,20 @@ from hypothesis import strategies as st
 from support.gateway import GatewayFixture, run_gateway
 from support.scripted.script import Script, ScriptedChoice
 
-from agent_flow import FlowError, Split, flow
-from agent_flow.environments.environment import SEEDS_OF_A_CHANNEL, load_environment
-from agent_flow.flow import Flow
-from agent_flow.gateway.client import Gateway
-from agent_flow.main import run_flow
-from agent_flow.options import MOST_SEEDS, Mode, options_of, parse_words, split_of
-from agent_flow.play.progress import Progress
-from agent_flow.play.runner import Runner
-from schemas.codec.single_object import Codec
-from schemas.records import Reward, SessionEvent, Step
+from clawstream.agent_flow import FlowError, Split, flow
+from clawstream.agent_flow.environments.environment import SEEDS_OF_A_CHANNEL, load_environment
+from clawstream.agent_flow.flow import Flow
+from clawstream.agent_flow.gateway.client import Gateway
+from clawstream.agent_flow.main import run_flow
+from clawstream.agent_flow.options import MOST_SEEDS, Mode, options_of, parse_words, split_of
+from clawstream.agent_flow.play.progress import Progress
+from clawstream.agent_flow.play.runner import Runner
+from clawstream.schemas.codec.single_object import Codec
+from clawstream.schemas.records import Reward, SessionEvent, Step
 
 CODEC = Codec()
 OWN = """
-from agent_flow import flow
+from clawstream.agent_flow import flow
 
 def environment(name, split):
     @flow(group_size=2)
@@ -179,7 +179,7 @@ def test_reasoning_gym_evaluates_no_answer_in_the_flow(
 ) -> None:
     """spiral_matrix evaluates the answer."""
     pytest.importorskip("reasoning_gym")
-    from agent_flow.environments.reasoning_gym_pool import ScorerPool
+    from clawstream.agent_flow.environments.reasoning_gym_pool import ScorerPool
 
     monkeypatch.setenv("CLAWSTREAM_API_KEY", "claw-secret")
     file = tmp_path / "written"
@@ -248,7 +248,7 @@ def test_textarena_is_played_until_the_game_ends(tmp_path: Path) -> None:
 
 def test_textarena_games_depend_on_nothing_but_their_seed_and_moves() -> None:
     pytest.importorskip("textarena")
-    from agent_flow.environments.textarena import Game
+    from clawstream.agent_flow.environments.textarena import Game
 
     def draws(others: int) -> list[str]:
         games = [

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-import agent_flow.environments
-from agent_flow.environments.reasoning_gym_pool import ScorerPool
+from clawstream.agent_flow import environments
+from clawstream.agent_flow.environments.reasoning_gym_pool import ScorerPool
 
-SCRIPT = Path(agent_flow.environments.__file__).with_name("reasoning_gym_scorer.py")
+SCRIPT = Path(environments.__file__).with_name("reasoning_gym_scorer.py")
 LIBRARY = """
 import os
 

@@ -12,15 +12,15 @@ import pytest
 from support.gateway import GatewayFixture, run_gateway
 from support.scripted.script import Script, ScriptedChoice
 
-from agent_flow import FlowError
-from agent_flow.environments.environment import load_environment
-from agent_flow.environments.verifiers.client import DEFAULT_PYTHON, PYTHON
-from agent_flow.gateway.client import Gateway
-from agent_flow.options import Mode, options_of, parse_words, split_of
-from agent_flow.play.progress import Progress
-from agent_flow.play.runner import Runner
-from schemas.codec.single_object import Codec
-from schemas.records import Reward, SessionEvent, Step
+from clawstream.agent_flow import FlowError
+from clawstream.agent_flow.environments.environment import load_environment
+from clawstream.agent_flow.environments.verifiers.client import DEFAULT_PYTHON, PYTHON
+from clawstream.agent_flow.gateway.client import Gateway
+from clawstream.agent_flow.options import Mode, options_of, parse_words, split_of
+from clawstream.agent_flow.play.progress import Progress
+from clawstream.agent_flow.play.runner import Runner
+from clawstream.schemas.codec.single_object import Codec
+from clawstream.schemas.records import Reward, SessionEvent, Step
 
 CODEC = Codec()
 ROOT = Path(__file__).parents[4]

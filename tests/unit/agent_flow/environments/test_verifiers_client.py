@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from agent_flow.child_environment import child_environment
-from agent_flow.environments.environment import Split, load_environment
-from agent_flow.environments.verifiers.client import PYTHON, Worker
-from agent_flow.errors import FlowError, RolloutFailed
+from clawstream.agent_flow.child_environment import child_environment
+from clawstream.agent_flow.environments.environment import Split, load_environment
+from clawstream.agent_flow.environments.verifiers.client import PYTHON, Worker
+from clawstream.agent_flow.errors import FlowError, RolloutFailed
 
 PLACE: Any = SimpleNamespace(base_url="http://none/v1", api_key="k", model="m", sampling={})
 

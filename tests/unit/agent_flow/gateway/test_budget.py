@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent_flow.gateway.budget import LEAST_IDLE_S, GroupBudget
+from clawstream.agent_flow.gateway.budget import LEAST_IDLE_S, GroupBudget
 
 
 def answer(capacity: int | None, decided: int = 0, **changes: Any) -> dict[str, Any]:

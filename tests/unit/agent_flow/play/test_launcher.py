@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from agent_flow.errors import RolloutFailed
-from agent_flow.play.command import command_flow
+from clawstream.agent_flow.errors import RolloutFailed
+from clawstream.agent_flow.play.command import command_flow
 
 NESTED = """
 import os, subprocess, sys, time
@@ -28,7 +28,7 @@ if sys.argv[1] == "wait":
 FLOW = """
 import asyncio, sys
 from types import SimpleNamespace
-from agent_flow.play.command import command_flow
+from clawstream.agent_flow.play.command import command_flow
 flow = command_flow([sys.executable, "-c", sys.argv[1], "wait"], "exit", None)
 asyncio.run(flow({}, SimpleNamespace(environment={})))
 """

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from agent_flow.errors import FlowError
-from agent_flow.gateway.client import Place
-from agent_flow.play.played import Played
+from clawstream.agent_flow.errors import FlowError
+from clawstream.agent_flow.gateway.client import Place
+from clawstream.agent_flow.play.played import Played
 
 FILE = "0-of-1.jsonl"
 

@@ -15,13 +15,13 @@ import pytest
 from support.gateway import GatewayFixture, run_gateway
 from support.scripted.script import Script, ScriptedChoice
 
-from gateway.api.rollout_budget.budget import BudgetReading
-from schemas.codec.single_object import Codec
-from schemas.records import RolloutBudget, SessionEvent
+from clawstream.gateway.api.rollout_budget.budget import BudgetReading
+from clawstream.schemas.codec.single_object import Codec
+from clawstream.schemas.records import RolloutBudget, SessionEvent
 
 FLOW = """
 import asyncio, time
-from agent_flow import flow
+from clawstream.agent_flow import flow
 
 @flow(group_size=2)
 async def greet(task, rollout):
@@ -62,7 +62,7 @@ SCRIPT = Script([ScriptedChoice([7], ["hi"], [-0.5])])
 async def start(tmp_path: Path, url: str, name: str, *words: str) -> asyncio.subprocess.Process:
     file = tmp_path / "flows.py"
     file.write_text(FLOW)
-    command = ("-m", "agent_flow", "run", f"{file}:{name}", f"gateway={url}", *words)
+    command = ("-m", "clawstream.agent_flow", "run", f"{file}:{name}", f"gateway={url}", *words)
     return await asyncio.create_subprocess_exec(
         sys.executable,
         *command,

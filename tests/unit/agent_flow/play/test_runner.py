@@ -15,15 +15,15 @@ import pytest
 from support.gateway import GatewayFixture, run_gateway
 from support.scripted.script import Script, ScriptedChoice
 
-from agent_flow import FlowError, flow
-from agent_flow.flow import Flow, Limits
-from agent_flow.gateway.client import Gateway
-from agent_flow.play.command import CommandResult, command_flow
-from agent_flow.play.progress import Progress
-from agent_flow.play.runner import SDK_RETRIES, Options, Runner
-from gateway.api.rollout_budget.budget import BudgetReading
-from schemas.codec.single_object import Codec
-from schemas.records import Reward, RolloutBudget, SessionEvent, Step
+from clawstream.agent_flow import FlowError, flow
+from clawstream.agent_flow.flow import Flow, Limits
+from clawstream.agent_flow.gateway.client import Gateway
+from clawstream.agent_flow.play.command import CommandResult, command_flow
+from clawstream.agent_flow.play.progress import Progress
+from clawstream.agent_flow.play.runner import SDK_RETRIES, Options, Runner
+from clawstream.gateway.api.rollout_budget.budget import BudgetReading
+from clawstream.schemas.codec.single_object import Codec
+from clawstream.schemas.records import Reward, RolloutBudget, SessionEvent, Step
 
 CODEC = Codec()
 CALL = {

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from agent_flow import main
-from agent_flow.errors import FlowError
-from agent_flow.flow import Limits
-from agent_flow.options import Mode, options_of, parse_words
+from clawstream.agent_flow import main
+from clawstream.agent_flow.errors import FlowError
+from clawstream.agent_flow.flow import Limits
+from clawstream.agent_flow.options import Mode, options_of, parse_words
 from clawstream.cli.flow import app
 
 

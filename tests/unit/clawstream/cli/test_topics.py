@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from clawstream.cli.topics import topics_acls
-from schemas.settings import Settings
-from schemas.settings.kafka import KafkaSettings
+from clawstream.schemas.settings import Settings
+from clawstream.schemas.settings.kafka import KafkaSettings
 
 
 def test_a_certificate_must_be_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from clawstream.cli.common_options import plain_errors
 from clawstream.cli.main import app
-from runtime.exit_codes import EXIT_FAILED
+from clawstream.runtime.exit_codes import EXIT_FAILED
 
 
 @pytest.mark.parametrize(

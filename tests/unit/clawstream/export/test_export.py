@@ -21,10 +21,10 @@ from clawstream.export.export import export
 from clawstream.export.formats.registry import FORMATS
 from clawstream.export.selection import Selection, chunks
 from clawstream.query.connection import connect
-from schemas.settings import Settings
-from stream_jobs.errors import SqlError
-from stream_jobs.lake.delta.snapshots import take_snapshot
-from trainer.data.sequences import sequences_of
+from clawstream.schemas.settings import Settings
+from clawstream.stream_jobs.errors import SqlError
+from clawstream.stream_jobs.lake.delta.snapshots import take_snapshot
+from clawstream.trainer.data.sequences import sequences_of
 
 pytestmark = pytest.mark.slow  # each export reads a lake
 

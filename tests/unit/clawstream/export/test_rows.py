@@ -14,10 +14,10 @@ from support.export_lake import trajectory, turn
 from clawstream.export.row import Origin
 from clawstream.export.rows import Counts, chat_rows, token_rows
 from clawstream.export.selection import SelectedTrajectory
-from runtime.blob_store import BlobMissing
-from schemas.blob_refs import reference
-from schemas.records import Blob, Step
-from schemas.tokens import unpack_ids
+from clawstream.runtime.blob_store import BlobMissing
+from clawstream.schemas.blob_refs import reference
+from clawstream.schemas.records import Blob, Step
+from clawstream.schemas.tokens import unpack_ids
 
 ORIGIN = Origin(
     run_id="run", trajectory_id="k", group_id="g", round=None, channel="train",

@@ -13,7 +13,7 @@ import pytest
 from support.export_lake import export_lake
 
 from clawstream.export.export import export
-from schemas.settings import Settings
+from clawstream.schemas.settings import Settings
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,8 @@ from clawstream.ops.lag import Backlog
 from clawstream.ops.monitoring.rules import Status
 from clawstream.ops.monitoring.watch import stalled_consumers
 from clawstream.ops.spool_drain import Spooled, spooled
-from runtime.kafka import Unavailable
-from schemas.settings import Settings
+from clawstream.runtime.kafka import Unavailable
+from clawstream.schemas.settings import Settings
 
 
 def backlog(role: str, status: Status | None, partition: int = 0, records: int = 3) -> Backlog:

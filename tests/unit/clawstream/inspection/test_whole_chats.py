@@ -9,9 +9,9 @@ import pytest
 
 from clawstream.inspection import whole_chats as module
 from clawstream.inspection.whole_chats import whole_chats
-from runtime.blob_store import BlobMissing, BlobStoreAway
-from schemas.blob_refs import reference
-from schemas.records import Blob
+from clawstream.runtime.blob_store import BlobMissing, BlobStoreAway
+from clawstream.schemas.blob_refs import reference
+from clawstream.schemas.records import Blob
 
 REQUEST = json.dumps({"messages": [{"role": "user", "content": "hi"}]}).encode()
 REPLY = json.dumps({"role": "assistant", "content": "hello"}).encode()

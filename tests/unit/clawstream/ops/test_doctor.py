@@ -16,11 +16,11 @@ from typer.testing import CliRunner
 
 from clawstream.cli.main import app
 from clawstream.ops.doctor import Diagnosis, Verdict, diagnose, format_diagnoses
-from runtime.exit_codes import EXIT_KAFKA
-from runtime.topics.positions import StoredPosition
-from stream_jobs.lake.delta.log import read_committed_offsets
-from stream_jobs.lake.main import Lake
-from stream_jobs.lake.positions import recreated_topics
+from clawstream.runtime.exit_codes import EXIT_KAFKA
+from clawstream.runtime.topics.positions import StoredPosition
+from clawstream.stream_jobs.lake.delta.log import read_committed_offsets
+from clawstream.stream_jobs.lake.main import Lake
+from clawstream.stream_jobs.lake.positions import recreated_topics
 
 STARTS_A_SLEEPER = """
 import subprocess

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, cast
 
 from clawstream.ops.lag import data_lag
-from runtime.kafka import Commit
-from schemas.settings import Settings
+from clawstream.runtime.kafka import Commit
+from clawstream.schemas.settings import Settings
 
 
 class LosesALeader:

@@ -14,10 +14,10 @@ from clawstream.cli.main import app
 from clawstream.ops import preflight
 from clawstream.ops.preflight import check_distinct, check_ports, ports, problems_of
 from clawstream.ops.up import COMMANDS, instances, wanted
-from runtime.process.config import load
-from runtime.process.ports import PortTaken, check_free
-from schemas.errors import SettingsError
-from trainer.algorithms.registry import ALGORITHMS
+from clawstream.runtime.process.config import load
+from clawstream.runtime.process.ports import PortTaken, check_free
+from clawstream.schemas.errors import SettingsError
+from clawstream.trainer.algorithms.registry import ALGORITHMS
 
 EVERY = list(COMMANDS)
 DATA_PART = [n for n in EVERY if n not in ("compare", "trainer", "rollout", "traces")]

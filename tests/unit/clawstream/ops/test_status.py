@@ -21,11 +21,11 @@ from clawstream.ops.status import (
     progress_of,
     suspended_of,
 )
-from runtime.exit_codes import EXIT_FAILED, EXIT_KAFKA
-from runtime.process.child import die_with_parent
-from schemas.codec.single_object import Codec
-from schemas.records import Refused, RolloutBudget, WeightVersion
-from schemas.settings import Settings
+from clawstream.runtime.exit_codes import EXIT_FAILED, EXIT_KAFKA
+from clawstream.runtime.process.child import die_with_parent
+from clawstream.schemas.codec.single_object import Codec
+from clawstream.schemas.records import Refused, RolloutBudget, WeightVersion
+from clawstream.schemas.settings import Settings
 
 READY = {
     "state": "running",

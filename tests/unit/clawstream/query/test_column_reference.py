@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from clawstream.query import column_reference
-from stream_jobs.lake.tables.catalog import catalog
+from clawstream.stream_jobs.lake.tables.catalog import catalog
 
 PAGE = Path(__file__).parents[4] / "docs" / "lake-columns.md"
 

@@ -21,14 +21,14 @@ from typer.testing import CliRunner
 from clawstream.cli.main import app
 from clawstream.query.connection import connect
 from clawstream.query.sandbox import run_sql, write_sql
-from schemas import records
-from schemas.settings import Settings
-from schemas.tokens import pack_ids, pack_logprobs
-from stream_jobs.errors import SqlError
-from stream_jobs.lake.delta.snapshots import resolve_versions
-from stream_jobs.lake.delta.table import commit, create, open_table
-from stream_jobs.lake.main import LakeFenced, LakeMissing
-from stream_jobs.lake.tables.catalog import catalog
+from clawstream.schemas import records
+from clawstream.schemas.settings import Settings
+from clawstream.schemas.tokens import pack_ids, pack_logprobs
+from clawstream.stream_jobs.errors import SqlError
+from clawstream.stream_jobs.lake.delta.snapshots import resolve_versions
+from clawstream.stream_jobs.lake.delta.table import commit, create, open_table
+from clawstream.stream_jobs.lake.main import LakeFenced, LakeMissing
+from clawstream.stream_jobs.lake.tables.catalog import catalog
 
 
 @pytest.fixture

@@ -16,9 +16,9 @@ from support.run_lake import CODEX, FLOW, mark, run_lake
 from support.small_lake import SmallLake
 
 from clawstream.query.connection import connect
-from schemas.records import Curation
-from schemas.settings import Settings
-from stream_jobs.assemble.state.annotations import CurationMark, CurationState
+from clawstream.schemas.records import Curation
+from clawstream.schemas.settings import Settings
+from clawstream.stream_jobs.assemble.state.annotations import CurationMark, CurationState
 
 PAGE = Path(__file__).parents[4] / "docs" / "cookbook.md"
 QUERIES = dict(re.findall(r"^## ([^\n]+)\n.*?```sql\n(.*?)```", PAGE.read_text(), re.S | re.M))

@@ -10,12 +10,12 @@ import pytest
 from support.admit import cand
 from support.small_lake import SmallLake
 
+from clawstream.inspector.errors import InvalidMark
+from clawstream.inspector.marks.mark import Mark, Target
 from clawstream.query.connection import SqlError, connect
 from clawstream.query.curation import targets
-from inspector.errors import InvalidMark
-from inspector.marks.mark import Mark, Target
-from runtime.user import current_user
-from schemas.records import (
+from clawstream.runtime.user import current_user
+from clawstream.schemas.records import (
     BatchGroup,
     BatchMember,
     CandidateStep,
@@ -27,7 +27,7 @@ from schemas.records import (
     Trajectory,
     TrajectoryStep,
 )
-from schemas.settings import Settings
+from clawstream.schemas.settings import Settings
 
 ANONYMOUS = "anonymous-" + "0" * 32
 INSIDE = f"{ANONYMOUS}~01J00000000000000000000000"

@@ -18,9 +18,9 @@ from typer.testing import CliRunner
 from clawstream.cli.main import app
 from clawstream.query.connection import connect
 from clawstream.query.lineage import Lineage, NotInLake
-from schemas import records
-from schemas.settings import Settings
-from schemas.tokens import pack_ids, pack_logprobs
+from clawstream.schemas import records
+from clawstream.schemas.settings import Settings
+from clawstream.schemas.tokens import pack_ids, pack_logprobs
 
 RUN = "r"
 

@@ -15,10 +15,10 @@ from support.export_lake import turn
 from support.small_lake import SmallLake
 
 from clawstream.query.live_lake import ALL, READERS, WAIT_S, Copy, LiveLake
-from schemas.settings import Settings
-from stream_jobs.errors import SqlError
-from stream_jobs.lake.delta.maintenance import SMALL_FILES, maintain
-from stream_jobs.lake.erasure import Erasure
+from clawstream.schemas.settings import Settings
+from clawstream.stream_jobs.errors import SqlError
+from clawstream.stream_jobs.lake.delta.maintenance import SMALL_FILES, maintain
+from clawstream.stream_jobs.lake.erasure import Erasure
 
 CALLS = Copy("steps", "SELECT step_id FROM new_rows")
 pytestmark = pytest.mark.slow

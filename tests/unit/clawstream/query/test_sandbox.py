@@ -25,8 +25,8 @@ from support.small_lake import SmallLake
 from clawstream.query.connection import connect
 from clawstream.query.sandbox import QueryResult, answer, run_sql
 from clawstream.query.sandbox_launch import QueryProcess, query_process
-from schemas.settings import LakeSettings, Settings
-from stream_jobs.errors import SqlError
+from clawstream.schemas.settings import LakeSettings, Settings
+from clawstream.stream_jobs.errors import SqlError
 
 ROOT = Path(__file__).parents[4]
 ESCAPES = (

@@ -13,10 +13,10 @@ from support.small_lake import SmallLake
 from support.trainer_runs import MemoryWeightLog, begin, fetched, settings
 
 from clawstream.query.connection import connect
-from schemas.records import BatchMember, RewardValue, Trajectory
-from schemas.settings import Settings
-from schemas.tokens import pack_ids, pack_logprobs
-from trainer.data.batches import FetchedBatch
+from clawstream.schemas.records import BatchMember, RewardValue, Trajectory
+from clawstream.schemas.settings import Settings
+from clawstream.schemas.tokens import pack_ids, pack_logprobs
+from clawstream.trainer.data.batches import FetchedBatch
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 NONE, FEW = "no training reward", "its group has fewer than 2 training rewards"

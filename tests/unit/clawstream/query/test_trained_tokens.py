@@ -9,9 +9,9 @@ from support.export_lake import RUN, turn
 from support.small_lake import SmallLake
 
 from clawstream.query.connection import connect
-from schemas import records
-from schemas.settings import Settings
-from schemas.tokens import pack_logprobs
+from clawstream.schemas import records
+from clawstream.schemas.settings import Settings
+from clawstream.schemas.tokens import pack_logprobs
 
 NAN = math.nan
 

@@ -22,7 +22,7 @@ from clawstream.search import index
 from clawstream.search.index import TextIndex
 from clawstream.search.texts import texts_of
 from clawstream.search.words import Term, terms_of, words_of
-from stream_jobs.errors import SqlError
+from clawstream.stream_jobs.errors import SqlError
 
 
 class Call(NamedTuple):

@@ -19,11 +19,11 @@ from support.gateway import GatewayFixture, run_gateway, running
 from support.log_producer import InMemoryLogProducer
 from support.scripted.script import Script, ScriptedChoice
 
-from gateway.app import create_app
-from gateway.engines.registry import EngineRegistry
-from schemas.codec.single_object import Codec
-from schemas.records import SessionEvent
-from schemas.settings import Settings
+from clawstream.gateway.app import create_app
+from clawstream.gateway.engines.registry import EngineRegistry
+from clawstream.schemas.codec.single_object import Codec
+from clawstream.schemas.records import SessionEvent
+from clawstream.schemas.settings import Settings
 
 HI = ScriptedChoice([7, 8, 9], ["Hel", "lo", ""], [-0.5, -0.25, -0.125])
 YO = ScriptedChoice([5, 6], ["Y", "o"], [-1.0, -2.0], finish_reason="length")

@@ -13,7 +13,7 @@ from support.gateway import GatewayFixture, run_gateway
 from support.raw_http import ASK, ASK_STREAM, CALL, SOON_S, connected, request
 from support.scripted.script import Script, ScriptedChoice
 
-from schemas.codec.single_object import Codec
+from clawstream.schemas.codec.single_object import Codec
 
 pytestmark = pytest.mark.usefixtures("each_event_loop")
 

@@ -12,10 +12,10 @@ from typing import Any
 import cramjam
 import pytest
 
-from gateway.asgi.in_flight_limits import InFlightLimits
-from gateway.asgi.messages import VALUE_BYTES, HeldBody
-from gateway.asgi.request_encoding import RequestDecoder
-from gateway.errors import BodyTooLarge, Overloaded
+from clawstream.gateway.asgi.in_flight_limits import InFlightLimits
+from clawstream.gateway.asgi.messages import VALUE_BYTES, HeldBody
+from clawstream.gateway.asgi.request_encoding import RequestDecoder
+from clawstream.gateway.errors import BodyTooLarge, Overloaded
 
 
 async def held_for(body: bytes, limits: InFlightLimits) -> int:
@@ -65,7 +65,7 @@ def test_a_body_that_never_fits_is_too_large_and_others_wait() -> None:
 GROWTH = """
 import resource, sys
 import orjson
-from gateway.asgi.messages import VALUE_BYTES
+from clawstream.gateway.asgi.messages import VALUE_BYTES
 body = eval(sys.argv[1])
 counted = len(body) + VALUE_BYTES * (body.count(b",") + body.count(b"[") + body.count(b"{"))
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -18,13 +18,13 @@ from support.gateway import GatewayFixture, run_gateway, running
 from support.log_producer import InMemoryLogProducer
 from support.scripted.script import Script, ScriptedChoice
 
-from gateway.app import create_app
-from gateway.engines.registry import EngineRegistry
-from schemas import engine_frames
-from schemas.codec.single_object import Codec
-from schemas.records import Step
-from schemas.settings import Settings
-from schemas.tokens import pack_ids, pack_logprobs
+from clawstream.gateway.app import create_app
+from clawstream.gateway.engines.registry import EngineRegistry
+from clawstream.schemas import engine_frames
+from clawstream.schemas.codec.single_object import Codec
+from clawstream.schemas.records import Step
+from clawstream.schemas.settings import Settings
+from clawstream.schemas.tokens import pack_ids, pack_logprobs
 
 ASK: dict[str, Any] = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
 HI = ScriptedChoice([7, 8, 9], ["Hel", "lo", ""], [-0.5, -0.25, -0.125])

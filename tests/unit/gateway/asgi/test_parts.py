@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.asgi.client_disconnect import DisconnectWatcher
-from gateway.asgi.http_cycle import JOINED, Cycle
-from gateway.asgi.sse import ENDS, EventSplitter, data_of
-from gateway.errors import ClientGone
+from clawstream.gateway.asgi.client_disconnect import DisconnectWatcher
+from clawstream.gateway.asgi.http_cycle import JOINED, Cycle
+from clawstream.gateway.asgi.sse import ENDS, EventSplitter, data_of
+from clawstream.gateway.errors import ClientGone
 
 # ---------------------------------------------------------------- server-sent events
 

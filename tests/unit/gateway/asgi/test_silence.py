@@ -16,11 +16,11 @@ from support.raw_http import ASK, ASK_STREAM, CALL, connected, request
 from support.scripted.script import Script, ScriptedChoice
 from uvicorn.server import ServerState
 
-from gateway.asgi.connection_limit import ConnectionLimit
-from gateway.asgi.deadlines import Deadlines
-from gateway.asgi.http_server import MIN_BYTES_PER_S, WINDOW_S, ServerConnection
-from gateway.errors import TooSlow
-from schemas.codec.single_object import Codec
+from clawstream.gateway.asgi.connection_limit import ConnectionLimit
+from clawstream.gateway.asgi.deadlines import Deadlines
+from clawstream.gateway.asgi.http_server import MIN_BYTES_PER_S, WINDOW_S, ServerConnection
+from clawstream.gateway.errors import TooSlow
+from clawstream.schemas.codec.single_object import Codec
 
 HI = ScriptedChoice([7, 8, 9], ["Hel", "lo", ""], [-0.5, -0.25, -0.125])
 CODEC = Codec()

@@ -13,18 +13,18 @@ from support.raw_http import ASK, ASK_STREAM, CALL, RawClient, connected, reques
 from support.scripted.engine import ScriptedEngine
 from support.scripted.script import Script, ScriptedChoice
 
-from gateway.app import create_app
-from gateway.asgi.connection_limit import (
+from clawstream.gateway.app import create_app
+from clawstream.gateway.asgi.connection_limit import (
     ConnectionLimit,
     check_open_files,
     max_calls,
     max_connections,
 )
-from gateway.auth.api_keys import create_key
-from gateway.engines.registry import EngineRegistry
-from schemas.codec.single_object import Codec
-from schemas.errors import SettingsError
-from schemas.settings import Settings
+from clawstream.gateway.auth.api_keys import create_key
+from clawstream.gateway.engines.registry import EngineRegistry
+from clawstream.schemas.codec.single_object import Codec
+from clawstream.schemas.errors import SettingsError
+from clawstream.schemas.settings import Settings
 
 HI = ScriptedChoice([7, 8, 9], ["Hel", "lo", ""], [-0.5, -0.25, -0.125])
 MOST = 40

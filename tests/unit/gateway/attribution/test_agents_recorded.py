@@ -15,10 +15,10 @@ import pytest
 from support.gateway import GatewayFixture, run_gateway
 from support.toy_model import Heard, Reply, ToyModel
 
-from gateway.attribution.agents import session_of
-from gateway.attribution.tags import tags_of
-from schemas.codec.single_object import Codec
-from schemas.ids import is_anonymous_session
+from clawstream.gateway.attribution.agents import session_of
+from clawstream.gateway.attribution.tags import tags_of
+from clawstream.schemas.codec.single_object import Codec
+from clawstream.schemas.ids import is_anonymous_session
 
 RECORDED = Path(__file__).parents[3] / "agents" / "recorded"
 AGENTS: dict[str, tuple[str, int, dict[str, int]]] = {

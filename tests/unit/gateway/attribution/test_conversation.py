@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.attribution.conversation import first_user_turn, last_user_text, system_text
+from clawstream.gateway.attribution.conversation import first_user_turn, last_user_text, system_text
 
 TEXT = {"type": "text", "text": "hi"}
 

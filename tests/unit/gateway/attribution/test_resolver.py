@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from gateway.attribution.resolver import TrajectoryRef, TrajectoryResolver
-from gateway.auth.api_keys import Scope, create_key, revoke_key
-from gateway.auth.authenticator import Authenticator
-from gateway.errors import BadRequest, Forbidden, WrongKey
-from gateway.metrics import Metrics
-from schemas.ids import is_anonymous_session
-from schemas.settings import Settings
+from clawstream.gateway.attribution.resolver import TrajectoryRef, TrajectoryResolver
+from clawstream.gateway.auth.api_keys import Scope, create_key, revoke_key
+from clawstream.gateway.auth.authenticator import Authenticator
+from clawstream.gateway.errors import BadRequest, Forbidden, WrongKey
+from clawstream.gateway.metrics import Metrics
+from clawstream.schemas.ids import is_anonymous_session
+from clawstream.schemas.settings import Settings
 
 
 class Gateway:

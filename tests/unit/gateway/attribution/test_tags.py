@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.attribution.agents import agent_of, session_of
-from gateway.attribution.tags import CODEX_METADATA, HEADERS, PROMPTS, tags_of
+from clawstream.gateway.attribution.agents import agent_of, session_of
+from clawstream.gateway.attribution.tags import CODEX_METADATA, HEADERS, PROMPTS, tags_of
 
 TRACE = {"traceparent": f"00-{'ab' * 16}-{'cd' * 8}-01"}
 CLAUDE = {"user-agent": "claude-cli/2.1.329 (external, cli)", "x-claude-code-session-id": "s"}

@@ -18,13 +18,13 @@ from structlog.testing import capture_logs
 from support.gateway import GatewayFixture, run_gateway
 from support.scripted.script import Script, ScriptedChoice
 
-from gateway.auth.api_keys import KeyRing, create_key, digest_of, read_keys, revoke_key
-from gateway.auth.authenticator import Authenticator
-from gateway.errors import KeysUnreadable, KeyTaken, NoSuchKey, Unprocessable
-from gateway.metrics import Metrics
-from schemas.codec.single_object import Codec
-from schemas.records import Curation
-from schemas.settings import Settings
+from clawstream.gateway.auth.api_keys import KeyRing, create_key, digest_of, read_keys, revoke_key
+from clawstream.gateway.auth.authenticator import Authenticator
+from clawstream.gateway.errors import KeysUnreadable, KeyTaken, NoSuchKey, Unprocessable
+from clawstream.gateway.metrics import Metrics
+from clawstream.schemas.codec.single_object import Codec
+from clawstream.schemas.records import Curation
+from clawstream.schemas.settings import Settings
 
 CODEC = Codec()
 ASK: dict[str, Any] = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}

@@ -12,11 +12,11 @@ from support.log_producer import InMemoryLogProducer
 from support.raw_http import ASK, CALL, connected, request
 from support.scripted.script import Script, ScriptedChoice
 
-from gateway.app import create_app
-from gateway.auth.api_keys import create_key
-from gateway.engines.registry import EngineRegistry
-from schemas.codec.single_object import Codec
-from schemas.settings import Settings
+from clawstream.gateway.app import create_app
+from clawstream.gateway.auth.api_keys import create_key
+from clawstream.gateway.engines.registry import EngineRegistry
+from clawstream.schemas.codec.single_object import Codec
+from clawstream.schemas.settings import Settings
 
 CODEC = Codec()
 HI = ScriptedChoice([7, 8, 9], ["Hel", "lo", ""], [-0.5, -0.25, -0.125])

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from gateway.auth.session_keys import CACHED, Session, SessionKeys, secret_of
-from gateway.errors import WrongKey
-from schemas.errors import SettingsError
-from schemas.settings import Settings
+from clawstream.gateway.auth.session_keys import CACHED, Session, SessionKeys, secret_of
+from clawstream.gateway.errors import WrongKey
+from clawstream.schemas.errors import SettingsError
+from clawstream.schemas.settings import Settings
 
 
 def test_session_key_says_what_was_minted_and_nothing_else() -> None:

@@ -10,12 +10,12 @@ import pytest
 from support.gateway import GatewayFixture, run_gateway
 from support.scripted.script import Script, ScriptedChoice
 
-from gateway.asgi.error_replies import http_error_of
-from gateway.auth.authenticator import Authenticator
-from gateway.errors import Forbidden
-from gateway.metrics import Metrics
-from schemas.codec.single_object import Codec
-from schemas.settings import Settings
+from clawstream.gateway.asgi.error_replies import http_error_of
+from clawstream.gateway.auth.authenticator import Authenticator
+from clawstream.gateway.errors import Forbidden
+from clawstream.gateway.metrics import Metrics
+from clawstream.schemas.codec.single_object import Codec
+from clawstream.schemas.settings import Settings
 
 ASK: dict[str, Any] = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
 CALL = "/t/g/v1/chat/completions"

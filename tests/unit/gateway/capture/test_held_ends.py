@@ -8,17 +8,17 @@ from typing import Any
 import orjson
 import pytest
 
-from gateway.attribution.resolver import TrajectoryRef
-from gateway.capture.engine_tokens import CapturedTokens
-from gateway.capture.steps import Call, Sampler, steps_of
-from gateway.capture.stream import EventStream
-from gateway.protocols.adapter import ProtocolAdapter
-from gateway.protocols.anthropic_messages import AnthropicMessages
-from gateway.protocols.base import ParsedReply
-from gateway.protocols.openai_chat import OpenAIChat
-from gateway.protocols.openai_completions import OpenAICompletions
-from schemas import engine_frames
-from schemas.tokens import pack_ids, pack_logprobs
+from clawstream.gateway.attribution.resolver import TrajectoryRef
+from clawstream.gateway.capture.engine_tokens import CapturedTokens
+from clawstream.gateway.capture.steps import Call, Sampler, steps_of
+from clawstream.gateway.capture.stream import EventStream
+from clawstream.gateway.protocols.adapter import ProtocolAdapter
+from clawstream.gateway.protocols.anthropic_messages import AnthropicMessages
+from clawstream.gateway.protocols.base import ParsedReply
+from clawstream.gateway.protocols.openai_chat import OpenAIChat
+from clawstream.gateway.protocols.openai_completions import OpenAICompletions
+from clawstream.schemas import engine_frames
+from clawstream.schemas.tokens import pack_ids, pack_logprobs
 
 DONE = b"data: [DONE]\n\n"
 CHAT, MESSAGES, COMPLETIONS = OpenAIChat(), AnthropicMessages(), OpenAICompletions()

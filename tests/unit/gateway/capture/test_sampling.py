@@ -11,9 +11,9 @@ from openai import AsyncOpenAI
 from support.gateway import GatewayFixture, run_gateway
 from support.scripted.script import Script, ScriptedChoice
 
-from gateway.capture.sampling import requested_sampling
-from schemas.codec.single_object import Codec
-from schemas.records import Sampling, Step, Usage
+from clawstream.gateway.capture.sampling import requested_sampling
+from clawstream.schemas.codec.single_object import Codec
+from clawstream.schemas.records import Sampling, Step, Usage
 
 HI = ScriptedChoice([7, 8, 9], ["Hel", "lo", ""], [-0.5, -0.25, -0.125])
 ASK: dict[str, Any] = {

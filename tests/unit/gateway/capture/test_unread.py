@@ -17,12 +17,12 @@ from support.corpus import replaying, reply
 from support.gateway import running
 from support.log_producer import InMemoryLogProducer
 
-from gateway.app import create_app
-from gateway.capture.unread import MAX_UNREAD, Unread
-from gateway.engines.registry import EngineRegistry
-from schemas.codec.single_object import Codec
-from schemas.records import Step
-from schemas.settings import Settings
+from clawstream.gateway.app import create_app
+from clawstream.gateway.capture.unread import MAX_UNREAD, Unread
+from clawstream.gateway.engines.registry import EngineRegistry
+from clawstream.schemas.codec.single_object import Codec
+from clawstream.schemas.records import Step
+from clawstream.schemas.settings import Settings
 
 CODEC = Codec()
 EVENTS, JSON = "text/event-stream", "application/json"

@@ -17,13 +17,13 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
-from gateway.app import create_app
-from gateway.claw_r1.reward import ComputeReward, RewardFunction, trajectory_of
-from gateway.engines.registry import EngineRegistry
-from gateway.errors import Unprocessable
-from schemas.errors import SettingsError
-from schemas.settings import Settings
-from schemas.tokens import unpack_logprobs
+from clawstream.gateway.app import create_app
+from clawstream.gateway.claw_r1.reward import ComputeReward, RewardFunction, trajectory_of
+from clawstream.gateway.engines.registry import EngineRegistry
+from clawstream.gateway.errors import Unprocessable
+from clawstream.schemas.errors import SettingsError
+from clawstream.schemas.settings import Settings
+from clawstream.schemas.tokens import unpack_logprobs
 
 
 @pytest.fixture

@@ -24,14 +24,14 @@ from support.scripted.script import Script, ScriptedChoice
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from gateway.app import create_app
-from gateway.claw_r1.tokenizer import TextOf
-from gateway.engines.registry import EngineRegistry
-from schemas.codec.single_object import Codec
-from schemas.records import Candidate, Reward, Step, Tick
-from schemas.settings import Settings
-from schemas.tokens import unpack_ids, unpack_logprobs
-from stream_jobs.assemble.state.trajectories import REWARDS, STEPS
+from clawstream.gateway.app import create_app
+from clawstream.gateway.claw_r1.tokenizer import TextOf
+from clawstream.gateway.engines.registry import EngineRegistry
+from clawstream.schemas.codec.single_object import Codec
+from clawstream.schemas.records import Candidate, Reward, Step, Tick
+from clawstream.schemas.settings import Settings
+from clawstream.schemas.tokens import unpack_ids, unpack_logprobs
+from clawstream.stream_jobs.assemble.state.trajectories import REWARDS, STEPS
 
 HI = ScriptedChoice([7, 8, 9], ["Hel", "lo", ""], [-0.5, -0.25, -0.125])
 SPANS = [[{"version": "default/3.0", "start": 0, "end": 3}]]

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from gateway.claw_r1.flags import translate
-from runtime.process.config import load
-from schemas.settings import GatewaySettings
+from clawstream.gateway.claw_r1.flags import translate
+from clawstream.runtime.process.config import load
+from clawstream.schemas.settings import GatewaySettings
 
 ROOT = Path(__file__).parents[4]
 DOCUMENTED = [

@@ -16,10 +16,10 @@ from support.claw_r1 import BIG, CODEC, HI, RunScenario, post, step
 from support.gateway import GatewayFixture, run_gateway
 from support.scripted.script import Script
 
-from gateway.api.recorder import AT_ONCE
-from gateway.attribution.resolver import TrajectoryRef
-from gateway.auth.api_keys import create_key
-from gateway.claw_r1.steps import (
+from clawstream.gateway.api.recorder import AT_ONCE
+from clawstream.gateway.attribution.resolver import TrajectoryRef
+from clawstream.gateway.auth.api_keys import create_key
+from clawstream.gateway.claw_r1.steps import (
     MAX_STEPS,
     PROTOCOL,
     AttributedStep,
@@ -27,9 +27,9 @@ from gateway.claw_r1.steps import (
     StepPayload,
     step_of,
 )
-from schemas.ids import key_of_step
-from schemas.records import Reward, SessionEvent, Step, VersionSpan
-from schemas.tokens import unpack_ids, unpack_logprobs
+from clawstream.schemas.ids import key_of_step
+from clawstream.schemas.records import Reward, SessionEvent, Step, VersionSpan
+from clawstream.schemas.tokens import unpack_ids, unpack_logprobs
 
 WHERE = TrajectoryRef("default", "t1", "g1", None)
 CONTEXT = RequestContext("gateway-0", 5)

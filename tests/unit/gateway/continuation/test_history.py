@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.continuation.history import (
+from clawstream.gateway.continuation.history import (
     FIRST_TURN,
     PREFILLED,
     STORED_HISTORY,

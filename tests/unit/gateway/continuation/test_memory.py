@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.attribution.resolver import TrajectoryRef
-from gateway.continuation import history, memory
-from gateway.continuation.history import FIRST_TURN, UNREADABLE
-from gateway.continuation.memory import (
+from clawstream.gateway.attribution.resolver import TrajectoryRef
+from clawstream.gateway.continuation import history, memory
+from clawstream.gateway.continuation.history import FIRST_TURN, UNREADABLE
+from clawstream.gateway.continuation.memory import (
     ENGINE,
     HISTORY_EDITED,
     NO_MEMORY,
@@ -22,9 +22,9 @@ from gateway.continuation.memory import (
     ContinuationMemory,
     Lookup,
 )
-from rollout.vllm_plugin import continuation
-from schemas.records import Continuation, Step
-from schemas.tokens import pack_ids
+from clawstream.rollout.vllm_plugin import continuation
+from clawstream.schemas.records import Continuation, Step
+from clawstream.schemas.tokens import pack_ids
 
 Json = dict[str, Any]
 REF = TrajectoryRef("run", "t1", None, None)

@@ -20,19 +20,19 @@ from hypothesis import strategies as st
 from support.gateway import GatewayFixture, run_gateway
 from support.scripted.script import Script, ScriptedChoice
 
-from gateway.durability.blobs import THREADS, Blobs
-from gateway.durability.log import Message
-from gateway.errors import BlobsUnavailable, RecordTooLarge
-from rewards.results import no_reward, rules_of
-from runtime.blob_store import BlobMissing, BlobStore, BlobStoreAway
-from schemas.blob_refs import MOVABLE, SMALLEST, reference, referenced, shrink
-from schemas.codec.single_object import Codec
-from schemas.records import Blob, Reward, SessionEvent, Step, Trajectory, TrajectoryStep
-from schemas.settings import JobsSettings, Settings
-from schemas.topics import MAX_RECORD_BYTES
-from stream_jobs.lake.tables.catalog import catalog
-from stream_jobs.lake.tables.table import ConsumedRecord
-from stream_jobs.worker.blob_fields import resolve_blobs
+from clawstream.gateway.durability.blobs import THREADS, Blobs
+from clawstream.gateway.durability.log import Message
+from clawstream.gateway.errors import BlobsUnavailable, RecordTooLarge
+from clawstream.rewards.results import no_reward, rules_of
+from clawstream.runtime.blob_store import BlobMissing, BlobStore, BlobStoreAway
+from clawstream.schemas.blob_refs import MOVABLE, SMALLEST, reference, referenced, shrink
+from clawstream.schemas.codec.single_object import Codec
+from clawstream.schemas.records import Blob, Reward, SessionEvent, Step, Trajectory, TrajectoryStep
+from clawstream.schemas.settings import JobsSettings, Settings
+from clawstream.schemas.topics import MAX_RECORD_BYTES
+from clawstream.stream_jobs.lake.tables.catalog import catalog
+from clawstream.stream_jobs.lake.tables.table import ConsumedRecord
+from clawstream.stream_jobs.worker.blob_fields import resolve_blobs
 
 CODEC = Codec()
 MIB = 1 << 20

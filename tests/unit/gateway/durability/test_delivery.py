@@ -26,18 +26,18 @@ from support.spool import (
     wait_for,
 )
 
-from gateway.durability.blobs import Blobs
-from gateway.durability.delivery import DeliveryManager
-from gateway.durability.log import LogPosition, Message, Passed
-from gateway.durability.segment import read_segment, sync_of
-from gateway.durability.spool import Spool
-from gateway.durability.spool_drainer import RETRY_S
-from gateway.durability.spool_frames import SYNC_BYTES, scan
-from gateway.errors import NoRoom, NotRecorded, SpoolFailed, SpoolFull
-from gateway.metrics import Metrics
-from runtime.blob_store import BlobStore
-from schemas.codec.single_object import Codec
-from schemas.topics import MAX_RECORD_BYTES
+from clawstream.gateway.durability.blobs import Blobs
+from clawstream.gateway.durability.delivery import DeliveryManager
+from clawstream.gateway.durability.log import LogPosition, Message, Passed
+from clawstream.gateway.durability.segment import read_segment, sync_of
+from clawstream.gateway.durability.spool import Spool
+from clawstream.gateway.durability.spool_drainer import RETRY_S
+from clawstream.gateway.durability.spool_frames import SYNC_BYTES, scan
+from clawstream.gateway.errors import NoRoom, NotRecorded, SpoolFailed, SpoolFull
+from clawstream.gateway.metrics import Metrics
+from clawstream.runtime.blob_store import BlobStore
+from clawstream.schemas.codec.single_object import Codec
+from clawstream.schemas.topics import MAX_RECORD_BYTES
 
 
 def test_a_key_in_the_spool_goes_on_in_the_spool(tmp_path: Path) -> None:

@@ -16,11 +16,11 @@ from support.ports import free_port
 from support.scripted.engine import ScriptedEngine
 from support.scripted.script import Script, ScriptedChoice
 
-from gateway.durability.spool import Spool
-from gateway.errors import SpoolTaken
-from schemas.codec.single_object import Codec
-from schemas.records import Reward, SessionEvent
-from schemas.tokens import unpack_ids
+from clawstream.gateway.durability.spool import Spool
+from clawstream.gateway.errors import SpoolTaken
+from clawstream.schemas.codec.single_object import Codec
+from clawstream.schemas.records import Reward, SessionEvent
+from clawstream.schemas.tokens import unpack_ids
 
 HI = ScriptedChoice([7, 8, 9], ["Hel", "lo", ""], [-0.5, -0.25, -0.125])
 YO = ScriptedChoice([5, 6], ["Y", "o"], [-1.0, -2.0], finish_reason="length")

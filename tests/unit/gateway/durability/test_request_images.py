@@ -16,15 +16,15 @@ from hypothesis import strategies as st
 from support.log_producer import InMemoryLogProducer
 from support.spool import delivery, note, wait_for
 
-from gateway.durability.blobs import Blobs
-from gateway.durability.delivery import DeliveryManager
-from gateway.durability.log import Message
-from gateway.durability.request_images import images_in, may_hold_images
-from gateway.durability.spool import Spool
-from runtime.blob_store import BlobStore
-from schemas.blob_refs import IMAGE, images_of
-from schemas.codec.single_object import Codec
-from schemas.records import Step
+from clawstream.gateway.durability.blobs import Blobs
+from clawstream.gateway.durability.delivery import DeliveryManager
+from clawstream.gateway.durability.log import Message
+from clawstream.gateway.durability.request_images import images_in, may_hold_images
+from clawstream.gateway.durability.spool import Spool
+from clawstream.runtime.blob_store import BlobStore
+from clawstream.schemas.blob_refs import IMAGE, images_of
+from clawstream.schemas.codec.single_object import Codec
+from clawstream.schemas.records import Step
 
 CODEC = Codec()
 FILES = st.lists(st.binary(min_size=1, max_size=40), max_size=4)

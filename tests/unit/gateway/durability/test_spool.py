@@ -13,12 +13,12 @@ import pytest
 from support.log_producer import InMemoryLogProducer
 from support.spool import append, delivery, drain, files, note, open_spool, size_of, wait_for
 
-from gateway.durability.delivery import DeliveryManager
-from gateway.durability.log import Message
-from gateway.durability.segment import sync_of
-from gateway.durability.spool import DISK_RESERVE_BYTES, Spool
-from gateway.durability.spool_frames import frame
-from gateway.errors import NoRoom, NotRecorded, SpoolFailed, SpoolFull
+from clawstream.gateway.durability.delivery import DeliveryManager
+from clawstream.gateway.durability.log import Message
+from clawstream.gateway.durability.segment import sync_of
+from clawstream.gateway.durability.spool import DISK_RESERVE_BYTES, Spool
+from clawstream.gateway.durability.spool_frames import frame
+from clawstream.gateway.errors import NoRoom, NotRecorded, SpoolFailed, SpoolFull
 
 
 def test_a_crash_keeps_everything_in_order_over_segments(tmp_path: Path) -> None:
@@ -149,12 +149,12 @@ FULL_DISK = """
 import asyncio, resource, sys
 from pathlib import Path
 from support.log_producer import InMemoryLogProducer
-from gateway.durability.log import Message
-from gateway.errors import SpoolFailed
-from gateway.durability.delivery import DeliveryManager
-from gateway.metrics import Metrics
-from gateway.durability.spool import Spool
-from runtime.logs import configure
+from clawstream.gateway.durability.log import Message
+from clawstream.gateway.errors import SpoolFailed
+from clawstream.gateway.durability.delivery import DeliveryManager
+from clawstream.gateway.metrics import Metrics
+from clawstream.gateway.durability.spool import Spool
+from clawstream.runtime.logs import configure
 
 async def main():
     producer, spool = InMemoryLogProducer(), Spool(Path(sys.argv[1]), 1 << 20)

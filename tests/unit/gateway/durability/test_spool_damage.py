@@ -25,13 +25,13 @@ from support.spool import (
     wait_for,
 )
 
-from gateway.durability.delivery import DeliveryManager
-from gateway.durability.log import LogPosition, Message
-from gateway.durability.quarantine import DAMAGED, damaged_in
-from gateway.durability.segment import read_segment, sync_of
-from gateway.durability.spool import Spool
-from gateway.durability.spool_frames import SYNC_BYTES, frame, scan
-from gateway.metrics import Metrics
+from clawstream.gateway.durability.delivery import DeliveryManager
+from clawstream.gateway.durability.log import LogPosition, Message
+from clawstream.gateway.durability.quarantine import DAMAGED, damaged_in
+from clawstream.gateway.durability.segment import read_segment, sync_of
+from clawstream.gateway.durability.spool import Spool
+from clawstream.gateway.durability.spool_frames import SYNC_BYTES, frame, scan
+from clawstream.gateway.metrics import Metrics
 
 SYNC = b"\xf0marker\xf1"
 messages = st.builds(Message, st.text(max_size=20), st.binary(max_size=30), st.binary(max_size=200))

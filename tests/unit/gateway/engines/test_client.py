@@ -32,11 +32,11 @@ from support.wire import (
     wired,
 )
 
-from gateway.app import create_app
-from gateway.engines.registry import EngineRegistry
-from gateway.errors import GatewayError, NoEngine, UpstreamFailed, UpstreamTimeout
-from schemas.codec.single_object import Codec
-from schemas.settings import Settings
+from clawstream.gateway.app import create_app
+from clawstream.gateway.engines.registry import EngineRegistry
+from clawstream.gateway.errors import GatewayError, NoEngine, UpstreamFailed, UpstreamTimeout
+from clawstream.schemas.codec.single_object import Codec
+from clawstream.schemas.settings import Settings
 
 CODEC = Codec()
 pytestmark = pytest.mark.usefixtures("each_event_loop")

@@ -12,8 +12,8 @@ import pytest
 from support.ports import free_port
 from support.wire import OK, SOON_S, Answer, Rig, Wire, as_text, run, saying, wired
 
-from gateway.engines.http1 import Address, Connection, Pool, address_of
-from gateway.errors import UpstreamFailed
+from clawstream.gateway.engines.http1 import Address, Connection, Pool, address_of
+from clawstream.gateway.errors import UpstreamFailed
 
 pytestmark = pytest.mark.usefixtures("each_event_loop")
 

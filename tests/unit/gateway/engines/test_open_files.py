@@ -11,9 +11,9 @@ from support.open_files import no_file_left
 from support.raw_http import CALL, connected, request
 from support.scripted.script import Script, ScriptedChoice
 
-from gateway.engines.engine import Engine
-from gateway.engines.registry import EngineSpec
-from schemas.codec.single_object import Codec
+from clawstream.gateway.engines.engine import Engine
+from clawstream.gateway.engines.registry import EngineSpec
+from clawstream.schemas.codec.single_object import Codec
 
 HI = ScriptedChoice([7, 8, 9], ["Hel", "lo", ""], [-0.5, -0.25, -0.125])
 

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.auth.authenticator import credential_of
-from gateway.engines.circuit_breaker import (
+from clawstream.gateway.auth.authenticator import credential_of
+from clawstream.gateway.engines.circuit_breaker import (
     CLOSED,
     FAILURES,
     LONGEST_PAUSE_S,
@@ -28,10 +28,10 @@ from gateway.engines.circuit_breaker import (
     admits,
     fold,
 )
-from gateway.engines.engine import Engine
-from gateway.engines.http1 import address_of
-from gateway.engines.prober import kind_of
-from gateway.engines.registry import (
+from clawstream.gateway.engines.engine import Engine
+from clawstream.gateway.engines.http1 import address_of
+from clawstream.gateway.engines.prober import kind_of
+from clawstream.gateway.engines.registry import (
     EngineRegistry,
     EngineSpec,
     Ranking,
@@ -40,12 +40,12 @@ from gateway.engines.registry import (
     ranked,
     slot_of,
 )
-from gateway.errors import BadRequest, GatewayError
-from gateway.protocols.request_fields import renamed
-from runtime.process.config import load, overrides_of
-from schemas.errors import SettingsError
-from schemas.records import WorkerStatus
-from schemas.settings import UpstreamSettings
+from clawstream.gateway.errors import BadRequest, GatewayError
+from clawstream.gateway.protocols.request_fields import renamed
+from clawstream.runtime.process.config import load, overrides_of
+from clawstream.schemas.errors import SettingsError
+from clawstream.schemas.records import WorkerStatus
+from clawstream.schemas.settings import UpstreamSettings
 
 # ---------------------------------------------------------------- the registry
 

@@ -30,13 +30,13 @@ from support.wire import (
     wired,
 )
 
-from gateway.engines.engine import Engine
-from gateway.engines.http1 import Address, Pool
-from gateway.engines.prober import MAX_UNCLEAR
-from gateway.engines.registry import EngineSpec, eligible
-from gateway.errors import NoEngine, UpstreamFailed
-from gateway.protocols.base import EngineKind
-from schemas.records import WorkerStatus
+from clawstream.gateway.engines.engine import Engine
+from clawstream.gateway.engines.http1 import Address, Pool
+from clawstream.gateway.engines.prober import MAX_UNCLEAR
+from clawstream.gateway.engines.registry import EngineSpec, eligible
+from clawstream.gateway.errors import NoEngine, UpstreamFailed
+from clawstream.gateway.protocols.base import EngineKind
+from clawstream.schemas.records import WorkerStatus
 
 both_event_loops = pytest.mark.usefixtures("each_event_loop")
 """For the end of connections; probing and states are the same on both."""

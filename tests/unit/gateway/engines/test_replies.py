@@ -13,10 +13,10 @@ from support.gateway import GatewayFixture, run_gateway
 from support.scripted.script import Script, ScriptedChoice
 from support.wire import ASK
 
-from gateway.asgi.in_flight_limits import ReplyLimit
-from gateway.engines.http1 import Connection, Pool
-from gateway.errors import Overloaded
-from schemas.codec.single_object import Codec
+from clawstream.gateway.asgi.in_flight_limits import ReplyLimit
+from clawstream.gateway.engines.http1 import Connection, Pool
+from clawstream.gateway.errors import Overloaded
+from clawstream.schemas.codec.single_object import Codec
 
 CODEC = Codec()
 RunScenario = Callable[..., None]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.engines.retry_policy import Outcome, outcome_of, pause_s, retries
-from gateway.protocols.base import EngineKind
+from clawstream.gateway.engines.retry_policy import Outcome, outcome_of, pause_s, retries
+from clawstream.gateway.protocols.base import EngineKind
 
 
 @pytest.mark.parametrize(

@@ -28,15 +28,15 @@ from support.gateway import GatewayFixture, run_gateway
 from support.scripted.messages import MessagesServer
 from support.scripted.script import Json, Script, ScriptedChoice
 
-from gateway import errors
-from gateway.protocols.anthropic_messages import (
+from clawstream.gateway import errors
+from clawstream.gateway.protocols.anthropic_messages import (
     ANTHROPIC_ERRORS,
     AnthropicMessages,
     finish_of,
     type_of,
 )
-from schemas.codec.single_object import Codec
-from schemas.tokens import unpack_ids, unpack_logprobs
+from clawstream.schemas.codec.single_object import Codec
+from clawstream.schemas.tokens import unpack_ids, unpack_logprobs
 
 ADAPTER, VOICE = AnthropicMessages(), MessagesServer()
 ASK: Json = {"model": "policy", "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}

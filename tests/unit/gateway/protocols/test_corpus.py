@@ -17,11 +17,11 @@ from support.corpus import CORPUS, PATHS, Case, Clients, Seen, cases, replaying,
 from support.gateway import running
 from support.log_producer import InMemoryLogProducer
 
-from gateway.app import create_app
-from gateway.engines.registry import EngineRegistry
-from schemas.codec.single_object import Codec
-from schemas.records import FailedCall, Step
-from schemas.settings import Settings
+from clawstream.gateway.app import create_app
+from clawstream.gateway.engines.registry import EngineRegistry
+from clawstream.schemas.codec.single_object import Codec
+from clawstream.schemas.records import FailedCall, Step
+from clawstream.schemas.settings import Settings
 
 CASES = cases()
 ADDED = frozenset({"parsed", "parsed_arguments", "parsed_output"})

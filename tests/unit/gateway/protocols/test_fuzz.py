@@ -21,10 +21,10 @@ from support.examples import examples
 from support.gateway import GatewayFixture, run_gateway
 from support.scripted.script import Script, ScriptedChoice
 
-from gateway.errors import BadRequest
-from gateway.protocols.base import EngineKind
-from gateway.protocols.request_fields import renamed
-from schemas.codec.single_object import Codec
+from clawstream.gateway.errors import BadRequest
+from clawstream.gateway.protocols.base import EngineKind
+from clawstream.gateway.protocols.request_fields import renamed
+from clawstream.schemas.codec.single_object import Codec
 
 HI = ScriptedChoice([7, 8, 9], ["Hel", "lo", ""], [-0.5, -0.25, -0.125])
 FEW = settings(

@@ -15,16 +15,16 @@ from support.scripted.chat import ChatServer, plain
 from support.scripted.engine import frames_of, whole_frames
 from support.scripted.script import Script, ScriptedChoice
 
-from gateway.attribution.resolver import TrajectoryRef
-from gateway.capture.engine_tokens import CapturedTokens
-from gateway.capture.steps import Call, Sampler, steps_of
-from gateway.capture.stream import EventStream
-from gateway.errors import BadRequest
-from gateway.protocols.base import Choice, EngineKind, ParsedReply, Request
-from gateway.protocols.openai_chat import OpenAIChat
-from gateway.protocols.token_fields import packed_tokens
-from schemas import engine_frames
-from schemas.tokens import pack_ids, pack_logprobs, unpack_ids
+from clawstream.gateway.attribution.resolver import TrajectoryRef
+from clawstream.gateway.capture.engine_tokens import CapturedTokens
+from clawstream.gateway.capture.steps import Call, Sampler, steps_of
+from clawstream.gateway.capture.stream import EventStream
+from clawstream.gateway.errors import BadRequest
+from clawstream.gateway.protocols.base import Choice, EngineKind, ParsedReply, Request
+from clawstream.gateway.protocols.openai_chat import OpenAIChat
+from clawstream.gateway.protocols.token_fields import packed_tokens
+from clawstream.schemas import engine_frames
+from clawstream.schemas.tokens import pack_ids, pack_logprobs, unpack_ids
 
 ASK: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hé"}]}
 ADDED = {"return_token_ids": True, "logprobs": True, "top_logprobs": 0}

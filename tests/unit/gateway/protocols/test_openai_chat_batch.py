@@ -15,16 +15,16 @@ from support.gateway import running
 from support.log_producer import InMemoryLogProducer
 from support.wire import Wire, wired
 
-from gateway.app import create_app
-from gateway.capture.engine_tokens import CapturedTokens
-from gateway.engines.registry import EngineRegistry
-from gateway.errors import BadRequest
-from gateway.protocols.openai_chat import OpenAIChatBatch
-from schemas import engine_frames
-from schemas.codec.single_object import Codec
-from schemas.records import Step
-from schemas.settings import Settings
-from schemas.tokens import pack_ids, pack_logprobs
+from clawstream.gateway.app import create_app
+from clawstream.gateway.capture.engine_tokens import CapturedTokens
+from clawstream.gateway.engines.registry import EngineRegistry
+from clawstream.gateway.errors import BadRequest
+from clawstream.gateway.protocols.openai_chat import OpenAIChatBatch
+from clawstream.schemas import engine_frames
+from clawstream.schemas.codec.single_object import Codec
+from clawstream.schemas.records import Step
+from clawstream.schemas.settings import Settings
+from clawstream.schemas.tokens import pack_ids, pack_logprobs
 
 BATCH = OpenAIChatBatch()
 PATH = "/v1/chat/completions/batch"

@@ -18,15 +18,19 @@ from support.gateway import GatewayFixture, run_gateway
 from support.scripted.completions import CompletionsServer
 from support.scripted.script import Json, Script, ScriptedChoice
 
-from gateway import errors
-from gateway.capture.engine_tokens import CapturedTokens
-from gateway.capture.stream import EventStream
-from gateway.protocols.base import Choice, EngineKind, ParsedReply
-from gateway.protocols.openai_completions import ECHOED, NOTHING_SAMPLED, OpenAICompletions
-from gateway.protocols.token_fields import NO_IDS, NO_LOGPROBS
-from schemas import engine_frames
-from schemas.codec.single_object import Codec
-from schemas.tokens import pack_ids, pack_logprobs, unpack_ids, unpack_logprobs
+from clawstream.gateway import errors
+from clawstream.gateway.capture.engine_tokens import CapturedTokens
+from clawstream.gateway.capture.stream import EventStream
+from clawstream.gateway.protocols.base import Choice, EngineKind, ParsedReply
+from clawstream.gateway.protocols.openai_completions import (
+    ECHOED,
+    NOTHING_SAMPLED,
+    OpenAICompletions,
+)
+from clawstream.gateway.protocols.token_fields import NO_IDS, NO_LOGPROBS
+from clawstream.schemas import engine_frames
+from clawstream.schemas.codec.single_object import Codec
+from clawstream.schemas.tokens import pack_ids, pack_logprobs, unpack_ids, unpack_logprobs
 
 ADAPTER, VOICE = OpenAICompletions(), CompletionsServer()
 ASK: Json = {"model": "policy", "prompt": "hi"}

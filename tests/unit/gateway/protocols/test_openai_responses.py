@@ -27,10 +27,10 @@ from support.gateway import GatewayFixture, run_gateway
 from support.scripted.responses import ResponsesServer
 from support.scripted.script import Json, Script, ScriptedChoice
 
-from gateway import errors
-from gateway.protocols.openai_responses import OpenAIResponses, finish_of
-from schemas.codec.single_object import Codec
-from schemas.tokens import unpack_ids, unpack_logprobs
+from clawstream.gateway import errors
+from clawstream.gateway.protocols.openai_responses import OpenAIResponses, finish_of
+from clawstream.schemas.codec.single_object import Codec
+from clawstream.schemas.tokens import unpack_ids, unpack_logprobs
 
 ADAPTER, VOICE = OpenAIResponses(), ResponsesServer()
 ASK: Json = {"model": "policy", "input": "hi"}

@@ -5,12 +5,12 @@ from __future__ import annotations
 import orjson
 import pytest
 
-from gateway.errors import BadRequest
-from gateway.protocols.adapter import ProtocolAdapter
-from gateway.protocols.anthropic_messages import AnthropicMessages
-from gateway.protocols.openai_chat import OpenAIChat
-from gateway.protocols.openai_responses import OpenAIResponses
-from gateway.protocols.request_fields import MAX_MODEL, repaired
+from clawstream.gateway.errors import BadRequest
+from clawstream.gateway.protocols.adapter import ProtocolAdapter
+from clawstream.gateway.protocols.anthropic_messages import AnthropicMessages
+from clawstream.gateway.protocols.openai_chat import OpenAIChat
+from clawstream.gateway.protocols.openai_responses import OpenAIResponses
+from clawstream.gateway.protocols.request_fields import MAX_MODEL, repaired
 
 ASK = {"messages": [{"role": "user", "content": "hi"}], "input": "hi"}
 CHAT, MESSAGES, RESPONSES = OpenAIChat(), AnthropicMessages(), OpenAIResponses()

@@ -9,11 +9,11 @@ import pytest
 from support.gateway import GatewayFixture, run_gateway
 from support.scripted.script import Script, ScriptedChoice
 
-from gateway.protocols.anthropic_messages import AnthropicMessagesAccumulator
-from gateway.protocols.openai_responses import OpenAIResponsesAccumulator
-from gateway.protocols.usage import merged, usage_of
-from schemas.codec.single_object import Codec
-from schemas.records import Usage
+from clawstream.gateway.protocols.anthropic_messages import AnthropicMessagesAccumulator
+from clawstream.gateway.protocols.openai_responses import OpenAIResponsesAccumulator
+from clawstream.gateway.protocols.usage import merged, usage_of
+from clawstream.schemas.codec.single_object import Codec
+from clawstream.schemas.records import Usage
 
 HI = ScriptedChoice([7, 8, 9], ["Hel", "lo", ""], [-0.5, -0.25, -0.125])
 

@@ -16,15 +16,15 @@ from support.gateway import GatewayFixture, run_gateway
 from support.scripted.chat import chunks, plain
 from support.scripted.script import Script, ScriptedChoice
 
-from gateway.capture.engine_tokens import NOT_REPORTED, CapturedTokens
-from gateway.capture.stream import EventStream
-from gateway.protocols.openai_chat import OpenAIChat
-from gateway.protocols.token_fields import NO_PROMPT
-from schemas import engine_frames
-from schemas.codec.single_object import Codec
-from schemas.ids import call_span_id
-from schemas.records import Step, VersionSpan
-from schemas.tokens import unpack_ids, unpack_logprobs
+from clawstream.gateway.capture.engine_tokens import NOT_REPORTED, CapturedTokens
+from clawstream.gateway.capture.stream import EventStream
+from clawstream.gateway.protocols.openai_chat import OpenAIChat
+from clawstream.gateway.protocols.token_fields import NO_PROMPT
+from clawstream.schemas import engine_frames
+from clawstream.schemas.codec.single_object import Codec
+from clawstream.schemas.ids import call_span_id
+from clawstream.schemas.records import Step, VersionSpan
+from clawstream.schemas.tokens import unpack_ids, unpack_logprobs
 
 HI = ScriptedChoice([7, 8, 9], ["Hel", "lo", ""], [-0.5, -0.25, -0.125])
 YO = ScriptedChoice([5, 6], ["Y", "o"], [-1.0, -2.0], finish_reason="length")

@@ -12,10 +12,10 @@ import pytest
 from support.gateway import GatewayFixture, run_gateway
 from support.scripted.script import Script, ScriptedChoice
 
-from schemas.codec.single_object import Codec
-from schemas.engine_frames import CONTINUE, PRIOR_FIELD, split_prior
-from schemas.records import Continuation, Step
-from schemas.tokens import unpack_ids
+from clawstream.schemas.codec.single_object import Codec
+from clawstream.schemas.engine_frames import CONTINUE, PRIOR_FIELD, split_prior
+from clawstream.schemas.records import Continuation, Step
+from clawstream.schemas.tokens import unpack_ids
 
 Json = dict[str, Any]
 CODEC = Codec()

@@ -11,10 +11,10 @@ import pytest
 from support.gateway import GatewayFixture, run_gateway
 from support.scripted.script import Script, ScriptedChoice
 
-from gateway.auth.api_keys import create_key
-from gateway.proxy.failed_calls import MESSAGE_CHARS, engine_failure
-from schemas.codec.single_object import Codec
-from schemas.records import FailedCall
+from clawstream.gateway.auth.api_keys import create_key
+from clawstream.gateway.proxy.failed_calls import MESSAGE_CHARS, engine_failure
+from clawstream.schemas.codec.single_object import Codec
+from clawstream.schemas.records import FailedCall
 
 HI = ScriptedChoice([7, 8, 9], ["Hel", "lo", ""], [-0.5, -0.25, -0.125])
 ASK: dict[str, Any] = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}

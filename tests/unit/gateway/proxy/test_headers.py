@@ -12,11 +12,11 @@ from support.log_producer import InMemoryLogProducer
 from support.raw_http import connected, request
 from support.wire import Wire, wired
 
-from gateway.app import create_app
-from gateway.asgi.messages import combined, header_map
-from gateway.engines.registry import EngineRegistry
-from schemas.codec.single_object import Codec
-from schemas.settings import GatewaySettings, Settings
+from clawstream.gateway.app import create_app
+from clawstream.gateway.asgi.messages import combined, header_map
+from clawstream.gateway.engines.registry import EngineRegistry
+from clawstream.schemas.codec.single_object import Codec
+from clawstream.schemas.settings import GatewaySettings, Settings
 
 CODEC = Codec()
 STREAM = b'data: {"choices":[{"index":0,"delta":{"content":"hi"},"finish_reason":"stop"}]}\n\n'

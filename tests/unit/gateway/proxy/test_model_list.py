@@ -15,11 +15,11 @@ from support.gateway import running
 from support.log_producer import InMemoryLogProducer
 from support.wire import Wire, wired
 
-from gateway.app import create_app
-from gateway.engines.registry import EngineRegistry, EngineSpec
-from gateway.proxy.model_list import merged
-from schemas.codec.single_object import Codec
-from schemas.settings import Settings
+from clawstream.gateway.app import create_app
+from clawstream.gateway.engines.registry import EngineRegistry, EngineSpec
+from clawstream.gateway.proxy.model_list import merged
+from clawstream.schemas.codec.single_object import Codec
+from clawstream.schemas.settings import Settings
 
 CODEC = Codec()
 

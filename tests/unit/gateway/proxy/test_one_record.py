@@ -20,11 +20,11 @@ from support.examples import examples
 from support.gateway import running
 from support.log_producer import InMemoryLogProducer
 
-from gateway.app import create_app
-from gateway.engines.registry import EngineRegistry
-from schemas.codec.single_object import Codec
-from schemas.records import FailedCall, Step
-from schemas.settings import Settings
+from clawstream.gateway.app import create_app
+from clawstream.gateway.engines.registry import EngineRegistry
+from clawstream.schemas.codec.single_object import Codec
+from clawstream.schemas.records import FailedCall, Step
+from clawstream.schemas.settings import Settings
 
 CODEC = Codec()
 BODIES: dict[str, dict[str, Any]] = {

@@ -22,13 +22,13 @@ from support.raw_http import ASK, CALL, connected, request
 from support.scripted.script import Script, ScriptedChoice
 from support.wire import Wire, wired
 
-from gateway.app import create_app
-from gateway.auth.api_keys import create_key
-from gateway.engines.registry import EngineRegistry
-from gateway.protocols.request_fields import repaired
-from gateway.proxy.forwarding import forwarded, returned, traceparent_of, with_query
-from schemas.codec.single_object import Codec
-from schemas.settings import Settings
+from clawstream.gateway.app import create_app
+from clawstream.gateway.auth.api_keys import create_key
+from clawstream.gateway.engines.registry import EngineRegistry
+from clawstream.gateway.protocols.request_fields import repaired
+from clawstream.gateway.proxy.forwarding import forwarded, returned, traceparent_of, with_query
+from clawstream.schemas.codec.single_object import Codec
+from clawstream.schemas.settings import Settings
 
 CODEC = Codec()
 RunScenario = Callable[..., None]

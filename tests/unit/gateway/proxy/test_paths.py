@@ -15,12 +15,18 @@ from support.scripted.script import Script, ScriptedChoice
 from support.wire import ASK as SAID
 from yarl import URL
 
-from gateway.auth.api_keys import ApiKey, create_key, digest_of
-from gateway.auth.key_limits import KeyLimits, tokens_of_reply
-from gateway.clock import Clock
-from gateway.errors import KeyLimited
-from gateway.proxy.paths import CallTarget, canonical, normalized, parse_target, proxy_prefix
-from schemas.codec.single_object import Codec
+from clawstream.gateway.auth.api_keys import ApiKey, create_key, digest_of
+from clawstream.gateway.auth.key_limits import KeyLimits, tokens_of_reply
+from clawstream.gateway.clock import Clock
+from clawstream.gateway.errors import KeyLimited
+from clawstream.gateway.proxy.paths import (
+    CallTarget,
+    canonical,
+    normalized,
+    parse_target,
+    proxy_prefix,
+)
+from clawstream.schemas.codec.single_object import Codec
 
 CODEC = Codec()
 RunScenario = Callable[..., None]

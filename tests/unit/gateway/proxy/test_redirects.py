@@ -12,12 +12,12 @@ from support.corpus import PATHS, replaying, reply
 from support.gateway import running
 from support.log_producer import InMemoryLogProducer
 
-from gateway.app import create_app
-from gateway.engines.prober import kind_of
-from gateway.engines.registry import EngineRegistry
-from schemas.codec.single_object import Codec
-from schemas.records import FailedCall
-from schemas.settings import Settings
+from clawstream.gateway.app import create_app
+from clawstream.gateway.engines.prober import kind_of
+from clawstream.gateway.engines.registry import EngineRegistry
+from clawstream.schemas.codec.single_object import Codec
+from clawstream.schemas.records import FailedCall
+from clawstream.schemas.settings import Settings
 
 CODEC = Codec()
 WHERE = "https://api.example/v1/moved"

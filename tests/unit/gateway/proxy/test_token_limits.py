@@ -16,16 +16,16 @@ from aiohttp import web
 from support.gateway import running
 from support.log_producer import InMemoryLogProducer
 
-from gateway.app import create_app
-from gateway.engines.registry import EngineRegistry
-from gateway.protocols.adapter import ProtocolAdapter
-from gateway.protocols.openai_chat import OpenAIChat
-from gateway.protocols.openai_completions import OpenAICompletions
-from gateway.protocols.openai_responses import OpenAIResponses
-from gateway.protocols.request_fields import with_defaults
-from gateway.proxy.token_limits import MAX_COUNTED, may_exceed, prompts_of
-from schemas.codec.single_object import Codec
-from schemas.settings import Settings
+from clawstream.gateway.app import create_app
+from clawstream.gateway.engines.registry import EngineRegistry
+from clawstream.gateway.protocols.adapter import ProtocolAdapter
+from clawstream.gateway.protocols.openai_chat import OpenAIChat
+from clawstream.gateway.protocols.openai_completions import OpenAICompletions
+from clawstream.gateway.protocols.openai_responses import OpenAIResponses
+from clawstream.gateway.protocols.request_fields import with_defaults
+from clawstream.gateway.proxy.token_limits import MAX_COUNTED, may_exceed, prompts_of
+from clawstream.schemas.codec.single_object import Codec
+from clawstream.schemas.settings import Settings
 
 CODEC = Codec()
 LONG = "a b " * 500

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.examples import examples
 
-from gateway.redaction.body import redacted_body
-from gateway.redaction.rules import RULES
-from gateway.redaction.scan import NamedFinder, Scan
+from clawstream.gateway.redaction.body import redacted_body
+from clawstream.gateway.redaction.rules import RULES
+from clawstream.gateway.redaction.scan import NamedFinder, Scan
 
 SCAN = Scan(list(RULES.values()), b"key", "plain")
 EMAIL = "[REDACTED:EMAIL]"

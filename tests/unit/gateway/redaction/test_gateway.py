@@ -11,8 +11,8 @@ from support.gateway import GatewayFixture, run_gateway
 from support.scripted.script import Script, ScriptedChoice
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from schemas.codec.single_object import Codec
-from schemas.tokens import unpack_ids, unpack_logprobs
+from clawstream.schemas.codec.single_object import Codec
+from clawstream.schemas.tokens import unpack_ids, unpack_logprobs
 
 CODEC = Codec()
 SECRET = "joe@example.com"

@@ -14,14 +14,22 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from gateway.errors import RedactionUnusable
-from gateway.redaction.records import R, without_contents
-from gateway.redaction.redactor import Redaction, Vocabularies, redaction_of
-from schemas.codec.single_object import Codec
-from schemas.records import Curation, Reward, SessionEvent, Step, Tag, TokenSpan, VersionSpan
-from schemas.settings import Settings
-from schemas.tokens import pack_ids, pack_logprobs, unpack_ids, unpack_logprobs
-from stream_jobs.assemble.payload.trainability import trainability
+from clawstream.gateway.errors import RedactionUnusable
+from clawstream.gateway.redaction.records import R, without_contents
+from clawstream.gateway.redaction.redactor import Redaction, Vocabularies, redaction_of
+from clawstream.schemas.codec.single_object import Codec
+from clawstream.schemas.records import (
+    Curation,
+    Reward,
+    SessionEvent,
+    Step,
+    Tag,
+    TokenSpan,
+    VersionSpan,
+)
+from clawstream.schemas.settings import Settings
+from clawstream.schemas.tokens import pack_ids, pack_logprobs, unpack_ids, unpack_logprobs
+from clawstream.stream_jobs.assemble.payload.trainability import trainability
 
 SECRET = "joe@example.com"
 

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.examples import examples
 
-from gateway.redaction.rules import RULES
-from gateway.redaction.scan import NamedFinder, Scan, WrongRange
+from clawstream.gateway.redaction.rules import RULES
+from clawstream.gateway.redaction.scan import NamedFinder, Scan, WrongRange
 
 _BY_LENGTH = {
     15: "NO",

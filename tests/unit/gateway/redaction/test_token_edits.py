@@ -23,13 +23,13 @@ from tokenizers import (
     trainers,
 )
 
-from gateway.redaction.rules import RULES
-from gateway.redaction.scan import NamedFinder, Scan
-from gateway.redaction.token_edits import InconsistentTokens, Tokens, redacted_tokens
-from gateway.redaction.vocabulary import TokenizerUnusable, UnknownToken, Vocabulary
-from schemas.records import TokenSpan, VersionSpan
-from schemas.tokens import pack_ids, pack_logprobs, unpack_ids, unpack_logprobs
-from stream_jobs.assemble.payload.segment_tree import SampledTokens, build
+from clawstream.gateway.redaction.rules import RULES
+from clawstream.gateway.redaction.scan import NamedFinder, Scan
+from clawstream.gateway.redaction.token_edits import InconsistentTokens, Tokens, redacted_tokens
+from clawstream.gateway.redaction.vocabulary import TokenizerUnusable, UnknownToken, Vocabulary
+from clawstream.schemas.records import TokenSpan, VersionSpan
+from clawstream.schemas.tokens import pack_ids, pack_logprobs, unpack_ids, unpack_logprobs
+from clawstream.stream_jobs.assemble.payload.segment_tree import SampledTokens, build
 
 SCAN = Scan(list(RULES.values()), b"key")
 SECRETS = [

@@ -10,11 +10,11 @@ import pytest
 from support.model_endpoint import model_endpoint
 from support.trajectories import answered
 
-from rewards.classifier.reward import classifier
-from rewards.endpoint import EndpointError
-from rewards.registry import rule_of
-from schemas.errors import SettingsError
-from schemas.settings import JobsSettings, Settings
+from clawstream.rewards.classifier.reward import classifier
+from clawstream.rewards.endpoint import EndpointError
+from clawstream.rewards.registry import rule_of
+from clawstream.schemas.errors import SettingsError
+from clawstream.schemas.settings import JobsSettings, Settings
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from support.processes import pids_with, until
 from support.trajectories import answered
 
-from rewards.code.reward import CodeReward, code_in, code_tests
-from rewards.code.sandbox import SandboxError
-from rewards.results import rewards_of, rules_of
-from runtime.functions.pool import FunctionPool, PoolStopped
-from schemas.settings import FunctionSettings, JobsSettings, Settings
+from clawstream.rewards.code.reward import CodeReward, code_in, code_tests
+from clawstream.rewards.code.sandbox import SandboxError
+from clawstream.rewards.results import rewards_of, rules_of
+from clawstream.runtime.functions.pool import FunctionPool, PoolStopped
+from clawstream.schemas.settings import FunctionSettings, JobsSettings, Settings
 
 ADD = "Sure:\n```python\ndef add(a, b):\n    return a + b\n```\n"
 DEF = "def add(a, b):\n    return a + b\n"

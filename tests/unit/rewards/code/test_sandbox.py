@@ -13,12 +13,12 @@ import time
 import pytest
 from support.processes import pids_with, until
 
-from rewards.code.sandbox import Limits, Result, Sandbox, SandboxError
-from rewards.code.seccomp import ARCHITECTURES, CHECKED, REFUSED, filter_program
-from rewards.results import rules_of
-from schemas.errors import SettingsError
-from schemas.settings import JobsSettings, Settings
-from schemas.user_function import FunctionNotFound
+from clawstream.rewards.code.sandbox import Limits, Result, Sandbox, SandboxError
+from clawstream.rewards.code.seccomp import ARCHITECTURES, CHECKED, REFUSED, filter_program
+from clawstream.rewards.results import rules_of
+from clawstream.schemas.errors import SettingsError
+from clawstream.schemas.settings import JobsSettings, Settings
+from clawstream.schemas.user_function import FunctionNotFound
 
 
 @pytest.fixture(scope="module")
@@ -220,7 +220,7 @@ def test_an_exit_code_that_is_no_signal_stays_as_it_is(sandbox: Sandbox, code: i
 def test_a_sandbox_that_does_not_start_is_an_error(
     sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rewards.code.sandbox._DISK_BYTES", -1)
+    monkeypatch.setattr("clawstream.rewards.code.sandbox._DISK_BYTES", -1)
     with pytest.raises(SandboxError, match="the sandbox did not start: "):
         run(sandbox, "print(1)")
 

@@ -20,12 +20,12 @@ from support.admit import cand
 from support.model_endpoint import Reply, chat, model_endpoint
 from support.trajectories import answered
 
-from rewards.judge.comparison import ALONE, Comparison, Undecided, pairs, share_of_wins
-from rewards.judge.reward import judge
-from rewards.registry import GroupRule
-from rewards.results import rewards_of_group
-from schemas.records import Trajectory
-from schemas.settings.reward_models import Judge
+from clawstream.rewards.judge.comparison import ALONE, Comparison, Undecided, pairs, share_of_wins
+from clawstream.rewards.judge.reward import judge
+from clawstream.rewards.registry import GroupRule
+from clawstream.rewards.results import rewards_of_group
+from clawstream.schemas.records import Trajectory
+from clawstream.schemas.settings.reward_models import Judge
 
 IDS = st.lists(st.text("ab~0123", min_size=1, max_size=9), unique=True, max_size=12)
 

@@ -18,14 +18,14 @@ from hypothesis import strategies as st
 from support.model_endpoint import Reply, chat, model_endpoint
 from support.trajectories import answered
 
-from rewards.answer import own_steps
-from rewards.endpoint import CONNECTIONS, Endpoint, EndpointError, NotServed
-from rewards.judge.ledger import Budget, Ledger, OverBudget
-from rewards.judge.reward import JudgeError, judge, majority, verdict_in
-from rewards.registry import Rule
-from rewards.results import rewards_of
-from rewards.template import CONVERSATION_BYTES, filled, said_in
-from schemas.records import Trajectory
+from clawstream.rewards.answer import own_steps
+from clawstream.rewards.endpoint import CONNECTIONS, Endpoint, EndpointError, NotServed
+from clawstream.rewards.judge.ledger import Budget, Ledger, OverBudget
+from clawstream.rewards.judge.reward import JudgeError, judge, majority, verdict_in
+from clawstream.rewards.registry import Rule
+from clawstream.rewards.results import rewards_of
+from clawstream.rewards.template import CONVERSATION_BYTES, filled, said_in
+from clawstream.schemas.records import Trajectory
 
 GOOD = '{"explanation": "It is right.", "score": 8}'
 
@@ -126,7 +126,7 @@ def test_requests_share_a_connection(tmp_path: Path) -> None:
 
 
 def test_requests_have_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rewards.endpoint.CONNECTIONS", 3)
+    monkeypatch.setattr("clawstream.rewards.endpoint.CONNECTIONS", 3)
     together = threading.Barrier(3)
 
     def answer(_: Any) -> Reply:
@@ -142,7 +142,7 @@ def test_a_wait_for_a_connection_does_not_use_up_the_time_of_a_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second request is sent when most of its time-out has passed, then takes as long."""
-    monkeypatch.setattr("rewards.endpoint.CONNECTIONS", 1)
+    monkeypatch.setattr("clawstream.rewards.endpoint.CONNECTIONS", 1)
 
     def answer(_: Any) -> Reply:
         threading.Event().wait(1.2)
@@ -365,7 +365,7 @@ def test_a_long_trajectory_has_the_time_that_its_requests_need(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One connection, and a judge that takes longer for all steps than a verdict may take."""
-    monkeypatch.setattr("rewards.endpoint.CONNECTIONS", 1)
+    monkeypatch.setattr("clawstream.rewards.endpoint.CONNECTIONS", 1)
 
     def answer(_: Any) -> Reply:
         threading.Event().wait(0.2)
@@ -381,7 +381,7 @@ def test_a_long_trajectory_has_the_time_that_its_requests_need(
 def test_a_judge_that_falls_silent_costs_only_the_steps_without_a_verdict(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rewards.endpoint.CONNECTIONS", 2)
+    monkeypatch.setattr("clawstream.rewards.endpoint.CONNECTIONS", 2)
     go_on = threading.Event()
 
     def answer(body: Any) -> Reply:

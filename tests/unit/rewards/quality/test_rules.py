@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rewards.quality.length import LONGEST, MOST_STEPS
-from rewards.quality.registry import BUILT_IN
-from rewards.quality.repetition import longest_loop
-from rewards.quality.score import Score
-from schemas.records import Segment, Trajectory, TrajectoryStep
-from schemas.tokens import pack_ids, pack_logprobs
+from clawstream.rewards.quality.length import LONGEST, MOST_STEPS
+from clawstream.rewards.quality.registry import BUILT_IN
+from clawstream.rewards.quality.repetition import longest_loop
+from clawstream.rewards.quality.score import Score
+from clawstream.schemas.records import Segment, Trajectory, TrajectoryStep
+from clawstream.schemas.tokens import pack_ids, pack_logprobs
 
 FINE = list(range(100, 130))
 

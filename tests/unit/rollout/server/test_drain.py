@@ -12,11 +12,11 @@ import pytest
 from aiohttp import web
 from support.ports import free_port
 
-from rollout.main import public_url
-from rollout.server.drain import QUIET_S, in_flight_of, wait_drained
-from rollout.server.process import VllmServer
-from schemas.errors import SettingsError
-from schemas.settings import RolloutSettings, Settings
+from clawstream.rollout.main import public_url
+from clawstream.rollout.server.drain import QUIET_S, in_flight_of, wait_drained
+from clawstream.rollout.server.process import VllmServer
+from clawstream.schemas.errors import SettingsError
+from clawstream.schemas.settings import RolloutSettings, Settings
 
 METRICS = """\
 # HELP vllm:num_requests_running Number of requests in model execution batches.

@@ -13,10 +13,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from rollout.errors import InvalidWeights
-from rollout.vllm_plugin.adapters import BOOT_LABEL, Adapters, AdaptersBusy
-from runtime.digests import digest_of_model
-from runtime.errors import WeightsUnreadable
+from clawstream.rollout.errors import InvalidWeights
+from clawstream.rollout.vllm_plugin.adapters import BOOT_LABEL, Adapters, AdaptersBusy
+from clawstream.runtime.digests import digest_of_model
+from clawstream.runtime.errors import WeightsUnreadable
 
 SLOTS = 2
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.qwen3_chat import qwen3_tokenizer
 
-from rollout.vllm_plugin.continuation import (
+from clawstream.rollout.vllm_plugin.continuation import (
     MEDIA,
     NO_BRIDGE,
     TOKENIZER_CHANGED,
@@ -26,8 +26,8 @@ from rollout.vllm_plugin.continuation import (
     new_turn,
     renderer_of,
 )
-from schemas.engine_frames import Prior, prior_fields, split_prior
-from schemas.tokens import pack_ids, unpack_ids
+from clawstream.schemas.engine_frames import Prior, prior_fields, split_prior
+from clawstream.schemas.tokens import pack_ids, unpack_ids
 
 Json = dict[str, Any]
 TOKENIZER = qwen3_tokenizer()

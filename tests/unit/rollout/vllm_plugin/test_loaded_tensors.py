@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
-from rollout.vllm_plugin.loaded_tensors import loaded_tensors, record_first_load
+from clawstream.rollout.vllm_plugin.loaded_tensors import loaded_tensors, record_first_load
 
 
 class Model(torch.nn.Module):

@@ -16,8 +16,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout.vllm_plugin.sampling import sampling_of, server_options
-from rollout.vllm_plugin.token_capture import (
+from clawstream.rollout.vllm_plugin.sampling import sampling_of, server_options
+from clawstream.rollout.vllm_plugin.token_capture import (
     BEAM_SEARCH,
     EMBEDDINGS,
     Call,
@@ -25,10 +25,16 @@ from rollout.vllm_plugin.token_capture import (
     EngineTap,
     _call,
 )
-from schemas import engine_frames
-from schemas.engine_frames import Choice, Frame
-from schemas.records import Sampling
-from schemas.tokens import fingerprint, pack_ids, pack_logprobs, unpack_ids, unpack_logprobs
+from clawstream.schemas import engine_frames
+from clawstream.schemas.engine_frames import Choice, Frame
+from clawstream.schemas.records import Sampling
+from clawstream.schemas.tokens import (
+    fingerprint,
+    pack_ids,
+    pack_logprobs,
+    unpack_ids,
+    unpack_logprobs,
+)
 
 # ---------------------------------------------------------------- wire
 

@@ -8,8 +8,8 @@ from typing import Any
 import orjson
 import pytest
 
-from rollout.vllm_plugin.engine import INVALID, UNREADABLE
-from rollout.vllm_plugin.weight_loader import (
+from clawstream.rollout.vllm_plugin.engine import INVALID, UNREADABLE
+from clawstream.rollout.vllm_plugin.weight_loader import (
     BROKEN,
     CHANGED,
     INVALID_WEIGHTS,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.broker.jars import (
+from clawstream.runtime.broker.jars import (
     JarsError,
     JavaError,
     PinnedJar,

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.broker.data_dir import new_cluster_id
-from runtime.broker.embedded import BrokerError, EmbeddedBroker
-from runtime.broker.jars import Java
-from runtime.broker.jvm import ClusterView, parse_metadata
-from runtime.broker.node_config import (
+from clawstream.runtime.broker.data_dir import new_cluster_id
+from clawstream.runtime.broker.embedded import BrokerError, EmbeddedBroker
+from clawstream.runtime.broker.jars import Java
+from clawstream.runtime.broker.jvm import ClusterView, parse_metadata
+from clawstream.runtime.broker.node_config import (
     logs_read,
     plan_nodes,
     render_log4j2,

@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 import pytest
 
-from runtime.broker import start_cache as broker_cache
-from runtime.broker.jars import Java, java_build
-from runtime.broker.jvm import BrokerError
-from runtime.broker.start_cache import StartCacheError, make_start_cache, start_cache
+from clawstream.runtime.broker import start_cache as broker_cache
+from clawstream.runtime.broker.jars import Java, java_build
+from clawstream.runtime.broker.jvm import BrokerError
+from clawstream.runtime.broker.start_cache import StartCacheError, make_start_cache, start_cache
 
 
 class Usage(NamedTuple):

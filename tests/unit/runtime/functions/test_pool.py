@@ -19,15 +19,15 @@ import orjson
 import pytest
 
 from clawstream.ops.preflight import problems_of
-from rewards.registry import Rule
-from rewards.results import rewards_of
-from runtime.functions.child import Source
-from runtime.functions.pool import LATE_S, FunctionPool, PoolStopped, _Call, _Function
-from schemas.records import Trajectory, TrajectoryStep
-from schemas.rule_spec import NamedFunction, NoAnswer
-from schemas.settings import FunctionSettings, Settings
-from schemas.user_function import FunctionNotFound
-from stream_jobs.reward.assessments import assessment_of
+from clawstream.rewards.registry import Rule
+from clawstream.rewards.results import rewards_of
+from clawstream.runtime.functions.child import Source
+from clawstream.runtime.functions.pool import LATE_S, FunctionPool, PoolStopped, _Call, _Function
+from clawstream.schemas.records import Trajectory, TrajectoryStep
+from clawstream.schemas.rule_spec import NamedFunction, NoAnswer
+from clawstream.schemas.settings import FunctionSettings, Settings
+from clawstream.schemas.user_function import FunctionNotFound
+from clawstream.stream_jobs.reward.assessments import assessment_of
 
 TESTS = Path(__file__).parents[3] / "support"
 ROOT = TESTS.parents[1]

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from runtime.functions.worker import answer_call, failure, to_builtins
-from schemas.rule_spec import REASON_CHARS
-from schemas.user_function import load_function, progress
+from clawstream.runtime.functions.worker import answer_call, failure, to_builtins
+from clawstream.schemas.rule_spec import REASON_CHARS
+from clawstream.schemas.user_function import load_function, progress
 
 
 class OwnText(str):

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.kafka import NO_METADATA, Commit, CommitMetadata, heartbeat
+from clawstream.runtime.kafka import NO_METADATA, Commit, CommitMetadata, heartbeat
 
 
 @given(st.integers(0, 2**40), st.none() | st.integers(0, 2**40))

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from gateway.durability.log import KafkaLogProducer
-from runtime.kafka import Cluster, KafkaError, LoopProducer, Unavailable
-from runtime.process.lifecycle import die
+from clawstream.gateway.durability.log import KafkaLogProducer
+from clawstream.runtime.kafka import Cluster, KafkaError, LoopProducer, Unavailable
+from clawstream.runtime.process.lifecycle import die
 
 NOWHERE = {"bootstrap.servers": "127.0.0.1:1", "log_level": 0}
 
@@ -67,9 +67,9 @@ def test_a_tick_that_fails_is_not_the_last_one(monkeypatch: pytest.MonkeyPatch) 
 
 BUG = """
 import asyncio
-from runtime.kafka import LoopProducer
-from runtime.process.lifecycle import die
-from runtime.logs import configure
+from clawstream.runtime.kafka import LoopProducer
+from clawstream.runtime.process.lifecycle import die
+from clawstream.runtime.logs import configure
 
 async def main():
     def done(error):

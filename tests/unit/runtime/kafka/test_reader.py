@@ -5,7 +5,7 @@ from __future__ import annotations
 from confluent_kafka import KafkaError as Code
 from structlog.testing import capture_logs
 
-from runtime.kafka.reader import (
+from clawstream.runtime.kafka.reader import (
     DOUBT_S,
     REPEAT_LOG_S,
     SILENT_S,

@@ -9,8 +9,8 @@ import pytest
 from confluent_kafka import KafkaError as Code
 from confluent_kafka import KafkaException
 
-from runtime.kafka.errors import Unavailable
-from runtime.kafka.retries import LEADER_MOVES, retried
+from clawstream.runtime.kafka.errors import Unavailable
+from clawstream.runtime.kafka.retries import LEADER_MOVES, retried
 
 
 def failing(times: int, code: int) -> tuple[count[int], Callable[[], int]]:

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from confluent_kafka import KafkaError as Code
 
-from runtime.exit_codes import EXIT_SETTINGS, exit_code
-from runtime.kafka.errors import Denied, translated
-from runtime.kafka.security import client_options, ssl_context
-from runtime.process.config import load
-from schemas.errors import SettingsError
-from schemas.settings import KafkaSettings
+from clawstream.runtime.exit_codes import EXIT_SETTINGS, exit_code
+from clawstream.runtime.kafka.errors import Denied, translated
+from clawstream.runtime.kafka.security import client_options, ssl_context
+from clawstream.runtime.process.config import load
+from clawstream.schemas.errors import SettingsError
+from clawstream.schemas.settings import KafkaSettings
 
 LOGIN = ["kafka.bootstrap_servers='a:1'", "kafka.security.user=me"]
 

@@ -7,8 +7,8 @@ from typing import Any, cast
 
 import pytest
 
-from runtime.kafka import Cluster, SourceTruncated
-from runtime.kafka.truncation import check_truncation
+from clawstream.runtime.kafka import Cluster, SourceTruncated
+from clawstream.runtime.kafka.truncation import check_truncation
 
 
 class Log:

@@ -16,7 +16,7 @@ import psutil
 import pytest
 from support.processes import until
 
-from runtime.process.child import ChildProcess, die_with_parent
+from clawstream.runtime.process.child import ChildProcess, die_with_parent
 
 ROOT = Path(__file__).parents[4]
 DEAF = (
@@ -25,7 +25,7 @@ DEAF = (
 )
 PARENT = """
 import subprocess, sys, time
-from runtime.process.child import die_with_parent
+from clawstream.runtime.process.child import die_with_parent
 subprocess.Popen(die_with_parent([sys.executable, "-c", sys.argv[1]]))
 time.sleep(600)
 """

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from runtime.process.config import load, with_values
-from schemas.errors import SettingsError
+from clawstream.runtime.process.config import load, with_values
+from clawstream.schemas.errors import SettingsError
 
 
 def test_words_beat_environment_beats_file(tmp_path: Path) -> None:

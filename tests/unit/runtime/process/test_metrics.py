@@ -9,9 +9,9 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter
 from support.ports import free_port
 
-from runtime.process.metrics import serving_metrics
-from runtime.process.ports import PortTaken
-from schemas.settings import Settings
+from clawstream.runtime.process.metrics import serving_metrics
+from clawstream.runtime.process.ports import PortTaken
+from clawstream.schemas.settings import Settings
 
 
 def test_a_process_serves_its_metrics_and_its_disk_while_it_runs(tmp_path: Path) -> None:

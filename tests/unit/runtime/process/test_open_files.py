@@ -11,11 +11,11 @@ import sys
 
 from support.open_files import no_file_left
 
-from runtime.process.open_files import exhausted, highest_limit
+from clawstream.runtime.process.open_files import exhausted, highest_limit
 
 RAISES = """
 import resource
-from runtime.process.open_files import highest_limit, limit, raise_limit
+from clawstream.runtime.process.open_files import highest_limit, limit, raise_limit
 raise_limit()
 print(limit() == highest_limit() == resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 """

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from runtime.process.config import load
-from runtime.process.remembered_settings import (
+from clawstream.runtime.process.config import load
+from clawstream.runtime.process.remembered_settings import (
     FILE,
     changes,
     forget,
@@ -21,7 +21,7 @@ from runtime.process.remembered_settings import (
     missing_secrets,
     remember,
 )
-from schemas.errors import SettingsError
+from clawstream.schemas.errors import SettingsError
 
 SECRETS = [
     "gateway.session_secret=hunter2-hunter2-hunter2",

@@ -17,9 +17,9 @@ ROOT = Path(__file__).parents[4]
 FULL = """
 import asyncio, json, os, signal, subprocess, sys
 from pathlib import Path
-from runtime.process.table import read_table
-from runtime.process.supervisor import ProcessSpec, Supervisor
-from runtime.logs import configure
+from clawstream.runtime.process.table import read_table
+from clawstream.runtime.process.supervisor import ProcessSpec, Supervisor
+from clawstream.runtime.logs import configure
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
 room = Path(sys.argv[1])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from shlex import split
 
-from runtime.topics.access import EVERY_PROCESS, PROCESSES, Acl, acls_of, grant_commands
+from clawstream.runtime.topics.access import EVERY_PROCESS, PROCESSES, Acl, acls_of, grant_commands
 
 ROOT = Path(__file__).parents[4]
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from runtime.topics.check import find_mismatches
-from schemas.settings import Settings
-from schemas.topics import Topics, TopicSpec
+from clawstream.runtime.topics.check import find_mismatches
+from clawstream.schemas.settings import Settings
+from clawstream.schemas.topics import Topics, TopicSpec
 
 WEEK, MONTH = str(7 * 86_400_000), str(30 * 86_400_000)
 TOPICS = Topics()

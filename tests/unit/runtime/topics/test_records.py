@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from runtime.kafka import Record
-from runtime.topics.records import DETAIL_CHARS, dead_letter
-from schemas.codec.single_object import Codec
-from schemas.records import DeadLetter
+from clawstream.runtime.kafka import Record
+from clawstream.runtime.topics.records import DETAIL_CHARS, dead_letter
+from clawstream.schemas.codec.single_object import Codec
+from clawstream.schemas.records import DeadLetter
 
 
 @pytest.mark.parametrize("detail", ["half a pair: \ud800", "\ud800" * DETAIL_CHARS, "x" * 100_000])

@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from safetensors.torch import load_file, save_file
 
-from runtime.digests import sha256
-from runtime.errors import WeightsUnreadable
-from runtime.weights.delta import (
+from clawstream.runtime.digests import sha256
+from clawstream.runtime.errors import WeightsUnreadable
+from clawstream.runtime.weights.delta import (
     _CHUNK,
     MAGIC,
     DeltaFile,
@@ -33,8 +33,8 @@ from runtime.weights.delta import (
     rebuild,
     write_delta,
 )
-from runtime.weights.files import get_files
-from schemas.records import WeightFile
+from clawstream.runtime.weights.files import get_files
+from clawstream.schemas.records import WeightFile
 
 INTEGERS = [np.dtype(f"<u{width}") for width in (1, 2, 4, 8)]
 NAME = "model.safetensors"

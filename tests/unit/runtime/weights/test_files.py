@@ -9,9 +9,9 @@ from pathlib import Path
 import fsspec  # type: ignore[import-untyped]
 import pytest
 
-from runtime.errors import WeightsUnreadable
-from runtime.weights.files import get_files, local_path
-from schemas.records import WeightFile
+from clawstream.runtime.errors import WeightsUnreadable
+from clawstream.runtime.weights.files import get_files, local_path
+from clawstream.schemas.records import WeightFile
 
 
 def of(url: str, data: bytes) -> WeightFile:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load, save
 
-from runtime.weights.tensor_file import LENGTH_BYTES, read_header, with_sorted_header
+from clawstream.runtime.weights.tensor_file import LENGTH_BYTES, read_header, with_sorted_header
 
 TENSORS = {
     "b": torch.arange(3.0),

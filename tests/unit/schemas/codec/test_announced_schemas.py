@@ -12,16 +12,16 @@ from typing import Any, cast
 
 import pytest
 
-from runtime.kafka import Record
-from runtime.topics.records import Decoder, decode_all
-from schemas.codec import source
-from schemas.codec.avro_schema import TYPES_MAX, expanded
-from schemas.codec.foreign import fingerprint_of
-from schemas.codec.single_object import MAGIC, Codec, shipped
-from schemas.errors import Undecodable, UnknownSchema
-from schemas.records import Tick
-from stream_jobs.lake.tables.catalog import catalog
-from stream_jobs.lake.tables.row_decoder import RowDecoder, WriterSchemas
+from clawstream.runtime.kafka import Record
+from clawstream.runtime.topics.records import Decoder, decode_all
+from clawstream.schemas.codec import source
+from clawstream.schemas.codec.avro_schema import TYPES_MAX, expanded
+from clawstream.schemas.codec.foreign import fingerprint_of
+from clawstream.schemas.codec.single_object import MAGIC, Codec, shipped
+from clawstream.schemas.errors import Undecodable, UnknownSchema
+from clawstream.schemas.records import Tick
+from clawstream.stream_jobs.lake.tables.catalog import catalog
+from clawstream.stream_jobs.lake.tables.row_decoder import RowDecoder, WriterSchemas
 
 RUN = "__import__('builtins').__dict__.__setitem__('ran', 1)"
 HOSTILE = (

@@ -19,13 +19,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.examples import examples
 
-from runtime.kafka import Record
-from runtime.topics.records import Decoder, decode_all
-from schemas.codec import foreign
-from schemas.codec.foreign import fingerprint_of
-from schemas.codec.single_object import MAGIC, TOP_LEVEL, Codec, archived, record_from, shipped
-from schemas.errors import Undecodable
-from schemas.records import (
+from clawstream.runtime.kafka import Record
+from clawstream.runtime.topics.records import Decoder, decode_all
+from clawstream.schemas.codec import foreign
+from clawstream.schemas.codec.foreign import fingerprint_of
+from clawstream.schemas.codec.single_object import (
+    MAGIC,
+    TOP_LEVEL,
+    Codec,
+    archived,
+    record_from,
+    shipped,
+)
+from clawstream.schemas.errors import Undecodable
+from clawstream.schemas.records import (
     BatchGroup,
     BatchMember,
     Place,
@@ -37,8 +44,8 @@ from schemas.records import (
     Trajectory,
     TrajectoryStep,
 )
-from stream_jobs.lake.tables.catalog import catalog
-from stream_jobs.lake.tables.row_decoder import RowDecoder, WriterSchemas
+from clawstream.stream_jobs.lake.tables.catalog import catalog
+from clawstream.stream_jobs.lake.tables.row_decoder import RowDecoder, WriterSchemas
 
 EMPTY = {"type": "record", "name": "Empty", "fields": [{"name": "nothing", "type": "null"}]}
 ITSELF = {

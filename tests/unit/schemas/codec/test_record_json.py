@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 from fastavro.utils import generate_one
 
-from schemas.codec import foreign
-from schemas.codec.record_json import changed, from_json, to_json
-from schemas.codec.single_object import TOP_LEVEL, Codec, record_from, shipped
-from schemas.errors import NotARecord
-from schemas.records import Reward, Step, VersionSpan
-from schemas.tokens import pack_ids, pack_logprobs
+from clawstream.schemas.codec import foreign
+from clawstream.schemas.codec.record_json import changed, from_json, to_json
+from clawstream.schemas.codec.single_object import TOP_LEVEL, Codec, record_from, shipped
+from clawstream.schemas.errors import NotARecord
+from clawstream.schemas.records import Reward, Step, VersionSpan
+from clawstream.schemas.tokens import pack_ids, pack_logprobs
 
 CODEC = Codec()
 STEP = Step(

@@ -20,12 +20,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ulid import ULID
 
-from schemas import ids, records, tokens
-from schemas.codec import foreign
-from schemas.codec.compiled_reader import Records, reader_of
-from schemas.codec.compiled_writer import writer_of
-from schemas.codec.foreign import fingerprint_of
-from schemas.codec.single_object import (
+from clawstream.schemas import ids, records, tokens
+from clawstream.schemas.codec import foreign
+from clawstream.schemas.codec.compiled_reader import Records, reader_of
+from clawstream.schemas.codec.compiled_writer import writer_of
+from clawstream.schemas.codec.foreign import fingerprint_of
+from clawstream.schemas.codec.single_object import (
     AVRO_DIR,
     MAGIC,
     TOP_LEVEL,
@@ -35,7 +35,7 @@ from schemas.codec.single_object import (
     record_from,
     shipped,
 )
-from schemas.errors import InvalidId, Undecodable, UnknownSchema
+from clawstream.schemas.errors import InvalidId, Undecodable, UnknownSchema
 
 CODEC = Codec()
 
@@ -284,11 +284,14 @@ def test_confluent_framing_is_read() -> None:
 
 
 def test_every_current_schema_is_archived() -> None:
-    """Keep released schemas readable: `python -m schemas.codec.archive` adds a changed schema."""
+    """Keep released schemas readable.
+
+    `python -m clawstream.schemas.codec.archive` adds a changed schema.
+    """
     fingerprints = {fingerprint_of(s) for s in archived()}
     for cls in TOP_LEVEL:
         assert fingerprint_of(shipped(cls.__name__)) in fingerprints, (
-            f"{cls.__name__}: run python -m schemas.codec.archive"
+            f"{cls.__name__}: run python -m clawstream.schemas.codec.archive"
         )
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schemas.numbers.text import last_number_in, number_in
+from clawstream.schemas.numbers.text import last_number_in, number_in
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from schemas.numbers.values import number_of
+from clawstream.schemas.numbers.values import number_of
 
 
 @pytest.mark.parametrize(

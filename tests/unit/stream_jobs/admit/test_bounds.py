@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from stream_jobs.admit.admitter import MAX_SEND_BYTES, MAX_SEND_RECORDS, SendLimit
+from clawstream.stream_jobs.admit.admitter import MAX_SEND_BYTES, MAX_SEND_RECORDS, SendLimit
 
 AT = ("candidates", 0)
 

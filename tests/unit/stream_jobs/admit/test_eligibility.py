@@ -11,7 +11,7 @@ from support.admit import cand, fold, policy, refusals, reward
 from support.readiness import CONDITIONS, Readiness, compute_readiness
 
 from clawstream.query.connection import connect
-from schemas.records import (
+from clawstream.schemas.records import (
     AdmissionPolicy,
     Candidate,
     CandidateStep,
@@ -19,10 +19,10 @@ from schemas.records import (
     RewardValue,
     WeightVersion,
 )
-from schemas.settings import Settings
-from stream_jobs.lake.main import Lake
-from stream_jobs.lake.tables.catalog import catalog
-from stream_jobs.lake.tables.table import ConsumedRecord
+from clawstream.schemas.settings import Settings
+from clawstream.stream_jobs.lake.main import Lake
+from clawstream.stream_jobs.lake.tables.catalog import catalog
+from clawstream.stream_jobs.lake.tables.table import ConsumedRecord
 
 PLACE = {"topic_id": b"T", "partition": b"0", "first_offset": b"0", "last_offset": b"0"}
 

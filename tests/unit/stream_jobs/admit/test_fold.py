@@ -21,12 +21,20 @@ from support.admit import (
     tick,
 )
 
-from schemas.records import CandidateStep, Late, Place, PolicyApplied, ReadyBatch, Refused, RunEnded
-from schemas.settings import Settings
-from stream_jobs.admit.decisions.journal import CandidateLog, InputRecord, Invalid
-from stream_jobs.admit.equal_rewards import EqualRewards
-from stream_jobs.admit.fold import AdmissionFold
-from stream_jobs.admit.policy import policy_of
+from clawstream.schemas.records import (
+    CandidateStep,
+    Late,
+    Place,
+    PolicyApplied,
+    ReadyBatch,
+    Refused,
+    RunEnded,
+)
+from clawstream.schemas.settings import Settings
+from clawstream.stream_jobs.admit.decisions.journal import CandidateLog, InputRecord, Invalid
+from clawstream.stream_jobs.admit.equal_rewards import EqualRewards
+from clawstream.stream_jobs.admit.fold import AdmissionFold
+from clawstream.stream_jobs.admit.policy import policy_of
 
 
 def test_full_group_with_rewards_becomes_a_batch() -> None:

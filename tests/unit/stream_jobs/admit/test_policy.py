@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from schemas.errors import SettingsError
-from schemas.settings import PolicySettings, Settings
-from stream_jobs.admit.policy import (
+from clawstream.schemas.errors import SettingsError
+from clawstream.schemas.settings import PolicySettings, Settings
+from clawstream.stream_jobs.admit.policy import (
     Published,
     is_of_settings,
     next_policy,
@@ -19,8 +19,8 @@ from stream_jobs.admit.policy import (
     same_content,
     settings_of,
 )
-from stream_jobs.admit.policy_log import changed_policy
-from trainer.settings_check import check_algorithm
+from clawstream.stream_jobs.admit.policy_log import changed_policy
+from clawstream.trainer.settings_check import check_algorithm
 
 SETTINGS = Settings(run_id="demo")
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from support.admit import cand, fold, groups, policy, refusals, reward, tick
 
-from schemas.records import Candidate, CandidateStep, Late, ReadyBatch, Refused, RunEnded
-from stream_jobs.admit.policy import policy_rejection
+from clawstream.schemas.records import Candidate, CandidateStep, Late, ReadyBatch, Refused, RunEnded
+from clawstream.stream_jobs.admit.policy import policy_rejection
 
 
 def steps(tid: str, *changes: dict[str, Any]) -> tuple[CandidateStep, ...]:

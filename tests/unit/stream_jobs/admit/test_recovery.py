@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.examples import examples
 
-from schemas.codec.single_object import Codec
-from schemas.records import (
+from clawstream.schemas.codec.single_object import Codec
+from clawstream.schemas.records import (
     AdmissionPolicy,
     Candidate,
     CandidateStep,
@@ -26,21 +26,21 @@ from schemas.records import (
     RunEnded,
     Tick,
 )
-from stream_jobs.admit.decisions.checkpoint import (
+from clawstream.stream_jobs.admit.decisions.checkpoint import (
     JournalPosition,
     UnusableCheckpoint,
     deserialize,
     serialize,
 )
-from stream_jobs.admit.decisions.journal import (
+from clawstream.stream_jobs.admit.decisions.journal import (
     CandidateLog,
     Decision,
     InputRecord,
     Invalid,
     JournalRecord,
 )
-from stream_jobs.admit.decisions.state import DecisionState, resume_from_journal
-from stream_jobs.admit.fold import AdmissionFold
+from clawstream.stream_jobs.admit.decisions.state import DecisionState, resume_from_journal
+from clawstream.stream_jobs.admit.fold import AdmissionFold
 
 SOURCE = CandidateLog("topic-1", 0, 2)
 SEED = st.integers(0, 2**32)

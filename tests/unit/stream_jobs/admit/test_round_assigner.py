@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from stream_jobs.admit.decisions.rounds import Rounds
-from stream_jobs.admit.decisions.state import DecisionState
-from stream_jobs.admit.open_groups import OpenGroups
+from clawstream.stream_jobs.admit.decisions.rounds import Rounds
+from clawstream.stream_jobs.admit.decisions.state import DecisionState
+from clawstream.stream_jobs.admit.open_groups import OpenGroups
 
 DECIDED, FULL, EXPIRED, OPEN, UNSEEN = range(5)
 """Rounds of the group id. FULL and EXPIRED are open, but closed to new members."""

@@ -9,14 +9,14 @@ from typing import Any, cast
 import pytest
 from support.admit import cand, policy, tick
 
-from runtime.kafka import Cluster, Record
-from runtime.topics.records import Decoder
-from schemas.codec.foreign import fingerprint_of
-from schemas.codec.single_object import MAGIC, Codec, shipped
-from schemas.records import RunEnded
-from schemas.topics import Topics
-from stream_jobs.admit import run_index
-from stream_jobs.admit.run_index import RunFinder, RunOffsets
+from clawstream.runtime.kafka import Cluster, Record
+from clawstream.runtime.topics.records import Decoder
+from clawstream.schemas.codec.foreign import fingerprint_of
+from clawstream.schemas.codec.single_object import MAGIC, Codec, shipped
+from clawstream.schemas.records import RunEnded
+from clawstream.schemas.topics import Topics
+from clawstream.stream_jobs.admit import run_index
+from clawstream.stream_jobs.admit.run_index import RunFinder, RunOffsets
 
 CODEC = Codec()
 TOPICS = Topics("claw")

@@ -7,15 +7,22 @@ import dataclasses
 import pytest
 from support.admit import SOURCE, cand, entries, fold, groups, policy, reward
 
-from schemas.codec.single_object import Codec
-from schemas.records import Candidate, CandidateStep, Place, ReadyBatch, Refused, RewardValue
-from schemas.topics import MAX_RECORD_BYTES
-from stream_jobs.admit.decisions.budget import BudgetFold
-from stream_jobs.admit.decisions.journal import InputRecord, JournalRecord
-from stream_jobs.admit.decisions.rounds import Rounds
-from stream_jobs.admit.decisions.state import resume_from_journal
-from stream_jobs.admit.fold import AdmissionFold
-from stream_jobs.admit.group import Group, Member, Verdict, to_batch_group
+from clawstream.schemas.codec.single_object import Codec
+from clawstream.schemas.records import (
+    Candidate,
+    CandidateStep,
+    Place,
+    ReadyBatch,
+    Refused,
+    RewardValue,
+)
+from clawstream.schemas.topics import MAX_RECORD_BYTES
+from clawstream.stream_jobs.admit.decisions.budget import BudgetFold
+from clawstream.stream_jobs.admit.decisions.journal import InputRecord, JournalRecord
+from clawstream.stream_jobs.admit.decisions.rounds import Rounds
+from clawstream.stream_jobs.admit.decisions.state import resume_from_journal
+from clawstream.stream_jobs.admit.fold import AdmissionFold
+from clawstream.stream_jobs.admit.group import Group, Member, Verdict, to_batch_group
 
 SCORES = tuple(
     dataclasses.replace(

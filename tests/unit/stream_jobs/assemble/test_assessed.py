@@ -20,8 +20,8 @@ from support.assemble import (
     step,
 )
 
-from stream_jobs.assemble.state.annotations import CurationMark, CurationState
-from stream_jobs.assemble.state.trajectories import REWARDS, STEPS
+from clawstream.stream_jobs.assemble.state.annotations import CurationMark, CurationState
+from clawstream.stream_jobs.assemble.state.trajectories import REWARDS, STEPS
 
 
 def closed(*rewards: Any) -> InMemoryPartition:

@@ -9,13 +9,13 @@ import pytest
 from msgspec.structs import replace as replace_step
 from support.assemble import CODEC
 
-from schemas.records import AssemblyDelta, AssemblyMarker, AssemblySnapshot
-from stream_jobs.assemble import changelog
-from stream_jobs.assemble.changelog import ChangelogReader
-from stream_jobs.assemble.state.changes import Opened, StepAdded
-from stream_jobs.assemble.state.partition_state import PartitionState
-from stream_jobs.assemble.state.steps import OpenStep
-from stream_jobs.errors import UnreadableChangelog
+from clawstream.schemas.records import AssemblyDelta, AssemblyMarker, AssemblySnapshot
+from clawstream.stream_jobs.assemble import changelog
+from clawstream.stream_jobs.assemble.changelog import ChangelogReader
+from clawstream.stream_jobs.assemble.state.changes import Opened, StepAdded
+from clawstream.stream_jobs.assemble.state.partition_state import PartitionState
+from clawstream.stream_jobs.assemble.state.steps import OpenStep
+from clawstream.stream_jobs.errors import UnreadableChangelog
 
 
 def test_state_log_drops_fenced_writers_and_repeated_deltas() -> None:

@@ -5,12 +5,17 @@ from __future__ import annotations
 import pytest
 from support.assemble import InMemoryPartition, curation, reward, session, step
 
-from stream_jobs.assemble.state import closed_store
-from stream_jobs.assemble.state.annotations import Annotations
-from stream_jobs.assemble.state.closed_store import ClosedStore
-from stream_jobs.assemble.state.encoding import decoder, encode
-from stream_jobs.assemble.state.partition_state import PartitionState
-from stream_jobs.assemble.state.trajectories import REWARDS, STEPS, ClosedStep, ClosedTrajectory
+from clawstream.stream_jobs.assemble.state import closed_store
+from clawstream.stream_jobs.assemble.state.annotations import Annotations
+from clawstream.stream_jobs.assemble.state.closed_store import ClosedStore
+from clawstream.stream_jobs.assemble.state.encoding import decoder, encode
+from clawstream.stream_jobs.assemble.state.partition_state import PartitionState
+from clawstream.stream_jobs.assemble.state.trajectories import (
+    REWARDS,
+    STEPS,
+    ClosedStep,
+    ClosedTrajectory,
+)
 
 
 def closed(steps: int = 1) -> ClosedTrajectory:

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 from support.assemble import ANONYMOUS_KEY, InMemoryPartition, reward, session, step
 
-from schemas.records import Tick
-from schemas.records.rewards import COMPLETION_MAX, COMPLETION_NAME
-from stream_jobs.assemble.state.annotations import REWARDS_MAX
-from stream_jobs.assemble.state.trajectories import REWARDS, STEPS
+from clawstream.schemas.records import Tick
+from clawstream.schemas.records.rewards import COMPLETION_MAX, COMPLETION_NAME
+from clawstream.stream_jobs.assemble.state.annotations import REWARDS_MAX
+from clawstream.stream_jobs.assemble.state.trajectories import REWARDS, STEPS
 
 OWN = reward("k", 1.0, name="complete_trajectory")
 END = session("k", "completed", rewards={COMPLETION_NAME: 1.0})

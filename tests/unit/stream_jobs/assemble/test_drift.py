@@ -9,10 +9,10 @@ import orjson
 import pytest
 from support.assemble import InMemoryPartition, chat_step, session
 
-from schemas.records import Step
-from schemas.tokens import pack_ids, pack_logprobs
-from stream_jobs.assemble.payload.segment_tree import prompt_of
-from stream_jobs.assemble.state.trajectories import STEPS
+from clawstream.schemas.records import Step
+from clawstream.schemas.tokens import pack_ids, pack_logprobs
+from clawstream.stream_jobs.assemble.payload.segment_tree import prompt_of
+from clawstream.stream_jobs.assemble.state.trajectories import STEPS
 
 TASK = [{"role": "user", "content": "2+2?"}]
 SAMPLED: Mapping[str, Any] = {

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 from support.assemble import LIMITS, InMemoryPartition, curation, reward, session, step
 
-from schemas.records import Tick
-from stream_jobs.assemble import fold as fold_module
-from stream_jobs.assemble.fold import AssemblyFold
-from stream_jobs.assemble.handlers.rejected import RejectedRecord
-from stream_jobs.assemble.state import annotations
-from stream_jobs.assemble.state.changes import PayloadLost
-from stream_jobs.assemble.state.partition_state import PartitionState
-from stream_jobs.assemble.state.trajectories import REWARDS, STEPS
+from clawstream.schemas.records import Tick
+from clawstream.stream_jobs.assemble import fold as fold_module
+from clawstream.stream_jobs.assemble.fold import AssemblyFold
+from clawstream.stream_jobs.assemble.handlers.rejected import RejectedRecord
+from clawstream.stream_jobs.assemble.state import annotations
+from clawstream.stream_jobs.assemble.state.changes import PayloadLost
+from clawstream.stream_jobs.assemble.state.partition_state import PartitionState
+from clawstream.stream_jobs.assemble.state.trajectories import REWARDS, STEPS
 
 
 def test_steps_and_rewards_become_a_trajectory_and_a_candidate() -> None:

@@ -16,9 +16,9 @@ from support.assemble import (
     step,
 )
 
-from schemas.records import Sampling, Tag, VersionSpan
-from schemas.tokens import pack_logprobs
-from stream_jobs.assemble.state.trajectories import REWARDS, STEPS, SourceTopic
+from clawstream.schemas.records import Sampling, Tag, VersionSpan
+from clawstream.schemas.tokens import pack_logprobs
+from clawstream.stream_jobs.assemble.state.trajectories import REWARDS, STEPS, SourceTopic
 
 LARGE = bytes(9 << 20)
 

@@ -22,19 +22,19 @@ from support.assemble import (
     step,
 )
 
-from schemas.codec.single_object import Codec
-from schemas.ids import agent_key
-from schemas.records import Place, ReadyBatch, Tag, Tick
-from schemas.tokens import pack_ids
-from stream_jobs.admit.decisions.journal import InputRecord
-from stream_jobs.admit.fold import AdmissionFold
-from stream_jobs.assemble.matching import token_prefix
-from stream_jobs.assemble.matching.token_prefix import match_prefix
-from stream_jobs.assemble.payload.segment_tree import _Branch, prompt_of
-from stream_jobs.assemble.state.encoding import decoder, encode
-from stream_jobs.assemble.state.steps import OpenStep, OpenSteps
-from stream_jobs.assemble.state.trajectories import REWARDS, STEPS, OpenTrajectory
-from trainer.data.sequences import sequences_of
+from clawstream.schemas.codec.single_object import Codec
+from clawstream.schemas.ids import agent_key
+from clawstream.schemas.records import Place, ReadyBatch, Tag, Tick
+from clawstream.schemas.tokens import pack_ids
+from clawstream.stream_jobs.admit.decisions.journal import InputRecord
+from clawstream.stream_jobs.admit.fold import AdmissionFold
+from clawstream.stream_jobs.assemble.matching import token_prefix
+from clawstream.stream_jobs.assemble.matching.token_prefix import match_prefix
+from clawstream.stream_jobs.assemble.payload.segment_tree import _Branch, prompt_of
+from clawstream.stream_jobs.assemble.state.encoding import decoder, encode
+from clawstream.stream_jobs.assemble.state.steps import OpenStep, OpenSteps
+from clawstream.stream_jobs.assemble.state.trajectories import REWARDS, STEPS, OpenTrajectory
+from clawstream.trainer.data.sequences import sequences_of
 
 AGENT = agent_key("codex", b"", "s")
 SHORT = replace(LIMITS, steps_max=3)

@@ -10,15 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.assemble import InMemoryPartition, session, step
 
-from runtime.kafka import Record
-from schemas.codec.single_object import Codec
-from schemas.records import Segment, Tag, Trajectory, TrajectoryStep
-from schemas.topics import MAX_RECORD_BYTES
-from schemas.trajectory_parts import joined
-from stream_jobs.assemble.limits import STEPS_MAX
-from stream_jobs.assemble.output_records import candidate, in_parts, slices
-from stream_jobs.assemble.payload.cache import PayloadCache, StepPayload
-from stream_jobs.assemble.state.annotations import (
+from clawstream.runtime.kafka import Record
+from clawstream.schemas.codec.single_object import Codec
+from clawstream.schemas.records import Segment, Tag, Trajectory, TrajectoryStep
+from clawstream.schemas.topics import MAX_RECORD_BYTES
+from clawstream.schemas.trajectory_parts import joined
+from clawstream.stream_jobs.assemble.limits import STEPS_MAX
+from clawstream.stream_jobs.assemble.output_records import candidate, in_parts, slices
+from clawstream.stream_jobs.assemble.payload.cache import PayloadCache, StepPayload
+from clawstream.stream_jobs.assemble.state.annotations import (
     REWARDS_MAX,
     Annotations,
     AssessmentState,
@@ -26,9 +26,9 @@ from stream_jobs.assemble.state.annotations import (
     CurationState,
     CurrentReward,
 )
-from stream_jobs.assemble.state.encoding import decoder, encode
-from stream_jobs.assemble.state.trajectories import STEPS, ClosedStep, ClosedTrajectory
-from stream_jobs.reward.job import PartBuffer
+from clawstream.stream_jobs.assemble.state.encoding import decoder, encode
+from clawstream.stream_jobs.assemble.state.trajectories import STEPS, ClosedStep, ClosedTrajectory
+from clawstream.stream_jobs.reward.job import PartBuffer
 
 CODEC = Codec()
 

@@ -22,10 +22,10 @@ from support.assemble import (
 )
 from support.examples import examples
 
-from schemas.records import SessionEvent, Tick
-from stream_jobs.assemble.changelog import ChangelogReader
-from stream_jobs.assemble.state.partition_state import PartitionState
-from stream_jobs.assemble.state.trajectories import REWARDS, STEPS, SourceTopic
+from clawstream.schemas.records import SessionEvent, Tick
+from clawstream.stream_jobs.assemble.changelog import ChangelogReader
+from clawstream.stream_jobs.assemble.state.partition_state import PartitionState
+from clawstream.stream_jobs.assemble.state.trajectories import REWARDS, STEPS, SourceTopic
 
 KEYS = ("a", "b", ANONYMOUS_KEY)
 MOMENT = st.integers(0, 400)

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 from support.assemble import InMemoryPartition, reward, session, step
 
-from schemas.records import Reward
-from stream_jobs.assemble.state.trajectories import REWARDS, STEPS
+from clawstream.schemas.records import Reward
+from clawstream.stream_jobs.assemble.state.trajectories import REWARDS, STEPS
 
 CLOSED = ((STEPS, 1, step("k", 0)), (STEPS, 2, session("k", "completed")))
 

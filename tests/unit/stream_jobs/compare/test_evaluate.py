@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from support.admit import cand
 
-from schemas.records import Candidate, Place
-from stream_jobs.compare.evaluate import exclusion
-from stream_jobs.compare.fold import ClosedGroup, Member
+from clawstream.schemas.records import Candidate, Place
+from clawstream.stream_jobs.compare.evaluate import exclusion
+from clawstream.stream_jobs.compare.fold import ClosedGroup, Member
 
 PLACE = Place(topic_id="t", partition=0, first_offset=0, last_offset=0)
 

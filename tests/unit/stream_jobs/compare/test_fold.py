@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.admit import cand, tick
 
-from schemas.records import Candidate, Place, RewardValue, Tick
-from stream_jobs.compare.fold import ClosedGroup, GroupFold
+from clawstream.schemas.records import Candidate, Place, RewardValue, Tick
+from clawstream.stream_jobs.compare.fold import ClosedGroup, GroupFold
 
 WAIT_MS = 1000
 NAMES = frozenset({("judge", "best", "1")})

@@ -17,17 +17,17 @@ from typer.testing import CliRunner
 
 from clawstream.cli.lake.tables import app
 from clawstream.query.sandbox import run_sql
-from runtime.blob_store import BlobMissing, BlobStore
-from schemas import records
-from schemas.blob_refs import reference, with_images
-from schemas.codec.single_object import Codec
-from schemas.errors import InvalidId
-from schemas.records import Blob
-from schemas.settings import Settings
-from stream_jobs.lake.delta.maintenance import compact
-from stream_jobs.lake.delta.snapshots import SnapshotError, take_snapshot
-from stream_jobs.lake.erasure import BlobTooYoung, Erasure
-from stream_jobs.lake.main import open_table
+from clawstream.runtime.blob_store import BlobMissing, BlobStore
+from clawstream.schemas import records
+from clawstream.schemas.blob_refs import reference, with_images
+from clawstream.schemas.codec.single_object import Codec
+from clawstream.schemas.errors import InvalidId
+from clawstream.schemas.records import Blob
+from clawstream.schemas.settings import Settings
+from clawstream.stream_jobs.lake.delta.maintenance import compact
+from clawstream.stream_jobs.lake.delta.snapshots import SnapshotError, take_snapshot
+from clawstream.stream_jobs.lake.erasure import BlobTooYoung, Erasure
+from clawstream.stream_jobs.lake.main import open_table
 
 pytestmark = pytest.mark.slow
 WORD = "joe-lives-here"

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from support.small_lake import SmallLake
 
-from schemas.records import Reward
-from schemas.settings import Settings
-from stream_jobs.lake.delta.table import dataset, open_table
-from stream_jobs.lake.keys import existing_keys
+from clawstream.schemas.records import Reward
+from clawstream.schemas.settings import Settings
+from clawstream.stream_jobs.lake.delta.table import dataset, open_table
+from clawstream.stream_jobs.lake.keys import existing_keys
 
 
 def reward(n: int) -> Reward:

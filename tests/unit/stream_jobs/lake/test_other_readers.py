@@ -13,11 +13,11 @@ import pytest
 from deltalake import DeltaTable, QueryBuilder
 from support.small_lake import SmallLake
 
-from schemas import records
-from schemas.settings import Settings
-from schemas.tokens import pack_ids, pack_logprobs
-from stream_jobs.lake.delta.maintenance import compact
-from stream_jobs.lake.delta.table import open_table
+from clawstream.schemas import records
+from clawstream.schemas.settings import Settings
+from clawstream.schemas.tokens import pack_ids, pack_logprobs
+from clawstream.stream_jobs.lake.delta.maintenance import compact
+from clawstream.stream_jobs.lake.delta.table import open_table
 
 pytestmark = pytest.mark.slow
 COMMITS = 25

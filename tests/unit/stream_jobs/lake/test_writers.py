@@ -17,13 +17,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from schemas import records
-from schemas.settings import LakeSettings, Settings
-from stream_jobs.lake.delta.maintenance import MaintenanceRunner
-from stream_jobs.lake.fencing import LAYOUT, SINGLE_WRITER, Lease, PartitionShare, acquire_lease
-from stream_jobs.lake.main import Lake, LakeFenced, dataset, open_table
-from stream_jobs.lake.tables.catalog import catalog
-from stream_jobs.lake.tables.table import ConsumedRecord, Row
+from clawstream.schemas import records
+from clawstream.schemas.settings import LakeSettings, Settings
+from clawstream.stream_jobs.lake.delta.maintenance import MaintenanceRunner
+from clawstream.stream_jobs.lake.fencing import (
+    LAYOUT,
+    SINGLE_WRITER,
+    Lease,
+    PartitionShare,
+    acquire_lease,
+)
+from clawstream.stream_jobs.lake.main import Lake, LakeFenced, dataset, open_table
+from clawstream.stream_jobs.lake.tables.catalog import catalog
+from clawstream.stream_jobs.lake.tables.table import ConsumedRecord, Row
 
 TABLE = "rewards"
 

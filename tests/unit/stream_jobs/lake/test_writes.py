@@ -16,18 +16,18 @@ import pytest
 from deltalake import write_deltalake
 
 from clawstream.query.column_comments import comment_of
-from runtime.kafka import Fenced
-from schemas import records
-from schemas.settings import LakeSettings, Settings
-from stream_jobs.errors import LakeDamaged
-from stream_jobs.lake.delta.maintenance import maintain
-from stream_jobs.lake.delta.table import create
-from stream_jobs.lake.fencing import SINGLE_WRITER
-from stream_jobs.lake.main import Lake, LakeFenced, LakeMissing, dataset, open_table
-from stream_jobs.lake.recent_rows import oldest_of_newest
-from stream_jobs.lake.table_writer import COMMIT_AFTER_OFFSETS, TableWriter
-from stream_jobs.lake.tables.catalog import catalog
-from stream_jobs.lake.tables.table import ConsumedRecord, Row
+from clawstream.runtime.kafka import Fenced
+from clawstream.schemas import records
+from clawstream.schemas.settings import LakeSettings, Settings
+from clawstream.stream_jobs.errors import LakeDamaged
+from clawstream.stream_jobs.lake.delta.maintenance import maintain
+from clawstream.stream_jobs.lake.delta.table import create
+from clawstream.stream_jobs.lake.fencing import SINGLE_WRITER
+from clawstream.stream_jobs.lake.main import Lake, LakeFenced, LakeMissing, dataset, open_table
+from clawstream.stream_jobs.lake.recent_rows import oldest_of_newest
+from clawstream.stream_jobs.lake.table_writer import COMMIT_AFTER_OFFSETS, TableWriter
+from clawstream.stream_jobs.lake.tables.catalog import catalog
+from clawstream.stream_jobs.lake.tables.table import ConsumedRecord, Row
 
 SOURCE = ("T", 0)
 

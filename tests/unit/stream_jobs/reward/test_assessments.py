@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from rewards.quality.registry import Rule, rule_of
-from rewards.quality.score import Score
-from schemas.codec.single_object import Codec
-from schemas.errors import SettingsError
-from schemas.records import Finding, Trajectory, TrajectoryStep
-from schemas.rule_spec import of_run
-from schemas.user_function import load_function
-from stream_jobs.reward.assessments import assessment_of, not_assessed, quality_rules_of
+from clawstream.rewards.quality.registry import Rule, rule_of
+from clawstream.rewards.quality.score import Score
+from clawstream.schemas.codec.single_object import Codec
+from clawstream.schemas.errors import SettingsError
+from clawstream.schemas.records import Finding, Trajectory, TrajectoryStep
+from clawstream.schemas.rule_spec import of_run
+from clawstream.schemas.user_function import load_function
+from clawstream.stream_jobs.reward.assessments import assessment_of, not_assessed, quality_rules_of
 
 FIND = partial(load_function, folders=[])
 
@@ -216,7 +216,11 @@ def only_short(t: Trajectory) -> float:
 
 def test_rules_of_the_settings() -> None:
     rules = quality_rules_of(
-        {"a": (f"{__name__}:only_short@3",), "*": ("built_in", "schemas.tokens:count@x")}, FIND
+        {
+            "a": (f"{__name__}:only_short@3",),
+            "*": ("built_in", "clawstream.schemas.tokens:count@x"),
+        },
+        FIND,
     )
     (own,) = of_run(rules, "a")
     assert (str(own), own.revision) == ("only_short@3", 3) and callable(own.function)

@@ -7,18 +7,20 @@ from pathlib import Path
 
 import pytest
 
-from runtime.topics.records import cluster_of
-from schemas.settings import JobsSettings, Settings
-from stream_jobs.reward.evaluate import RuleEvaluator
-from stream_jobs.reward.job import RewardJob
-from stream_jobs.reward.main import with_short_batches
+from clawstream.runtime.topics.records import cluster_of
+from clawstream.schemas.settings import JobsSettings, Settings
+from clawstream.stream_jobs.reward.evaluate import RuleEvaluator
+from clawstream.stream_jobs.reward.job import RewardJob
+from clawstream.stream_jobs.reward.main import with_short_batches
 
 
 @pytest.mark.parametrize(("spec", "records"), [("rm@1", 64), ("exact_match@1", 500)])
 def test_a_batch_is_what_child_processes_take_at_once(
     monkeypatch: pytest.MonkeyPatch, spec: str, records: int
 ) -> None:
-    monkeypatch.setattr("stream_jobs.reward.evaluate.rules_of", lambda *_: {})  # loads no model
+    monkeypatch.setattr(
+        "clawstream.stream_jobs.reward.evaluate.rules_of", lambda *_: {}
+    )  # loads no model
     jobs = JobsSettings.model_validate(
         {
             "reward_functions": {"run": [spec]},

@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stream_jobs.worker.fetch_buffer import FetchBuffer
+from clawstream.stream_jobs.worker.fetch_buffer import FetchBuffer
 
 
 def record(offset: int, size: int) -> Any:

@@ -9,12 +9,13 @@ import sys
 import pytest
 
 from clawstream.ops.up import of_children
-from schemas.settings import JobsSettings, Settings
-from stream_jobs.worker.member_name import worker_name
+from clawstream.schemas.settings import JobsSettings, Settings
+from clawstream.stream_jobs.worker.member_name import worker_name
 
 NAME = (
-    "from schemas.settings import JobsSettings; from stream_jobs.worker.member_name import "
-    "worker_name; print(worker_name(JobsSettings()))"
+    "from clawstream.schemas.settings import JobsSettings; "
+    "from clawstream.stream_jobs.worker.member_name import worker_name; "
+    "print(worker_name(JobsSettings()))"
 )
 
 

@@ -15,16 +15,16 @@ from typing import Any, cast
 import pytest
 from faust.types import TP
 
-from runtime.kafka import NO_METADATA, Cluster, CommitMetadata, Record, Unavailable
-from runtime.process import readiness
-from runtime.topics.records import Decoder
-from schemas.codec.single_object import MAGIC, Codec
-from schemas.records import Tick
-from schemas.settings import Settings
-from stream_jobs.errors import ConsumerStopped, FencedOut
-from stream_jobs.worker import shell
-from stream_jobs.worker.metrics import JobMetrics
-from stream_jobs.worker.shell import UNASSIGNED_S, Shell
+from clawstream.runtime.kafka import NO_METADATA, Cluster, CommitMetadata, Record, Unavailable
+from clawstream.runtime.process import readiness
+from clawstream.runtime.topics.records import Decoder
+from clawstream.schemas.codec.single_object import MAGIC, Codec
+from clawstream.schemas.records import Tick
+from clawstream.schemas.settings import Settings
+from clawstream.stream_jobs.errors import ConsumerStopped, FencedOut
+from clawstream.stream_jobs.worker import shell
+from clawstream.stream_jobs.worker.metrics import JobMetrics
+from clawstream.stream_jobs.worker.shell import UNASSIGNED_S, Shell
 
 
 class SchemasTopic:

@@ -12,19 +12,24 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from support.batch_views import Member, Step, members, view_of
 
-from trainer.algorithms.advantages.distillation import distillation
-from trainer.algorithms.advantages.dr_grpo import dr_grpo
-from trainer.algorithms.advantages.gae import gae, gae_returns, gae_steps, gae_steps_returns
-from trainer.algorithms.advantages.grpo import grpo
-from trainer.algorithms.advantages.grpo_process import grpo_process
-from trainer.algorithms.advantages.maxrl import maxrl
-from trainer.algorithms.advantages.reinforce_pp import reinforce_pp
-from trainer.algorithms.advantages.reinforce_pp_baseline import reinforce_pp_baseline
-from trainer.algorithms.advantages.rloo import rloo
-from trainer.algorithms.advantages.supervised import ones, reward_weights
-from trainer.algorithms.batch import BatchView, Floats
-from trainer.algorithms.returns import placed_rewards
-from trainer.algorithms.settings import AlgorithmSettings, KlEstimator
+from clawstream.trainer.algorithms.advantages.distillation import distillation
+from clawstream.trainer.algorithms.advantages.dr_grpo import dr_grpo
+from clawstream.trainer.algorithms.advantages.gae import (
+    gae,
+    gae_returns,
+    gae_steps,
+    gae_steps_returns,
+)
+from clawstream.trainer.algorithms.advantages.grpo import grpo
+from clawstream.trainer.algorithms.advantages.grpo_process import grpo_process
+from clawstream.trainer.algorithms.advantages.maxrl import maxrl
+from clawstream.trainer.algorithms.advantages.reinforce_pp import reinforce_pp
+from clawstream.trainer.algorithms.advantages.reinforce_pp_baseline import reinforce_pp_baseline
+from clawstream.trainer.algorithms.advantages.rloo import rloo
+from clawstream.trainer.algorithms.advantages.supervised import ones, reward_weights
+from clawstream.trainer.algorithms.batch import BatchView, Floats
+from clawstream.trainer.algorithms.returns import placed_rewards
+from clawstream.trainer.algorithms.settings import AlgorithmSettings, KlEstimator
 
 Estimator = Callable[[BatchView, AlgorithmSettings], Floats]
 CLOSE = {"rtol": 1e-5, "atol": 1e-9}

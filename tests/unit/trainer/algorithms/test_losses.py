@@ -15,18 +15,18 @@ from hypothesis import strategies as st
 from support.batch_views import loss_batches
 from torch import Tensor
 
-from trainer.algorithms.batch import LossBatch
-from trainer.algorithms.importance import correction_weights
-from trainer.algorithms.kl import kl
-from trainer.algorithms.losses.cispo import cispo
-from trainer.algorithms.losses.cross_entropy import cross_entropy
-from trainer.algorithms.losses.dppo import dppo
-from trainer.algorithms.losses.gspo import gspo
-from trainer.algorithms.losses.policy_gradient import policy_gradient
-from trainer.algorithms.losses.ppo_clip import ppo_clip
-from trainer.algorithms.objective import Loss, MinibatchSize, objective
-from trainer.algorithms.registry import LOSSES
-from trainer.algorithms.settings import (
+from clawstream.trainer.algorithms.batch import LossBatch
+from clawstream.trainer.algorithms.importance import correction_weights
+from clawstream.trainer.algorithms.kl import kl
+from clawstream.trainer.algorithms.losses.cispo import cispo
+from clawstream.trainer.algorithms.losses.cross_entropy import cross_entropy
+from clawstream.trainer.algorithms.losses.dppo import dppo
+from clawstream.trainer.algorithms.losses.gspo import gspo
+from clawstream.trainer.algorithms.losses.policy_gradient import policy_gradient
+from clawstream.trainer.algorithms.losses.ppo_clip import ppo_clip
+from clawstream.trainer.algorithms.objective import Loss, MinibatchSize, objective
+from clawstream.trainer.algorithms.registry import LOSSES
+from clawstream.trainer.algorithms.settings import (
     Aggregation,
     AlgorithmSettings,
     Correction,

@@ -21,21 +21,21 @@ from hypothesis import strategies as st
 from support.batch_views import Member, loss_batches, members, view_of
 from torch import Tensor
 
-from trainer.algorithms.advantages.dr_grpo import dr_grpo
-from trainer.algorithms.advantages.gae import gae, gae_returns
-from trainer.algorithms.advantages.grpo import grpo
-from trainer.algorithms.advantages.reinforce_pp import reinforce_pp
-from trainer.algorithms.advantages.reinforce_pp_baseline import reinforce_pp_baseline
-from trainer.algorithms.advantages.rloo import rloo
-from trainer.algorithms.batch import BatchView, Floats, LossBatch
-from trainer.algorithms.kl import kl
-from trainer.algorithms.losses.cispo import cispo
-from trainer.algorithms.losses.gspo import gspo
-from trainer.algorithms.losses.ppo_clip import ppo_clip
-from trainer.algorithms.objective import Loss, MinibatchSize, objective
-from trainer.algorithms.returns import token_rewards
-from trainer.algorithms.settings import Aggregation, AlgorithmSettings, KlEstimator
-from trainer.algorithms.values import value_loss
+from clawstream.trainer.algorithms.advantages.dr_grpo import dr_grpo
+from clawstream.trainer.algorithms.advantages.gae import gae, gae_returns
+from clawstream.trainer.algorithms.advantages.grpo import grpo
+from clawstream.trainer.algorithms.advantages.reinforce_pp import reinforce_pp
+from clawstream.trainer.algorithms.advantages.reinforce_pp_baseline import reinforce_pp_baseline
+from clawstream.trainer.algorithms.advantages.rloo import rloo
+from clawstream.trainer.algorithms.batch import BatchView, Floats, LossBatch
+from clawstream.trainer.algorithms.kl import kl
+from clawstream.trainer.algorithms.losses.cispo import cispo
+from clawstream.trainer.algorithms.losses.gspo import gspo
+from clawstream.trainer.algorithms.losses.ppo_clip import ppo_clip
+from clawstream.trainer.algorithms.objective import Loss, MinibatchSize, objective
+from clawstream.trainer.algorithms.returns import token_rewards
+from clawstream.trainer.algorithms.settings import Aggregation, AlgorithmSettings, KlEstimator
+from clawstream.trainer.algorithms.values import value_loss
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-7}
 LOW, HIGH, DUAL, NO_BOUND, LENGTH = 0.2, 0.28, 3.0, 1e9, 7

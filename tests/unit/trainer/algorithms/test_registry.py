@@ -8,10 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from schemas.errors import SettingsError
-from schemas.reward_matching import SMALLEST_GROUP, WITHOUT_REWARDS
-from trainer.algorithms.registry import ADVANTAGES, ALGORITHMS, LOSSES, load, needs, specification
-from trainer.algorithms.settings import AlgorithmSettings
+from clawstream.schemas.errors import SettingsError
+from clawstream.schemas.reward_matching import SMALLEST_GROUP, WITHOUT_REWARDS
+from clawstream.trainer.algorithms.registry import (
+    ADVANTAGES,
+    ALGORITHMS,
+    LOSSES,
+    load,
+    needs,
+    specification,
+)
+from clawstream.trainer.algorithms.settings import AlgorithmSettings
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -100,7 +107,7 @@ def test_the_maths_imports_only_torch_and_numpy() -> None:
     allowed = {"torch", "numpy", "transformers", "safetensors", "trainer", "schemas"}
     heavy = {"confluent_kafka", "pydantic", "faust", "structlog", "orjson", "fastapi"}
     code = (
-        "import sys\nfrom trainer.algorithms.registry import *\n"
+        "import sys\nfrom clawstream.trainer.algorithms.registry import *\n"
         "before = 'torch' in sys.modules\n"
         "for name in ALGORITHMS: load(name, {}, ())\n"
         "print(before, *{m.partition('.')[0] for m in sys.modules})"

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from trainer.data.packing import PackedRow, cut, pack, packed_length
+from clawstream.trainer.data.packing import PackedRow, cut, pack, packed_length
 
 Ids = NDArray[np.int32]
 

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.kafka import Record, Unavailable
+from clawstream.runtime.kafka import Record, Unavailable
+from clawstream.trainer.data.batches import DeadLetterSink, FetchedBatch
+from clawstream.trainer.data.prefetch import Prefetch
 from tests.support.trainer_runs import fetched
-from trainer.data.batches import DeadLetterSink, FetchedBatch
-from trainer.data.prefetch import Prefetch
 
 LONG_S = 30.0
 LETTER = (Record("t", 0, 0, 0, None, b"", {}), "id", "invalid", "no batch")

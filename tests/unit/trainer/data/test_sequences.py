@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.trainer_runs import ANY_ID
 
-from schemas.records import (
+from clawstream.schemas.records import (
     BatchGroup,
     BatchMember,
     Place,
@@ -25,21 +25,21 @@ from schemas.records import (
     TrajectoryStep,
     VersionSpan,
 )
-from schemas.tokens import pack_ids, pack_logprobs
-from schemas.trajectory_parts import joined
-from trainer.algorithms.advantages.grpo import grpo
-from trainer.algorithms.settings import AlgorithmSettings
-from trainer.data.minibatches import micro_batches, minibatches
-from trainer.data.sequences import (
+from clawstream.schemas.tokens import pack_ids, pack_logprobs
+from clawstream.schemas.trajectory_parts import joined
+from clawstream.trainer.algorithms.advantages.grpo import grpo
+from clawstream.trainer.algorithms.settings import AlgorithmSettings
+from clawstream.trainer.data.minibatches import micro_batches, minibatches
+from clawstream.trainer.data.sequences import (
     ReadableIds,
     Tokens,
     TrainingSequence,
     sequences_of,
     sequences_of_batch,
 )
-from trainer.data.trajectories import scans
-from trainer.data.view import batch_view, with_advantages
-from trainer.errors import PayloadUnreadable
+from clawstream.trainer.data.trajectories import scans
+from clawstream.trainer.data.view import batch_view, with_advantages
+from clawstream.trainer.errors import PayloadUnreadable
 
 
 def step(

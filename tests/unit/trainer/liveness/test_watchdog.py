@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from trainer.liveness.watchdog import FACTOR, MOST_S, Watchdog
+from clawstream.trainer.liveness.watchdog import FACTOR, MOST_S, Watchdog
 
 
 @dataclass

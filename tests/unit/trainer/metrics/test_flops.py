@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from trainer.metrics.flops import TrainingFlops
+from clawstream.trainer.metrics.flops import TrainingFlops
 
 
 def test_frozen_weights_have_no_gradient_to_compute() -> None:

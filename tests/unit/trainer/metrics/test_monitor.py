@@ -13,12 +13,12 @@ from prometheus_client import CollectorRegistry, generate_latest
 from structlog.testing import capture_logs
 from tensorboardX.proto.event_pb2 import Event
 
-from schemas.records import WeightVersion
-from schemas.settings import Settings
-from trainer.metrics.definitions import METRICS
-from trainer.metrics.monitor import Monitor, chart_panels, chart_path
-from trainer.metrics.prometheus import VersionMetrics
-from trainer.metrics.validation import Validation
+from clawstream.schemas.records import WeightVersion
+from clawstream.schemas.settings import Settings
+from clawstream.trainer.metrics.definitions import METRICS
+from clawstream.trainer.metrics.monitor import Monitor, chart_panels, chart_path
+from clawstream.trainer.metrics.prometheus import VersionMetrics
+from clawstream.trainer.metrics.validation import Validation
 
 VALIDATION = Validation(sync_index=1, trajectories=4, mean=0.5, interval=0.25)
 

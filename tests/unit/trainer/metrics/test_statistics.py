@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from trainer.metrics.definitions import METRICS, headline, label_of, reference
-from trainer.metrics.statistics import (
+from clawstream.trainer.metrics.definitions import METRICS, headline, label_of, reference
+from clawstream.trainer.metrics.statistics import (
     BatchStats,
     CriticStats,
     DataStats,
@@ -18,7 +18,7 @@ from trainer.metrics.statistics import (
     UpdateStats,
     version_metrics,
 )
-from trainer.metrics.validation import summary
+from clawstream.trainer.metrics.validation import summary
 
 PAGE = Path(__file__).parents[4] / "docs" / "trainer.md"
 TOKENS = TokenStats(

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from trainer.metrics.trend import WINDOW, reward_fall
+from clawstream.trainer.metrics.trend import WINDOW, reward_fall
 
 # Two runs with a learning rate that is too high (docs/LOG.md, "runs that learn and forget").
 FORGETS = (

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas.records import BatchGroup, BatchMember, Place, ReadyBatch, RewardValue
-from trainer.metrics.validation import Validation, Validations, summary
+from clawstream.schemas.records import BatchGroup, BatchMember, Place, ReadyBatch, RewardValue
+from clawstream.trainer.metrics.validation import Validation, Validations, summary
 
 Rows = Sequence[tuple[int, int | None, float | None]]
 """(group, oldest sync index, reward) of each trajectory."""

@@ -12,12 +12,12 @@ import torch
 import transformers as tf
 from safetensors.torch import load_file, save_file
 
-from rollout.errors import InvalidWeights
-from rollout.vllm_plugin.engine import requirements, stage
-from runtime.digests import sha256
-from schemas.errors import SettingsError
-from schemas.settings import TrainerSettings
-from trainer.model.policy import Policy
+from clawstream.rollout.errors import InvalidWeights
+from clawstream.rollout.vllm_plugin.engine import requirements, stage
+from clawstream.runtime.digests import sha256
+from clawstream.schemas.errors import SettingsError
+from clawstream.schemas.settings import TrainerSettings
+from clawstream.trainer.model.policy import Policy
 
 SHAPE: Mapping[str, Any] = {
     "vocab_size": 40,

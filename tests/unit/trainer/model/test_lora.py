@@ -14,20 +14,20 @@ from safetensors.torch import load_file, save_file
 from support.parallel_training import sequences
 from transformers import AutoModelForCausalLM
 
-from demo.model import make_random_model
-from runtime.digests import digest_of_model
-from schemas.errors import SettingsError
-from schemas.ids import Version
-from schemas.settings import Settings
-from trainer.algorithms.registry import load
-from trainer.data.micro_batch import collate
-from trainer.model.files import TensorDtypes, load_masters, save_rounded
-from trainer.model.lora import CONFIG, WEIGHTS, check_identity, merged
-from trainer.model.policy import Policy
-from trainer.model.update import update
-from trainer.position import Position
-from trainer.versions.directory import VersionState, new_directory
-from trainer.versions.save_model import save_model
+from clawstream.demo.model import make_random_model
+from clawstream.runtime.digests import digest_of_model
+from clawstream.schemas.errors import SettingsError
+from clawstream.schemas.ids import Version
+from clawstream.schemas.settings import Settings
+from clawstream.trainer.algorithms.registry import load
+from clawstream.trainer.data.micro_batch import collate
+from clawstream.trainer.model.files import TensorDtypes, load_masters, save_rounded
+from clawstream.trainer.model.lora import CONFIG, WEIGHTS, check_identity, merged
+from clawstream.trainer.model.policy import Policy
+from clawstream.trainer.model.update import update
+from clawstream.trainer.position import Position
+from clawstream.trainer.versions.directory import VersionState, new_directory
+from clawstream.trainer.versions.save_model import save_model
 
 VERSION = Version("r", 1, 0)
 

@@ -25,15 +25,20 @@ from transformers import (
 )
 from transformers.models.llama.modeling_llama import LlamaAttention
 
-from schemas.settings import TrainerSettings
-from trainer.algorithms.registry import load
-from trainer.data.packing import pack
-from trainer.data.sequences import Tokens, TrainingSequence
-from trainer.model.measurement import FirstPasses
-from trainer.model.packed_attention import block_mask, not_packable, structure_of, use_packing
-from trainer.model.policy import Policy
-from trainer.model.update import update
-from trainer.parallel.processes import ONE
+from clawstream.schemas.settings import TrainerSettings
+from clawstream.trainer.algorithms.registry import load
+from clawstream.trainer.data.packing import pack
+from clawstream.trainer.data.sequences import Tokens, TrainingSequence
+from clawstream.trainer.model.measurement import FirstPasses
+from clawstream.trainer.model.packed_attention import (
+    block_mask,
+    not_packable,
+    structure_of,
+    use_packing,
+)
+from clawstream.trainer.model.policy import Policy
+from clawstream.trainer.model.update import update
+from clawstream.trainer.parallel.processes import ONE
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 60,

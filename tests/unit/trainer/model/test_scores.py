@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from transformers import CohereConfig, CohereForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from trainer.model import chunked_scores as module
-from trainer.model.chunked_scores import chunked_scores
-from trainer.model.scores import head_is_plain
+from clawstream.trainer.model import chunked_scores as module
+from clawstream.trainer.model.chunked_scores import chunked_scores
+from clawstream.trainer.model.scores import head_is_plain
 
 SHAPE = {
     "vocab_size": 40,

@@ -17,21 +17,21 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import get_cosine_schedule_with_warmup
 
-from demo.model import make_random_model
-from schemas.errors import SettingsError
-from schemas.settings import TrainerSettings
-from trainer.algorithms.advantages.grpo import standardized
-from trainer.algorithms.registry import load
-from trainer.data.micro_batch import collate
-from trainer.data.sequences import Tokens, TrainingSequence, tokens_by_version
-from trainer.learning_rate import learning_rate
-from trainer.metrics.statistics import StepStats, TokenStats, staleness
-from trainer.model.files import TensorDtypes, load_masters, save_rounded
-from trainer.model.measurement import FirstPass, FirstPasses
-from trainer.model.policy import Policy
-from trainer.model.scores import Scores
-from trainer.model.update import update
-from trainer.parallel.processes import ONE
+from clawstream.demo.model import make_random_model
+from clawstream.schemas.errors import SettingsError
+from clawstream.schemas.settings import TrainerSettings
+from clawstream.trainer.algorithms.advantages.grpo import standardized
+from clawstream.trainer.algorithms.registry import load
+from clawstream.trainer.data.micro_batch import collate
+from clawstream.trainer.data.sequences import Tokens, TrainingSequence, tokens_by_version
+from clawstream.trainer.learning_rate import learning_rate
+from clawstream.trainer.metrics.statistics import StepStats, TokenStats, staleness
+from clawstream.trainer.model.files import TensorDtypes, load_masters, save_rounded
+from clawstream.trainer.model.measurement import FirstPass, FirstPasses
+from clawstream.trainer.model.policy import Policy
+from clawstream.trainer.model.scores import Scores
+from clawstream.trainer.model.update import update
+from clawstream.trainer.parallel.processes import ONE
 
 BOUND = 2.0
 CISPO = {None: load("cispo", {"ratio_max": BOUND}, ())}

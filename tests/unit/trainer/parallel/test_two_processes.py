@@ -23,11 +23,11 @@ from support.parallel_run import CRITIC
 from support.parallel_training import VARIANTS, sequences, train
 from support.trainer_runs import MemoryWeightLog, begin, ids, settings
 
-from demo.model import make_random_model
-from schemas.tokens import unpack_logprobs
-from trainer.data.minibatches import micro_batches, shares
-from trainer.main import train_batch
-from trainer.parallel.processes import ONE, Processes
+from clawstream.demo.model import make_random_model
+from clawstream.schemas.tokens import unpack_logprobs
+from clawstream.trainer.data.minibatches import micro_batches, shares
+from clawstream.trainer.main import train_batch
+from clawstream.trainer.parallel.processes import ONE, Processes
 
 ROOT = Path(__file__).parents[4]
 

@@ -20,16 +20,16 @@ from support.trainer_runs import (
     weights_sha,
 )
 
-from rollout.versions import Versions
-from runtime.kafka import Fenced
-from schemas.errors import SettingsError
-from schemas.ids import Version, parse_version
-from schemas.records import WeightVersion
-from trainer.errors import CheckpointFailed, StorageFailed
-from trainer.model.policy import Policy
-from trainer.position import Position
-from trainer.versions.checkpoint import load, newest
-from trainer.versions.directory import (
+from clawstream.rollout.versions import Versions
+from clawstream.runtime.kafka import Fenced
+from clawstream.schemas.errors import SettingsError
+from clawstream.schemas.ids import Version, parse_version
+from clawstream.schemas.records import WeightVersion
+from clawstream.trainer.errors import CheckpointFailed, StorageFailed
+from clawstream.trainer.model.policy import Policy
+from clawstream.trainer.position import Position
+from clawstream.trainer.versions.checkpoint import load, newest
+from clawstream.trainer.versions.directory import (
     INFO,
     VersionState,
     download,
@@ -38,7 +38,7 @@ from trainer.versions.directory import (
     upload,
     versions_in,
 )
-from trainer.versions.history import (
+from clawstream.trainer.versions.history import (
     ancestors,
     best,
     deletable,

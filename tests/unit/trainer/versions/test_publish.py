@@ -15,19 +15,19 @@ from safetensors.torch import save_file
 from structlog.testing import capture_logs
 from support.trainer_runs import MemoryWeightLog, begin, fetched, go, ids, settings
 
-from demo.model import make_random_model
-from runtime.digests import sha256
-from runtime.kafka import Fenced
-from runtime.weights.files import get_files
-from schemas.errors import SettingsError
-from schemas.ids import Version
-from schemas.records import WeightVersion
-from schemas.settings import Settings
-from trainer.errors import InvalidCheckpoint, StorageFailed
-from trainer.parallel.processes import ONE
-from trainer.position import Position
-from trainer.settings_check import CHECKS, check_versions
-from trainer.versions.directory import (
+from clawstream.demo.model import make_random_model
+from clawstream.runtime.digests import sha256
+from clawstream.runtime.kafka import Fenced
+from clawstream.runtime.weights.files import get_files
+from clawstream.schemas.errors import SettingsError
+from clawstream.schemas.ids import Version
+from clawstream.schemas.records import WeightVersion
+from clawstream.schemas.settings import Settings
+from clawstream.trainer.errors import InvalidCheckpoint, StorageFailed
+from clawstream.trainer.parallel.processes import ONE
+from clawstream.trainer.position import Position
+from clawstream.trainer.settings_check import CHECKS, check_versions
+from clawstream.trainer.versions.directory import (
     INFO,
     VersionState,
     delete_unpublished,
@@ -40,11 +40,11 @@ from trainer.versions.directory import (
     verify,
     versions_in,
 )
-from trainer.versions.publish import Publisher, files_of
-from trainer.versions.save_model import save_model
+from clawstream.trainer.versions.publish import Publisher, files_of
+from clawstream.trainer.versions.save_model import save_model
 
 if TYPE_CHECKING:
-    from trainer.model.policy import Policy
+    from clawstream.trainer.model.policy import Policy
 
 NAME = "model.safetensors"
 pytestmark = pytest.mark.usefixtures("one_thread")

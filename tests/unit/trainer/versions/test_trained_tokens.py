@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas.records import Segment, Trajectory, TrajectoryStep
-from schemas.tokens import pack_ids, pack_logprobs, unpack_logprobs
-from trainer.data.sequences import TrainingSequence, sequences_of
-from trainer.model.measurement import FirstPass
-from trainer.versions.trained_tokens import TrainedStep, is_recorded, trained_steps
+from clawstream.schemas.records import Segment, Trajectory, TrajectoryStep
+from clawstream.schemas.tokens import pack_ids, pack_logprobs, unpack_logprobs
+from clawstream.trainer.data.sequences import TrainingSequence, sequences_of
+from clawstream.trainer.model.measurement import FirstPass
+from clawstream.trainer.versions.trained_tokens import TrainedStep, is_recorded, trained_steps
 
 Tree = list[tuple[int, int]]
 """(index of the parent step or -1, number of response tokens) of each step."""

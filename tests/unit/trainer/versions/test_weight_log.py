@@ -9,10 +9,10 @@ from typing import Any, cast
 
 from support.traced_records import version
 
-from runtime.kafka.producer import FLUSH_TIMEOUT_S, TRANSACTION_TIMEOUT_MS
-from schemas.records import TrainedTokens
-from schemas.topics import Topics
-from trainer.versions.weight_log import FLUSH_BYTES, KafkaWeightLog
+from clawstream.runtime.kafka.producer import FLUSH_TIMEOUT_S, TRANSACTION_TIMEOUT_MS
+from clawstream.schemas.records import TrainedTokens
+from clawstream.schemas.topics import Topics
+from clawstream.trainer.versions.weight_log import FLUSH_BYTES, KafkaWeightLog
 
 
 class BusyKafka:

@@ -15,15 +15,15 @@ from PIL import Image
 from support.sized_vision_models import make_idefics_model, make_qwen_vision_model
 from support.vision_model import IMAGE, encoded, make_vision_model
 
-from schemas.errors import SettingsError
-from schemas.settings import TrainerSettings
-from trainer.data.micro_batch import collate
-from trainer.data.minibatches import micro_batches
-from trainer.data.sequences import Tokens, TrainingSequence
-from trainer.model.critic import Critic
-from trainer.model.scores import Scores
-from trainer.parallel.processes import ONE, Processes
-from trainer.vision.inputs import ImageInputs, as_the_engine_opens
+from clawstream.schemas.errors import SettingsError
+from clawstream.schemas.settings import TrainerSettings
+from clawstream.trainer.data.micro_batch import collate
+from clawstream.trainer.data.minibatches import micro_batches
+from clawstream.trainer.data.sequences import Tokens, TrainingSequence
+from clawstream.trainer.model.critic import Critic
+from clawstream.trainer.model.scores import Scores
+from clawstream.trainer.parallel.processes import ONE, Processes
+from clawstream.trainer.vision.inputs import ImageInputs, as_the_engine_opens
 
 CPU = torch.device("cpu")
 SETTINGS = TrainerSettings(device="cpu")

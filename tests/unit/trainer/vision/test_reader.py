@@ -9,10 +9,15 @@ import numpy as np
 import pytest
 from support.trainer_runs import add_turn_with_images, fetched
 
-from runtime.blob_store import BlobStore, BlobStoreAway
-from trainer.data.batches import FetchedBatch
-from trainer.data.sequences import BatchImages, BatchSequences, ReadableIds, sequences_of_batch
-from trainer.vision.reader import ImageReader
+from clawstream.runtime.blob_store import BlobStore, BlobStoreAway
+from clawstream.trainer.data.batches import FetchedBatch
+from clawstream.trainer.data.sequences import (
+    BatchImages,
+    BatchSequences,
+    ReadableIds,
+    sequences_of_batch,
+)
+from clawstream.trainer.vision.reader import ImageReader
 
 IMAGE = 31
 READABLE = ReadableIds(1000, {32}, {IMAGE})

@@ -15,13 +15,13 @@ from support.trainer_runs import MemoryWeightLog, add_turn_with_images, begin, f
 from support.vision_model import IMAGE, IMAGE_TOKENS, encoded, image_of, make_vision_model
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from demo.model import make_random_model
-from runtime.blob_store import BlobStore
-from schemas.errors import SettingsError
-from schemas.settings import TrainerSettings
-from trainer.data.batches import FetchedBatch
-from trainer.model.policy import Policy
-from trainer.run import Run
+from clawstream.demo.model import make_random_model
+from clawstream.runtime.blob_store import BlobStore
+from clawstream.schemas.errors import SettingsError
+from clawstream.schemas.settings import TrainerSettings
+from clawstream.trainer.data.batches import FetchedBatch
+from clawstream.trainer.model.policy import Policy
+from clawstream.trainer.run import Run
 
 RED = base64.b64decode(encoded(image_of("red")))
 

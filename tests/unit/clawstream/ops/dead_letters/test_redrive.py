@@ -6,7 +6,7 @@ import pytest
 from support.assemble import failed_call
 
 from clawstream.ops.dead_letters.redrive import NotSendable, check, key_of
-from schemas.settings import Settings
+from clawstream.schemas.settings import Settings
 
 
 @pytest.mark.parametrize(("trajectory", "key"), [("t", b"t"), (None, b"None~F0")])

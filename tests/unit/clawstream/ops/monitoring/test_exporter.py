@@ -11,8 +11,8 @@ from clawstream.ops.monitoring.exporter import MonitorMetrics, lag_values, proce
 from clawstream.ops.monitoring.reference import BEGIN, PAGE, all_metrics, page, series
 from clawstream.ops.preflight import ports
 from clawstream.ops.up import COMMANDS, instances, wanted
-from schemas.settings import Settings
-from schemas.settings.up import METRICS_PORTS
+from clawstream.schemas.settings import Settings
+from clawstream.schemas.settings.up import METRICS_PORTS
 
 READ = Backlog("claw-lake", "claw.steps", 0, 4, 1, 7, True, None, 2, True, 1_000, "ok")
 

@@ -21,7 +21,7 @@ from clawstream.ops.monitoring.rules import (
     worst,
 )
 from clawstream.ops.monitoring.watch import process_problems, stalled_consumers
-from schemas.settings import Settings
+from clawstream.schemas.settings import Settings
 
 
 def samples(*seen: tuple[int | None, int], every_s: float = 5.0) -> list[Sample]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any, cast
 
 from clawstream.ops.monitoring.topic_follower import FORGOTTEN_S, FollowedState, TopicFollower
-from runtime.kafka import Record
-from schemas.records import DeadLetter, DeadLetterResolved, WeightVersion, WorkerStatus
-from schemas.settings import Settings
+from clawstream.runtime.kafka import Record
+from clawstream.schemas.records import DeadLetter, DeadLetterResolved, WeightVersion, WorkerStatus
+from clawstream.schemas.settings import Settings
 
 NOW_S = 10_000.0
 

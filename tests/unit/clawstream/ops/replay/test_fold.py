@@ -45,25 +45,25 @@ from clawstream.ops.replay.run import (
 )
 from clawstream.ops.replay.verify import first_difference
 from clawstream.ops.topics.copy import Copier, RecordFilter, copied_settings, copy_topics, renamed
-from runtime.kafka import Cluster, Record
-from runtime.kafka.window import LEAST_KB, MOST_KB, READ_AHEAD_KB, Window, read_ahead
-from runtime.process.config import load
-from runtime.process.remembered_settings import load_remembered, missing_secrets
-from runtime.times import millis, parse_instant
-from runtime.topics.records import Decoder
-from schemas.codec.single_object import Codec
-from schemas.errors import InvalidId, SettingsError
-from schemas.records import Candidate, Reward, Step, Tick, Trajectory, VersionSpan
-from schemas.settings import KafkaSettings, Settings
-from schemas.topics import partition_of
-from stream_jobs.assemble.payload.cache import CachedPayload, payload_of
-from stream_jobs.assemble.payload.trainability import trainability
-from stream_jobs.assemble.state.trajectories import REWARDS, STEPS
-from stream_jobs.lake.delta.snapshots import resolve_versions
-from stream_jobs.lake.tables.catalog import catalog
-from stream_jobs.lake.tables.row_events import events_of
-from stream_jobs.lake.tables.table import ConsumedRecord
-from stream_jobs.lake.writer import Lake
+from clawstream.runtime.kafka import Cluster, Record
+from clawstream.runtime.kafka.window import LEAST_KB, MOST_KB, READ_AHEAD_KB, Window, read_ahead
+from clawstream.runtime.process.config import load
+from clawstream.runtime.process.remembered_settings import load_remembered, missing_secrets
+from clawstream.runtime.times import millis, parse_instant
+from clawstream.runtime.topics.records import Decoder
+from clawstream.schemas.codec.single_object import Codec
+from clawstream.schemas.errors import InvalidId, SettingsError
+from clawstream.schemas.records import Candidate, Reward, Step, Tick, Trajectory, VersionSpan
+from clawstream.schemas.settings import KafkaSettings, Settings
+from clawstream.schemas.topics import partition_of
+from clawstream.stream_jobs.assemble.payload.cache import CachedPayload, payload_of
+from clawstream.stream_jobs.assemble.payload.trainability import trainability
+from clawstream.stream_jobs.assemble.state.trajectories import REWARDS, STEPS
+from clawstream.stream_jobs.lake.delta.snapshots import resolve_versions
+from clawstream.stream_jobs.lake.tables.catalog import catalog
+from clawstream.stream_jobs.lake.tables.row_events import events_of
+from clawstream.stream_jobs.lake.tables.table import ConsumedRecord
+from clawstream.stream_jobs.lake.writer import Lake
 
 Log = list[tuple[int, Any]]
 CODEC = Codec()

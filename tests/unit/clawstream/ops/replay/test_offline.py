@@ -14,10 +14,10 @@ from clawstream.export.selection import trajectory_keys
 from clawstream.ops.replay.lake_source import LakeReplaySource, Span, snapshot_versions
 from clawstream.ops.replay.offline import name_of, pinned, settings_for_training
 from clawstream.ops.topics.copy import RecordFilter
-from schemas.records import PolicyApplied, Step
-from schemas.settings import Settings
-from stream_jobs.admit.policy import policy_of
-from stream_jobs.lake.delta.table import LakeMissing
+from clawstream.schemas.records import PolicyApplied, Step
+from clawstream.schemas.settings import Settings
+from clawstream.stream_jobs.admit.policy import policy_of
+from clawstream.stream_jobs.lake.delta.table import LakeMissing
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ import pytest
 from support.admit import cand, fold, policy, reward
 
 from clawstream.ops.replay.report import Outcome
-from schemas.records import ReadyBatch
-from schemas.reward_matching import groups_without_reward
+from clawstream.schemas.records import ReadyBatch
+from clawstream.schemas.reward_matching import groups_without_reward
 
 PLAIN: dict[str, Any] = {"batch_groups": 1, "drop_zero_variance": False, "required_rewards": ()}
 

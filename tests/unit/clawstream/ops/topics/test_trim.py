@@ -29,10 +29,10 @@ from clawstream.ops.topics.trim import (
     run_bound,
     trim_range,
 )
-from runtime.kafka import Unavailable
-from runtime.kafka.leaders import all_led
-from schemas.codec.single_object import Codec
-from schemas.records import Late, PolicyApplied, ReadyBatch, Refused, WeightVersion
+from clawstream.runtime.kafka import Unavailable
+from clawstream.runtime.kafka.leaders import all_led
+from clawstream.schemas.codec.single_object import Codec
+from clawstream.schemas.records import Late, PolicyApplied, ReadyBatch, Refused, WeightVersion
 
 CODEC = Codec()
 JOURNAL = JournalSummary(

@@ -17,8 +17,8 @@ from clawstream.ops.tracing.otlp import Collector
 from clawstream.ops.tracing.pipeline import batch_spans, candidate_spans
 from clawstream.ops.tracing.process import SpanSender
 from clawstream.ops.tracing.spans import RecordPlace, Span
-from runtime.process.config import load
-from schemas.ids import call_span_id
+from clawstream.runtime.process.config import load
+from clawstream.schemas.ids import call_span_id
 
 PLACE = RecordPlace("claw.steps", "topic", 2, 7, 1_700_000_000_500)
 CONTEXT = traceparent(0)

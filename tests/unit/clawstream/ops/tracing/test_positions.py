@@ -9,9 +9,9 @@ import pytest
 
 from clawstream.ops.tracing.batches import KNOWN_MAX, TOPICS_MAX, BatchFinder
 from clawstream.ops.tracing.topics import TracedTopics
-from runtime.kafka import Unavailable
-from schemas.settings import Settings
-from schemas.topics import Topics
+from clawstream.runtime.kafka import Unavailable
+from clawstream.schemas.settings import Settings
+from clawstream.schemas.topics import Topics
 
 
 class LosesALeader:

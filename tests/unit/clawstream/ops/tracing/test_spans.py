@@ -32,8 +32,15 @@ from clawstream.ops.tracing.pipeline import (
     version_spans,
 )
 from clawstream.ops.tracing.spans import LINKS_MAX, RecordPlace, Span, SpanId
-from schemas.ids import anonymous_session_key, call_span_id
-from schemas.records import Candidate, FailedCall, ReadyBatch, Refused, Step, WeightVersion
+from clawstream.schemas.ids import anonymous_session_key, call_span_id
+from clawstream.schemas.records import (
+    Candidate,
+    FailedCall,
+    ReadyBatch,
+    Refused,
+    Step,
+    WeightVersion,
+)
 
 PLACE = RecordPlace("claw.x", "topic", 2, 7, AT + 3000)
 TRACE, CLIENT = f"{1:032x}", f"{1:016x}"

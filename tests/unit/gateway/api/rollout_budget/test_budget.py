@@ -15,14 +15,21 @@ from support.admit import SOURCE, cand, entries, policy, refused
 from support.gateway import GatewayFixture, run_gateway
 from support.scripted.script import Script, ScriptedChoice
 
-from gateway.api.rollout_budget.budget import BudgetReading
-from gateway.auth.api_keys import Scope, create_key
-from gateway.engines.registry import EngineRegistry
-from schemas.codec.single_object import Codec
-from schemas.records import Channel, PolicyApplied, ReadyBatch, Refused, WeightVersion, WorkerStatus
-from stream_jobs.admit.decisions.budget import LISTED, BudgetFold
-from stream_jobs.admit.decisions.journal import Invalid, JournalRecord
-from stream_jobs.admit.fold import AdmissionFold
+from clawstream.gateway.api.rollout_budget.budget import BudgetReading
+from clawstream.gateway.auth.api_keys import Scope, create_key
+from clawstream.gateway.engines.registry import EngineRegistry
+from clawstream.schemas.codec.single_object import Codec
+from clawstream.schemas.records import (
+    Channel,
+    PolicyApplied,
+    ReadyBatch,
+    Refused,
+    WeightVersion,
+    WorkerStatus,
+)
+from clawstream.stream_jobs.admit.decisions.budget import LISTED, BudgetFold
+from clawstream.stream_jobs.admit.decisions.journal import Invalid, JournalRecord
+from clawstream.stream_jobs.admit.fold import AdmissionFold
 
 CODEC = Codec()
 SCRIPT = Script([ScriptedChoice([7], ["x"], [-0.5])])

@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.admit import SOURCE, cand, entries, policy, refused
 
-from schemas.records import RolloutBudget
-from stream_jobs.admit.decisions.budget import DETAIL_CHARS, LISTED, BudgetFold
-from stream_jobs.admit.decisions.journal import Invalid, JournalRecord
-from stream_jobs.admit.fold import AdmissionFold
+from clawstream.schemas.records import RolloutBudget
+from clawstream.stream_jobs.admit.decisions.budget import DETAIL_CHARS, LISTED, BudgetFold
+from clawstream.stream_jobs.admit.decisions.journal import Invalid, JournalRecord
+from clawstream.stream_jobs.admit.fold import AdmissionFold
 
 
 def budget_of(*records: JournalRecord) -> RolloutBudget:

@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 import structlog
 
-from schemas.codec.single_object import Codec
-from schemas.records import Refused
-from stream_jobs.admit.decisions.checkpoint import (
+from clawstream.schemas.codec.single_object import Codec
+from clawstream.schemas.records import Refused
+from clawstream.stream_jobs.admit.decisions.checkpoint import (
     SAVE_AT_CLOSE,
     SAVE_EVERY,
     CheckpointFile,
     JournalPosition,
 )
-from stream_jobs.admit.decisions.state import DecisionState
+from clawstream.stream_jobs.admit.decisions.state import DecisionState
 
 CODEC = Codec()
 POSITION = JournalPosition.of("journal-1", 7, b"its last record")

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.examples import examples
 
-from stream_jobs.admit.decisions.compact_map import BUCKETS, WIDTH, CompactMap, _place
-from stream_jobs.admit.decisions.rounds import ClosedRounds, MissingMembers, Rounds
+from clawstream.stream_jobs.admit.decisions.compact_map import BUCKETS, WIDTH, CompactMap, _place
+from clawstream.stream_jobs.admit.decisions.rounds import ClosedRounds, MissingMembers, Rounds
 
 NUMBERS = st.tuples(
     st.integers(-(2**63), 2**63 - 1),

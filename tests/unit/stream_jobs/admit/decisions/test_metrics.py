@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from support.admit import policy, refused
 
-from schemas.records import BatchGroup, Late, PolicyApplied, ReadyBatch
-from stream_jobs.admit.decisions.metrics import DecisionMetrics
+from clawstream.schemas.records import BatchGroup, Late, PolicyApplied, ReadyBatch
+from clawstream.stream_jobs.admit.decisions.metrics import DecisionMetrics
 
 BATCH = ReadyBatch(
     run_id="r", channel="train", batch_seq=0, policy_version=1, sync_every=1, algorithm="grpo",

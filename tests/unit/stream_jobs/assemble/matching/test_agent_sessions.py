@@ -16,10 +16,10 @@ from support.assemble import (
     step,
 )
 
-from schemas.ids import agent_key, is_anonymous_session, is_gateway_assigned
-from schemas.records import Step, Tick
-from schemas.settings import Settings
-from stream_jobs.assemble.state.trajectories import REWARDS, STEPS
+from clawstream.schemas.ids import agent_key, is_anonymous_session, is_gateway_assigned
+from clawstream.schemas.records import Step, Tick
+from clawstream.schemas.settings import Settings
+from clawstream.stream_jobs.assemble.state.trajectories import REWARDS, STEPS
 
 SESSION = agent_key("claude-code", b"api key", "0b9f")
 PATIENT = replace(LIMITS, anonymous_inactivity=100, agent_inactivity=300)

@@ -23,17 +23,17 @@ from support.assemble import (
 )
 from support.examples import examples
 
-from schemas.records import Step, Tick
-from schemas.tokens import pack_ids
-from stream_jobs.assemble.changelog import ChangelogReader
-from stream_jobs.assemble.matching.anonymous_sessions import (
+from clawstream.schemas.records import Step, Tick
+from clawstream.schemas.tokens import pack_ids
+from clawstream.stream_jobs.assemble.changelog import ChangelogReader
+from clawstream.stream_jobs.assemble.matching.anonymous_sessions import (
     STALE_MAX,
     PrefixIndex,
     StepMatches,
     place_step,
 )
-from stream_jobs.assemble.state.steps import OpenSteps
-from stream_jobs.assemble.state.trajectories import REWARDS, STEPS
+from clawstream.stream_jobs.assemble.state.steps import OpenSteps
+from clawstream.stream_jobs.assemble.state.trajectories import REWARDS, STEPS
 
 TASK = [
     {"role": "system", "content": "You are an agent."},

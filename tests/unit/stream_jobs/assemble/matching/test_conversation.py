@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stream_jobs.assemble.matching.conversation import reply_hashes, reply_of, turns_of
+from clawstream.stream_jobs.assemble.matching.conversation import reply_hashes, reply_of, turns_of
 
 CHAT_CALL = {
     "id": "call_1",

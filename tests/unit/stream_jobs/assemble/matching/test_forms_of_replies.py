@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from support.assemble import LIMITS, InMemoryPartition, chat_step
 from support.examples import examples
 
-from schemas.records import Step, Tick
-from stream_jobs.assemble.matching.conversation import WORDS, likeness, words_of
-from stream_jobs.assemble.state.trajectories import STEPS
+from clawstream.schemas.records import Step, Tick
+from clawstream.stream_jobs.assemble.matching.conversation import WORDS, likeness, words_of
+from clawstream.stream_jobs.assemble.state.trajectories import STEPS
 
 Message = Mapping[str, Any]
 QUIET = replace(LIMITS, anonymous_inactivity=1_000_000)

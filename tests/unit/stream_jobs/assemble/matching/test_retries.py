@@ -20,9 +20,9 @@ from support.assemble import (
 )
 from support.examples import examples
 
-from schemas.records import Step, Tick
-from schemas.tokens import pack_ids
-from stream_jobs.assemble.state.trajectories import STEPS
+from clawstream.schemas.records import Step, Tick
+from clawstream.schemas.tokens import pack_ids
+from clawstream.stream_jobs.assemble.state.trajectories import STEPS
 
 TASK = [{"role": "user", "content": "Fix the bug."}]
 

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.assemble import LIMITS, InMemoryPartition, chat_step, session
 
-from schemas.replies import loaded
-from stream_jobs.assemble.payload.new_messages import new_messages
-from stream_jobs.assemble.state.trajectories import STEPS
+from clawstream.schemas.replies import loaded
+from clawstream.stream_jobs.assemble.payload.new_messages import new_messages
+from clawstream.stream_jobs.assemble.state.trajectories import STEPS
 
 KEPT = 1000
 JSON = st.recursive(

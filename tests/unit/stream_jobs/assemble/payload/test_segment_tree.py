@@ -5,9 +5,14 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas.records import VersionSpan
-from schemas.tokens import pack_ids, pack_logprobs, unpack_ids
-from stream_jobs.assemble.payload.segment_tree import SampledTokens, Tree, build, prompt_of
+from clawstream.schemas.records import VersionSpan
+from clawstream.schemas.tokens import pack_ids, pack_logprobs, unpack_ids
+from clawstream.stream_jobs.assemble.payload.segment_tree import (
+    SampledTokens,
+    Tree,
+    build,
+    prompt_of,
+)
 
 
 def sampled(prompt: list[int], response: list[int]) -> SampledTokens:

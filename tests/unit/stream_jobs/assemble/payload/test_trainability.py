@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from schemas.records import Sampling, Step, TokenSpan
-from schemas.tokens import pack_ids, pack_logprobs
-from stream_jobs.assemble.payload.trainability import trainability
+from clawstream.schemas.records import Sampling, Step, TokenSpan
+from clawstream.schemas.tokens import pack_ids, pack_logprobs
+from clawstream.stream_jobs.assemble.payload.trainability import trainability
 
 NAN = float("nan")
 

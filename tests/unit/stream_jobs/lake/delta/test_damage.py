@@ -16,19 +16,19 @@ import pytest
 
 from clawstream.query.connection import connect
 from clawstream.query.sandbox import run_sql
-from runtime.kafka import Cluster
-from schemas import records
-from schemas.settings import Settings
-from stream_jobs.errors import LakeDamaged, SqlError
-from stream_jobs.lake.delta.log import app_id
-from stream_jobs.lake.delta.maintenance import maintain
-from stream_jobs.lake.delta.repair import RepairRefused, check, repair
-from stream_jobs.lake.delta.snapshots import tables, take_snapshot
-from stream_jobs.lake.delta.table import CommitCollided, commit, dataset, open_table
-from stream_jobs.lake.positions import offsets_in_lake, positions
-from stream_jobs.lake.tables.catalog import catalog
-from stream_jobs.lake.tables.table import ConsumedRecord, Row
-from stream_jobs.lake.writer import Lake
+from clawstream.runtime.kafka import Cluster
+from clawstream.schemas import records
+from clawstream.schemas.settings import Settings
+from clawstream.stream_jobs.errors import LakeDamaged, SqlError
+from clawstream.stream_jobs.lake.delta.log import app_id
+from clawstream.stream_jobs.lake.delta.maintenance import maintain
+from clawstream.stream_jobs.lake.delta.repair import RepairRefused, check, repair
+from clawstream.stream_jobs.lake.delta.snapshots import tables, take_snapshot
+from clawstream.stream_jobs.lake.delta.table import CommitCollided, commit, dataset, open_table
+from clawstream.stream_jobs.lake.positions import offsets_in_lake, positions
+from clawstream.stream_jobs.lake.tables.catalog import catalog
+from clawstream.stream_jobs.lake.tables.table import ConsumedRecord, Row
+from clawstream.stream_jobs.lake.writer import Lake
 
 SOURCE = ("T", 0)
 COMMITS, EACH = 25, 4

@@ -24,13 +24,18 @@ from clawstream.cli.lake.tables import app
 from clawstream.ops.replay.lake_source import snapshot_versions
 from clawstream.query.connection import connect
 from clawstream.query.sandbox import run_sql
-from schemas import records
-from schemas.codec.avro_schema import expanded
-from schemas.codec.single_object import shipped
-from schemas.errors import SettingsError
-from schemas.settings import LakeSettings, Settings
-from stream_jobs.lake.delta.maintenance import MaintenanceRunner, compact, maintain, vacuum
-from stream_jobs.lake.delta.snapshots import (
+from clawstream.schemas import records
+from clawstream.schemas.codec.avro_schema import expanded
+from clawstream.schemas.codec.single_object import shipped
+from clawstream.schemas.errors import SettingsError
+from clawstream.schemas.settings import LakeSettings, Settings
+from clawstream.stream_jobs.lake.delta.maintenance import (
+    MaintenanceRunner,
+    compact,
+    maintain,
+    vacuum,
+)
+from clawstream.stream_jobs.lake.delta.snapshots import (
     SnapshotError,
     at,
     delete_snapshot,
@@ -41,10 +46,10 @@ from stream_jobs.lake.delta.snapshots import (
     tables,
     take_snapshot,
 )
-from stream_jobs.lake.delta.table import LakeMissing, SchemaRefused, open_table
-from stream_jobs.lake.tables.catalog import catalog
-from stream_jobs.lake.tables.table import ConsumedRecord, Row
-from stream_jobs.lake.writer import Lake
+from clawstream.stream_jobs.lake.delta.table import LakeMissing, SchemaRefused, open_table
+from clawstream.stream_jobs.lake.tables.catalog import catalog
+from clawstream.stream_jobs.lake.tables.table import ConsumedRecord, Row
+from clawstream.stream_jobs.lake.writer import Lake
 
 SOURCE = ("T", 0)
 NOW = datetime(2026, 5, 1, tzinfo=UTC)
@@ -473,13 +478,13 @@ import os, subprocess, sys, threading
 from pathlib import Path
 sys.path[:0] = [sys.argv[2], str(Path(sys.argv[2]).parents[3])]
 from test_maintenance import put, ids, rows, never, SOURCE
-from schemas.settings import Settings
-from stream_jobs.lake.main import _follow, _when_writable
-from stream_jobs.lake.metrics import LakeMetrics
-from schemas.codec.avro_schema import expanded
-from stream_jobs.lake.delta.maintenance import MaintenanceRunner
-from schemas.codec.single_object import shipped
-from stream_jobs.lake.writer import Lake
+from clawstream.schemas.settings import Settings
+from clawstream.stream_jobs.lake.main import _follow, _when_writable
+from clawstream.stream_jobs.lake.metrics import LakeMetrics
+from clawstream.schemas.codec.avro_schema import expanded
+from clawstream.stream_jobs.lake.delta.maintenance import MaintenanceRunner
+from clawstream.schemas.codec.single_object import shipped
+from clawstream.stream_jobs.lake.writer import Lake
 from clawstream.ops.replay.lake_source import snapshot_versions
 
 

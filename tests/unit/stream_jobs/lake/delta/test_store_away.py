@@ -12,13 +12,13 @@ import pytest
 from support.away_store import failing_store, options
 
 from clawstream.query.sandbox import run_sql
-from runtime.exit_codes import exit_code
-from schemas.settings import LakeSettings, Settings
-from stream_jobs.errors import LakeAway, SqlError
-from stream_jobs.lake.delta.log import is_store_away, plain
-from stream_jobs.lake.delta.maintenance import maintain
-from stream_jobs.lake.delta.table import open_table
-from stream_jobs.lake.main import Lake, _when_writable
+from clawstream.runtime.exit_codes import exit_code
+from clawstream.schemas.settings import LakeSettings, Settings
+from clawstream.stream_jobs.errors import LakeAway, SqlError
+from clawstream.stream_jobs.lake.delta.log import is_store_away, plain
+from clawstream.stream_jobs.lake.delta.maintenance import maintain
+from clawstream.stream_jobs.lake.delta.table import open_table
+from clawstream.stream_jobs.lake.main import Lake, _when_writable
 
 URI = "s3://bucket/lake"
 

@@ -21,16 +21,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.examples import examples
 
-from runtime.kafka import Record
-from runtime.topics.records import Decoder
-from schemas.codec.avro_schema import expanded
-from schemas.codec.compiled_reader import MALFORMED
-from schemas.codec.foreign import fingerprint_of
-from schemas.codec.single_object import MAGIC, TOP_LEVEL, Codec, archived, as_dict, shipped
-from schemas.errors import Undecodable
-from schemas.records import Reward, Trajectory, TrajectoryStep
-from stream_jobs.errors import TooManyFields
-from stream_jobs.lake.tables.arrow_columns import (
+from clawstream.runtime.kafka import Record
+from clawstream.runtime.topics.records import Decoder
+from clawstream.schemas.codec.avro_schema import expanded
+from clawstream.schemas.codec.compiled_reader import MALFORMED
+from clawstream.schemas.codec.foreign import fingerprint_of
+from clawstream.schemas.codec.single_object import (
+    MAGIC,
+    TOP_LEVEL,
+    Codec,
+    archived,
+    as_dict,
+    shipped,
+)
+from clawstream.schemas.errors import Undecodable
+from clawstream.schemas.records import Reward, Trajectory, TrajectoryStep
+from clawstream.stream_jobs.errors import TooManyFields
+from clawstream.stream_jobs.lake.tables.arrow_columns import (
     avro_columns,
     evolved,
     merged,
@@ -38,10 +45,10 @@ from stream_jobs.lake.tables.arrow_columns import (
     pruned,
     tupled,
 )
-from stream_jobs.lake.tables.avro_values import reader_of
-from stream_jobs.lake.tables.catalog import catalog
-from stream_jobs.lake.tables.row_decoder import RowDecoder, WriterSchemas
-from stream_jobs.lake.tables.table import Table
+from clawstream.stream_jobs.lake.tables.avro_values import reader_of
+from clawstream.stream_jobs.lake.tables.catalog import catalog
+from clawstream.stream_jobs.lake.tables.row_decoder import RowDecoder, WriterSchemas
+from clawstream.stream_jobs.lake.tables.table import Table
 
 CODEC = Codec()
 PLAIN = {

@@ -13,15 +13,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.kafka import SourceTruncated
-from schemas import records as events
-from schemas.codec.single_object import AVRO_DIR, as_dict
-from schemas.tokens import pack_ids, pack_logprobs, unpack_ids, unpack_logprobs
-from schemas.topics import Topics
-from stream_jobs.lake.consumer import first_offset
-from stream_jobs.lake.dedupe import DedupeWindow, digest, drop_duplicates
-from stream_jobs.lake.tables.catalog import catalog, tables_of
-from stream_jobs.lake.tables.table import ConsumedRecord, Row, Table
+from clawstream.runtime.kafka import SourceTruncated
+from clawstream.schemas import records as events
+from clawstream.schemas.codec.single_object import AVRO_DIR, as_dict
+from clawstream.schemas.tokens import pack_ids, pack_logprobs, unpack_ids, unpack_logprobs
+from clawstream.schemas.topics import Topics
+from clawstream.stream_jobs.lake.consumer import first_offset
+from clawstream.stream_jobs.lake.dedupe import DedupeWindow, digest, drop_duplicates
+from clawstream.stream_jobs.lake.tables.catalog import catalog, tables_of
+from clawstream.stream_jobs.lake.tables.table import ConsumedRecord, Row, Table
 
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 words = st.text(st.characters(codec="utf-8"), max_size=12)

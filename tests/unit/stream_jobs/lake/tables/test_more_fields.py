@@ -9,18 +9,18 @@ from typing import Any, cast
 
 import pytest
 
-from runtime.kafka import Cluster, Record
-from runtime.topics.records import Decoder
-from schemas import records
-from schemas.codec.avro_schema import expanded
-from schemas.codec.single_object import MAGIC, Codec, shipped
-from schemas.settings import Settings
-from stream_jobs.errors import TooManyFields
-from stream_jobs.lake.consumer import LakeConsumer
-from stream_jobs.lake.delta.table import MORE_FIELDS
-from stream_jobs.lake.tables.catalog import catalog
-from stream_jobs.lake.tables.row_decoder import WriterSchemas
-from stream_jobs.lake.writer import Lake
+from clawstream.runtime.kafka import Cluster, Record
+from clawstream.runtime.topics.records import Decoder
+from clawstream.schemas import records
+from clawstream.schemas.codec.avro_schema import expanded
+from clawstream.schemas.codec.single_object import MAGIC, Codec, shipped
+from clawstream.schemas.settings import Settings
+from clawstream.stream_jobs.errors import TooManyFields
+from clawstream.stream_jobs.lake.consumer import LakeConsumer
+from clawstream.stream_jobs.lake.delta.table import MORE_FIELDS
+from clawstream.stream_jobs.lake.tables.catalog import catalog
+from clawstream.stream_jobs.lake.tables.row_decoder import WriterSchemas
+from clawstream.stream_jobs.lake.writer import Lake
 
 
 @pytest.fixture

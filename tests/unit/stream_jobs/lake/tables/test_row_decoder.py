@@ -7,12 +7,12 @@ from typing import cast
 
 from support.admit import cand
 
-from runtime.kafka import Record
-from runtime.topics.records import Decoder
-from schemas.records import BatchGroup, BatchMember, Place, ReadyBatch, RewardValue
-from stream_jobs.lake.tables.catalog import catalog
-from stream_jobs.lake.tables.row_decoder import RowDecoder, WriterSchemas
-from stream_jobs.lake.tables.table import Row
+from clawstream.runtime.kafka import Record
+from clawstream.runtime.topics.records import Decoder
+from clawstream.schemas.records import BatchGroup, BatchMember, Place, ReadyBatch, RewardValue
+from clawstream.stream_jobs.lake.tables.catalog import catalog
+from clawstream.stream_jobs.lake.tables.row_decoder import RowDecoder, WriterSchemas
+from clawstream.stream_jobs.lake.tables.table import Row
 
 BATCH_TABLES = ("batches", "groups")
 
