@@ -3,8 +3,8 @@
 A value is `C3 01`, the CRC-64-AVRO fingerprint of the writer's schema (8 bytes, little-endian),
 then the Avro body (https://avro.apache.org/docs/1.12.0/specification/#single-object-encoding).
 Confluent framing (`00`, schema id as big-endian int32, body) is decoded as well, for ids that were
-announced to the codec. The schema of a value is a shipped one (current or archived) or one
-announced on the schemas topic.
+announced to the codec. The schema of a value is a shipped one or one announced on the schemas
+topic.
 """
 
 from __future__ import annotations
@@ -81,12 +81,6 @@ def _compiled_writer(name: str) -> Write:
     return writer_of(expanded(shipped(name)))
 
 
-@cache
-def archived() -> tuple[dict[str, Any], ...]:
-    """Return every released schema, the current ones included."""
-    return tuple(json.loads(p.read_text()) for p in sorted((AVRO_DIR / "archive").glob("*/*.avsc")))
-
-
 _RECORDS = Records(partial(getattr, records))
 
 
@@ -116,8 +110,6 @@ class Codec:
             )
             self._current[cls] = (MAGIC + header, _compiled_writer(cls.__name__))
             self._writers[header] = _Writer(shipped(cls.__name__), cls.__name__)
-        for schema in archived():
-            self.announce(json.dumps(schema))
 
     def announce(self, schema_json: str, confluent_id: int | None = None) -> str:
         """Register a writer's schema and return its fingerprint in hex.

@@ -30,7 +30,6 @@ from clawstream.schemas.codec.single_object import (
     MAGIC,
     TOP_LEVEL,
     Codec,
-    archived,
     as_dict,
     record_from,
     shipped,
@@ -281,40 +280,6 @@ def test_confluent_framing_is_read() -> None:
         codec.decode(framed)
     codec.announce(json.dumps(shipped("Step")), confluent_id=7)
     assert codec.encode(codec.decode(framed)) == value
-
-
-def test_every_current_schema_is_archived() -> None:
-    """Keep released schemas readable.
-
-    `python -m clawstream.schemas.codec.archive` adds a changed schema.
-    """
-    fingerprints = {fingerprint_of(s) for s in archived()}
-    for cls in TOP_LEVEL:
-        assert fingerprint_of(shipped(cls.__name__)) in fingerprints, (
-            f"{cls.__name__}: run python -m clawstream.schemas.codec.archive"
-        )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("old", archived(), ids=lambda s: f"{s['name']}-{fingerprint_of(s)[:8]}")
-def test_archived_schema_and_current_one_read_each_other(old: dict[str, typing.Any]) -> None:
-    """Check both directions on bytes.
-
-    The current schema reads bytes of the archived one, as fastavro does, and the reverse.
-    """
-    current, before = foreign.parse(shipped(old["name"])), foreign.parse(old)
-    for writer, reader in ((before, current), (current, before)):
-        for _ in range(10):
-            out = io.BytesIO()
-            fastavro.schemaless_writer(out, writer, generate_one(writer))
-            out.seek(0)
-            plain = fastavro.schemaless_reader(out, writer, reader)
-            if reader is current:
-                value = MAGIC + bytes.fromhex(fingerprint_of(old)) + out.getvalue()
-                cls = next(c for c in TOP_LEVEL if c.__name__ == old["name"])
-                assert repr(CODEC.decode(value)) == repr(
-                    record_from(cls.__name__, typing.cast("dict[str, typing.Any]", plain))
-                )
 
 
 def test_tokens_and_logprobs_are_packed_little_endian() -> None:
