@@ -8,8 +8,8 @@ import re
 from typing import Any
 
 from clawstream.rewards.turns import next_messages
+from clawstream.schemas.conversation import texts_of
 from clawstream.schemas.records import Trajectory
-from clawstream.schemas.replies import texts_of
 
 SATISFIED = re.compile(r"\b(thanks?|great|perfect)\b")
 NEGATION = re.compile(r"\b(no|not|never|\w+n't)\b")

@@ -6,9 +6,9 @@ clawstream flow exec tasks=examples/arithmetic.jsonl -- my-agent {question}
 
 import json
 
+from clawstream.schemas.conversation import answer_in, loaded
 from clawstream.schemas.numbers.text import last_number_in, number_in
 from clawstream.schemas.records import Trajectory
-from clawstream.schemas.replies import answer_in, loaded
 
 
 def right(trajectory: Trajectory) -> float | None:

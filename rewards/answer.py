@@ -8,8 +8,8 @@ from typing import Any
 
 import orjson
 
+from clawstream.schemas.conversation import AUXILIARY_TAGS, answer_in, loaded, without_thoughts
 from clawstream.schemas.records import Trajectory, TrajectoryStep
-from clawstream.schemas.replies import AUXILIARY_TAGS, answer_in, loaded, without_thoughts
 
 Gold = str | int | float | Decimal | bool
 

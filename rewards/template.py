@@ -10,8 +10,8 @@ import orjson
 
 from clawstream.rewards.answer import metadata
 from clawstream.rewards.turns import new_messages, next_messages, turns_until
+from clawstream.schemas.conversation import calls_in, loaded, texts_in
 from clawstream.schemas.records import Trajectory, TrajectoryStep
-from clawstream.schemas.replies import calls_in, loaded, texts_in
 
 _PLACE = re.compile(r"\{([a-z_]+)(?:\.([^{}]+))?\}")
 CONVERSATION_BYTES = 64 << 10

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from clawstream.rewards.answer import is_own_step
+from clawstream.schemas.conversation import loaded
 from clawstream.schemas.records import Trajectory, TrajectoryStep
-from clawstream.schemas.replies import loaded
 
 
 def new_messages(step: TrajectoryStep) -> list[Any]:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from clawstream.export.row import Chat
-from clawstream.schemas.replies import calls_of, items_of, loaded, reasoning_of, texts_of
+from clawstream.schemas.conversation import calls_of, items_of, loaded, reasoning_of, texts_of
 
 Message = dict[str, Any]
 _ROLES = {"developer": "system"}

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from clawstream.schemas.replies import loaded
+from clawstream.schemas.conversation import loaded
 
 _OF_REQUEST = ("system", "instructions", "messages", "input", "prompt", "tools")
 _SYNTAX = frozenset({"type", "role"})

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from clawstream.gateway.attribution.conversation import SYSTEM_ROLES, system_text, turns
-from clawstream.schemas.replies import TEXT_BLOCKS, calls_of, is_model_item, items_of, texts_of
+from clawstream.schemas.conversation import TEXT_BLOCKS, calls_of, is_model_item, items_of, texts_of
 
 FIRST_TURN = "first_turn"
 PREFILLED = "prefilled"

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
-from clawstream.schemas.replies import loaded
+from clawstream.schemas.conversation import loaded
 
 _CONVERSATION = ("system", "messages", "input")
 

@@ -8,8 +8,8 @@ from datetime import UTC, datetime
 from itertools import islice
 from typing import Any
 
+from clawstream.schemas.conversation import answer_in, calls_in, loaded
 from clawstream.schemas.records import Candidate, SessionEvent, Step
-from clawstream.schemas.replies import answer_in, calls_in, loaded
 from clawstream.schemas.reward_matching import training_reward
 
 Weights = Mapping[tuple[str, str | None], Mapping[str, float]]

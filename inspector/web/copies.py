@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from typing import Any
 
-from clawstream.schemas.replies import loaded
+from clawstream.schemas.conversation import loaded
 
 PATHS = {
     "openai.chat": "/v1/chat/completions",

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from clawstream.rewards.quality.score import Score
+from clawstream.schemas.conversation import loaded, texts_in
 from clawstream.schemas.records import Trajectory, TrajectoryStep
-from clawstream.schemas.replies import loaded, texts_in
 
 ID_BYTES = 4
 WINDOW = 16

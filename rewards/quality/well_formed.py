@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from clawstream.rewards.quality.score import Score
+from clawstream.schemas.conversation import Call, calls_in, loaded, texts_in
 from clawstream.schemas.records import Trajectory
-from clawstream.schemas.replies import Call, calls_in, loaded, texts_in
 
 BROKEN = "\ufffd"
 

@@ -11,6 +11,7 @@ from typing import Any
 import orjson
 
 from clawstream.schemas.codec.single_object import Codec
+from clawstream.schemas.conversation import texts_of
 from clawstream.schemas.ids import key_of_trajectory
 from clawstream.schemas.records import (
     Assessment,
@@ -22,7 +23,6 @@ from clawstream.schemas.records import (
     Step,
     Trajectory,
 )
-from clawstream.schemas.replies import texts_of
 from clawstream.schemas.tokens import pack_ids, pack_logprobs
 from clawstream.schemas.trajectory_parts import joined
 from clawstream.stream_jobs.assemble import changelog

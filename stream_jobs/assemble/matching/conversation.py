@@ -27,7 +27,7 @@ from zlib import crc32
 
 import orjson
 
-from clawstream.schemas.replies import (
+from clawstream.schemas.conversation import (
     CALL_ITEMS,
     TEXT_BLOCKS,
     Call,

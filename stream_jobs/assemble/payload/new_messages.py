@@ -7,7 +7,7 @@ from typing import Any
 
 import orjson
 
-from clawstream.schemas.replies import is_model_item
+from clawstream.schemas.conversation import is_model_item
 from clawstream.stream_jobs.assemble.matching.conversation import request_items
 
 SHORTEST = 64

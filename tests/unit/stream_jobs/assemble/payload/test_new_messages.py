@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.assemble import LIMITS, InMemoryPartition, chat_step, session
 
-from clawstream.schemas.replies import loaded
+from clawstream.schemas.conversation import loaded
 from clawstream.stream_jobs.assemble.payload.new_messages import new_messages
 from clawstream.stream_jobs.assemble.state.trajectories import STEPS
 

@@ -12,7 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from clawstream.gateway.attribution import tags
-from clawstream.schemas.replies import AUXILIARY_TAGS, Call, answer_in, calls_in, loaded, texts_in
+from clawstream.schemas.conversation import (
+    AUXILIARY_TAGS,
+    Call,
+    answer_in,
+    calls_in,
+    loaded,
+    texts_in,
+)
 
 
 def test_every_tag_of_the_gateway_names_an_auxiliary_call() -> None:
