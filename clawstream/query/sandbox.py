@@ -15,6 +15,7 @@ from typing import BinaryIO
 
 import pyarrow as pa
 
+from clawstream.query.memory_limit import too_large
 from clawstream.query.result_format import Format, write
 from clawstream.query.sandbox_launch import QueryProcess, query_process
 from clawstream.schemas.settings import LakeSettings, Settings
@@ -64,14 +65,6 @@ class QueryResult:
                 f"the process of the query ended with code {code}: standard error says why"
             )
         return None
-
-
-def too_large(lake: LakeSettings) -> str:
-    """Return the error message of a query that needs more memory than its limit."""
-    return (
-        f"the query needs more than lake.sql_memory_mb={lake.sql_memory_mb}: "
-        "narrow it, or raise the limit"
-    )
 
 
 def run_sql(settings: Settings, query: str, fmt: Format = "table", at: str | None = None) -> str:

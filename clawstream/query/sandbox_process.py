@@ -30,7 +30,7 @@ import pyarrow as pa
 
 from clawstream.query.column_comments import READS_COMMENTS
 from clawstream.query.connection import batches_of, connect, table_at_fault
-from clawstream.query.sandbox import too_large
+from clawstream.query.memory_limit import too_large
 from clawstream.schemas.settings import LakeSettings, Settings
 from clawstream.stream_jobs.errors import LakeDamaged, LakeError, SqlError
 from clawstream.stream_jobs.lake.delta.log import plain

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from clawstream.rewards.classifier import reward
+from clawstream.rewards.classifier.input_texts import texts
 from clawstream.schemas.records import Trajectory
 from clawstream.schemas.settings.reward_models import Classifier
 from clawstream.schemas.user_function import batched
@@ -49,7 +49,7 @@ def local_classifier(settings: Classifier) -> Callable[[Sequence[Trajectory]], l
         Raises:
             ValueError: A trajectory lacks what the templates need.
         """
-        pairs = [reward.texts(settings, trajectory) for trajectory in trajectories]
+        pairs = [texts(settings, trajectory) for trajectory in trajectories]
         inputs = [
             tokenizer(text) if query is None else tokenizer(query, text) for query, text in pairs
         ]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from clawstream.rewards.answer import own_steps
+from clawstream.rewards.classifier.input_texts import texts
 from clawstream.rewards.endpoint import Endpoint, EndpointError
-from clawstream.rewards.template import check_template, filled
+from clawstream.rewards.template import check_template
 from clawstream.schemas.records import Trajectory
 from clawstream.schemas.settings.reward_models import Classifier
 
@@ -30,17 +30,6 @@ def classifier(configuration: Mapping[str, Any]) -> Callable[..., Any]:
     )  # torch, for a local model only
 
     return local_classifier(settings)
-
-
-def texts(settings: Classifier, trajectory: Trajectory) -> tuple[str | None, str]:
-    """Return the query, if there is a template for it, and the text to rate.
-
-    Raises:
-        ValueError: The trajectory lacks what the templates need.
-    """
-    steps = own_steps(trajectory)
-    query = None if settings.query is None else filled(settings.query, trajectory, steps)
-    return query, filled(settings.template, trajectory, steps)
 
 
 def _at_endpoint(settings: Classifier, url: str) -> Callable[[Trajectory], Any]:

@@ -7,12 +7,15 @@ tokens are not in the views; they only are context of the model's forward pass.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from clawstream.trainer.algorithms.settings import AlgorithmSettings
 
 Floats = NDArray[np.float64]
 Indexes = NDArray[np.int64]
@@ -108,3 +111,10 @@ class LossBatch:
         """
         counts = self.sequence_sum(torch.ones_like(values))
         return self.sequence_sum(values) / counts.clamp(min=1.0)
+
+
+Loss = Callable[[LossBatch, AlgorithmSettings], Tensor | tuple[Tensor, Mapping[str, Tensor]]]
+"""(whole sequences, settings) -> loss of each token, shape (tokens,).
+
+A user's own may return a pair: also metrics, with a value for each token.
+"""

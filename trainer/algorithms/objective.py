@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from torch import Tensor
 
 from clawstream.schemas.errors import SettingsError
-from clawstream.trainer.algorithms.batch import LossBatch
+from clawstream.trainer.algorithms.batch import Loss, LossBatch
 from clawstream.trainer.algorithms.kl import kl
 from clawstream.trainer.algorithms.registry import setting_of
 from clawstream.trainer.algorithms.settings import AlgorithmSettings
-
-Loss = Callable[[LossBatch, AlgorithmSettings], Tensor | tuple[Tensor, Mapping[str, Tensor]]]
-"""(whole sequences, settings) -> loss of each token, shape (tokens,).
-
-A user's own may return a pair: also metrics, with a value for each token.
-"""
 
 
 class MinibatchSize(NamedTuple):

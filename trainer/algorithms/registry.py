@@ -19,8 +19,7 @@ from clawstream.trainer.algorithms.settings import AlgorithmSettings
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from clawstream.trainer.algorithms.batch import BatchView, Floats, LossBatch
-    from clawstream.trainer.algorithms.objective import Loss
+    from clawstream.trainer.algorithms.batch import BatchView, Floats, Loss, LossBatch
 
 Column = Literal["ref_logprobs", "teacher_logprobs", "values"]
 RewardUse = Literal["none", "trajectory", "step"]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from support.batch_views import loss_batches
 from torch import Tensor
 
-from clawstream.trainer.algorithms.batch import LossBatch
+from clawstream.trainer.algorithms.batch import Loss, LossBatch
 from clawstream.trainer.algorithms.importance import correction_weights
 from clawstream.trainer.algorithms.kl import kl
 from clawstream.trainer.algorithms.losses.cispo import cispo
@@ -24,7 +24,7 @@ from clawstream.trainer.algorithms.losses.dppo import dppo
 from clawstream.trainer.algorithms.losses.gspo import gspo
 from clawstream.trainer.algorithms.losses.policy_gradient import policy_gradient
 from clawstream.trainer.algorithms.losses.ppo_clip import ppo_clip
-from clawstream.trainer.algorithms.objective import Loss, MinibatchSize, objective
+from clawstream.trainer.algorithms.objective import MinibatchSize, objective
 from clawstream.trainer.algorithms.registry import LOSSES
 from clawstream.trainer.algorithms.settings import (
     Aggregation,

@@ -27,12 +27,12 @@ from clawstream.trainer.algorithms.advantages.grpo import grpo
 from clawstream.trainer.algorithms.advantages.reinforce_pp import reinforce_pp
 from clawstream.trainer.algorithms.advantages.reinforce_pp_baseline import reinforce_pp_baseline
 from clawstream.trainer.algorithms.advantages.rloo import rloo
-from clawstream.trainer.algorithms.batch import BatchView, Floats, LossBatch
+from clawstream.trainer.algorithms.batch import BatchView, Floats, Loss, LossBatch
 from clawstream.trainer.algorithms.kl import kl
 from clawstream.trainer.algorithms.losses.cispo import cispo
 from clawstream.trainer.algorithms.losses.gspo import gspo
 from clawstream.trainer.algorithms.losses.ppo_clip import ppo_clip
-from clawstream.trainer.algorithms.objective import Loss, MinibatchSize, objective
+from clawstream.trainer.algorithms.objective import MinibatchSize, objective
 from clawstream.trainer.algorithms.returns import token_rewards
 from clawstream.trainer.algorithms.settings import Aggregation, AlgorithmSettings, KlEstimator
 from clawstream.trainer.algorithms.values import value_loss
