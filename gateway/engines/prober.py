@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import orjson
 
-from clawstream.gateway.engines.request_heads import VERSION_PATH
+from clawstream.gateway.engines.circuit_breaker import By, Circuit
+from clawstream.gateway.engines.http1 import Connection
+from clawstream.gateway.engines.registry import EngineSpec
+from clawstream.gateway.engines.request_heads import VERSION_PATH, RequestHeads
 from clawstream.gateway.engines.retry_policy import outcome_of
 from clawstream.gateway.errors import Overloaded, Unreachable
 from clawstream.gateway.protocols.base import EngineKind
 from clawstream.runtime.logs import logger
 from clawstream.schemas import engine_frames
-
-if TYPE_CHECKING:
-    from clawstream.gateway.engines.engine import Engine
 
 PATIENCE = 2.0
 """A probe fails after this many probe intervals without an answer."""
@@ -27,13 +27,32 @@ MAX_UNCLEAR = 5
 NOT_UP = (502, 503)
 
 
+class ProbedEngine(Protocol):
+    """The methods and attributes of `Engine` that probes use."""
+
+    name: str
+    spec: EngineSpec
+    listed: EngineSpec
+    circuit: Circuit
+    kind_known: bool
+    heads: RequestHeads
+
+    def found(self, kind: EngineKind) -> None: ...
+
+    def answered(self, by: By) -> None: ...
+
+    def failed(self, by: By, surely: bool = False) -> None: ...
+
+    async def connection(self) -> Connection: ...
+
+
 class Prober:
     """The probing task of one engine.
 
     interval_s: gateway.probe_interval_s. first_probe: Set after the first probe, or a bug in it.
     """
 
-    def __init__(self, engine: Engine, interval_s: float) -> None:
+    def __init__(self, engine: ProbedEngine, interval_s: float) -> None:
         self._engine, self._interval_s = engine, interval_s
         self.first_probe = asyncio.Event()
         self._woken = asyncio.Event()

@@ -154,6 +154,14 @@ def test_packages_import_each_other_without_a_cycle() -> None:
     order.prepare()
 
 
+def test_files_import_each_other_without_a_cycle() -> None:
+    """Imports inside functions, for types only, and names of modules in strings count too."""
+    order = TopologicalSorter(
+        {name_of(path): imports(path) & MODULES - {name_of(path)} for path in FILES}
+    )
+    order.prepare()
+
+
 def test_a_job_imports_no_other_job_and_the_worker_none() -> None:
     found = arrows()
     for package in [*JOBS, "stream_jobs.worker"]:
