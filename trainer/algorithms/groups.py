@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from clawstream.schemas.algorithms import AlgorithmSettings
 from clawstream.trainer.algorithms.batch import BatchView, Floats
 from clawstream.trainer.algorithms.returns import outcomes
-from clawstream.trainer.algorithms.settings import AlgorithmSettings
 
 
 def group_advantages(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from clawstream.schemas.algorithms import AlgorithmSettings
 from clawstream.trainer.algorithms.batch import LossBatch
-from clawstream.trainer.algorithms.settings import AlgorithmSettings
 
 LARGEST_LOG_RATIO = 20.0
 """Log-ratios are limited to this size, as in verl. One token of ratio 1e30 would hide all others,

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from clawstream.schemas.algorithms import KlEstimator
 from clawstream.trainer.algorithms.batch import Floats
 from clawstream.trainer.algorithms.importance import LARGEST_LOG_RATIO, bounded
-from clawstream.trainer.algorithms.settings import KlEstimator
 
 Values = TypeVar("Values", Tensor, Floats)
 

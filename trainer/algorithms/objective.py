@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from clawstream.schemas.algorithms import AlgorithmSettings
 from clawstream.schemas.errors import SettingsError
 from clawstream.trainer.algorithms.batch import Loss, LossBatch
 from clawstream.trainer.algorithms.kl import kl
 from clawstream.trainer.algorithms.registry import setting_of
-from clawstream.trainer.algorithms.settings import AlgorithmSettings
 
 
 class MinibatchSize(NamedTuple):

@@ -11,10 +11,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from clawstream.schemas.algorithms import AlgorithmSettings
 from clawstream.schemas.errors import SettingsError
 from clawstream.schemas.rule_spec import is_own
 from clawstream.schemas.user_function import FunctionNotFound, load_function
-from clawstream.trainer.algorithms.settings import AlgorithmSettings
 
 if TYPE_CHECKING:
     from torch import Tensor

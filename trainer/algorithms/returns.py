@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from clawstream.schemas.algorithms import AlgorithmSettings
 from clawstream.trainer.algorithms.batch import BatchView, Floats
 from clawstream.trainer.algorithms.kl import kl
-from clawstream.trainer.algorithms.settings import AlgorithmSettings
 
 
 def kl_penalty(batch: BatchView, settings: AlgorithmSettings) -> Floats:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from clawstream.schemas.algorithms import AlgorithmSettings
 from clawstream.trainer.algorithms.batch import BatchView, Floats
-from clawstream.trainer.algorithms.settings import AlgorithmSettings
 
 
 def distillation(batch: BatchView, settings: AlgorithmSettings) -> Floats:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import fmean
 
+from clawstream.schemas.algorithms import AlgorithmSettings
 from clawstream.trainer.algorithms.batch import BatchView, Floats
 from clawstream.trainer.algorithms.groups import group_advantages
-from clawstream.trainer.algorithms.settings import AlgorithmSettings
 
 
 def dr_grpo(batch: BatchView, settings: AlgorithmSettings) -> Floats:

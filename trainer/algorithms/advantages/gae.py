@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from clawstream.schemas.algorithms import AlgorithmSettings
 from clawstream.trainer.algorithms.batch import BatchView, Floats, Indexes
 from clawstream.trainer.algorithms.returns import token_rewards, whitened
-from clawstream.trainer.algorithms.settings import AlgorithmSettings
 
 
 def gae(batch: BatchView, settings: AlgorithmSettings) -> Floats:

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from functools import partial
 from statistics import fmean, stdev
 
+from clawstream.schemas.algorithms import AlgorithmSettings
 from clawstream.trainer.algorithms.batch import BatchView, Floats
 from clawstream.trainer.algorithms.groups import group_advantages
-from clawstream.trainer.algorithms.settings import AlgorithmSettings
 
 
 def grpo(batch: BatchView, settings: AlgorithmSettings) -> Floats:

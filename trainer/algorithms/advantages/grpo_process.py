@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from clawstream.schemas.algorithms import AlgorithmSettings
 from clawstream.trainer.algorithms.advantages.grpo import standardized
 from clawstream.trainer.algorithms.batch import BatchView, Floats
 from clawstream.trainer.algorithms.returns import discounted, kl_penalty, placed_rewards
-from clawstream.trainer.algorithms.settings import AlgorithmSettings
 
 
 def grpo_process(batch: BatchView, settings: AlgorithmSettings) -> Floats:

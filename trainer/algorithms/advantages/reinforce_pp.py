@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from clawstream.schemas.algorithms import AlgorithmSettings
 from clawstream.trainer.algorithms.batch import BatchView, Floats
 from clawstream.trainer.algorithms.returns import discounted, token_rewards, whitened
-from clawstream.trainer.algorithms.settings import AlgorithmSettings
 
 
 def reinforce_pp(batch: BatchView, settings: AlgorithmSettings) -> Floats:

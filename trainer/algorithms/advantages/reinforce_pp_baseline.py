@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from clawstream.schemas.algorithms import AlgorithmSettings
 from clawstream.trainer.algorithms.advantages.dr_grpo import dr_grpo
 from clawstream.trainer.algorithms.batch import BatchView, Floats
 from clawstream.trainer.algorithms.returns import whitened
-from clawstream.trainer.algorithms.settings import AlgorithmSettings
 
 
 def reinforce_pp_baseline(batch: BatchView, settings: AlgorithmSettings) -> Floats:

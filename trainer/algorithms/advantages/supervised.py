@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from clawstream.schemas.algorithms import AlgorithmSettings
 from clawstream.trainer.algorithms.batch import BatchView, Floats
-from clawstream.trainer.algorithms.settings import AlgorithmSettings
 
 
 def ones(batch: BatchView, settings: AlgorithmSettings) -> Floats:

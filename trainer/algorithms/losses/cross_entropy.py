@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from clawstream.schemas.algorithms import AlgorithmSettings
 from clawstream.trainer.algorithms.batch import LossBatch
-from clawstream.trainer.algorithms.settings import AlgorithmSettings
 
 
 def cross_entropy(batch: LossBatch, settings: AlgorithmSettings) -> Tensor:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from clawstream.schemas.algorithms import AlgorithmSettings
 from clawstream.trainer.algorithms.batch import LossBatch
 from clawstream.trainer.algorithms.importance import bounded, corrected
 from clawstream.trainer.algorithms.losses.ppo_clip import clipped_surrogate, out_of_bounds
-from clawstream.trainer.algorithms.settings import AlgorithmSettings
 
 
 def gspo(batch: LossBatch, settings: AlgorithmSettings) -> Tensor:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from clawstream.schemas.algorithms import AlgorithmSettings
 from clawstream.trainer.algorithms.batch import LossBatch
 from clawstream.trainer.algorithms.importance import correction_weights
-from clawstream.trainer.algorithms.settings import AlgorithmSettings
 
 
 def policy_gradient(batch: LossBatch, settings: AlgorithmSettings) -> Tensor:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from clawstream.schemas.algorithms import AlgorithmSettings
 from clawstream.trainer.algorithms.batch import LossBatch
 from clawstream.trainer.algorithms.importance import bounded, corrected
-from clawstream.trainer.algorithms.settings import AlgorithmSettings
 
 
 def ppo_clip(batch: LossBatch, settings: AlgorithmSettings) -> Tensor:

@@ -12,6 +12,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from support.batch_views import Member, Step, members, view_of
 
+from clawstream.schemas.algorithms import AlgorithmSettings, KlEstimator
 from clawstream.trainer.algorithms.advantages.distillation import distillation
 from clawstream.trainer.algorithms.advantages.dr_grpo import dr_grpo
 from clawstream.trainer.algorithms.advantages.gae import (
@@ -29,7 +30,6 @@ from clawstream.trainer.algorithms.advantages.rloo import rloo
 from clawstream.trainer.algorithms.advantages.supervised import ones, reward_weights
 from clawstream.trainer.algorithms.batch import BatchView, Floats
 from clawstream.trainer.algorithms.returns import placed_rewards
-from clawstream.trainer.algorithms.settings import AlgorithmSettings, KlEstimator
 
 Estimator = Callable[[BatchView, AlgorithmSettings], Floats]
 CLOSE = {"rtol": 1e-5, "atol": 1e-9}

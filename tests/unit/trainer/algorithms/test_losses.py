@@ -15,6 +15,13 @@ from hypothesis import strategies as st
 from support.batch_views import loss_batches
 from torch import Tensor
 
+from clawstream.schemas.algorithms import (
+    Aggregation,
+    AlgorithmSettings,
+    Correction,
+    KlEstimator,
+    Level,
+)
 from clawstream.trainer.algorithms.batch import Loss, LossBatch
 from clawstream.trainer.algorithms.importance import correction_weights
 from clawstream.trainer.algorithms.kl import kl
@@ -26,13 +33,6 @@ from clawstream.trainer.algorithms.losses.policy_gradient import policy_gradient
 from clawstream.trainer.algorithms.losses.ppo_clip import ppo_clip
 from clawstream.trainer.algorithms.objective import MinibatchSize, objective
 from clawstream.trainer.algorithms.registry import LOSSES
-from clawstream.trainer.algorithms.settings import (
-    Aggregation,
-    AlgorithmSettings,
-    Correction,
-    KlEstimator,
-    Level,
-)
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-8}
 Numbers = list[float]

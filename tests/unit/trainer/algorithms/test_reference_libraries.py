@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from support.batch_views import Member, loss_batches, members, view_of
 from torch import Tensor
 
+from clawstream.schemas.algorithms import Aggregation, AlgorithmSettings, KlEstimator
 from clawstream.trainer.algorithms.advantages.dr_grpo import dr_grpo
 from clawstream.trainer.algorithms.advantages.gae import gae, gae_returns
 from clawstream.trainer.algorithms.advantages.grpo import grpo
@@ -34,7 +35,6 @@ from clawstream.trainer.algorithms.losses.gspo import gspo
 from clawstream.trainer.algorithms.losses.ppo_clip import ppo_clip
 from clawstream.trainer.algorithms.objective import MinibatchSize, objective
 from clawstream.trainer.algorithms.returns import token_rewards
-from clawstream.trainer.algorithms.settings import Aggregation, AlgorithmSettings, KlEstimator
 from clawstream.trainer.algorithms.values import value_loss
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-7}

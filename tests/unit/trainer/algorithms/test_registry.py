@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from clawstream.schemas.algorithms import AlgorithmSettings
 from clawstream.schemas.errors import SettingsError
 from clawstream.schemas.reward_matching import SMALLEST_GROUP, WITHOUT_REWARDS
 from clawstream.trainer.algorithms.registry import (
@@ -18,7 +19,6 @@ from clawstream.trainer.algorithms.registry import (
     needs,
     specification,
 )
-from clawstream.trainer.algorithms.settings import AlgorithmSettings
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)

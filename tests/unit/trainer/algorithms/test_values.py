@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from support.batch_views import SEEDS, Member, members, view_of
 
+from clawstream.schemas.algorithms import AlgorithmSettings
 from clawstream.trainer.algorithms.advantages.gae import gae, gae_returns, gae_steps_returns
 from clawstream.trainer.algorithms.batch import BatchView
 from clawstream.trainer.algorithms.returns import token_rewards
-from clawstream.trainer.algorithms.settings import AlgorithmSettings
 from clawstream.trainer.algorithms.values import explained_variance, value_loss
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-8}

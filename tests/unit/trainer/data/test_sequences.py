@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.trainer_runs import ANY_ID
 
+from clawstream.schemas.algorithms import AlgorithmSettings
 from clawstream.schemas.records import (
     BatchGroup,
     BatchMember,
@@ -28,7 +29,6 @@ from clawstream.schemas.records import (
 from clawstream.schemas.tokens import pack_ids, pack_logprobs
 from clawstream.schemas.trajectory_parts import joined
 from clawstream.trainer.algorithms.advantages.grpo import grpo
-from clawstream.trainer.algorithms.settings import AlgorithmSettings
 from clawstream.trainer.data.minibatches import micro_batches, minibatches
 from clawstream.trainer.data.sequences import (
     ReadableIds,
