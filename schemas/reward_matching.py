@@ -7,28 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from clawstream.schemas.algorithms import reads_rewards
 from clawstream.schemas.records import ReadyBatch, RewardValue
 from clawstream.schemas.records.rewards import out_of_bounds
-
-SMALLEST_GROUP: Mapping[str, int] = dict.fromkeys(
-    (
-        "cispo",
-        "dapo",
-        "dppo",
-        "dr_grpo",
-        "grpo",
-        "grpo_process",
-        "gspo",
-        "maxrl",
-        "reinforce_pp_baseline",
-        "rloo",
-    ),
-    2,
-)
-"""Smallest useful group per algorithm (default 1): these compare the members of a group."""
-
-WITHOUT_REWARDS = frozenset({"distillation", "sft"})
-"""Algorithms that read no reward."""
 
 
 def matches(requirement: str, source: str, name: str) -> bool:
@@ -103,7 +84,7 @@ def groups_without_reward(batch: ReadyBatch) -> tuple[str, ...]:
 
     Rewards of steps count. An algorithm that reads no rewards has no such group.
     """
-    if batch.algorithm in WITHOUT_REWARDS:
+    if not reads_rewards(batch.algorithm):
         return ()
     weights = batch.reward_weights
     return tuple(

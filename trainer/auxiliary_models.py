@@ -8,9 +8,9 @@ from pathlib import Path
 from torch.distributed.checkpoint.stateful import Stateful
 
 from clawstream.runtime.logs import logger
+from clawstream.schemas.algorithms import Column
 from clawstream.schemas.errors import SettingsError
 from clawstream.schemas.settings import TrainerSettings
-from clawstream.trainer.algorithms.registry import Column
 from clawstream.trainer.data.sequences import TrainingSequence
 from clawstream.trainer.metrics.statistics import CriticStats
 from clawstream.trainer.model.critic import PATH_SETTING, Critic

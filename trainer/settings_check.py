@@ -5,15 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
+from clawstream.schemas.algorithms import Algorithm, Column, smallest_group
 from clawstream.schemas.errors import SettingsError
-from clawstream.schemas.reward_matching import SMALLEST_GROUP
 from clawstream.schemas.rule_spec import is_own
 from clawstream.schemas.settings import Settings, TrainerSettings
 from clawstream.trainer.algorithms.registry import (
-    COMPARES,
-    WITHOUT_REWARDS,
-    Algorithm,
-    Column,
+    estimator_of,
     load_function_of,
     needs,
     setting_of,
@@ -27,13 +24,13 @@ def check_algorithm(settings: Settings) -> None:
     policy = settings.admit.policy
     for environment, algorithm in check_named_algorithm(policy.algorithm, settings.trainer).items():
         where = policy.algorithm if environment is None else f"the algorithm of {environment}"
-        if algorithm.advantage in WITHOUT_REWARDS and policy.drop_zero_variance:
+        if estimator_of(algorithm).credits == "none" and policy.drop_zero_variance:
             raise SettingsError(
                 f"setting admit.policy.drop_zero_variance: {where} reads no rewards, but "
                 "admission would refuse groups whose rewards are equal or missing; set it to false"
             )
-        admits_one = SMALLEST_GROUP.get(policy.algorithm, 1) == 1
-        if environment is not None and algorithm.advantage in COMPARES and admits_one:
+        admits_one = smallest_group(policy.algorithm) == 1
+        if environment is not None and estimator_of(algorithm).compares and admits_one:
             raise SettingsError(
                 f"setting admit.policy.algorithm={policy.algorithm!r}: with it, groups of one are "
                 f"admitted, but the algorithm of {environment} compares members; let the run have "

@@ -8,7 +8,7 @@ from datetime import datetime
 from typing import Any, NamedTuple, Protocol
 
 from clawstream.inspector.queries.lake import Lake, Row
-from clawstream.schemas.reward_matching import SMALLEST_GROUP
+from clawstream.schemas.algorithms import smallest_group
 
 EXAMPLES = 10
 """Trajectories that are named for each change."""
@@ -116,7 +116,7 @@ def _parameters(name: str, policy: PolicyVersion) -> dict[str, Any]:
         f"{name}_json": policy.json,
         f"{name}_group_size": fields["group_size"],
         f"{name}_min_members": fields["min_members"],
-        f"{name}_smallest": SMALLEST_GROUP.get(fields["algorithm"], 1),
+        f"{name}_smallest": smallest_group(fields["algorithm"]),
         f"{name}_max_staleness": fields["max_staleness"],
         f"{name}_zero_variance": fields["drop_zero_variance"],
     }

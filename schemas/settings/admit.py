@@ -7,8 +7,8 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
+from clawstream.schemas.algorithms import smallest_group
 from clawstream.schemas.records import Channel, Outcome
-from clawstream.schemas.reward_matching import SMALLEST_GROUP
 from clawstream.schemas.settings.base import Count, Positive, RewardNumber, Section
 
 
@@ -95,7 +95,7 @@ class PolicySettings(Section):
                 "train_outcomes has replaced: another trajectory takes the place of such a one in "
                 "its group, so it is never trained"
             )
-        smallest = SMALLEST_GROUP.get(self.algorithm, 1)
+        smallest = smallest_group(self.algorithm)
         if self.group_size < smallest:
             raise ValueError(
                 f"{self.algorithm} needs groups of at least {smallest}: a smaller one has no "

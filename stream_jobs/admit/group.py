@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from clawstream.schemas.algorithms import smallest_group
 from clawstream.schemas.records import (
     AdmissionPolicy,
     BatchGroup,
@@ -15,7 +16,7 @@ from clawstream.schemas.records import (
     Channel,
     Place,
 )
-from clawstream.schemas.reward_matching import SMALLEST_GROUP, training_reward
+from clawstream.schemas.reward_matching import training_reward
 from clawstream.schemas.topics import MAX_MESSAGE_BYTES, MAX_RECORD_BYTES
 from clawstream.stream_jobs.admit.eligibility import (
     Ineligibility,
@@ -217,7 +218,7 @@ def evaluate_group(
             dropped.append((member, lack))
     least = min(policy.min_members, group.n)
     if channel == "train":  # whatever n is: an agent may have opened a group of one
-        least = max(least, SMALLEST_GROUP.get(policy.algorithm, 1))
+        least = max(least, smallest_group(policy.algorithm))
     if len(usable) < least:
         reasons = Counter(lack.reason for _, lack in dropped)
         detail = f"{len(usable)} of {group.n} usable, {least} needed" + "".join(

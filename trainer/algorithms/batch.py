@@ -112,7 +112,9 @@ class LossBatch:
         return self.sequence_sum(values) / counts.clamp(min=1.0)
 
 
-Loss = Callable[[LossBatch, AlgorithmSettings], Tensor | tuple[Tensor, Mapping[str, Tensor]]]
+LossFunction = Callable[
+    [LossBatch, AlgorithmSettings], Tensor | tuple[Tensor, Mapping[str, Tensor]]
+]
 """(whole sequences, settings) -> loss of each token, shape (tokens,).
 
 A user's own may return a pair: also metrics, with a value for each token.

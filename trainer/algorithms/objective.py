@@ -8,7 +8,7 @@ from torch import Tensor
 
 from clawstream.schemas.algorithms import AlgorithmSettings
 from clawstream.schemas.errors import SettingsError
-from clawstream.trainer.algorithms.batch import Loss, LossBatch
+from clawstream.trainer.algorithms.batch import LossBatch, LossFunction
 from clawstream.trainer.algorithms.kl import kl
 from clawstream.trainer.algorithms.registry import setting_of
 
@@ -22,7 +22,7 @@ class MinibatchSize(NamedTuple):
 
 def objective(
     batch: LossBatch,
-    loss: Loss,
+    loss: LossFunction,
     settings: AlgorithmSettings,
     size: MinibatchSize,
     environment: str | None = None,

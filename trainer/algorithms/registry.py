@@ -6,12 +6,23 @@ Importing the registry imports no torch: admission checks the name of an algorit
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
-from clawstream.schemas.algorithms import AlgorithmSettings
+from clawstream.schemas.algorithms import (
+    ALGORITHMS,
+    ESTIMATORS,
+    LOSSES,
+    Algorithm,
+    AlgorithmSettings,
+    Column,
+    CorrectedColumn,
+    Estimator,
+    Loss,
+    RewardUse,
+)
 from clawstream.schemas.errors import SettingsError
 from clawstream.schemas.rule_spec import is_own
 from clawstream.schemas.user_function import FunctionNotFound, load_function
@@ -19,142 +30,7 @@ from clawstream.schemas.user_function import FunctionNotFound, load_function
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from clawstream.trainer.algorithms.batch import BatchView, Floats, Loss, LossBatch
-
-Column = Literal["ref_logprobs", "teacher_logprobs", "values"]
-RewardUse = Literal["none", "trajectory", "step"]
-"""What an estimator reads. A trajectory without it is left out: its own reward, or any at all."""
-
-CorrectedColumn = Literal["logprobs", "old_logprobs"]
-
-_A, _L = "clawstream.trainer.algorithms.advantages", "clawstream.trainer.algorithms.losses"
-ADVANTAGES: Mapping[str, str] = {
-    "distillation": f"{_A}.distillation:distillation",
-    "dr_grpo": f"{_A}.dr_grpo:dr_grpo",
-    "gae": f"{_A}.gae:gae",
-    "gae_steps": f"{_A}.gae:gae_steps",
-    "grpo": f"{_A}.grpo:grpo",
-    "grpo_process": f"{_A}.grpo_process:grpo_process",
-    "maxrl": f"{_A}.maxrl:maxrl",
-    "ones": f"{_A}.supervised:ones",
-    "reinforce_pp": f"{_A}.reinforce_pp:reinforce_pp",
-    "reinforce_pp_baseline": f"{_A}.reinforce_pp_baseline:reinforce_pp_baseline",
-    "reward_weights": f"{_A}.supervised:reward_weights",
-    "rloo": f"{_A}.rloo:rloo",
-}
-"""Estimators: (BatchView, AlgorithmSettings) -> advantage of each token."""
-
-LOSSES: Mapping[str, str] = {
-    "cispo": f"{_L}.cispo:cispo",
-    "cross_entropy": f"{_L}.cross_entropy:cross_entropy",
-    "dppo": f"{_L}.dppo:dppo",
-    "gspo": f"{_L}.gspo:gspo",
-    "policy_gradient": f"{_L}.policy_gradient:policy_gradient",
-    "ppo_clip": f"{_L}.ppo_clip:ppo_clip",
-}
-"""Losses: (LossBatch, AlgorithmSettings) -> loss of each token."""
-
-CLIPPED: Mapping[str, str] = {
-    "cispo": f"{_L}.cispo:clipped",
-    "dppo": f"{_L}.dppo:clipped",
-    "gspo": f"{_L}.gspo:clipped",
-    "ppo_clip": f"{_L}.ppo_clip:clipped",
-}
-"""Which tokens a loss clips, for the metrics: (LossBatch, AlgorithmSettings) -> bool of each."""
-
-CORRECTED: Mapping[str, CorrectedColumn] = {
-    "cispo": "old_logprobs",
-    "gspo": "old_logprobs",
-    "policy_gradient": "logprobs",
-    "ppo_clip": "old_logprobs",
-}
-"""The column for which the importance weights of a loss correct, if `correction` is set."""
-
-RECOMPUTES = frozenset({"gspo"})
-"""Losses that need the trainer's own old log-probabilities.
-
-The trainer's ratio to an engine in bfloat16 differs from 1 by more than their bounds, and its mean
-log-ratio is negative: nearly all sequences with a negative advantage would have no gradient.
-"""
-
-OF_THE_MODEL = frozenset({"cross_entropy"})
-"""Losses of the model's own distribution: at temperature 1, whatever the steps were sampled at."""
-
-NEEDS: Mapping[str, Column] = {
-    "distillation": "teacher_logprobs",
-    "gae": "values",
-    "gae_steps": "values",
-}
-"""The optional column of the batch view that an estimator reads."""
-
-RETURNS: Mapping[str, str] = {
-    "gae": f"{_A}.gae:gae_returns",
-    "gae_steps": f"{_A}.gae:gae_steps_returns",
-}
-"""(BatchView, AlgorithmSettings) -> what a critic is to predict, of each estimator with values."""
-
-WITHOUT_REWARDS = frozenset({"distillation", "ones"})
-CREDITS_STEPS = frozenset({"gae", "gae_steps", "grpo_process", "reinforce_pp"})
-"""Estimators without rewards, and estimators of step rewards and trajectory rewards together."""
-
-COMPARES = frozenset({"dr_grpo", "grpo", "grpo_process", "maxrl", "reinforce_pp_baseline", "rloo"})
-"""Estimators that compare the members of a group: one alone has no advantage."""
-
-NOT_ZERO_WITHOUT_ADVANTAGE = frozenset({"dppo"})
-"""Losses that are not zero where the advantage is: those tokens need a forward pass, too."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Algorithm:
-    """An algorithm as data.
-
-    Attributes:
-        advantage, loss: names in `ADVANTAGES` and `LOSSES`, or `path.to:function`.
-        settings: its defaults.
-    """
-
-    advantage: str
-    loss: str
-    settings: AlgorithmSettings = field(default_factory=AlgorithmSettings)
-
-
-_S = AlgorithmSettings
-_TRUNCATED = _S(correction="truncate")
-ALGORITHMS: Mapping[str, Algorithm] = {
-    "cispo": Algorithm(advantage="grpo", loss="cispo", settings=_S(std_offset=0.3)),
-    "dapo": Algorithm(advantage="grpo", loss="ppo_clip", settings=_S(clip_high=0.28)),
-    "distillation": Algorithm(
-        advantage="distillation", loss="policy_gradient", settings=_TRUNCATED
-    ),
-    "dppo": Algorithm(advantage="dr_grpo", loss="dppo"),
-    "dr_grpo": Algorithm(
-        advantage="dr_grpo", loss="ppo_clip", settings=_S(aggregation="fixed_length")
-    ),
-    "grpo": Algorithm(advantage="grpo", loss="ppo_clip", settings=_S(aggregation="sequence_mean")),
-    "grpo_process": Algorithm(
-        advantage="grpo_process", loss="ppo_clip", settings=_S(aggregation="sequence_mean")
-    ),
-    "gspo": Algorithm(
-        advantage="grpo",
-        loss="gspo",
-        settings=_S(aggregation="sequence_mean", clip_low=3e-4, clip_high=4e-4),
-    ),
-    "maxrl": Algorithm(advantage="maxrl", loss="policy_gradient", settings=_TRUNCATED),
-    "ppo": Algorithm(advantage="gae", loss="ppo_clip", settings=_S(gae_lambda=0.95)),
-    "ppo_steps": Algorithm(advantage="gae_steps", loss="ppo_clip", settings=_S(gae_lambda=0.95)),
-    "reinforce_pp": Algorithm(
-        advantage="reinforce_pp",
-        loss="ppo_clip",
-        settings=_S(kl_estimator="k1", kl_in="reward"),
-    ),
-    "reinforce_pp_baseline": Algorithm(
-        advantage="reinforce_pp_baseline", loss="ppo_clip", settings=_S(kl_estimator="k2")
-    ),
-    "reward_weighted": Algorithm(advantage="reward_weights", loss="cross_entropy"),
-    "rloo": Algorithm(advantage="rloo", loss="policy_gradient", settings=_TRUNCATED),
-    "sft": Algorithm(advantage="ones", loss="cross_entropy"),
-}
-"""Algorithms by their name in the admission policy."""
+    from clawstream.trainer.algorithms.batch import BatchView, Floats, LossBatch, LossFunction
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,7 +53,7 @@ class LoadedAlgorithm:
     name: str
     advantage: Callable[[BatchView, AlgorithmSettings], Floats]
     returns: Callable[[BatchView, AlgorithmSettings], Floats] | None
-    loss: Loss
+    loss: LossFunction
     clipped: Callable[[LossBatch, AlgorithmSettings], Tensor] | None
     corrected: CorrectedColumn | None
     settings: AlgorithmSettings
@@ -215,7 +91,7 @@ def specification(
         loss=numbers.pop("loss", algorithm.loss),
         settings=replace(algorithm.settings, **numbers),
     )
-    for part, known in (("advantage", ADVANTAGES), ("loss", LOSSES)):
+    for part, known in (("advantage", ESTIMATORS), ("loss", LOSSES)):
         spec = getattr(algorithm, part)
         if spec not in known and not is_own(spec):
             raise SettingsError(
@@ -233,11 +109,25 @@ def setting_of(part: str, environment: str | None) -> str:
 
 
 def needs(algorithm: Algorithm) -> frozenset[Column]:
-    """Return the optional columns of the batch that an algorithm reads."""
-    found = {NEEDS[algorithm.advantage]} if algorithm.advantage in NEEDS else set()
+    """Return the optional columns of the batch that an algorithm reads.
+
+    Those of a user's own estimator are known once it is loaded.
+    """
+    columns = set(estimator_of(algorithm).needs)
     if algorithm.settings.kl_coef:
-        found.add("ref_logprobs")
-    return frozenset(found)
+        columns.add("ref_logprobs")
+    return frozenset(columns)
+
+
+def estimator_of(algorithm: Algorithm) -> Estimator:
+    """Return the estimator of an algorithm; that of a user reads rewards of trajectories."""
+    return ESTIMATORS.get(algorithm.advantage, Estimator(path=algorithm.advantage))
+
+
+def _loss_of(algorithm: Algorithm) -> Loss:
+    """Return the loss of an algorithm; that of a user may not be zero where the advantage is."""
+    own = Loss(path=algorithm.loss, zero_without_advantage=False)
+    return LOSSES.get(algorithm.loss, own)
 
 
 def load_all(
@@ -263,31 +153,39 @@ def load(
 ) -> LoadedAlgorithm:
     """Return an algorithm with its functions loaded, as `load_all`."""
     algorithm = specification(name, overrides, environment)
-    s = algorithm.settings
-    advantage, loss = (setting_of(part, environment) for part in ("advantage", "loss"))
-    # A user's own loss may not be zero where the advantage is.
-    zero = algorithm.loss in LOSSES and algorithm.loss not in NOT_ZERO_WITHOUT_ADVANTAGE
-    estimator = _function(advantage, algorithm.advantage, ADVANTAGES, folders)
-    own_needs, own_returns = _asked_for(advantage, estimator)
+    s, estimator, loss = algorithm.settings, estimator_of(algorithm), _loss_of(algorithm)
+    advantage_setting, loss_setting = (
+        setting_of(part, environment) for part in ("advantage", "loss")
+    )
+    advantage: Callable[..., Any]
+    returns: Callable[..., Any] | None
+    columns = needs(algorithm)
+    if own_advantage := algorithm.advantage not in ESTIMATORS:
+        advantage = load_function_of(advantage_setting, algorithm.advantage, folders)
+        own_columns, returns = _asked_for(advantage_setting, advantage)
+        columns |= own_columns
+    else:
+        advantage = _function(f"advantages.{estimator.path}")
+        returns = _function(f"advantages.{estimator.returns}") if estimator.returns else None
     return LoadedAlgorithm(
         name=name,
-        advantage=estimator,
-        returns=_function(advantage, algorithm.advantage, RETURNS, folders)
-        if algorithm.advantage in RETURNS
-        else own_returns,
-        loss=_function(loss, algorithm.loss, LOSSES, folders),
-        clipped=_function(loss, algorithm.loss, CLIPPED, folders)
-        if algorithm.loss in CLIPPED
-        else None,
-        corrected=None if s.correction == "none" else CORRECTED.get(algorithm.loss),
+        advantage=advantage,
+        returns=returns,
+        loss=_function(f"losses.{loss.path}")
+        if algorithm.loss in LOSSES
+        else load_function_of(loss_setting, algorithm.loss, folders),
+        clipped=_function(f"losses.{loss.clipped}") if loss.clipped else None,
+        corrected=None if s.correction == "none" else loss.corrected,
         settings=s,
-        needs=needs(algorithm) | own_needs,
-        rewards=_rewards(algorithm.advantage),
-        smallest_group=2 if algorithm.advantage in COMPARES else 1,
-        recomputes=algorithm.loss in RECOMPUTES,
-        temperature=1.0 if algorithm.loss in OF_THE_MODEL else None,
-        own_advantage=algorithm.advantage not in ADVANTAGES,
-        skips_zero_advantages=zero and not s.entropy_coef and not (s.kl_coef and s.kl_in == "loss"),
+        needs=columns,
+        rewards=estimator.credits,
+        smallest_group=2 if estimator.compares else 1,
+        recomputes=loss.recomputes,
+        temperature=loss.temperature,
+        own_advantage=own_advantage,
+        skips_zero_advantages=loss.zero_without_advantage
+        and not s.entropy_coef
+        and not (s.kl_coef and s.kl_in == "loss"),
     )
 
 
@@ -313,20 +211,13 @@ def _asked_for(
     return columns, returns
 
 
-def _rewards(advantage: str) -> RewardUse:
-    if advantage in WITHOUT_REWARDS:
-        return "none"
-    return "step" if advantage in CREDITS_STEPS else "trajectory"
-
-
-def _function(
-    setting: str, spec: str, built_in: Mapping[str, str], folders: Sequence[Path]
-) -> Callable[..., Any]:
-    if spec in built_in:
-        module, _, name = built_in[spec].partition(":")
-        function: Callable[..., Any] = getattr(import_module(module), name)
-        return function
-    return load_function_of(setting, spec, folders)
+def _function(path: str) -> Callable[..., Any]:
+    """Return a function of this package. path: `advantages.<module>:<function>` or `losses...`."""
+    module, _, name = path.partition(":")
+    function: Callable[..., Any] = getattr(
+        import_module(f"clawstream.trainer.algorithms.{module}"), name
+    )
+    return function
 
 
 def load_function_of(setting: str, spec: str, folders: Sequence[Path]) -> Callable[..., Any]:

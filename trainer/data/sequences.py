@@ -16,10 +16,10 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from clawstream.schemas.algorithms import RewardUse
 from clawstream.schemas.records import BatchMember, ReadyBatch, Segment, Trajectory, TrajectoryStep
 from clawstream.schemas.reward_matching import step_rewards, training_reward
 from clawstream.schemas.tokens import count
-from clawstream.trainer.algorithms.registry import RewardUse
 from clawstream.trainer.data.untrained import (
     NO_MEDIA,
     NO_REWARD,

@@ -18,6 +18,7 @@ from support.hostile import Hostile, recordable
 
 from clawstream.runtime.kafka import Record
 from clawstream.runtime.topics.records import Decoder
+from clawstream.schemas.algorithms import ALGORITHMS
 from clawstream.schemas.codec.single_object import Codec
 from clawstream.schemas.records import (
     Assessment,
@@ -33,7 +34,7 @@ from clawstream.stream_jobs.assemble.state.trajectories import REWARDS, STEPS
 from clawstream.stream_jobs.lake.table_writer import storable_rows
 from clawstream.stream_jobs.lake.tables.catalog import catalog
 from clawstream.stream_jobs.lake.tables.row_decoder import RowDecoder, WriterSchemas
-from clawstream.trainer.algorithms.registry import ALGORITHMS, load
+from clawstream.trainer.algorithms.registry import load
 from clawstream.trainer.data.environments import by_environment
 from clawstream.trainer.data.sequences import ReadableIds, sequences_of_batch, tokens_by_version
 from clawstream.trainer.data.view import batch_view, with_advantages

@@ -13,6 +13,7 @@ import torch
 from support.trainer_runs import ANY_ID, MemoryWeightLog, record_of
 
 from clawstream.demo.model import make_random_model
+from clawstream.schemas.algorithms import ALGORITHMS
 from clawstream.schemas.errors import SettingsError
 from clawstream.schemas.records import (
     BatchGroup,
@@ -26,7 +27,7 @@ from clawstream.schemas.records import (
 )
 from clawstream.schemas.settings import Settings
 from clawstream.schemas.tokens import pack_ids, pack_logprobs
-from clawstream.trainer.algorithms.registry import ALGORITHMS, LoadedAlgorithm, load, needs
+from clawstream.trainer.algorithms.registry import LoadedAlgorithm, load, needs
 from clawstream.trainer.data.batches import FetchedBatch
 from clawstream.trainer.data.micro_batch import collate
 from clawstream.trainer.data.sequences import TrainingSequence, sequences_of_batch

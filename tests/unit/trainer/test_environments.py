@@ -15,9 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.trainer_runs import MemoryWeightLog, begin, fetched
 
+from clawstream.schemas.algorithms import ALGORITHMS
 from clawstream.schemas.errors import SettingsError
 from clawstream.schemas.settings import Settings, TrainerSettings
-from clawstream.trainer.algorithms.registry import ALGORITHMS, load, load_all
+from clawstream.trainer.algorithms.registry import load, load_all
 from clawstream.trainer.data.batches import FetchedBatch
 from clawstream.trainer.data.environments import by_environment
 from clawstream.trainer.data.sequences import Tokens, TrainingSequence

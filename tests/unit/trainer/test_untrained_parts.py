@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from support.batch_views import SEEDS
 from support.trainer_runs import ANY_ID
 
+from clawstream.schemas.algorithms import ALGORITHMS
 from clawstream.schemas.records import (
     BatchGroup,
     BatchMember,
@@ -29,7 +30,7 @@ from clawstream.schemas.tokens import pack_ids, pack_logprobs
 from clawstream.stream_jobs.assemble.payload.segment_tree import SampledTokens, build
 from clawstream.trainer.algorithms.batch import LossBatch
 from clawstream.trainer.algorithms.objective import MinibatchSize, objective
-from clawstream.trainer.algorithms.registry import ALGORITHMS, LoadedAlgorithm, load
+from clawstream.trainer.algorithms.registry import LoadedAlgorithm, load
 from clawstream.trainer.data.micro_batch import collate
 from clawstream.trainer.data.sequences import TrainingSequence, sequences_of_batch
 from clawstream.trainer.data.view import batch_view, with_advantages, with_returns

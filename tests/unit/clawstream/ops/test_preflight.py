@@ -16,8 +16,8 @@ from clawstream.ops.preflight import check_distinct, check_ports, ports, problem
 from clawstream.ops.up import COMMANDS, instances, wanted
 from clawstream.runtime.process.config import load
 from clawstream.runtime.process.ports import PortTaken, check_free
+from clawstream.schemas.algorithms import ALGORITHMS
 from clawstream.schemas.errors import SettingsError
-from clawstream.trainer.algorithms.registry import ALGORITHMS
 
 EVERY = list(COMMANDS)
 DATA_PART = [n for n in EVERY if n not in ("compare", "trainer", "rollout", "traces")]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from importlib import import_module
 
 import numpy as np
 import pytest
@@ -16,13 +15,14 @@ from support.batch_views import loss_batches
 from torch import Tensor
 
 from clawstream.schemas.algorithms import (
+    LOSSES,
     Aggregation,
     AlgorithmSettings,
     Correction,
     KlEstimator,
     Level,
 )
-from clawstream.trainer.algorithms.batch import Loss, LossBatch
+from clawstream.trainer.algorithms.batch import LossBatch, LossFunction
 from clawstream.trainer.algorithms.importance import correction_weights
 from clawstream.trainer.algorithms.kl import kl
 from clawstream.trainer.algorithms.losses.cispo import cispo
@@ -32,7 +32,7 @@ from clawstream.trainer.algorithms.losses.gspo import gspo
 from clawstream.trainer.algorithms.losses.policy_gradient import policy_gradient
 from clawstream.trainer.algorithms.losses.ppo_clip import ppo_clip
 from clawstream.trainer.algorithms.objective import MinibatchSize, objective
-from clawstream.trainer.algorithms.registry import LOSSES
+from clawstream.trainer.algorithms.registry import load
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-8}
 Numbers = list[float]
@@ -43,7 +43,9 @@ def numbers(values: Tensor) -> Numbers:
     return found
 
 
-def loss_and_slope(loss: Loss, batch: LossBatch, s: AlgorithmSettings) -> tuple[Numbers, Numbers]:
+def loss_and_slope(
+    loss: LossFunction, batch: LossBatch, s: AlgorithmSettings
+) -> tuple[Numbers, Numbers]:
     """Return the loss of each token, and the gradient of the sum of the unmasked ones."""
     losses = loss(batch, s)
     (slope,) = torch.autograd.grad(losses.masked_fill(~batch.mask, 0.0).sum(), batch.logprobs)
@@ -112,7 +114,7 @@ def test_one_token_far_from_the_policy_spoils_no_other(
     name: str, level: Level, far: float, advantage: float
 ) -> None:
     """The others keep their gradient; the one has one of a usual size, or none."""
-    loss: Loss = getattr(import_module(LOSSES[name].partition(":")[0]), name)
+    loss: LossFunction = load("grpo", {"loss": name}, ()).loss
     s = AlgorithmSettings(correction="truncate", correction_level=level, kl_coef=0.1)
     near = torch.full((6,), -2.0, dtype=torch.float64)
     recorded = near.clone()
@@ -250,7 +252,7 @@ def test_the_policy_gradient_is_weighted_from_the_sampling_version_to_the_policy
 @pytest.mark.parametrize("loss", [cispo, ppo_clip, gspo])
 @CORRECTIONS
 def test_a_loss_with_a_ratio_is_weighted_from_the_sampling_version_to_the_old_policy(
-    loss: Loss, batch: LossBatch, mode: Correction, level: Level, low: float, high: float
+    loss: LossFunction, batch: LossBatch, mode: Correction, level: Level, low: float, high: float
 ) -> None:
     s = AlgorithmSettings(
         correction=mode, correction_level=level, correction_min=low, correction_max=high

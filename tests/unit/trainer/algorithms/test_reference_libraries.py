@@ -28,7 +28,7 @@ from clawstream.trainer.algorithms.advantages.grpo import grpo
 from clawstream.trainer.algorithms.advantages.reinforce_pp import reinforce_pp
 from clawstream.trainer.algorithms.advantages.reinforce_pp_baseline import reinforce_pp_baseline
 from clawstream.trainer.algorithms.advantages.rloo import rloo
-from clawstream.trainer.algorithms.batch import BatchView, Floats, Loss, LossBatch
+from clawstream.trainer.algorithms.batch import BatchView, Floats, LossBatch, LossFunction
 from clawstream.trainer.algorithms.kl import kl
 from clawstream.trainer.algorithms.losses.cispo import cispo
 from clawstream.trainer.algorithms.losses.gspo import gspo
@@ -118,7 +118,9 @@ def whole(batch: LossBatch) -> LossBatch:
     return replace(batch, mask=torch.ones_like(batch.mask))
 
 
-def assert_same(batch: LossBatch, loss: Loss, s: AlgorithmSettings, expected: Tensor) -> None:
+def assert_same(
+    batch: LossBatch, loss: LossFunction, s: AlgorithmSettings, expected: Tensor
+) -> None:
     """Compare loss and gradient."""
     size = MinibatchSize(len(batch.logprobs), len(batch.lengths))
     got = objective(batch, loss, s, size)

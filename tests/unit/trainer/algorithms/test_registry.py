@@ -8,17 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from clawstream.schemas.algorithms import AlgorithmSettings
-from clawstream.schemas.errors import SettingsError
-from clawstream.schemas.reward_matching import SMALLEST_GROUP, WITHOUT_REWARDS
-from clawstream.trainer.algorithms.registry import (
-    ADVANTAGES,
+from clawstream.schemas.algorithms import (
     ALGORITHMS,
+    ESTIMATORS,
     LOSSES,
-    load,
-    needs,
-    specification,
+    AlgorithmSettings,
+    reads_rewards,
+    smallest_group,
 )
+from clawstream.schemas.errors import SettingsError
+from clawstream.trainer.algorithms.registry import load, needs, specification
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -28,7 +27,7 @@ def test_every_algorithm_loads(name: str) -> None:
 
 
 def test_every_part_is_used_or_can_be_chosen() -> None:
-    for part in ADVANTAGES:
+    for part in ESTIMATORS:
         assert load("grpo", {"advantage": part}, ()).advantage.__name__ == part
     for part in LOSSES:
         assert load("grpo", {"loss": part}, ()).loss.__name__ == part
@@ -120,12 +119,10 @@ def test_the_maths_imports_only_torch_and_numpy() -> None:
     assert allowed - {"transformers", "safetensors"} <= set(modules)
 
 
-def test_admission_knows_the_smallest_group_of_each_algorithm() -> None:
-    for name in ALGORITHMS:
-        assert load(name, {}, ()).smallest_group == SMALLEST_GROUP.get(name, 1), name
-    assert set(SMALLEST_GROUP) <= set(ALGORITHMS)
-
-
-def test_admission_knows_the_algorithms_that_read_no_reward() -> None:
-    without = {name for name in ALGORITHMS if load(name, {}, ()).rewards == "none"}
-    assert without == WITHOUT_REWARDS
+def test_admission_knows_what_the_groups_of_an_algorithm_need() -> None:
+    alone = {name for name in ALGORITHMS if smallest_group(name) == 1}
+    assert alone == {
+        *("distillation", "ppo", "ppo_steps", "reinforce_pp", "reward_weighted", "sft")
+    }
+    assert {name for name in ALGORITHMS if not reads_rewards(name)} == {"distillation", "sft"}
+    assert smallest_group("of another release") == 1 and reads_rewards("of another release")
