@@ -22,8 +22,8 @@ from clawstream.runtime.logs import logger
 from clawstream.runtime.topics.records import Decoder, dead_letter, decode_all, now_micros
 from clawstream.schemas.errors import Undecodable, UnknownSchema
 from clawstream.schemas.records import Assessment, DeadLetterResolved, Reward, StepMark, Trajectory
+from clawstream.schemas.records.trajectory_parts import joined
 from clawstream.schemas.settings import Settings
-from clawstream.schemas.trajectory_parts import joined
 from clawstream.stream_jobs.reward.evaluate import RuleEvaluator
 from clawstream.stream_jobs.worker.evaluation import Evaluation
 

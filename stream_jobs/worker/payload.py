@@ -9,7 +9,7 @@ from clawstream.runtime.kafka import Cluster, SourceTruncated
 from clawstream.runtime.topics.records import Decoder
 from clawstream.schemas.errors import Undecodable, UnknownSchema
 from clawstream.schemas.records import Candidate, Place, Trajectory
-from clawstream.schemas.trajectory_parts import joined
+from clawstream.schemas.records.trajectory_parts import joined
 
 _PLACE = ("topic_id", "partition", "first_offset", "last_offset")
 

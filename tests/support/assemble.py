@@ -23,8 +23,8 @@ from clawstream.schemas.records import (
     Step,
     Trajectory,
 )
+from clawstream.schemas.records.trajectory_parts import joined
 from clawstream.schemas.tokens import pack_ids, pack_logprobs
-from clawstream.schemas.trajectory_parts import joined
 from clawstream.stream_jobs.assemble import changelog
 from clawstream.stream_jobs.assemble.changelog import ChangelogReader
 from clawstream.stream_jobs.assemble.fold import AssemblyFold

@@ -40,9 +40,9 @@ from clawstream.schemas.records import (
     Tick,
     Trajectory,
 )
+from clawstream.schemas.records.trajectory_parts import joined
 from clawstream.schemas.settings import Settings
 from clawstream.schemas.topics import partition_of
-from clawstream.schemas.trajectory_parts import joined
 from clawstream.stream_jobs.admit.decisions.journal import CandidateLog, Decision, InputRecord
 from clawstream.stream_jobs.admit.fold import AdmissionFold
 from clawstream.stream_jobs.assemble.changelog import accepts, changes_of, decode_record

@@ -34,8 +34,8 @@ from clawstream.schemas.records import (
     Trajectory,
 )
 from clawstream.schemas.records.rewards import COMPLETION_NAME
+from clawstream.schemas.records.trajectory_parts import joined
 from clawstream.schemas.topics import partition_of
-from clawstream.schemas.trajectory_parts import joined
 from clawstream.stream_jobs.assemble import changelog
 from clawstream.stream_jobs.assemble.changelog import ChangelogReader
 from clawstream.stream_jobs.assemble.fold import AssemblyFold

@@ -12,7 +12,7 @@ from clawstream.runtime.kafka import READ_TIMEOUT_S, Cluster, Record, SourceTrun
 from clawstream.runtime.topics.records import Decoder
 from clawstream.schemas.errors import Undecodable, UnknownSchema
 from clawstream.schemas.records import BatchMember, ReadyBatch, Trajectory
-from clawstream.schemas.trajectory_parts import joined
+from clawstream.schemas.records.trajectory_parts import joined
 from clawstream.trainer.errors import PayloadUnreadable
 
 GAP_RECORDS = 500

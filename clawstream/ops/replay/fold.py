@@ -19,8 +19,8 @@ from typing import Any, NamedTuple, Protocol
 from clawstream.schemas.codec.single_object import Codec
 from clawstream.schemas.ids import key_of_trajectory, parse_version
 from clawstream.schemas.records import Assessment, Reward, Step, StepMark, Tick, Trajectory
+from clawstream.schemas.records.trajectory_parts import joined
 from clawstream.schemas.topics import CANDIDATE_PARTITIONS, partition_of
-from clawstream.schemas.trajectory_parts import joined
 from clawstream.stream_jobs.assemble.fold import AssemblyFold
 from clawstream.stream_jobs.assemble.limits import Limits
 from clawstream.stream_jobs.assemble.output_records import (

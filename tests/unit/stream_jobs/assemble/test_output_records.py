@@ -13,8 +13,8 @@ from support.assemble import InMemoryPartition, session, step
 from clawstream.runtime.kafka import Record
 from clawstream.schemas.codec.single_object import Codec
 from clawstream.schemas.records import Segment, Tag, Trajectory, TrajectoryStep
+from clawstream.schemas.records.trajectory_parts import joined
 from clawstream.schemas.topics import MAX_RECORD_BYTES
-from clawstream.schemas.trajectory_parts import joined
 from clawstream.stream_jobs.assemble.limits import STEPS_MAX
 from clawstream.stream_jobs.assemble.output_records import candidate, in_parts, slices
 from clawstream.stream_jobs.assemble.payload.cache import PayloadCache, StepPayload

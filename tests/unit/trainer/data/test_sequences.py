@@ -26,8 +26,8 @@ from clawstream.schemas.records import (
     TrajectoryStep,
     VersionSpan,
 )
+from clawstream.schemas.records.trajectory_parts import joined
 from clawstream.schemas.tokens import pack_ids, pack_logprobs
-from clawstream.schemas.trajectory_parts import joined
 from clawstream.trainer.algorithms.advantages.grpo import grpo
 from clawstream.trainer.data.minibatches import micro_batches, minibatches
 from clawstream.trainer.data.sequences import (
