@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from clawstream.trainer.algorithms.settings import AlgorithmSettings
 from numpy.typing import NDArray
 from torch import Tensor
+
+from clawstream.schemas.algorithms import AlgorithmSettings
 
 Floats = NDArray[np.float64]
 Indexes = NDArray[np.int64]
