@@ -1,8 +1,8 @@
-"""The records as frozen dataclasses: one per Avro record of `schemas/avro/`, same field order.
+"""The records, as frozen dataclasses in Avro's order of fields: the one definition of each record.
 
-The `doc` in the schema defines meaning, unit and length of each field. Absent values are None.
-Token ids and log-probabilities are packed little-endian bytes (`clawstream.schemas.tokens`). A test
-compares these classes with the schemas.
+The string below a field, or below the alias that is its type, says its meaning, unit and length.
+An absent value is None, which the strings call null. `clawstream.schemas.codec.record_schemas`
+derives the files of `schemas/avro/`.
 """
 
 from __future__ import annotations

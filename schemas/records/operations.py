@@ -4,53 +4,78 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from clawstream.schemas.records.parts import CreatedAt, Int32
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchemaPublished:
     """An Avro schema, before its first record. Key: fingerprint in hex."""
 
     fingerprint: str
+    """CRC-64-AVRO, 16 hex digits as in the header of a value."""
     name: str
+    """Full name of the record."""
     schema_json: str
-    created_at: int
-    confluent_id: int | None = None
+    """Avro schema."""
+    created_at: CreatedAt
+    confluent_id: Int32 | None = None
+    """Id that a Confluent schema registry gave it; values framed with this id are read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeadLetter:
-    """A record that could not be handled, with everything to repair and replay it.
+    """A record that could not be handled, with what is needed to repair and replay it.
 
-    Key: original key.
+    Key: the original key.
     """
 
     topic: str
+    """Name of the topic that the record was on."""
     topic_id: str
-    partition: int
+    """Id of that topic."""
+    partition: Int32
+    """Partition."""
     offset: int
+    """Offset."""
     key: bytes | None = None
+    """Original key."""
     value: bytes | None = None
+    """Original value."""
     timestamp_ms: int
+    """The log's timestamp of the record, in milliseconds since the epoch."""
     process: str
+    """Who could not handle it."""
     reason: str
+    """undecodable, unknown_schema, unknown_target, invalid, too_large."""
     detail: str
-    created_at: int
+    """Error or traceback."""
+    created_at: CreatedAt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeadLetterResolved:
-    """The resolution of a dead letter: replayed, repaired or dismissed. Key: the dead letter's.
-
-    Written in one transaction with the record that was sent.
+    """What became of a dead letter: its record was sent again, as it was or repaired, or nothing is
+    to be done. In one transaction with the record that was sent. Key: the dead letter's.
     """
 
     topic: str
+    """Where the original record was: that names the dead letter."""
     topic_id: str
-    partition: int
+    """Id of that topic."""
+    partition: Int32
+    """Partition."""
     offset: int
+    """Offset."""
     action: str
+    """replayed: sent again as it was; repaired: sent with changes; dismissed: not sent."""
     sent_topic_id: str | None = None
-    sent_partition: int | None = None
+    """Id of the topic, of the same name, that the record was sent to; null: dismissed."""
+    sent_partition: Int32 | None = None
+    """Partition it was sent to; null: dismissed."""
     sent_offset: int | None = None
+    """Its offset there; null: dismissed."""
     by: str
+    """Who did it, user@host."""
     note: str | None = None
-    created_at: int
+    """Why, in their words."""
+    created_at: CreatedAt

@@ -1,7 +1,4 @@
-"""Test records and their schemas.
-
-Classes equal the schemas, values survive encoding, and old and new schemas read each other.
-"""
+"""Values survive encoding, and values of newer schemas are read."""
 
 from __future__ import annotations
 
@@ -39,21 +36,6 @@ from clawstream.schemas.errors import InvalidId, Undecodable, UnknownSchema
 CODEC = Codec()
 
 
-def records_of(schema: typing.Any) -> typing.Iterator[dict[str, typing.Any]]:
-    """Yield every record definition inside a schema."""
-    if isinstance(schema, dict):
-        if schema.get("type") == "record":
-            yield schema
-            for field in schema["fields"]:
-                yield from records_of(field["type"])
-        else:
-            for part in ("items", "values", "type"):
-                yield from records_of(schema.get(part))
-    elif isinstance(schema, list):
-        for branch in schema:
-            yield from records_of(branch)
-
-
 def lists(value: typing.Any) -> typing.Any:
     """Replace tuples by lists: fastavro takes a tuple inside a union for (branch, value)."""
     if isinstance(value, dict):
@@ -65,22 +47,6 @@ def random_record(cls: type) -> typing.Any:
     """Return a record of random content that the schema of the class allows."""
     plain = generate_one(foreign.parse(shipped(cls.__name__)))
     return record_from(cls.__name__, typing.cast("dict[str, typing.Any]", plain))
-
-
-@pytest.mark.parametrize("cls", TOP_LEVEL)
-def test_class_has_the_fields_of_its_schema(cls: type) -> None:
-    seen = set()
-    for schema in records_of(shipped(cls.__name__)):
-        record = getattr(records, schema["name"])
-        assert [f.name for f in dataclasses.fields(record)] == [f["name"] for f in schema["fields"]]
-        for f, field in zip(dataclasses.fields(record), schema["fields"], strict=True):
-            assert ("default" in field) == (f.default is not dataclasses.MISSING), (
-                schema["name"],
-                f.name,
-            )
-            assert field["doc"], f"{schema['name']}.{f.name} has no doc"
-        seen.add(schema["name"])
-    assert cls.__name__ in seen
 
 
 @pytest.mark.slow
