@@ -12,7 +12,7 @@ class AssemblyMarker:
     """A new owner of the partition. Its own offset is the owner's epoch."""
 
     worker: str
-    """Who."""
+    """Worker that owns the partition from now on."""
     steps_topic_id: str
     """Id of `claw.steps` that applied offsets refer to."""
     rewards_topic_id: str
@@ -27,7 +27,7 @@ class AssemblyDelta:
     epoch: int
     """Offset of the owner's marker."""
     seq: int
-    """Rises by one a delta."""
+    """Number of the delta, one more than that of the last one."""
     applied_steps: int
     """Last offset of `claw.steps` folded."""
     applied_rewards: int
@@ -35,10 +35,10 @@ class AssemblyDelta:
     entries: bytes
     """Entries in fold order: zstd of JSON."""
     format: Int32 = 0
-    """How the entries are to be read: rises when a release writes what one before it can't read."""
+    """Format of the entries. It rises when a release writes entries that older ones can't read."""
     hashes: bytes = b""
-    """Of the steps in the entries, in their order there: packed little-endian int64. Format 1: in
-    the entries themselves.
+    """Hashes of the steps in the entries, in their order there: packed little-endian int64. In
+    format 1 they are in the entries themselves.
     """
 
 
@@ -49,14 +49,14 @@ class AssemblySnapshot:
     epoch: int
     """Offset of the owner's marker."""
     seq: int
-    """seq of the last delta it contains."""
+    """`seq` of the last delta that it contains."""
     snapshot_id: str
-    """Same for all pieces."""
+    """Id of the snapshot, the same for all its pieces."""
     index: Int32
-    """Piece, from 0."""
+    """Number of the piece, from 0."""
     count: Int32
     """Number of pieces."""
     data: bytes
     """Piece of the zstd of JSON."""
     format: Int32 = 0
-    """As in AssemblyDelta."""
+    """Format of the data, as in AssemblyDelta."""

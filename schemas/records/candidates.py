@@ -19,7 +19,7 @@ from clawstream.schemas.records.parts import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CandidateStep:
-    """What admission has to know of one step."""
+    """One step of a candidate, without its tokens."""
 
     step_id: str
     """Step."""
@@ -40,17 +40,16 @@ class CandidateStep:
     leave them out of training.
     """
     assessed_quality: float | None = None
-    """What the quality rules say, whoever says otherwise; null: not assessed."""
+    """The assessment's quality, also where a curation has another; null: not assessed."""
     oldest_sync_index: int | None = None
     """Lowest sync index of this run among its tokens; null: no version of this run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """What admission knows of a closed trajectory, at one revision.
+    """A closed trajectory at one revision, as input of admission; at most 4 MiB. Key: run.
 
-    At most 4 MiB. Key: run. Place of the payload: headers topic_id, partition, first_offset,
-    last_offset.
+    The headers topic_id, partition, first_offset and last_offset locate the payload.
     """
 
     run_id: RunId
@@ -94,7 +93,7 @@ class Candidate:
     tags: tuple[str, ...] = ()
     """Curation labels."""
     assessed_quality: float | None = None
-    """What the quality rules say of the whole, whoever says otherwise; null: nothing."""
+    """The assessment's quality of the whole, also where a curation has another; null: none."""
     assessment_revision: int | None = None
     """Revision of the assessment that counts; null: not assessed yet."""
     traceparent: str | None = None
@@ -105,9 +104,9 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmissionPolicy:
-    """How a run's trajectories become batches.
+    """How a run's trajectories become batches. Key: run.
 
-    Key: run. It holds from its own offset on; the first opens the run.
+    A policy is in force from its own offset on; the first opens the run.
     """
 
     run_id: RunId

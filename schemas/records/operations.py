@@ -24,7 +24,7 @@ class SchemaPublished:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeadLetter:
-    """A record that could not be handled, with what is needed to repair and replay it.
+    """A record that could not be handled, with everything to repair and replay it.
 
     Key: the original key.
     """
@@ -44,7 +44,7 @@ class DeadLetter:
     timestamp_ms: int
     """The log's timestamp of the record, in milliseconds since the epoch."""
     process: str
-    """Who could not handle it."""
+    """Process that could not handle it."""
     reason: str
     """undecodable, unknown_schema, unknown_target, invalid, too_large."""
     detail: str
@@ -54,12 +54,13 @@ class DeadLetter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeadLetterResolved:
-    """What became of a dead letter: its record was sent again, as it was or repaired, or nothing is
-    to be done. In one transaction with the record that was sent. Key: the dead letter's.
+    """The resolution of a dead letter: replayed, repaired or dismissed. Key: the dead letter's.
+
+    Written in one transaction with the record that was sent.
     """
 
     topic: str
-    """Where the original record was: that names the dead letter."""
+    """Name of the topic of the original record. Its position names the dead letter."""
     topic_id: str
     """Id of that topic."""
     partition: Int32
@@ -75,7 +76,7 @@ class DeadLetterResolved:
     sent_offset: int | None = None
     """Its offset there; null: dismissed."""
     by: str
-    """Who did it, user@host."""
+    """Person who did it, user@host."""
     note: str | None = None
     """Why, in their words."""
     created_at: CreatedAt

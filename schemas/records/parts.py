@@ -100,9 +100,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardValue:
-    """One reward as it counts in one candidate revision: the fold over its (target, source,
-    name).
-    """
+    """One reward in one candidate revision: the current value of its (target, source, name)."""
 
     source: RewardSource
     name: str

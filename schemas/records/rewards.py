@@ -23,10 +23,10 @@ COMPLETION_MAX = 100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reward:
-    """A reward of a step or a trajectory.
+    """A reward of a step or a trajectory. Key: trajectory key.
 
-    Key: trajectory key. State: per (target, source, name) the highest reward_revision, among equals
-    the first on the log.
+    State: the highest reward_revision per (target, source, name); of equal ones the first on the
+    log.
     """
 
     event_id: EventId
@@ -102,9 +102,9 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assessment:
-    """What the quality rules say of one closed trajectory.
+    """The result of the quality rules for one closed trajectory. Key: trajectory key.
 
-    Key: trajectory key. State: the highest assessment_revision, among equals the first on the log.
+    State: the highest assessment_revision; of equal ones the first on the log.
     """
 
     event_id: EventId

@@ -193,9 +193,9 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailedCall:
-    """A call that was answered with an error and sampled nothing that is kept.
+    """A call that ended with an error and kept no sampled tokens: neither a step nor trainable.
 
-    It is no step and never trains. Key: trajectory key, or the event id where that is null.
+    Key: trajectory key, or the event id where that is null.
     """
 
     event_id: str
@@ -282,10 +282,9 @@ class SessionEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tick:
-    """Time passes.
+    """A clock tick. On `claw.steps` and `claw.rewards` its log timestamp counts.
 
-    On `claw.steps` and `claw.rewards`: its log timestamp counts. On `claw.candidates`: event_time
-    of source partition.
+    On `claw.candidates`, `event_time` of the source partition counts.
     """
 
     partition: Int32

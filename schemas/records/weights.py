@@ -34,10 +34,7 @@ class WeightFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightVersion:
-    """A published set of weights.
-
-    Key: version id. A checkpoint counts only if its version is here.
-    """
+    """A published set of weights. Key: version id. A checkpoint without its version is ignored."""
 
     version_id: str
     """`<run>/<sync_index>.<attempt>`, never reused."""
@@ -79,10 +76,10 @@ class WeightVersion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedTokens:
-    """The tokens of a step as the trainer saw them in a batch.
+    """The tokens of a step as the trainer saw them in a batch. Key: trajectory key.
 
-    Key: trajectory key. Written in one transaction with the version that was trained on them. A
-    step without a trained token has no record.
+    Written in one transaction with the version that was trained on them. A step without a trained
+    token has no record.
     """
 
     run_id: RunId
@@ -124,10 +121,9 @@ class StepTraining:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedTrajectory:
-    """What the trainer did with each step of a trajectory of a batch.
+    """What the trainer did with each step of a trajectory of a batch. Key: trajectory key.
 
-    Key: trajectory key. Written in one transaction with the version that was trained on the batch,
-    for every trajectory of its batches.
+    Written in one transaction with the version that was trained on the batch.
     """
 
     run_id: RunId
