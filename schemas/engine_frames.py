@@ -5,22 +5,29 @@ reply to *any* such request carries `ASK: 1`, so `GET /version` probes an engine
 carries `VERSION_START`: the engine's weight version when the request arrived, and `TOKENIZER`: the
 fingerprint of its tokenizer (`clawstream.schemas.tokens`), if it has one.
 
-A frame holds what one generation (one prompt given to the engine) has sampled since its last frame:
+A frame holds what one generation (one prompt given to the engine) has sampled since its last frame.
+It is a line of JSON that ends with a newline (here in two lines), then packed numbers:
 
-    a line of JSON, ended by a newline {"g": 0,        index of the generation within the call, in
-    the order of the prompts "p": 19,       number of prompt ids that follow; once per generation,
-    else absent "s": {"temperature": 0.7, "top_p": 1.0, ..., "logprobs_mode": "processed_logprobs"},
-    sampling parameters that the engine applied, by the names of `Sampling`; once per generation,
-    else absent "h": 16,       prompt tokens from the engine's cache; once per generation, absent:
-    unknown "a": "...",    why this generation has no tokens; else absent "c": [{"i": 0,
-    index of the choice within its generation "n": 12,          number of new output ids that follow
-    "l": true,        as many log-probabilities follow; absent: the engine has none "f": "stop",
-    the engine's finish reason, in the choice's last frame; else absent "v": [["run/3.0", 0, 40]]
-    with "f": weight versions of the whole choice as version, }]}                          start,
-    end (half-open ranges of output ids); else absent
+    {"g": 0, "p": 19, "h": 16, "s": {"temperature": 0.7, "top_p": 1.0},
+     "c": [{"i": 0, "n": 12, "l": true, "f": "stop", "v": [["run/3.0", 0, 12]]}]}
     p prompt ids            int32, little endian
-    for each choice in "c"  n output ids, int32, little endian; then, with "l", n log-probabilities,
-                            float32, little endian
+    for each choice in "c"  n output ids, int32, little endian;
+                            then, with "l", n log-probabilities, float32, little endian
+
+    "g"    index of the generation within the call, in the order of the prompts
+    "p"    number of prompt ids that follow; once per generation, else absent
+    "h"    prompt tokens from the engine's cache; once per generation, absent: unknown
+    "s"    sampling parameters that the engine applied, by the names of `Sampling`; once per
+           generation, else absent
+    "a"    why this generation has no tokens; else absent
+    "r"    why the prompt does not continue the ids of the request; once per generation, else absent
+    "c"    choices with news:
+      "i"  index of the choice within its generation
+      "n"  number of new output ids that follow
+      "l"  true: as many log-probabilities follow; absent: the engine has none
+      "f"  the engine's finish reason, in the choice's last frame; else absent
+      "v"  with "f", weight versions of the whole choice as [version, start, end] (half-open ranges
+           of output ids); else absent
 
 Frames follow each other without a gap; choices without news are omitted.
 
