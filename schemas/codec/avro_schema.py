@@ -91,9 +91,8 @@ def _check_texts(part: dict[str, Any]) -> None:
     for key in _TEXTS:
         if not isinstance(part.get(key, ""), str | None):
             raise ValueError(f"{key} is text, not {part[key]!r:.40}")
-        (
-            part.get(key) or ""
-        ).encode()  # half a surrogate pair is a ValueError here rather than in whoever shows it
+        # Half a surrogate pair is a ValueError here, rather than in a reader that shows the text.
+        (part.get(key) or "").encode()
     if "aliases" in part:
         for alias in _list_of(str, part, "aliases"):
             _check_name(alias)
