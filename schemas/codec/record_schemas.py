@@ -68,8 +68,7 @@ def _field(record: type, field: dataclasses.Field[Any], hint: Any, defined: set[
         if branch in _PACKINGS:
             schema["packing"] = _PACKINGS[branch]
     if field.default is not dataclasses.MISSING:
-        value = field.default
-        schema["default"] = value.decode() if isinstance(value, bytes) else value
+        schema["default"] = field.default
     return schema
 
 

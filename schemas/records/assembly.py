@@ -34,12 +34,10 @@ class AssemblyDelta:
     """Last offset of `claw.rewards` folded."""
     entries: bytes
     """Entries in fold order: zstd of JSON."""
-    format: Int32 = 0
+    format: Int32
     """Format of the entries. It rises when a release writes entries that older ones can't read."""
-    hashes: bytes = b""
-    """Hashes of the steps in the entries, in their order there: packed little-endian int64. In
-    format 1 they are in the entries themselves.
-    """
+    hashes: bytes
+    """Hashes of the steps in the entries, in their order there: packed little-endian int64."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,5 +56,5 @@ class AssemblySnapshot:
     """Number of pieces."""
     data: bytes
     """Piece of the zstd of JSON."""
-    format: Int32 = 0
+    format: Int32
     """Format of the data, as in AssemblyDelta."""

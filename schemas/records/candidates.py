@@ -161,7 +161,7 @@ class AdmissionPolicy:
     require_assessment: bool = False
     """A member waits for its assessment as for a required reward."""
     published_by: str | None = None
-    """Who: `settings`, or the person who set it; null: settings, by an older release."""
+    """`settings`, or the person who set it; null: settings."""
     created_at: CreatedAt
 
 
