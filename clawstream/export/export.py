@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from clawstream.export.errors import ExportError
 from clawstream.export.formats.registry import FORMATS, open_writer
@@ -34,7 +33,6 @@ def export(
     target: Path,
     where: str = "",
     at: str | None = None,
-    options: Mapping[str, Any] | None = None,
 ) -> tuple[Provenance, Counts]:
     """Export the trajectories that a condition selects.
 
@@ -43,7 +41,6 @@ def export(
         target: directory to create.
         where: see `Selection`.
         at: a named snapshot, a snapshot file or a time; None: the newest versions.
-        options: keyword arguments of the format's writer.
 
     Raises:
         ExportError: the target exists, or the condition selects nothing that the format can have.
@@ -58,7 +55,6 @@ def export(
         versions={name: version for name, version in versions.items() if version is not None},
         where=where,
         format=form,
-        options=dict(options or {}),
     )
     draft = target.with_name(f".{target.name}.tmp-{os.getpid()}")
     shutil.rmtree(draft, ignore_errors=True)
@@ -78,7 +74,7 @@ def export(
 def _write(settings: Settings, provenance: Provenance, directory: Path) -> Counts:
     counts = Counts()
     with Selection(settings, provenance.versions, provenance.where) as selection:
-        writer = open_writer(provenance.format, directory, provenance.options)
+        writer = open_writer(provenance.format, directory)
         try:
             for row in _rows(settings, selection, FORMATS[provenance.format].with_tokens, counts):
                 reason = writer.write(row)

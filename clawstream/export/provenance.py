@@ -27,7 +27,6 @@ class Provenance:
         at: UTC time at which the versions were resolved, ISO 8601.
         versions: table to Delta version; a table that is absent did not exist.
         where: SQL condition; empty: all trajectories.
-        options: options of the format that change its content.
     """
 
     lake: str
@@ -35,7 +34,6 @@ class Provenance:
     versions: Mapping[str, int]
     where: str
     format: str
-    options: Mapping[str, Any]
 
     def as_json(self, counts: Counts) -> str:
         """Return the provenance with these counts, for the metadata of a file."""

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from clawstream.cli.common_options import Form, fail, load, print_json
+from clawstream.cli.common_options import Form, load, print_json
 
 if TYPE_CHECKING:
     from clawstream.schemas.settings import Settings
 
-FormatName = Literal["jsonl", "parquet", "huggingface", "trl", "verl", "prime-rl"]
+FormatName = Literal["jsonl", "parquet", "trl"]
 
 
 def export(
@@ -24,27 +24,10 @@ def export(
         str, typer.Option("--where", "-w", help='SQL condition, e.g. "reward > 0.5 and trainable".')
     ] = "",
     at: str | None = None,
-    rows_per_file: Annotated[
-        int | None, typer.Option("--rows-per-file", min=1, help="Of verl and prime-rl.")
-    ] = None,
-    pad_token_id: Annotated[
-        int | None, typer.Option("--pad-token-id", min=0, help="Of verl; default 0.")
-    ] = None,
-    temperature: Annotated[
-        float | None,
-        typer.Option("--temperature", help="Of prime-rl, for steps that state none; default 1."),
-    ] = None,
     output: Form = "table",
 ) -> None:
     """Write trajectories of the lake for other tools, with the Delta versions they came from."""
-    module, formats = load("clawstream.export.export"), load("clawstream.export.formats.registry")
-    given = {
-        "rows_per_file": rows_per_file, "pad_token_id": pad_token_id, "temperature": temperature
-    }  # fmt: skip
-    options = {name: value for name, value in given.items() if value is not None}
-    for name in options.keys() - set(formats.FORMATS[to].options):
-        fail(f"--{name.replace('_', '-')} does not apply to --to {to}", 2)
-    provenance, counts = module.export(settings, to, target, where, at, options)
+    provenance, counts = load("clawstream.export.export").export(settings, to, target, where, at)
     if output == "json":
         print_json({**asdict(provenance), "counts": asdict(counts)}, indent=1)
         return

@@ -1,9 +1,9 @@
-"""The Arrow columns of an export row, shared by Parquet and Hugging Face datasets."""
+"""The Arrow columns of an export row, and their values."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -12,10 +12,6 @@ import pyarrow as pa
 from clawstream.export.row import ExportRow
 from clawstream.trainer.data.sequences import Tokens
 
-BATCH_ROWS = 64
-"""Rows of a record batch. A batch is in memory; sequences are long."""
-PROVENANCE = "clawstream.provenance"
-"""Name of the metadata that has the provenance as JSON."""
 Values = dict[str, Any]
 
 _SPAN = pa.struct(
@@ -108,45 +104,6 @@ def version_spans(tokens: Tokens) -> Iterator[dict[str, Any]]:
     for start, end in zip(starts, [*starts[1:], len(versions)], strict=True):
         if versions[start] is not None:
             yield {"version": versions[start], "start": start, "end": end}
-
-
-class BatchBuffer:
-    """Collects rows and passes each full record batch on.
-
-    Args:
-        schema: of the batches.
-        write: called with each batch.
-    """
-
-    def __init__(self, schema: pa.Schema, write: Callable[[pa.RecordBatch], object]) -> None:
-        self._schema, self._write = schema, write
-        self._rows: list[Values] = []
-
-    def add(self, values: Values) -> None:
-        """Add a row."""
-        self._rows.append(values)
-        if len(self._rows) >= BATCH_ROWS:
-            self.flush()
-
-    def flush(self) -> None:
-        """Pass on the rows that are left."""
-        if self._rows:
-            self._write(_batch(self._schema, self._rows))
-            self._rows = []
-
-
-def _batch(schema: pa.Schema, rows: Sequence[Values]) -> pa.RecordBatch:
-    columns = [_column([row[field.name] for row in rows], field.type) for field in schema]
-    return pa.RecordBatch.from_arrays(columns, schema=schema)
-
-
-def _column(values: list[Any], kind: pa.DataType) -> pa.Array:
-    """Return a column; lists of numbers may be numpy or Arrow arrays."""
-    if not any(isinstance(value, np.ndarray | pa.Array) for value in values):
-        return pa.array(values, kind)
-    items = [pa.array(value, kind.value_type) for value in values]
-    offsets = np.cumsum([0, *map(len, items)], dtype=np.int32)
-    return pa.ListArray.from_arrays(pa.array(offsets), pa.concat_arrays(items), type=kind)
 
 
 def _dumped(value: Any) -> str:

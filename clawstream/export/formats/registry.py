@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Protocol, cast
 
 from clawstream.export.row import ExportRow
 
@@ -26,45 +26,28 @@ class Format:
     """One format.
 
     Attributes:
-        writer: `module:class`, called with the directory and the options of the export.
+        writer: `module:class`, called with the directory.
         with_tokens: whether a row is a training sequence; else a conversation.
-        options: names of the options that the writer takes.
         help: one line for the command line.
     """
 
     writer: str
     with_tokens: bool
-    options: tuple[str, ...]
     help: str
 
 
 _HERE = "clawstream.export.formats"
 FORMATS: Mapping[str, Format] = {
-    "jsonl": Format(f"{_HERE}.jsonl:JsonlWriter", False, (), "chat messages, one JSON line each"),
-    "parquet": Format(f"{_HERE}.parquet:ParquetRowWriter", True, (), "training sequences"),
-    "huggingface": Format(
-        f"{_HERE}.huggingface:DatasetWriter", True, (), "the same, for datasets.load_from_disk"
-    ),
+    "jsonl": Format(f"{_HERE}.jsonl:JsonlWriter", False, "chat messages, one JSON line each"),
+    "parquet": Format(f"{_HERE}.parquet:ParquetRowWriter", True, "training sequences"),
     "trl": Format(
-        f"{_HERE}.trl:TrlWriter", True, (), "Parquet with TRL's columns of tokens and of chat"
-    ),
-    "verl": Format(
-        f"{_HERE}.verl:DataProtoWriter",
-        True,
-        ("rows_per_file", "pad_token_id"),
-        "verl.DataProto, for load_from_disk",
-    ),
-    "prime-rl": Format(
-        f"{_HERE}.prime_rl:SampleWriter",
-        True,
-        ("rows_per_file", "temperature"),
-        "lists of prime_rl TrainingSample, msgpack",
+        f"{_HERE}.trl:TrlWriter", True, "Parquet with TRL's columns of tokens and of chat"
     ),
 }
 
 
-def open_writer(name: str, directory: Path, options: Mapping[str, Any]) -> RowWriter:
+def open_writer(name: str, directory: Path) -> RowWriter:
     """Return the writer of a format; imports its module only now."""
     module, _, attribute = FORMATS[name].writer.partition(":")
-    made = getattr(importlib.import_module(module), attribute)(directory, **options)
+    made = getattr(importlib.import_module(module), attribute)(directory)
     return cast(RowWriter, made)

@@ -68,7 +68,7 @@ class TrlWriter:
         tokens, chat = row.tokens, row.chat
         assert tokens is not None, "a row of a token format has tokens"
         messages = [] if chat is None else [_message(m) for m in chat.messages]
-        self._file.rows.add(
+        self._file.add(
             {
                 **origin_values(row),
                 "prompt": messages[:-1] or None,

@@ -6,8 +6,6 @@ import json
 from pathlib import Path
 from typing import Any, get_args
 
-import msgspec
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from support.export_lake import TOOLS, ExportLake, export_lake, turn
@@ -172,50 +170,6 @@ def test_trl_columns(lake: ExportLake, settings: Settings, tmp_path: Path) -> No
     assert (first["advantage"], second["advantage"]) == (0.5, -0.5)
 
 
-def test_prime_rl_samples_have_the_fields_of_its_structure(
-    lake: ExportLake, settings: Settings, tmp_path: Path
-) -> None:
-    class TrainingSample(msgspec.Struct, array_like=True):
-        token_ids: list[int]
-        mask: list[bool]
-        logprobs: list[float]
-        temperatures: list[float]
-        env_name: str
-        ref_logprobs: list[float] | None = None
-        mm_kwargs: dict[str, Any] | None = None
-        routed_experts: list[Any] | None = None
-        mm_token_type_ids: list[int] | None = None
-        rl_weights: list[float] | None = None
-        ce_weights: list[float] | None = None
-        ref_kl_weights: list[float] | None = None
-        advantages: list[float] | None = None
-
-    _, counts = export(
-        settings, "prime-rl", tmp_path / "out", options={"rows_per_file": 1, "temperature": 1.0}
-    )
-    files = sorted((tmp_path / "out").glob("*.bin"))
-    samples = [
-        s for f in files for s in msgspec.msgpack.decode(f.read_bytes(), type=list[TrainingSample])
-    ]
-    assert len(files) == len(samples) == 2 and counts.skipped["no reward"] == 1
-    assert samples[0] == TrainingSample(
-        token_ids=[1, 2, 3, 4, 5, 6], mask=[False, False, True, True, False, True],
-        logprobs=[0, 0, -0.375, -0.5, 0, -0.75], temperatures=[1, 1, 0.5, 0.5, 1, 0.5],
-        env_name="run", advantages=[0, 0, 0.5, 0.5, 0, 0.5],
-    )  # fmt: skip
-
-
-def test_huggingface_files_are_arrow_streams_with_a_state(
-    lake: ExportLake, settings: Settings, tmp_path: Path
-) -> None:
-    export(settings, "huggingface", tmp_path / "hf", where="reward is not null")
-    export(settings, "parquet", tmp_path / "parquet", where="reward is not null")
-    state = json.loads((tmp_path / "hf" / "state.json").read_text())
-    (name,) = (file["filename"] for file in state["_data_files"])
-    rows = pa.ipc.open_stream(tmp_path / "hf" / name).read_all().to_pylist()
-    assert rows == rows_of(tmp_path / "parquet")
-
-
 def test_command_line(lake: ExportLake, settings: Settings, tmp_path: Path) -> None:
     assert set(get_args(FormatName)) == set(FORMATS)
     run = CliRunner().invoke
@@ -223,8 +177,6 @@ def test_command_line(lake: ExportLake, settings: Settings, tmp_path: Path) -> N
     done = run(app, ["export", str(tmp_path / "out"), *given, "--where", "reward = 1"])
     assert done.exit_code == 0, done.output
     assert "1 rows of 1 trajectories" in done.output
-    wrong = run(app, ["export", str(tmp_path / "x"), *given, "--pad-token-id", "1"])
-    assert wrong.exit_code == 2
 
 
 def test_chunks_hold_both_limits() -> None:

@@ -6,14 +6,16 @@ test-exports` installs them outside of the environment and runs this file.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.export_lake import export_lake
 
 from clawstream.export.export import export
 from clawstream.schemas.settings import Settings
+
+DOCS = Path(__file__).resolve().parents[4] / "docs" / "export.md"
 
 
 @pytest.fixture(scope="module")
@@ -24,13 +26,14 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Settings:
 
 
 @pytest.mark.slow
-def test_huggingface(settings: Settings, tmp_path: Path) -> None:
+def test_datasets(settings: Settings, tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
-    export(settings, "huggingface", tmp_path / "out", where="reward is not null")
-    loaded = datasets.load_from_disk(str(tmp_path / "out"))
-    assert loaded["token_ids"][0] == [1, 2, 3, 4, 5, 6]
-    assert loaded["logprobs"][0] == [None, None, -0.375, -0.5, None, -0.75]
-    assert json.loads(loaded.info.description)["format"] == "huggingface"
+    export(settings, "parquet", tmp_path / "out", where="reward is not null")
+    file = str(tmp_path / "out" / "data.parquet")
+    loaded = datasets.load_dataset("parquet", data_files=file, cache_dir=str(tmp_path / "cache"))
+    row = loaded["train"][0]
+    assert row["token_ids"] == [1, 2, 3, 4, 5, 6]
+    assert row["logprobs"] == [None, None, -0.375, -0.5, None, -0.75]
 
 
 def test_trl(settings: Settings, tmp_path: Path) -> None:
@@ -45,12 +48,18 @@ def test_trl(settings: Settings, tmp_path: Path) -> None:
 
 
 def test_verl(settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    protocol = pytest.importorskip("verl.protocol")
-    monkeypatch.setenv("VERL_DATAPROTO_SERIALIZATION_METHOD", "numpy")
-    export(settings, "verl", tmp_path / "out", where="reward is not null")
-    loaded = protocol.DataProto.load_from_disk(str(tmp_path / "out" / "data-00000.pkl"))
-    loaded.check_consistency()
-    assert loaded.batch["responses"].tolist() == [[3, 4, 5, 6], [7, 5, 8, 9]]
-    assert loaded.batch["response_mask"].tolist() == [[1, 1, 0, 1], [1, 0, 1, 1]]
-    assert loaded.batch["token_level_scores"].tolist() == [[0, 0, 0, 1], [0, 0, 0, 0]]
-    assert loaded.non_tensor_batch["uid"].tolist() == ["run/g/0", "run/g/0"]
+    """The code of the page makes a batch of verl of an export."""
+    pytest.importorskip("verl.protocol")
+    export(settings, "parquet", tmp_path / "out", where="reward is not null")
+    section = DOCS.read_text().partition("### verl")[2]
+    code = section.partition("```python\n")[2].partition("```")[0]
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    exec(code, names)
+    batch = names["batch"]
+    batch.check_consistency()
+    assert batch.batch["responses"].tolist() == [[3, 4, 5, 6], [7, 5, 8, 9]]
+    assert batch.batch["response_mask"].tolist() == [[1, 1, 0, 1], [1, 0, 1, 1]]
+    assert batch.batch["token_level_scores"].tolist() == [[0, 0, 0, 1], [0, 0, 0, 0]]
+    assert batch.batch["rollout_log_probs"][0].tolist() == [-0.375, -0.5, 0, -0.75]
+    assert batch.non_tensor_batch["uid"].tolist() == ["run/g/0", "run/g/0"]
