@@ -9,8 +9,6 @@ import typer
 
 from clawstream.cli.common_options import (
     Form,
-    Since,
-    Until,
     Yes,
     cluster_of,
     command,
@@ -20,7 +18,6 @@ from clawstream.cli.common_options import (
     load,
     print_json,
 )
-from clawstream.ops.topics.copy import RecordFilter, copy_topics
 from clawstream.ops.topics.trim import NotGivenUp, TopicTrim, TrimInputs, format_ranges
 from clawstream.runtime.topics.access import PROCESSES, grant_commands
 from clawstream.runtime.topics.records import create_topics
@@ -66,39 +63,6 @@ def topics_acls(
         fail("--user is needed: brokers name the user as the certificate, such as CN=gateway", 2)
     for line in grant_commands(process, settings.kafka.topic_prefix, user or process):
         typer.echo(f"kafka-acls --bootstrap-server {settings.bootstrap_servers} {line}")
-
-
-@command(app, "copy")
-def topics_copy(
-    to_prefix: Annotated[str, typer.Option("--to-prefix", help="Prefix of the copies.")],
-    settings: Settings,
-    partitions: Annotated[
-        int | None, typer.Option("--partitions", min=1, help="Default: as many as now.")
-    ] = None,
-    since: Since = None,
-    until: Until = None,
-    run: Annotated[str | None, typer.Option("--run", help="Records of this run only.")] = None,
-    as_run: Annotated[
-        str | None, typer.Option("--as-run", help="Another run id for the copy.")
-    ] = None,
-    rewards: Annotated[
-        bool, typer.Option("--rewards/--no-rewards", help="Rewards of the reward job too.")
-    ] = True,
-) -> None:
-    """Copy steps, rewards and schemas to another prefix, with their timestamps and ticks."""
-    span = instant(since, "--since"), instant(until, "--until")
-    if as_run is not None and run is None:
-        fail("--as-run needs --run: two runs must not become one", 2)
-    record_filter = RecordFilter(run, as_run, rewards)
-    done = copy_topics(cluster_of(settings), settings, to_prefix, partitions, *span, record_filter)
-    for topic, count in done["records"].items():
-        typer.echo(f"{topic:48} records {count}")
-    more = f"ticks {done['ticks']}, left out {done['left_out']}, unreadable {done['unreadable']}"
-    typer.echo(more + (" (copied before)" if done["was_done"] else ""))
-    typer.echo(
-        f"jobs on the copy: kafka.topic_prefix={to_prefix} kafka.partitions={done['partitions']} "
-        "jobs.write_ticks=false"
-    )
 
 
 @command(app, "trim")

@@ -76,7 +76,7 @@ def find_mismatches(
     """Yield every mismatch between existing topics and their specification. Pure.
 
     The keyed topics must have as many partitions as `steps` has, whatever the settings say.
-    Copies (`jobs.write_ticks=false`) keep the timestamps of their source.
+    Topics of a replay (`jobs.write_ticks=false`) keep the timestamps of their source.
 
     Args:
         specs: Of existing topics.
@@ -140,7 +140,7 @@ def _told(found: list[TopicMismatch], servers: str) -> Iterator[str]:
             f"--add-config {wanted}"
         )
     if any(m.setting == TIMES for m in found):
-        yield "copies made by `clawstream topics copy` keep their times: jobs.write_ticks=false"
+        yield "topics of a replay keep their times: jobs.write_ticks=false"
     if any(m.setting == KEPT_MS and int(m.wanted) != FOREVER for m in found):
         yield (
             "or keep them no longer than that: kafka.steps_retention_s, at least twice "
@@ -149,7 +149,5 @@ def _told(found: list[TopicMismatch], servers: str) -> Iterator[str]:
     if any(m.setting == PARTITIONS for m in found):
         yield (
             "partitions can't be taken away: delete the topic while nothing needs what it has, "
-            "it is created again; "
-            "`clawstream topics copy --to-prefix P --partitions N` moves steps and rewards to "
-            "another number"
+            "it is created again; for another number use another kafka.topic_prefix"
         )

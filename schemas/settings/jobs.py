@@ -64,7 +64,7 @@ class JobsSettings(Section):
     session_timeout_s: Positive = Field(6.0, description="how soon a dead worker's partitions move")
     tick_interval_s: Positive = Field(1.0, description="resolution of time-outs")
     write_ticks: bool = Field(
-        True, description="false for copied topics, which contain the ticks of their source"
+        True, description="false for topics of a replay, which have the times of their source"
     )
     trajectory_timeout_s: Positive = Field(
         3600.0,

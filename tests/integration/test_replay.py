@@ -13,7 +13,6 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
@@ -34,7 +33,6 @@ from clawstream.ops.replay.run import (
     run_replay,
 )
 from clawstream.ops.replay.verify import check, what_if
-from clawstream.ops.topics.copy import RecordFilter, copy_topics
 from clawstream.ops.topics.target_prefix import PrefixTaken
 from clawstream.runtime.kafka import Cluster
 from clawstream.runtime.process.child import die_with_parent
@@ -46,7 +44,6 @@ from clawstream.schemas.records import (
     Candidate,
     PolicyApplied,
     ReadyBatch,
-    Reward,
     Step,
     Tick,
     WeightVersion,
@@ -509,55 +506,3 @@ def test_killed_replay_begins_again(recorded: Recorded, eventually: Eventually) 
     assert hashes(report) == hashes(run_replay(settings, ReplayRequest("k0")))
     assert delete_replay(settings, name) > 9
     assert not any(t.startswith(prefix) for t in cluster.topics())
-
-
-def test_copy_with_more_partitions(
-    recorded: Recorded, tmp_path: Path, eventually: Eventually
-) -> None:
-    settings, cluster = recorded.settings, recorded.cluster
-    prefix = f"c{uuid4().hex[:8]}"
-    done = copy_topics(cluster, settings, prefix, 6)
-    again = copy_topics(cluster, settings, prefix, 6)
-    assert again == {**done, "was_done": True}
-    with pytest.raises(PrefixTaken, match="topics already"):
-        copy_topics(cluster, settings.model_copy(update={"data_dir": tmp_path}), prefix, 6)
-    topics, codec = settings.kafka.topics, Codec()
-
-    def read(
-        topic: str, kinds: tuple[type, ...]
-    ) -> list[tuple[int, int, bytes | None, bytes | None]]:
-        return [
-            (r.partition, r.timestamp_ms, r.key, r.value) for p in cluster.watermarks(topic)
-            for r in cluster.read_all(topic, p) if isinstance(codec.decode(r.value), kinds)
-        ]  # fmt: skip
-
-    target = settings.model_copy(
-        update={
-            "data_dir": tmp_path,
-            "kafka": settings.kafka.model_copy(update={"topic_prefix": prefix, "partitions": 6}),
-        }
-    )
-    copies = target.kafka.topics
-    for source, copy in ((topics.steps, copies.steps), (topics.rewards, copies.rewards)):
-        kinds = (Tick,)
-        # A last tick carries this time, whatever the source's last record is.
-        newest = max(r[1] for r in read(source, (object,)))
-        assert {r[1] for r in read(copy, kinds)} <= {r[1] for r in read(source, kinds)} | {newest}
-        assert {r[0] for r in read(copy, kinds)} == set(range(6))
-        records = [r for r in read(copy, (object,)) if not isinstance(codec.decode(r[3]), Tick)]
-        live = [r for r in read(source, (object,)) if not isinstance(codec.decode(r[3]), Tick)]
-        assert sorted((r[1:]) for r in records) == sorted((r[1:]) for r in live)
-        assert all(r[0] == partition_of(r[2] or b"", 6) for r in records)
-    with running(target, cluster, tmp_path, write_ticks=False) as jobs:
-        jobs.start()
-        ends = _ends(cluster, target, "steps", "rewards")
-        eventually(lambda: _has_read(cluster, target, "assemble", ends), 180)
-        made = {k: replace(c, revision=0, closed_at=0) for k, c in jobs.candidates().items()}
-    assert made == {k: replace(c, closed_at=0) for k, c in recorded.last().items()}
-    some = copy_topics(
-        cluster, settings, f"{prefix}x", record_filter=RecordFilter("run", "new", rewards=False)
-    )
-    assert some["left_out"] == 4 * GROUPS + 1
-    kept = [codec.decode(r[3]) for r in read(f"{prefix}x.rewards", (Reward,))]
-    assert {(r.run_id, r.source) for r in kept} == {("new", "env")}
-    assert recorded.untouched()

@@ -13,7 +13,7 @@ import pytest
 from confluent_kafka.admin import AlterConfigOpType, ConfigEntry, ConfigResource
 from support.jobs import Eventually, running, step
 
-from clawstream.ops.topics.copy import copy_topics
+from clawstream.ops.topics.target_prefix import TargetPrefix
 from clawstream.runtime.exit_codes import EXIT_SETTINGS
 from clawstream.runtime.kafka import Cluster
 from clawstream.runtime.process.config import overrides_of
@@ -100,14 +100,15 @@ def test_topics_made_by_hand_are_refused_until_they_are_mended(
     assert create_topics(cluster, settings) == []
 
 
-def test_a_copy_keeps_its_times_and_a_clock_that_is_ahead_is_told_of(
+def test_a_replay_keeps_its_times_and_a_clock_that_is_ahead_is_told_of(
     cluster: Cluster, settings: Settings, eventually: Eventually, tmp_path: Path
 ) -> None:
-    create_topics(cluster, settings)
-    prefix = f"{settings.kafka.topic_prefix}c"
-    copy_topics(cluster, settings, prefix)
-    kafka = settings.kafka.model_copy(update={"topic_prefix": prefix})
-    target = settings.model_copy(update={"kafka": kafka, "data_dir": tmp_path})
+    target = settings.model_copy(update={"data_dir": tmp_path})
+    jobs_settings = settings.jobs.model_copy(update={"write_ticks": False})
+    topics, prefix = settings.kafka.topics, settings.kafka.topic_prefix
+    TargetPrefix(cluster, prefix, tmp_path / "replay.json").make(
+        target.model_copy(update={"jobs": jobs_settings}), (topics.steps, topics.rewards)
+    )
     with pytest.raises(SettingsError, match=r"jobs\.write_ticks=false"):
         create_topics(cluster, target)
     with running(target, cluster, tmp_path, write_ticks=False) as jobs:

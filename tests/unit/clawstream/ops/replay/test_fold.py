@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -44,18 +43,15 @@ from clawstream.ops.replay.run import (
     replay_settings,
 )
 from clawstream.ops.replay.verify import first_difference
-from clawstream.ops.topics.copy import Copier, RecordFilter, copied_settings, copy_topics, renamed
-from clawstream.runtime.kafka import Cluster, Record
+from clawstream.ops.topics.copy import RecordFilter, renamed
 from clawstream.runtime.kafka.window import LEAST_KB, MOST_KB, READ_AHEAD_KB, Window, read_ahead
 from clawstream.runtime.process.config import load
 from clawstream.runtime.process.remembered_settings import load_remembered, missing_secrets
 from clawstream.runtime.times import millis, parse_instant
-from clawstream.runtime.topics.records import Decoder
 from clawstream.schemas.codec.single_object import Codec
-from clawstream.schemas.errors import InvalidId, SettingsError
+from clawstream.schemas.errors import SettingsError
 from clawstream.schemas.records import Candidate, Reward, Step, Tick, Trajectory, VersionSpan
 from clawstream.schemas.settings import KafkaSettings, Settings
-from clawstream.schemas.topics import partition_of
 from clawstream.stream_jobs.assemble.payload.cache import CachedPayload, payload_of
 from clawstream.stream_jobs.assemble.payload.trainability import trainability
 from clawstream.stream_jobs.assemble.state.trajectories import REWARDS, STEPS
@@ -329,98 +325,24 @@ def test_a_pin_that_names_only_steps(tmp_path: Path) -> None:
     assert [type(event.record) for event in source.events()] == [Step, Tick]
 
 
-# -- copies
-
-
-def record(time: int, key: bytes | None, event: Any, partition: int = 0) -> tuple[int, Record]:
-    value = CODEC.encode(event) if event is not None else None
-    return time, Record("t", partition, time, time, key, value, {})
-
-
-def copied(copier: Copier, *records: tuple[int, Record]) -> list[tuple[int, int, Any]]:
-    """Return (partition, time, event or None) of each copied record."""
-    out = []
-    for time, r in records:
-        out += [(p, time, v) for p, _, v in copier.places(time, r)]
-    out += [(p, copier.time, v) for p, _, v in copier.end()]
-    return [(p, t, None if v is None else CODEC.decode(v)) for p, t, v in out]
-
-
-def copier(record_filter: RecordFilter, partitions: int, before: int) -> Copier:
-    return Copier(Decoder(Cluster("127.0.0.1:1"), "s"), record_filter, partitions, before)
-
-
-def test_a_copy_with_as_many_partitions_is_the_same_log() -> None:
-    log = [
-        record(5, None, Tick(partition=1), 1),
-        record(6, b"a", step("a", 0), 1),
-        record(7, b"a", None, 1),
-    ]
-    assert copied(copier(RecordFilter(), 3, 3), *log) == [
-        (1, 5, Tick(partition=1)),
-        (1, 6, step("a", 0)),
-        (1, 7, None),
-    ]
-
-
-def test_a_copy_with_other_partitions_has_time_everywhere() -> None:
-    log = [
-        record(5, None, Tick(partition=1), 1),
-        record(6, b"a", step("a", 0), 1),
-        record(300, None, Tick(partition=0)),
-    ]
-    log += [record(1100, None, Tick(partition=1), 1), record(1200, None, Tick(partition=0))]
-    found = copied(copier(RecordFilter(), 2, 3), *log)
-    assert found == [
-        (0, 5, Tick(partition=0)),
-        (1, 5, Tick(partition=1)),
-        (partition_of(b"a", 2), 6, step("a", 0)),
-        (0, 1100, Tick(partition=0)),
-        (1, 1100, Tick(partition=1)),
-        (0, 1200, Tick(partition=0)),
-        (1, 1200, Tick(partition=1)),
-    ]
-
-
-def test_a_copy_of_one_run_under_another_name() -> None:
+def test_a_record_filter_selects_a_run_and_renames_it() -> None:
     rule = replace(reward("a"), source="rule", by="clawstream.reward")
-    judge = replace(rule, source="judge", event_id="j")
-    log = [
-        record(1, b"a", step("a", 0, [1], [4, 5], versions=SPANS)),
-        record(2, b"a", replace(step("a", 1), run_id="other")),
-        record(3, b"a", rule),
-        record(4, b"a", judge),
-    ]
-    made = copier(RecordFilter("r", "n", rewards=False), 1, 1)
-    ((_, _, kept),) = copied(made, *log)
+    renaming = RecordFilter("r", "n", rewards=False)
+    kept = renaming.apply(step("a", 0, [1], [4, 5], versions=SPANS))
     assert (kept.run_id, kept.version_first, [s.version for s in kept.versions]) == (
         "n",
         "n/3.0",
         ["n/1.0", "n/2.0"],
     )
-    assert (made.copied, made.left_out) == (1, 3)
     assert trainability(kept).reason is None
+    others = [replace(step("a", 1), run_id="other"), rule, replace(rule, source="judge")]
+    assert [renaming.apply(event) for event in others] == [None, None, None]
+    assert RecordFilter("r").apply(rule) is rule
     assert renamed(step("a", 0, version_first="default"), "n").version_first == "default"
-
-
-@pytest.mark.parametrize(
-    "record_filter", [RecordFilter("BAD RUN/../x"), RecordFilter("r", "BAD RUN/../x")]
-)
-def test_a_copy_under_a_name_that_no_run_can_have(
-    record_filter: RecordFilter, tmp_path: Path
-) -> None:
-    with pytest.raises(InvalidId, match=re.escape("run id 'BAD RUN/../x': must match")):
-        copy_topics(
-            Cluster("127.0.0.1:1"), Settings(data_dir=tmp_path), "b", record_filter=record_filter
-        )
 
 
 def test_prefixes_names_and_windows(tmp_path: Path) -> None:
     live = Settings(data_dir=tmp_path)
-    assert copied_settings(live, "b", 3).kafka.topics.steps == "b.steps"
-    for wrong in ("claw", "B", ""):
-        with pytest.raises(SettingsError, match="must be another one"):
-            copied_settings(live, wrong, 3)
     with pytest.raises(SettingsError, match="1 to 25"):
         replay_settings(live, "No", "run", 3)
     target = replay_settings(live, "x", "run", 3)
