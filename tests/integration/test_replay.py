@@ -32,8 +32,8 @@ from clawstream.ops.replay.run import (
     replay_settings,
     run_replay,
 )
+from clawstream.ops.replay.target_prefix import PrefixTaken
 from clawstream.ops.replay.verify import check, what_if
-from clawstream.ops.topics.target_prefix import PrefixTaken
 from clawstream.runtime.kafka import Cluster
 from clawstream.runtime.process.child import die_with_parent
 from clawstream.runtime.process.config import load, overrides_of

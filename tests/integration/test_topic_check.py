@@ -13,7 +13,7 @@ import pytest
 from confluent_kafka.admin import AlterConfigOpType, ConfigEntry, ConfigResource
 from support.jobs import Eventually, running, step
 
-from clawstream.ops.topics.target_prefix import TargetPrefix
+from clawstream.ops.replay.target_prefix import TargetPrefix
 from clawstream.runtime.exit_codes import EXIT_SETTINGS
 from clawstream.runtime.kafka import Cluster
 from clawstream.runtime.process.config import overrides_of

@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from clawstream.ops.replay.fold import ReplayEvent
-from clawstream.ops.topics.copy import RecordFilter
+from clawstream.ops.replay.record_filter import RecordFilter
 from clawstream.schemas.records import Assessment, Curation, Reward, SessionEvent, Step, Tick
 from clawstream.schemas.settings import Settings
 from clawstream.stream_jobs.assemble.payload.cache import CachedPayload, payload_of

@@ -25,10 +25,11 @@ from pathlib import Path
 from typing import Any
 
 from clawstream.ops.replay.fold import OutputRecord, Replay, ReplaySource
+from clawstream.ops.replay.record_filter import RecordFilter
 from clawstream.ops.replay.report import Outcome, journal
+from clawstream.ops.replay.target_prefix import TargetPrefix
 from clawstream.ops.replay.topic_source import TopicReplaySource
-from clawstream.ops.topics.copy import RecordFilter, Writer
-from clawstream.ops.topics.target_prefix import TargetPrefix
+from clawstream.ops.replay.topic_writer import TopicWriter
 from clawstream.runtime.atomic_file import write_durably
 from clawstream.runtime.kafka import Cluster
 from clawstream.runtime.kafka.window import Window, window_of
@@ -326,7 +327,7 @@ def _assemble(
         return rules.evaluate(trajectory, trajectory.closed_at * 1000, source_run)
 
     began, topics, run = time.monotonic(), target.kafka.topics, target.run_id
-    writer, codec, limits = Writer(cluster), Codec(), limits_of(target)
+    writer, codec, limits = TopicWriter(cluster), Codec(), limits_of(target)
     if request.table_versions is not None:
         # The lake has no ticks, so an idle log is indistinguishable from a silent one.
         limits = replace(limits, silent_after=None)

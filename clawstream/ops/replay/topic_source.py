@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from clawstream.ops.replay.fold import ReplayEvent
-from clawstream.ops.topics.copy import RecordFilter
+from clawstream.ops.replay.record_filter import RecordFilter
 from clawstream.runtime.kafka import Cluster, Record
 from clawstream.runtime.kafka.window import Window, merge_by_time
 from clawstream.runtime.topics.records import Decoder

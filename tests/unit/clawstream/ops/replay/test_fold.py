@@ -35,6 +35,7 @@ from clawstream.ops.replay.lake_source import (
     partitions_of,
     snapshot_versions,
 )
+from clawstream.ops.replay.record_filter import RecordFilter, renamed
 from clawstream.ops.replay.run import (
     ReplayRequest,
     home_of,
@@ -43,7 +44,6 @@ from clawstream.ops.replay.run import (
     replay_settings,
 )
 from clawstream.ops.replay.verify import first_difference
-from clawstream.ops.topics.copy import RecordFilter, renamed
 from clawstream.runtime.kafka.window import LEAST_KB, MOST_KB, READ_AHEAD_KB, Window, read_ahead
 from clawstream.runtime.process.config import load
 from clawstream.runtime.process.remembered_settings import load_remembered, missing_secrets

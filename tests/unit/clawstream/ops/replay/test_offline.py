@@ -13,7 +13,7 @@ from support.small_lake import SmallLake
 from clawstream.export.selection import trajectory_keys
 from clawstream.ops.replay.lake_source import LakeReplaySource, Span, snapshot_versions
 from clawstream.ops.replay.offline import name_of, pinned, settings_for_training
-from clawstream.ops.topics.copy import RecordFilter
+from clawstream.ops.replay.record_filter import RecordFilter
 from clawstream.schemas.records import PolicyApplied, Step
 from clawstream.schemas.settings import Settings
 from clawstream.stream_jobs.admit.policy import policy_of

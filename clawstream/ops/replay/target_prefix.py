@@ -1,4 +1,4 @@
-"""A topic prefix that one command creates and fills once: a copy or a replay of other topics.
+"""A topic prefix that one replay creates and fills once.
 
 A file holds request, plan and result. A killed command starts over with the same plan on recreated
 topics; a finished one returns its result. Topics without such a file are never touched.
