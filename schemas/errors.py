@@ -33,10 +33,6 @@ class UnknownSchema(SchemaError):
         self.fingerprint = fingerprint
 
 
-class NotARecord(SchemaError):
-    """The fields do not make a record: one is missing, unknown or of a wrong type (named)."""
-
-
 class InvalidId(SchemaError):
     """An id has a character or a length that it must not have. The message names the field."""
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -20,14 +18,13 @@ from clawstream.cli.common_options import (
     command,
     fail,
     group,
-    instant,
     names_and_overrides,
     print_json,
     settings_of,
 )
 from clawstream.ops.dead_letters.entries import DeadLetterEntry, DeadLetterLog, EntryFilter
-from clawstream.ops.dead_letters.redrive import Redriver, RedriveResult, editable, sent_to
-from clawstream.schemas.codec.record_json import changed, to_json
+from clawstream.ops.dead_letters.redrive import Redriver, RedriveResult, sent_to
+from clawstream.schemas.codec.record_json import to_json
 from clawstream.schemas.errors import Undecodable, UnknownSchema
 from clawstream.schemas.settings import Settings
 from clawstream.text_table import text_table
@@ -41,7 +38,6 @@ CONFIRM_ABOVE = 1
 Topic = Annotated[
     str | None, typer.Option("--topic", help="Topic of the record, with or without the prefix.")
 ]
-Process = Annotated[str | None, typer.Option("--process", help="Process that rejected it.")]
 Reason = Annotated[
     str | None,
     typer.Option(
@@ -50,12 +46,6 @@ Reason = Annotated[
     ),
 ]
 Run = Annotated[str | None, typer.Option("--run", help="Run of the record, if it is known.")]
-Since = Annotated[
-    str | None,
-    typer.Option(
-        "--since", help="Dead-lettered since then: 30m, 2h, 3d, or a time like 2026-01-31T12:00."
-    ),
-]
 Force = Annotated[
     bool,
     typer.Option(
@@ -66,15 +56,8 @@ Note = Annotated[str | None, typer.Option("--note", help="Why; kept with the res
 Id = Annotated[str, typer.Argument(metavar="ID", help="As `list` names it.")]
 
 
-def _filter(
-    topic: Topic = None,
-    process: Process = None,
-    reason: Reason = None,
-    run: Run = None,
-    since: Since = None,
-) -> EntryFilter:
-    since_ms = instant(since, "--since")
-    return EntryFilter(topic, process, reason, run, None if since_ms is None else since_ms * 1000)
+def _filter(topic: Topic = None, reason: Reason = None, run: Run = None) -> EntryFilter:
+    return EntryFilter(topic, reason, run)
 
 
 # -- looking
@@ -203,61 +186,6 @@ def dlq_show(name: Id, settings: Settings, form: Form = "table") -> None:
 # -- acting
 
 
-@command(app, "repair")
-def dlq_repair(
-    name: Id,
-    settings: Settings,
-    changes: Annotated[
-        list[str] | None,
-        typer.Option("--set", help="field=value; may be repeated. a.b.0=value reaches inside."),
-    ] = None,
-    edit: Annotated[
-        Path | None,
-        typer.Option(
-            "--edit", help="The record as --out wrote it, edited; - reads standard input."
-        ),
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option("--out", help="Only write the record there, as JSON to edit.")
-    ] = None,
-    note: Note = None,
-    force: Force = False,
-) -> None:
-    """Change a record and send it to its topic, under the key that belongs to it."""
-    if out is not None:
-        log = _read(settings)
-        original = log.original(log.find(name))
-        text = json.dumps(editable(log, original), indent=1, ensure_ascii=False)
-        try:
-            out.write_text(f"{text}\n")
-        except OSError as e:
-            fail(f"--out {out}: {e}", 2)
-        typer.echo(f"wrote {out}: edit it, then `clawstream dlq repair {name} --edit {out}`")
-        return
-    cluster_of(settings)
-    edited = _edited(edit) if edit is not None else None
-    with Redriver(settings) as redriver:
-        log = redriver.log
-        entry = log.find(name)
-        if edited is None:
-            edited = editable(log, log.original(entry))
-        if not edited["type"]:
-            fail(f"{name} can't be read: write the record with --out, edit it, send it with --edit")
-        fields = changed(edited["record"], changes or ())
-        typer.echo(_outcome(redriver.repair(entry, edited["type"], fields, force, note), name))
-
-
-def _edited(path: Path) -> dict[str, Any]:
-    try:
-        edited = json.loads(sys.stdin.read() if str(path) == "-" else path.read_text())
-    except (OSError, ValueError, RecursionError) as e:
-        fail(f"--edit {path}: {e}", 2)
-    match edited:
-        case {"type": str(), "record": dict()}:
-            return dict(edited)
-    fail(f'--edit {path}: must be {{"type": "Step", "record": {{...}}}}, as --out writes it', 2)
-
-
 @dataclass(frozen=True, slots=True)
 class Selection:
     """The entries that a command acts on: those named by id, or else those of the filter."""
@@ -284,27 +212,21 @@ def _selection(
     ] = None,
     config: Config = None,
     topic: Topic = None,
-    process: Process = None,
     reason: Reason = None,
     run: Run = None,
-    since: Since = None,
     every: Annotated[bool, typer.Option("--all", help="All of them.")] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do it, also for many.")] = False,
 ) -> Selection:
     names, overrides = names_and_overrides(words)
     settings = settings_of(config, overrides)
-    if bool(names) == any((topic, process, reason, run, since, every)):
-        fail(
-            "name dead letters by id, or choose them by --topic, --process, --reason, --run, "
-            "--since or --all",
-            2,
-        )
-    return Selection(settings, names, _filter(topic, process, reason, run, since), yes)
+    if bool(names) == any((topic, reason, run, every)):
+        fail("name dead letters by id, or choose them by --topic, --reason, --run or --all", 2)
+    return Selection(settings, names, _filter(topic, reason, run), yes)
 
 
 @command(app, "replay", selection=_selection)
 def dlq_replay(selection: Selection, note: Note = None, force: Force = False) -> None:
-    """Send records again unchanged, once the cause of their failure is fixed."""
+    """Send records again, once the cause of their failure is fixed."""
     _act(selection, lambda redriver, some: redriver.replay(some, force, note))
 
 

@@ -12,8 +12,7 @@ from clawstream.inspector.queries.lake import Lake
 from clawstream.inspector.queries.policy import PolicyLog, PolicyVersion
 from clawstream.runtime.kafka import Cluster
 from clawstream.runtime.process.config import with_values
-from clawstream.schemas.codec.record_json import from_json
-from clawstream.schemas.codec.single_object import Codec
+from clawstream.schemas.codec.single_object import record_from
 from clawstream.schemas.ids import RUN_ID
 from clawstream.schemas.records import AdmissionPolicy
 from clawstream.schemas.settings import Settings
@@ -111,19 +110,18 @@ class RunPolicies:
             ORDER BY kafka_timestamp, kafka_offset""",
             {"run": run_id},
         )
-        codec = Codec()
         published = (
-            (r["kafka_offset"], r["at"], _decoded(codec, r["policy_json"]))
+            (r["kafka_offset"], r["at"], _decoded(r["policy_json"]))
             for r in rows
             if r["kind"] == "policy"
         )
         return entries_of(published), any(r["kind"] == "ended" for r in rows)
 
 
-def _decoded(codec: Codec, text: str) -> AdmissionPolicy:
-    found = from_json(codec, AdmissionPolicy.__name__, json.loads(text))
-    assert isinstance(found, AdmissionPolicy)
-    return found
+def _decoded(text: str) -> AdmissionPolicy:
+    policy = record_from(AdmissionPolicy.__name__, json.loads(text))
+    assert isinstance(policy, AdmissionPolicy)
+    return policy
 
 
 def _version(entry: PolicyEntry) -> PolicyVersion:

@@ -54,7 +54,7 @@ class DeadLetter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeadLetterResolved:
-    """The resolution of a dead letter: replayed, repaired or dismissed. Key: the dead letter's.
+    """The resolution of a dead letter: replayed or dismissed. Key: the dead letter's.
 
     Written in one transaction with the record that was sent.
     """
@@ -68,7 +68,7 @@ class DeadLetterResolved:
     offset: int
     """Offset."""
     action: str
-    """replayed: sent again as it was; repaired: sent with changes; dismissed: not sent."""
+    """replayed: sent again; dismissed: not sent."""
     sent_topic_id: str | None = None
     """Id of the topic, of the same name, that the record was sent to; null: dismissed."""
     sent_partition: Int32 | None = None

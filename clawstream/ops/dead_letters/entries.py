@@ -155,14 +155,12 @@ def _run_of_topic(topic: str, key: bytes | None, topics: Topics) -> str | None:
 class EntryFilter:
     """Selects entries; None matches everything.
 
-    topic: With or without the prefix. since: Microseconds, of any occurrence.
+    topic: With or without the prefix. reason: Of any occurrence.
     """
 
     topic: str | None = None
-    process: str | None = None
     reason: str | None = None
     run: str | None = None
-    since: int | None = None
     resolved: bool = False
     """Whether it matches resolved entries too."""
 
@@ -175,14 +173,7 @@ class EntryFilter:
             named
             and (self.resolved or not entry.resolutions)
             and (self.run is None or self.run == entry.run)
-            and any(self._matches_occurrence(b) for b in entry.occurrences)
-        )
-
-    def _matches_occurrence(self, occurrence: Occurrence) -> bool:
-        return (
-            (self.process is None or self.process == occurrence.process)
-            and (self.reason is None or self.reason == occurrence.reason)
-            and (self.since is None or self.since <= occurrence.created_at)
+            and (self.reason is None or any(self.reason == o.reason for o in entry.occurrences))
         )
 
 
@@ -235,13 +226,6 @@ class DeadLetterLog:
         if not found:
             raise NoSuchEntry(f"no dead letter {name}: `clawstream dlq list --all` lists all")
         return self.entries[found[0]]
-
-    def event_of(self, original: Original) -> Event | None:
-        """Decode the original record; None when it is unreadable."""
-        try:
-            return self.decoder.decode(original.value)
-        except (Undecodable, UnknownSchema):
-            return None
 
     def original(self, entry: DeadLetterEntry) -> Original:
         """Read the original record of an entry."""

@@ -1,4 +1,4 @@
-"""Redrive dead letters: send their records again, unchanged or repaired.
+"""Redrive dead letters: send their records again, each under the key that belongs to it.
 
 1. `Redriver` starts a transactional producer, which fences any earlier one and aborts its open
    transaction.
@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from clawstream.ops.dead_letters.entries import (
     DeadLetterEntry,
@@ -26,7 +25,6 @@ from clawstream.ops.dead_letters.entries import (
 from clawstream.runtime.kafka import Ack
 from clawstream.runtime.topics.records import cluster_of, now_micros
 from clawstream.runtime.user import current_user
-from clawstream.schemas.codec.record_json import from_json, to_json
 from clawstream.schemas.codec.single_object import Event
 from clawstream.schemas.errors import Undecodable, UnknownSchema
 from clawstream.schemas.records import (
@@ -72,7 +70,6 @@ class _PendingSend:
     """A record to be sent, with the resolution that goes with it."""
 
     original: Original
-    action: str
     key: bytes | None
     value: bytes
 
@@ -102,21 +99,15 @@ def check_topic(topics: Topics, topic: str) -> None:
 
 
 def check(
-    settings: Settings,
-    topic: str,
-    key: bytes | None,
-    event: Event,
-    headers: Mapping[str, bytes] | None,
+    settings: Settings, topic: str, event: Event, headers: Mapping[str, bytes] | None
 ) -> None:
     """Raise NotSendable for a record that the topic's consumer would certainly reject again."""
     topics, name = settings.kafka.topics, type(event).__name__
     spec = next(s for s in topics.specs(1, -1) if s.name == topic)
     if type(event) not in spec.records:
         raise NotSendable(f"a {name} does not belong on {topic}")
-    if key != key_of(event):
-        raise NotSendable(f"Kafka key {key!r:.250} is not {key_of(event)!r:.250}: repair it")
     if topic in (topics.steps, topics.rewards):
-        _check_fold(settings, STEPS if topic == topics.steps else REWARDS, key, event)
+        _check_fold(settings, STEPS if topic == topics.steps else REWARDS, event)
     if isinstance(event, AdmissionPolicy) and (rejection := policy_rejection(event, None)):
         raise NotSendable(rejection)
     if isinstance(event, Candidate):
@@ -131,10 +122,10 @@ def check(
             raise NotSendable(str(e)) from e
 
 
-def _check_fold(settings: Settings, source: SourceTopic, key: bytes | None, event: Event) -> None:
+def _check_fold(settings: Settings, source: SourceTopic, event: Event) -> None:
     """Raise NotSendable if assemble's fold rejects the record on an empty partition."""
     fold = AssemblyFold(PartitionState(), limits_of(settings))
-    fold.record(source, 0, 0, key, event)
+    fold.record(source, 0, 0, key_of(event), event)
     if letters := fold.state.pending.dead_letters:
         raise NotSendable(letters[0].detail)
 
@@ -164,7 +155,7 @@ class Redriver:
     def replay(
         self, entries: Sequence[DeadLetterEntry], force: bool = False, note: str | None = None
     ) -> Iterator[RedriveResult]:
-        """Send records again unchanged, in log order; yield each result once it is durable.
+        """Send records again, in log order; yield each result once it is durable.
 
         force: Include resolved entries and records that would fail again.
         """
@@ -172,59 +163,30 @@ class Redriver:
             sends = list[_PendingSend]()
             for original in self.log.originals(some):
                 try:
-                    sends.append(self._unchanged(original, force))
+                    sends.append(self._pending(original, force))
                 except NotSendable as e:
                     yield RedriveResult(original.entry, "replayed", why_not=str(e))
             yield from self._send(sends, note)
 
-    def _unchanged(self, original: Original, force: bool) -> _PendingSend:
+    def _pending(self, original: Original, force: bool) -> _PendingSend:
         """Raises NotSendable."""
-        entry, topic = original.entry, original.entry.record_id.topic
+        entry, topic, key = original.entry, original.entry.record_id.topic, original.key
         check_topic(self._topics, topic)
         self._topic_id(topic)
         if original.value is None:
             raise NotSendable("it has no value, so there is nothing to send. Dismiss it")
         if not force:
             _check_open(entry)
-            try:
-                event = self.log.decoder.decode(original.value)
-            except (Undecodable, UnknownSchema) as e:
+        try:
+            event = self.log.decoder.decode(original.value)
+        except (Undecodable, UnknownSchema) as e:
+            if not force:
                 raise NotSendable(f"still {e}") from e
-            check(self._settings, topic, original.key, event, original.headers)
-        return _PendingSend(original, "replayed", original.key, original.value)
-
-    def repair(
-        self,
-        entry: DeadLetterEntry,
-        name: str,
-        fields: Mapping[str, object],
-        force: bool = False,
-        note: str | None = None,
-    ) -> RedriveResult:
-        """Send a record of type `name` with these fields instead, under the key of such a record.
-
-        Fields that equal the original's JSON keep its bytes.
-
-        Raises:
-            NotSendable: The record would fail again.
-            NotARecord: The fields do not make a record.
-        """
-        topic, codec = entry.record_id.topic, self.log.decoder.codec
-        check_topic(self._topics, topic)
-        if not force:
-            _check_open(entry)
-        original = self.log.original(entry)
-        before = self.log.event_of(original)
-        event = from_json(codec, name, fields, before)
-        key = key_of(event)
-        check(self._settings, topic, key, event, original.headers)
-        if not force and (key, event) == (original.key, before):
-            raise NotSendable(
-                f"nothing is changed: `clawstream dlq replay {entry.record_id.short}` sends it "
-                "as it was"
-            )
-        (sent,) = self._send([_PendingSend(original, "repaired", key, codec.encode(event))], note)
-        return sent
+        else:
+            key = key_of(event)
+            if not force:
+                check(self._settings, topic, event, original.headers)
+        return _PendingSend(original, key, original.value)
 
     def dismiss(
         self, entries: Sequence[DeadLetterEntry], note: str | None = None
@@ -245,7 +207,7 @@ class Redriver:
             return []
         places = asyncio.run(self._transact(sends, [], note))
         return [
-            RedriveResult(p.original.entry, p.action, place)
+            RedriveResult(p.original.entry, "replayed", place)
             for p, place in zip(sends, places, strict=True)
         ]
 
@@ -268,7 +230,7 @@ class Redriver:
             )
             for pending, place in zip(sends, places, strict=True):
                 entry = pending.original.entry
-                done.append((entry, self._resolution(entry, pending.action, place, note)))
+                done.append((entry, self._resolution(entry, "replayed", place, note)))
             await asyncio.gather(
                 *(send(mine, entry.key, encode(resolution)) for entry, resolution in done)
             )
@@ -335,11 +297,3 @@ def _slices(entries: Sequence[DeadLetterEntry]) -> Iterator[list[DeadLetterEntry
         used += size
     if some:
         yield some
-
-
-def editable(log: DeadLetterLog, original: Original) -> dict[str, Any]:
-    """Return the editable form: record name and fields; both are empty for an unreadable record."""
-    event = log.event_of(original)
-    if event is None:
-        return {"type": "", "record": {}}
-    return {"type": type(event).__name__, "record": to_json(event)}
