@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from clawstream.runtime.errors import SourceTruncated
-from clawstream.schemas.errors import ForeseenError, SettingsError
+from clawstream.schemas.errors import ForeseenError
 
 
 class TrainerError(ForeseenError):
@@ -63,10 +63,6 @@ class InvalidCheckpoint(TrainerError):
 
 class OutOfMemory(TrainerError, MemoryError):
     """The device or the machine has too little memory for a pass. A restart retries the batch."""
-
-
-class BatchNeverEnds(TrainerError, SettingsError):
-    """One batch was killed or out of memory several times. A setting must change."""
 
 
 class BatchesReplaced(TrainerError, SourceTruncated):

@@ -33,7 +33,6 @@ Loop
 Stop
 10. SIGTERM ends the loop after the current batch; training since the last version is published, and
     its checkpoint completed. The loop also ends at max_versions (exit 0).
-    The chart of the run is drawn last.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ from clawstream.runtime.topics.access import check_access
 from clawstream.runtime.topics.records import Decoder, cluster_of, create_topics
 from clawstream.schemas.errors import SettingsError
 from clawstream.schemas.settings import Settings, TrainerSettings
-from clawstream.trainer.algorithms.registry import load_all, setting_of
+from clawstream.trainer.algorithms.registry import load_algorithm, setting_of
 from clawstream.trainer.data.batches import BatchReader, FetchedBatch
 from clawstream.trainer.data.prefetch import Prefetch
 from clawstream.trainer.data.validation_reader import ValidationReader
@@ -107,10 +106,8 @@ def train(settings: Settings, stop: threading.Event) -> None:
     check_settings(settings.trainer)
     check_versions(settings)
     # A function of the user's own that does not exist ends the trainer here, not at a batch.
-    algorithms = settings.trainer.algorithms(settings.admit.policy.algorithm)
-    for environment, loaded in load_all(algorithms, settings.functions.folders).items():
-        setting = f"setting {setting_of('advantage', environment)}"
-        check_models(loaded.needs, setting, settings.trainer)
+    algorithm = load_algorithm(settings, settings.admit.policy.algorithm)
+    check_models(algorithm.needs, f"setting {setting_of('advantage')}", settings.trainer)
     torch.set_num_threads(settings.trainer.threads)
     with open_processes(settings.trainer.device) as processes:
         if processes.leads:

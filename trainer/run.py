@@ -16,7 +16,7 @@ from clawstream.runtime.logs import logger
 from clawstream.schemas.ids import Version, parse_version
 from clawstream.schemas.records import ReadyBatch, WeightVersion
 from clawstream.schemas.settings import Settings
-from clawstream.trainer.algorithms.registry import LoadedAlgorithm, load_all
+from clawstream.trainer.algorithms.registry import LoadedAlgorithm, load_algorithm
 from clawstream.trainer.auxiliary_models import AuxiliaryModels
 from clawstream.trainer.data.batches import FetchedBatch, ReadImages
 from clawstream.trainer.data.environments import by_environment
@@ -60,9 +60,8 @@ from clawstream.trainer.metrics.trend import reward_fall
 from clawstream.trainer.metrics.validation import Validation
 from clawstream.trainer.model.measurement import FirstPasses
 from clawstream.trainer.model.policy import Policy
-from clawstream.trainer.model.update import Algorithms, update
+from clawstream.trainer.model.update import update
 from clawstream.trainer.position import Position
-from clawstream.trainer.unfinished_batches import UnfinishedBatches
 from clawstream.trainer.versions.checkpoint import MODEL, CheckpointWriter
 from clawstream.trainer.versions.directory import (
     VersionState,
@@ -133,9 +132,6 @@ class Run:
         self._publisher = Publisher(settings, policy)
         self._auxiliary = auxiliary
         self._validations: dict[int, Mapping[str, float]] = {}
-        self._unfinished = UnfinishedBatches(
-            settings.checkpoint_dir / settings.run_id, position.topic_id
-        )
 
     @property
     def read_images(self) -> ReadImages | None:
@@ -166,7 +162,7 @@ class Run:
 
     @property
     def version_due(self) -> bool:
-        every = self._settings.trainer.sync_every
+        every = self._settings.admit.policy.sync_every
         return bool(self.unpublished) and self.position.next_batch_seq % every == 0
 
     def validated(self, validation: Validation) -> None:
@@ -178,13 +174,11 @@ class Run:
 
         Raises:
             OutOfMemory: The batch needs more memory than available.
-            BatchNeverEnds: Training of the batch was killed or out of memory several times.
             ProcessLost: Another process of this trainer ended.
         """
         batch, waited = fetched.batch, time.perf_counter() - self._idle_since
         reset_peak(self._policy.device)
         with (
-            self._unfinished.training(batch.batch_seq) if self._leads else nullcontext(),
             self._watchdog.work("batch", BATCH_S),
             explain_out_of_memory(batch, self._settings.trainer),
             self._policy.processes.joined(),
@@ -200,14 +194,14 @@ class Run:
 
     def _train(self, fetched: FetchedBatch) -> None:
         batch, s = fetched.batch, self._settings
-        algorithms = load_all(s.trainer.algorithms(batch.algorithm), s.functions.folders)
+        algorithm = load_algorithm(s, batch.algorithm)
         check_tokenizer(
             fetched.trajectories.values(), self._policy.tokenizer_fingerprint, batch.batch_seq
         )
         split = by_environment(batch, fetched.trajectories, s.trainer.environments)
         try:
             parts = [
-                self._estimated(part, fetched, environment, algorithms[environment])
+                self._estimated(part, fetched, environment, algorithm)
                 for environment, part in split.items()
             ]
         except UntrainableBatch as e:
@@ -215,7 +209,7 @@ class Run:
             return
         sequences = [sequence for part in parts for sequence in part.sequences]
         critic = self._auxiliary.train_critic(sequences, batch.batch_seq)
-        stats, trained = self._train_policy(sequences, algorithms, fetched)
+        stats, trained = self._train_policy(sequences, algorithm, fetched)
         self._decide(fetched, parts, {id(sequence.tokens) for sequence in trained})
         for number, step in enumerate(stats.steps):
             if step.skipped is not None:
@@ -265,7 +259,7 @@ class Run:
             batch: the groups of the environment.
             fetched: the whole batch.
             environment: a name in `trainer.environments`; None: all others.
-            algorithm: of the environment.
+            algorithm: of the batch.
 
         Raises:
             UntrainableBatch: what was recorded cannot be calculated with.
@@ -313,7 +307,7 @@ class Run:
     def _train_policy(
         self,
         sequences: Sequence[TrainingSequence],
-        algorithms: Algorithms,
+        algorithm: LoadedAlgorithm,
         fetched: FetchedBatch,
     ) -> tuple[UpdateStats, Sequence[TrainingSequence]]:
         """Train the policy, and keep what it saw of the tokens for the next version.
@@ -333,7 +327,7 @@ class Run:
         share, batch_seq = self._settings.trainer.record_tokens, fetched.batch.batch_seq
         recorded = [s for s in sequences if is_recorded(s.trajectory_id, share)]
         passes = FirstPasses(recorded, updates)
-        stats = update(self._policy, sequences, batch_seq, algorithms, self._lr, parent, passes)
+        stats = update(self._policy, sequences, batch_seq, algorithm, self._lr, parent, passes)
         found = passes.gathered(self._policy.processes)
         if self._leads:
             self._trained += trained_steps(found, fetched.trajectories, batch_seq)
@@ -564,7 +558,7 @@ class Run:
         return next_sync_index(
             self.sync_index,
             self.current_version.position.next_batch_seq,
-            self._settings.trainer.sync_every,
+            self._settings.admit.policy.sync_every,
         )
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-from clawstream.schemas.algorithms import Algorithm, Column, smallest_group
+from clawstream.schemas.algorithms import Algorithm, Column
 from clawstream.schemas.errors import SettingsError
 from clawstream.schemas.rule_spec import is_own
 from clawstream.schemas.settings import Settings, TrainerSettings
@@ -22,38 +22,23 @@ from clawstream.trainer.metrics.definitions import ENVIRONMENT, METRICS, label_o
 def check_algorithm(settings: Settings) -> None:
     """Raise SettingsError when this trainer cannot train the algorithm of the run's policy."""
     policy = settings.admit.policy
-    for environment, algorithm in check_named_algorithm(policy.algorithm, settings.trainer).items():
-        where = policy.algorithm if environment is None else f"the algorithm of {environment}"
-        if estimator_of(algorithm).credits == "none" and policy.drop_zero_variance:
-            raise SettingsError(
-                f"setting admit.policy.drop_zero_variance: {where} reads no rewards, but "
-                "admission would refuse groups whose rewards are equal or missing; set it to false"
-            )
-        admits_one = smallest_group(policy.algorithm) == 1
-        if environment is not None and estimator_of(algorithm).compares and admits_one:
-            raise SettingsError(
-                f"setting admit.policy.algorithm={policy.algorithm!r}: with it, groups of one are "
-                f"admitted, but the algorithm of {environment} compares members; let the run have "
-                f"an algorithm that does, and an environment {policy.algorithm}"
-            )
+    algorithm = check_named_algorithm(policy.algorithm, settings.trainer)
+    if estimator_of(algorithm).credits == "none" and policy.drop_zero_variance:
+        raise SettingsError(
+            f"setting admit.policy.drop_zero_variance: {policy.algorithm} reads no rewards, but "
+            "admission would refuse groups whose rewards are equal or missing; set it to false"
+        )
 
 
-def check_named_algorithm(name: str, settings: TrainerSettings) -> dict[str | None, Algorithm]:
-    """Return the algorithm of each environment. No function of it is loaded.
-
-    Args:
-        name: the run's algorithm.
-        settings: with those of environments.
+def check_named_algorithm(name: str, settings: TrainerSettings) -> Algorithm:
+    """Return the algorithm of that name as the settings change it. No function of it is loaded.
 
     Raises:
-        SettingsError: one is unknown, or it needs a model that this trainer does not have.
+        SettingsError: it is unknown, or it needs a model that this trainer does not have.
     """
-    found = {}
-    for environment, (base, overrides) in settings.algorithms(name).items():
-        found[environment] = specification(base, overrides, environment)
-        setting = f"setting {setting_of('algorithm', environment)}={base!r}"
-        check_models(needs(found[environment]), setting, settings)
-    return found
+    algorithm = specification(name, settings.algorithm.overrides)
+    check_models(needs(algorithm), f"setting {setting_of('algorithm')}={name!r}", settings)
+    return algorithm
 
 
 def check_models(columns: frozenset[Column], setting: str, settings: TrainerSettings) -> None:
@@ -80,11 +65,10 @@ def check_models(columns: frozenset[Column], setting: str, settings: TrainerSett
 
 def check_own_functions(settings: Settings) -> None:
     """Raise SettingsError when a user's estimator or loss does not exist or cannot be loaded."""
-    named = check_named_algorithm(settings.admit.policy.algorithm, settings.trainer)
-    for environment, own in named.items():
-        for part, spec in (("advantage", own.advantage), ("loss", own.loss)):
-            if is_own(spec):
-                load_function_of(setting_of(part, environment), spec, settings.functions.folders)
+    own = check_named_algorithm(settings.admit.policy.algorithm, settings.trainer)
+    for part, spec in (("advantage", own.advantage), ("loss", own.loss)):
+        if is_own(spec):
+            load_function_of(part, spec, settings.functions.folders)
 
 
 def check_model(settings: Settings) -> None:
@@ -125,10 +109,7 @@ def check_best_by(settings: TrainerSettings) -> None:
         )
     of_environment = metric.startswith(ENVIRONMENT)
     if of_environment and name not in settings.environments:
-        raise SettingsError(
-            f"{setting}: {name!r} is not in trainer.environments; add it (without settings "
-            "it has the run's algorithm)"
-        )
+        raise SettingsError(f"{setting}: {name!r} is not in trainer.environments; add it")
 
 
 def check_versions(settings: Settings) -> None:

@@ -54,7 +54,7 @@ from clawstream.trainer.data.sequences import TrainingSequence
 from clawstream.trainer.model.policy import Policy
 from clawstream.trainer.model.update import update
 
-ALGORITHMS = {None: load("rloo", {"correction": "none"}, ())}
+ALGORITHM = load("rloo", {"correction": "none"}, ())
 """The policy gradient alone, which the plain loop writes in one line."""
 UNCHANGED = 1e-30
 """A learning rate at which no weight changes."""
@@ -122,7 +122,7 @@ class Sides:
         }
 
     def _update(self, name: str, policy: Policy, sequences: list[TrainingSequence]) -> None:
-        (step,) = update(policy, sequences, 0, ALGORITHMS, UNCHANGED, None).steps
+        (step,) = update(policy, sequences, 0, ALGORITHM, UNCHANGED, None).steps
         self.tokens[name], self.flops[name] = step.computed_tokens, step.flops
 
     def _plain(self) -> None:

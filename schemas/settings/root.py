@@ -106,13 +106,6 @@ class Settings(Section):
         self._check_reward_models()
         self._check_comparisons()
         self._check_ports()
-        if self.trainer.sync_every != self.admit.policy.sync_every:
-            raise ValueError(
-                f"trainer.sync_every={self.trainer.sync_every} differs from "
-                "admit.policy.sync_every="
-                f"{self.admit.policy.sync_every}: staleness is judged for the version that will "
-                "train a batch"
-            )
         if self.rollout.mode == "sync" and self.admit.policy.max_staleness:
             raise ValueError(
                 f"admit.policy.max_staleness={self.admit.policy.max_staleness}, but "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -82,19 +81,6 @@ class AlgorithmOverrides(Section):
         return {name: value for name, value in self if value is not None}
 
 
-class EnvironmentAlgorithm(AlgorithmOverrides):
-    """The algorithm of one environment: the run's with changes, or another one."""
-
-    algorithm: str | None = Field(
-        None, description="its name; then no trainer.algorithm.* applies. Default: the run's"
-    )
-
-    @property
-    def overrides(self) -> dict[str, Any]:
-        """The fields that are set, without the name."""
-        return {name: value for name, value in super().overrides.items() if name != "algorithm"}
-
-
 class CriticSettings(Section):
     """The value model of algorithms with a critic; the others do not load it."""
 
@@ -158,7 +144,6 @@ class TrainerSettings(Section):
     keep_best_by: str | None = Field(
         None, description="a metric, e.g. val/reward_mean: the version with its highest value stays"
     )
-    sync_every: Count = Field(1, description="must equal admit.policy.sync_every")
     max_versions: Annotated[int, Field(ge=0)] | None = Field(
         None, description="stop after this many versions"
     )
@@ -185,10 +170,10 @@ class TrainerSettings(Section):
     )
     lora: LoraSettings = LoraSettings()
     algorithm: AlgorithmOverrides = AlgorithmOverrides()
-    environments: Mapping[str, EnvironmentAlgorithm] = Field(
-        {},
-        description="a batch mixes environments: name of an environment, which is `environment` in "
-        "the metadata of its tasks, to its algorithm",
+    environments: tuple[str, ...] = Field(
+        (),
+        description="a batch mixes environments: their names, which are `environment` in the "
+        "metadata of their tasks; advantages are estimated in each alone, with metrics of each",
     )
     critic: CriticSettings = CriticSettings()
     reference_path: Path | None = Field(
@@ -245,16 +230,3 @@ class TrainerSettings(Section):
     )
     threads: Count = Field(1, description="CPU cores for torch")
     seed: int = Field(0, description="repeat runs")
-
-    def algorithms(self, name: str) -> dict[str | None, tuple[str, dict[str, Any]]]:
-        """Return name and overrides of the algorithm of each environment; None: of all others.
-
-        Args:
-            name: the run's algorithm.
-        """
-        own = self.algorithm.overrides
-        found: dict[str | None, tuple[str, dict[str, Any]]] = {None: (name, own)}
-        for environment, its in self.environments.items():
-            base = (name, own) if its.algorithm is None else (its.algorithm, {})
-            found[environment] = (base[0], {**base[1], **its.overrides})
-        return found

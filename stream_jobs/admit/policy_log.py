@@ -183,12 +183,10 @@ def changed_policy(
     """
     fields = dict(settings_of(policy))
     fields |= dict.fromkeys(_following(settings, policy))
-    values: dict[str, Any] = {"admit.policy": fields, "trainer.sync_every": policy.sync_every}
+    values: dict[str, Any] = {"admit.policy": fields}
     for name, text in changes.items():
         path = f"admit.policy.{name}"
         values[path] = value_of(text, path)
-        if name == "sync_every":  # the two settings must be equal
-            values["trainer.sync_every"] = values[path]
     new = with_values(settings, values)
     for check in checks:
         check(new)

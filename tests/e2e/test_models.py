@@ -47,7 +47,7 @@ def settings_of(home: Path, model: Path, dtype: str, lr: float) -> Settings:
         "admit": {"policy": {"group_size": MEMBERS, "batch_groups": len(ENVIRONMENTS)}},
         "trainer": {
             "model_path": model, "max_versions": VERSIONS, "lr": lr,
-            "environments": {ENVIRONMENTS[0]: {"algorithm": "dr_grpo"}},
+            "environments": ENVIRONMENTS[:1],
         },
         "rollout": {
             "port": free_port(), "dtype": dtype, "max_model_len": 512, "kv_cache_mb": 64,

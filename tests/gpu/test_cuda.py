@@ -86,7 +86,7 @@ def policy_of(directory: Path, device: str, **settings: Any) -> Policy:
 
 def train(policy: Policy, batch: list[TrainingSequence], lr: float = 1e-6) -> float:
     """Train a batch; return the loss."""
-    (step,) = update(policy, batch, 0, {None: load("cispo", {}, ())}, lr, None).steps
+    (step,) = update(policy, batch, 0, load("cispo", {}, ()), lr, None).steps
     assert step.loss is not None
     return step.loss
 
@@ -148,7 +148,7 @@ def test_rows_of_many_lengths_are_compiled_a_few_times(
     policy = policy_of(model(tmp_path / "model"), "cuda", **settings)
     for length in range(12):
         batch = sequences(groups=2, members=4, prompt=100 + 57 * length, reply=20 + 13 * length)
-        train(policy, with_old_logprobs(policy, batch, {None}))
+        train(policy, with_old_logprobs(policy, batch))
     assert 0 < counters["stats"]["unique_graphs"] <= 6
 
 

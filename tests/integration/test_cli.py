@@ -120,7 +120,7 @@ def test_every_command_has_help(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (("lag", "trainer.lrr=1"), "setting trainer.lrr:"),
         (("up", "kafka.partitions=many"), "setting kafka.partitions:"),
-        (("train", "trainer.sync_every=0"), "setting trainer.sync_every:"),
+        (("train", "trainer.save_every=0"), "setting trainer.save_every:"),
         (("gateway", "gateway"), "settings are written a.b=c"),
         (("admit", "--config", "/nowhere.yaml"), "/nowhere.yaml"),
         (("sql", "select 1", "lake.url=x"), "setting lake.url:"),

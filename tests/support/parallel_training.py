@@ -69,7 +69,7 @@ def train(model: Path, out: Path, name: str, processes: Processes) -> None:
     for seq in range(3):
         parent, given = "r/0.0" if seq == 0 else None, sequences(seq)
         passes = FirstPasses(given, 0)
-        stats = update(policy, given, seq, {None: algorithm}, lr, parent, passes)
+        stats = update(policy, given, seq, algorithm, lr, parent, passes)
         steps += [asdict(step) for step in stats.steps]
         found = [values for _, values in passes.gathered(processes) if values is not None]
         steps += [{"logprobs": v.logprobs.tolist(), "updates": v.updates} for v in found]

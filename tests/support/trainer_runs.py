@@ -62,14 +62,15 @@ class MemoryWeightLog:
             raise Fenced("a newer weight_log was opened")
 
 
-def settings(data_dir: Path, model_dir: Path, **trainer: object) -> Settings:
-    every = trainer.get("sync_every", 1)
+def settings(
+    data_dir: Path, model_dir: Path, *, sync_every: int = 1, **trainer: object
+) -> Settings:
     return Settings.model_validate(
         {
             "run_id": "r",
             "data_dir": data_dir,
             "trainer": {"model_path": model_dir, "device": "cpu", "lr": 1e-3, **trainer},
-            "admit": {"policy": {"sync_every": every}},
+            "admit": {"policy": {"sync_every": sync_every}},
         }
     )
 

@@ -25,7 +25,6 @@ def objective(
     loss: LossFunction,
     settings: AlgorithmSettings,
     size: MinibatchSize,
-    environment: str | None = None,
     metrics: dict[str, Tensor] | None = None,
 ) -> Tensor:
     """Return the share of one forward pass in the loss of its minibatch, a scalar.
@@ -38,7 +37,6 @@ def objective(
         loss: of the algorithm.
         settings: of the algorithm.
         size: of the whole minibatch.
-        environment: that has the algorithm; None: the run.
         metrics: gets those of the loss.
 
     Raises:
@@ -50,7 +48,7 @@ def objective(
     for name, values in {"loss": losses, **own}.items():
         if values.shape != batch.logprobs.shape:
             raise SettingsError(
-                f"setting {setting_of('loss', environment)}: its {name} has shape "
+                f"setting {setting_of('loss')}: its {name} has shape "
                 f"{tuple(values.shape)} for {len(batch.logprobs)} tokens; one value for each token "
                 "is needed"
             )

@@ -30,6 +30,7 @@ from clawstream.schemas.user_function import FunctionNotFound, load_function
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from clawstream.schemas.settings import Settings
     from clawstream.trainer.algorithms.batch import BatchView, Floats, LossBatch, LossFunction
 
 
@@ -66,22 +67,19 @@ class LoadedAlgorithm:
     skips_zero_advantages: bool
 
 
-def specification(
-    name: str, overrides: Mapping[str, Any], environment: str | None = None
-) -> Algorithm:
+def specification(name: str, overrides: Mapping[str, Any]) -> Algorithm:
     """Return the algorithm of that name with overrides, without loading a function.
 
     Args:
         name: in `ALGORITHMS`.
         overrides: fields of `trainer.algorithm` that are set: advantage, loss, and settings.
-        environment: that has it; None: the run.
 
     Raises:
         SettingsError: the name, an estimator or a loss is unknown.
     """
     if name not in ALGORITHMS:
         raise SettingsError(
-            f"setting {setting_of('algorithm', environment)}={name!r}: this trainer has "
+            f"setting {setting_of('algorithm')}={name!r}: this trainer has "
             f"{', '.join(sorted(ALGORITHMS))}"
         )
     algorithm, numbers = ALGORITHMS[name], dict(overrides)
@@ -95,16 +93,14 @@ def specification(
         spec = getattr(algorithm, part)
         if spec not in known and not is_own(spec):
             raise SettingsError(
-                f"setting {setting_of(part, environment)}={spec!r}: this trainer has "
+                f"setting {setting_of(part)}={spec!r}: this trainer has "
                 f"{', '.join(sorted(known))}; a function of your own is path.to:function"
             )
     return algorithm
 
 
-def setting_of(part: str, environment: str | None) -> str:
-    """Return the setting that names the algorithm, or a part of it, of an environment."""
-    if environment is not None:
-        return f"trainer.environments.{environment}.{part}"
+def setting_of(part: str) -> str:
+    """Return the setting that names the algorithm of the run, or a part of it."""
     return "admit.policy.algorithm" if part == "algorithm" else f"trainer.algorithm.{part}"
 
 
@@ -130,39 +126,25 @@ def _loss_of(algorithm: Algorithm) -> Loss:
     return LOSSES.get(algorithm.loss, own)
 
 
-def load_all(
-    names: Mapping[str | None, tuple[str, Mapping[str, Any]]], folders: Sequence[Path]
-) -> dict[str | None, LoadedAlgorithm]:
-    """Return the algorithm of each environment with its functions loaded.
+def load(name: str, overrides: Mapping[str, Any], folders: Sequence[Path]) -> LoadedAlgorithm:
+    """Return an algorithm with its functions loaded.
 
     Args:
-        names: name and overrides of each; None: of all other environments.
+        name: in `ALGORITHMS`.
+        overrides: fields of `trainer.algorithm` that are set.
         folders: where users' files and modules are looked up.
 
     Raises:
-        SettingsError: an algorithm or one of its functions does not exist.
+        SettingsError: the algorithm or one of its functions does not exist.
     """
-    return {
-        environment: load(name, overrides, folders, environment)
-        for environment, (name, overrides) in names.items()
-    }
-
-
-def load(
-    name: str, overrides: Mapping[str, Any], folders: Sequence[Path], environment: str | None = None
-) -> LoadedAlgorithm:
-    """Return an algorithm with its functions loaded, as `load_all`."""
-    algorithm = specification(name, overrides, environment)
+    algorithm = specification(name, overrides)
     s, estimator, loss = algorithm.settings, estimator_of(algorithm), _loss_of(algorithm)
-    advantage_setting, loss_setting = (
-        setting_of(part, environment) for part in ("advantage", "loss")
-    )
     advantage: Callable[..., Any]
     returns: Callable[..., Any] | None
     columns = needs(algorithm)
     if own_advantage := algorithm.advantage not in ESTIMATORS:
-        advantage = load_function_of(advantage_setting, algorithm.advantage, folders)
-        own_columns, returns = _asked_for(advantage_setting, advantage)
+        advantage = load_function_of("advantage", algorithm.advantage, folders)
+        own_columns, returns = _asked_for(advantage)
         columns |= own_columns
     else:
         advantage = _function(f"advantages.{estimator.path}")
@@ -173,7 +155,7 @@ def load(
         returns=returns,
         loss=_function(f"losses.{loss.path}")
         if algorithm.loss in LOSSES
-        else load_function_of(loss_setting, algorithm.loss, folders),
+        else load_function_of("loss", algorithm.loss, folders),
         clipped=_function(f"losses.{loss.clipped}") if loss.clipped else None,
         corrected=None if s.correction == "none" else loss.corrected,
         settings=s,
@@ -189,8 +171,13 @@ def load(
     )
 
 
+def load_algorithm(settings: Settings, name: str) -> LoadedAlgorithm:
+    """Return an algorithm as the settings of the trainer change it. Raises as `load`."""
+    return load(name, settings.trainer.algorithm.overrides, settings.functions.folders)
+
+
 def _asked_for(
-    setting: str, estimator: Callable[..., Any]
+    estimator: Callable[..., Any],
 ) -> tuple[frozenset[Column], Callable[..., Any] | None]:
     """Return the columns and the target of a critic that a user's estimator asks for.
 
@@ -199,14 +186,14 @@ def _asked_for(
     columns: frozenset[Column] = frozenset(getattr(estimator, "needs", ()))
     if unknown := sorted(columns - {*get_args(Column)}):
         raise SettingsError(
-            f"setting {setting}: it needs {', '.join(unknown)}; a batch can have "
+            f"setting {setting_of('advantage')}: it needs {', '.join(unknown)}; a batch can have "
             f"{', '.join(get_args(Column))}"
         )
     returns: Callable[..., Any] | None = getattr(estimator, "returns", None)
     if "values" in columns and returns is None:
         raise SettingsError(
-            f"setting {setting}: it needs values, so it must say what the critic is to predict: a "
-            "function `returns` beside `needs`"
+            f"setting {setting_of('advantage')}: it needs values, so it must say what the critic "
+            "is to predict: a function `returns` beside `needs`"
         )
     return columns, returns
 
@@ -220,9 +207,9 @@ def _function(path: str) -> Callable[..., Any]:
     return function
 
 
-def load_function_of(setting: str, spec: str, folders: Sequence[Path]) -> Callable[..., Any]:
-    """Return a user's function. Raises SettingsError that names the setting."""
+def load_function_of(part: str, spec: str, folders: Sequence[Path]) -> Callable[..., Any]:
+    """Return a user's estimator or loss. Raises SettingsError that names its setting."""
     try:
         return load_function(spec, folders)
     except FunctionNotFound as e:
-        raise SettingsError(f"setting {setting}={spec!r}: {e}") from e
+        raise SettingsError(f"setting {setting_of(part)}={spec!r}: {e}") from e

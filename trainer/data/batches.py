@@ -60,11 +60,11 @@ def check(
     """
     if batch.batch_seq != expected_seq:
         raise BatchGap(topic, offset, batch.batch_seq, expected_seq)
-    if batch.sync_every != settings.trainer.sync_every:
+    if batch.sync_every != (every := settings.admit.policy.sync_every):
         raise SettingsError(
-            f"setting trainer.sync_every={settings.trainer.sync_every}, but batch "
-            f"{batch.batch_seq} of {topic} was admitted with sync_every={batch.sync_every}: its "
-            f"staleness was judged by that; set trainer.sync_every={batch.sync_every}"
+            f"setting admit.policy.sync_every={every}, but batch {batch.batch_seq} of {topic} was "
+            f"admitted with sync_every={batch.sync_every}: its staleness was judged by that; set "
+            f"admit.policy.sync_every={batch.sync_every}"
         )
     check_named_algorithm(batch.algorithm, settings.trainer)
 

@@ -85,7 +85,7 @@ def with_advantages(
     """Return the sequences with their share of the advantages of a batch.
 
     Args:
-        sequences: those of the view, in its order; all of one environment.
+        sequences: those of the view, in its order.
         advantages: shape (trained tokens of all sequences,).
 
     Raises:
@@ -93,7 +93,7 @@ def with_advantages(
     """
     tokens = sum(sequence.trained_tokens for sequence in sequences)
     if np.shape(advantages) != (tokens,):
-        setting = setting_of("advantage", next((s.environment for s in sequences), None))
+        setting = setting_of("advantage")
         raise SettingsError(
             f"setting {setting}: it returned shape {np.shape(advantages)} for {tokens} tokens; one "
             "advantage for each trained token is needed"

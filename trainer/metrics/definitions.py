@@ -202,9 +202,6 @@ SECTIONS: Mapping[str, tuple[Metric, ...]] = {
             "reward",
             "`reward_mean` of an environment in `trainer.environments`.",
         ),
-        Metric(
-            "environment/<name>/loss", "", "Its share of `loss`: what its sequences add to the sum."
-        ),
     ),
     "time": (
         _total(

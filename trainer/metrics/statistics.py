@@ -65,9 +65,7 @@ class StepStats:
         sequence_tokens: tokens of the sequences that passed, context included.
         computed_tokens: tokens of the passes: a shared prefix is computed once. No padding.
         flops: of the model in forward and backward passes.
-        measured: over the passed tokens, for each algorithm of the batch; empty if the step was
-            skipped.
-        environment_losses: shares of `loss`, of the environments with an algorithm of their own.
+        measured: over the passed tokens; None without one, or if the step was skipped.
     """
 
     tokens: int
@@ -79,8 +77,7 @@ class StepStats:
     sequence_tokens: int
     computed_tokens: int
     flops: float
-    measured: tuple[TokenStats, ...]
-    environment_losses: Mapping[str, float] = field(default_factory=dict)
+    measured: TokenStats | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,7 +213,9 @@ def version_metrics(
     found: dict[str, float | None] = {"save_seconds": save_seconds}
     if batches:
         found |= {"lr": lr, **_data(batches), **_updates(batches), **_critic(batches)}
-        found |= _tokens([m for b in batches for s in b.update.steps for m in s.measured])
+        found |= _tokens(
+            [s.measured for b in batches for s in b.update.steps if s.measured is not None]
+        )
         found |= _environments(batches)
     return {name: float(value) for name, value in found.items() if value is not None}
 
@@ -254,21 +253,13 @@ def _data(batches: Sequence[BatchStats]) -> dict[str, float | None]:
 
 
 def _environments(batches: Sequence[BatchStats]) -> dict[str, float | None]:
-    """Return the metrics of each environment with an algorithm of its own."""
+    """Return the metrics of each environment that the settings name."""
     rewards: dict[str, list[float]] = {}
-    losses: dict[str, float] = {}
-    steps = [step for batch in batches for step in batch.update.steps if step.loss is not None]
     for batch in batches:
         for part in batch.data:
             if part.environment is not None:
                 rewards.setdefault(part.environment, []).extend(part.rewards)
-    for step in steps:
-        for name, loss in step.environment_losses.items():
-            losses[name] = losses.get(name, 0.0) + loss / len(steps)
-    return {
-        **{f"environment/{name}/reward_mean": _mean(found) for name, found in rewards.items()},
-        **{f"environment/{name}/loss": found for name, found in losses.items()},
-    }
+    return {f"environment/{name}/reward_mean": _mean(found) for name, found in rewards.items()}
 
 
 def _updates(batches: Sequence[BatchStats]) -> dict[str, float | None]:

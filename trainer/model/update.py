@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -23,15 +23,12 @@ from clawstream.trainer.model.policy import Policy
 from clawstream.trainer.model.scores import logprobs_of
 from clawstream.trainer.parallel.sharding import whole
 
-Algorithms = Mapping[str | None, LoadedAlgorithm]
-"""Name of an environment to its algorithm; None: all others."""
-
 
 def update(
     policy: Policy,
     sequences: Sequence[TrainingSequence],
     batch_seq: int,
-    algorithms: Algorithms,
+    algorithm: LoadedAlgorithm,
     lr: float,
     parent_version: str | None,
     first_passes: FirstPasses | None = None,
@@ -44,7 +41,7 @@ def update(
         policy: it is changed.
         sequences: of the batch, with advantages.
         batch_seq: number of the batch; the shuffle depends on it.
-        algorithms: of each environment that sequences name; None: of the other sequences.
+        algorithm: its loss is trained.
         lr: learning rate.
         parent_version: the version with exactly these weights; None after an update since it.
         first_passes: gets the log-probabilities of the tokens.
@@ -54,17 +51,13 @@ def update(
         group["lr"] = lr
     s = policy.settings
     always = s.recompute_old_logprobs
-    recomputed = {
-        environment
-        for environment, algorithm in algorithms.items()
-        if (algorithm.recomputes if always is None else always)
-    }
-    sequences = with_old_logprobs(policy, sequences, recomputed)
+    if algorithm.recomputes if always is None else always:
+        sequences = with_old_logprobs(policy, sequences)
     steps, flops = list[StepStats](), TrainingFlops(policy.model)
     for part in minibatches(sequences, s.minibatches, s.epochs, s.seed, batch_seq):
         unchanged = all(step.skipped is not None for step in steps)
         parent = parent_version if unchanged else None
-        steps.append(_step(policy, part, algorithms, parent, flops, first_passes))
+        steps.append(_step(policy, part, algorithm, parent, flops, first_passes))
         if first_passes is not None:
             first_passes.end_step(part, taken=steps[-1].skipped is None)
     return UpdateStats(
@@ -75,75 +68,49 @@ def update(
 
 
 def with_old_logprobs(
-    policy: Policy, sequences: Sequence[TrainingSequence], environments: Collection[str | None]
+    policy: Policy, sequences: Sequence[TrainingSequence]
 ) -> list[TrainingSequence]:
-    """Return the sequences, those of some environments with the log-probabilities of the policy
-    as it is.
-    """
-    scored = [sequence for sequence in sequences if sequence.environment in environments]
-    if not scored:
-        return list(sequences)
+    """Return the sequences with the log-probabilities of the policy as it is."""
     columns = logprobs_of(
-        scored,
+        sequences,
         policy.logprobs,
         policy.settings,
         policy.device,
         policy.processes,
         packed=policy.scores.packed,
     )
-    old = iter(columns)
     return [
-        replace(sequence, old_logprobs=next(old))
-        if sequence.environment in environments
-        else sequence
-        for sequence in sequences
+        replace(sequence, old_logprobs=old)
+        for sequence, old in zip(sequences, columns, strict=True)
     ]
 
 
 def _step(
     policy: Policy,
     sequences: Sequence[TrainingSequence],
-    algorithms: Algorithms,
+    algorithm: LoadedAlgorithm,
     parent_version: str | None,
     flops: TrainingFlops,
     first_passes: FirstPasses | None,
 ) -> StepStats:
-    """Take one optimiser step; the loss is a mean over all `sequences`.
-
-    Each algorithm has passes of its own. All divide by the tokens or sequences of the whole
-    minibatch, so an algorithm weighs as much as its data.
-    """
+    """Take one optimiser step; the loss is a mean over all `sequences`."""
     size = MinibatchSize(sum(sequence.trained_tokens for sequence in sequences), len(sequences))
-    learned = {
-        environment: found
-        for environment, algorithm in algorithms.items()
-        if (found := _learned(sequences, environment, algorithm))
-    }
+    learned = _learned(sequences, algorithm)
     policy.clear_gradients(zeros=not learned)
-    parts = {
-        environment: _backward(
-            policy, found, algorithms[environment], size, parent_version, first_passes
-        )
-        for environment, found in learned.items()
-    }
-    loss = sum(part.loss for part in parts.values())
-    norm, taken = _optimizer_step(policy, loss)
-    computed = sum(part.computed_tokens for part in parts.values())
-    passed = [sequence for found in learned.values() for sequence in found]
-    trained = sum(sequence.trained_tokens for sequence in passed)
-    stats = [part.measurement.stats() for part in parts.values()] if taken else []
+    passes = _backward(policy, learned, algorithm, size, parent_version, first_passes)
+    norm, taken = _optimizer_step(policy, passes.loss)
+    trained = sum(sequence.trained_tokens for sequence in learned)
     return StepStats(
         tokens=size.tokens,
         passed_tokens=trained,
-        loss=loss if taken else None,
+        loss=passes.loss if taken else None,
         grad_norm=norm if taken else None,
-        skipped=None if taken else f"loss {loss}, gradient norm {norm}",
-        now_at_zero=sum(part.measurement.now_at_zero for part in parts.values()),
-        sequence_tokens=sum(len(sequence.tokens.ids) for sequence in passed),
-        computed_tokens=computed,
-        flops=flops.of(computed, trained, sum(part.attended_pairs for part in parts.values())),
-        measured=tuple(found for found in stats if found is not None),
-        environment_losses={name: part.loss for name, part in parts.items() if name is not None},
+        skipped=None if taken else f"loss {passes.loss}, gradient norm {norm}",
+        now_at_zero=passes.measurement.now_at_zero,
+        sequence_tokens=sum(len(sequence.tokens.ids) for sequence in learned),
+        computed_tokens=passes.computed_tokens,
+        flops=flops.of(passes.computed_tokens, trained, passes.attended_pairs),
+        measured=passes.measurement.stats() if taken else None,
     )
 
 
@@ -163,26 +130,25 @@ def _optimizer_step(policy: Policy, loss: float) -> tuple[float, bool]:
 
 
 def _learned(
-    sequences: Sequence[TrainingSequence], environment: str | None, algorithm: LoadedAlgorithm
+    sequences: Sequence[TrainingSequence], algorithm: LoadedAlgorithm
 ) -> list[TrainingSequence]:
-    """Return the sequences of an environment that need a forward and backward pass.
+    """Return the sequences that need a forward and backward pass.
 
     If the loss of a sequence without advantage is zero, the sequence counts in the mean only.
     """
     return [
         sequence
         for sequence in sequences
-        if sequence.environment == environment
-        and (not algorithm.skips_zero_advantages or np.any(sequence.advantages))
+        if not algorithm.skips_zero_advantages or np.any(sequence.advantages)
     ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Passes:
-    """The passes of one algorithm in a step, in all processes.
+    """The passes of a step, in all processes.
 
     Attributes:
-        loss: share in the loss of the minibatch.
+        loss: of the minibatch.
         computed_tokens, attended_pairs: see `MicroBatch`.
         measurement: of the tokens.
     """
@@ -201,12 +167,12 @@ def _backward(
     parent_version: str | None,
     first_passes: FirstPasses | None,
 ) -> _Passes:
-    """Add the gradient of the sequences of one algorithm.
+    """Add the gradient of the sequences.
 
     Args:
         policy: gets the gradient.
-        sequences: at least one.
-        algorithm: of all of them.
+        sequences: some of the minibatch.
+        algorithm: its loss is computed.
         size: of the whole minibatch.
         parent_version, first_passes: see `update`.
     """
@@ -217,9 +183,7 @@ def _backward(
         batch = collate(part, s.temperature, policy.device, packed=packed)
         view = _loss_batch(policy, batch, algorithm)
         own = dict[str, torch.Tensor]()
-        mean = objective(
-            view, algorithm.loss, algorithm.settings, size, sequences[0].environment, own
-        )
+        mean = objective(view, algorithm.loss, algorithm.settings, size, own)
         # FSDP averages the gradients of the processes; the loss is a sum of their shares.
         scaled = mean * processes.size if counts else view.logprobs.sum() * 0.0
         scaled.backward()  # type: ignore[no-untyped-call]

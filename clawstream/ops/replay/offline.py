@@ -42,7 +42,7 @@ class OfflineTraining:
         settings: of the trainer.
         versions: table to Delta version; None: the table did not exist.
         report: of the replay.
-        left_out: batches after the last multiple of trainer.sync_every, which make no version.
+        left_out: batches after the last multiple of sync_every, which make no version.
     """
 
     settings: Settings
@@ -100,14 +100,14 @@ def prepare(
     name = name or name_of(settings, versions, where)
     request = ReplayRequest(name, versions, as_run=name, where=where)
     report = run_replay(settings, request)
-    every = settings.trainer.sync_every
+    every = settings.admit.policy.sync_every
     batches = len(report["channels"].get("train", {"batches": ()})["batches"])
     if batches < every:
         refused = report["channels"].get("train", {}).get("refused", {})
         raise SettingsError(
             f"replay {name} of {report['steps']} steps has {batches} batches, and "
-            f"trainer.sync_every={every} make a version; refused: {json.dumps(refused)}. Groups "
-            "are trained whole: select whole groups, or set admit.policy.group_size and "
+            f"admit.policy.sync_every={every} make a version; refused: {json.dumps(refused)}. "
+            "Groups are trained whole: select whole groups, or set admit.policy.group_size and "
             "admit.policy.batch_groups"
         )
     trained = settings_for_training(settings, report, batches // every)

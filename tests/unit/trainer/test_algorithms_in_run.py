@@ -226,7 +226,7 @@ def test_passes_of_any_size_give_the_same_loss_and_gradient(model_dir: Path, nam
             Policy(model_dir, settings(model_dir, micro_batch_tokens=n).trainer),
             sequences,
             0,
-            {None: algorithm},
+            algorithm,
             1e-3,
             None,
         ).steps[0]
@@ -290,12 +290,10 @@ def test_an_update_with_recomputed_old_log_probabilities_starts_at_ratio_one(
     policy = Policy(model_dir, s)
     batch = collate(sequences, s.temperature, policy.device)
     now = policy.logprobs(batch).detach()
-    old = collate(
-        with_old_logprobs(policy, sequences, {None}), s.temperature, policy.device
-    ).old_logprobs
+    old = collate(with_old_logprobs(policy, sequences), s.temperature, policy.device).old_logprobs
     assert torch.allclose(old, now, atol=1e-5)
     weights = (now - batch.logprobs).exp().clamp(max=1.5)
-    (step,) = update(policy, sequences, 0, {None: algorithm}, 1e-3, None).steps
+    (step,) = update(policy, sequences, 0, algorithm, 1e-3, None).steps
     assert step.loss == pytest.approx(-(weights * batch.advantages).mean().item(), rel=1e-4)
 
 
@@ -311,8 +309,9 @@ def test_gspo_compares_with_the_trainers_own_log_probabilities(
     policy = Policy(model_dir, s)
     noise = np.random.default_rng(0)
     sequences = [engine_noise(one, policy, noise) for one in sequences_for(algorithm)]
-    (step,) = update(policy, sequences, 0, {None: algorithm}, 1e-3, None).steps
-    (measured,) = step.measured
+    (step,) = update(policy, sequences, 0, algorithm, 1e-3, None).steps
+    measured = step.measured
+    assert measured is not None
     assert measured.clipped_negative is not None and measured.clipped_negative[1] > 0
     clipped, tokens = measured.clipped_negative
     assert (clipped == 0) == (setting is not False), f"{clipped} of {tokens}"
@@ -343,9 +342,7 @@ def test_the_entropy_is_that_of_the_distribution_of_the_engine(model_dir: Path) 
     assert torch.allclose(entropy, -(p * p.log()).sum(-1), atol=1e-5)
     plain = load("dapo", {}, ())
     losses = [
-        update(Policy(model_dir, policy.settings), sequences, 0, {None: a}, 1e-3, None)
-        .steps[0]
-        .loss
+        update(Policy(model_dir, policy.settings), sequences, 0, a, 1e-3, None).steps[0].loss
         for a in (plain, algorithm)
     ]
     assert losses[0] is not None and losses[1] is not None
@@ -367,9 +364,10 @@ def test_a_function_of_the_users_own_trains(tmp_path: Path, model_dir: Path) -> 
     batch = collate(sequences, 1.0, policy.device)
     expected = -(policy.logprobs(batch).detach() * batch.advantages**2).mean().item()
     assert set(batch.advantages.tolist()) == {1.0, 2.0}
-    (step,) = update(policy, sequences, 0, {None: algorithm}, 1e-3, None).steps
+    (step,) = update(policy, sequences, 0, algorithm, 1e-3, None).steps
     assert step.loss == pytest.approx(expected, rel=1e-4)
-    (measured,) = step.measured
+    measured = step.measured
+    assert measured is not None
     squares = batch.advantages.square()
     assert measured.own == {"own/square": pytest.approx(squares.sum().item())}
 
@@ -457,10 +455,7 @@ def test_a_part_that_does_not_give_one_number_a_token_is_refused(
     algorithm = load("cispo", {"loss": "wrong.py:loss"}, (tmp_path,))
     policy = Policy(model_dir, settings(model_dir).trainer)
     with pytest.raises(SettingsError, match=r"algorithm\.loss: its loss has shape \(\)"):
-        update(policy, sequences_for(algorithm), 0, {None: algorithm}, 1e-3, None)
-    named = [replace(sequence, environment="math") for sequence in sequences_for(algorithm)]
-    with pytest.raises(SettingsError, match=r"trainer\.environments\.math\.loss: its loss has"):
-        update(policy, named, 0, {"math": algorithm}, 1e-3, None)
+        update(policy, sequences_for(algorithm), 0, algorithm, 1e-3, None)
 
 
 def test_an_algorithm_that_cannot_be_trained_is_refused_before_a_batch(model_dir: Path) -> None:

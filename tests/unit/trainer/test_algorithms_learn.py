@@ -92,7 +92,7 @@ def test_an_algorithm_learns(model_dir: Path, name: str) -> None:
         )
         sampler = probabilities(policy)
         advantages = algorithm.advantage(view, algorithm.settings)
-        update(policy, with_advantages(sequences, advantages), seq, {None: algorithm}, s.lr, None)
+        update(policy, with_advantages(sequences, advantages), seq, algorithm, s.lr, None)
     after = probabilities(policy)[GOOD].item()
     assert before[GOOD].item() < 0.2
     assert after > (0.6 if name == "distillation" else 0.85), after

@@ -100,7 +100,7 @@ def trained(
     )
     view = batch_view(data.sequences, data.members, "r", 5)
     sequences = with_advantages(data.sequences, algorithm.advantage(view, algorithm.settings))
-    (done,) = update(policy, sequences, 0, {None: algorithm}, 1e-3, None).steps
+    (done,) = update(policy, sequences, 0, algorithm, 1e-3, None).steps
     assert done.loss is not None
     gradients = {n: p.grad for n, p in policy.model.named_parameters() if p.grad is not None}
     return done.loss, gradients

@@ -86,10 +86,6 @@ def test_a_wrong_setting_of_training_is_named(
         (["rollout.tool_parser_plugin=/no/such.py"], "there is no file /no/such.py"),
         (["trainer.algorithm.advantage=algo.py:nosuch"], "there is no file algo.py in "),
         (["trainer.algorithm.loss=no.such:module"], "setting trainer.algorithm.loss='no.such:"),
-        (
-            ["trainer.environments={e: {advantage: algo.py:nosuch}}"],
-            "setting trainer.environments.e.advantage='algo.py:nosuch'",
-        ),
     ],
 )
 def test_a_name_that_only_a_later_import_would_miss_is_named(

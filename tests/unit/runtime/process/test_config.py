@@ -46,10 +46,6 @@ def test_words_beat_environment_beats_file(tmp_path: Path) -> None:
         ("trainer.lr=" + "9" * 5000, "is not valid YAML: Exceeds the limit"),
         ("trainer.lr=" + "[" * 5000, "is not valid YAML"),
         ("admit.policy.group_size=1", "min_members 2 is above group_size 1"),
-        (
-            "admit.policy.sync_every=2",
-            "trainer.sync_every=1 differs from admit.policy.sync_every=2",
-        ),
         ("jobs.trajectory_timeout_s=2e6", "above half of kafka.steps_retention_s"),
         (
             "jobs.trajectory_timeout_s=1e5",
@@ -122,7 +118,7 @@ def test_null_unsets_text_that_may_be_absent(tmp_path: Path, text: str) -> None:
         ["kafka.client_options={sasl.password: [hunter2]}"],
         ["kafka.client_options={sasl.password: hunter2}"],
         ["kafka.bootstrap_servers='a:1'", "kafka.security={password: hunter2}"],
-        ["kafka.security.user=me", "kafka.security.password=hunter2", "trainer.sync_every=2"],
+        ["kafka.security.user=me", "kafka.security.password=hunter2", "admit.policy.min_members=9"],
         ["lake.storage_options=hunter2"],
         ["gateway.blob_options=hunter2"],
         ["gateway.blob_options={key: [hunter2]}"],
@@ -137,7 +133,7 @@ def test_null_unsets_text_that_may_be_absent(tmp_path: Path, text: str) -> None:
         ["traces.headers={Authorization: 'Basic hunter2}"],
         ["traces.headers={Authorization: [hunter2]}"],
         ["traces.endpoint=http://me:hunter2@collector:4318"],
-        ["gateway.session_secret=hunter2", "trainer.sync_every=2"],
+        ["gateway.session_secret=hunter2", "admit.policy.min_members=9"],
     ],
 )
 def test_secrets_are_not_repeated(overrides: list[str]) -> None:
@@ -207,7 +203,7 @@ def test_changed_settings_are_the_others_with_these_judged_as_a_whole() -> None:
         ],
         {},
     )
-    after = with_values(before, {"admit.policy.sync_every": 2, "trainer.sync_every": 2})
+    after = with_values(before, {"admit.policy.sync_every": 2})
     assert after.model_dump(exclude={"admit", "trainer"}) == before.model_dump(
         exclude={"admit", "trainer"}
     )
@@ -217,10 +213,8 @@ def test_changed_settings_are_the_others_with_these_judged_as_a_whole() -> None:
         3e-4,
     )
     assert with_values(before, {}) == before
-    with pytest.raises(
-        SettingsError, match=r"trainer.sync_every=1 differs from admit.policy.sync_every=2"
-    ):
-        with_values(before, {"admit.policy.sync_every": 2})
+    with pytest.raises(SettingsError, match="min_members 5 is above group_size 4"):
+        with_values(before, {"admit.policy.min_members": 5})
     with pytest.raises(
         SettingsError, match=r"setting trainer.lr: Input should be greater than 0, got -1"
     ):

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from structlog.testing import capture_logs
 from tensorboardX.proto.event_pb2 import Event
@@ -16,7 +15,7 @@ from tensorboardX.proto.event_pb2 import Event
 from clawstream.schemas.records import WeightVersion
 from clawstream.schemas.settings import Settings
 from clawstream.trainer.metrics.definitions import METRICS
-from clawstream.trainer.metrics.monitor import Monitor, chart_panels, chart_path
+from clawstream.trainer.metrics.monitor import Monitor
 from clawstream.trainer.metrics.prometheus import VersionMetrics
 from clawstream.trainer.metrics.validation import Validation
 
@@ -69,7 +68,6 @@ def test_every_new_version_is_on_the_endpoint_and_in_the_event_files(tmp_path: P
         "val_sync_index": 1.0, "val_reward_mean": 0.5, "val_reward_interval": 0.25,
     }.items()  # fmt: skip
     monitor.close([])
-    assert not chart_path(settings).exists(), "nothing was trained"
     assert scalars(tmp_path / "tb" / "r") == [
         ("optimizer/loss", 1, 2.0), ("data/tokens", 1, 8.0),
         ("optimizer/loss", 2, 1.0), ("data/tokens", 2, 4.0),
@@ -129,16 +127,15 @@ def test_the_endpoint_has_gauges_of_the_newest_version_only_and_a_label_for_envi
     endpoint = VersionMetrics()
     endpoint.write(6, {"loss": 3.0, "entropy": 1.0, "tokens": 5.0})
     endpoint.write(6, VALIDATION.metrics)
-    endpoint.write(
-        7, {"loss": 2.0, "environment/math/loss": 0.5, "environment/a/b/loss": 1.5, "tokens": 1.0}
-    )
+    environments = {"environment/math/reward_mean": 0.5, "environment/a/b/reward_mean": 1.5}
+    endpoint.write(7, {"loss": 2.0, **environments, "tokens": 1.0})
     assert shown(endpoint) == [
         "clawstream_trainer_sync_index 7.0",
         "clawstream_trainer_val_sync_index 6.0",
         "clawstream_trainer_tokens_total 6.0",
         "clawstream_trainer_loss 2.0",
-        'clawstream_trainer_environment_loss{environment="math"} 0.5',
-        'clawstream_trainer_environment_loss{environment="a/b"} 1.5',
+        'clawstream_trainer_environment_reward_mean{environment="math"} 0.5',
+        'clawstream_trainer_environment_reward_mean{environment="a/b"} 1.5',
         "clawstream_trainer_val_reward_mean 0.5",
         "clawstream_trainer_val_trajectories 4.0",
         "clawstream_trainer_val_reward_interval 0.25",
@@ -152,27 +149,3 @@ def test_every_metric_that_is_shown_is_described() -> None:
     assert {(m.name, m.type, m.documentation) for m in metrics.collect()} <= {
         (m.name, m.type, m.documentation) for m in metrics.describe()
     }
-
-
-def test_the_chart_has_a_panel_for_each_kind_of_metric_that_was_measured() -> None:
-    log = [
-        version(0, save_seconds=1.0),
-        version(1, reward_mean=0.0, loss=9.0),
-        version(1, reward_mean=0.5, loss=2.0, **VALIDATION.metrics),
-        version(2, reward_mean=0.75, loss=1.0),
-    ]
-    reward, loss = chart_panels(log)
-    assert [(line.label, line.points, line.errors) for line in (*reward.lines, *loss.lines)] == [
-        ("reward_mean", [(1, 0.5), (2, 0.75)], None),
-        ("val/reward_mean", [(1, 0.5)], [0.25]),
-        ("loss", [(1, 2.0), (2, 1.0)], None),
-    ]
-
-
-@pytest.mark.slow
-def test_the_chart_is_drawn_at_the_end(tmp_path: Path) -> None:
-    settings = Settings.model_validate({"run_id": "r", "data_dir": tmp_path})
-    Monitor(settings, shown=0, next_sync_index=0).close(
-        [version(1, loss=2.0, reward_mean=0.5, **VALIDATION.metrics), version(2, loss=1.0)]
-    )
-    assert chart_path(settings).read_bytes().startswith(b"\x89PNG")

@@ -48,22 +48,21 @@ FIRST = StepStats(
     sequence_tokens=40,
     computed_tokens=10,
     flops=1e12,
-    measured=(TOKENS,),
-    environment_losses={"math": 0.5},
+    measured=TOKENS,
 )
 THEN = replace(
     FIRST,
     loss=3.0,
     grad_norm=4.0,
     now_at_zero=0,
-    measured=(replace(
+    measured=replace(
         TOKENS, tokens=6, ratios=6.0, squared_ratios=6.0, largest_ratio=1.0, clipped=0,
         clipped_positive=(0, 4), clipped_negative=(0, 2),
         logp_diff=None, same_version=None, kl_reference=None,
         own={},
-    ),), environment_losses={},
+    ),
 )  # fmt: skip
-LOST = replace(THEN, passed_tokens=2, loss=None, grad_norm=None, skipped="NaN", measured=())
+LOST = replace(THEN, passed_tokens=2, loss=None, grad_norm=None, skipped="NaN", measured=None)
 DATA = DataStats(
     rewards=(0.0, 1.0),
     groups=1,
@@ -105,7 +104,7 @@ def test_metrics_fold_the_batches_of_a_version() -> None:
             "prefix_saved_share": 0.75,
             "length_mean": 3, "length_max": 5, "turns_mean": 2,
             "staleness_mean": 0.5, "staleness_max": 2,
-            "environment/math/reward_mean": 0.5, "environment/math/loss": 0.25,
+            "environment/math/reward_mean": 0.5,
             "loss": 2, "grad_norm": 3, "grad_norm_max": 4, "lr": 1e-3,
             "optimizer_steps": 4, "optimizer_steps_skipped": 2,
             "value_loss": 2, "explained_variance": 0.5, "critic_seconds": 0.5,

@@ -47,7 +47,7 @@ def test_an_adapter_is_trained_published_and_merged(tmp_path: Path) -> None:
     batch = collate(rows, 1.0, policy.device)
     plain = Policy(base, settings(base, tmp_path, rank=None).trainer).logprobs(batch)
     assert torch.equal(policy.logprobs(batch), plain)  # a new adapter changes nothing
-    update(policy, rows, 0, {None: load("cispo", {}, ())}, 1e-2, None)
+    update(policy, rows, 0, load("cispo", {}, ()), 1e-2, None)
     changed = {n for n, p in policy.model.named_parameters() if not torch.equal(p, before[n])}
     assert changed and all("lora_" in name for name in changed)
     state = VersionState(
@@ -106,7 +106,7 @@ def test_an_adapter_on_one_name_of_a_shared_tensor_does_not_change_the_other(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # peft's, of what is tested here
         policy = Policy(base, s.trainer)
-        update(policy, sequences(0), 0, {None: load("cispo", {}, ())}, 1e-2, None)
+        update(policy, sequences(0), 0, load("cispo", {}, ()), 1e-2, None)
         policy.save(tmp_path / "adapter", TensorDtypes(torch.float32, {}))
         model, dtypes = load_masters(base)
         save_rounded(merged(model, tmp_path / "adapter"), tmp_path / "merged", dtypes)

@@ -103,7 +103,7 @@ def test_the_gradient_is_that_of_plain_rows(model_dir: Path, name: str, budget: 
     for packing in ("rows", "tree"):
         policy = Policy(model_dir, settings(packing=packing, micro_batch_tokens=budget))
         passes = FirstPasses(sequences, 0)
-        (step,) = update(policy, sequences, 0, {None: algorithm}, 1e-6, "r/2.0", passes).steps
+        (step,) = update(policy, sequences, 0, algorithm, 1e-6, "r/2.0", passes).steps
         found.append((step, [p.grad for p in policy.model.parameters()]))
         seen.append([p.logprobs.tolist() for _, p in passes.gathered(ONE) if p is not None])
     (rows, expected), (tree, got) = found
@@ -121,8 +121,8 @@ def test_the_gradient_is_that_of_plain_rows_with(model_dir: Path, more: dict[str
     for packing in ("rows", "tree"):
         policy = Policy(model_dir, settings(packing=packing, **more))
         assert policy.scores.packed == (packing == "tree")
-        update(policy, sequences, 0, {None: load("cispo", {}, ())}, 1e-2, None)
-        update(policy, sequences, 1, {None: load("cispo", {}, ())}, 1e-2, None)
+        update(policy, sequences, 0, load("cispo", {}, ()), 1e-2, None)
+        update(policy, sequences, 1, load("cispo", {}, ()), 1e-2, None)
         found.append([p.grad for p in policy.trained])
     assert_equal_gradients(found[1], found[0])
 
@@ -134,7 +134,7 @@ def test_bfloat16_passes_of_packed_rows_are_as_near_as_those_of_plain_rows(model
             Policy(model_dir, settings(**more)),
             sequences,
             0,
-            {None: load("cispo", {}, ())},
+            load("cispo", {}, ()),
             1e-6,
             None,
         )
@@ -150,7 +150,7 @@ def test_an_update_is_repeated_bit_for_bit(model_dir: Path) -> None:
     weights = []
     for _ in range(2):
         policy = Policy(model_dir, settings(lr=1e-3, micro_batch_tokens=60))
-        update(policy, sequences, 0, {None: load("cispo", {}, ())}, 1e-3, None)
+        update(policy, sequences, 0, load("cispo", {}, ()), 1e-3, None)
         weights.append(list(policy.model.parameters()))
     assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
 
@@ -169,7 +169,7 @@ def test_models_whose_layers_do_not_see_the_whole_prefix_get_rows(tmp_path: Path
     policy = Policy(tmp_path, settings())
     assert not policy.scores.packed
     sequences = group(0, np.random.default_rng(4))
-    (step,) = update(policy, sequences, 0, {None: load("cispo", {}, ())}, 1e-6, None).steps
+    (step,) = update(policy, sequences, 0, load("cispo", {}, ()), 1e-6, None).steps
     assert step.computed_tokens == step.sequence_tokens
 
 
