@@ -9,110 +9,54 @@ doc.
 from __future__ import annotations
 
 import base64
+import dataclasses
 import math
-import struct
+import typing
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import orjson
 
-from clawstream.schemas.codec.single_object import (
-    Event,
-    as_dict,
-    shipped,
-)
+from clawstream.schemas.codec.single_object import Event
+from clawstream.schemas.records.parts import PackedFloats, PackedInts
+from clawstream.schemas.tokens import unpack_ids, unpack_logprobs
 
-_WIDTH = 4
-_PACKED = {"i32le": "i", "f32le": "f"}
-_ABSENT_NUMBERS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+_ABSENT_NUMBERS = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
 
 
 def to_json(event: Event) -> dict[str, Any]:
     """The record's fields, in order, as JSON values."""
-    schema = _Schema.of(type(event).__name__)
-    return {f["name"]: schema.shown(f, v) for f, v in schema.fields(schema.root, as_dict(event))}
+    types = typing.get_type_hints(type(event), include_extras=True)
+    return {
+        field.name: _shown(getattr(event, field.name), field.name, types[field.name])
+        for field in dataclasses.fields(event)
+    }
 
 
-class _Schema(NamedTuple):
-    """A record's schema, and the named types in it by name."""
-
-    root: Mapping[str, Any]
-    named: Mapping[str, Any]
-
-    @classmethod
-    def of(cls, name: str) -> _Schema:
-        found: dict[str, Any] = {}
-
-        def collect(node: Any) -> None:
-            for child in (
-                node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
-            ):
-                collect(child)
-            if isinstance(node, dict) and node.get("type") in ("record", "enum"):
-                found[node["name"]] = node
-
-        root = shipped(name)
-        collect(root)
-        return cls(root, found)
-
-    @staticmethod
-    def fields(
-        record: Mapping[str, Any], plain: Mapping[str, Any]
-    ) -> list[tuple[Mapping[str, Any], Any]]:
-        return [(f, plain[f["name"]]) for f in record["fields"]]
-
-    def kind(self, node: Any) -> Any:
-        """A type without its null, names followed."""
-        if isinstance(node, list):
-            return self.kind(next(k for k in node if k != "null"))
-        if isinstance(node, str):
-            return (
-                self.kind(self.named[node.rpartition(".")[2]])
-                if node.rpartition(".")[2] in self.named
-                else node
-            )
-        return (
-            self.kind(node["type"])
-            if isinstance(node["type"], dict | list) or "logicalType" in node
-            else node
-        )
-
-    def shown(self, field: Mapping[str, Any], value: Any) -> Any:
-        return self._shown(self.kind(field["type"]), value, field)
-
-    def _shown(self, kind: Any, value: Any, field: Mapping[str, Any]) -> Any:
-        if value is None:
-            return None
-        if kind == "bytes":
-            return _bytes_shown(value, field)
-        if kind in ("float", "double"):
-            return (
-                value
-                if math.isfinite(value)
-                else next(n for n, v in _ABSENT_NUMBERS.items() if str(v) == str(value))
-            )
-        match kind:
-            case {"type": "array", "items": items}:
-                return [self._shown(self.kind(items), v, {}) for v in value]
-            case {"type": "map", "values": values}:
-                return {n: self._shown(self.kind(values), v, {}) for n, v in value.items()}
-            case {"type": "record"}:
-                return {f["name"]: self.shown(f, v) for f, v in self.fields(kind, value)}
-        return value
+def _shown(value: Any, name: str = "", kind: Any = None) -> Any:
+    """name, kind: Of the field; items of lists and maps have none."""
+    match value:
+        case bytes():
+            return _bytes_shown(value, name, kind)
+        case float() if not math.isfinite(value):
+            return _ABSENT_NUMBERS[str(value)]
+        case tuple():
+            return [_shown(item) for item in value]
+        case Mapping():
+            return {key: _shown(item) for key, item in value.items()}
+    return to_json(value) if dataclasses.is_dataclass(value) else value
 
 
-def _bytes_shown(value: bytes, field: Mapping[str, Any]) -> Any:
-    packing = _PACKED.get(field.get("packing", ""))
-    if packing is not None and len(value) % _WIDTH == 0:
-        numbers = struct.unpack(f"<{len(value) // _WIDTH}{packing}", value)
-        if all(map(math.isfinite, numbers)):
-            return list(numbers)
-    if field.get("name", "").endswith("_json"):
-        try:
-            given = orjson.loads(value)
-        except ValueError:
-            pass
-        else:
-            if not (isinstance(given, dict) and given.keys() == {"base64"}):
-                return given
+def _bytes_shown(value: bytes, name: str, kind: Any) -> Any:
+    try:
+        if kind in (PackedInts, PackedInts | None):
+            return unpack_ids(value)
+        if kind in (PackedFloats, PackedFloats | None):
+            numbers = unpack_logprobs(value)
+            if all(map(math.isfinite, numbers)):
+                return numbers
+        elif name.endswith("_json"):
+            return orjson.loads(value)
+    except ValueError:
+        pass  # shown as it is
     return {"base64": base64.b64encode(value).decode()}

@@ -12,7 +12,7 @@ from fastavro.utils import generate_one
 from clawstream.schemas.codec import foreign
 from clawstream.schemas.codec.record_json import to_json
 from clawstream.schemas.codec.single_object import TOP_LEVEL, as_dict, record_from, shipped
-from clawstream.schemas.records import Reward, Step, VersionSpan
+from clawstream.schemas.records import Reward, Segment, Step, Trajectory, VersionSpan
 from clawstream.schemas.tokens import pack_ids, pack_logprobs
 
 STEP = Step(
@@ -34,6 +34,20 @@ STEP = Step(
     versions=(VersionSpan(version="r/0.0", start=0, end=1),),
     received_at=1,
     finished_at=2,
+)
+TRAJECTORY = Trajectory(
+    run_id="r",
+    trajectory_key="k",
+    trajectory_id="k",
+    group_id="g",
+    channel="train",
+    outcome="completed",
+    opened_at=1,
+    closed_at=2,
+    part=0,
+    parts=1,
+    segments=(),
+    steps=(),
 )
 REWARD = Reward(
     event_id="e",
@@ -68,6 +82,9 @@ def test_what_is_shown() -> None:
         said["versions"] == [{"version": "r/0.0", "start": 0, "end": 1}]
         and said["request_json"]["a"] == 1.0
     )
+    segments = (Segment(token_ids=pack_ids([3]), logprobs=pack_logprobs([-0.5])),)
+    shown = to_json(dataclasses.replace(TRAJECTORY, segments=segments))["segments"]
+    assert [(s["token_ids"], s["logprobs"]) for s in shown] == [([3], [-0.5])]
     assert to_json(REWARD)["value"] == "NaN"
     lowest = dataclasses.replace(REWARD, value=-math.inf)
     assert to_json(lowest)["value"] == "-Infinity"
