@@ -8,7 +8,6 @@ from datetime import datetime
 from typing import Any, NamedTuple, Protocol
 
 from clawstream.inspector.queries.lake import Lake, Row
-from clawstream.schemas.algorithms import smallest_group
 
 EXAMPLES = 10
 """Trajectories that are named for each change."""
@@ -83,76 +82,43 @@ class Change(NamedTuple):
 def preview(lake: Lake, run_id: str, before: PolicyVersion, after: PolicyVersion) -> list[Change]:
     """Compare what two policies admit of the closed trajectories of channel `train`.
 
-    Each group is decided with the members that it has now. A trajectory that was decided keeps its
-    staleness of then; another one is compared with the newest weights. There is nothing to compare
-    before admission has applied a policy.
+    Admission's own rules decide each group, with the members that it has now. A trajectory that was
+    decided keeps its staleness of then; another one is compared with the newest weights. There is
+    nothing to compare before admission has applied a policy.
 
     Args:
-        lake: With the macro `readiness_under`.
+        lake: With the function `refusals_json`.
         run_id: The run.
         before: The policy in force.
         after: The policy to compare.
     """
-    found = lake.rows(
+    rows = lake.rows(
         f"""WITH decided AS (
             SELECT run_id, trajectory_id, max_by(round, kafka_timestamp) AS round,
                 max_by(staleness, kafka_timestamp) AS staleness
             FROM members WHERE run_id = $run GROUP BY ALL
-        ), {_verdicts("before")}, {_verdicts("after")}
-        SELECT b.reason AS before, a.reason AS after, count(*) AS trajectories,
-            list(a.trajectory_id ORDER BY a.closed_at DESC)[:{EXAMPLES}] AS examples
-        FROM before b JOIN after a USING (run_id, trajectory_id)
-        GROUP BY b.reason, a.reason
-        ORDER BY (b.reason IS NULL) = (a.reason IS NULL), count(*) DESC""",
-        {"run": run_id} | _parameters("before", before) | _parameters("after", after),
+        ), rounds AS (
+            SELECT group_id, coalesce(c.round, d.round) AS round, any_value(newest) AS newest,
+                to_json(list(member_json(candidate, d.staleness) ORDER BY trajectory_id))
+                    AS members,
+                list(trajectory_id ORDER BY trajectory_id) AS ids,
+                list(closed_at ORDER BY trajectory_id) AS closed_at
+            FROM admission_candidates() c LEFT JOIN decided d USING (run_id, trajectory_id)
+            WHERE run_id = $run AND channel = 'train' GROUP BY ALL
+        ), verdicts AS (
+            SELECT unnest(ids) AS trajectory_id, unnest(closed_at) AS closed_at,
+                unnest(from_json(refusals_json(members, $before, newest), '["VARCHAR"]')) AS before,
+                unnest(from_json(refusals_json(members, $after, newest), '["VARCHAR"]')) AS after
+            FROM rounds
+        )
+        SELECT before, after, count(*) AS trajectories,
+            list(trajectory_id ORDER BY closed_at DESC)[:{EXAMPLES}] AS examples
+        FROM verdicts GROUP BY before, after
+        ORDER BY (before IS NULL) = (after IS NULL), count(*) DESC""",
+        {"run": run_id, "before": before.json, "after": after.json},
         is_long=True,
     )
-    return [Change(**row) for row in found]
-
-
-def _parameters(name: str, policy: PolicyVersion) -> dict[str, Any]:
-    fields = policy.settings
-    return {
-        f"{name}_json": policy.json,
-        f"{name}_group_size": fields["group_size"],
-        f"{name}_min_members": fields["min_members"],
-        f"{name}_smallest": smallest_group(fields["algorithm"]),
-        f"{name}_max_staleness": fields["max_staleness"],
-        f"{name}_zero_variance": fields["drop_zero_variance"],
-    }
-
-
-def _verdicts(name: str) -> str:
-    """Return SQL that decides each group as `stream_jobs/admit/group.py` does: parameters `name`_*.
-
-    Staleness is not that of `readiness`, which compares trained trajectories with today's weights.
-    """
-    return f"""
-        {name}_members AS (
-            SELECT r.run_id, r.trajectory_id, r.group_id, r.training_reward, c.closed_at,
-                coalesce(c.round, d.round) AS round,
-                coalesce(c.group_size, ${name}_group_size) AS n,
-                CASE WHEN coalesce(d.staleness, r.staleness) > ${name}_max_staleness
-                    THEN 'stale' END AS stale,
-                [x FOR x IN r.unmet_conditions IF x <> 'stale'] AS unmet
-            FROM readiness_under(${name}_json) r JOIN closed c USING (run_id, trajectory_id)
-                LEFT JOIN decided d USING (run_id, trajectory_id)
-            WHERE r.run_id = $run AND r.channel = 'train'
-        ), {name}_groups AS (
-            SELECT group_id, round,
-                count(*) FILTER (len(unmet) = 0) < greatest(
-                    least(any_value(n), ${name}_min_members), ${name}_smallest) AS incomplete,
-                ${name}_zero_variance AND any_value(n) > 1 AND count(DISTINCT training_reward)
-                    FILTER (len(unmet) = 0) <= 1 AS equal_rewards,
-                any_value(stale) FILTER (len(unmet) = 0) AS stale
-            FROM {name}_members GROUP BY ALL
-        ), {name} AS (
-            SELECT m.run_id, m.trajectory_id, m.closed_at, coalesce(
-                m.unmet[1], CASE WHEN g.incomplete THEN 'incomplete' END,
-                CASE WHEN g.equal_rewards THEN 'zero_variance' END, g.stale) AS reason
-            FROM {name}_members m JOIN {name}_groups g
-                ON g.group_id = m.group_id AND g.round IS NOT DISTINCT FROM m.round
-        )"""
+    return [Change(**row) for row in rows]
 
 
 def changes_of(newest: PolicyVersion, given: Mapping[str, str]) -> dict[str, str]:

@@ -1,9 +1,9 @@
 """Decide whether a closed trajectory can be trained under a policy, and why not. Pure.
 
 `trained_part` selects the trained steps, `ineligibilities` lists permanent obstacles and
-`missing_input` an input that may still arrive. Admission refuses with the first ineligibility. The
-SQL view `readiness` (`clawstream/query/views/quality.sql`) lists all of them for every trajectory;
-a test compares both. `staleness_refusal` depends on the batch: the fold checks it last.
+`missing_input` an input that may still arrive. Admission refuses with the first ineligibility.
+`staleness_refusal` depends on the batch: the fold checks it last. `readiness` lists all conditions,
+for SQL.
 """
 
 from __future__ import annotations
@@ -12,9 +12,22 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from clawstream.schemas.records import AdmissionPolicy, Candidate, CandidateStep
+from clawstream.schemas.records import AdmissionPolicy, Candidate, CandidateStep, Channel
 from clawstream.schemas.records.rewards import out_of_bounds
-from clawstream.schemas.reward_matching import missing, valueless, weighted_sum
+from clawstream.schemas.reward_matching import missing, training_reward, valueless, weighted_sum
+
+CONDITIONS = (
+    "outcome",
+    "untrainable",
+    "too_short",
+    "too_long",
+    "quality",
+    "reward_missing",
+    "assessment_missing",
+    "stale",
+)
+"""Conditions of a trajectory, in the order in which admission refuses for them."""
+STEP_CONDITIONS = ("untrainable", "tagged", "quality", "stale")
 
 
 class Ineligibility(NamedTuple):
@@ -22,6 +35,46 @@ class Ineligibility(NamedTuple):
 
     reason: str
     detail: str | None = None
+
+
+class StepReadiness(NamedTuple):
+    """Readiness of a step. score: share of the conditions that are met, in [0, 1]."""
+
+    step_id: str
+    step_index: int
+    ready: bool
+    score: float
+    unmet_conditions: tuple[str, ...]
+    staleness: int | None
+    quality: float | None
+
+
+class Readiness(NamedTuple):
+    """Readiness of a trajectory, named like the columns of the SQL view `readiness`.
+
+    awaiting_input: The only unmet condition is an input that may still arrive. score: Share of the
+    conditions that are met. staleness: Versions from the oldest trainable token to the newest.
+    """
+
+    ready: bool
+    awaiting_input: bool
+    score: float
+    unmet_conditions: tuple[str, ...]
+    staleness: int | None
+    trainable_tokens: int
+    training_reward: float | None
+    admission_policy_version: int
+
+
+def staleness_of(oldest_sync_index: int | None, trains: int | None) -> int | None:
+    """Return the versions between the oldest token and the trained version; None: unknown."""
+    return None if oldest_sync_index is None or trains is None else trains - oldest_sync_index
+
+
+def is_stale(staleness: int | None, policy: AdmissionPolicy) -> bool:
+    """Return whether a staleness, in versions, exceeds the policy's limit."""
+    limit = policy.max_staleness
+    return limit is not None and staleness is not None and staleness > limit
 
 
 def staleness_refusal(
@@ -34,12 +87,11 @@ def staleness_refusal(
         batch_seq: number of the batch, which is trained on version `batch_seq // sync_every`.
     """
     trains = batch_seq // policy.sync_every
-    limit = policy.max_staleness
-    if limit is None or oldest_sync_index is None or trains - oldest_sync_index <= limit:
+    if not is_stale(staleness_of(oldest_sync_index, trains), policy):
         return None
     return (
         f"batch {batch_seq} trains version {trains}, oldest token is of {oldest_sync_index}, "
-        f"limit {limit}"
+        f"limit {policy.max_staleness}"
     )
 
 
@@ -144,3 +196,49 @@ def missing_input(candidate: Candidate, policy: AdmissionPolicy) -> Ineligibilit
     if policy.require_assessment and candidate.assessment_revision is None:
         return Ineligibility("assessment_missing", "not assessed yet")
     return None
+
+
+def readiness(
+    candidate: Candidate, policy: AdmissionPolicy, has_payload: bool, newest: int | None
+) -> Readiness:
+    """Return the readiness of a trajectory, without the conditions of its group and batch.
+
+    Args:
+        candidate: The trajectory.
+        policy: The policy that decides.
+        has_payload: Whether the candidate names the place of its payload.
+        newest: Sync index of the newest version; None: there is none.
+    """
+    trained = trained_part(candidate, policy)
+    unmet = [lack.reason for lack in ineligibilities(trained, policy, has_payload)]
+    awaited = missing_input(trained, policy)
+    if awaited is not None:
+        unmet.append(awaited.reason)
+    staleness = staleness_of(trained.oldest_sync_index, newest)
+    if candidate.channel == "train" and is_stale(staleness, policy):
+        unmet.append("stale")
+    conditions = tuple(dict.fromkeys(unmet))
+    return Readiness(
+        not unmet,
+        awaited is not None and len(unmet) == 1,
+        1 - len(conditions) / len(CONDITIONS),
+        conditions,
+        staleness,
+        trained.trainable_tokens,
+        training_reward(policy.reward_weights, trained.rewards),
+        policy.policy_version,
+    )
+
+
+def step_readiness(
+    step: CandidateStep, channel: Channel, policy: AdmissionPolicy, newest: int | None
+) -> StepReadiness:
+    """Return the readiness of a step. Arguments as in `readiness`."""
+    unmet = [lack.reason for lack in step_ineligibilities(step, policy)]
+    staleness = staleness_of(step.oldest_sync_index, newest)
+    if channel == "train" and is_stale(staleness, policy):
+        unmet.append("stale")
+    score = 1 - len(unmet) / len(STEP_CONDITIONS)
+    return StepReadiness(
+        step.step_id, step.index, not unmet, score, tuple(unmet), staleness, step.quality
+    )

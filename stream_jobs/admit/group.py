@@ -21,7 +21,9 @@ from clawstream.schemas.topics import MAX_MESSAGE_BYTES, MAX_RECORD_BYTES
 from clawstream.stream_jobs.admit.eligibility import (
     Ineligibility,
     ineligibilities,
+    is_stale,
     missing_input,
+    staleness_of,
     trained_part,
 )
 
@@ -187,6 +189,19 @@ class Group:
         return self.last_closed_at + policy.reward_deadline_ms
 
 
+@dataclass(frozen=True, slots=True)
+class ClosedMember:
+    """A closed trajectory of a group.
+
+    place: Of its payload; None: it has none. staleness: With which it was decided, versions; None:
+    it is undecided, or the staleness was unknown.
+    """
+
+    candidate: Candidate
+    place: Place | None = None
+    staleness: int | None = None
+
+
 def evaluate_group(
     group: Group, policy: AdmissionPolicy, channel: Channel, now: int | None, ended: bool = False
 ) -> Verdict | None:
@@ -250,6 +265,52 @@ def evaluate_group(
         )
         return Verdict((), (), "too_large", detail)
     return verdict
+
+
+def refusals(
+    members: Sequence[ClosedMember], policy: AdmissionPolicy, newest: int | None
+) -> list[str | None]:
+    """Return why admission would refuse each member of a group of channel `train`.
+
+    The group is decided with these members, as if its deadline had passed. A refused group gives
+    its reason to all of them, as in the journal.
+
+    Args:
+        members: All of one round.
+        policy: The policy that decides.
+        newest: Sync index of the newest version, for members without a staleness of their own.
+
+    Returns:
+        A reason for each member, in order; None: it is admitted.
+    """
+    # A replaced trajectory is no member of its group.
+    closed = {
+        member.candidate.trajectory_id: member
+        for member in members
+        if member.candidate.outcome != "replaced"
+    }
+    sizes = [m.candidate.group_size for m in closed.values() if m.candidate.group_size is not None]
+    group = Group(("", 0), max(1, sizes[0] if sizes else policy.group_size), closed_to_new_at=0)
+    for member in closed.values():
+        joining = Member(member.candidate, member.place, 0)
+        joining.apply_policy(policy)
+        group.put(joining)
+    verdict = evaluate_group(group, policy, "train", None)
+    assert verdict is not None, "a closed group waits for nothing"
+    refusal = verdict.refusal
+    for usable in verdict.usable:
+        staleness = closed[usable.candidate.trajectory_id].staleness
+        if staleness is None:
+            staleness = staleness_of(usable.candidate.oldest_sync_index, newest)
+        if is_stale(staleness, policy):
+            refusal = "stale"
+    dropped = {member.candidate.trajectory_id: lack.reason for member, lack in verdict.dropped}
+    return [
+        refusal or dropped.get(member.candidate.trajectory_id)
+        if member.candidate.trajectory_id in closed
+        else "replaced"
+        for member in members
+    ]
 
 
 def split_by_record_size(members: Sequence[Candidate]) -> list[list[Candidate]]:

@@ -1,7 +1,7 @@
 -- Quality and readiness.
 --
--- Readiness repeats the rules of `stream_jobs/admit/eligibility.py` in SQL, so that one query covers
--- a million rows; a test compares both. There is no row before a policy is in force.
+-- Readiness is what admission says of a trajectory: the functions `readiness_json` and
+-- `step_readiness_json` call its rules. There is no row before a policy is in force.
 
 CREATE VIEW findings AS
     SELECT run_id, trajectory_id, f.rule, f.step_id, f.score, f.evidence, kafka_timestamp
@@ -35,42 +35,28 @@ COMMENT ON COLUMN step_quality.response_tokens IS 'Number of sampled tokens.';
 COMMENT ON COLUMN step_quality.oldest_sync_index IS
     'Lowest sync index of this run among its tokens; null: no version of this run.';
 
--- Newest candidates with the policy `p`, the `newest` sync index of the run, and their steps with
--- the unmet conditions. other_policy: JSON of the policy; null: that in force for run and channel.
-CREATE MACRO evaluated_candidates(other_policy) AS TABLE
-    WITH applied AS (
-        SELECT run_id, channel, from_json(coalesce(other_policy, policy_json), '{
-            "policy_version": "BIGINT", "required_rewards": ["VARCHAR"],
-            "reward_weights": "MAP(VARCHAR, DOUBLE)", "max_staleness": "BIGINT",
-            "min_trainable_tokens": "BIGINT", "max_trajectory_tokens": "BIGINT",
-            "train_outcomes": ["VARCHAR"], "min_quality": "DOUBLE", "untrained_tags": ["VARCHAR"],
-            "min_step_quality": "DOUBLE", "require_assessment": "BOOLEAN"}') AS p
-        FROM run_events_raw WHERE kind = 'policy_applied'
-        QUALIFY row_number() OVER (
-            PARTITION BY run_id, channel
-            ORDER BY admission_policy_version DESC, kafka_timestamp DESC) = 1
-    ), trains AS (
-        SELECT run_id, max_by(sync_index, (kafka_timestamp, kafka_offset)) AS newest
-        FROM weights_raw GROUP BY run_id
-    ), known AS (
-        SELECT c.*, a.p, t.newest,
-            CASE WHEN c.channel = 'train' THEN a.p.max_staleness END AS staleness_limit
-        FROM latest_candidates() c
-            JOIN applied a ON a.run_id = c.run_id AND a.channel = c.channel
-            LEFT JOIN trains t ON t.run_id = c.run_id
-    )
-    SELECT *, [{
-        'step_id': s.step_id, 'index': s.index, 'tokens': s.response_tokens,
-        'oldest': s.oldest_sync_index, 'quality': s.quality, 'trainable': s.trainable,
-        'excluded': list_has_any(s.tags, p.untrained_tags)
-            OR coalesce(s.quality < p.min_step_quality, false),
-        'unmet_conditions': [x FOR x IN [
-            CASE WHEN NOT s.trainable THEN 'untrainable' END,
-            CASE WHEN list_has_any(s.tags, p.untrained_tags) THEN 'tagged' END,
-            CASE WHEN s.quality < p.min_step_quality THEN 'quality' END,
-            CASE WHEN newest - s.oldest_sync_index > staleness_limit THEN 'stale' END
-        ] IF x IS NOT NULL]
-    } FOR s IN steps] AS evaluated_steps FROM known;
+-- A candidate as the JSON of a `ClosedMember` of admission: `verdicts.py` reads it.
+CREATE MACRO member_json(c, staleness) AS to_json({'candidate': c, 'staleness': staleness,
+    'place': CASE WHEN c.payload_topic_id IS NOT NULL THEN {
+        'topic_id': c.payload_topic_id, 'partition': c.payload_partition,
+        'first_offset': c.payload_first_offset, 'last_offset': c.payload_last_offset} END});
+
+-- Newest candidates with the policy in force and the newest sync index of their run.
+CREATE MACRO admission_candidates() AS TABLE
+    SELECT c.*, c AS candidate, a.policy_json, n.newest
+    FROM (
+            SELECT * REPLACE (epoch_ms(opened_at) AS opened_at, epoch_ms(closed_at) AS closed_at)
+            FROM latest_candidates()
+        ) c JOIN (
+            SELECT run_id, channel, policy_json FROM run_events_raw WHERE kind = 'policy_applied'
+            QUALIFY row_number() OVER (
+                PARTITION BY run_id, channel
+                ORDER BY admission_policy_version DESC, kafka_timestamp DESC) = 1
+        ) a ON a.run_id = c.run_id AND a.channel = c.channel
+        LEFT JOIN (
+            SELECT run_id, max_by(sync_index, (kafka_timestamp, kafka_offset)) AS newest
+            FROM weights_raw GROUP BY run_id
+        ) n ON n.run_id = c.run_id;
 
 -- The training reward as `schemas/reward_matching.py` has it: the weighted sum of the rewards of
 -- the whole trajectory. An empty map of weights weighs each reward with 1.
@@ -80,64 +66,17 @@ CREATE MACRO training_reward_of(given, weights) AS
         FOR v IN given IF v.step_id IS NULL AND v.value IS NOT NULL AND (cardinality(weights) = 0
             OR map_contains(weights, v.source || '/' || v.name))]);
 
+-- other_policy: JSON of the policy; null: that in force for run and channel.
 CREATE MACRO readiness_under(other_policy) AS TABLE
-    WITH split AS (
-        SELECT *, list_has_any(tags, p.untrained_tags) AND trainable AS all_tagged,
-            [s FOR s IN evaluated_steps IF s.trainable AND NOT s.excluded] AS trained,
-            len([s FOR s IN evaluated_steps IF s.trainable AND s.excluded]) > 0 AS some_excluded
-        FROM evaluated_candidates(other_policy)
-    ), part AS (
-        SELECT *,
-            trainable AND NOT all_tagged AND NOT (some_excluded AND len(trained) = 0) AS can_train,
-            CASE WHEN all_tagged THEN 0
-                WHEN some_excluded THEN coalesce(list_sum([s.tokens FOR s IN trained]), 0)
-                ELSE trainable_tokens END AS tokens,
-            CASE WHEN NOT all_tagged AND some_excluded AND len(trained) > 0
-                    AND len([s FOR s IN trained IF s.oldest IS NULL]) = 0
-                THEN list_min([s.oldest FOR s IN trained])
-                ELSE oldest_sync_index END AS oldest,
-            training_reward_of(rewards, p.reward_weights) AS training_reward,
-            [len([v FOR v IN rewards IF v.source = split_part(r, '/', 1)
-                AND (NOT contains(r, '/') OR v.name = substr(r, strpos(r, '/') + 1))])
-                FOR r IN p.required_rewards] AS received,
-            [len([v FOR v IN rewards IF v.source = split_part(r, '/', 1) AND v.value IS NOT NULL
-                AND (NOT contains(r, '/') OR v.name = substr(r, strpos(r, '/') + 1))])
-                FOR r IN p.required_rewards] AS valued
-        FROM split
-    ), permanent AS (
-        SELECT *, newest - oldest AS staleness, list_contains(received, 0) AS reward_awaited,
-            NOT reward_awaited AND p.require_assessment AND assessment_revision IS NULL
-                AS assessment_awaited,
-            [x FOR x IN [
-                CASE WHEN NOT list_contains(p.train_outcomes, outcome) THEN 'outcome' END,
-                CASE WHEN NOT can_train OR payload_topic_id IS NULL
-                        OR (channel = 'train' AND oldest IS NULL) THEN 'untrainable' END,
-                CASE WHEN tokens < p.min_trainable_tokens THEN 'too_short' END,
-                CASE WHEN prompt_tokens + coalesce(list_sum([s.tokens FOR s IN evaluated_steps]), 0)
-                        > p.max_trajectory_tokens THEN 'too_long' END,
-                CASE WHEN quality < p.min_quality THEN 'quality' END,
-                CASE WHEN len([i FOR i IN range(1, len(received) + 1)
-                            IF received[i] > 0 AND valued[i] = 0]) > 0
-                        OR NOT coalesce(training_reward BETWEEN -1e6 AND 1e6, true)
-                    THEN 'reward_missing' END
-            ] IF x IS NOT NULL] AS reasons
-        FROM part
-    ), temporary AS (
-        SELECT *, [x FOR x IN [
-                CASE WHEN reward_awaited AND NOT list_contains(reasons, 'reward_missing')
-                    THEN 'reward_missing' END,
-                CASE WHEN assessment_awaited THEN 'assessment_missing' END,
-                CASE WHEN staleness > staleness_limit THEN 'stale' END
-            ] IF x IS NOT NULL] AS later, list_concat(reasons, later) AS unmet_conditions
-        FROM permanent
-    )
-    SELECT run_id, trajectory_id, group_id, channel, revision,
-        p.policy_version AS admission_policy_version, len(unmet_conditions) = 0 AS ready,
-        (reward_awaited OR assessment_awaited) AND len(reasons) = 0 AND len(later) = 1
-            AS awaiting_input,
-        1 - len(unmet_conditions) / 8 AS score, unmet_conditions, staleness,
-        tokens AS trainable_tokens, training_reward, quality, kafka_topic_id
-    FROM temporary;
+    SELECT run_id, trajectory_id, group_id, channel, revision, r.admission_policy_version, r.ready,
+        r.awaiting_input, r.score, r.unmet_conditions, r.staleness, r.trainable_tokens,
+        r.training_reward, quality, kafka_topic_id
+    FROM (SELECT *, from_json(readiness_json(member_json(candidate, NULL),
+            coalesce(other_policy, policy_json), newest), '{
+            "admission_policy_version": "BIGINT", "ready": "BOOLEAN", "awaiting_input": "BOOLEAN",
+            "score": "DOUBLE", "unmet_conditions": ["VARCHAR"], "staleness": "BIGINT",
+            "trainable_tokens": "BIGINT", "training_reward": "DOUBLE"}') AS r
+        FROM admission_candidates());
 
 CREATE VIEW readiness AS SELECT * FROM readiness_under(NULL);
 
@@ -160,12 +99,15 @@ COMMENT ON COLUMN readiness.quality IS
     'Quality in [0, 1]: a curation''s if there is one, else the assessment''s; null: not scored.';
 
 CREATE VIEW step_readiness AS
-    SELECT run_id, trajectory_id, group_id, channel, s.step_id, s.index AS step_index,
-        p.policy_version AS admission_policy_version, len(s.unmet_conditions) = 0 AS ready,
-        1 - len(s.unmet_conditions) / 4 AS score, s.unmet_conditions,
-        newest - s.oldest AS staleness, s.quality
-    FROM (SELECT * EXCLUDE (evaluated_steps), unnest(evaluated_steps) AS s
-          FROM evaluated_candidates(NULL));
+    SELECT run_id, trajectory_id, group_id, channel, s.step_id, s.step_index,
+        admission_policy_version, s.ready, s.score, s.unmet_conditions, s.staleness, s.quality
+    FROM (SELECT *, (policy_json->>'policy_version')::BIGINT AS admission_policy_version,
+            unnest(from_json(step_readiness_json(
+                member_json(candidate, NULL), policy_json, newest), '[{
+                "step_id": "VARCHAR", "step_index": "INTEGER", "ready": "BOOLEAN",
+                "score": "DOUBLE", "unmet_conditions": ["VARCHAR"], "staleness": "BIGINT",
+                "quality": "DOUBLE"}]')) AS s
+        FROM admission_candidates());
 
 COMMENT ON COLUMN step_readiness.step_id IS 'Step: `<call id>.<choice>`.';
 COMMENT ON COLUMN step_readiness.step_index IS 'Index of the step in its trajectory, from 0.';

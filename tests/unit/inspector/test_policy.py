@@ -78,7 +78,7 @@ def test_a_preview_decides_groups_as_admission_does(shown: Inspected) -> None:
     assert verdicts(shown, min_quality="0.5")[None, "quality"] == {"c"}
     assert verdicts(shown, min_quality="0.5")[None, None] == {"a", "b"}
     strict = verdicts(shown, min_quality="0.85")
-    assert strict[None, "incomplete"] == {"a"} and strict[None, "quality"] == {"b", "c"}
+    assert strict[None, "quality"] == {"a", "b", "c"}, "as a whole group"
     assert verdicts(shown, drop_zero_variance="false")["zero_variance", None] == {"d", "e"}
     assert verdicts(shown, required_rewards="[human/taste]")[None, "reward_missing"] == {
         "a", "b", "c",

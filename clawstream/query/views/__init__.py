@@ -1,0 +1,1 @@
+"""The views and functions of SQL beyond the tables."""
