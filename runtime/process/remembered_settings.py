@@ -25,6 +25,7 @@ from clawstream.runtime.process.config import (
 from clawstream.runtime.process.secret_fields import ITEM, secret_fields
 from clawstream.schemas.errors import SettingsError
 from clawstream.schemas.settings import Settings
+from clawstream.schemas.settings.base import Secret
 
 FILE = "settings.json"
 FIXED = (("kafka", "partitions"), ("broker", "nodes"), ("broker", "hosts"))
@@ -126,8 +127,7 @@ def missing_secrets(settings: Settings) -> list[str]:
     return [
         ".".join(path)
         for path in paths
-        if _at(now, path) is None
-        and (len(path) == 2 or _at(now, path[:-1]) == _at(before, path[:-1]))
+        if not _at(now, path) and (len(path) == 2 or _at(now, path[:-1]) == _at(before, path[:-1]))
     ]
 
 
@@ -203,9 +203,7 @@ def _check_fixed(before: Settings, now: Settings, directory: Path) -> None:
 
 def _at(tree: Any, path: Sequence[str]) -> Any:
     for name in path:
-        if isinstance(tree, list | tuple) and not name.isdigit():  # an argument, found by its name
-            tree = next((word for word in tree if _argument(word) == name), None)
-        elif isinstance(tree, list | tuple):
+        if isinstance(tree, list | tuple):
             tree = tree[int(name)] if int(name) < len(tree) else None
         else:
             tree = tree.get(name) if isinstance(tree, Mapping) else None
@@ -229,23 +227,32 @@ def public(settings: Settings) -> tuple[dict[str, Any], list[list[str]]]:
     The form has no default values, absolute paths, and only values that JSON supports.
     """
     tree: dict[str, Any] = _absolute(settings.model_dump(exclude_defaults=True))
-    marked = list(secret_fields(Settings))
-    paths = [
+    withheld = [
         path
-        for pattern, secret in marked
-        if secret.written in ("nothing", "options")
+        for pattern, mark in secret_fields(Settings)
         for path in _values(tree, pattern)
-        if secret.written == "nothing" or _SECRET.search(path[-1])
+        if _at(tree, path) is not None and _is_secret(mark, path, _at(tree, path))
     ]
-    withheld = [path for path in paths if _at(tree, path) is not None]
     for path in withheld:
         del _at(tree, path[:-1])[path[-1]]
-    for pattern, mark in marked:
-        if mark.written == "arguments" and (arguments := _at(tree, pattern)) is not None:
-            kept, names = _public_arguments(arguments)
-            _at(tree, pattern[:-1])[pattern[-1]] = kept
-            withheld += [[*pattern, name] for name in names]
     return tree, withheld
+
+
+def _is_secret(mark: Secret, path: Sequence[str], value: Any) -> bool:
+    match mark.written:
+        case "nothing":
+            return True
+        case "options":
+            return _SECRET.search(path[-1]) is not None
+        case "arguments":
+            return any(
+                _SECRET_WORD.search(name)
+                for word in value
+                for name in (word.partition("=")[0], *_JSON_NAME.findall(word))
+                if name.startswith("-") or name != word
+            )
+        case "all":
+            return False
 
 
 def _values(tree: Any, pattern: Sequence[str]) -> Iterator[list[str]]:
@@ -264,25 +271,3 @@ def _values(tree: Any, pattern: Sequence[str]) -> Iterator[list[str]]:
         if name in (ITEM, key):
             for path in _values(value, rest):
                 yield [key, *path]
-
-
-def _public_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split arguments of a command line into public ones and the names of secret ones."""
-    given: list[list[str]] = []  # each argument with its values
-    for word in arguments:
-        if given and not word.startswith("-"):
-            given[-1].append(word)
-        else:
-            given.append([word])
-    kept, secret = list[str](), list[str]()
-    for argument in given:
-        names = [_argument(argument[0]), *_JSON_NAME.findall(" ".join(argument))]
-        if any(map(_SECRET_WORD.search, names)):
-            secret.append(names[0] if names[0].startswith("-") else "-")
-        else:
-            kept += argument
-    return kept, secret
-
-
-def _argument(word: str) -> str:
-    return word.partition("=")[0]

@@ -22,8 +22,8 @@ class Secret:
     """Marks a field whose value, or a part of it, may be secret: no error repeats the value.
 
     written: What of it may be written to a file. options: those of a library whose names are not
-        the names of secrets. arguments: the same of a command line. all: a refused value may hold
-        a secret, a valid one does not.
+        the names of secrets. arguments: a command line without such a name. all: a refused value
+        may hold a secret, a valid one does not.
     """
 
     written: Literal["nothing", "options", "arguments", "all"] = "nothing"
