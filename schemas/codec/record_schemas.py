@@ -75,7 +75,7 @@ def _field(record: type, field: dataclasses.Field[Any], hint: Any, defined: set[
 def _type(hint: Any, defined: set[str]) -> Schema:
     branches = _branches(hint)
     if len(branches) > 1:  # null comes first in the schema, as its default does
-        return ["null", *(_type(b, defined) for b in branches if b is not type(None))]
+        return ["null", *(_type(kind, defined) for kind in branches if kind is not type(None))]
     if hint in _PLAIN:
         return _PLAIN[hint]
     origin, inside = typing.get_origin(hint), typing.get_args(hint)
@@ -84,7 +84,7 @@ def _type(hint: Any, defined: set[str]) -> Schema:
     if origin is Mapping:
         return {"type": "map", "values": _type(inside[1], defined)}
     name = _enums()[hint] if origin is typing.Literal else hint.__name__
-    if name in defined:
+    if name in defined:  # Avro allows one definition of a name
         return f"{NAMESPACE}.{name}"
     defined.add(name)
     if origin is typing.Literal:
@@ -100,7 +100,9 @@ def _branches(hint: Any) -> Sequence[Any]:
 
 @cache
 def _enums() -> Mapping[Any, str]:
-    return {v: n for n, v in vars(records).items() if typing.get_origin(v) is typing.Literal}
+    """Return the names of the enums, which are Literals."""
+    named = vars(records).items()
+    return {kind: name for name, kind in named if typing.get_origin(kind) is typing.Literal}
 
 
 @cache

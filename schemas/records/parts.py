@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-Int32 = Annotated[int, "Avro's int"]
-"""A plain int is Avro's long, of 64 bits."""
+Int32 = Annotated[int, "Avro's int"]  # a plain int is Avro's long, of 64 bits
 Millis = Annotated[int, "Avro's timestamp-millis"]
 Micros = Annotated[int, "Avro's timestamp-micros"]
-PackedInts = Annotated[bytes, "i32le"]
-"""`clawstream.schemas.tokens` packs and unpacks them."""
+PackedInts = Annotated[bytes, "i32le"]  # as `clawstream.schemas.tokens` packs them
 PackedFloats = Annotated[bytes, "f32le"]
 
+# A field of one of these types has the string below the type as its doc, unless it has its own.
 RunId = str
 """Run the record belongs to, `[a-z0-9-]{1,64}`; all state is keyed by (run_id, trajectory_key)."""
 TrajectoryKey = str
