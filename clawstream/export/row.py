@@ -3,19 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
+from clawstream.schemas.conversation import Chat
 from clawstream.trainer.data.sequences import Tokens
-
-
-class Chat(NamedTuple):
-    """A request and its reply as chat messages; the reply is the last message.
-
-    tools: definitions as in Chat Completions; empty without tools.
-    """
-
-    messages: tuple[dict[str, Any], ...]
-    tools: tuple[dict[str, Any], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,12 +11,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
-from clawstream.export.chat import chat_of
-from clawstream.export.row import Chat, ExportRow
+from clawstream.export.row import ExportRow
 from clawstream.export.segments import segments_of
 from clawstream.export.selection import SelectedTrajectory
 from clawstream.runtime.blob_store import BlobMissing
 from clawstream.schemas.blob_refs import referenced
+from clawstream.schemas.conversation import Chat, chat_of
 from clawstream.schemas.records import Step, Trajectory
 from clawstream.trainer.data.sequences import TrainingSequence, sequences_of
 

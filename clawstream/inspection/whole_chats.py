@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from clawstream.export.chat import chat_of
-from clawstream.inspector.queries.conversation import Chat, ReadChat
+from clawstream.inspector.queries.conversation import ReadChat
 from clawstream.runtime.blob_store import BlobMissing, BlobStoreAway
 from clawstream.schemas.blob_refs import referenced
+from clawstream.schemas.conversation import Chat, chat_of
 
 LARGEST = 64 * 1024 * 1024
 """Bytes of a body that is read from the blob store; of a larger one the reference is shown."""

@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from clawstream.schemas.conversation import loaded
+from clawstream.schemas.conversation.protocols import HISTORY_FIELDS, SYSTEM_FIELDS
 
-_OF_REQUEST = ("system", "instructions", "messages", "input", "prompt", "tools")
+_OF_REQUEST = (*SYSTEM_FIELDS, *HISTORY_FIELDS, "prompt", "tools")
 _SYNTAX = frozenset({"type", "role"})
 """Fields of messages whose values are names of the protocol."""
 _ARGUMENTS = frozenset({"arguments", "input"})

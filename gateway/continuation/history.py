@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import orjson
 
 from clawstream.gateway.attribution.conversation import SYSTEM_ROLES, system_text, turns
-from clawstream.schemas.conversation import TEXT_BLOCKS, calls_of, is_model_item, items_of, texts_of
+from clawstream.schemas.conversation import calls_of, is_model_item, items_of, texts_of
+from clawstream.schemas.conversation.protocols import SAID_BLOCKS
 
 FIRST_TURN = "first_turn"
 PREFILLED = "prefilled"
@@ -149,7 +150,7 @@ def _given(item: Any) -> Any:
     """Return a message of the agent in one of its forms."""
     content = item.get("content") if isinstance(item, dict) else None
     if isinstance(content, list) and all(
-        isinstance(block, dict) and block.get("type") in (*TEXT_BLOCKS, "input_text")
+        isinstance(block, dict) and block.get("type") in (*SAID_BLOCKS, "input_text")
         for block in content
     ):
         item = {**item, "content": "\n".join(str(block.get("text")) for block in content)}

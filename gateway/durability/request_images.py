@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from binascii import Error, a2b_base64
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
-from clawstream.schemas.conversation import loaded
-
-_CONVERSATION = ("system", "messages", "input")
+from clawstream.schemas.conversation import RecordedRequest, image_url_of
+from clawstream.schemas.conversation.protocols import HISTORY_FIELDS, SYSTEM_FIELDS
 
 
 def may_hold_images(encoded: bytes) -> bool:
@@ -23,13 +22,8 @@ def images_in(request_json: bytes) -> list[bytes]:
     Chat Completions, Messages and Responses are read alike. Images that a request names by URL are
     not recorded: only the engine has seen them.
     """
-    try:
-        request = loaded(request_json)
-    except (ValueError, RecursionError):
-        return []
-    if not isinstance(request, dict):
-        return []
-    return list(_images([request.get(name) for name in _CONVERSATION]))
+    fields = RecordedRequest(request_json).fields or {}
+    return list(_images([fields.get(name) for name in (*SYSTEM_FIELDS, *HISTORY_FIELDS)]))
 
 
 def _images(conversation: list[Any]) -> Iterator[bytes]:
@@ -38,22 +32,11 @@ def _images(conversation: list[Any]) -> Iterator[bytes]:
         match left.pop():
             case list() as items:
                 left.extend(reversed(items))
-            case {"type": "image" | "image_url" | "input_image"} as part:
-                data = _base64_of(part)
-                if data is not None:
+            case dict() as block if (url := image_url_of(block)) is not None:
+                head, _, data = url.partition(",")
+                if head.startswith("data:") and head.endswith(";base64"):
                     # What is no base64 the engine cannot have read either.
                     with suppress(Error, ValueError):
                         yield a2b_base64(data, strict_mode=True)
             case dict() as message:
                 left.append(message.get("content", message.get("output")))
-
-
-def _base64_of(part: Mapping[str, Any]) -> str | None:
-    """Return the data of an image part; None if it only names a place."""
-    match part:
-        case {"source": {"type": "base64", "data": str(data)}}:
-            return data
-        case {"image_url": {"url": str(url)}} | {"image_url": str(url)}:
-            head, _, data = url.partition(",")
-            return data if head.startswith("data:") and head.endswith(";base64") else None
-    return None

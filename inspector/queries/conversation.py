@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
+from clawstream.schemas.conversation import Chat, image_url_of
+
 Message = Mapping[str, Any]
-Chat = tuple[tuple[Message, ...], tuple[Message, ...]]
-"""Messages, the reply last, and tools, in the shape of Chat Completions."""
 ReadChat = Callable[[str, bytes, bytes], Chat | None]
 """Reads (protocol, request, response) of a step; None: no chat."""
 
@@ -97,8 +97,8 @@ class Conversation:
         try:
             chat = self._read(step["protocol"], *(b.encode("utf-8", "replace") for b in bodies))
             if chat is not None:
-                turn = self._turn(step["index"], chat[0])
-                self.tools |= {json.dumps(t, sort_keys=True): t for t in chat[1]}
+                turn = self._turn(step["index"], chat.messages)
+                self.tools |= {json.dumps(t, sort_keys=True): t for t in chat.tools}
                 return turn
         except RecursionError:  # another producer's JSON, nested too deeply
             pass
@@ -225,15 +225,9 @@ def _blocks(message: Message) -> list[Any]:
 
 
 def _image(block: Any) -> str | None:
-    """Return the data URL of an image of Chat Completions, Responses or Messages."""
-    match block:
-        case {"image_url": {"url": str(url)}} | {"image_url": str(url)}:
-            pass
-        case {"source": {"media_type": str(kind), "data": str(data)}}:
-            url = f"data:{kind};base64,{data}"
-        case _:
-            return None
-    return url if _DATA_URL.match(url) else None
+    """Return the data URL of an image."""
+    url = image_url_of(block)
+    return url if url is not None and _DATA_URL.match(url) else None
 
 
 def brief(reply: Part | None) -> str:

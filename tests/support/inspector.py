@@ -9,7 +9,6 @@ from functools import partial
 from fastapi.testclient import TestClient
 from support.export_lake import ExportLake, export_lake, turn
 
-from clawstream.export.chat import chat_of
 from clawstream.inspection.policies import RunPolicies
 from clawstream.inspection.sandboxed_sql import SandboxedSql
 from clawstream.inspector.live.feed import Live
@@ -33,6 +32,7 @@ from clawstream.inspector.web.app import Parts, create_app
 from clawstream.query.live_lake import Copy, LiveLake
 from clawstream.runtime.topics.records import cluster_of
 from clawstream.schemas.codec.single_object import Codec
+from clawstream.schemas.conversation import chat_of
 from clawstream.schemas.records import Curation, Reward
 from clawstream.schemas.settings import Settings
 

@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from clawstream.export.chat import text_of
 from clawstream.export.formats.columns import ORIGIN, origin_values
 from clawstream.export.formats.parquet import FILE, ParquetFile
 from clawstream.export.row import ExportRow
+from clawstream.schemas.conversation import texts_of
 
 _CALL = pa.struct(
     [
@@ -93,12 +93,20 @@ def _message(message: Mapping[str, Any]) -> dict[str, Any]:
     call_id = message.get("tool_call_id")
     return {
         "role": str(message.get("role")),
-        "content": text_of(message),
+        "content": _words(message),
         "tool_calls": [_call(c) for c in calls if isinstance(c, dict)]
         if isinstance(calls, list) and calls
         else None,
         "tool_call_id": call_id if isinstance(call_id, str) else None,
     }
+
+
+def _words(message: Mapping[str, Any]) -> str:
+    """Return the text of a message; its text parts are joined without a separator.
+
+    A lone surrogate, which JSON can have and UTF-8 can't, becomes a question mark.
+    """
+    return "".join(texts_of(message)).encode("utf-8", "replace").decode()
 
 
 def _call(call: Mapping[str, Any]) -> dict[str, Any]:

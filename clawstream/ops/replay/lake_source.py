@@ -21,6 +21,7 @@ import pyarrow.compute as pc
 
 from clawstream.ops.replay.fold import ReplayEvent
 from clawstream.ops.replay.record_filter import RecordFilter
+from clawstream.schemas.conversation import RecordedRequest
 from clawstream.schemas.records import Assessment, Curation, Reward, SessionEvent, Step, Tick
 from clawstream.schemas.settings import Settings
 from clawstream.stream_jobs.assemble.payload.cache import CachedPayload, payload_of
@@ -250,7 +251,9 @@ class LakeReplaySource:
                 for (_, offset), event in self._events(name, where):
                     chosen = self._record_filter.apply(event) if offset in starts else None
                     if isinstance(chosen, Step):
-                        added = new_messages(chosen.request_json, self._new_messages_bytes)
+                        added = new_messages(
+                            RecordedRequest(chosen.request_json), self._new_messages_bytes
+                        )
                         start = starts[offset]
                         yield offset, payload_of(chosen, trainability(chosen), start, added)
                     elif isinstance(chosen, SessionEvent):

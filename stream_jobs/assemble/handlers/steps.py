@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from clawstream.schemas.conversation import RecordedRequest
 from clawstream.schemas.ids import (
     check_group_id,
     is_anonymous_session,
@@ -57,7 +58,8 @@ def on_step(
     """
     step_suffix = step.step_id[len(name[1]) + 1 :]
     _check_sizes(step, step_suffix)
-    key, placement = _place(state, name, step_suffix, step)
+    request = RecordedRequest(step.request_json)
+    key, placement = _place(state, name, step_suffix, step, request)
     if key in state.closed:
         return _on_late_step(state, offset, key, step.step_id, step_suffix), None
     trajectory = state.opened.get(key)
@@ -66,7 +68,7 @@ def on_step(
         return [], None
     now = state.time[STEPS]
     trained = trainability(step, limits.train_truncated)
-    messages = new_messages(step.request_json, limits.new_messages_bytes)
+    messages = new_messages(request, limits.new_messages_bytes)
     matched = match_prefix(steps, step)
     new = OpenStep(
         offset=offset,
@@ -81,12 +83,12 @@ def on_step(
         oldest=trained.oldest,
         newest=trained.newest,
         reply=len(step.response_json) + len(messages or b"") >> 10,
-        prompt_hash=request_hash(step) if matched.prompt_hash is None else matched.prompt_hash,
+        prompt_hash=request_hash(request) if matched.prompt_hash is None else matched.prompt_hash,
         idempotency_hash=idempotency_hash(step),
         reply_hash=placement.reply_hash,
         after=placement.after if placement.after != matched.base else None,
         tags=[t.name for t in step.tags] or None,
-        last_turn_hash=_last_turn_hash(step) if matched.diverges else None,
+        last_turn_hash=_last_turn_hash(request) if matched.diverges else None,
         messages_hash=placement.messages_hash,
         call_id_hash=placement.call_id_hash,
         exchange_hash=placement.exchange_hash,
@@ -97,7 +99,7 @@ def on_step(
         made.append(changes.Opened(key, now, step.channel or "train", offset))
     made += _attributed(key, now, trajectory, step)
     made.append(changes.StepAdded(trajectory.open_seq if trajectory else offset, new))
-    if (retry := _retry(steps, new, step)) is not None:
+    if (retry := _retry(steps, new, step, request)) is not None:
         made.append(changes.Retried(key, retry.replaced, retry.counted))
     if (full := _full(limits, steps, new)) is not None:
         made.append(changes.Closed(key, "timed_out", full, now))
@@ -142,7 +144,11 @@ def _check_sizes(step: Step, step_suffix: str) -> None:
 
 
 def _place(
-    state: PartitionState, name: RunTrajectory, step_suffix: str, step: Step
+    state: PartitionState,
+    name: RunTrajectory,
+    step_suffix: str,
+    step: Step,
+    request: RecordedRequest,
 ) -> tuple[RunTrajectory, Placement]:
     """Return the trajectory of a step, and how it was found."""
     if not is_gateway_assigned(name[1]):
@@ -150,7 +156,9 @@ def _place(
     run, session = name
     index = state.session_indexes.get(name) or SessionIndex()
     if is_anonymous_session(session):
-        placement = place_step(index, lambda t: state.opened[run, t].steps, step_suffix, step)
+        placement = place_step(
+            index, lambda t: state.opened[run, t].steps, step_suffix, step, request
+        )
     else:
         placement = place_in_agent_session(index, step_suffix)
     new = session_trajectory_id(session, call_suffix(step_suffix))
@@ -168,15 +176,15 @@ def _on_late_step(
     return [changes.StepMarked(mark, hashed)]
 
 
-def _last_turn_hash(step: Step) -> int | None:
-    """See `OpenStep`. The request is parsed only when the prompt diverges."""
-    turns = turns_of(step.request_json)
+def _last_turn_hash(request: RecordedRequest) -> int | None:
+    """See `OpenStep`. Called only when the prompt diverges: it may parse the request."""
+    turns = turns_of(request)
     return turn_hash(turns[-1]) if turns else None
 
 
-def _retry(steps: OpenSteps, new: OpenStep, step: Step) -> Retry | None:
+def _retry(steps: OpenSteps, new: OpenStep, step: Step, request: RecordedRequest) -> Retry | None:
     """Return the retry that the next step causes: its own, or one that it undoes."""
-    if (retry := retry_of(steps, new, step)) is not None:
+    if (retry := retry_of(steps, new, step, request)) is not None:
         return retry
     undone = (undo_retry(steps, at) for at in (new.base, new.after) if at is not None)
     return next((retry for retry in undone if retry is not None), None)

@@ -43,6 +43,7 @@ from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from typing import Literal, NamedTuple
 
+from clawstream.schemas.conversation import RecordedRequest
 from clawstream.schemas.records import Step
 from clawstream.stream_jobs.assemble.matching.conversation import (
     Conversation,
@@ -254,11 +255,20 @@ EXPLICIT = Placement(None, None)
 """Placement of a step whose request names its trajectory."""
 
 
-def place_step(index: SessionIndex, steps_of: StepsOf, step_suffix: str, step: Step) -> Placement:
-    """Assign a step to a trajectory of its anonymous session. steps_of: returns the steps of an
-    open trajectory.
+def place_step(
+    index: SessionIndex,
+    steps_of: StepsOf,
+    step_suffix: str,
+    step: Step,
+    recorded: RecordedRequest,
+) -> Placement:
+    """Assign a step to a trajectory of its anonymous session.
+
+    Args:
+        steps_of: Returns the steps of an open trajectory.
+        recorded: The step's request.
     """
-    request, reply = conversation_of(step.request_json), reply_of(step.response_json)
+    request, reply = conversation_of(recorded), reply_of(step.response_json)
     previous, reply_hash = reply_hashes(request.turns, reply)
     begins = Placement(
         None, None, reply_hash, request.messages, call_id_of(reply),
@@ -266,7 +276,7 @@ def place_step(index: SessionIndex, steps_of: StepsOf, step_suffix: str, step: S
     )  # fmt: skip
     if (known := index.calls.get(call_suffix(step_suffix))) is not None:
         return begins._replace(trajectory=known)
-    if (retried := _retried_trajectory(index, steps_of, step)) is not None:
+    if (retried := _retried_trajectory(index, steps_of, step, recorded)) is not None:
         return begins._replace(trajectory=retried)
     if request.turns == []:
         return begins
@@ -368,7 +378,9 @@ def place_in_agent_session(session: SessionIndex, step_suffix: str) -> Placement
     )
 
 
-def _retried_trajectory(index: SessionIndex, steps_of: StepsOf, step: Step) -> str | None:
+def _retried_trajectory(
+    index: SessionIndex, steps_of: StepsOf, step: Step, recorded: RecordedRequest
+) -> str | None:
     """Return the trajectory of the step that this step retries, by hash lookups only.
 
     Unlike `retries.retry_of`, this also matches steps that were retried before (a third attempt
@@ -382,7 +394,7 @@ def _retried_trajectory(index: SessionIndex, steps_of: StepsOf, step: Step) -> s
             return _first(same, steps_of)
     if not index.failed:
         return None
-    hashes = [request_hash(step)]
+    hashes = [request_hash(recorded)]
     if step.prompt_token_ids is not None and step.response_token_ids is not None:
         hashes.insert(0, hash_of(step.prompt_token_ids))
     failed = (index.matches.get(("failed prompt", prompt_hash)) for prompt_hash in hashes)

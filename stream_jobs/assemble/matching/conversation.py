@@ -28,31 +28,24 @@ from zlib import crc32
 import orjson
 
 from clawstream.schemas.conversation import (
-    CALL_ITEMS,
-    TEXT_BLOCKS,
     Call,
+    RecordedRequest,
     calls_of,
     is_model_item,
+    is_said,
     items_of,
     loaded,
     texts_of,
     without_thoughts,
 )
+from clawstream.schemas.conversation.protocols import HISTORY_FIELDS, PROMPT_FIELDS, SAID_BLOCKS
 from clawstream.stream_jobs.assemble.matching.token_prefix import digest_hash, hash_of
 
 MARSHAL_VERSION = 2
 """The latest version whose bytes depend only on the value."""
 
 
-CONVERSATION_FIELDS = frozenset({"messages", "input", "prompt"})
-PROMPT_FIELDS = CONVERSATION_FIELDS | {
-    *("model", "system", "instructions", "suffix", "previous_response_id", "conversation"),
-    *("tools", "functions", "tool_choice", "response_format", "text", "documents"),
-    *("chat_template", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"),
-    *("reasoning", "reasoning_effort"),
-}
-"""Fields of a request that make its prompt. The others say how to sample, send or label it."""
-
+CONVERSATION_FIELDS = frozenset({*HISTORY_FIELDS, "prompt"})
 TEXT_SEARCHED = 64 << 10
 IDS_LOOKED_UP = 256
 WORD_BYTES = 256
@@ -65,10 +58,9 @@ Turn = Sequence[Mapping[str, Any]]
 """Messages or items of one model turn, as in the request. Parsed lazily: histories are long."""
 
 
-def turns_of(request_json: bytes) -> list[Turn] | None:
+def turns_of(request: RecordedRequest) -> list[Turn] | None:
     """Return the model turns of a request, oldest first; None if unreadable."""
-    items = request_items(request_json)
-    return None if items is None else list(_turns(items))
+    return None if request.history is None else list(_turns(request.history))
 
 
 class Conversation(NamedTuple):
@@ -86,9 +78,9 @@ class Conversation(NamedTuple):
     prefixes: Sequence[int]
 
 
-def conversation_of(request_json: bytes) -> Conversation:
+def conversation_of(request: RecordedRequest) -> Conversation:
     """Read a request. Hashes ignore `cache_control` and whether content is text or text blocks."""
-    items = request_items(request_json)
+    items = request.history
     if items is None:
         return Conversation(None, None, ())
     hashed, prefixes, before = hashlib.sha256(b"messages"), list[int](), False
@@ -104,7 +96,7 @@ def conversation_of(request_json: bytes) -> Conversation:
 def call_id_of(turn: Turn | None) -> int | None:
     """Return the hash of the last tool call id in a turn; None without one."""
     for item in reversed(turn or ()):
-        for call in reversed(list(calls_of(item))):
+        for call in reversed(calls_of(item)):
             if call.call_id is not None and (letters := _letters(call.call_id)):
                 return hash_of(b"call id", letters.encode("utf-8", "surrogatepass"))
     return None
@@ -236,23 +228,14 @@ def _add_sized(hashed: hashlib._Hash, data: bytes) -> None:
     hashed.update(len(data).to_bytes(8, "little") + data)
 
 
-def prompt_of(request_json: bytes) -> bytes:
+def prompt_of(request: RecordedRequest) -> bytes:
     """Return the part of a request that makes its prompt, equal for equal JSON; all of a request
     that has no such part or is unreadable.
     """
-    parsed = _loaded(request_json)
-    if not isinstance(parsed, dict) or not CONVERSATION_FIELDS & parsed.keys():
-        return request_json
-    return _dumped({name: value for name, value in parsed.items() if name in PROMPT_FIELDS})
-
-
-def request_items(request_json: bytes) -> list[Any] | None:
-    """Return the messages or items of a request; None if unreadable."""
-    parsed = _loaded(request_json)
-    items = parsed.get("messages", parsed.get("input")) if isinstance(parsed, dict) else None
-    if isinstance(items, str):
-        return [{"role": "user", "content": items}]
-    return items if isinstance(items, list) else None
+    fields = request.fields
+    if fields is None or not CONVERSATION_FIELDS & fields.keys():
+        return request.body
+    return _dumped({name: value for name, value in fields.items() if name in PROMPT_FIELDS})
 
 
 def _message(item: Any) -> bytes:
@@ -260,7 +243,7 @@ def _message(item: Any) -> bytes:
     if isinstance(item, dict):
         content = item.get("content")
         if isinstance(content, list) and all(
-            isinstance(b, dict) and b.get("type") in TEXT_BLOCKS for b in content
+            isinstance(b, dict) and b.get("type") in SAID_BLOCKS for b in content
         ):
             content = "\n".join(texts_of(item))
         elif isinstance(content, list):
@@ -293,7 +276,7 @@ def _turns(items: Sequence[Any]) -> Iterator[Turn]:
     turn: list[Mapping[str, Any]] = []
     for item in items:
         kind = item.get("type") if isinstance(item, dict) else None
-        if isinstance(item, dict) and (item.get("role") == "assistant" or kind in CALL_ITEMS):
+        if isinstance(item, dict) and is_said(item):
             turn.append(item)
         elif kind != "reasoning" and not str(kind).endswith("_call"):
             if any(map(_has_content, turn)):
@@ -304,17 +287,11 @@ def _turns(items: Sequence[Any]) -> Iterator[Turn]:
 
 
 def _has_content(item: Mapping[str, Any]) -> bool:
-    """Return whether an item has text or a call. Hot path: allocates nothing."""
+    """Return whether an item has text or a call."""
     content = item.get("content")
     if isinstance(content, str) and content and not content.isspace():
         return True  # as a rule
-    if item.get("type") in CALL_ITEMS or item.get("tool_calls") or item.get("function_call"):
-        return True
-    if any(text and not text.isspace() for text in texts_of(item)):
-        return True
-    return isinstance(content, list) and any(
-        isinstance(b, dict) and b.get("type") == "tool_use" for b in content
-    )
+    return bool(calls_of(item)) or any(not text.isspace() for text in texts_of(item))
 
 
 def _text(turn: Turn) -> str:

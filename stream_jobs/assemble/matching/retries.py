@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from clawstream.schemas.conversation import RecordedRequest
 from clawstream.schemas.records import Step
 from clawstream.stream_jobs.assemble.matching.conversation import prompt_of
 from clawstream.stream_jobs.assemble.matching.token_prefix import hash_of
@@ -43,9 +44,9 @@ def idempotency_hash(step: Step) -> int | None:
     )
 
 
-def request_hash(step: Step) -> int:
+def request_hash(request: RecordedRequest) -> int:
     """Return the `prompt_hash` of a step without token ids."""
-    return hash_of(b"request\x1f", prompt_of(step.request_json))
+    return hash_of(b"request\x1f", prompt_of(request))
 
 
 def may_be_equal(prompt: int, other: int) -> bool:
@@ -60,10 +61,12 @@ def ended_badly(entry: OpenStep) -> bool:
     return entry.status != "ok"
 
 
-def retry_of(steps: OpenSteps, entry: OpenStep, step: Step) -> Retry | None:
+def retry_of(
+    steps: OpenSteps, entry: OpenStep, step: Step, request: RecordedRequest
+) -> Retry | None:
     """Return the retry if the next step repeats an earlier one."""
     new = len(steps)
-    old = _retried_step(steps, entry, step)
+    old = _retried_step(steps, entry, step, request)
     if old is None:
         return None
     if _continued(steps, old, entry) or (ended_badly(entry) and not ended_badly(steps[old])):
@@ -96,7 +99,9 @@ def why_retried(steps: Sequence[OpenStep], at: int) -> str:
     return f"retried as {other.step_suffix}: {how}"
 
 
-def _retried_step(steps: OpenSteps, entry: OpenStep, step: Step) -> int | None:
+def _retried_step(
+    steps: OpenSteps, entry: OpenStep, step: Step, request: RecordedRequest
+) -> int | None:
     """Return the latest earlier step that the next one repeats."""
     call = call_suffix(entry.step_suffix)
 
@@ -115,10 +120,10 @@ def _retried_step(steps: OpenSteps, entry: OpenStep, step: Step) -> int | None:
             return i
     identical = list(steps.failed.get(entry.prompt_hash, ()))
     if steps.failed_untokenized:
-        identical += steps.failed_untokenized.get(request_hash(step), ())
+        identical += steps.failed_untokenized.get(request_hash(request), ())
     found = max(filter(may_be, identical), default=None)
     if (step.retry_count or 0) > 0:
-        body = request_hash(step)
+        body = request_hash(request)
         for i in range(len(steps) - 1, -1 if found is None else found, -1):
             wanted = entry.prompt_hash if steps[i].end_hash is not None else body
             if steps[i].prompt_hash == wanted and may_be(i) and not _continued(steps, i, entry):

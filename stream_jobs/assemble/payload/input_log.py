@@ -9,6 +9,7 @@ from typing import Any
 from clawstream.runtime.kafka import Cluster, Record, SourceTruncated
 from clawstream.runtime.topics.records import Decoder, reason_of
 from clawstream.schemas.codec.single_object import Codec
+from clawstream.schemas.conversation import RecordedRequest
 from clawstream.schemas.errors import Undecodable, UnknownSchema
 from clawstream.schemas.records import SessionEvent, Step
 from clawstream.stream_jobs.assemble.handlers.rejected import RejectedRecord
@@ -50,7 +51,9 @@ class InputLog:
         for record in self.records(sorted(starts)):
             event = decode_event(self.decoder, record)
             if isinstance(event, Step):
-                messages = new_messages(event.request_json, self.new_messages_bytes)
+                messages = new_messages(
+                    RecordedRequest(event.request_json), self.new_messages_bytes
+                )
                 start = starts[record.offset]
                 yield record.offset, payload_of(event, trainability(event), start, messages)
             elif isinstance(event, SessionEvent):

@@ -7,14 +7,13 @@ from typing import Any
 
 import orjson
 
-from clawstream.schemas.conversation import is_model_item
-from clawstream.stream_jobs.assemble.matching.conversation import request_items
+from clawstream.schemas.conversation import RecordedRequest, is_model_item
 
 SHORTEST = 64
 """Characters that are left of a string at least."""
 
 
-def new_messages(request_json: bytes, limit: int) -> bytes | None:
+def new_messages(request: RecordedRequest, limit: int) -> bytes | None:
     """Return the messages of a request after its last model turn; without one, all messages.
 
     A request of the next turn has what the agent got as the answer to its last reply: a user's
@@ -22,13 +21,13 @@ def new_messages(request_json: bytes, limit: int) -> bytes | None:
     the messages have `limit` bytes.
 
     Args:
-        request_json: Of a step.
+        request: Of a step.
         limit: Bytes; 0: no messages are wanted.
 
     Returns:
         A JSON array; None if the request is unreadable, has no messages or too many for the limit.
     """
-    items = request_items(request_json) if limit else None
+    items = request.history if limit else None
     if items is None:
         return None
     end = len(items)

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from clawstream.export.chat import chat_of
 from clawstream.inspector.queries.conversation import TEXT_CHARACTERS, TURN_CHARACTERS, turns_of
 from clawstream.inspector.web.rendering import text_of
+from clawstream.schemas.conversation import chat_of
 
 
 def step(index: int, messages: str, reply: str = '{"content": "ok"}', **more: Any) -> Any:

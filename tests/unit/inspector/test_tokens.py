@@ -9,9 +9,9 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clawstream.export.chat import chat_of
 from clawstream.inspector.queries.conversation import turns_of
 from clawstream.inspector.queries.tokens import MODES, WINDOW, smoothed, tokens_of
+from clawstream.schemas.conversation import chat_of
 
 STEP: dict[str, Any] = {
     "response_token_ids": [7, 8, 9],

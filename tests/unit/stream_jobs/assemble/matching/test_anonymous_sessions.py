@@ -23,6 +23,7 @@ from support.assemble import (
 )
 from support.examples import examples
 
+from clawstream.schemas.conversation import RecordedRequest
 from clawstream.schemas.records import Step, Tick
 from clawstream.schemas.tokens import pack_ids
 from clawstream.stream_jobs.assemble.changelog import ChangelogReader
@@ -226,13 +227,26 @@ def test_a_step_of_an_unreadable_history_is_looked_up_and_not_searched() -> None
         return w.state.opened["r", trajectory].steps
 
     unknown = chat_step(900, [*TASK[1:], said("anew"), user("u")], said("x"))
-    assert place_step(index, steps_of, "C900.0", unknown).trajectory is None
+    assert (
+        place_step(
+            index, steps_of, "C900.0", unknown, RecordedRequest(unknown.request_json)
+        ).trajectory
+        is None
+    )
     anew = [*TASK, said("try 0150"), user("u")]
     found = chat_step(901, anew, said("x"), request_json=b'{"prompt": "..."}')
-    assert place_step(index, steps_of, "C901.0", found).trajectory == f"{ANONYMOUS_KEY}~C150"
+    assert (
+        place_step(index, steps_of, "C901.0", found, RecordedRequest(found.request_json)).trajectory
+        == f"{ANONYMOUS_KEY}~C150"
+    )
     assert looked == [] and len(index.prefixes[None].lengths) == 1
     longer = chat_step(902, [*TASK, said("try 0150!"), user("u")], said("x"))
-    assert place_step(index, steps_of, "C902.0", longer).trajectory == f"{ANONYMOUS_KEY}~C150"
+    assert (
+        place_step(
+            index, steps_of, "C902.0", longer, RecordedRequest(longer.request_json)
+        ).trajectory
+        == f"{ANONYMOUS_KEY}~C150"
+    )
     assert len(looked) <= 2 * 200 + 2
 
 

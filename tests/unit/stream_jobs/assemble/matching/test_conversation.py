@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from clawstream.schemas.conversation import RecordedRequest
 from clawstream.stream_jobs.assemble.matching.conversation import reply_hashes, reply_of, turns_of
 
 CHAT_CALL = {
@@ -26,7 +27,7 @@ CODEX_CALL = {
 
 
 def linked(request: Any) -> int | None:
-    turns = turns_of(orjson.dumps(request))
+    turns = turns_of(RecordedRequest(orjson.dumps(request)))
     assert turns is not None
     return reply_hashes(turns, None).previous
 
@@ -34,7 +35,7 @@ def linked(request: Any) -> int | None:
 def leads(request: Any, reply: Any) -> int | None:
     turn = reply_of(orjson.dumps(reply))
     assert turn is not None
-    return reply_hashes(turns_of(orjson.dumps(request)), turn).reply_hash
+    return reply_hashes(turns_of(RecordedRequest(orjson.dumps(request))), turn).reply_hash
 
 
 USER = {"role": "user", "content": "u"}
@@ -122,14 +123,14 @@ def test_turns_are_what_the_model_said_only() -> None:
         {"role": "assistant", "content": "b"}, {"role": "tool", "content": "t"},
         {"role": "assistant", "content": ""}, USER,
     ]  # fmt: skip
-    assert turns_of(orjson.dumps({"messages": items})) == [
+    assert turns_of(RecordedRequest(orjson.dumps({"messages": items}))) == [
         [{"role": "assistant", "content": c} for c in "ab"]
     ]
-    assert turns_of(b'{"input": "hello"}') == []
+    assert turns_of(RecordedRequest(b'{"input": "hello"}')) == []
     assert (
-        turns_of(b'{"prompt": "hello"}') is None
-        and turns_of(b"\xff") is None
-        and turns_of(b"[]") is None
+        turns_of(RecordedRequest(b'{"prompt": "hello"}')) is None
+        and turns_of(RecordedRequest(b"\xff")) is None
+        and turns_of(RecordedRequest(b"[]")) is None
     )
     assert reply_of(b"null") is None and reply_of(b'{"content": null}') is None
     assert reply_of(b'{"text": "x"}') == [{"content": "x", "role": "assistant"}]
@@ -165,7 +166,7 @@ def test_turns_are_what_the_model_said_only() -> None:
 )
 def test_no_shape_is_too_strange(value: Any) -> None:
     packed = orjson.dumps(value)
-    turns, reply = turns_of(packed), reply_of(packed)
+    turns, reply = turns_of(RecordedRequest(packed)), reply_of(packed)
     reply_hashes(turns, reply)
 
 
@@ -180,7 +181,10 @@ def test_no_shape_is_too_strange(value: Any) -> None:
 )
 def test_arguments_of_any_depth_are_linked(message: str, depth: int) -> None:
     message = message.replace("DEEP", "[" * depth + "]" * depth)
-    turns, reply = turns_of(f'{{"messages":[{message}]}}'.encode()), reply_of(message.encode())
+    turns, reply = (
+        turns_of(RecordedRequest(f'{{"messages":[{message}]}}'.encode())),
+        reply_of(message.encode()),
+    )
     assert (
         turns
         and reply_hashes(turns, None).previous == reply_hashes([], reply).reply_hash is not None

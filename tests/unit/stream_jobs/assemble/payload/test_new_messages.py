@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.assemble import LIMITS, InMemoryPartition, chat_step, session
 
-from clawstream.schemas.conversation import loaded
+from clawstream.schemas.conversation import RecordedRequest, loaded
 from clawstream.stream_jobs.assemble.payload.new_messages import new_messages
 from clawstream.stream_jobs.assemble.state.trajectories import STEPS
 
@@ -33,7 +33,7 @@ def assistant(said: str) -> dict[str, Any]:
 
 
 def added(items: list[Any], name: str = "messages", limit: int = KEPT) -> Any:
-    found = new_messages(orjson.dumps({name: items}), limit)
+    found = new_messages(RecordedRequest(orjson.dumps({name: items})), limit)
     return None if found is None else loaded(found)
 
 
@@ -69,7 +69,7 @@ def test_messages_after_the_last_model_turn(name: str, items: Any, expected: Any
 
 
 def test_without_a_limit_nothing_is_read() -> None:
-    assert new_messages(b"no JSON", KEPT) is None
+    assert new_messages(RecordedRequest(b"no JSON"), KEPT) is None
     assert added([user("Hi")], limit=0) is None
 
 
@@ -82,16 +82,15 @@ def test_a_long_string_loses_its_middle() -> None:
 @pytest.mark.slow
 @given(st.lists(JSON, max_size=5), st.integers(1, 2000))
 def test_the_limit_is_kept(items: list[Any], limit: int) -> None:
-    found = new_messages(json.dumps({"messages": items}).encode(), limit)
+    found = new_messages(RecordedRequest(json.dumps({"messages": items}).encode()), limit)
     assert found is None or (len(found) <= limit and isinstance(loaded(found), list))
 
 
 def test_what_json_may_be_never_fails() -> None:
     deep = b'{"messages":[' + b"[" * 900 + b"]" * 900 + b"]}"
-    assert new_messages(deep, KEPT) in (None, deep[12:-1])
-    lone = new_messages(
-        b'{"messages":[{"role":"user","content":"\\ud800' + b"x" * 3000 + b'"}]}', KEPT
-    )
+    assert new_messages(RecordedRequest(deep), KEPT) in (None, deep[12:-1])
+    half = b'{"messages":[{"role":"user","content":"\\ud800' + b"x" * 3000 + b'"}]}'
+    lone = new_messages(RecordedRequest(half), KEPT)
     assert lone is not None and "\ud800" in loaded(lone)[0]["content"]
 
 

@@ -9,71 +9,85 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
-from clawstream.export.row import Chat
-from clawstream.schemas.conversation import calls_of, items_of, loaded, reasoning_of, texts_of
+from clawstream.schemas.conversation.items import (
+    calls_of,
+    is_said,
+    reasoning_of,
+    result_of,
+    texts_of,
+)
+from clawstream.schemas.conversation.openai_chat import OPENAI_CHAT
+from clawstream.schemas.conversation.parsing import loaded
+from clawstream.schemas.conversation.protocol import ToolResult, objects_in
+from clawstream.schemas.conversation.protocols import SYSTEM_FIELDS, TOOL_SCHEMAS
+from clawstream.schemas.conversation.replies import items_of
+from clawstream.schemas.conversation.requests import history_of
 
 Message = dict[str, Any]
 _ROLES = {"developer": "system"}
 
 
+class Chat(NamedTuple):
+    """A request and its reply as chat messages; the reply is the last message.
+
+    tools: definitions as in Chat Completions; empty without tools.
+    """
+
+    messages: tuple[Message, ...]
+    tools: tuple[Message, ...]
+
+
 def chat_of(
     protocol: str, request_json: bytes, response_json: bytes, is_whole: bool = False
 ) -> Chat | None:
-    """Return the messages of a step and its tools; None if it is no chat.
+    """Return the messages of a step and its tools; None if it is no chat, or nested too deeply.
 
     Args:
-        protocol: `openai.chat`, `openai.responses`, `openai.completions` or `anthropic.messages`.
+        protocol: one of `PROTOCOLS`.
         request_json: the client's request body.
         response_json: the reply's message, in the shape of the protocol.
         is_whole: for readers: also reasoning, as `reasoning_content`, and images of tool results.
     """
     try:
         request, reply = loaded(request_json), loaded(response_json)
-    except ValueError:
+        if not isinstance(request, dict) or not isinstance(reply, dict):
+            return None
+        return _chat(protocol, request, reply, is_whole)
+    except (ValueError, RecursionError):
         return None
-    if not isinstance(request, dict) or not isinstance(reply, dict):
-        return None
-    if protocol == "openai.chat":
-        messages, tools = _dicts(request.get("messages")), _dicts(request.get("tools"))
+
+
+def _chat(protocol: str, request: Message, reply: Message, is_whole: bool) -> Chat | None:
+    if protocol == OPENAI_CHAT.name:
+        messages = objects_in(request.get("messages"))
+        tools = objects_in(request.get("tools"))
         if is_whole:
-            messages = [m | _thought([m]) for m in messages]
-        answer = {**reply, **(_thought([reply]) if is_whole else {}), "role": "assistant"}
+            messages = [message | _thoughts([message]) for message in messages]
+        answer = {**reply, **(_thoughts([reply]) if is_whole else {}), "role": "assistant"}
     else:
         messages = list(_messages(request, is_whole))
-        tools = [tool for t in _dicts(request.get("tools")) if (tool := _tool(t)) is not None]
+        definitions = map(_tool, objects_in(request.get("tools")))
+        tools = [tool for tool in definitions if tool is not None]
         answer = _assistant(items_of(reply), is_whole)
     if not messages:
         return None
     return Chat((*messages, answer), tuple(tools))
 
 
-def text_of(message: Mapping[str, Any]) -> str:
-    """Return the text of a message; its text parts are joined without a separator.
-
-    A lone surrogate, which JSON can have and UTF-8 can't, becomes a question mark.
-    """
-    return "".join(texts_of(message)).encode("utf-8", "replace").decode()
-
-
-def _dicts(value: Any) -> list[Message]:
-    return [v for v in value if isinstance(v, dict)] if isinstance(value, list) else []
-
-
 def _messages(request: Mapping[str, Any], is_whole: bool) -> Iterator[Message]:
-    """Yield the messages of a request of Messages, Responses or Completions."""
-    system = request.get("system", request.get("instructions"))
+    """Yield the messages of a request of any other protocol."""
+    system = next((request[field] for field in SYSTEM_FIELDS if field in request), None)
     if text := _plain(system):
         yield {"role": "system", "content": text}
-    given = request.get("messages", request.get("input", request.get("prompt")))
-    if isinstance(given, str):
-        yield {"role": "user", "content": given}
-        return
+    history = history_of(request)
+    if history is None and isinstance(prompt := request.get("prompt"), str):
+        history = [{"role": "user", "content": prompt}]
     model_turn: list[Message] = []
-    for item in _dicts(given):
+    for item in objects_in(history):
         is_thought = is_whole and item.get("type") == "reasoning"
-        if item.get("role") == "assistant" or is_thought or any(calls_of(item)):
+        if is_thought or is_said(item):
             model_turn.append(item)
             continue
         messages = list(_environment(item, is_whole))
@@ -87,17 +101,16 @@ def _messages(request: Mapping[str, Any], is_whole: bool) -> Iterator[Message]:
 
 def _environment(item: Message, is_whole: bool) -> Iterator[Message]:
     """Yield the messages of an item that the policy did not write."""
-    kind = item.get("type")
-    if isinstance(kind, str) and kind.endswith("_call_output"):
-        yield _result(item.get("call_id"), item.get("output"), is_whole)
+    if (result := result_of(item)) is not None:
+        yield _tool_message(result, is_whole)
         return
     if not isinstance(item.get("role"), str):
         return  # reasoning and references have no text of their own
     content = item.get("content")
     others: list[Any] = []
     for block in content if isinstance(content, list) else ():
-        if isinstance(block, dict) and block.get("type") == "tool_result":
-            yield _result(block.get("tool_use_id"), block.get("content"), is_whole)
+        if (result := result_of(block)) is not None:
+            yield _tool_message(result, is_whole)
         else:
             others.append(block)
     if not isinstance(content, list) or others:
@@ -118,9 +131,10 @@ def _parts(blocks: Iterable[Any]) -> str | list[Any]:
     return "".join(texts)
 
 
-def _result(call_id: Any, content: Any, is_whole: bool) -> Message:
+def _tool_message(result: ToolResult, is_whole: bool) -> Message:
+    content = result.content
     kept = _parts(content) if is_whole and isinstance(content, list) else _plain(content)
-    return {"role": "tool", "tool_call_id": call_id, "content": kept}
+    return {"role": "tool", "tool_call_id": result.call_id, "content": kept}
 
 
 def _plain(content: Any) -> str:
@@ -132,7 +146,7 @@ def _plain(content: Any) -> str:
     return parts if isinstance(parts, str) else json.dumps(parts, ensure_ascii=False)
 
 
-def _thought(items: Iterable[Message]) -> Message:
+def _thoughts(items: Iterable[Message]) -> Message:
     """Return the reasoning of a model turn as a field of its message; empty without any."""
     text = "\n\n".join(text for item in items for text in reasoning_of(item))
     return {"reasoning_content": text} if text else {}
@@ -144,7 +158,7 @@ def _assistant(items: Iterable[Message], is_whole: bool) -> Message:
     message: Message = {
         "role": "assistant",
         "content": "".join(text for item in items for text in texts_of(item)),
-        **(_thought(items) if is_whole else {}),
+        **(_thoughts(items) if is_whole else {}),
     }
     calls = [
         {
@@ -166,7 +180,7 @@ def _tool(tool: Message) -> Message | None:
     """Return a tool's definition in the shape of Chat Completions; None for a tool of the server,
     which has no parameters.
     """
-    parameters = tool.get("input_schema", tool.get("parameters"))
+    parameters = next((tool[field] for field in TOOL_SCHEMAS if field in tool), None)
     if not isinstance(tool.get("name"), str) or not isinstance(parameters, dict):
         return None
     function = {
