@@ -1,45 +1,23 @@
 """Read the text of a request in any protocol: system prompt, first and last user turn. Pure.
 
-OpenAI chat and Anthropic requests have `messages`; Anthropic's system prompt is a separate field or
-one of the messages. Responses requests have `input` and `instructions`, completions `prompt`.
 Content of an unexpected shape counts as absent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from clawstream.gateway.protocols.request_fields import dumps
+from clawstream.schemas.conversation import history_of, texts_in_content
+from clawstream.schemas.conversation.protocols import SYSTEM_FIELDS
 
 SYSTEM_ROLES = ("system", "developer")
-TEXT_TYPES = ("text", "input_text", "output_text")
 
 
 def turns(payload: Mapping[str, Any]) -> list[Any]:
     """Return the conversation, oldest turn first; empty for a request without one."""
-    for name in ("messages", "input"):
-        found = payload.get(name)
-        if isinstance(found, list):
-            return found
-    text = payload.get("input")
-    return [{"role": "user", "content": text}] if isinstance(text, str) else []
-
-
-def _pieces(content: Any) -> Iterator[str]:
-    """Yield the texts of a content value: a string, or a list of blocks."""
-    if isinstance(content, str):
-        yield content
-    elif isinstance(content, list):
-        for block in content:
-            if isinstance(block, str):
-                yield block
-            elif (
-                isinstance(block, dict)
-                and block.get("type") in TEXT_TYPES
-                and isinstance(block.get("text"), str)
-            ):
-                yield block["text"]
+    return history_of(payload) or []
 
 
 def text_of(content: Any, most: int | None = None) -> str:
@@ -52,7 +30,7 @@ def text_of(content: Any, most: int | None = None) -> str:
     return (
         content[:most]
         if isinstance(content, str)
-        else "\n".join(piece[:most] for piece in _pieces(content))
+        else "\n".join(text[:most] for text in texts_in_content(content))
     )
 
 
@@ -61,7 +39,7 @@ def system_text(payload: Mapping[str, Any], most: int | None = None) -> str:
 
     It consists of the text before the conversation and the system messages at its start.
     """
-    fields = (payload.get("system"), payload.get("instructions"))
+    fields = [payload.get(name) for name in SYSTEM_FIELDS]
     found = [text_of(field, most) for field in fields if field]
     for turn in turns(payload):
         if not isinstance(turn, dict) or turn.get("role") not in SYSTEM_ROLES:
@@ -106,7 +84,7 @@ def first_user_turn(payload: Mapping[str, Any]) -> bytes:
     if content is None:
         return b""
     if isinstance(content, list) and any(isinstance(block, dict) for block in content):
-        texts = list(_pieces(content))
+        texts = list(texts_in_content(content))
         if len(texts) == len(content):
             content = "\n".join(texts)
         else:
