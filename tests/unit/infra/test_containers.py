@@ -35,7 +35,7 @@ IN_CORE = (
     "clawstream.stream_jobs.lake.main",
     "clawstream.ops.monitoring.exporter",
     "clawstream.export.export",
-    "clawstream.export.chat",
+    "clawstream.schemas.conversation",
     "clawstream.query.live_lake",
     "clawstream.query.sandbox_process",
     "clawstream.query.token_texts",
