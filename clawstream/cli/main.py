@@ -279,8 +279,8 @@ def doctor(
     Exit code 1 on a problem.
     """
     spools = load("clawstream.ops.spool_drain")
-    from clawstream.ops.doctor import SERIOUS, examine, format_diagnoses
     from clawstream.ops.monitoring.watch import process_problems, watch_for_stalled
+    from clawstream.ops.position_check import SERIOUS, examine, format_diagnoses
     from clawstream.ops.status import processes_of
 
     _, processes = processes_of(settings.data_dir)

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from support.lake import Eventually, Writers, a_reward, a_step, column, put_steps, running
 
-from clawstream.ops.doctor import examine
 from clawstream.ops.lag import data_lag
+from clawstream.ops.position_check import examine
 from clawstream.runtime.exit_codes import EXIT_FENCED
 from clawstream.runtime.kafka import Cluster
 from clawstream.runtime.topics.records import create_topics

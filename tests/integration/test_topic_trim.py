@@ -21,7 +21,7 @@ from support.lake import running as lake_running
 from support.up import call
 
 from clawstream.ops import job_positions
-from clawstream.ops.doctor import SERIOUS, Diagnosis, examine
+from clawstream.ops.position_check import SERIOUS, Diagnosis, examine
 from clawstream.ops.replay.verify import check
 from clawstream.ops.topics.trim import TopicTrim, TrimInputs, TrimRange
 from clawstream.runtime.kafka import Cluster, KafkaError, SourceTruncated

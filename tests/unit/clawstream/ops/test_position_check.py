@@ -15,7 +15,7 @@ from support.processes import freeze
 from typer.testing import CliRunner
 
 from clawstream.cli.main import app
-from clawstream.ops.doctor import Diagnosis, Verdict, diagnose, format_diagnoses
+from clawstream.ops.position_check import Diagnosis, Verdict, diagnose, format_diagnoses
 from clawstream.runtime.exit_codes import EXIT_KAFKA
 from clawstream.runtime.topics.positions import StoredPosition
 from clawstream.stream_jobs.lake.delta.log import read_committed_offsets
