@@ -187,13 +187,9 @@ def status(settings: Settings, form: Form = "table") -> None:
     """
     from dataclasses import asdict
 
-    from clawstream.ops.status import (
-        Status,
-        format_status,
-        processes_of,
-        progress_of,
-        suspended_of,
-    )
+    from clawstream.ops.processes import processes_of, suspended_of
+    from clawstream.ops.progress import progress_of
+    from clawstream.ops.status import Status, format_status
     from clawstream.runtime.kafka import KafkaError
 
     supervisor, processes = processes_of(settings.data_dir)
@@ -217,7 +213,7 @@ def down(
     wait: Annotated[float, typer.Option(min=0, help="Give up after so many seconds.")] = 600.0,
 ) -> None:
     """Stop, in order, what `clawstream up` started on a data directory; wait for its end."""
-    from clawstream.ops.status import left_running, wait_until_down
+    from clawstream.ops.processes import left_running, wait_until_down
     from clawstream.runtime.process.supervisor import ask_to_stop
 
     directory = settings.data_dir
@@ -281,7 +277,7 @@ def doctor(
     spools = load("clawstream.ops.spool_drain")
     from clawstream.ops.monitoring.watch import process_problems, watch_for_stalled
     from clawstream.ops.position_check import SERIOUS, examine, format_diagnoses
-    from clawstream.ops.status import processes_of
+    from clawstream.ops.processes import processes_of
 
     _, processes = processes_of(settings.data_dir)
     problems = [*process_problems(processes, settings)]

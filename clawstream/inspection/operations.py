@@ -26,8 +26,8 @@ from clawstream.ops.monitoring.watch import (
     process_problems,
     stalled_consumers,
 )
+from clawstream.ops.processes import has_ended, processes_of
 from clawstream.ops.spool_drain import spooled
-from clawstream.ops.status import has_ended, processes_of
 from clawstream.runtime.kafka import Cluster, KafkaError
 from clawstream.runtime.logs import logger
 from clawstream.schemas.settings import Settings

@@ -19,7 +19,7 @@ from clawstream.ops.lag import Backlog, waiting_s
 from clawstream.ops.monitoring.rules import STATUSES, worst
 from clawstream.ops.monitoring.topic_follower import TopicFollower
 from clawstream.ops.monitoring.watch import INTERVAL_S, SCAN_RECORDS, LagWatch
-from clawstream.ops.status import has_ended, processes_of
+from clawstream.ops.processes import has_ended, processes_of
 from clawstream.runtime.kafka import KafkaError
 from clawstream.runtime.logs import logger
 from clawstream.runtime.process.lifecycle import run_sync

@@ -17,7 +17,7 @@ from clawstream.ops.monitoring.rules import (
     status_of,
     worst,
 )
-from clawstream.ops.status import has_ended, processes_of, suspended
+from clawstream.ops.processes import has_ended, processes_of, suspended
 from clawstream.runtime.kafka import Cluster
 from clawstream.schemas.settings import Settings
 

@@ -12,15 +12,9 @@ from typing import Any
 
 import pytest
 
-from clawstream.ops.status import (
-    NEWEST,
-    Progress,
-    Status,
-    format_status,
-    left_running,
-    progress_of,
-    suspended_of,
-)
+from clawstream.ops.processes import left_running, suspended_of
+from clawstream.ops.progress import NEWEST, Progress, progress_of
+from clawstream.ops.status import Status, format_status
 from clawstream.runtime.exit_codes import EXIT_FAILED, EXIT_KAFKA
 from clawstream.runtime.process.child import die_with_parent
 from clawstream.schemas.codec.single_object import Codec
