@@ -67,7 +67,7 @@ class Metrics:
             "spool_quarantined_bytes", "Bytes too old to be sent: run `clawstream spool drain`"
         )
         self.spool_damaged_bytes = gauge(
-            "spool_damaged_bytes", "Bytes of damaged spool segments, see `clawstream doctor`"
+            "spool_damaged_bytes", "Bytes of damaged spool segments, see `clawstream status`"
         )
         self.spool_unreadable_bytes = counter(
             "spool_unreadable_bytes",

@@ -54,7 +54,7 @@ class Fenced(KafkaError):
 class SourceTruncated(KafkaError):
     """A stored position is outside the topic's offsets.
 
-    Run `clawstream doctor`; never skip silently.
+    Run `clawstream status --positions`; never skip silently.
     """
 
 

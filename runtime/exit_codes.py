@@ -84,7 +84,7 @@ MEANINGS = (
         EXIT_SOURCE,
         "source truncated",
         "a stored position does not fit its topic, or data it needs is gone",
-        "`clawstream doctor`, and see below",
+        "`clawstream status --positions`, and see below",
         False,
     ),
 )

@@ -27,7 +27,7 @@ class UnreadableChangelog(StreamJobError, SourceTruncated):
     """The changelog holds a foreign record, or lacks a record.
 
     The decisions cannot be recovered, and a restart would find the same: an operator must act.
-    Run clawstream doctor.
+    Run clawstream status --positions.
     """
 
 

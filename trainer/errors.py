@@ -19,7 +19,7 @@ class BatchGap(TrainerError, SourceTruncated):
     def __init__(self, topic: str, offset: int, found: int, expected: int) -> None:
         super().__init__(
             f"{topic} has batch_seq {found} at offset {offset}, expected {expected}: a batch is "
-            "missing or was written twice, and none is skipped; run clawstream doctor"
+            "missing or was written twice, and none is skipped; run clawstream status --positions"
         )
 
 

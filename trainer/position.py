@@ -53,6 +53,6 @@ def start_of(topic: str, topic_id: str, stored: Position | None) -> Position:
             f"{stored.next_batch_seq - 1} of topic id {stored.topic_id}; today's id is {topic_id}, "
             "and its batches count from 0 again, so their staleness can't be judged for these "
             "weights. Restore the topic, or train on under another run_id with trainer.model_path "
-            "set to the published weights; run clawstream doctor"
+            "set to the published weights; run clawstream status --positions"
         )
     return Position(topic_id=topic_id, next_offset=0, next_batch_seq=0)

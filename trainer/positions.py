@@ -1,6 +1,6 @@
-"""The trainer's stored positions, for `doctor` and `topics trim`: the newest checkpoint of a run.
+"""The trainer's stored positions, for `status --positions` and `topics trim`.
 
-Reads only, and needs no torch.
+They are those of the newest checkpoint of a run. Reads only, and needs no torch.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 import sys
 import traceback
@@ -32,16 +31,8 @@ from clawstream.cli.lake.inspect import inspect
 from clawstream.cli.train import save_model, train
 
 if TYPE_CHECKING:
-    from clawstream.runtime.kafka import Cluster
-    from clawstream.runtime.topics.positions import StoredPosition
     from clawstream.schemas.settings import Settings
 
-POSITIONS = (
-    "clawstream.stream_jobs.lake.positions",
-    "clawstream.ops.job_positions",
-    "clawstream.trainer.positions",
-)
-"""Modules that list the stored positions of their processes, for `doctor`."""
 GROUPS = {
     "broker": ("clawstream.cli.broker:app", "The embedded Apache Kafka."),
     "topics": ("clawstream.cli.topics:app", "Kafka topics."),
@@ -180,31 +171,42 @@ def gateway(overrides: Overrides = None, config: Config = None) -> None:
 
 
 @command(app)
-def status(settings: Settings, form: Form = "table") -> None:
-    """Show the processes of a data directory, their readiness and the progress of the run.
+def status(
+    settings: Settings,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Repeat until Ctrl-C.")] = False,
+    positions: Annotated[
+        bool,
+        typer.Option(
+            "--positions",
+            help="Compare every stored position with the topics; needs the lake and checkpoints.",
+        ),
+    ] = False,
+    form: Form = "table",
+) -> None:
+    """Show processes, lag, the progress of the run, and each problem with its remedy.
 
-    Exit code 1 when not all are ready, 69 when Kafka does not answer.
+    A consumer that does not read is a problem after 15 s. Exit code 1 on a problem, 69 when Kafka
+    does not answer.
     """
-    from dataclasses import asdict
+    import time
 
-    from clawstream.ops.processes import processes_of, suspended_of
-    from clawstream.ops.progress import progress_of
-    from clawstream.ops.status import Status, format_status
-    from clawstream.runtime.kafka import KafkaError
+    from clawstream.ops.monitoring.watch import INTERVAL_S
+    from clawstream.ops.status import Watch, format_status
+    from clawstream.runtime.topics.records import cluster_of as connect
 
-    supervisor, processes = processes_of(settings.data_dir)
-    try:
-        progress = progress_of(settings, cluster_of(settings))
-    except KafkaError:
-        progress = None
-    suspended = suspended_of(supervisor, processes)
-    found = Status(settings.data_dir, settings.run_id, supervisor, processes, progress, suspended)
-    if form == "json":
-        print_json({**asdict(found), "is_up": found.is_up}, indent=1)
-    else:
-        typer.echo(format_status(found))
-    if not found.is_up:
-        raise SystemExit(found.exit_code)
+    watcher = Watch(settings, connect(settings))
+    while True:
+        taken = watcher.take(until_judged=not watch, with_positions=positions)
+        if watch and sys.stdout.isatty():
+            typer.echo("\x1b[H\x1b[2J", nl=False)
+        if form == "json":
+            print_json(taken.as_dict())
+        else:
+            typer.echo(f"{time.strftime('%H:%M:%S')}\n" if watch else "", nl=False)
+            typer.echo(format_status(taken))
+        if not watch:
+            raise SystemExit(taken.exit_code)
+        time.sleep(INTERVAL_S)
 
 
 @command(app)
@@ -236,80 +238,12 @@ def down(
 
 
 @command(app)
-def lag(
-    settings: Settings,
-    watch: Annotated[
-        bool, typer.Option("--watch", "-w", help="Repeat until Ctrl-C, with a status.")
-    ] = False,
-) -> None:
+def lag(settings: Settings) -> None:
     """How far every consumer group is behind, in records and seconds."""
-    import time
-
-    from clawstream.ops.lag import by_topic, format_lag
+    from clawstream.ops.lag import format_lag
     from clawstream.ops.lag import lag as group_lag
-    from clawstream.ops.monitoring.watch import INTERVAL_S, LagWatch
 
-    cluster = cluster_of(settings)
-    if not watch:
-        typer.echo(format_lag(group_lag(cluster, settings)))
-        return
-    watcher = LagWatch(cluster, settings)
-    while True:
-        table = format_lag(by_topic(watcher.poll(), time.time()))
-        if sys.stdout.isatty():
-            typer.echo("\x1b[H\x1b[2J", nl=False)
-        typer.echo(f"{time.strftime('%H:%M:%S')}\n{table}\n")
-        time.sleep(INTERVAL_S)
-
-
-@command(app)
-def doctor(
-    settings: Settings,
-    every: Annotated[
-        bool, typer.Option("--all", help="A line for every partition, also without a problem.")
-    ] = False,
-) -> None:
-    """Look for positions that do not fit the topics, stalled consumers, processes that are down or
-    suspended, and damaged spools.
-
-    Exit code 1 on a problem.
-    """
-    spools = load("clawstream.ops.spool_drain")
-    from clawstream.ops.monitoring.watch import process_problems, watch_for_stalled
-    from clawstream.ops.position_check import SERIOUS, examine, format_diagnoses
-    from clawstream.ops.processes import processes_of
-
-    _, processes = processes_of(settings.data_dir)
-    problems = [*process_problems(processes, settings)]
-    for problem in problems:  # before Kafka is asked: its broker may be one of these processes
-        typer.echo(problem)
-    cluster = cluster_of(settings)
-    diagnoses = examine(cluster, _stored_positions(settings, cluster))
-    typer.echo(format_diagnoses(diagnoses, every))
-    others = [
-        *map(str, watch_for_stalled(cluster, settings, processes)),
-        *map(str, spools.damaged(settings)),
-    ]
-    for problem in others:
-        typer.echo(problem)
-    problems += others
-    if problems or any(d.verdict in SERIOUS for d in diagnoses):
-        raise SystemExit(1)
-
-
-def _stored_positions(settings: Settings, cluster: Cluster) -> list[StoredPosition]:
-    """Return the positions of all processes whose libraries are installed here."""
-    found = []
-    for name in POSITIONS:
-        try:
-            module = importlib.import_module(name)
-        except ModuleNotFoundError as e:
-            if (e.name or "").partition(".")[0] == name.partition(".")[0]:
-                raise
-            typer.echo(f"{name} left out: {e.name} is not installed here", err=True)
-        else:
-            found += module.positions(settings, cluster)
-    return found
+    typer.echo(format_lag(group_lag(cluster_of(settings), settings)))
 
 
 @command(app, at=lake_state)

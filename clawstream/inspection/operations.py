@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import replace
 
 from clawstream.gateway.errors import GatewayError
 from clawstream.inspector.operations.observation import (
@@ -17,16 +17,12 @@ from clawstream.inspector.operations.observation import (
     Weights,
     Worker,
 )
+from clawstream.ops.health import Problem, observed_here, problems_of, process_of
 from clawstream.ops.lag import Backlog, by_topic
 from clawstream.ops.monitoring.rules import STATUSES
 from clawstream.ops.monitoring.topic_follower import FollowedState, TopicFollower
-from clawstream.ops.monitoring.watch import (
-    LagWatch,
-    StalledConsumer,
-    process_problems,
-    stalled_consumers,
-)
-from clawstream.ops.processes import has_ended, processes_of
+from clawstream.ops.monitoring.watch import LagWatch
+from clawstream.ops.processes import Rows, has_ended
 from clawstream.ops.spool_drain import spooled
 from clawstream.runtime.kafka import Cluster, KafkaError
 from clawstream.runtime.logs import logger
@@ -36,9 +32,6 @@ ASK_S = 2.0
 """How long a broker is waited for."""
 RETRY_S = 10.0
 """A broker that did not answer is asked again after this time."""
-
-Rows = Mapping[str, Mapping[str, Any]]
-"""Rows of the supervisor's table by process."""
 
 
 class Operations:
@@ -55,15 +48,19 @@ class Operations:
 
     def __call__(self) -> Observation:
         """Observe what Kafka, the supervisor and the disk say. An absent broker is asked rarely."""
-        found, followed = self._of_kafka()
-        supervisor, rows = processes_of(self._settings.data_dir)
+        backlogs, followed = self._of_kafka()
+        observed = replace(observed_here(self._settings), backlogs=backlogs)
         at_s = time.time()
-        stalled = stalled_consumers(found, self._settings, rows, at_s)
+        problems = problems_of(observed, self._settings, at_s)
         return Observation(
             at_s,
             kafka_error=self._error,
-            consumers=consumers_of(found, stalled, at_s),
-            processes=None if supervisor is None else self._processes(rows),
+            # An ended run is no problem of its pages.
+            problems=[(p.what, p.remedy) for p in problems if p.kind != "up"],
+            consumers=consumers_of(backlogs, problems, at_s),
+            processes=None
+            if observed.supervisor is None
+            else processes_of(observed.processes, problems, self._settings),
             workers=[] if followed is None else workers_of(followed, at_s),
             weights=None if followed is None else weights_of(followed),
             dead_letters=None if followed is None else followed.open_letters,
@@ -92,16 +89,6 @@ class Operations:
         self._error = None
         return found, followed
 
-    def _processes(self, rows: Rows) -> list[Process]:
-        return [
-            Process(
-                name, row["state"], row["ready"], has_ended(row), row["restarts"],
-                row["status"] or "", row["error"],
-                next(process_problems({name: row}, self._settings), None),
-            )
-            for name, row in rows.items()
-        ]  # fmt: skip
-
     def _disk(self) -> Disk | None:
         try:
             usage = shutil.disk_usage(self._settings.data_dir)
@@ -117,28 +104,42 @@ class Operations:
         return None if found is None else Spool(*found)
 
 
+def processes_of(rows: Rows, problems: Sequence[Problem], settings: Settings) -> list[Process]:
+    """Return the processes of `up`, those marked that are a problem or do not read. Pure."""
+    wrong = {p.subject for p in problems if p.kind == "process"} | {
+        process_of(p.subject.split()[0], settings) for p in problems if p.kind == "consumer"
+    }
+    return [
+        Process(
+            name, row["state"], row["ready"], has_ended(row), row["restarts"],
+            row["status"] or "", row["error"], name in wrong,
+        )
+        for name, row in rows.items()
+    ]  # fmt: skip
+
+
 def consumers_of(
-    found: Sequence[Backlog], stalled: Sequence[StalledConsumer], now_s: float
+    backlogs: Sequence[Backlog], problems: Sequence[Problem], now_s: float
 ) -> list[Consumer]:
-    """Return all consumers: stalled ones with their remedy, then from the worst to the best. Pure.
+    """Return all consumers: those that are a problem, then from the worst to the best. Pure.
 
     Args:
         now_s: Seconds since the epoch.
     """
-    remedies = {(s.group, s.topic): s.remedy for s in stalled}
+    wrong = {problem.subject for problem in problems if problem.kind == "consumer"}
     consumers = [
         Consumer(
             lag.group, lag.topic, lag.records, lag.exact, lag.waiting_s, lag.status,
-            remedies.get((lag.group, lag.topic)),
+            f"{lag.group} {lag.topic}" in wrong,
         )
-        for lag in by_topic(found, now_s)
+        for lag in by_topic(backlogs, now_s)
     ]  # fmt: skip
     return sorted(consumers, key=_urgency, reverse=True)
 
 
 def _urgency(consumer: Consumer) -> tuple[bool, int]:
     rank = -1 if consumer.status is None else STATUSES.index(consumer.status)
-    return consumer.remedy is not None, rank
+    return consumer.is_problem, rank
 
 
 def workers_of(followed: FollowedState, now_s: float) -> list[Worker]:

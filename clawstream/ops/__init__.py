@@ -1,1 +1,1 @@
-"""Operations on an installation: start, status, doctor, lag, spool drain."""
+"""Operations on an installation: start, health, status, lag, spool drain."""

@@ -296,14 +296,14 @@ def format_lag(rows: Iterable[GroupLag]) -> str:
     """Return a table with a line for each group and topic."""
     head = (
         *("GROUP", "TOPIC", "PARTITIONS", "COMMITTED", "END"),
-        *("OFFSETS", "RECORDS", "SECONDS", "STATUS"),
+        *("OFFSETS", "RECORDS", "SECONDS"),
     )
     body = (
         (
             *(r.group, r.topic, r.partitions, "-" if r.committed is None else r.committed),
             *(r.end, r.offsets, r.records if r.exact else f"<={r.records}"),
-            *(f"{r.waiting_s:.0f}", r.status or "-"),
+            f"{r.waiting_s:.0f}",
         )
         for r in rows
     )
-    return text_table(head, body, right=range(2, len(head) - 1))
+    return text_table(head, body, right=range(2, len(head)))

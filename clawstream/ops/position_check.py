@@ -1,11 +1,12 @@
-"""`clawstream doctor`: compare every stored position with the current topics. Reads only.
+"""Compare every stored position with the current topics: `clawstream status --positions`.
 
-A position belongs to one topic id. Each package lists its own positions
+Reads only. A position belongs to one topic id. Each package lists its own positions
 (`positions(settings, cluster)`); this module diagnoses them.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -13,11 +14,18 @@ from typing import Literal
 
 from clawstream.runtime.kafka import Cluster
 from clawstream.runtime.topics.positions import StoredPosition
+from clawstream.schemas.settings import Settings
 from clawstream.text_table import text_table
 
 Verdict = Literal[
     "ok", "topic recreated", "topic is gone", "beyond the end", "before the start", "unreadable"
 ]
+POSITIONS = (
+    "clawstream.stream_jobs.lake.positions",
+    "clawstream.ops.job_positions",
+    "clawstream.trainer.positions",
+)
+"""Modules that list the stored positions of their processes; each needs other libraries."""
 SERIOUS: Collection[Verdict] = ("beyond the end", "before the start", "unreadable")
 """With these the process stops (exit code 79) until someone decides."""
 
@@ -36,6 +44,12 @@ class Diagnosis:
     verdict: Verdict
 
     @property
+    def what(self) -> str:
+        """The verdict, with the position that it is about."""
+        p = self.position
+        return f"{self.verdict}: {p.process}, {p.place}, {p.topic}-{p.partition}"
+
+    @property
     def to_do(self) -> str:
         """The action to take."""
         process, topic = self.position.process, self.position.topic
@@ -52,6 +66,23 @@ class Diagnosis:
             "unreadable": f"{self.position.error}: see 'When a position does not fit' in "
             "docs/operating.md",
         }[self.verdict]
+
+
+def stored_positions(
+    settings: Settings, cluster: Cluster
+) -> tuple[list[StoredPosition], list[str]]:
+    """Return the positions of all processes, and the libraries that are missing here for some."""
+    found, missing = list[StoredPosition](), list[str]()
+    for name in POSITIONS:
+        try:
+            module = importlib.import_module(name)
+        except ModuleNotFoundError as e:
+            if (e.name or "").partition(".")[0] == name.partition(".")[0]:
+                raise
+            missing.append(f"{name} left out: {e.name} is not installed here")
+        else:
+            found += module.positions(settings, cluster)
+    return found, missing
 
 
 def diagnose(
@@ -96,25 +127,30 @@ def examine(cluster: Cluster, positions: Sequence[StoredPosition]) -> list[Diagn
     return [diagnose(p, topic_ids, ends) for p in listed]
 
 
-def format_diagnoses(diagnoses: Sequence[Diagnosis], every: bool = False) -> str:
-    """Format a table and the advice below it; partitions that agree share a line unless `every`."""
+def format_diagnoses(diagnoses: Sequence[Diagnosis]) -> str:
+    """Format a table of all positions, with a word on verdicts that need no action.
+
+    Partitions that agree share a line.
+    """
     if not diagnoses:
         return "no process has stored a position yet"
     head = (
         *("PROCESS", "KEPT IN", "TOPIC", "TOPIC ID", "TODAY"),
         *("PARTITION", "POSITION", "LOG", "VERDICT"),
     )
-    table = text_table(head, map(_line, _groups(diagnoses, every)))
-    advice = dict.fromkeys(f"{d.verdict}: {d.to_do}" for d in diagnoses if d.verdict != "ok")
-    return "\n".join([table, "", *(advice or ["every position fits its topic"])])
+    table = text_table(head, map(_line, _groups(diagnoses)))
+    if all(d.verdict == "ok" for d in diagnoses):
+        return f"{table}\n\nevery position fits its topic"
+    harmless = [d for d in diagnoses if d.verdict != "ok" and d.verdict not in SERIOUS]
+    return "\n".join([table, "", *dict.fromkeys(f"{d.verdict}: {d.to_do}" for d in harmless)])
 
 
-def _groups(diagnoses: Iterable[Diagnosis], every: bool) -> Iterable[list[Diagnosis]]:
+def _groups(diagnoses: Iterable[Diagnosis]) -> Iterable[list[Diagnosis]]:
     """Group neighbours of one process, topic, id and verdict; a serious one stays alone."""
 
     def key(numbered: tuple[int, Diagnosis]) -> object:
         number, d = numbered
-        alone = every or d.verdict in SERIOUS
+        alone = d.verdict in SERIOUS
         p = d.position
         return (p.process, p.place, p.topic, p.topic_id, d.verdict, number if alone else None)
 

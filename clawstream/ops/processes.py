@@ -11,19 +11,18 @@ from clawstream.runtime.exit_codes import NAMES
 from clawstream.runtime.process.supervisor import supervisor_of
 from clawstream.runtime.process.table import read_table
 
+Rows = Mapping[str, Mapping[str, Any]]
+"""Rows of the supervisor's table by process."""
 
-def processes_of(directory: Path) -> tuple[int | None, Mapping[str, Mapping[str, Any]]]:
+
+def processes_of(directory: Path) -> tuple[int | None, Rows]:
     """Return the pid and table of a directory's running supervisor; ignores that of a dead one."""
     pid = supervisor_of(directory)
-    rows: Mapping[str, Mapping[str, Any]] = (
-        read_table(directory).get("processes", {}) if pid is not None else {}
-    )
+    rows: Rows = read_table(directory).get("processes", {}) if pid is not None else {}
     return pid, rows
 
 
-def suspended_of(
-    supervisor: int | None, processes: Mapping[str, Mapping[str, Any]]
-) -> dict[str, int]:
+def suspended_of(supervisor: int | None, processes: Rows) -> dict[str, int]:
     """Return the processes of this machine that are suspended, each with the pid to continue."""
     found = {} if supervisor is None or not _is_stopped(supervisor) else {"up": supervisor}
     for name, row in processes.items():
@@ -68,7 +67,7 @@ def has_ended(row: Mapping[str, Any]) -> bool:
 
 def left_running(directory: Path) -> list[str]:
     """Return the processes that the last supervisor of a directory had not stopped at its end."""
-    rows: Mapping[str, Mapping[str, Any]] = read_table(directory).get("processes", {})
+    rows: Rows = read_table(directory).get("processes", {})
     return [name for name, row in rows.items() if row["state"] in ("running", "restarting")]
 
 

@@ -9,7 +9,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import takewhile
 
-from clawstream.ops.lag import data_lag, expected_groups
 from clawstream.runtime.kafka import Cluster, Record
 from clawstream.runtime.topics.records import Decoder
 from clawstream.schemas.codec.single_object import Event
@@ -26,7 +25,7 @@ class Progress:
     """Progress of a run according to its topics.
 
     version: Id of the newest weight version. reward_fall: Its metric of this name. serving: Worker
-    to its state and version. lag: Consumer group to records left. batches, admitted, refused: Of
+    to its state and version. batches, admitted, refused: Of
     the train channel, in all, with groups. newest_refusals: Refused groups by reason, among its
     `NEWEST` newest decisions.
     """
@@ -34,7 +33,6 @@ class Progress:
     version: str | None = None
     reward_fall: float | None = None
     serving: Mapping[str, str] = field(default_factory=dict)
-    lag: Mapping[str, int] = field(default_factory=dict)
     batches: int = 0
     admitted: int = 0
     refused: int = 0
@@ -80,13 +78,10 @@ def progress_of(settings: Settings, cluster: Cluster) -> Progress:
     newest = None
     if topics.weights in there:
         newest = _newest_version(cluster, topics.weights, run, decoded)
-    groups = {*cluster.groups()} & {*expected_groups(settings)}
-    lag = {group: data_lag(cluster, settings, group) for group in sorted(groups)}
     return Progress(
         version=newest.version_id if newest else None,
         reward_fall=newest.metrics.get("reward_fall") if newest else None,
         serving=serving,
-        lag=lag,
         batches=batches,
         admitted=admitted,
         refused=refused,

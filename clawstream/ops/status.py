@@ -1,86 +1,144 @@
-"""`clawstream status`: processes of a data directory, their readiness and the run's progress."""
+"""`clawstream status`: processes, lag, progress and problems of an installation."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from clawstream.ops.progress import Progress
-from clawstream.runtime.exit_codes import EXIT_FAILED, EXIT_KAFKA
+from clawstream.ops.health import Observed, Problem, exit_code_of, observed_here, problems_of
+from clawstream.ops.lag import GroupLag, by_topic
+from clawstream.ops.monitoring.watch import LagWatch
+from clawstream.ops.position_check import examine, format_diagnoses, stored_positions
+from clawstream.ops.progress import Progress, progress_of
+from clawstream.ops.spool_drain import damaged
+from clawstream.runtime.kafka import Cluster, KafkaError
+from clawstream.schemas.settings import Settings
 
 ALL_EQUAL = "zero_variance"
+PATIENCE_S = 5.0
+"""How long Kafka is looked for."""
 
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """Status of a data directory.
+    """Status of an installation at one time.
 
-    supervisor: Pid of `clawstream up`, or None. processes: Rows of its table. progress: None when
-    Kafka does not answer. suspended: Process to the pid of it, or of one that it started, that a
-    signal has stopped.
+    progress: None when Kafka does not answer. left_out: Positions that need libraries which are
+    not installed here. with_positions: Whether positions were looked at.
     """
 
-    data_dir: Path
-    run_id: str
-    supervisor: int | None
-    processes: Mapping[str, Mapping[str, Any]]
-    progress: Progress | None
-    suspended: Mapping[str, int] = field(default_factory=dict)
-
-    @property
-    def is_up(self) -> bool:
-        """Whether Kafka answers, and every process is ready and runs, or has done its work."""
-        rows = self.processes.values()
-        return (
-            self.supervisor is not None
-            and bool(rows)
-            and all(r["ready"] or r["exit_code"] == 0 for r in rows)
-            and not self.suspended
-            and self.progress is not None
-        )
+    settings: Settings
+    observed: Observed
+    problems: Sequence[Problem]
+    lag: Sequence[GroupLag] = ()
+    progress: Progress | None = None
+    left_out: Sequence[str] = ()
+    with_positions: bool = False
 
     @property
     def exit_code(self) -> int:
-        """Exit code of the command."""
-        if self.is_up:
-            return 0
-        return EXIT_FAILED if self.supervisor is None or self.progress else EXIT_KAFKA
+        """Exit code of the command: 0 without a problem."""
+        return exit_code_of(self.problems)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the status for a program to read."""
+        return {
+            "data_dir": self.settings.data_dir,
+            "run_id": self.settings.run_id,
+            "supervisor": self.observed.supervisor,
+            "processes": self.observed.processes,
+            "progress": None if self.progress is None else asdict(self.progress),
+            "lag": [asdict(lag) for lag in self.lag],
+            "problems": [problem._asdict() for problem in self.problems],
+        }
+
+
+class Watch:
+    """Takes the status again and again. Only one thread may call it."""
+
+    def __init__(self, settings: Settings, cluster: Cluster) -> None:
+        self._settings, self._cluster = settings, cluster
+        self._lags = LagWatch(cluster, settings)
+
+    def take(self, until_judged: bool = True, with_positions: bool = False) -> Status:
+        """Return the status now.
+
+        Args:
+            until_judged: Watch until every consumer is judged, some 15 s if one does not read.
+            with_positions: Compare the stored positions of all processes with the topics.
+        """
+        settings, cluster = self._settings, self._cluster
+        observed = replace(observed_here(settings), damaged=damaged(settings))
+        progress: Progress | None = None
+        left_out = list[str]()
+        try:
+            cluster.ask(PATIENCE_S)
+            progress = progress_of(settings, cluster)
+            lags = self._lags
+            judged = lags.poll_until_judged(observed.processes) if until_judged else lags.poll()
+            observed = replace(observed, backlogs=judged)
+            if with_positions:
+                positions, left_out = stored_positions(settings, cluster)
+                observed = replace(observed, positions=examine(cluster, positions))
+        except KafkaError as error:
+            observed, progress = replace(observed, kafka_error=str(error)), None
+        now_s = time.time()
+        return Status(
+            settings,
+            observed,
+            problems_of(observed, settings, now_s),
+            by_topic(observed.backlogs, now_s),
+            progress,
+            left_out,
+            with_positions,
+        )
 
 
 def format_status(status: Status) -> str:
-    """Format a status for a terminal."""
-    if status.supervisor is None:
-        lines = [f"{status.data_dir}: nothing runs"]
-    else:
-        state = "up" if status.is_up else "not all is ready"
-        lines = [f"{status.data_dir}: {state} (clawstream up, pid {status.supervisor})"]
-    for name, row in status.processes.items():
-        ready = "ready" if row["ready"] else str(row["state"])
-        if name in status.suspended:
-            ready = "suspended"
-        if ready == "running":
-            ready = "running, not ready"
-        restarts = f"{row['restarts']} restarts" if row["restarts"] else None
-        resume = f"kill -CONT {status.suspended[name]}" if name in status.suspended else None
-        about = "; ".join(str(x) for x in (row["status"], resume, restarts, row["error"]) if x)
-        lines.append(f"  {name:<10} {ready:<20} {about}".rstrip())
-    if "up" in status.suspended:
-        lines.append(f"  clawstream up is suspended: kill -CONT {status.suspended['up']}")
-    lines.append(f"run {status.run_id}")
-    progress = status.progress
-    if progress is None:
-        return "\n".join([*lines, "  Kafka does not answer"])
-    lines.append(f"  version    {progress.version or 'none yet'}")
+    """Format a status for a terminal: the problems come last."""
+    observed, settings = status.observed, status.settings
+    lines = [f"{settings.data_dir}: nothing runs"]
+    if observed.supervisor is not None:
+        state = "not all is well" if status.problems else "up"
+        lines = [f"{settings.data_dir}: {state} (clawstream up, pid {observed.supervisor})"]
+    lines += [_process(name, row, observed) for name, row in observed.processes.items()]
+    if status.progress is not None:
+        lines += [f"run {settings.run_id}", *_progress(status.progress)]
+        lines += [_lag(lag) for lag in status.lag if lag.records and lag.status]
+    if status.with_positions:
+        lines += ["", format_diagnoses(observed.positions), "", *status.left_out]
+    lines += [f"problem: {problem.what}\n  {problem.remedy}" for problem in status.problems]
+    return "\n".join(lines if status.problems else [*lines, "no problem"])
+
+
+def _process(name: str, row: Mapping[str, Any], observed: Observed) -> str:
+    state = "ready" if row["ready"] else str(row["state"])
+    if name in observed.suspended:
+        state = "suspended"
+    elif state == "running":
+        state = "running, not ready"
+    restarts = f"{row['restarts']} restarts" if row["restarts"] else None
+    about = "; ".join(str(x) for x in (row["status"], restarts, row["error"]) if x)
+    return f"  {name:<10} {state:<20} {about}".rstrip()
+
+
+def _lag(lag: GroupLag) -> str:
+    return (
+        f"  lag        {lag.group} {lag.topic}: {'' if lag.exact else 'at most '}{lag.records} "
+        f"records, {lag.waiting_s:.0f} s, {lag.status}"
+    )
+
+
+def _progress(progress: Progress) -> list[str]:
+    lines = [f"  version    {progress.version or 'none yet'}"]
     if progress.reward_fall is not None:
         lines.append(
             f"  the mean reward of the last versions is {progress.reward_fall:.3g} below the best: "
             "training gets worse; see docs/training-gets-worse.md"
         )
     lines += [f"  worker     {worker}: {state}" for worker, state in progress.serving.items()]
-    behind = [f"{group} {records}" for group, records in progress.lag.items() if records]
-    lines.append(f"  lag        {', '.join(behind) or 'none'}")
     reasons = ", ".join(f"{why} {count}" for why, count in progress.newest_refusals.items())
     lines.append(
         f"  groups     {progress.admitted} admitted in {progress.batches} batches, "
@@ -91,4 +149,4 @@ def format_status(status: Status) -> str:
             "  every group was refused as zero_variance: its members' rewards are all equal, so "
             "there is nothing to learn; check the reward functions and the task"
         )
-    return "\n".join(lines)
+    return lines

@@ -29,12 +29,23 @@ class Damage(NamedTuple):
     readable: int
     unreadable_bytes: int
 
-    def __str__(self) -> str:
+    @property
+    def what(self) -> str:
+        """The damage."""
         return (
             f"{self.path}: {self.unreadable_bytes} bytes can't be read, {self.readable} records "
-            "can: the disk has lost records, or a crash truncated one; `clawstream spool drain` "
-            "sends what can be read, remove the file to give up the rest"
+            "can: the disk has lost records, or a crash truncated one"
         )
+
+    @property
+    def to_do(self) -> str:
+        """The action to take."""
+        return (
+            "`clawstream spool drain` sends what can be read, remove the file to give up the rest"
+        )
+
+    def __str__(self) -> str:
+        return f"{self.what}; {self.to_do}"
 
 
 def damaged_in(directory: Path) -> list[Damage]:

@@ -9,7 +9,7 @@ The age of a segment is measured by the records that the steps topic has receive
 at its beginning, not by a wall clock.
 
 Damage to a segment loses only the records that it hits. The readable records are sent. Then the
-file is not deleted but moved, unchanged, into the directory `damaged`: `clawstream doctor` lists
+file is not deleted but moved, unchanged, into the directory `damaged`: `clawstream status` lists
 it, and `clawstream spool drain` sends the records that are readable by then. A last record that a
 crash truncated, and that was never replied to, looks the same and is kept the same way. Segments in
 `quarantined` and `damaged` (`quarantine`) count towards the size limit until they are removed.
@@ -321,7 +321,7 @@ class Spool:
             kept_in=str(path),
             unreadable_bytes=segment.unreadable,
             records_read=segment.keys.total(),
-            action="the disk has lost records, or a crash truncated one: see `clawstream doctor`",
+            action="the disk has lost records, or a crash truncated one: see `clawstream status`",
         )
 
     def reject(self, message: Message) -> Path:

@@ -17,7 +17,7 @@ class Consumer(NamedTuple):
     """A consumer group on a topic.
 
     exact: False: `records` is an upper bound. waiting_s: Age of the oldest record left. status: By
-    Burrow's rules; None: not judged. remedy: Of one that is stalled: what to do.
+    Burrow's rules; None: not judged. is_problem: It does not read, and is one of the problems.
     """
 
     group: str
@@ -26,13 +26,13 @@ class Consumer(NamedTuple):
     exact: bool
     waiting_s: float
     status: str | None
-    remedy: str | None
+    is_problem: bool
 
 
 class Process(NamedTuple):
     """A process of `clawstream up`.
 
-    has_ended: It did its work, or was asked to stop. remedy: Of one that is down or suspended.
+    has_ended: It did its work, or was asked to stop. is_problem: It is one of the problems.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Process(NamedTuple):
     restarts: int
     status: str
     error: str | None
-    remedy: str | None
+    is_problem: bool
 
 
 class Worker(NamedTuple):
@@ -96,13 +96,15 @@ class Observation:
         at_s: Seconds since the epoch.
         kafka_error: Why Kafka does not answer; None: it does. Without it there are no consumers
             and workers.
-        consumers: Stalled ones first, then from the worst status to the best.
+        problems: What is wrong, and what to do about it.
+        consumers: Those that are a problem first, then from the worst status to the best.
         processes: None: no `clawstream up` runs on the data directory.
         dead_letters: Number of open ones; None: unknown.
     """
 
     at_s: float
     kafka_error: str | None = None
+    problems: Sequence[tuple[str, str]] = ()
     consumers: Sequence[Consumer] = ()
     processes: Sequence[Process] | None = None
     workers: Sequence[Worker] = ()
@@ -112,28 +114,12 @@ class Observation:
     spool: Spool | None = None
 
     @property
-    def problems(self) -> list[tuple[str, str]]:
-        """What is wrong and what to do: stalled consumers, then processes that explain none."""
-        stalled = [
-            (
-                f"{c.status}: {c.group} does not read {c.topic}: {'' if c.exact else 'at most '}"
-                f"{c.records} records wait, the oldest for {c.waiting_s:.0f} s",
-                c.remedy,
-            )
-            for c in self.consumers
-            if c.remedy is not None
-        ]
-        known = {remedy for _, remedy in stalled}
-        down = [(p.name, p.remedy) for p in self.processes or () if p.remedy is not None]
-        return stalled + [(name, remedy) for name, remedy in down if remedy not in known]
-
-    @property
     def notes(self) -> list[str]:
         """What to look at, though nothing is wrong with the processes."""
         lagging = [
             f"{c.status}: {c.group} has {c.records} records of {c.topic} left"
             for c in self.consumers
-            if c.remedy is None and c.status not in (None, "ok")
+            if not c.is_problem and c.status not in (None, "ok")
         ]
         workers = [
             f"worker {w.worker_id} is {'silent' if w.is_silent else w.state}"

@@ -371,7 +371,7 @@ class Cluster:
             edge = f"ends at {high}" if offset > high else f"starts at {low}"
             raise SourceTruncated(
                 f"source truncated: {topic}-{partition} {edge}, position {offset}; run "
-                "clawstream doctor"
+                "clawstream status --positions"
             )
         return True
 

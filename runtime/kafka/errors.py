@@ -45,7 +45,9 @@ def translated(e: BaseException, place: str | None = None) -> KafkaError:
         if code.code() == Code.MSG_SIZE_TOO_LARGE:
             return TooLarge(str(code))
         if code.code() in (Code._AUTO_OFFSET_RESET, Code.OFFSET_OUT_OF_RANGE):
-            return SourceTruncated(f"source truncated: {where}{code.str()}; run clawstream doctor")
+            return SourceTruncated(
+                f"source truncated: {where}{code.str()}; run clawstream status --positions"
+            )
         if code.code() in _DENIED:
             return Denied(
                 f"{code.str()}: correct kafka.security.user, or grant what "

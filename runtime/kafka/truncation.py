@@ -22,5 +22,5 @@ def check_truncation(
         raise SourceTruncated(
             f"source truncated: {topic}-{partition} begins at offset {low}; {expected} was due "
             f"and {came} came: retention took records "
-            "that were not read; run clawstream doctor"
+            "that were not read; run clawstream status --positions"
         )

@@ -85,7 +85,7 @@ class ChangelogReader:
             # The log is trimmed up to a complete snapshot, so its first delta is 1 or follows one.
             raise UnreadableChangelog(
                 f"changelog, offset {offset}: delta {delta.seq} follows {self.seq}; "
-                "run clawstream doctor"
+                "run clawstream status --positions"
             )
         self.known = True
         self.seq = delta.seq
@@ -144,7 +144,7 @@ def decode_record(decoder: Decoder, record: Record) -> ChangelogRecord:
         what = str(e)
     raise UnreadableChangelog(
         f"changelog {record.topic}-{record.partition}, offset {record.offset}: {what}; "
-        "only assemble may write there; run clawstream doctor"
+        "only assemble may write there; run clawstream status --positions"
     )
 
 

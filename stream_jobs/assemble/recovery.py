@@ -127,7 +127,7 @@ async def _check_position(
     if not low <= position <= high:
         raise SourceTruncated(
             f"source truncated: {topic}-{partition} holds offsets {low} to {high - 1}, "
-            f"position {position}; run clawstream doctor"
+            f"position {position}; run clawstream status --positions"
         )
 
 

@@ -324,6 +324,6 @@ def first_offset(
         side = f"ends at {high}" if outside > high else f"starts at {low}"
         raise SourceTruncated(
             f"source truncated: {topic}-{partition} {side}, position {outside} (lake); "
-            "run clawstream doctor"
+            "run clawstream status --positions"
         )
     return min(known) if len(known) == len(committed) else low

@@ -26,6 +26,6 @@ class LakeMetrics:
         )
         self.damaged = Gauge(
             "clawstream_lake_damaged_tables",
-            "Tables that take no rows: see `clawstream doctor`",
+            "Tables that take no rows: see `clawstream status`",
             registry=self.registry,
         )

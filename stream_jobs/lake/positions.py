@@ -1,4 +1,4 @@
-"""Read the committed offsets of all tables, for `clawstream doctor` and the start of the writer."""
+"""Read the committed offsets of all tables, for `status --positions` and the writer's start."""
 
 from __future__ import annotations
 

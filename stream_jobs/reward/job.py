@@ -148,7 +148,7 @@ class RewardJob:
             if not low <= position <= high:
                 raise SourceTruncated(
                     f"source truncated: {topic}-{p} holds offsets {low} to {high - 1}, position "
-                    f"{position}; run clawstream doctor"
+                    f"{position}; run clawstream status --positions"
                 )
             self._due[p] = position
 

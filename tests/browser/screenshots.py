@@ -160,10 +160,10 @@ def observe(made: Inspected) -> None:
             for topic in topics:
                 waiting_s = late_s if stalled else second % 30 if busy else r.random() * 2
                 records = late_s // 2 if stalled else int(busy) or r.randrange(3)
-                status, remedy = ("stalled", REMEDY) if stalled else ("ok", None)
+                status = "stalled" if stalled else "ok"
                 place = 0 if stalled else len(found)
                 found.insert(
-                    place, Consumer(group, topic, records, True, waiting_s, status, remedy)
+                    place, Consumer(group, topic, records, True, waiting_s, status, stalled)
                 )
         newest, is_new = second // 30, int(second % 30 < 6)
         served = [newest, newest - is_new]
@@ -171,8 +171,13 @@ def observe(made: Inspected) -> None:
             Worker(f"gpu-{i}", "ready", f"{RUN}/{v}.0", newest - v, 1.0, 2.0, 0, None)
             for i, v in enumerate(served)
         ]
+        problems = [
+            (f"{c.status}: {c.group} does not read {c.topic}: {c.records} records wait", REMEDY)
+            for c in found
+            if c.is_problem
+        ]
         made.observed.observation = Observation(
-            at_s, None, found, _processes(), workers,
+            at_s, None, problems, found, _processes(), workers,
             Weights(f"{RUN}/{newest}.0", time.time() - 11), 0, Disk(61 << 30, 200 << 30),
             Spool(0, 0, 0),
         )  # fmt: skip
@@ -185,7 +190,7 @@ def _processes() -> list[Process]:
     return [
         Process(
             name, "running", True, False, int(name == "rollout"), texts.get(name, ""), None,
-            REMEDY if name == "reward" else None,
+            name == "reward",
         )
         for name in names
     ]  # fmt: skip

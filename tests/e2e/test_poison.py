@@ -394,8 +394,8 @@ def test_the_state_log_is_no_place_for_others(kafka: str, tmp_path: Path) -> Non
             rf"changelog {feed.topics.assembly}-0, offset \d+: 7 bytes that begin",
             running.log("assemble"),
         )
-        told = call("doctor", *overrides_of(settings))
-        assert told.returncode == 1 and "unreadable: changelog" in told.stdout, (
+        told = call("status", "--positions", *overrides_of(settings))
+        assert told.returncode == 1 and "unreadable: assemble" in told.stdout, (
             told.stdout + told.stderr
         )
         running.stop()

@@ -82,7 +82,7 @@ def test_a_wiped_broker_is_a_new_start(installation: Settings) -> None:
         )
         running.until_says("lake", "topic_recreated")
         running.until_says("trainer", "weights_of_another_log")
-        told = call("doctor", *overrides_of(installation))
+        told = call("status", "--positions", *overrides_of(installation))
         assert told.returncode == 0, told.stdout + told.stderr
         assert "topic recreated" in told.stdout and "beyond" not in told.stdout
         running.stop()
@@ -113,8 +113,8 @@ def test_an_older_copy_stops_who_was_further(installation: Settings, tmp_path: P
             assert running.table[name]["exit_code"] == EXIT_SOURCE
             assert "source truncated: claw." in running.log(
                 name
-            ) and "run clawstream doctor" in running.log(name)
-        told = call("doctor", *overrides_of(installation))
+            ) and "run clawstream status --positions" in running.log(name)
+        told = call("status", "--positions", *overrides_of(installation))
         assert told.returncode == 1, told.stderr
         beyond = {
             line.split()[0] for line in told.stdout.splitlines() if line.endswith("beyond the end")

@@ -162,7 +162,7 @@ def test_without_a_broker_they_say_so_soon(tmp_path: Path) -> None:
         subprocess.Popen(
             command(*c, *words), cwd=ROOT, env=ENVIRON, stderr=subprocess.PIPE, text=True
         )
-        for c in (("lag",), ("doctor",), ("topics", "list"), ("topics", "create"))
+        for c in (("lag",), ("topics", "list"), ("topics", "create"))
     ]
     for process in asked:
         _, said = process.communicate(timeout=240)
@@ -202,8 +202,9 @@ def test_a_broker_of_ones_own(tmp_path: Path) -> None:
         assert shown.returncode == 0
         groups = {line.split()[0] for line in shown.stdout.splitlines()[1:]}
         assert {"claw-assemble", "claw-reward", "claw-lake", "claw-admit.default.train"} <= groups
-        told = call("doctor", *words)
-        assert (told.returncode, told.stdout) == (0, "no process has stored a position yet\n")
+        told = call("status", "--positions", *words)
+        assert told.returncode == 0 and told.stdout.splitlines()[-1] == "no problem", told.stdout
+        assert "no process has stored a position yet" in told.stdout
     finally:
         stopped = call("broker", "stop", *words)
     assert stopped.returncode == 0 and stopped.stdout.startswith("stopped ")
@@ -217,7 +218,7 @@ def rows_of(told: subprocess.CompletedProcess[str]) -> dict[tuple[str, str], tup
         (process, kept in) to (topic, partition, position, log, verdict).
     """
     out: dict[tuple[str, str], tuple[str, ...]] = {}
-    for line in told.stdout.splitlines()[1:]:
+    for line in told.stdout.partition("VERDICT\n")[2].splitlines():
         if not line:
             break
         process, kept, topic, _, _, partition, position, log, verdict = (
@@ -233,7 +234,7 @@ def rows_of(told: subprocess.CompletedProcess[str]) -> dict[tuple[str, str], tup
     return out
 
 
-def test_doctor_finds_every_position_and_judges_it(settings: Settings, cluster: Cluster) -> None:
+def test_status_finds_every_position_and_judges_it(settings: Settings, cluster: Cluster) -> None:
     journals = [
         settings.kafka.topics.ready_batches_spec("r", channel) for channel in ("train", "val")
     ]
@@ -295,7 +296,7 @@ def test_doctor_finds_every_position_and_judges_it(settings: Settings, cluster: 
     with new_directory(settings.checkpoint_dir, version):
         pass
 
-    told = call("doctor", *overrides_of(settings))
+    told = call("status", "--positions", *overrides_of(settings))
     assert told.returncode == 1 and "Traceback" not in told.stderr, told.stderr
     found = rows_of(told)
     assert found == {
@@ -327,10 +328,11 @@ def test_doctor_finds_every_position_and_judges_it(settings: Settings, cluster: 
         ),
         ("trainer", "checkpoint r/1.0 is on"): (topics.weights, "0", "0", "0..0", "ok"),
     }
-    advice = told.stdout.split("\n\n")[1]
-    assert f"beyond the end: {topics.weights} has lost records that lake has read" in advice
-    assert (
-        f"before the start: {topics.candidates} has lost records that admit has not read" in advice
-    )
-    assert f"topic recreated: nothing: lake reads the new {topics.rewards} from its start" in advice
-    assert f"unreadable: changelog {topics.assembly}-2, offset 1: 7 bytes" in advice
+    for problem in (
+        f"beyond the end: lake, table weights, {topics.weights}-0",
+        f"{topics.weights} has lost records that lake has read",
+        f"{topics.candidates} has lost records that admit has not read",
+        f"topic recreated: nothing: lake reads the new {topics.rewards} from its start",
+        f"changelog {topics.assembly}-2, offset 1: 7 bytes",
+    ):
+        assert problem in told.stdout, problem

@@ -384,7 +384,7 @@ def test_a_spool_that_is_too_old_is_drained_by_command_and_no_row_is_double(
         )
         eventually(lambda: len(in_lake(small)) == 13)
         (left,) = directory.rglob("*.spool")
-        ill = call("doctor", *overrides_of(small))
+        ill = call("status", *overrides_of(small))
         assert ill.returncode == 1 and f"{left}: " in ill.stdout, ill.stdout + ill.stderr
         left.write_bytes(whole)  # repaired, for example from a copy
         salvaged = call("spool", "drain", *overrides_of(small))

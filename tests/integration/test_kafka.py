@@ -275,7 +275,9 @@ def test_position_of_another_topic_id_or_past_the_end(cluster: Cluster, settings
     topic_id = cluster.topic_id(topic)
     assert cluster.check_position(topic, topic_id, 0, 0)
     assert not cluster.check_position(topic, "another", 0, 5)
-    with pytest.raises(SourceTruncated, match=r"ends at 0, position 5; run clawstream doctor"):
+    with pytest.raises(
+        SourceTruncated, match=r"ends at 0, position 5; run clawstream status --positions"
+    ):
         cluster.check_position(topic, topic_id, 0, 5)
 
 
@@ -287,7 +289,7 @@ def test_a_reader_behind_the_end_of_its_topic_says_where_it_was(
     reader = cluster.reader("group", {(topic, 0): 7})
     with pytest.raises(
         SourceTruncated,
-        match=rf"source truncated: {topic}-0, position 7, end 0: .*clawstream doctor",
+        match=rf"source truncated: {topic}-0, position 7, end 0: .*clawstream status --positions",
     ):
         while True:
             reader.poll()

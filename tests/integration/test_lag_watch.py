@@ -19,7 +19,7 @@ def scraped(port: int) -> str:
     return httpx.get(f"http://127.0.0.1:{port}/metrics").text
 
 
-def test_a_suspended_job_is_named_by_lag_doctor_and_monitor(
+def test_a_suspended_job_is_named_by_status_and_monitor(
     settings: Settings, cluster: Cluster
 ) -> None:
     tree: dict[str, Any] = settings.model_dump()
@@ -38,25 +38,20 @@ def test_a_suspended_job_is_named_by_lag_doctor_and_monitor(
         producer = cluster.producer()
         producer.put(steps, b"k", Codec().encode(session("k", "opened")))
         producer.flush()
-        started.alone("lag", "lag", "--watch")
-        doctor = call("doctor", here)
+        started.alone("watch", "status", "--watch")
+        status = call("status", here)
         named = f": {group} does not read {steps}"
-        assert (doctor.returncode, named in doctor.stdout) == (1, True), doctor
-        assert f"kill -CONT {job.pid}" in doctor.stdout
-        started.until(
-            lambda: any(
-                {group, steps} < {*words} and words[-1] in ("stopped", "stalled")
-                for line in started.log("lag").splitlines()
-                if (words := line.split())
-            ),
-            "lag --watch shows it",
-        )
+        assert (status.returncode, named in status.stdout) == (1, True), status
+        assert f"kill -CONT {job.pid}" in status.stdout
+        started.until(lambda: named in started.log("watch"), "status --watch shows it")
         labels = f'consumergroup="{group}",status="%s",topic="{steps}"'
         stalled = f"clawstream_consumergroup_status{{{labels}}} 1"
         started.until(
             lambda: any(stalled % s in scraped(first) for s in ("stopped", "stalled")),
             "the monitor shows it",
         )
+        problem = f'clawstream_problem{{kind="consumer",subject="{group} {steps}"}} 1.0'
+        assert problem in scraped(first)
         assert f'kafka_consumergroup_lag{{consumergroup="{group}"' in scraped(first)
         assert 'clawstream_process_up{process="assemble"} 1.0' in scraped(first)
         job.resume()

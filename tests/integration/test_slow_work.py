@@ -15,8 +15,9 @@ from support.ports import free_port
 from support.ready_batches import Feed
 from support.up import up
 
+from clawstream.ops.health import Observed, problems_of
 from clawstream.ops.monitoring.rules import PATIENCE_S, PROBLEMS, Status
-from clawstream.ops.monitoring.watch import LagWatch, stalled_consumers
+from clawstream.ops.monitoring.watch import LagWatch
 from clawstream.runtime.kafka import Cluster
 from clawstream.schemas.records import Reward, Segment, Trajectory, TrajectoryStep
 from clawstream.schemas.settings import Settings
@@ -124,18 +125,20 @@ def test_slow_work_is_no_stall_but_a_suspended_process_is(
         for process in suspended:
             process.suspend()
         patience = Patience(seen_s)
-        doctor = started.alone("doctor", "doctor")
+        status = started.alone("status", "status")
         while not {*(found := statuses(watch, busy)).values()} <= PROBLEMS:
             patience.check(found)
             time.sleep(POLL_S)
         started.until(lambda: shows_problems(port, busy), "the monitor shows them", patience.left_s)
-        assert doctor.wait(120) == 1
-        told = started.log("doctor")
+        assert status.wait(120) == 1
+        told = started.log("status")
         for (group, topic), process in zip(busy.items(), suspended, strict=True):
             assert f"{group} does not read {topic} (partition " in told
             assert f"is suspended by a signal: kill -CONT {process.pid}" in told
-        named = stalled_consumers(watch.poll(), settings, started.table, time.time())
-        assert {stalled.group for stalled in named} == busy.keys()
+        observed = Observed(processes=started.table, backlogs=watch.poll())
+        problems = problems_of(observed, settings, time.time())
+        named = {p.subject.split()[0] for p in problems if p.kind == "consumer"}
+        assert named == busy.keys()
 
         (tmp_path / "released").touch()
         for process in suspended:

@@ -202,7 +202,7 @@ class Installation:
             assert lake.stop(writer) == 0
 
     def unsound_positions(self) -> list[Diagnosis]:
-        """Return the problems that the doctor finds."""
+        """Return the problems that `status --positions` finds."""
         modules = (positions, job_positions, trainer_positions)
         found = [p for m in modules for p in m.positions(self.settings, self.cluster)]
         assert {p.process for p in found} == {"lake", "assemble", "admit", "trainer"}
@@ -352,7 +352,7 @@ def test_what_no_run_needs_goes_and_all_goes_on(installation: Installation) -> N
     assert cluster.check_position(journal[0], position.topic_id, 0, position.next_offset), (
         "its trainer can start"
     )
-    with pytest.raises(SourceTruncated, match="run clawstream doctor"):
+    with pytest.raises(SourceTruncated, match="run clawstream status --positions"):
         cluster.check_position(journal[0], position.topic_id, 0, position.next_offset - 1)
     i.lake_catches_up()
     assert set(alive.column("candidates", "run_id")) == {OLD, ALIVE}

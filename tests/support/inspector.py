@@ -126,17 +126,19 @@ class Observed:
 
 
 NOW_S = 1_700_000_000.0
-STALLED = Consumer("claw-lake", "claw.steps", 7, True, 21.0, "stalled", "kill -CONT 7")
-OK = Consumer("claw-lake", "claw.rewards", 2, True, 1.0, "ok", None)
-FOREIGN = Consumer("claw-admit.old.train", "claw.candidates", 3, False, 9.0, None, None)
-LAKE = Process("lake", "running", True, False, 1, "http://lake", None, "kill -CONT 7")
-GATEWAY = Process(
-    "gateway", "restarting", False, False, 2, "", "boom", "gateway is restarting: boom"
-)
+STALLED = Consumer("claw-lake", "claw.steps", 7, True, 21.0, "stalled", True)
+OK = Consumer("claw-lake", "claw.rewards", 2, True, 1.0, "ok", False)
+FOREIGN = Consumer("claw-admit.old.train", "claw.candidates", 3, False, 9.0, None, False)
+LAKE = Process("lake", "running", True, False, 1, "http://lake", None, True)
+GATEWAY = Process("gateway", "restarting", False, False, 2, "", "boom", True)
 WORKER = Worker("w", "ready", "run/1.0", 2, 3.0, 2.0, 1, None)
+PROBLEMS = [
+    ("stalled: claw-lake does not read claw.steps", "kill -CONT 7"),
+    ("gateway is restarting", "gateway is restarting: boom"),
+]
 OBSERVED = Observation(
-    NOW_S, None, [STALLED, OK, FOREIGN], [LAKE, GATEWAY], [WORKER], Weights("run/3.0", NOW_S - 600),
-    4, Disk(1 << 30, 1 << 40), Spool(2048, 0, 0),
+    NOW_S, None, PROBLEMS, [STALLED, OK, FOREIGN], [LAKE, GATEWAY], [WORKER],
+    Weights("run/3.0", NOW_S - 600), 4, Disk(1 << 30, 1 << 40), Spool(2048, 0, 0),
 )  # fmt: skip
 WITHOUT_KAFKA = Observation(at_s=0.0, kafka_error="no Kafka answers")
 

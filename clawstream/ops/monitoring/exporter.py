@@ -9,17 +9,19 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from clawstream.ops.health import Problem, observed_here, problems_of
 from clawstream.ops.lag import Backlog, waiting_s
 from clawstream.ops.monitoring.rules import STATUSES, worst
 from clawstream.ops.monitoring.topic_follower import TopicFollower
 from clawstream.ops.monitoring.watch import INTERVAL_S, SCAN_RECORDS, LagWatch
-from clawstream.ops.processes import has_ended, processes_of
+from clawstream.ops.processes import has_ended
 from clawstream.runtime.kafka import KafkaError
 from clawstream.runtime.logs import logger
 from clawstream.runtime.process.lifecycle import run_sync
@@ -63,6 +65,11 @@ GAUGES: Mapping[str, tuple[str, Sequence[str]]] = {
     "clawstream_dead_letters_open": (
         "Records that a process could not handle and nobody has resolved",
         (),
+    ),
+    "clawstream_problem": (
+        "1 for each problem that `clawstream status` names: up, kafka, consumer (by group and "
+        "topic), process (down or suspended), not_ready",
+        ("kind", "subject"),
     ),
     "clawstream_process_up": (
         "1 if a process of `clawstream up` runs; absent after it ended as asked",
@@ -140,6 +147,11 @@ def process_values(processes: Mapping[str, Mapping[str, Any]]) -> Iterator[Value
         yield RESTARTS[0], (name,), row["restarts"]
 
 
+def problem_values(problems: Iterable[Problem]) -> list[Value]:
+    """Return the metrics of problems. Pure."""
+    return [("clawstream_problem", (p.kind, p.subject), 1) for p in problems]
+
+
 def watch(settings: Settings, stop: threading.Event) -> None:
     """Poll and show until `stop` is set.
 
@@ -155,16 +167,20 @@ def watch(settings: Settings, stop: threading.Event) -> None:
     url = f"http://{settings.metrics.host}:{settings.metrics.port}/metrics"
     with serving_metrics(settings, PROCESS, registry):
         while not stop.is_set():
-            values = [*process_values(processes_of(settings.data_dir)[1])]
+            observed = observed_here(settings)
+            values = [*process_values(observed.processes)]
             try:
-                found, now_s = lags.poll(), time.time()
-                values += [*lag_values(found, now_s), *topics.poll().values(now_s)]
+                backlogs, now_s = lags.poll(), time.time()
+                observed = replace(observed, backlogs=backlogs)
+                values += [*lag_values(backlogs, now_s), *topics.poll().values(now_s)]
                 values.append(("clawstream_monitor_last_poll_timestamp_seconds", (), now_s))
             except KafkaError as e:
                 logger().warning("monitor_sees_no_kafka", error=str(e))
+                observed = replace(observed, kafka_error=str(e))
                 not_ready(str(e))
             else:
                 ready(url)
+            values += problem_values(problems_of(observed, settings, time.time()))
             shown.show(values)
             stop.wait(INTERVAL_S)
     topics.close()

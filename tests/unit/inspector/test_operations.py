@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from support.inspector import NOW_S, OBSERVED, WORKER
 
@@ -104,16 +102,6 @@ def test_ages_and_sizes_have_one_unit() -> None:
 
 
 class TestObservation:
-    def test_a_process_that_explains_a_stalled_consumer_is_no_second_problem(self) -> None:
-        assert OBSERVED.problems == [
-            (
-                "stalled: claw-lake does not read claw.steps: 7 records wait, the oldest for 21 s",
-                "kill -CONT 7",
-            ),
-            ("gateway", "gateway is restarting: boom"),
-        ]
-        assert len(replace(OBSERVED, consumers=()).problems) == 2
-
     def test_judged_consumers_and_workers_are_sampled(self) -> None:
         assert samples_of(OBSERVED) == {
             ("consumer", "claw-lake claw.steps"): 21.0,

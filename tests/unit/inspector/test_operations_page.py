@@ -110,9 +110,9 @@ class TestPage:
             assert words in text, words
 
     def test_what_is_to_look_at_is_neither_a_problem_nor_none(self, shown: Inspected) -> None:
-        absent = Consumer("claw-trainer", "claw.ready", 16, True, 1141.0, "absent", None)
+        absent = Consumer("claw-trainer", "claw.ready", 16, True, 1141.0, "absent", False)
         spool = Spool(0, 7, 0)
-        quiet = Observation(NOW_S, None, [OK], [], [WORKER], None, 0, None, Spool(0, 0, 0))
+        quiet = Observation(NOW_S, None, [], [OK], [], [WORKER], None, 0, None, Spool(0, 0, 0))
         for found, said in (
             (quiet, ["no problem"]),
             (replace(quiet, consumers=[absent]), ["1 to look at", "absent: claw-trainer has 16"]),
@@ -167,14 +167,15 @@ class TestPage:
         assert found["charts"]["versions_behind"]["series"] == {"w": [None] * 89 + [2.0]}
 
     def test_escapes_what_processes_say(self, shown: Inspected) -> None:
-        evil = OBSERVED.consumers[0]._replace(group=HOSTILE, topic=HOSTILE, remedy=HOSTILE)
+        evil = OBSERVED.consumers[0]._replace(group=HOSTILE, topic=HOSTILE)
         process = OBSERVED.processes[0]._replace(
             name=HOSTILE, state=HOSTILE, status=HOSTILE, error=HOSTILE
         )
         worker = WORKER._replace(worker_id=HOSTILE, version=HOSTILE, error=HOSTILE)
         shown.parts.operations.take(
             replace(
-                OBSERVED, consumers=[evil, evil._replace(status=None)], processes=[process],
+                OBSERVED, problems=[(HOSTILE, HOSTILE)],
+                consumers=[evil, evil._replace(status=None)], processes=[process],
                 workers=[worker], weights=Weights(HOSTILE, 0.0), kafka_error=HOSTILE,
             )
         )  # fmt: skip

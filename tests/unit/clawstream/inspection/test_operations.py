@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from clawstream.inspection.operations import RETRY_S, Operations, consumers_of
+from clawstream.inspection.operations import RETRY_S, Operations, consumers_of, processes_of
+from clawstream.ops.health import Observed, problems_of
 from clawstream.ops.lag import Backlog
 from clawstream.ops.monitoring.rules import Status
-from clawstream.ops.monitoring.watch import stalled_consumers
 from clawstream.ops.spool_drain import Spooled, spooled
 from clawstream.runtime.kafka import Unavailable
 from clawstream.schemas.settings import Settings
@@ -26,15 +26,20 @@ def test_stalled_consumers_come_first_then_the_worst() -> None:
         backlog("admit.old.train", None), backlog("assemble", "ok"),
         backlog("assemble", "stalled", 1), backlog("compare", "absent"), backlog("lake", "behind"),
     ]  # fmt: skip
-    stalled = stalled_consumers(found, Settings(), {}, 11.0)
-    shown = consumers_of(found, stalled, 11.0)
+    problems = problems_of(Observed(backlogs=found), Settings(), 11.0)
+    shown = consumers_of(found, problems, 11.0)
     assert [(c.group, c.status) for c in shown] == [
         ("claw-assemble", "stalled"), ("claw-compare", "absent"), ("claw-lake", "behind"),
         ("claw-admit.old.train", None),
     ]  # fmt: skip
     assert (shown[0].records, shown[0].waiting_s, shown[0].exact) == (6, 10.0, True)
-    assert "start assemble" in str(shown[0].remedy)
-    assert [c.remedy for c in shown[1:]] == [None] * 3
+    assert [c.is_problem for c in shown] == [True, False, False, False]
+    row = {"state": "running", "pid": 7, "ready": True, "restarts": 0, "status": "", "error": None}
+    down = {**row, "state": "fenced", "ready": False}
+    rows = {"assemble": row, "lake": row, "admit": down}
+    problems = problems_of(Observed(processes=rows, backlogs=found), Settings(), 11.0)
+    processes = processes_of(rows, problems, Settings())
+    assert [p.is_problem for p in processes] == [True, False, True]
 
 
 class NoBroker:

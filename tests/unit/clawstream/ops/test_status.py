@@ -12,15 +12,18 @@ from typing import Any
 
 import pytest
 
+from clawstream.ops.health import Observed, observed_here, problems_of
+from clawstream.ops.lag import Backlog, by_topic
 from clawstream.ops.processes import left_running, suspended_of
 from clawstream.ops.progress import NEWEST, Progress, progress_of
 from clawstream.ops.status import Status, format_status
-from clawstream.runtime.exit_codes import EXIT_FAILED, EXIT_KAFKA
+from clawstream.runtime.exit_codes import EXIT_KAFKA
 from clawstream.runtime.process.child import die_with_parent
 from clawstream.schemas.codec.single_object import Codec
 from clawstream.schemas.records import Refused, RolloutBudget, WeightVersion
 from clawstream.schemas.settings import Settings
 
+SETTINGS = Settings(data_dir=Path("d"), run_id="r")
 READY = {
     "state": "running",
     "pid": 7,
@@ -42,13 +45,17 @@ DOWN = {
 DONE = {**DOWN, "state": "done", "exit_code": 0, "error": None, "restarts": 0}
 
 
+def status_of(progress: Progress | None = None, **observed: Any) -> Status:
+    seen = Observed(supervisor=1, **observed)
+    problems = problems_of(seen, SETTINGS, 11.0)
+    return Status(SETTINGS, seen, problems, by_topic(seen.backlogs, 11.0), progress)
+
+
 def test_everything_is_ready() -> None:
-    progress = Progress(
-        "r/3.0", 0.25, {"w": "ready, r/3.0"}, {"claw-lake": 5, "claw-reward": 0}, 2, 32, 4,
-        {"stale": 3},
-    )  # fmt: skip
-    status = Status(Path("d"), "r", 1, {"gateway": READY, "trainer": DONE}, progress)
-    assert status.is_up
+    backlog = Backlog("claw-lake", "claw.steps", 0, 4, 0, 7, True, None, 5, True, 1_000, "ok")
+    progress = Progress("r/3.0", 0.25, {"w": "ready, r/3.0"}, 2, 32, 4, {"stale": 3})
+    status = status_of(progress, processes={"gateway": READY, "trainer": DONE}, backlogs=[backlog])
+    assert status.exit_code == 0
     assert format_status(status).splitlines() == [
         "d: up (clawstream up, pid 1)",
         "  gateway    ready                http://h:1",
@@ -58,28 +65,27 @@ def test_everything_is_ready() -> None:
         "  the mean reward of the last versions is 0.25 below the best: training gets worse; "
         "see docs/training-gets-worse.md",
         "  worker     w: ready, r/3.0",
-        "  lag        claw-lake 5",
         "  groups     32 admitted in 2 batches, 4 refused; newest refusals: stale 3",
+        "  lag        claw-lake claw.steps: 5 records, 10 s, ok",
+        "no problem",
     ]
 
 
 def test_a_process_that_stays_down_says_why() -> None:
-    status = Status(Path("d"), "r", 1, {"gateway": READY, "admit": DOWN}, None)
-    assert not status.is_up
-    said = format_status(status)
-    assert (
-        "d: not all is ready" in said
-        and "  admit      fenced               2 restarts; a newer one" in said
+    status = status_of(
+        processes={"gateway": READY, "admit": DOWN}, kafka_error="Kafka does not answer"
     )
-    assert said.endswith("  Kafka does not answer")
-
-
-def test_without_kafka_nothing_is_up() -> None:
-    status = Status(Path("d"), "r", 1, {"gateway": READY}, None)
-    assert (status.is_up, status.exit_code) == (False, EXIT_KAFKA)
-    assert format_status(status).startswith("d: not all is ready")
-    nothing = Status(Path("d"), "r", None, {}, None)
-    assert (nothing.is_up, nothing.exit_code) == (False, EXIT_FAILED)
+    assert status.exit_code == EXIT_KAFKA
+    said = format_status(status)
+    assert said.startswith("d: not all is well")
+    assert "  admit      fenced               2 restarts; a newer one" in said
+    assert "problem: Kafka does not answer\n  start Kafka at" in said
+    assert said.splitlines()[-2:] == [
+        "problem: admit is fenced",
+        "  admit is fenced: a newer one; see d/logs/admit.log",
+    ]
+    shown = status.as_dict()
+    assert [problem["kind"] for problem in shown["problems"]] == ["kafka", "process"]
 
 
 def test_a_suspended_process_is_not_ready() -> None:
@@ -95,18 +101,15 @@ def test_a_suspended_process_is_not_ready() -> None:
     finally:
         child.kill()
         child.wait()
-    status = Status(Path("d"), "r", 1, {"admit": READY}, Progress(), {"admit": 8, "up": 9})
-    assert (status.is_up, status.exit_code) == (False, EXIT_FAILED)
+    status = status_of(Progress(), processes={"admit": READY}, suspended={"admit": 8, "up": 9})
     said = format_status(status)
-    assert "  admit      suspended            http://h:1; kill -CONT 8" in said
-    assert "  clawstream up is suspended: kill -CONT 9" in said
+    assert "  admit      suspended            http://h:1" in said
+    assert "  kill -CONT 9" in said and "kill -CONT 8" in said
 
 
 def test_a_run_in_which_all_rewards_are_equal_says_so() -> None:
     def said(progress: Progress) -> bool:
-        return "every group was refused as zero_variance" in format_status(
-            Status(Path("d"), "r", None, {}, progress)
-        )
+        return "every group was refused as zero_variance" in format_status(status_of(progress))
 
     assert said(Progress(newest_refusals={"zero_variance": 9}))
     assert not said(Progress(newest_refusals={"zero_variance": 9, "stale": 1}))
@@ -136,9 +139,6 @@ class Log:
     def read_all(self, topic: str, first: int = 0) -> Any:
         return iter(self._records[topic][first:])
 
-    def groups(self) -> list[str]:
-        return []
-
 
 @pytest.mark.slow
 def test_totals_and_version_are_of_the_whole_run() -> None:
@@ -163,12 +163,14 @@ def test_totals_and_version_are_of_the_whole_run() -> None:
     budgets = [budget("r", 8000), *(budget("o", n) for n in range(2 * NEWEST))]
     log = Log(weights=versions, budgets=budgets, batches_of_r=[refused] * (NEWEST + 1))
     found = progress_of(Settings(run_id="r"), log)  # type: ignore[arg-type]
-    assert found == Progress("r/2.0", 0.25, {}, {}, 1000, 8000, 70_000, {"stale": NEWEST})
+    assert found == Progress("r/2.0", 0.25, {}, 1000, 8000, 70_000, {"stale": NEWEST})
 
 
-def test_nothing_runs() -> None:
-    status = Status(Path("d"), "r", None, {}, Progress())
-    assert not status.is_up and format_status(status).startswith("d: nothing runs\n")
+def test_nothing_runs(tmp_path: Path) -> None:
+    settings = Settings(data_dir=tmp_path)
+    assert observed_here(settings) == Observed()
+    (tmp_path / "up.json").write_text(json.dumps({"supervisor": 1, "processes": {"lake": DONE}}))
+    assert observed_here(settings).left == []
 
 
 def test_what_a_supervisor_that_died_had_not_stopped_is_known(tmp_path: Path) -> None:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clawstream.ops.lag import Backlog, by_topic, format_lag
 from clawstream.ops.monitoring.rules import (
     PATIENCE_S,
     PROBLEMS,
@@ -20,8 +18,6 @@ from clawstream.ops.monitoring.rules import (
     status_of,
     worst,
 )
-from clawstream.ops.monitoring.watch import process_problems, stalled_consumers
-from clawstream.schemas.settings import Settings
 
 
 def samples(*seen: tuple[int | None, int], every_s: float = 5.0) -> list[Sample]:
@@ -117,53 +113,3 @@ def test_a_heartbeat_is_progress_and_its_end_is_a_stop() -> None:
 def test_the_worst_status() -> None:
     assert worst(["ok", "stalled", "behind"]) == "stalled" and worst([]) == "ok"
     assert STATUSES[-1] == "stalled"
-
-
-def backlog(partition: int, status: Status, records: int = 3) -> Backlog:
-    return Backlog(
-        "claw-assemble", "claw.steps", partition, 4, 0, 7, True, None, records, True, 1_000, status
-    )
-
-
-ENDED = 1 << 30
-"""No process has this pid."""
-
-
-def row(state: str = "running", **more: Any) -> dict[str, Any]:
-    known = {"ready": True, "status": "", "exit_code": None, "error": None}
-    return {"state": state, "pid": ENDED, **known, **more}
-
-
-def test_a_stalled_consumer_is_named_with_its_remedy() -> None:
-    settings = Settings()
-    found = [backlog(0, "stalled"), backlog(1, "ok"), backlog(2, "stopped", 4)]
-    (stalled,) = stalled_consumers(found, settings, {}, now_s=11.0)
-    text = str(stalled)
-    assert text.startswith("stalled: claw-assemble does not read claw.steps (partition 0, 2): 7")
-    assert "the oldest for 10 s; start assemble" in text
-    for process, remedy in (
-        (row(), f"kill -9 {ENDED} restarts it"),
-        (
-            row(ready=False, status="waits: no room to write to /lake"),
-            f"assemble (pid {ENDED}) is not ready: waits: no room to write to /lake",
-        ),
-        (row("restarting", error="no space", exit_code=70), "assemble is restarting: no space"),
-    ):
-        (stalled,) = stalled_consumers(found, settings, {"assemble": process}, 11.0)
-        assert remedy in stalled.remedy
-    never = [backlog(0, "absent")]
-    assert stalled_consumers(never, settings, {}, 11.0) == []
-    assert len(stalled_consumers(never, settings, {"assemble": row()}, 11.0)) == 1
-    assert format_lag(by_topic(found, 11.0)).splitlines()[1].split()[-3:] == ["10", "10", "stalled"]
-
-
-def test_processes_that_do_not_run_are_named() -> None:
-    table = {
-        "lake": row(),
-        "trainer": row("done", exit_code=0),
-        "gateway": row("stopped", exit_code=-15),
-        "admit": row("fenced", exit_code=78, error="a newer one"),
-    }
-    assert [line.split(";")[0] for line in process_problems(table, Settings())] == [
-        "admit is fenced: a newer one"
-    ]

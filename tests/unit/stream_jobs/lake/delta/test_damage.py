@@ -35,7 +35,7 @@ COMMITS, EACH = 25, 4
 
 
 class OneTopic:
-    """The part of Kafka that `repair` and `doctor` use.
+    """The part of Kafka that `repair` and `status --positions` use.
 
     It has a topic `claw.rewards` of one partition with the offsets [low, 100).
     """

@@ -380,7 +380,8 @@ def test_first_offset() -> None:
     assert first_offset("t", 0, [8, 7], 5, 9) == 7
     assert first_offset("t", 0, [9], 9, 9) == 9
     with pytest.raises(
-        SourceTruncated, match=r"t-0 ends at 9, position 10 \(lake\); run clawstream doctor"
+        SourceTruncated,
+        match=r"t-0 ends at 9, position 10 \(lake\); run clawstream status --positions",
     ):
         first_offset("t", 0, [6, 10], 5, 9)
     with pytest.raises(SourceTruncated, match="t-0 starts at 5, position 4"):
