@@ -2,7 +2,7 @@
 
 A connection to the lake takes half a second and reads Delta snapshots of that moment. `LiveLake`
 keeps one database and moves it to newer snapshots: only tables with a new version are registered
-again. A `Copy` is a table in memory with the few columns of a table that a list needs. It is kept
+again. A `Copied` is a table in memory with the few columns of a table that a list needs. It is kept
 up to date from the files that are new; when files are gone (merged, expired), it is rebuilt. `find`
 searches the index of the texts, which follows the same snapshots.
 
@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import pyarrow.dataset as ds
 
+from clawstream.inspector.queries.lake import Copied
 from clawstream.query.connection import connect_empty, open_dataset, translated_errors
 from clawstream.runtime.logs import logger
 from clawstream.schemas.errors import ForeseenError
@@ -53,20 +54,6 @@ ALL = "all tables"
 """Name in `LiveLake.failed` when no table can be read, or none is read to its end."""
 
 
-class Copy(NamedTuple):
-    """Columns of a table in memory.
-
-    table: the table of the lake. select: SELECT over the relation `new_rows`. newest: columns that
-    identify a row, and the column whose highest value counts; None: every row does. then: a
-    statement that brings another copy up to date with `new_rows`; None: none is needed.
-    """
-
-    table: str
-    select: str
-    newest: tuple[tuple[str, ...], str] | None = None
-    then: str | None = None
-
-
 class _Shown(NamedTuple):
     """A snapshot of a table that queries see. files: its paths."""
 
@@ -83,7 +70,7 @@ class _Database:
     """
 
     def __init__(
-        self, copies: Mapping[str, Copy], schemas: Mapping[str, pa.Schema], memory_mb: int
+        self, copies: Mapping[str, Copied], schemas: Mapping[str, pa.Schema], memory_mb: int
     ) -> None:
         self.schemas, self._copies = schemas, copies
         self.shown: Mapping[str, _Shown] = {}
@@ -115,7 +102,7 @@ class _Database:
         # A new mapping: readers may be iterating over the one before.
         self.shown = {**self.shown, name: _Shown(version, dataset, frozenset(fragments))}
 
-    def _copy(self, name: str, copy: Copy, rebuilt: bool, is_first: bool) -> None:
+    def _copy(self, name: str, copy: Copied, rebuilt: bool, is_first: bool) -> None:
         if rebuilt:
             self.connection.execute(f"DELETE FROM {name}")
         self.connection.execute(f"INSERT INTO {name} {copy.select}")
@@ -157,7 +144,7 @@ class LiveLake:
     """
 
     def __init__(
-        self, settings: Settings, copies: Mapping[str, Copy], query_s: float = QUERY_S
+        self, settings: Settings, copies: Mapping[str, Copied], query_s: float = QUERY_S
     ) -> None:
         self._settings, self._copies = settings, copies
         self._limits_s = (min(query_s, settings.lake.sql_timeout_s), settings.lake.sql_timeout_s)

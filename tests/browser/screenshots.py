@@ -33,7 +33,7 @@ from clawstream.inspector.operations.observation import (
     Worker,
 )
 from clawstream.inspector.queries.lake import COPIES
-from clawstream.query.live_lake import Copy, LiveLake
+from clawstream.query.live_lake import LiveLake
 from clawstream.schemas import records
 from clawstream.schemas.settings import Settings
 from clawstream.schemas.tokens import pack_logprobs
@@ -201,7 +201,7 @@ def main(out: Path, names: Collection[str]) -> None:
     with tempfile.TemporaryDirectory() as directory:
         settings = Settings(data_dir=Path(directory))
         write(settings)
-        lake = LiveLake(settings, {name: Copy(*copy) for name, copy in COPIES.items()})
+        lake = LiveLake(settings, COPIES)
         made = application(settings, None, lake)  # type: ignore[arg-type]
         observe(made)
         parts = made.parts._replace(pieces=lambda _, ids: [WORDS[i % len(WORDS)] for i in ids])

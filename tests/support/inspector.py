@@ -29,7 +29,7 @@ from clawstream.inspector.queries.activity import Activity
 from clawstream.inspector.queries.lake import COPIES
 from clawstream.inspector.web.access import User
 from clawstream.inspector.web.app import Parts, create_app
-from clawstream.query.live_lake import Copy, LiveLake
+from clawstream.query.live_lake import LiveLake
 from clawstream.runtime.topics.records import cluster_of
 from clawstream.schemas.codec.single_object import Codec
 from clawstream.schemas.conversation import chat_of
@@ -146,7 +146,7 @@ WITHOUT_KAFKA = Observation(at_s=0.0, kafka_error="no Kafka answers")
 def inspected(settings: Settings) -> Inspected:
     """Return the application over `hostile_lake`, whose texts are indexed."""
     written = hostile_lake(settings)
-    lake = LiveLake(settings, {name: Copy(*copy) for name, copy in COPIES.items()})
+    lake = LiveLake(settings, COPIES)
     lake.refresh()
     lake.texts.catch_up()
     return application(settings, written, lake)

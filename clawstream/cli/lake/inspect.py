@@ -72,13 +72,13 @@ def parts_of(settings: Settings) -> tuple[Parts, Live, str | None]:
     from clawstream.inspector.queries.activity import Activity
     from clawstream.inspector.queries.lake import COPIES
     from clawstream.inspector.web.app import Parts
-    from clawstream.query.live_lake import Copy, LiveLake
+    from clawstream.query.live_lake import LiveLake
     from clawstream.query.token_texts import TokenTexts
     from clawstream.runtime.blob_store import BlobStore
     from clawstream.runtime.process.metrics import add_process_metrics
     from clawstream.runtime.topics.records import cluster_of
 
-    lake = LiveLake(settings, {name: Copy(*copy) for name, copy in COPIES.items()})
+    lake = LiveLake(settings, COPIES)
     lake.start()
     user_of, key = _keys(settings)
     cluster, gateway, topics = cluster_of(settings), settings.gateway, settings.kafka.topics

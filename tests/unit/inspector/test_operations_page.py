@@ -23,7 +23,7 @@ from clawstream.inspector.queries.activity import (
 from clawstream.inspector.queries.lake import COPIES
 from clawstream.inspector.web.operations import LIVE_PARTS, TEMPLATE, _state
 from clawstream.inspector.web.rendering import block_of
-from clawstream.query.live_lake import Copy, LiveLake
+from clawstream.query.live_lake import LiveLake
 from clawstream.schemas.records import DeadLetter, DeadLetterResolved
 from clawstream.schemas.settings import Settings
 
@@ -55,7 +55,7 @@ def lake(tmp_path_factory: pytest.TempPathFactory) -> LiveLake:
     later.put("steps", "S2", step, replace(step, step_id=step.step_id[:-1] + "11"))
     later.put("dead_letters", "DD", letter(1, "lake"), letter(1, "assemble"), letter(2, "lake"))
     later.put("dead_letters_resolved", "DD", resolved(2))
-    return LiveLake(settings, {name: Copy(*copy) for name, copy in COPIES.items()})
+    return LiveLake(settings, COPIES)
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +93,7 @@ class TestActivity:
 
     def test_of_no_lake_is_empty(self, tmp_path: Path) -> None:
         settings = Settings(data_dir=tmp_path)
-        lake = LiveLake(settings, {name: Copy(*copy) for name, copy in COPIES.items()})
+        lake = LiveLake(settings, COPIES)
         assert activity(lake, 0, 60, 60)["calls"] == ([0], {})
         assert (newest_version(lake), open_dead_letters(lake)) == (None, 0)
         assert lake.newest_commit_s() is None

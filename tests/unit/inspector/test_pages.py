@@ -23,7 +23,7 @@ from clawstream.inspector.queries.tokens import MODES
 from clawstream.inspector.queries.trajectory import find, state, timeline
 from clawstream.inspector.web import app
 from clawstream.inspector.web.app import HEADERS, create_app
-from clawstream.query.live_lake import Copy, LiveLake
+from clawstream.query.live_lake import LiveLake
 from clawstream.schemas.blob_refs import reference
 from clawstream.schemas.records import Blob, Candidate, RewardValue
 from clawstream.schemas.settings import Settings
@@ -54,7 +54,7 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> Inspected:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Inspected:
     """Return the pages of a run with versions that were trained on its tokens."""
     run_lake(settings := Settings(data_dir=tmp_path_factory.mktemp("trained")))
-    lake = LiveLake(settings, {name: Copy(*copy) for name, copy in COPIES.items()})
+    lake = LiveLake(settings, COPIES)
     return application(settings, ExportLake(SmallLake(settings), {}), lake)
 
 
@@ -367,8 +367,7 @@ def test_the_funnel_ends_with_what_the_trainer_did(trained: Inspected) -> None:
 
 def test_a_run_whose_training_gets_worse_says_so(tmp_path: Path) -> None:
     lake = run_lake(settings := Settings(data_dir=tmp_path))
-    copies = {name: Copy(*copy) for name, copy in COPIES.items()}
-    shown = application(settings, ExportLake(lake, {}), LiveLake(settings, copies))
+    shown = application(settings, ExportLake(lake, {}), LiveLake(settings, COPIES))
     assert "Training gets worse" not in shown.client.get(f"/runs/{RUN}").text
     lake.version(3, reward_fall=0.25)
     assert shown.lake.refresh()
@@ -386,7 +385,7 @@ def test_the_funnel_has_each_reason_of_the_trainer_and_needs_no_reward(tmp_path:
     made.version(1)
     reasons = ("cut", "redacted", None, "cut")
     made.decided(1, {s.step_id: why for s, why in zip(steps, reasons, strict=True)})
-    lake = LiveLake(settings, {name: Copy(*copy) for name, copy in COPIES.items()})
+    lake = LiveLake(settings, COPIES)
     stages = {s.name: (s.calls, s.losses) for s in funnel(lake, "run")}
     assert stages["rewarded"] == stages["admitted"] == (4, [])
     assert stages["trained"] == (1, [("cut", 2), ("redacted", 1)])
@@ -406,7 +405,7 @@ def test_a_trajectory_of_a_skipped_batch_is_trained_into_no_version(tmp_path: Pa
     made.version(0)
     made.version(1)
     made.decided(1, {steps[0].step_id: "its batch was skipped"})
-    lake = LiveLake(settings, {name: Copy(*copy) for name, copy in COPIES.items()})
+    lake = LiveLake(settings, COPIES)
     found = find(lake, "run", "a-0-0")
     assert found is not None
     assert [(v["version_id"], v["trained_steps"]) for v in found.versions] == [("run/1.0", 0)]

@@ -19,7 +19,7 @@ from clawstream.inspector.queries.calls import PAGE as CALLS
 from clawstream.inspector.queries.lake import COPIES
 from clawstream.inspector.queries.trajectory import PAGE, placed
 from clawstream.inspector.web.pages import PAGE_CHARACTERS
-from clawstream.query.live_lake import Copy, LiveLake
+from clawstream.query.live_lake import LiveLake
 from clawstream.schemas.records import FailedCall
 from clawstream.schemas.settings import Settings
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.slow
 def run(tmp_path_factory: pytest.TempPathFactory) -> Inspected:
     """Return the pages of a run with a failed call of `add-2-0` and a late one of `add-0-0`."""
     run_lake(settings := Settings(data_dir=tmp_path_factory.mktemp("run")))
-    lake = LiveLake(settings, {name: Copy(*copy) for name, copy in COPIES.items()})
+    lake = LiveLake(settings, COPIES)
     return application(settings, ExportLake(SmallLake(settings), {}), lake)
 
 

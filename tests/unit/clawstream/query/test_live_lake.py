@@ -14,13 +14,14 @@ from support.admit import cand
 from support.export_lake import turn
 from support.small_lake import SmallLake
 
-from clawstream.query.live_lake import ALL, READERS, WAIT_S, Copy, LiveLake
+from clawstream.inspector.queries.lake import Copied
+from clawstream.query.live_lake import ALL, READERS, WAIT_S, LiveLake
 from clawstream.schemas.settings import Settings
 from clawstream.stream_jobs.errors import SqlError
 from clawstream.stream_jobs.lake.delta.maintenance import SMALL_FILES, maintain
 from clawstream.stream_jobs.lake.erasure import Erasure
 
-CALLS = Copy("steps", "SELECT step_id FROM new_rows")
+CALLS = Copied("steps", "SELECT step_id FROM new_rows")
 pytestmark = pytest.mark.slow
 
 
@@ -138,7 +139,7 @@ def test_a_change_that_a_query_has_found_is_told(settings: Settings, written: Sm
 def test_of_each_key_the_highest_value_stays_in_whatever_order_it_comes(
     settings: Settings, written: SmallLake
 ) -> None:
-    newest = Copy(
+    newest = Copied(
         "candidates", "SELECT trajectory_id, revision FROM new_rows",
         (("trajectory_id",), "revision"),
     )  # fmt: skip
@@ -206,7 +207,9 @@ def test_a_new_column_takes_no_row_of_another_table_that_cannot_be_read(
     settings: Settings, written: SmallLake
 ) -> None:
     written.put("candidates", "CC", cand("a"))
-    lake = LiveLake(settings, {"closed": Copy("candidates", "SELECT trajectory_id FROM new_rows")})
+    lake = LiveLake(
+        settings, {"closed": Copied("candidates", "SELECT trajectory_id FROM new_rows")}
+    )
     assert lake.refresh()
     known = set(Path(settings.lake_uri, "candidates").rglob("*.parquet"))
     written.put("candidates", "CC", cand("b"))
