@@ -12,21 +12,29 @@ CREATE VIEW funnel AS
             max_by(reward IS NOT NULL, kafka_timestamp) AS rewarded
         FROM trajectories GROUP BY ALL
     ), admitted AS (
-        SELECT run_id, step_id, bool_or(trained AND surviving) AS trained,
-            any_value(untrained_reason) FILTER (surviving) AS untrained_reason
-        FROM lineage_steps GROUP BY ALL
+        SELECT DISTINCT run_id, unnest(trajectory_ids) AS trajectory_id
+        FROM groups_raw WHERE admitted
+    ), trained AS (
+        SELECT t.run_id, t.s.step_id, bool_or(t.s.untrained_reason IS NULL) AS trained,
+            any_value(t.s.untrained_reason) AS untrained_reason
+        FROM (SELECT run_id, version_id, unnest(steps) AS s FROM trained_trajectories_raw) t
+            SEMI JOIN (FROM lineage_versions WHERE surviving) v ON v.version_id = t.version_id
+        GROUP BY ALL
     ), reached AS (
         SELECT s.run_id, coalesce(c.channel, s.channel) AS channel,
             coalesce(c.group_id, s.group_id) AS group_id, s.trajectory_id, s.call_id, s.step_id,
-            CASE WHEN a.trained THEN 5 WHEN a.step_id IS NOT NULL THEN 4 WHEN c.rewarded THEN 3
+            CASE WHEN t.trained THEN 5 WHEN a.trajectory_id IS NOT NULL THEN 4
+                WHEN c.rewarded THEN 3
                 WHEN s.step_index IS NOT NULL THEN 2 ELSE 1 END AS stage_number,
-            CASE stage_number WHEN 5 THEN NULL WHEN 4 THEN a.untrained_reason
+            CASE stage_number WHEN 5 THEN NULL WHEN 4 THEN t.untrained_reason
                 WHEN 1 THEN list_first([m FOR m IN s.marks IF m IN ('late', 'orphan')])
                 ELSE r.reason END AS lost_reason
         FROM steps s
             LEFT JOIN closed c ON c.run_id = s.run_id AND c.trajectory_id = s.trajectory_id
                 AND s.step_index IS NOT NULL
-            LEFT JOIN admitted a ON a.run_id = s.run_id AND a.step_id = s.step_id
+            LEFT JOIN admitted a ON a.run_id = s.run_id AND a.trajectory_id = s.trajectory_id
+                AND s.step_index IS NOT NULL
+            LEFT JOIN trained t ON t.run_id = s.run_id AND t.step_id = s.step_id
             LEFT JOIN refused r ON r.run_id = s.run_id AND r.trajectory_id = s.trajectory_id
         UNION ALL BY NAME
         SELECT run_id, channel, group_id, 0 AS stage_number,
