@@ -60,8 +60,8 @@ from clawstream.trainer.metrics.trend import reward_fall
 from clawstream.trainer.metrics.validation import Validation
 from clawstream.trainer.model.measurement import FirstPasses
 from clawstream.trainer.model.policy import Policy
-from clawstream.trainer.model.update import update
 from clawstream.trainer.position import Position
+from clawstream.trainer.step import update
 from clawstream.trainer.versions.checkpoint import MODEL, CheckpointWriter
 from clawstream.trainer.versions.directory import (
     VersionState,

@@ -34,7 +34,7 @@ from clawstream.trainer.algorithms.registry import LoadedAlgorithm, load
 from clawstream.trainer.data.micro_batch import collate
 from clawstream.trainer.data.sequences import TrainingSequence, sequences_of_batch
 from clawstream.trainer.data.view import batch_view, with_advantages, with_returns
-from clawstream.trainer.model.update import _learned
+from clawstream.trainer.step import _learned
 
 VOCABULARY = 40
 CHANGES: list[dict[str, Any]] = [
