@@ -63,7 +63,7 @@ from clawstream.trainer.metrics.prometheus import VersionMetrics
 from clawstream.trainer.metrics.validation import Validations
 from clawstream.trainer.parallel.processes import Processes, open_processes
 from clawstream.trainer.position import start_of, starting_position
-from clawstream.trainer.run import FILES_S, Run
+from clawstream.trainer.run import FILES_S
 from clawstream.trainer.settings_check import (
     check_algorithm,
     check_best_by,
@@ -72,6 +72,7 @@ from clawstream.trainer.settings_check import (
     check_versions,
 )
 from clawstream.trainer.start import open_run
+from clawstream.trainer.step import train_batch
 from clawstream.trainer.versions.weight_log import KafkaWeightLog, NoWeightLog, read_versions
 
 POLL_S = 0.2
@@ -163,7 +164,12 @@ def lead(
         with Prefetch(source, weight_log.dead_letter) as batches:
             while not stop.is_set() and not run.finished:
                 validate()
-                if train_next(run, batches, processes):
+                fetched = batches.next(run.position.next_batch_seq, POLL_S)
+                fetched = processes.broadcast(Next(fetched)).batch
+                if fetched is not None:
+                    train_batch(run, fetched)
+                    if run.version_due:
+                        run.publish()
                     monitor.versions(run.versions)
             processes.broadcast(Next(None, ends=True))
             run.end()
@@ -178,15 +184,6 @@ def lead(
     )
 
 
-def train_next(run: Run, batches: Prefetch, processes: Processes) -> bool:
-    """Train the next batch with the other processes; return whether there was one."""
-    fetched = batches.next(run.position.next_batch_seq, POLL_S)
-    fetched = processes.broadcast(Next(fetched)).batch
-    if fetched is not None:
-        train_batch(run, fetched)
-    return fetched is not None
-
-
 def follow(settings: Settings, processes: Processes) -> None:
     """Train the batches that the leader reads, until it ends."""
     name = f"trainer.{processes.rank}"
@@ -197,17 +194,12 @@ def follow(settings: Settings, processes: Processes) -> None:
         while not (received := processes.broadcast(NOTHING)).ends:
             if received.batch is not None:
                 train_batch(run, received.batch)
+                if run.version_due:
+                    run.publish()
         run.end()
     except Exception:  # every error ends this process: log the reason
         configure(name, "error")
         raise
-
-
-def train_batch(run: Run, batch: FetchedBatch) -> None:
-    """Train a batch, and publish a version when one is due."""
-    run.train(batch)
-    if run.version_due:
-        run.publish()
 
 
 def check_settings(settings: TrainerSettings) -> None:

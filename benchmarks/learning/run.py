@@ -18,6 +18,7 @@ from benchmarks.learning.task import HELD_OUT, TRAINED, sample
 from clawstream.schemas.records import WeightVersion
 from clawstream.schemas.settings import Settings
 from clawstream.trainer.start import open_run
+from clawstream.trainer.step import train_batch
 
 GROUPS, MEMBERS = 16, 8
 SCORE_EVERY = 5
@@ -96,7 +97,7 @@ def learn(experiment: Experiment, seed: int, model: Path, data_dir: Path) -> Res
         version = log.published[max(seq - experiment.staleness, 0)].version_id
         replies = [Reply(s.prompt, s.tokens, s.logprobs, s.score, version) for s in samples]
         groups = [replies[i : i + MEMBERS] for i in range(0, len(replies), MEMBERS)]
-        run.train(batch_of(groups, experiment.algorithm, seq))
+        train_batch(run, batch_of(groups, experiment.algorithm, seq))
         run.publish()
         engines.append(_load(log.published[-1]))
         if (seq + 1) % SCORE_EVERY == 0:

@@ -46,6 +46,7 @@ from clawstream.trainer.main import train
 from clawstream.trainer.position import starting_position
 from clawstream.trainer.positions import positions
 from clawstream.trainer.start import open_run
+from clawstream.trainer.step import train_batch
 from clawstream.trainer.versions.history import ancestors
 
 NURSERY = """
@@ -311,7 +312,7 @@ def uninterrupted(feed: Feed, settings: Settings) -> list[WeightVersion]:
     while not run.finished:
         fetched = reader.next(run.position.next_batch_seq, 0.2)
         if fetched is not None:
-            run.train(fetched)
+            train_batch(run, fetched)
             run.publish()
     run.end()
     reader.close()

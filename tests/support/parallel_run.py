@@ -17,9 +17,9 @@ import torch
 from support.trainer_runs import MemoryWeightLog, fetched, locate, settings
 
 from clawstream.trainer.data.batches import FetchedBatch
-from clawstream.trainer.main import train_batch
 from clawstream.trainer.parallel.processes import open_processes
 from clawstream.trainer.start import open_run
+from clawstream.trainer.step import train_batch
 from clawstream.trainer.versions.weight_log import NoWeightLog
 
 BATCHES = 3
@@ -47,6 +47,8 @@ if __name__ == "__main__":
         )
         for seq in range(BATCHES):
             train_batch(run, processes.broadcast(batch(seq)))
+            if run.version_due:
+                run.publish()
         run.end()
         if processes.leads:
             (given.data_dir / "versions.pickle").write_bytes(

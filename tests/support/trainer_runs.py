@@ -29,6 +29,7 @@ from clawstream.trainer.data.sequences import ReadableIds
 from clawstream.trainer.position import Position, start_of
 from clawstream.trainer.run import Run
 from clawstream.trainer.start import open_run
+from clawstream.trainer.step import train_batch
 from clawstream.trainer.versions.weight_log import Trained
 
 GROUPS, MEMBERS = 2, 3
@@ -199,7 +200,7 @@ def add_turn_with_images(
 def go(run: Run, first: int, last: int) -> None:
     for seq in range(first, last + 1):
         assert run.position.next_batch_seq == seq
-        run.train(fetched(seq, run.position.topic_id))
+        train_batch(run, fetched(seq, run.position.topic_id))
         if run.version_due:
             run.publish()
     run._checkpoints.wait()

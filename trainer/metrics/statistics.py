@@ -97,6 +97,9 @@ class UpdateStats:
         return sum(step.skipped is None for step in self.steps)
 
 
+NO_UPDATE = UpdateStats(steps=(), seconds=0.0, peak_flops=None)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CriticStats:
     """The optimiser steps of the critic on one batch.

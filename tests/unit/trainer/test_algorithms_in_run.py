@@ -38,7 +38,7 @@ from clawstream.trainer.position import Position
 from clawstream.trainer.run import Run
 from clawstream.trainer.settings_check import check_algorithm, check_named_algorithm
 from clawstream.trainer.start import open_run
-from clawstream.trainer.step import update, with_old_logprobs
+from clawstream.trainer.step import train_batch, update, with_old_logprobs
 
 TRAINABLE = [name for name, algorithm in ALGORITHMS.items() if not needs(algorithm)]
 NAN = math.nan
@@ -257,7 +257,7 @@ def test_supervised_training_is_of_the_model_itself_whatever_the_data_was_sample
         for key, trajectory in given.trajectories.items():
             steps = [replace(step, logprobs_temperature=temperature) for step in trajectory.steps]
             given.trajectories[key] = replace(trajectory, steps=tuple(steps))
-        run.train(given)
+        train_batch(run, given)
         run.publish()
         losses.append(weight_log.published[-1].metrics["loss"])
     assert (losses[0] == losses[1]) == (name != "rloo")
@@ -272,7 +272,7 @@ def test_every_algorithm_trains_in_a_run(tmp_path: Path, model_dir: Path, name: 
         s, weight_log, [], set(), lambda _: Position(topic_id="t", next_offset=0, next_batch_seq=0)
     )
     for seq in range(2):
-        run.train(fetched(name, seq))
+        train_batch(run, fetched(name, seq))
         run.publish()
     assert len({tuple(f.sha256 for f in v.files) for v in weight_log.published}) == 3
     for version in weight_log.published[1:]:
@@ -438,7 +438,7 @@ def test_a_reference_or_teacher_model_gives_its_column(
         set(),
         lambda _: Position(topic_id="t", next_offset=0, next_batch_seq=0),
     )
-    run.train(given)
+    train_batch(run, given)
     run.publish()
     assert weight_log.published[1].metrics["loss"] == pytest.approx(expected.item(), rel=1e-4)
 

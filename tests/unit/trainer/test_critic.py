@@ -21,6 +21,7 @@ from clawstream.trainer.data.sequences import TrainingSequence, sequences_of_bat
 from clawstream.trainer.model.critic import Critic
 from clawstream.trainer.run import Run
 from clawstream.trainer.start import open_run
+from clawstream.trainer.step import train_batch
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -68,7 +69,7 @@ def begin(s: Settings, weight_log: MemoryWeightLog) -> Run:
 
 def go(run: Run, first: int, last: int, algorithm: str = "ppo") -> None:
     for seq in range(first, last + 1):
-        run.train(batch(seq, algorithm))
+        train_batch(run, batch(seq, algorithm))
         run.publish()
     run.end()
 
@@ -131,7 +132,7 @@ def test_an_update_that_is_not_finite_is_skipped(tmp_path: Path, model_dir: Path
 def test_a_critic_that_cannot_work_is_refused(tmp_path: Path, model_dir: Path) -> None:
     run = begin(settings(tmp_path, model_dir, critic={"path": tmp_path}), MemoryWeightLog())
     with pytest.raises(SettingsError, match=r"trainer\.critic\.path.*no Hugging Face model"):
-        run.train(batch(0))
+        train_batch(run, batch(0))
     critic = Critic(model_dir, settings(tmp_path, model_dir).trainer, CPU, 0)
     tokens = sequences()[0].tokens
     foreign = replace(sequences()[0], tokens=tokens._replace(ids=tokens.ids + 1000))
@@ -178,7 +179,7 @@ def test_a_resume_with_a_critic_is_bit_equal(tmp_path: Path, model_dir: Path) ->
     for name in ("loss", "value_loss", "explained_variance"):
         assert [m.get(name) for m in whole] == [m.get(name) for m in resumed]
     assert weights(logs[0].published[-1]) == weights(logs[1].published[-1])
-    one, other = (run._auxiliary.state for run in runs)
+    one, other = (run.auxiliary.state for run in runs)
     for name, tensor in one["critic_model"].state_dict().items():
         assert torch.equal(tensor, other["critic_model"].state_dict()[name])
     for parameter, moments in one["critic_optimizer"].state_dict().items():

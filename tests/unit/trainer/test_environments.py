@@ -16,6 +16,7 @@ from clawstream.schemas.records import BatchGroup
 from clawstream.schemas.settings import Settings, TrainerSettings
 from clawstream.trainer.data.batches import FetchedBatch
 from clawstream.trainer.data.environments import by_environment
+from clawstream.trainer.step import train_batch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -92,8 +93,8 @@ def test_a_run_estimates_and_measures_each_environment_alone(
         batch = in_environments(metadata)
         small, large = batch.batch.groups
         groups = (small, of_large_rewards(large))
-        run.train(
-            replace(batch, batch=replace(batch.batch, algorithm="reinforce_pp", groups=groups))
+        train_batch(
+            run, replace(batch, batch=replace(batch.batch, algorithm="reinforce_pp", groups=groups))
         )
         run.publish()
         found.append(log.published[-1].metrics)

@@ -9,6 +9,7 @@ import pytest
 from support.trainer_runs import GROUPS, MEMBERS, MemoryWeightLog, begin, fetched, go, settings
 
 from clawstream.schemas.tokens import unpack_logprobs
+from clawstream.trainer.step import train_batch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 STEPS = GROUPS * MEMBERS
@@ -42,7 +43,7 @@ def test_a_batch_that_is_trained_again_has_rows_of_both_versions(
     s, log = settings(tmp_path, model_dir, save_every=9, minibatches=1), MemoryWeightLog()
     lost = begin(s, log)
     go(lost, 0, 1)
-    lost.train(fetched(2))  # killed: nothing of batch 2 is on the log
+    train_batch(lost, fetched(2))  # killed: nothing of batch 2 is on the log
     go(begin(s, log), 0, 0)
     assert [v.version_id for v in log.published] == ["r/0.0", "r/1.0", "r/2.0", "r/1.1"]
     assert Counter((t.version_id, t.batch_seq) for t in log.trained) == {

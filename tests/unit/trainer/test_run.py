@@ -53,12 +53,13 @@ from clawstream.trainer.errors import (
     ProcessLost,
     StorageFailed,
 )
-from clawstream.trainer.main import check_settings, train_batch
+from clawstream.trainer.main import check_settings
 from clawstream.trainer.metrics.validation import Validation
 from clawstream.trainer.model.policy import Policy
 from clawstream.trainer.parallel.processes import Processes
 from clawstream.trainer.position import Position, start_of
 from clawstream.trainer.start import open_run
+from clawstream.trainer.step import train_batch
 from clawstream.trainer.versions.checkpoint import MODEL, load
 from clawstream.trainer.versions.directory import (
     INFO,
@@ -78,7 +79,7 @@ def test_version_ids_after_two_resumes_are_never_reused(tmp_path: Path, model_di
     go(begin(s, weight_log), 0, 1)
     go(begin(s, weight_log), 2, 2)
     lost = begin(s, weight_log)
-    lost.train(fetched(3))  # killed before anything of it was published
+    train_batch(lost, fetched(3))  # killed before anything of it was published
     go(begin(s, weight_log), 3, 4)
     assert ids(weight_log) == ["0.0", "1.0", "2.0", "3.1", "4.2", "5.2"]
     parents = [v.parent_version for v in weight_log.published]
@@ -130,14 +131,14 @@ def test_tokens_of_versions_that_would_get_an_id_of_ours_are_refused(
         batch.trajectories[name] = replace(
             trajectory, steps=(replace(step, oldest_version="r/5.2", newest_version="r/5.2"),)
         )
-    run.train(batch)
+    train_batch(run, batch)
     ((offset, reason, detail),) = weight_log.dead_letters
     assert (offset, reason) == (batch.offset, "untrainable")
     assert "tokens of r/5.2, which is not on this weights log" in detail
     assert "first_attempt=3" in detail
     weight_log.fenced = True
     with pytest.raises(Fenced):  # a newer trainer published it
-        run.train(batch)
+        train_batch(run, batch)
 
 
 WORST = -sys.float_info.max
@@ -162,11 +163,13 @@ def test_a_batch_that_cannot_be_calculated_is_skipped_with_a_dead_letter(
     s = settings(tmp_path, model_dir, algorithm={"advantage": "grpo_process"})
     run = begin(s, weight_log := MemoryWeightLog())
     train_batch(run, with_rewards(fetched(0), WORST, WORST, of_steps=True))
+    run.publish()
     ((offset, reason, detail),) = weight_log.dead_letters
     assert (offset, reason) == (fetched(0).offset, "untrainable")
     assert detail.startswith("batch 0: OverflowError")
     assert not weight_log.trained
     train_batch(run, fetched(1))
+    run.publish()
     assert ids(weight_log) == ["0.0", "1.0", "2.0"]
     assert {t.batch_seq for t in weight_log.trained} == {1}
 
@@ -176,6 +179,7 @@ def test_a_reward_that_admission_would_refuse_leaves_its_member_out(
 ) -> None:
     run = begin(settings(tmp_path, model_dir), weight_log := MemoryWeightLog())
     train_batch(run, with_rewards(fetched(0), WORST, of_steps=False))
+    run.publish()
     assert ids(weight_log) == ["0.0", "1.0"] and not weight_log.dead_letters
     metrics = weight_log.published[-1].metrics
     assert metrics["members_unrewarded"] == 1 and abs(metrics["reward_mean"]) <= 2
@@ -245,7 +249,7 @@ def test_tokens_that_the_model_does_not_have_are_left_out_and_training_goes_on(
     segments = (replace(odd.segments[0], token_ids=pack_ids([2, foreign, 9])), *odd.segments[1:])
     batch.trajectories[name] = replace(odd, segments=segments)
     with capture_logs() as logs:
-        run.train(batch)
+        train_batch(run, batch)
     run.publish()
     (said,) = (line for line in logs if line["event"] == "tokens_outside_vocabulary")
     assert said["trajectories"] == [name] and said["tokens"] == 4
@@ -259,13 +263,13 @@ def test_tokens_that_the_model_does_not_have_are_left_out_and_training_goes_on(
 @pytest.mark.slow
 def test_sequences_with_images_are_left_out(tmp_path: Path, model_dir: Path) -> None:
     run = begin(settings(tmp_path, model_dir), weight_log := MemoryWeightLog())
-    run._policy.model.config.image_token_index = 31
+    run.policy.model.config.image_token_index = 31
     batch = fetched(0)
     name, odd = next(iter(batch.trajectories.items()))
     segments = (replace(odd.segments[0], token_ids=pack_ids([2, 31, 31, 9])), *odd.segments[1:])
     batch.trajectories[name] = replace(odd, segments=segments)
     with capture_logs() as logs:
-        run.train(batch)
+        train_batch(run, batch)
     run.publish()
     (said,) = (line for line in logs if line["event"] == "media_not_trained")
     assert said["trajectories"] == [name] and said["tokens"] == 4
@@ -289,9 +293,9 @@ def test_data_of_another_tokenizer_is_refused(tmp_path: Path, model_dir: Path) -
         return batch
 
     with pytest.raises(SettingsError, match=r"its tokenizer .* batch 0 .* f00d"):
-        run.train(sampled_with("f00d"))
-    run.train(sampled_with("f00d", trainable=False))
-    run.train(sampled_with(own))
+        train_batch(run, sampled_with("f00d"))
+    train_batch(run, sampled_with("f00d", trainable=False))
+    train_batch(run, sampled_with(own))
 
 
 @pytest.mark.slow
@@ -328,7 +332,7 @@ def test_what_a_killed_trainer_left_is_cleared_away_and_trained_again(
     s, weight_log = settings(tmp_path, model_dir), MemoryWeightLog()
     go(begin(s, weight_log), 0, 0)
     orphan = begin(s, weight_log)
-    orphan.train(fetched(1))
+    train_batch(orphan, fetched(1))
     weight_log.fenced = True
     with pytest.raises(Fenced):
         orphan.publish()  # all files are there, the manifest is not
@@ -372,7 +376,7 @@ def test_a_fenced_trainer_says_so_even_when_its_files_were_cleared_away(
 ) -> None:
     s, weight_log = settings(tmp_path, model_dir), MemoryWeightLog()
     run = begin(s, weight_log)
-    run.train(fetched(0))
+    train_batch(run, fetched(0))
     (Path(s.weights_uri) / "r" / "1.0").mkdir()  # as if a newer one had written there
     with pytest.raises(FileExistsError):
         run.publish()
@@ -470,11 +474,11 @@ def test_out_of_memory_names_the_batch_which_a_restart_trains(
     s, weight_log = settings(tmp_path, model_dir), MemoryWeightLog()
     go(begin(s, weight_log), 0, 0)
     run = begin(s, weight_log)
-    run._policy.model.register_forward_pre_hook(no_memory)
+    run.policy.model.register_forward_pre_hook(no_memory)
     with pytest.raises(
         OutOfMemory, match=r"batch 1 of 24 .* trainer\.micro_batch_tokens \(it is 16384"
     ) as raised:
-        run.train(fetched(1))
+        train_batch(run, fetched(1))
     assert exit_code(raised.value) == EXIT_FAILED, "restarted"
     go(begin(s, weight_log), 1, 1)
     assert batches(weight_log.published)[-1] == (1, 1)
@@ -491,9 +495,7 @@ def test_a_batch_that_is_not_finite_is_passed_over_and_said(
 ) -> None:
     s, weight_log = settings(tmp_path, model_dir, minibatches=1), MemoryWeightLog()
     run = begin(s, weight_log)
-    handle = run._policy.model.lm_head.register_forward_hook(
-        lambda _, __, logits: logits * math.nan
-    )
+    handle = run.policy.model.lm_head.register_forward_hook(lambda _, __, logits: logits * math.nan)
     with capture_logs() as logs:
         go(run, 0, 0)
     handle.remove()

@@ -34,7 +34,7 @@ from clawstream.trainer.algorithms.registry import LoadedAlgorithm, load
 from clawstream.trainer.data.micro_batch import collate
 from clawstream.trainer.data.sequences import TrainingSequence, sequences_of_batch
 from clawstream.trainer.data.view import batch_view, with_advantages, with_returns
-from clawstream.trainer.step import _learned
+from clawstream.trainer.step import passed_sequences
 
 VOCABULARY = 40
 CHANGES: list[dict[str, Any]] = [
@@ -211,7 +211,7 @@ def result(groups: Groups, algorithm: LoadedAlgorithm) -> Result:
     size = MinibatchSize(sum(sequence.trained_tokens for sequence in sequences), len(sequences))
     weights = torch.linspace(-1, 1, VOCABULARY**2, dtype=torch.float64).sin().requires_grad_()
     loss = 0.0
-    learned = _learned(sequences, None, algorithm)
+    learned = passed_sequences(sequences, algorithm)
     if learned:
         share = objective(loss_batch(learned, weights), algorithm.loss, algorithm.settings, size)
         share.backward()  # type: ignore[no-untyped-call]

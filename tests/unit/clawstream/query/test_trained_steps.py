@@ -17,6 +17,7 @@ from clawstream.schemas.records import BatchMember, RewardValue, Trajectory
 from clawstream.schemas.settings import Settings
 from clawstream.schemas.tokens import pack_ids, pack_logprobs
 from clawstream.trainer.data.batches import FetchedBatch
+from clawstream.trainer.step import train_batch
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 NONE, FEW = "no training reward", "its group has fewer than 2 training rewards"
@@ -127,7 +128,7 @@ def test_trained_is_what_the_trainer_did(tmp_path: Path, model_dir: Path, algori
     given = replace(given, batch=replace(given.batch, algorithm=algorithm))
     critic = {"warmup_versions": 0}
     run = begin(settings(tmp_path / "run", model_dir, minibatches=1, critic=critic), log)
-    run.train(given)
+    train_batch(run, given)
     run.publish()
     run._checkpoints.wait()
     untrained = ALWAYS | UNTRAINED[algorithm]
@@ -155,7 +156,7 @@ def test_the_record_is_whole_whatever_else_is_recorded(
     log, given = MemoryWeightLog(), fetched(0)
     given = replace(given, batch=replace(given.batch, algorithm=algorithm))
     run = begin(settings(tmp_path, model_dir, **trainer), log)
-    run.train(given)
+    train_batch(run, given)
     run.publish()
     run._checkpoints.wait()
     steps = {s.step_id: s.untrained_reason for one in log.decided for s in one.steps}

@@ -26,8 +26,8 @@ from support.trainer_runs import MemoryWeightLog, begin, ids, settings
 from clawstream.demo.model import make_random_model
 from clawstream.schemas.tokens import unpack_logprobs
 from clawstream.trainer.data.minibatches import micro_batches, shares
-from clawstream.trainer.main import train_batch
 from clawstream.trainer.parallel.processes import ONE, Processes
+from clawstream.trainer.step import train_batch
 
 ROOT = Path(__file__).parents[4]
 
@@ -95,6 +95,8 @@ def test_one_process_resumes_the_checkpoint_of_two(tmp_path: Path) -> None:
         run = begin(settings(home, model, **CRITIC), weight_log)
         for seq in range(first, 5):
             train_batch(run, parallel_run.batch(seq))
+            if run.version_due:
+                run.publish()
         run.end()
     torch.set_num_threads(before)
     assert ids(log) == ["0.0", "1.0", "2.0", "3.0", "4.1", "5.1"]

@@ -28,6 +28,7 @@ from clawstream.schemas.records import WeightVersion
 from clawstream.trainer.errors import CheckpointFailed, StorageFailed
 from clawstream.trainer.model.policy import Policy
 from clawstream.trainer.position import Position
+from clawstream.trainer.step import train_batch
 from clawstream.trainer.versions.checkpoint import load, newest
 from clawstream.trainer.versions.directory import (
     INFO,
@@ -183,7 +184,7 @@ def test_shards_that_a_newer_trainer_deletes_end_the_older_one_as_fenced(
     s, log = settings(tmp_path, model_dir), MemoryWeightLog()
     run = begin(s, log)
     (s.checkpoint_dir / "r" / ".tmp-1.0" / "__0_0.distcp").mkdir(parents=True)  # in the way
-    run.train(fetched(0))
+    train_batch(run, fetched(0))
     run.publish()
     log.fenced = True
     with pytest.raises(Fenced):
@@ -197,7 +198,7 @@ def test_shards_that_cannot_be_written_are_an_error_with_their_cause(
     s, log = settings(tmp_path, model_dir), MemoryWeightLog()
     run = begin(s, log)
     (s.checkpoint_dir / "r" / ".tmp-1.0" / "__0_0.distcp").mkdir(parents=True)
-    run.train(fetched(0))
+    train_batch(run, fetched(0))
     run.publish()
     with pytest.raises(CheckpointFailed, match="IsADirectoryError"):
         run.end()
@@ -241,7 +242,7 @@ def test_a_run_without_a_whole_first_checkpoint_has_no_version(
         begin(s, log)
     assert checkpoints(s.checkpoint_dir) == ["0.0"], "complete before the manifest"
     log.fenced = False
-    begin(s, log).train(fetched(0))
+    train_batch(begin(s, log), fetched(0))
     assert ids(log) == ["0.1"]
 
 

@@ -27,6 +27,7 @@ from clawstream.trainer.errors import InvalidCheckpoint, StorageFailed
 from clawstream.trainer.parallel.processes import ONE
 from clawstream.trainer.position import Position
 from clawstream.trainer.settings_check import CHECKS, check_versions
+from clawstream.trainer.step import train_batch
 from clawstream.trainer.versions.directory import (
     INFO,
     VersionState,
@@ -105,7 +106,7 @@ def test_a_resumed_trainer_begins_with_a_full_version(tmp_path: Path, model_dir:
     log = MemoryWeightLog()
     go(begin(s, log), 0, 0)
     orphan = begin(s, log)
-    orphan.train(fetched(1))
+    train_batch(orphan, fetched(1))
     log.fenced = True
     with pytest.raises(Fenced):
         orphan.publish()  # the files are there, the manifest is not

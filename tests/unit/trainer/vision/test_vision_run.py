@@ -22,6 +22,7 @@ from clawstream.schemas.settings import TrainerSettings
 from clawstream.trainer.data.batches import FetchedBatch
 from clawstream.trainer.model.policy import Policy
 from clawstream.trainer.run import Run
+from clawstream.trainer.step import train_batch
 
 RED = base64.b64decode(encoded(image_of("red")))
 
@@ -64,7 +65,7 @@ def test_images_are_trained_and_the_version_is_a_vision_model(
     add_turn_with_images(given, seen, placeholders, RED)
     add_turn_with_images(given, lost, placeholders, b"not in the store")
     with capture_logs() as logs:
-        run.train(read(run, given))
+        train_batch(run, read(run, given))
     run.publish()
     (said,) = (line for line in logs if line["event"] == "media_not_trained")
     assert said["trajectories"] == [lost] and "no blob" in said["reasons"][0]
@@ -82,7 +83,7 @@ def test_images_are_trained_and_the_version_is_a_vision_model(
 
     resumed, given = begin(s, log), fetched(1)
     add_turn_with_images(given, next(iter(given.trajectories)), placeholders, RED)
-    resumed.train(read(resumed, given))
+    train_batch(resumed, read(resumed, given))
     assert resumed.unpublished[-1].data[0].tokens == 6 * 4 + 2
     resumed.publish()
     assert tensors(resumed).keys() == before.keys()
