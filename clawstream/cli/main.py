@@ -28,6 +28,7 @@ from clawstream.cli.common_options import (
 from clawstream.cli.lake.curate import curate
 from clawstream.cli.lake.export import export
 from clawstream.cli.lake.inspect import inspect
+from clawstream.cli.lake.lineage import lineage
 from clawstream.cli.train import save_model, train
 
 if TYPE_CHECKING:
@@ -46,10 +47,6 @@ GROUPS = {
     "flow": (
         "clawstream.cli.flow:app",
         "Rollouts: play tasks by a Python flow, or by any agent's command line.",
-    ),
-    "lineage": (
-        "clawstream.cli.lake.lineage:app",
-        "What a weight version was trained on, and which versions were trained on a step.",
     ),
     "replay": (
         "clawstream.cli.replay:app",
@@ -96,8 +93,6 @@ app = typer.Typer(
     rich_markup_mode=None,  # rich alone would double the start-up
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-jobs = group("Stream jobs.")
-app.add_typer(jobs, name="jobs")
 for _name, (_, _help) in GROUPS.items():
     app.add_typer(group(_help), name=_name, cls=ImportedGroup)
 
@@ -117,19 +112,6 @@ def process(
 
 
 process(app, "up", "clawstream.ops.up:run", "Run everything until Ctrl-C, then stop in order.")
-process(jobs, "assemble", "clawstream.stream_jobs.assemble.main:main", "Join steps with rewards.")
-process(
-    jobs,
-    "reward",
-    "clawstream.stream_jobs.reward.main:main",
-    "Evaluate rules on closed trajectories.",
-)
-process(
-    jobs,
-    "compare",
-    "clawstream.stream_jobs.compare.main:main",
-    "Let judges compare members of groups.",
-)
 process(
     app,
     "admit",
@@ -158,6 +140,21 @@ process(
     "clawstream.ops.monitoring.exporter:main",
     "Show lag and processes to Prometheus.",
 )
+
+
+@app.command()
+def jobs(
+    job: Annotated[
+        Literal["assemble", "reward", "compare"],
+        typer.Argument(metavar="assemble|reward|compare", help="Which one."),
+    ],
+    overrides: Overrides = None,
+    config: Config = None,
+) -> None:
+    """Join steps with rewards (assemble), evaluate rules on closed trajectories (reward), or let
+    judges compare members of groups (compare).
+    """
+    run(f"clawstream.stream_jobs.{job}.main:main", config, overrides)
 
 
 @app.command(context_settings={"ignore_unknown_options": True})
@@ -274,6 +271,7 @@ def sql(
 
 
 command(app)(curate)
+command(app)(lineage)
 command(app, at=lake_state)(export)
 app.command()(inspect)
 

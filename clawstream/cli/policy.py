@@ -54,10 +54,19 @@ def _log_of(run: str | None, overrides: list[str] | None, config: Path | None) -
 
 @app.command("show")
 def show(
-    overrides: Overrides = None, run: Run = None, config: Config = None, form: Form = "table"
+    overrides: Overrides = None,
+    run: Run = None,
+    history: Annotated[
+        bool, typer.Option("--history", help="Every policy, oldest first, with its changes.")
+    ] = False,
+    config: Config = None,
+    form: Form = "table",
 ) -> None:
     """Show the policy of a run, and whether admission has applied it."""
     with _log_of(run, overrides, config) as log:
+        if history:
+            _print_history(log, form)
+            return
         entry = log.newest
         if entry is None:
             fail("the run has no policy yet: `clawstream admit` publishes that of the settings")
@@ -102,30 +111,6 @@ def set_fields(
                 typer.echo(f"  {name}: {json.dumps(was[name])} -> {json.dumps(now[name])}")
 
 
-@app.command("history")
-def history(
-    overrides: Overrides = None, run: Run = None, config: Config = None, form: Form = "table"
-) -> None:
-    """Show every policy of a run, oldest first, with its changes."""
-    with _log_of(run, overrides, config) as log:
-        if form == "json":
-            typer.echo(json.dumps([_entry_as_dict(e) for e in log.entries]))
-            return
-        was: dict[str, Any] = {}
-        for entry in log.entries:
-            now = _entry_as_dict(entry)["policy"]
-            changed = [
-                f"{k}={json.dumps(now[k])}"
-                for k in now
-                if k not in _HIDDEN and was and was.get(k) != now[k]
-            ]
-            what = f"ignored: {entry.rejection}" if entry.rejection else ", ".join(changed)
-            typer.echo(f"{_title(entry)}: {what or 'unchanged'}" if was else _title(entry))
-            was = was if entry.rejection else now
-        if log.ended is not None:
-            typer.echo(f"ended at offset {log.ended}")
-
-
 @run_app.command("end")
 def end(
     run: Annotated[str, typer.Argument(metavar="RUN", help="Its id.")],
@@ -139,6 +124,26 @@ def end(
         fail(f"run {run} would take no more trajectories, for ever; say --yes to end it")
     with _log_of(run, overrides, config) as log:
         typer.echo(f"run {run} ends at offset {log.end(reason)} of {log.topic}-{log.partition}")
+
+
+def _print_history(log: Any, form: str) -> None:
+    """Print every policy, oldest first, with its changes."""
+    if form == "json":
+        typer.echo(json.dumps([_entry_as_dict(e) for e in log.entries]))
+        return
+    was: dict[str, Any] = {}
+    for entry in log.entries:
+        now = _entry_as_dict(entry)["policy"]
+        changed = [
+            f"{k}={json.dumps(now[k])}"
+            for k in now
+            if k not in _HIDDEN and was and was.get(k) != now[k]
+        ]
+        what = f"ignored: {entry.rejection}" if entry.rejection else ", ".join(changed)
+        typer.echo(f"{_title(entry)}: {what or 'unchanged'}" if was else _title(entry))
+        was = was if entry.rejection else now
+    if log.ended is not None:
+        typer.echo(f"ended at offset {log.ended}")
 
 
 def _entry_as_dict(entry: Any) -> dict[str, Any]:

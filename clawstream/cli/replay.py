@@ -146,12 +146,25 @@ def _number(value: float | None) -> str:
 
 
 @command(app, "check")
-def replay_check(settings: Settings, channel: Channel = "train", output: Format = "text") -> None:
+def replay_check(
+    settings: Settings,
+    channel: Channel = "train",
+    what_if: Annotated[
+        bool,
+        typer.Option(
+            "--what-if", help="Show the batches under the policy of the settings instead."
+        ),
+    ] = False,
+    output: Format = "text",
+) -> None:
     """Check that the recorded candidates and policies give the recorded batches.
 
     Else exit code 1.
     """
     cluster_of(settings)
+    if what_if:
+        _print(verify.what_if(settings, channel), channel, output)
+        return
     report = verify.check(settings, channel)
     _print(report, channel, output)
     difference = report["first_difference"]
@@ -165,13 +178,6 @@ def replay_check(settings: Settings, channel: Channel = "train", output: Format 
         )
     if difference is not None:
         raise SystemExit(1)
-
-
-@command(app, "what-if")
-def replay_what_if(settings: Settings, channel: Channel = "train", output: Format = "text") -> None:
-    """Show the batches that the recorded candidates would give under the policy of the settings."""
-    cluster_of(settings)
-    _print(verify.what_if(settings, channel), channel, output)
 
 
 def _print(report: dict[str, Any], channel: str, output: str) -> None:

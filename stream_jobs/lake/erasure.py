@@ -150,7 +150,7 @@ class Erasure:
         if snapshots := sorted(named_snapshots(self._settings)):
             raise SnapshotError(
                 f"the named snapshots {', '.join(snapshots)} keep rows: first "
-                f"`clawstream tables delete-snapshot {snapshots[0]}`"
+                f"`clawstream tables snapshot {snapshots[0]} --delete`"
             )
         store = BlobStore(self._settings.blob_uri, self._settings.gateway.blob_options)
         blobs = self.blobs()

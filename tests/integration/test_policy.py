@@ -150,14 +150,16 @@ def test_a_person_sets_the_policy_of_a_run_that_goes_on(
         )
     )
 
-    history = json.loads(cli("policy", "history", "--run", "demo", "--format", "json").stdout)
+    history = json.loads(
+        cli("policy", "show", "--history", "--run", "demo", "--format", "json").stdout
+    )
     assert [
         (h["policy"]["policy_version"], h["policy"]["published_by"], h["rejection"])
         for h in history
     ] == [
         (1, "settings", None), (2, "ann", None), (3, "settings", None),
     ]  # fmt: skip
-    told = cli("policy", "history", "--run", "demo").stdout
+    told = cli("policy", "show", "--history", "--run", "demo").stdout
     assert "policy 2 of demo, by ann" in told and "batch_groups=4, min_quality=null" in told
 
     assert cli("run", "end", "demo").exit_code == 1 and not read(
@@ -191,7 +193,7 @@ def test_the_inspector_publishes_a_policy_as_the_command_does(
         policies.publish("demo", {}, "bob", 2)
     with pytest.raises(SettingsError, match=r"admit\.policy\.min_quality"):
         policies.publish("demo", {"min_quality": "7"}, "bob", 2)
-    told = cli("policy", "history", "--run", "demo").stdout
+    told = cli("policy", "show", "--history", "--run", "demo").stdout
     assert "policy 2 of demo, by ann" in told and "min_quality=0.5" in told
 
 

@@ -3,29 +3,52 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from clawstream.cli.common_options import Form, Run, command, group, print_json
-from clawstream.query.connection import connect
-from clawstream.query.lineage import Lineage
-from clawstream.schemas.settings import Settings
+from clawstream.cli.common_options import Form, Run, load, print_json
 
-app = group()
-Id = Annotated[str, typer.Argument(metavar="ID")]
+if TYPE_CHECKING:
+    from clawstream.schemas.settings import Settings
+
+Kind = Literal["weights", "step", "trajectory", "run"]
 
 
-def _print(
+def lineage(
+    kind: Annotated[Kind, typer.Argument(metavar="weights|step|trajectory|run")],
+    name: Annotated[
+        str, typer.Argument(metavar="ID", help="Its id; of weights RUN/SYNC_INDEX.ATTEMPT.")
+    ],
     settings: Settings,
-    form: str,
-    query: Callable[[Lineage], Any],
-    lines: Callable[[Any], Iterator[str]],
+    run: Run = None,
+    ancestors: Annotated[
+        bool,
+        typer.Option(
+            "--ancestors", help="Of weights: also what the versions before were trained on."
+        ),
+    ] = False,
+    form: Form = "table",
 ) -> None:
-    """Query the lake and print the answer, as JSON or by the lines of `lines`."""
-    connection = connect(settings)
+    """What weights were trained on, who sampled a step or trajectory, and what was trained on it.
+
+    Of a run: its versions, batches, groups, trajectories and steps in numbers.
+    """
+    query, module = load("clawstream.query.connection"), load("clawstream.query.lineage")
+    connection = query.connect(settings)
+    answer: Any
+    lines: Callable[[Any], Iterator[str]]
     try:
-        answer = query(Lineage(connection))
+        of_lake = module.Lineage(connection)
+        match kind:
+            case "weights":
+                answer, lines = of_lake.weights(name, ancestors), _of_version
+            case "step":
+                answer, lines = of_lake.step(name, run), _of_steps
+            case "trajectory":
+                answer, lines = of_lake.trajectory(name, run), _of_trajectories
+            case "run":
+                answer, lines = of_lake.run(name), _of_run
     finally:
         connection.close()
     if form == "json":
@@ -33,41 +56,6 @@ def _print(
         return
     for line in lines(answer):
         typer.echo(line)
-
-
-@command(app, "weights")
-def lineage_weights(
-    version: Annotated[str, typer.Argument(help="<run>/<sync index>.<attempt>")],
-    settings: Settings,
-    ancestors: Annotated[
-        bool, typer.Option("--ancestors", help="Also what the versions before it were trained on.")
-    ] = False,
-    form: Form = "table",
-) -> None:
-    """Show the batches, groups, trajectories and steps of a version, and who sampled them."""
-    _print(settings, form, lambda lineage: lineage.weights(version, ancestors), _of_version)
-
-
-@command(app, "step")
-def lineage_step(step_id: Id, settings: Settings, run: Run = None, form: Form = "table") -> None:
-    """Show which versions sampled a step, which were trained on it, or why none was."""
-    _print(settings, form, lambda lineage: lineage.step(step_id, run), _of_steps)
-
-
-@command(app, "trajectory")
-def lineage_trajectory(
-    trajectory_id: Id, settings: Settings, run: Run = None, form: Form = "table"
-) -> None:
-    """Show the batch of a trajectory and the versions trained on it, or why there are none."""
-    _print(settings, form, lambda lineage: lineage.trajectory(trajectory_id, run), _of_trajectories)
-
-
-@command(app, "run")
-def lineage_run(
-    run: Annotated[str, typer.Argument(metavar="RUN")], settings: Settings, form: Form = "table"
-) -> None:
-    """Show a run in numbers: versions, batches, groups, trajectories, steps."""
-    _print(settings, form, lambda lineage: lineage.run(run), _of_run)
 
 
 # -- as text

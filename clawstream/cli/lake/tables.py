@@ -39,23 +39,6 @@ def _print(rows: Sequence[Mapping[str, Any]], output: str) -> None:
         typer.echo(as_text(list(rows[0]), [list(row.values()) for row in rows]))
 
 
-@command(app, "list")
-def tables_list(settings: Settings, output: Form = "table") -> None:
-    """Rows, files, bytes, version and newest row of each table."""
-    _print(snapshots.tables(settings), output)
-
-
-@command(app)
-def history(
-    table: Table,
-    settings: Settings,
-    limit: Annotated[int, typer.Option("--limit", "-n", min=1, help="Newest commits.")] = 20,
-    output: Form = "table",
-) -> None:
-    """The newest commits of a table."""
-    _print(snapshots.history(settings, table, limit), output)
-
-
 @command(app)
 def repair(
     table: Table,
@@ -129,22 +112,20 @@ def _existing(names: Sequence[str], settings: Settings) -> Sequence[str]:
     return names or [t["table"] for t in snapshots.tables(settings)]
 
 
-@command(app, tables=_tables)
-def checkpoint(tables: tuple[list[str], Settings]) -> None:
-    """Write a checkpoint of each log now, so that readers open it fast; the writer does so every
-    20 commits.
-    """
+@command(app, "list", tables=_tables)
+def tables_list(
+    tables: tuple[list[str], Settings],
+    limit: Annotated[
+        int, typer.Option("--limit", "-n", min=1, help="Newest commits of a named table.")
+    ] = 20,
+    output: Form = "table",
+) -> None:
+    """Rows, files, bytes, version and newest row of each table; of named ones the commits."""
     names, settings = tables
-    for name in _existing(names, settings):
-        typer.echo(f"{name}: checkpoint of version {maintenance.checkpoint(settings, name)}")
-
-
-@command(app, tables=_tables)
-def vacuum(tables: tuple[list[str], Settings]) -> None:
-    """Delete files that no version within lake.history_days and no named snapshot needs."""
-    names, settings = tables
-    for name in _existing(names, settings):
-        typer.echo(f"{name}: {maintenance.vacuum(settings, name)} files deleted")
+    if not names:
+        _print(snapshots.tables(settings), output)
+    for name in names:
+        _print(snapshots.history(settings, name, limit), output)
 
 
 @command(app)
@@ -213,26 +194,24 @@ def _keys_where(
 
 @command(app)
 def snapshot(
-    settings: Settings,
-    name: Annotated[
-        str | None, typer.Option("--name", help="Keep these versions until `delete-snapshot`.")
+    words: Annotated[
+        list[str] | None, typer.Argument(metavar="[NAME] [a.b=c]...", help="A name; settings.")
     ] = None,
+    config: Config = None,
+    delete: Annotated[
+        bool, typer.Option("--delete", help="Delete it; its files may then be deleted.")
+    ] = False,
 ) -> None:
-    """Print the versions of all tables now, as JSON, which `sql --as-of` accepts."""
-    print_json(snapshots.take_snapshot(settings, name))
-
-
-@command(app, "snapshots")
-def list_snapshots(settings: Settings) -> None:
-    """List the named snapshots."""
-    for name, found in sorted(snapshots.named_snapshots(settings).items()):
-        at = found.get("at", "") if isinstance(found, dict) else f"can not be read: {found}"
-        typer.echo(f"{name}  {at}")
-
-
-@command(app)
-def delete_snapshot(
-    name: Annotated[str, typer.Argument(help="Name of the snapshot.")], settings: Settings
-) -> None:
-    """Delete a named snapshot; its files may then be deleted."""
-    snapshots.delete_snapshot(settings, name)
+    """Keep the present versions of all tables under a name, for --as-of; without one list them."""
+    names, overrides = names_and_overrides(words)
+    settings = settings_of(config, overrides)
+    if len(names) > 1 or (delete and not names):
+        fail("snapshot takes one name", 2)
+    if delete:
+        snapshots.delete_snapshot(settings, names[0])
+    elif names:
+        print_json(snapshots.take_snapshot(settings, names[0]))
+    else:
+        for name, kept in sorted(snapshots.named_snapshots(settings).items()):
+            at = kept.get("at", "") if isinstance(kept, dict) else f"can not be read: {kept}"
+            typer.echo(f"{name}  {at}")

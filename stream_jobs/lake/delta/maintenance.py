@@ -166,22 +166,6 @@ def compact(table: Delta, name: str, storage_options: Mapping[str, str]) -> tupl
     return done["numFilesRemoved"], done["numFilesAdded"]
 
 
-def checkpoint(settings: Settings, name: str) -> int:
-    """Write a checkpoint of the log of a table at its newest version, beside a running writer.
-
-    Returns:
-        The version.
-
-    Raises:
-        LakeMissing: there is no such table.
-        LakeFull: the storage is full.
-    """
-    table = open_table(settings.lake_uri, name, settings.lake.storage_options)
-    with storage_errors(table.table_uri):
-        table.create_checkpoint()
-    return int(table.version())
-
-
 def vacuum(settings: Settings, name: str) -> int:
     """Delete data files and log entries that nothing needs.
 

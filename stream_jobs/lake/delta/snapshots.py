@@ -153,7 +153,7 @@ def _store(settings: Settings, name: str, data: bytes) -> None:
 def _name_taken(name: str) -> SnapshotError:
     return SnapshotError(
         f"there is a snapshot named {name}: choose another name, or "
-        f"`clawstream tables delete-snapshot {name}` first"
+        f"`clawstream tables snapshot {name} --delete` first"
     )
 
 
@@ -195,7 +195,7 @@ def protected_versions(settings: Settings, table: str) -> list[int]:
         if isinstance(found, SnapshotError):
             raise SnapshotError(
                 f"nothing is deleted while {found}; "
-                f"to discard it: `clawstream tables delete-snapshot {name}`"
+                f"to discard it: `clawstream tables snapshot {name} --delete`"
             )
         if table in found["versions"]:
             kept.add(found["versions"][table])

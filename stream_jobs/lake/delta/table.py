@@ -406,5 +406,5 @@ def check_files(table: DeltaTable, name: str, storage_options: Mapping[str, str]
         raise LakeMissing(
             f"version {table.version()} of table {name} can't be read any more: {len(gone)} of its "
             "files are deleted. Versions stay for lake.history_days; `clawstream tables snapshot "
-            "--name NAME` keeps the current ones until `clawstream tables delete-snapshot NAME`"
+            "NAME` keeps the current ones until `clawstream tables snapshot NAME --delete`"
         )

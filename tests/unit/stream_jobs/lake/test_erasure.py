@@ -251,5 +251,5 @@ def test_a_named_snapshot_and_a_wrong_key_are_refused(settings: Settings) -> Non
     take_snapshot(settings, "paper")
     erasure = Erasure(settings, JOE)
     assert [found.rows for found in erasure.find()] == [1], "what it would erase is counted"
-    with pytest.raises(SnapshotError, match="delete-snapshot paper"):
+    with pytest.raises(SnapshotError, match="snapshot paper --delete"):
         erasure.run()
