@@ -2,101 +2,55 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
-from clawstream.cli.common_options import Config, Overrides, command, fail, group, settings_of
+from clawstream.cli.common_options import command, fail, group
 
 if TYPE_CHECKING:
     from clawstream.schemas.settings import Settings
 
 app = group()
-Nodes = Annotated[
-    int | None, typer.Option("--nodes", help="1, 3 or 5: the same as broker.nodes=N.")
-]
 
 
-def _with_nodes(overrides: list[str] | None, nodes: int | None) -> list[str]:
-    return [*(overrides or ()), *([f"broker.nodes={nodes}"] if nodes is not None else [])]
-
-
-@app.command("run")
-def broker_run(overrides: Overrides = None, config: Config = None, nodes: Nodes = None) -> None:
-    """Run the broker in the foreground, for a supervisor or a container."""
+@command(app, "run")
+def broker_run(settings: Settings) -> None:
+    """Run the broker in the foreground until SIGTERM or Ctrl-C."""
     from clawstream.runtime.broker.foreground import run_foreground
     from clawstream.runtime.logs import configure
 
-    settings = settings_of(config, _with_nodes(overrides, nodes))
     configure("broker", settings.log_level)
     raise SystemExit(run_foreground(settings.broker, settings.broker_dir))
 
 
-@app.command("prepare")
-def broker_prepare(overrides: Overrides = None, config: Config = None) -> None:
-    """Fetch Kafka's jars and create the start cache, which halves the CPU time of a start."""
-    from clawstream.runtime.broker.jars import ensure_jars, find_java
-    from clawstream.runtime.broker.start_cache import make_start_cache, start_cache
+@command(app, "prepare")
+def broker_prepare(settings: Settings) -> None:
+    """Fetch Kafka's jars, and start and stop a broker once: later starts take half the CPU time.
 
-    settings = settings_of(config, overrides).broker
-    cache = start_cache(find_java(settings.java), ensure_jars(settings.jars_dir))
-    made = make_start_cache(cache)
-    typer.echo(f"Kafka's jars: {cache.jars_dir}")
-    typer.echo(f"start cache: {cache.path if made else 'another process makes it'}")
-
-
-@app.command("start")
-def broker_start(
-    overrides: Overrides = None,
-    config: Config = None,
-    nodes: Nodes = None,
-    wait: Annotated[
-        float | None,
-        typer.Option(min=0, help="Give up after this many seconds; default: never."),
-    ] = None,
-) -> None:
-    """Start the broker in the background and wait until it serves.
-
-    After an unclean shutdown it recovers its logs first.
+    That broker is a cluster of one node on this machine, with an empty data directory and the port
+    of the settings.
     """
-    from math import inf
+    from pathlib import Path
+    from tempfile import TemporaryDirectory
 
-    from clawstream.runtime.broker.embedded import start
+    from clawstream.runtime.broker.embedded import broker_of
 
-    settings = settings_of(config, _with_nodes(overrides, nodes))
-    patience_s = inf if wait is None else wait
-    for node in start(
-        settings.broker,
-        settings.broker_dir,
-        patience_s=patience_s,
-        report=lambda text: typer.echo(text, err=True),
-    ):
-        typer.echo(f"node {node.node}: 127.0.0.1:{node.port}, pid {node.pid}")
-
-
-@command(app, "stop")
-def broker_stop(settings: Settings) -> None:
-    """Stop the broker that was started in the background."""
-    from clawstream.runtime.broker.embedded import stop
-
-    pids = stop(settings.broker_dir)
-    typer.echo(
-        f"stopped {', '.join(map(str, pids))}"
-        if pids
-        else f"no broker runs on {settings.broker_dir}"
-    )
+    alone = settings.broker.model_copy(update={"hosts": (), "advertised_host": "127.0.0.1"})
+    with TemporaryDirectory() as directory, broker_of(alone, Path(directory)):
+        typer.echo("Kafka's jars are here, and a broker starts")
 
 
 @command(app, "status")
 def broker_status(settings: Settings) -> None:
-    """Show which nodes run; exit code 1 when none is ready."""
+    """Show whether the node of this machine runs; exit code 1 when it is not ready."""
     from clawstream.runtime.broker.embedded import status
 
-    nodes = status(settings.broker_dir)
-    for node in nodes:
+    node = status(settings.broker_dir)
+    if node is not None:
         typer.echo(
             f"node {node.node}: 127.0.0.1:{node.port}, pid {node.pid or '-'}, "
             f"{'ready' if node.ready else 'not ready'}"
         )
-    if not any(node.ready for node in nodes):
+    if node is None or not node.ready:
         fail(f"no broker is ready on {settings.broker_dir}")

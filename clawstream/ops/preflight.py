@@ -40,7 +40,7 @@ PORTS_FREE_S = 3.0
 
 
 class BrokerRuns(InUse):
-    """A broker runs on this data directory already: stop it with `clawstream broker stop`."""
+    """A broker runs on this data directory already: stop its `broker run` or `clawstream up`."""
 
 
 def check(settings: Settings, names: Sequence[str]) -> None:
@@ -72,9 +72,9 @@ def _taken_ports(settings: Settings, names: Sequence[str]) -> Iterator[PortTaken
 def ports(settings: Settings, names: Sequence[str]) -> Iterator[tuple[str, str, int, str]]:
     """Yield process, host, port and the setting of the port, of everything that listens."""
     if "broker" in names:
-        for plan in broker_of(settings.broker, settings.broker_dir).plans.values():
-            for port in (plan.port, plan.controller_port):
-                yield "broker", "127.0.0.1", port, "broker.port"
+        plan = broker_of(settings.broker, settings.broker_dir).plan
+        for port in (plan.port, plan.controller_port):
+            yield "broker", "127.0.0.1", port, "broker.port"
     if "gateway" in names:
         yield "gateway", settings.gateway.host, settings.gateway.port, "gateway.port"
     if "rollout" in names and not settings.rollout.attach_urls:
@@ -101,12 +101,11 @@ def check_distinct(settings: Settings, names: Sequence[str]) -> None:
 
 def _check_no_broker(settings: Settings) -> None:
     deadline = time.monotonic() + BROKER_GONE_S
-    while pids := [node.pid for node in status(settings.broker_dir) if node.pid is not None]:
+    while (node := status(settings.broker_dir)) is not None and node.pid is not None:
         if time.monotonic() > deadline:
             raise BrokerRuns(
-                f"broker: one runs on {settings.broker_dir} already (pid "
-                f"{', '.join(map(str, pids))}); stop it: "
-                f"clawstream broker stop data_dir={settings.data_dir}"
+                f"broker: one runs on {settings.broker_dir} already (pid {node.pid}); stop the "
+                "`clawstream broker run` or `clawstream up` that started it"
             )
         time.sleep(0.1)
 

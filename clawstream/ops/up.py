@@ -180,7 +180,7 @@ class Installation:
         started = reported = time.monotonic()
         log = self.settings.data_dir / "logs" / "broker.log"
         directory = self.settings.broker_dir
-        while not any(node.ready for node in await asyncio.to_thread(status, directory)):
+        while (node := await asyncio.to_thread(status, directory)) is None or not node.ready:
             broker = self.supervisor.table["broker"]
             # A killed broker is restarted.
             killed = broker["state"] == "restarting" and broker["exit_code"] in KILLED

@@ -9,8 +9,7 @@ import shutil
 import subprocess
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
 
@@ -40,10 +39,7 @@ def one_starter(
         NotReady: Another start is still under way after `patience_s`.
     """
     busy = f"another start of the broker on {data_dir} is under way"
-    late = NotReady(
-        f"{busy}, not done after {patience_s:.0f} s. Wait for it, or stop it (clawstream broker "
-        "stop)"
-    )
+    late = NotReady(f"{busy}, not done after {patience_s:.0f} s. Wait for it, or stop it")
     waiting = (
         None if report is None else lambda seconds: report(f"{busy}, waiting for {seconds:.0f} s")
     )
@@ -51,14 +47,13 @@ def one_starter(
         yield
 
 
-def claim_directory(data_dir: Path, plans: dict[int, NodePlan]) -> str:
+def claim_directory(data_dir: Path, plan: NodePlan) -> str:
     """Return the cluster id of the directory; create one for a new directory.
 
     Raises:
         BrokerError: The directory has another number of nodes.
     """
     path = data_dir / "cluster.json"
-    plan = next(iter(plans.values()))
     known = (
         json.loads(path.read_bytes())
         if path.exists()
@@ -67,22 +62,21 @@ def claim_directory(data_dir: Path, plans: dict[int, NodePlan]) -> str:
     if known["nodes"] != plan.nodes:
         raise BrokerError(
             f"{data_dir} holds a cluster of {known['nodes']} node(s), asked for {plan.nodes}: "
-            "set broker.nodes or broker.hosts to that, or choose another data directory"
+            "set broker.hosts to that many, or choose another data directory"
         )
     started = {"port": plan.first_port, "host": plan.advertised_host, "hosts": plan.hosts}
     write_durably(path, json.dumps(known | started).encode())
     return str(known["cluster_id"])
 
 
-def known_plans(data_dir: Path) -> list[NodePlan]:
-    """The nodes of the broker that was last started there; none if there was never one."""
+def known_plan(data_dir: Path) -> NodePlan | None:
+    """The node that was last started there; None if there was never one."""
     data_dir = data_dir.expanduser().absolute()
     path = data_dir / "cluster.json"
     if not path.exists():
-        return []
+        return None
     known = json.loads(path.read_bytes())
-    where = (known["port"], known["nodes"], known["host"], tuple(known["hosts"]))
-    return list(config.plan_nodes(data_dir, *where).values())
+    return config.plan_node(data_dir, known["port"], known["host"], tuple(known["hosts"]))
 
 
 def new_cluster_id(hosts: Sequence[str] = ()) -> str:
@@ -95,50 +89,21 @@ def new_cluster_id(hosts: Sequence[str] = ()) -> str:
     return "C" + base64.urlsafe_b64encode(seed).decode()[1:22]
 
 
-def format_new(
-    plans: Sequence[NodePlan],
-    java: Java,
-    jars_dir: Path,
-    cluster_id: str,
-    options: Sequence[str] = (),
-    wrapper: Sequence[str] = (),
-) -> None:
-    """Format all nodes without records in parallel; a formatted directory is complete or absent.
-
-    Args:
-        plans: All nodes.
-        java: The Java to run.
-        jars_dir: Kafka's jars.
-        cluster_id: The id to format the nodes with.
-        options: Further options for the JVM.
-        wrapper: Command that runs the JVM's command line.
+def format_new(plan: NodePlan, java: Java, jars_dir: Path, cluster_id: str) -> None:
+    """Format a node without records; a formatted directory is complete or absent.
 
     Raises:
-        BrokerError: A node cannot be formatted.
+        BrokerError: The node cannot be formatted.
         JvmDied: Java ended with an error.
     """
-    new = [plan for plan in plans if not plan.records.exists()]
-    with ThreadPoolExecutor(max_workers=len(plans)) as pool:
-        for formatted in [
-            pool.submit(_format, plan, java, jars_dir, cluster_id, options, wrapper) for plan in new
-        ]:
-            formatted.result()
-
-
-def _format(
-    plan: NodePlan,
-    java: Java,
-    jars_dir: Path,
-    cluster_id: str,
-    options: Sequence[str],
-    wrapper: Sequence[str],
-) -> None:
+    if plan.records.exists():
+        return
     fresh = plan.directory / "formatting"
     shutil.rmtree(fresh, ignore_errors=True)
     plan.directory.mkdir(parents=True, exist_ok=True)
     properties = plan.directory / "formatting.properties"
     properties.write_text(config.render_server_properties(plan, records=fresh), encoding="ascii")
-    command = [*wrapper, *config.format_command(java, jars_dir, properties, cluster_id, options)]
+    command = config.format_command(java, jars_dir, properties, cluster_id)
     try:
         subprocess.run(
             command, check=True, capture_output=True, text=True, timeout=FORMAT_TIMEOUT_S
@@ -154,20 +119,15 @@ def _format(
     fresh.rename(plan.records)
 
 
-def write_node(
-    plan: NodePlan, java: Java, jars_dir: Path, heap_mb: int, options: Sequence[str] = ()
-) -> list[str]:
-    """Write the configuration files of a node and return its command line.
-
-    `options` are further options for the JVM.
-    """
+def write_node(plan: NodePlan, java: Java, jars_dir: Path, heap_mb: int) -> list[str]:
+    """Write the configuration files of a node and return its command line."""
     plan.properties.write_text(config.render_server_properties(plan), encoding="ascii")
     plan.log4j2.write_text(config.render_log4j2(plan.log), encoding="ascii")
-    return config.server_command(java, jars_dir, plan, heap_mb, options)
+    return config.server_command(java, jars_dir, plan, heap_mb)
 
 
 def last_lines(plan: NodePlan) -> str:
-    """The end of what the node said, and where all of it is."""
+    """Return the end of the node's output and log, and the path of the whole log."""
     texts = [
         path.read_text(encoding="utf-8", errors="replace")
         for path in (plan.output, plan.log)
@@ -178,18 +138,12 @@ def last_lines(plan: NodePlan) -> str:
 
 
 def under_way(plan: NodePlan) -> str:
-    """What a node that does not serve yet does, as far as its log says so."""
-    try:
-        fresh = (
-            plan.log.stat().st_mtime >= plan.pid_file.stat().st_mtime
-        )  # else it is that of the run before
-        read = (
-            config.logs_read(plan.log.read_text(encoding="utf-8", errors="replace"))
-            if fresh
-            else None
-        )
-    except FileNotFoundError:
-        read = None
-    if read is None:
+    """Say how far a node is that does not serve yet, by its log."""
+    progress = None
+    with suppress(FileNotFoundError):
+        # An older log is that of the run before.
+        if plan.log.stat().st_mtime >= plan.pid_file.stat().st_mtime:
+            progress = config.logs_read(plan.log.read_text(encoding="utf-8", errors="replace"))
+    if progress is None:
         return f"node {plan.node} starts (after an unclean end it reads its logs first)"
-    return f"node {plan.node} has read {read[0]} of its {read[1]} logs"
+    return f"node {plan.node} has read {progress[0]} of its {progress[1]} logs"

@@ -9,9 +9,8 @@ import time
 from pathlib import Path
 from types import FrameType
 
-from clawstream.runtime.broker.embedded import STOP_TIMEOUT_S, EmbeddedBroker, broker_of
-from clawstream.runtime.broker.jvm import JvmDied, NotReady, wait_gone
-from clawstream.runtime.broker.start_cache import make_in_background
+from clawstream.runtime.broker.embedded import STOP_TIMEOUT_S, broker_of
+from clawstream.runtime.broker.jvm import JvmDied, wait_gone
 from clawstream.runtime.logs import logger
 from clawstream.runtime.process.readiness import ready
 from clawstream.schemas.settings import BrokerSettings
@@ -26,9 +25,8 @@ class _StopRequested(BaseException):
 def run_foreground(settings: BrokerSettings, data_dir: Path) -> int:
     """Run the broker as a supervised process: start it, stop it on SIGTERM or SIGINT.
 
-    When the only node dies, this process ends with the JVM's exit code and the supervisor restarts
-    it. Of several nodes, a dead one is restarted here while the others serve. Replaces the handlers
-    of SIGTERM and SIGINT. Raises the errors of `EmbeddedBroker.start`.
+    When the node dies, this process ends with the JVM's exit code and the supervisor restarts it.
+    Replaces the handlers of SIGTERM and SIGINT. Raises the errors of `EmbeddedBroker.start`.
 
     Returns:
         The exit code: 0 after a signal, else that of the JVM.
@@ -43,20 +41,15 @@ def run_foreground(settings: BrokerSettings, data_dir: Path) -> int:
     signal.signal(signal.SIGTERM, on_signal)
     signal.signal(signal.SIGINT, on_signal)
     try:
-        # JVMs of a supervised parent that was killed have been told to stop and need a moment.
-        wait_gone(list(broker.plans.values()), STOP_TIMEOUT_S)
+        # The JVM of a supervised parent that was killed has been told to stop and needs a moment.
+        wait_gone(broker.plan, STOP_TIMEOUT_S)
         # No deadline: a node that is stopped while it reads its logs starts over, and would never
         # get to their end.
         broker.start(patience_s=math.inf, report=lambda text: logger().info("starting", what=text))
         ready(broker.bootstrap_servers)
-        if broker.cache is not None:
-            make_in_background(broker.cache)
-        while True:
-            for node, code in broker.exit_codes.items():
-                if len(broker.plans) == 1:
-                    return code
-                _bring_back(broker, node)
+        while (code := broker.exit_code) is None:
             time.sleep(_POLL_S)
+        return code
     except _StopRequested:
         return 0
     except JvmDied as died:
@@ -66,17 +59,3 @@ def run_foreground(settings: BrokerSettings, data_dir: Path) -> int:
         return died.exit_code
     finally:
         broker.stop()
-
-
-def _bring_back(broker: EmbeddedBroker, node: int) -> None:
-    """Restart a dead node; a node that is killed again during its start is retried later.
-
-    A node that is not ready yet is left alone, because it may wait for other dead nodes.
-    """
-    try:
-        broker.restart(node)
-    except NotReady:
-        return
-    except JvmDied as died:
-        if died.exit_code <= 128:
-            raise

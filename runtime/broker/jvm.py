@@ -1,16 +1,12 @@
-"""One broker JVM as an operating-system process: start, reap, pid file, ports, readiness."""
+"""One broker JVM as an operating-system process: start, reap, pid file."""
 
 from __future__ import annotations
 
 import os
 import signal
-import socket
-import struct
 import subprocess
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from clawstream.runtime.broker.node_config import NodePlan
@@ -18,7 +14,6 @@ from clawstream.runtime.errors import PlumbingError
 from clawstream.runtime.process.child import die_with_parent
 
 KILL_TIMEOUT_S = 10.0
-_METADATA, _METADATA_VERSION = 3, 4
 
 
 class BrokerError(PlumbingError):
@@ -48,17 +43,17 @@ class Jvm:
 
     The thread lives as long as the JVM, because the kernel's parent-death signal follows the thread
     that forked. Processes that the JVM has started end with it. `parent_death_signal` is what the
-    JVM gets when this process dies; with None it outlives this process.
+    JVM gets when this process dies.
     """
 
     def __init__(
-        self, command: list[str], output: Path, *, parent_death_signal: signal.Signals | None
+        self,
+        command: list[str],
+        output: Path,
+        *,
+        parent_death_signal: signal.Signals = signal.SIGTERM,
     ) -> None:
-        self._command = (
-            command
-            if parent_death_signal is None
-            else die_with_parent(command, parent_death_signal)
-        )
+        self._command = die_with_parent(command, parent_death_signal)
         self._output = output
         self._spawned = threading.Event()
         self._exited = threading.Event()
@@ -125,110 +120,18 @@ class Jvm:
             )
 
 
-def recorded_pid(plan: NodePlan) -> int | None:
-    """What the pid file says, be it stale; None after a `stop_pids`."""
-    try:
-        return int(plan.pid_file.read_text(encoding="ascii"))
-    except (FileNotFoundError, ValueError):
-        return None
-
-
 def read_pid(plan: NodePlan) -> int | None:
     """Return the pid of this node's running broker, or None. The pid file may be stale."""
-    pid = recorded_pid(plan)
-    return pid if pid is not None and _runs(plan, pid) else None
-
-
-def _runs(plan: NodePlan, pid: int) -> bool:
     try:
+        pid = int(plan.pid_file.read_text(encoding="ascii"))
         command = Path(f"/proc/{pid}/cmdline").read_bytes()
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return os.fsencode(plan.properties) in command.split(b"\0")
-
-
-def stop_pids(plans: list[NodePlan], timeout_s: float) -> list[int]:
-    """Send SIGTERM to the running brokers of `plans`, wait, then SIGKILL; return the stopped pids.
-
-    The pid files are removed before the SIGKILL, so that a concurrent start sees that the nodes
-    were stopped on purpose.
-    """
-    running = [(plan, pid) for plan in plans if (pid := read_pid(plan)) is not None]
-    for _, pid in running:
-        _send(pid, signal.SIGTERM)
-    gone = wait_gone(plans, timeout_s)
-    left = [] if gone else [(plan, pid) for plan in plans if (pid := read_pid(plan)) is not None]
-    for plan in plans:
-        plan.pid_file.unlink(missing_ok=True)
-    for _, pid in left:
-        _send(pid, signal.SIGKILL)
-    _wait_until(lambda: not any(_runs(plan, pid) for plan, pid in left), KILL_TIMEOUT_S)
-    return [pid for _, pid in running]
-
-
-def wait_gone(plans: list[NodePlan], timeout_s: float) -> bool:
-    """True once no broker of `plans` runs."""
-    return _wait_until(lambda: all(read_pid(plan) is None for plan in plans), timeout_s)
-
-
-def _wait_until(condition: Callable[[], bool], timeout_s: float) -> bool:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
-    return True
-
-
-def _send(pid: int, number: signal.Signals) -> None:
-    try:
-        os.kill(pid, number)
-    except ProcessLookupError:
-        return  # it exited by itself between the look and the signal
-
-
-@dataclass(frozen=True)
-class ClusterView:
-    """A node's view of its cluster: the cluster id and the ids of the unfenced brokers."""
-
-    cluster_id: str | None
-    brokers: frozenset[int]
-
-
-def ask_cluster(host: str, port: int, timeout_s: float = 5.0) -> ClusterView | None:
-    """Send one Kafka Metadata request without topics; return None without an answer in time."""
-    client = b"clawstream"
-    request = (
-        struct.pack(">hhih", _METADATA, _METADATA_VERSION, 1, len(client))
-        + client
-        + struct.pack(">i?", 0, False)
-    )
-    try:
-        with socket.create_connection((host, port), timeout_s) as connection:
-            connection.sendall(struct.pack(">i", len(request)) + request)
-            with connection.makefile("rb") as stream:
-                (size,) = struct.unpack(">i", stream.read(4))
-                return parse_metadata(stream.read(size))
-    except (OSError, struct.error, UnicodeDecodeError):
+    except (FileNotFoundError, ProcessLookupError, ValueError):
         return None
+    return pid if os.fsencode(plan.properties) in command.split(b"\0") else None
 
 
-def parse_metadata(body: bytes) -> ClusterView:
-    """Parse a Metadata response, version 4: correlation id, throttle time, brokers, cluster id."""
-    (count,) = struct.unpack_from(">i", body, 8)
-    at = 12
-    brokers = set()
-    for _ in range(count):
-        (broker,) = struct.unpack_from(">i", body, at)
-        brokers.add(broker)
-        _, at = _read_string(body, at + 4)  # host
-        _, at = _read_string(body, at + 4)  # rack, after the port
-    cluster_id, _ = _read_string(body, at)
-    return ClusterView(cluster_id, frozenset(brokers))
-
-
-def _read_string(body: bytes, at: int) -> tuple[str | None, int]:
-    (length,) = struct.unpack_from(">h", body, at)
-    if length < 0:
-        return None, at + 2
-    return body[at + 2 : at + 2 + length].decode(), at + 2 + length
+def wait_gone(plan: NodePlan, timeout_s: float) -> None:
+    """Wait until no broker of `plan` runs, for at most `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
+    while read_pid(plan) is not None and time.monotonic() < deadline:
+        time.sleep(0.05)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from clawstream.runtime.broker.class_archive import archive_options
 from clawstream.runtime.broker.jars import Java
 
 LARGEST_MESSAGE_BYTES = 10 * 1024 * 1024
@@ -17,18 +18,22 @@ _LOADED = re.compile(r"\((\d+)/(\d+) completed in ")
 
 @dataclass(frozen=True)
 class NodePlan:
-    """Node `node` (1..nodes) of an embedded cluster.
+    """Node `node` of an embedded cluster, from 1.
 
-    Clients speak to `port` + 10 * (node - 1), the controllers to each other on the port after it.
-    hosts: Those of all nodes, if each is on a machine of its own.
+    Clients speak to `port`, the controllers to each other on the port after it.
+    hosts: Those of all nodes if they are several; each runs one node.
     """
 
     data_dir: Path
     node: int
-    nodes: int
     first_port: int
     advertised_host: str = LOOPBACK
     hosts: tuple[str, ...] = ()
+
+    @property
+    def nodes(self) -> int:
+        """Number of nodes of the whole cluster."""
+        return len(self.hosts) or 1
 
     @property
     def port(self) -> int:
@@ -41,7 +46,7 @@ class NodePlan:
     @property
     def voters(self) -> str:
         """The controllers of all nodes, as Kafka writes them."""
-        hosts = enumerate(self.hosts or (LOOPBACK,) * self.nodes)
+        hosts = enumerate(self.hosts or (LOOPBACK,))
         return ",".join(
             f"{i + 1}@{host}:{self.first_port + PORT_STEP * i + 1}" for i, host in hosts
         )
@@ -77,31 +82,19 @@ class NodePlan:
         return self.directory / "broker.pid"
 
 
-def plan_nodes(
-    data_dir: Path,
-    port: int,
-    nodes: int,
-    advertised_host: str = LOOPBACK,
-    hosts: tuple[str, ...] = (),
-) -> dict[int, NodePlan]:
-    """Plan the nodes of this machine.
+def plan_node(
+    data_dir: Path, port: int, advertised_host: str = LOOPBACK, hosts: tuple[str, ...] = ()
+) -> NodePlan:
+    """Plan the node of this machine.
 
     Args:
         data_dir: The broker's data directory.
         port: Of the first node.
-        nodes: Of the whole cluster.
         advertised_host: By which clients reach this machine.
-        hosts: Those of all nodes, of which only that of `advertised_host` is planned.
-
-    Returns:
-        Node number to plan; empty if `advertised_host` is none of the hosts.
+        hosts: Those of all nodes, with `advertised_host` among them; none: this one only.
     """
-    spread = hosts if len(hosts) > 1 else ()
-    return {
-        i: NodePlan(data_dir, i, nodes, port, advertised_host, spread)
-        for i in range(1, nodes + 1)
-        if not hosts or hosts[i - 1] == advertised_host
-    }
+    node = hosts.index(advertised_host) + 1 if hosts else 1
+    return NodePlan(data_dir, node, port, advertised_host, hosts if len(hosts) > 1 else ())
 
 
 def render_server_properties(plan: NodePlan, records: Path | None = None) -> str:
@@ -216,9 +209,10 @@ def _escape(value: str) -> str:
     return "".join(chr(code) if code < 128 else f"\\u{code:04x}" for code in codes)
 
 
-def server_options(java: Java, heap_mb: int) -> list[str]:
-    """Options of a broker's JVM that are the same for each node."""
+def server_command(java: Java, jars_dir: Path, plan: NodePlan, heap_mb: int) -> list[str]:
+    """Return the command line of one node; its server.properties identifies the process."""
     return [
+        java.executable,
         f"-Xms{heap_mb}m",
         f"-Xmx{heap_mb}m",
         "-XX:+UseSerialGC",
@@ -228,21 +222,8 @@ def server_options(java: Java, heap_mb: int) -> list[str]:
         "-XX:ReservedCodeCacheSize=64m",
         "-XX:+ExitOnOutOfMemoryError",
         "-Djava.awt.headless=true",
-        *_quiet(java),
-    ]
-
-
-def server_command(
-    java: Java, jars_dir: Path, plan: NodePlan, heap_mb: int, options: Sequence[str] = ()
-) -> list[str]:
-    """Return the command line of one node; its server.properties identifies the process.
-
-    `options` are further options for the JVM.
-    """
-    return [
-        java.executable,
-        *server_options(java, heap_mb),
-        *options,
+        *java.quiet_options,
+        *archive_options(java, jars_dir, may_write=True),
         f"-Dkafka.logs.dir={plan.directory}",
         f"-Dlog4j2.configurationFile={plan.log4j2}",
         "-cp",
@@ -252,43 +233,22 @@ def server_command(
     ]
 
 
-def look_command(java: Java, jars_dir: Path, heap_mb: int, options: Sequence[str]) -> list[str]:
-    """Return the command line of a JVM like a broker's that prints its version and exits.
-
-    Its exit code is 0 if Java accepts the options.
-    """
-    return [
-        java.executable,
-        *server_options(java, heap_mb),
-        *options,
-        "-cp",
-        str(jars_dir / "*"),
-        "-version",
-    ]
-
-
-def format_command(
-    java: Java, jars_dir: Path, properties: Path, cluster_id: str, options: Sequence[str] = ()
-) -> list[str]:
+def format_command(java: Java, jars_dir: Path, properties: Path, cluster_id: str) -> list[str]:
     """Return the command line that formats the data directory that `properties` describes."""
-    tool = ["kafka.tools.StorageTool", "format", "-t", cluster_id, "-c", str(properties)]
     return [
         java.executable,
         "-Xmx128m",
         "-XX:+UseSerialGC",
         "-XX:TieredStopAtLevel=1",
-        *_quiet(java),
-        *options,
+        *java.quiet_options,
+        # An archive of this tool's classes would lack those of a broker.
+        *archive_options(java, jars_dir, may_write=False),
         "-cp",
         str(jars_dir / "*"),
-        *tool,
+        "kafka.tools.StorageTool",
+        "format",
+        "-t",
+        cluster_id,
+        "-c",
+        str(properties),
     ]
-
-
-def _quiet(java: Java) -> list[str]:
-    """Newer Javas warn about what Kafka's libraries do by design."""
-    return (
-        ["--sun-misc-unsafe-memory-access=allow", "--enable-native-access=ALL-UNNAMED"]
-        if java.version >= 24
-        else []
-    )

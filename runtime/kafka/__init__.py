@@ -4,7 +4,7 @@ Positions are (topic id, partition, offset): a recreated topic has another id an
 Readers see committed records only. This package does not know what a record means.
 """
 
-from clawstream.runtime.kafka.cluster import Cluster
+from clawstream.runtime.kafka.cluster import Cluster, ClusterView
 from clawstream.runtime.kafka.commit import NO_METADATA, Commit, CommitMetadata, heartbeat
 from clawstream.runtime.kafka.errors import (
     Denied,
@@ -25,6 +25,7 @@ __all__ = [
     "READ_TIMEOUT_S",
     "Ack",
     "Cluster",
+    "ClusterView",
     "Commit",
     "CommitMetadata",
     "Denied",

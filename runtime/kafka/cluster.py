@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from confluent_kafka import (
     Consumer,
@@ -41,6 +41,13 @@ It sends requests to the broker that it takes for the controller. When that brok
 finds the new one at a refresh, by default after five minutes.
 """
 _FORBIDDEN = (Code.TOPIC_AUTHORIZATION_FAILED, Code.CLUSTER_AUTHORIZATION_FAILED)
+
+
+class ClusterView(NamedTuple):
+    """The cluster id, and the node ids of the brokers that serve, as one broker sees them."""
+
+    cluster_id: str | None
+    brokers: frozenset[int]
 
 
 class Cluster:
@@ -143,6 +150,14 @@ class Cluster:
         """
         self._listed(timeout_s=timeout_s)
 
+    def view(self, timeout_s: float) -> ClusterView | None:
+        """Return what a broker knows of its cluster; None without an answer in time."""
+        try:
+            metadata = self.admin.list_topics(timeout=timeout_s)
+        except KafkaException:
+            return None
+        return ClusterView(metadata.cluster_id, frozenset(metadata.brokers))
+
     def topics(self, name: str | None = None) -> dict[str, int]:
         """Return topic to number of partitions, of one topic or of all.
 
@@ -183,7 +198,7 @@ class Cluster:
         except Unavailable as e:
             raise Unavailable(
                 f"no Kafka answers at {self.bootstrap_servers} within {timeout_s:g} s: start one "
-                "with `clawstream up` or `clawstream broker start`, or set kafka.bootstrap_servers "
+                "with `clawstream up` or `clawstream broker run`, or set kafka.bootstrap_servers "
                 "and, for a listener with TLS or a login, kafka.security"
             ) from e
 

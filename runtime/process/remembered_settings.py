@@ -28,7 +28,7 @@ from clawstream.schemas.settings import Settings
 from clawstream.schemas.settings.base import Secret
 
 FILE = "settings.json"
-FIXED = (("kafka", "partitions"), ("broker", "nodes"), ("broker", "hosts"))
+FIXED = (("kafka", "partitions"), ("broker", "hosts"))
 """What the data was made with: it cannot change while its topics are the same."""
 TELLING = (
     "run_id",

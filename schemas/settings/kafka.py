@@ -85,7 +85,7 @@ class KafkaSettings(Section):
     partitions: Count = Field(12, description="P of the keyed topics; fixed once they exist")
     replication_factor: Count | None = Field(
         None,
-        description="copies of each topic; default 3 with three or more embedded nodes, else 1",
+        description="copies of each topic; default 3 with three or more broker.hosts, else 1",
     )
     min_insync_replicas: Count | None = Field(
         None, description="copies an acknowledgement waits for; default replication_factor - 1"
@@ -130,7 +130,6 @@ class BrokerSettings(Section):
         "127.0.0.1",
         description="the name by which clients on other machines or in other containers reach it",
     )
-    nodes: Literal[1, 3, 5] = Field(1, description="3: try replication on one machine")
     hosts: tuple[str, ...] = Field(
         (),
         description="a node on each of 1, 3 or 5 machines or containers: the advertised_host of "
@@ -149,12 +148,10 @@ class BrokerSettings(Section):
     @property
     def cluster_size(self) -> int:
         """Number of nodes, on all machines."""
-        return len(self.hosts) or self.nodes
+        return len(self.hosts) or 1
 
     @model_validator(mode="after")
     def _consistent(self) -> BrokerSettings:
-        if self.hosts and self.nodes != 1:
-            raise ValueError("hosts and nodes exclude each other: each of hosts runs one node")
         if len(self.hosts) not in (0, 1, 3, 5) or len({*self.hosts}) != len(self.hosts):
             raise ValueError("hosts names 1, 3 or 5 different hosts")
         return self

@@ -249,7 +249,7 @@ class Settings(Section):
         if self.kafka.bootstrap_servers:
             return self.kafka.bootstrap_servers
         step = 10
-        hosts = self.broker.hosts or ("127.0.0.1",) * self.broker.nodes
+        hosts = self.broker.hosts or ("127.0.0.1",)
         return ",".join(f"{host}:{self.broker.port + step * i}" for i, host in enumerate(hosts))
 
     @property

@@ -4,6 +4,7 @@ Each test has its own data directory and ports.
 """
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -24,11 +25,9 @@ from support.ports import free_port
 from support.processes import freeze
 
 from clawstream.runtime.broker import embedded as broker_cli
-from clawstream.runtime.broker.data_dir import one_starter
 from clawstream.runtime.broker.embedded import BrokerError, EmbeddedBroker, NodeStatus
-from clawstream.runtime.broker.jars import find_java
+from clawstream.runtime.broker.jars import PinnedJar, ensure_jars, find_java
 from clawstream.runtime.process.ports import PortTaken
-from clawstream.schemas.settings import BrokerSettings
 
 
 def create_topic(servers: str, name: str, partitions: int = 1) -> None:
@@ -117,13 +116,13 @@ def test_acknowledged_records_survive_kill_and_restart(tmp_path: Path) -> None:
     broker.start()
     try:
         create_topic(broker.bootstrap_servers, "numbers")
-        rss_mb = psutil.Process(broker.pids[1]).memory_info().rss >> 20
-        with pytest.raises(BrokerError, match=f"already runs on .*pid {broker.pids[1]}"):
+        rss_mb = psutil.Process(broker.pid).memory_info().rss >> 20
+        with pytest.raises(BrokerError, match=f"already runs on .*pid {broker.pid}"):
             EmbeddedBroker(tmp_path / "broker", port).start()
         with SteadyProducer(broker.bootstrap_servers, "numbers") as producer:
             producer.await_more(300)
             broker.kill()
-            assert broker.pids == {} and broker.exit_codes == {1: 128 + signal.SIGKILL}
+            assert (broker.pid, broker.exit_code) == (None, 128 + signal.SIGKILL)
             broker.restart()
             producer.await_more(300)
         broker.kill()
@@ -141,37 +140,11 @@ def test_acknowledged_records_survive_kill_and_restart(tmp_path: Path) -> None:
     assert not (tmp_path / "broker" / "node-1" / "broker.pid").exists()
 
 
-def test_three_nodes_lose_nothing_when_one_is_killed(tmp_path: Path) -> None:
-    broker = EmbeddedBroker(tmp_path, free_port(nodes=3), nodes=3, heap_mb=256)
-    with broker:
-        create_topic(broker.bootstrap_servers, "numbers", partitions=6)
-        with SteadyProducer(broker.bootstrap_servers, "numbers") as producer:
-            producer.await_more(300)
-            broker.kill(2)
-            producer.await_more(600)
-            assert sorted(broker.pids) == [1, 3]
-            broker.restart(2)
-            assert sorted(broker.pids) == [1, 2, 3]
-            producer.await_more(300)
-        found = read_all(broker.bootstrap_servers, "numbers", partitions=6)
-        # The client is created only now, because one of the three nodes may learn of a topic late.
-        admin = AdminClient({"bootstrap.servers": broker.bootstrap_servers})
-        (described,) = admin.describe_configs(
-            [ConfigResource(ResourceType.TOPIC, "numbers")]
-        ).values()
-        assert described.result(90)["min.insync.replicas"].value == "2"
-    assert producer.failed == []
-    assert sorted(found) == sorted(producer.acknowledged)
-    with pytest.raises(BrokerError, match=r"holds a cluster of 3 node\(s\), asked for 1"):
-        EmbeddedBroker(tmp_path, free_port()).start()
-
-
-@pytest.mark.long
 def test_a_node_on_each_of_three_hosts_is_one_cluster(tmp_path: Path) -> None:
     """The hosts are three addresses of this machine, each with a data directory of its own."""
     hosts, port = ("127.0.0.1", "127.0.0.2", "127.0.0.3"), free_port(nodes=3)
     brokers = [
-        EmbeddedBroker(tmp_path / host, port, 3, 256, advertised_host=host, hosts=hosts)
+        EmbeddedBroker(tmp_path / host, port, 256, advertised_host=host, hosts=hosts)
         for host in hosts
     ]
     servers = ",".join(broker.bootstrap_servers for broker in brokers)
@@ -183,17 +156,46 @@ def test_a_node_on_each_of_three_hosts_is_one_cluster(tmp_path: Path) -> None:
         create_topic(servers, "numbers", partitions=6)
         with SteadyProducer(servers, "numbers") as producer:
             producer.await_more(300)
-            brokers[0].kill(1)
+            brokers[0].kill()
             producer.await_more(600)
-            brokers[0].restart(1)
+            brokers[0].restart()
             producer.await_more(300)
-        found = read_all(servers, "numbers", partitions=6)
-        (second,) = broker_cli.status(tmp_path / hosts[1])
-        assert (second.node, second.ready) == (2, True)
+        numbers = read_all(servers, "numbers", partitions=6)
+        second = broker_cli.status(tmp_path / hosts[1])
+        assert second == NodeStatus(2, port + 10, brokers[1].pid, ready=True)
+        # The client is created only now, because one of the three nodes may learn of a topic late.
+        admin = AdminClient({"bootstrap.servers": servers})
+        (described,) = admin.describe_configs(
+            [ConfigResource(ResourceType.TOPIC, "numbers")]
+        ).values()
+        assert described.result(90)["min.insync.replicas"].value == "2"
     assert producer.failed == []
-    assert sorted(found) == sorted(producer.acknowledged)
-    with pytest.raises(BrokerError, match=r"advertised_host=127\.0\.0\.1 is none of broker\.hosts"):
-        EmbeddedBroker(tmp_path, nodes=3, hosts=("a", "b", "c"))
+    assert sorted(numbers) == sorted(producer.acknowledged)
+    with pytest.raises(BrokerError, match=r"holds a cluster of 3 node\(s\), asked for 1"):
+        EmbeddedBroker(tmp_path / hosts[0], free_port()).start()
+
+
+@pytest.mark.long
+def test_a_start_uses_the_archive_of_classes_unless_it_is_bad(tmp_path: Path) -> None:
+    def copied(jar: PinnedJar, directory: Path) -> Path:
+        directory.mkdir(parents=True, exist_ok=True)
+        return Path(shutil.copy(ensure_jars() / jar.name, directory))
+
+    jars = ensure_jars(tmp_path / "jars", fetch=copied)  # none of them has an archive yet
+
+    def mapped() -> bool:
+        with EmbeddedBroker(tmp_path / "broker", free_port(), jars_dir=jars) as broker:
+            maps = Path(f"/proc/{broker.pid}/maps").read_text()
+            return any(str(path) in maps for path in jars.glob("classes-*.jsa"))
+
+    assert [mapped(), mapped()] == [False, True]
+    (archive,) = jars.glob("classes-*.jsa")
+    content = bytearray(archive.read_bytes())
+    middle = len(content) // 2
+    content[middle : middle + 65536] = bytes(65536)
+    archive.unlink()
+    archive.write_bytes(content)
+    assert not mapped()
 
 
 def test_a_port_in_use_is_named(tmp_path: Path) -> None:
@@ -204,35 +206,29 @@ def test_a_port_in_use_is_named(tmp_path: Path) -> None:
             other.listen()
             with pytest.raises(PortTaken, match=rf":{taken}: .*broker\.port"):
                 EmbeddedBroker(tmp_path, port).start()
-    assert broker_cli.status(tmp_path) == ()
+    assert broker_cli.status(tmp_path) is None
 
 
 def test_a_start_that_fails_shows_the_log_and_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(BrokerError, match=r"exited with 1:(.|\n)*heap"):
         EmbeddedBroker(tmp_path, free_port(), heap_mb=0).start()
-    assert [node.pid for node in broker_cli.status(tmp_path)] == [None]
+    node = broker_cli.status(tmp_path)
+    assert node is not None and node.pid is None
 
 
 PROGRAM = """
 import sys
 from pathlib import Path
-from clawstream.runtime.broker import embedded, foreground
+from clawstream.runtime.broker.foreground import run_foreground
 from clawstream.schemas.settings import BrokerSettings
-data_dir, java = Path(sys.argv[2]), sys.argv[5] or None
-settings = BrokerSettings(port=int(sys.argv[3]), nodes=int(sys.argv[4]), heap_mb=256, java=java)
-if sys.argv[1] == "run":
-    sys.exit(foreground.run_foreground(settings, data_dir))
-embedded.start(settings, data_dir, report=print)
+settings = BrokerSettings(port=int(sys.argv[2]), heap_mb=256, java=sys.argv[3] or None)
+sys.exit(run_foreground(settings, Path(sys.argv[1])))
 """
 
 
 @contextmanager
-def program(
-    verb: str, data_dir: Path, port: int, nodes: int = 1, java: str = ""
-) -> Iterator[subprocess.Popen[bytes]]:
-    process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, verb, str(data_dir), str(port), str(nodes), java]
-    )
+def program(data_dir: Path, port: int, java: str = "") -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen([sys.executable, "-c", PROGRAM, str(data_dir), str(port), java])
     try:
         yield process
     finally:
@@ -243,15 +239,24 @@ def program(
 def running_pid(data_dir: Path) -> int:
     """Return the pid of the broker on `data_dir` as soon as it serves."""
 
-    found: list[NodeStatus] = []
-
     def serving() -> bool:
-        found[:] = [node for node in broker_cli.status(data_dir) if node.ready]
-        return bool(found)
+        node = broker_cli.status(data_dir)
+        return node is not None and node.ready
 
     until(serving, "a broker that serves")
-    (node,) = found
-    assert node.pid is not None
+    return started_pid(data_dir)
+
+
+def started_pid(data_dir: Path) -> int:
+    """Return the pid of the broker on `data_dir` as soon as it runs."""
+
+    def runs() -> bool:
+        node = broker_cli.status(data_dir)
+        return node is not None and node.pid is not None
+
+    until(runs, "its JVM")
+    node = broker_cli.status(data_dir)
+    assert node is not None and node.pid is not None
     return node.pid
 
 
@@ -259,7 +264,7 @@ def test_in_the_foreground_it_ends_as_its_jvm_does_and_never_outlives_its_parent
     tmp_path: Path,
 ) -> None:
     port = free_port()
-    with program("run", tmp_path, port) as supervised:
+    with program(tmp_path, port) as supervised:
         pid = running_pid(tmp_path)
         os.kill(pid, signal.SIGKILL)
         assert supervised.wait(240) == 128 + signal.SIGKILL
@@ -268,104 +273,36 @@ def test_in_the_foreground_it_ends_as_its_jvm_does_and_never_outlives_its_parent
     names = 'case "$*" in *XshowSettings*) mkdir "$0.asked" || exit 1 ;; esac'
     once.write_text(f'#!/bin/sh\n{names}\nexec "{find_java().executable}" "$@"\n')
     once.chmod(0o755)
-    with program("run", tmp_path, port, java=str(once)) as supervised:
+    with program(tmp_path, port, java=str(once)) as supervised:
         pid = running_pid(tmp_path)
         supervised.send_signal(signal.SIGTERM)
         assert supervised.wait(240) == 0
         assert not psutil.pid_exists(pid)
-    with program("run", tmp_path, port) as supervised:
+    with program(tmp_path, port) as supervised:
         pid = running_pid(tmp_path)
         supervised.kill()
         until(lambda: not psutil.pid_exists(pid), "the JVM dies with its parent")
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("verb", ["run", "start"])
-def test_it_may_take_any_time_to_start(
-    tmp_path: Path, verb: str, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_it_may_take_any_time_to_start(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Recovery after an unclean stop takes time in proportion to the logs.
 
     A supervisor that stops the broker meanwhile never sees the end of the recovery.
     """
-    with program(verb, tmp_path, free_port()) as starter:
-        until(lambda: any(node.pid for node in broker_cli.status(tmp_path)), "its JVM")
-        (node,) = broker_cli.status(tmp_path)
-        assert node.pid is not None
-        freeze(node.pid)
+    with program(tmp_path, free_port()) as starter:
+        pid = started_pid(tmp_path)
+        freeze(pid)
         time.sleep(broker_cli.READY_TIMEOUT_S + 5)
-        os.kill(node.pid, signal.SIGCONT)
-        assert running_pid(tmp_path) == node.pid
-        if verb == "run":
-            starter.send_signal(signal.SIGTERM)
+        os.kill(pid, signal.SIGCONT)
+        assert running_pid(tmp_path) == pid
+        starter.send_signal(signal.SIGTERM)
         assert starter.wait(240) == 0
     assert "node 1 starts" in capfd.readouterr().out
-    assert broker_cli.stop(tmp_path) == ([] if verb == "run" else [node.pid])
 
 
 def test_a_start_with_a_bound_gives_up_and_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(BrokerError, match=r"not ready after 0 s: node 1 starts"):
-        broker_cli.start(BrokerSettings(port=free_port()), tmp_path, patience_s=0.0)
-    assert [node.pid for node in broker_cli.status(tmp_path)] == [None]
-
-
-def test_a_node_that_is_killed_again_while_it_starts_leaves_the_others_alone(
-    tmp_path: Path,
-) -> None:
-    def all_ready(what: str) -> dict[int, int]:
-        found: dict[int, int] = {}
-
-        def three() -> bool:  # one check may miss a node that is too busy to answer
-            found.update(
-                {
-                    n.node: n.pid
-                    for n in broker_cli.status(tmp_path)
-                    if n.ready and n.pid is not None
-                }
-            )
-            return len(found) == 3
-
-        until(three, what)
-        return found
-
-    def started_anew(former: int) -> int:
-        found: list[int] = []
-
-        def another() -> bool:
-            found.extend(
-                n.pid
-                for n in broker_cli.status(tmp_path)
-                if n.node == 2 and n.pid not in (None, former)
-            )
-            return bool(found)
-
-        until(another, "the node starts again")
-        return found[0]
-
-    with program("run", tmp_path, free_port(nodes=3), nodes=3) as supervised:
-        killed = 0
-        for _ in range(2):  # also in the very first start
-            killed = started_anew(killed)
-            os.kill(killed, signal.SIGKILL)
-        all_ready("three nodes that serve")
-        with one_starter(tmp_path):  # the start has ended
-            before = all_ready("they still serve")
-        killed = before[2]
-        for _ in range(2):
-            os.kill(killed, signal.SIGKILL)
-            killed = started_anew(killed)
-        after = all_ready("it serves again")
-        assert (after[1], after[3]) == (before[1], before[3])
-        supervised.send_signal(signal.SIGTERM)
-        assert supervised.wait(240) == 0
-
-
-def test_detached_it_outlives_its_starter_until_told_to_stop(tmp_path: Path) -> None:
-    port = free_port()
-    with program("start", tmp_path, port) as starter:
-        assert starter.wait(240) == 0
-    pid = running_pid(tmp_path)
-    until(lambda: broker_cli.status(tmp_path) == (NodeStatus(1, port, pid, ready=True),))
-    assert broker_cli.stop(tmp_path) == [pid]
-    assert broker_cli.stop(tmp_path) == []
-    assert broker_cli.status(tmp_path) == (NodeStatus(1, port, None, ready=False),)
+        EmbeddedBroker(tmp_path, free_port()).start(patience_s=0.0)
+    node = broker_cli.status(tmp_path)
+    assert node is not None and node.pid is None

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -15,8 +14,8 @@ from support.patience import until
 from support.ports import free_port
 
 from clawstream.runtime.broker.data_dir import one_starter
-from clawstream.runtime.broker.embedded import BrokerError, EmbeddedBroker
-from clawstream.runtime.broker.jvm import Jvm, NotReady, read_pid, stop_pids
+from clawstream.runtime.broker.embedded import EmbeddedBroker
+from clawstream.runtime.broker.jvm import Jvm, NotReady
 from clawstream.runtime.file_lock import exclusive
 
 HANGS = """#!/bin/sh
@@ -27,7 +26,6 @@ mkdir "${a%.properties}" ;; esac; done ;;
 *) trap '' TERM; while :; do sleep 0.2; done ;;
 esac
 """
-PATIENCE_S = 120.0
 
 
 @pytest.fixture
@@ -37,58 +35,6 @@ def java(tmp_path: Path) -> str:
     path.write_text(HANGS)
     path.chmod(0o755)
     return str(path)
-
-
-class Start:
-    """A start that is in progress in a thread."""
-
-    def __init__(self, broker: EmbeddedBroker) -> None:
-        self.broker = broker
-        self.error: BrokerError | None = None
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            self.broker.start(detach=True, patience_s=PATIENCE_S)
-        except BrokerError as error:
-            self.error = error
-
-    def await_nodes(self, count: int) -> None:
-        until(lambda: len(self.broker.pids) == count, f"{count} nodes")
-
-    def ended_with(self) -> str:
-        self._thread.join(2 * PATIENCE_S)
-        assert not self._thread.is_alive()
-        return str(self.error)
-
-
-def test_a_node_of_before_that_dies_meanwhile_is_not_waited_for(tmp_path: Path, java: str) -> None:
-    broker = EmbeddedBroker(tmp_path / "broker", free_port(nodes=3), nodes=3, java=java)
-    Path(java).write_text(HANGS.replace("trap '' TERM; ", ""))
-    first = broker.plans[1]
-    first.directory.mkdir(parents=True)
-    before = subprocess.Popen([java, "kafka.Kafka", str(first.properties)])
-    first.pid_file.write_text(f"{before.pid}\n")
-    until(lambda: read_pid(first) == before.pid, "node 1")
-    start = Start(broker)
-    try:
-        start.await_nodes(2)
-    finally:
-        before.kill()
-        before.wait()
-    assert "node 1, which ran already, has ended" in start.ended_with()
-    assert [read_pid(plan) for plan in broker.plans.values()] == [None] * 3
-
-
-def test_what_is_stopped_while_it_starts_stays_stopped(tmp_path: Path, java: str) -> None:
-    broker = EmbeddedBroker(tmp_path / "broker", free_port(nodes=3), nodes=3, java=java)
-    start = Start(broker)
-    start.await_nodes(3)
-    until(lambda: all(map(read_pid, broker.plans.values())), "their pid files")
-    assert len(stop_pids(list(broker.plans.values()), timeout_s=0.5)) == 3
-    assert "exited with 137" in start.ended_with()
-    assert [read_pid(plan) for plan in broker.plans.values()] == [None] * 3
 
 
 def test_another_start_is_waited_for_with_a_bound(tmp_path: Path, java: str) -> None:
@@ -116,7 +62,6 @@ def test_what_a_jvm_has_started_ends_with_it(tmp_path: Path) -> None:
     jvm = Jvm(
         ["sh", "-c", f"sleep 600 & echo $! > {tmp_path}/child; wait"],
         tmp_path / "out",
-        parent_death_signal=None,
     )
     until(lambda: (tmp_path / "child").exists() and (tmp_path / "child").read_text(), "the child")
     child = int((tmp_path / "child").read_text())

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import typer
 from deltalake import CommitProperties, Transaction, write_deltalake
+from support.patience import until
 from support.ports import free_port
 from support.up import ENVIRON, ROOT, call, command
 
@@ -169,7 +170,7 @@ def test_without_a_broker_they_say_so_soon(tmp_path: Path) -> None:
         assert process.returncode == EXIT_KAFKA
         assert (
             "no Kafka answers at 127.0.0.1:" in said
-            and "clawstream broker start" in said
+            and "clawstream broker run" in said
             and "Traceback" not in said
         )
 
@@ -178,37 +179,38 @@ def test_a_broker_of_ones_own(tmp_path: Path) -> None:
     words = (f"data_dir={tmp_path}", f"broker.port={free_port()}", "kafka.partitions=3")
     status = call("broker", "status", *words)
     assert status.returncode == 1 and "no broker is ready" in status.stderr
-    started = call("broker", "start", *words, timeout_s=120)
-    try:
-        assert started.returncode == 0 and "node 1: 127.0.0.1:" in started.stdout, started.stderr
-        status = call("broker", "status", *words)
-        assert status.returncode == 0 and status.stdout.strip().endswith("ready")
-        again = call("broker", "start", *words)
-        assert (
-            again.returncode == 1
-            and "already runs" in again.stderr
-            and "Traceback" not in again.stderr
-        )
+    with subprocess.Popen(command("broker", "run", *words), cwd=ROOT, env=ENVIRON) as running:
+        try:
+            until(lambda: call("broker", "status", *words).returncode == 0, "a broker that serves")
+            status = call("broker", "status", *words)
+            assert "node 1: 127.0.0.1:" in status.stdout and status.stdout.strip().endswith("ready")
 
-        made = call("topics", "create", *words)
-        assert made.returncode == 0 and "made claw.steps" in made.stdout.splitlines()
-        assert call("topics", "create", *words).stdout == "all topics are there\n"
-        listed = call("topics", "list", *words).stdout.splitlines()
-        assert [line.split()[0] for line in listed] == [f"claw.{name}" for name in TOPICS]
-        (steps,) = (line for line in listed if line.startswith("claw.steps "))
-        assert steps.split()[2:] == ["partitions", "3", "records", "0"]
+            made = call("topics", "create", *words)
+            assert made.returncode == 0 and "made claw.steps" in made.stdout.splitlines()
+            assert call("topics", "create", *words).stdout == "all topics are there\n"
+            listed = call("topics", "list", *words).stdout.splitlines()
+            assert [line.split()[0] for line in listed] == [f"claw.{name}" for name in TOPICS]
+            (steps,) = (line for line in listed if line.startswith("claw.steps "))
+            assert steps.split()[2:] == ["partitions", "3", "records", "0"]
 
-        shown = call("lag", *words)
-        assert shown.returncode == 0
-        groups = {line.split()[0] for line in shown.stdout.splitlines()[1:]}
-        assert {"claw-assemble", "claw-reward", "claw-lake", "claw-admit.default.train"} <= groups
-        told = call("status", "--positions", *words)
-        assert told.returncode == 0 and told.stdout.splitlines()[-1] == "no problem", told.stdout
-        assert "no process has stored a position yet" in told.stdout
-    finally:
-        stopped = call("broker", "stop", *words)
-    assert stopped.returncode == 0 and stopped.stdout.startswith("stopped ")
-    assert call("broker", "stop", *words).stdout.startswith("no broker runs on ")
+            shown = call("lag", *words)
+            assert shown.returncode == 0
+            groups = {line.split()[0] for line in shown.stdout.splitlines()[1:]}
+            assert {
+                "claw-assemble",
+                "claw-reward",
+                "claw-lake",
+                "claw-admit.default.train",
+            } <= groups
+            told = call("status", "--positions", *words)
+            assert told.returncode == 0 and told.stdout.splitlines()[-1] == "no problem", (
+                told.stdout
+            )
+            assert "no process has stored a position yet" in told.stdout
+        finally:
+            running.terminate()
+        assert running.wait(60) == 0
+    assert call("broker", "status", *words).returncode == 1
 
 
 def rows_of(told: subprocess.CompletedProcess[str]) -> dict[tuple[str, str], tuple[str, ...]]:

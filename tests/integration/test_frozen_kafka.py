@@ -88,7 +88,8 @@ def test_the_offsets_of_a_group_are_asked_of_a_frozen_kafka(tmp_path: Path) -> N
         reader = cluster.reader("group", {})
         reader.commit({("topic", 0): 3, ("topic", 2): 1})
         reader.close()
-        (pid,) = broker.pids.values()
+        pid = broker.pid
+        assert pid is not None
         with (
             asker(broker.bootstrap_servers, 0.2, 4) as short,
             asker(broker.bootstrap_servers, 30.0, 1) as patient,

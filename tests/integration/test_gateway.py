@@ -238,14 +238,15 @@ def own_broker(tmp_path: Path) -> Iterator[EmbeddedBroker]:
     """Run a broker that only this test stops."""
     with EmbeddedBroker(tmp_path / "broker", free_port()) as broker:
         yield broker
-        for pid in broker.pids.values():
-            os.kill(pid, signal.SIGCONT)
+        if broker.pid is not None:
+            os.kill(broker.pid, signal.SIGCONT)
 
 
 def test_broker_paused_and_gateway_killed_lose_nothing(
     own_broker: EmbeddedBroker, tmp_path: Path
 ) -> None:
-    (pid,) = own_broker.pids.values()
+    pid = own_broker.pid
+    assert pid is not None
     engine_port = free_port()
     settings = settings_on(own_broker.bootstrap_servers, tmp_path, engine_port)
     cluster = Cluster(settings.bootstrap_servers)

@@ -78,7 +78,8 @@ async def wait(condition: Callable[[], object]) -> None:
 
 
 def pause(broker: EmbeddedBroker) -> Callable[[], None]:
-    (pid,) = broker.pids.values()
+    pid = broker.pid
+    assert pid is not None
     freeze(pid)
     return lambda: os.kill(pid, signal.SIGCONT)
 

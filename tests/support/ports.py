@@ -30,7 +30,7 @@ def free_port(nodes: int = 1) -> int:
 
     Neither this process nor another has returned the port in its last 40 calls.
 
-    nodes: number of nodes of an embedded broker, at most four; the ports of all nodes are free.
+    nodes: number of nodes of a broker, at most four; the ports of all nodes are free.
     """
     for number in itertools.islice(_numbers, BLOCKS):
         block = number % BLOCKS

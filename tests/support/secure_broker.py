@@ -29,7 +29,6 @@ from clawstream.runtime.broker import node_config
 from clawstream.runtime.broker.data_dir import new_cluster_id
 from clawstream.runtime.broker.jars import ensure_jars, find_java
 from clawstream.runtime.broker.jvm import Jvm
-from clawstream.runtime.broker.start_cache import start_cache
 from clawstream.runtime.topics.access import Acl
 
 JAAS = "org.apache.kafka.common.security"
@@ -91,7 +90,7 @@ def secure_broker(directory: Path) -> Iterator[SecureBroker]:
     """Run the broker."""
     port, java, jars = free_port(nodes=2), find_java(None), ensure_jars(None)
     certificate = make_certificate(java.executable, directory, "broker")
-    plan = node_config.plan_nodes(directory, port, 1)[1]
+    plan = node_config.plan_node(directory, port)
     plan.directory.mkdir()
     properties = server_properties(port, directory / "broker.p12")
     rendered = node_config.render_server_properties(plan).splitlines()
@@ -100,17 +99,13 @@ def secure_broker(directory: Path) -> Iterator[SecureBroker]:
         "\n".join(kept) + "\n" + node_config.render_properties(properties), encoding="ascii"
     )
     plan.log4j2.write_text(node_config.render_log4j2(plan.log))
-    options = start_cache(java, jars).options
     users = [f"--add-scram={MECHANISM}=[name={u},password={PASSWORD}]" for u in ("broker", "admin")]
     subprocess.run(
-        [
-            *node_config.format_command(java, jars, plan.properties, new_cluster_id(), options),
-            *users,
-        ],
+        [*node_config.format_command(java, jars, plan.properties, new_cluster_id()), *users],
         check=True,
         stdout=subprocess.DEVNULL,
     )
-    command = node_config.server_command(java, jars, plan, 300, options)
+    command = node_config.server_command(java, jars, plan, 300)
     jvm = Jvm(command, plan.output, parent_death_signal=signal.SIGKILL)
     try:
         admin = AdminClient(admin_options(port, certificate))

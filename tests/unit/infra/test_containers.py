@@ -79,7 +79,7 @@ def settings_of(service: str, file: str = "settings.yaml") -> Settings:
 def listens(service: str, settings: Settings) -> int | None:
     """Return the port that the health check of a service should ask."""
     if service in BROKERS:
-        (plan,) = broker_of(settings.broker, settings.broker_dir).plans.values()
+        plan = broker_of(settings.broker, settings.broker_dir).plan
         return plan.port
     process = service.removesuffix("-gpu")
     if process in ("gateway", "rollout"):

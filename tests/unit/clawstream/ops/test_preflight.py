@@ -123,9 +123,9 @@ def test_all_problems_are_named_at_once_and_only_those_of_processes_that_start()
 
 
 def test_every_port_is_looked_at() -> None:
-    settings = load(None, ["broker.nodes=3"], {})
+    settings = load(None, ["broker.hosts=[a, 127.0.0.1, b]"], {})
     assert [(name, port) for name, _, port, _ in ports(settings, EVERY)] == [
-        *(("broker", port) for port in (19092, 19093, 19102, 19103, 19112, 19113)),
+        *(("broker", port) for port in (19102, 19103)),
         ("gateway", 8100),
         ("rollout", 8200),
     ]
@@ -143,7 +143,7 @@ def test_two_processes_do_not_share_a_port() -> None:
 
 
 def test_the_inspector_has_a_port_of_its_own() -> None:
-    settings = load(None, ["broker.nodes=3", "rollout.workers=8"], {})
+    settings = load(None, ["broker.hosts=[a, b, 127.0.0.1]", "rollout.workers=8"], {})
     assert signature(inspect).parameters["port"].default not in {
         port for _, _, port, _ in ports(settings, EVERY)
     }
@@ -155,7 +155,7 @@ def test_the_inspector_has_a_port_of_its_own() -> None:
         (["rollout.port=65535", "rollout.workers=2"], r"rollout\.port=65535: .* at most 65534"),
         (["metrics.port=65528"], r"metrics\.port=65528: .* at most 65527"),
         (["metrics.port=65527", "rollout.workers=2"], r"metrics\.port=65527: .* at most 65526"),
-        (["broker.port=65520", "broker.nodes=3"], r"broker\.port=65520: .* at most 65514"),
+        (["broker.port=65520", "broker.hosts=[a, b, c]"], r"broker\.port=65520: .* at most 65514"),
     ],
 )
 def test_ports_above_the_highest_one_are_refused(words: list[str], problem: str) -> None:

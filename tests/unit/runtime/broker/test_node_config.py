@@ -1,6 +1,5 @@
-"""Test the configuration of a broker node and the reading of its replies. Values in, text out."""
+"""Test the configuration of a broker node and the reading of its log. Values in, text out."""
 
-import struct
 from pathlib import Path
 
 import pytest
@@ -10,10 +9,9 @@ from hypothesis import strategies as st
 from clawstream.runtime.broker.data_dir import new_cluster_id
 from clawstream.runtime.broker.embedded import BrokerError, EmbeddedBroker
 from clawstream.runtime.broker.jars import Java
-from clawstream.runtime.broker.jvm import ClusterView, parse_metadata
 from clawstream.runtime.broker.node_config import (
     logs_read,
-    plan_nodes,
+    plan_node,
     render_log4j2,
     render_properties,
     render_server_properties,
@@ -26,7 +24,7 @@ def properties(text: str) -> dict[str, str]:
 
 
 def test_one_node_keeps_one_copy_and_refuses_misspelt_topics() -> None:
-    told = properties(render_server_properties(plan_nodes(Path("/data"), 19092, 1)[1]))
+    told = properties(render_server_properties(plan_node(Path("/data"), 19092)))
     assert told["controller.quorum.voters"] == "1@127.0.0.1:19093"
     assert told["listeners"] == "PLAINTEXT://127.0.0.1:19092,CONTROLLER://127.0.0.1:19093"
     assert told["log.dirs"] == "/data/node-1/records"
@@ -38,15 +36,31 @@ def test_one_node_keeps_one_copy_and_refuses_misspelt_topics() -> None:
     assert "log.message.timestamp.type" not in told
 
 
+def test_an_advertised_name_means_listening_on_all_interfaces() -> None:
+    told = properties(render_server_properties(plan_node(Path("/data"), 19092, "broker")))
+    assert told["listeners"] == "PLAINTEXT://:19092,CONTROLLER://127.0.0.1:19093"
+    assert told["advertised.listeners"] == "PLAINTEXT://broker:19092"
+
+
+def test_of_several_hosts_each_runs_its_own_node() -> None:
+    hosts = ("a", "b", "c")
+    plan = plan_node(Path("/data"), 19092, "b", hosts)
+    told = properties(render_server_properties(plan))
+    assert plan.port == 19102 and told["node.id"] == "2"
+    assert told["controller.quorum.voters"] == "1@a:19093,2@b:19103,3@c:19113"
+    assert told["listeners"] == "PLAINTEXT://:19102,CONTROLLER://:19103"
+    assert told["advertised.listeners"] == "PLAINTEXT://b:19102"
+    assert told["broker.session.timeout.ms"] == "3000"
+    assert plan_node(Path("/data"), 19092, "a", ("a",)) == plan_node(Path("/data"), 19092, "a")
+    # Several hosts must compute the same cluster id; a single host may use a random one.
+    assert new_cluster_id(hosts) == new_cluster_id(hosts) != new_cluster_id(("a", "b", "d"))
+    assert new_cluster_id() != new_cluster_id()
+
+
 def test_three_nodes_keep_three_copies_and_need_two() -> None:
-    plans = plan_nodes(Path("/data"), 19092, 3)
-    told = properties(render_server_properties(plans[3]))
-    assert [plan.port for plan in plans.values()] == [19092, 19102, 19112]
-    assert (
-        told["controller.quorum.voters"] == "1@127.0.0.1:19093,2@127.0.0.1:19103,3@127.0.0.1:19113"
+    told = properties(
+        render_server_properties(plan_node(Path("/data"), 19092, "b", ("a", "b", "c")))
     )
-    assert told["node.id"] == "3"
-    assert told["advertised.listeners"] == "PLAINTEXT://127.0.0.1:19112"
     for name in (
         "default",
         "offsets.topic",
@@ -60,31 +74,6 @@ def test_three_nodes_keep_three_copies_and_need_two() -> None:
         "share.coordinator.state.topic.min.isr",
     ):
         assert told[name] == "2"
-    assert told["broker.session.timeout.ms"] == "3000"
-
-
-def test_an_advertised_name_means_listening_on_all_interfaces() -> None:
-    told = properties(render_server_properties(plan_nodes(Path("/data"), 19092, 1, "broker")[1]))
-    assert told["listeners"] == "PLAINTEXT://:19092,CONTROLLER://127.0.0.1:19093"
-    assert told["advertised.listeners"] == "PLAINTEXT://broker:19092"
-
-
-def test_of_several_hosts_each_runs_its_own_node() -> None:
-    hosts = ("a", "b", "c")
-    plans = plan_nodes(Path("/data"), 19092, 3, "b", hosts)
-    told = properties(render_server_properties(plans[2]))
-    assert plans.keys() == {2} and told["node.id"] == "2"
-    assert told["controller.quorum.voters"] == "1@a:19093,2@b:19103,3@c:19113"
-    assert told["listeners"] == "PLAINTEXT://:19102,CONTROLLER://:19103"
-    assert told["advertised.listeners"] == "PLAINTEXT://b:19102"
-    assert told["default.replication.factor"] == "3" and told["min.insync.replicas"] == "2"
-    assert plan_nodes(Path("/data"), 19092, 3, "d", hosts) == {}
-    # Several hosts must compute the same cluster id; a single host may use a random one.
-    assert plan_nodes(Path("/data"), 19092, 1, "a", ("a",)) == plan_nodes(
-        Path("/data"), 19092, 1, "a"
-    )
-    assert new_cluster_id(hosts) == new_cluster_id(hosts) != new_cluster_id(("a", "b", "d"))
-    assert new_cluster_id() != new_cluster_id()
 
 
 def test_the_log_is_bounded() -> None:
@@ -124,7 +113,7 @@ def test_any_path_survives_the_properties_file(value: str) -> None:
 
 
 def test_the_command_names_heap_and_properties_and_quiets_only_java_that_knows_how() -> None:
-    plan = plan_nodes(Path("/data"), 19092, 1)[1]
+    plan = plan_node(Path("/data"), 19092)
     command = server_command(Java("java", 17), Path("/jars"), plan, 300)
     assert command[0] == "java"
     assert {"-Xms300m", "-Xmx300m"} <= set(command)
@@ -136,25 +125,8 @@ def test_the_command_names_heap_and_properties_and_quiets_only_java_that_knows_h
     )
 
 
-@pytest.mark.parametrize("rack", [None, "r1"])
-def test_parse_metadata(rack: str | None) -> None:
-    def text(value: str | None) -> bytes:
-        return (
-            struct.pack(">h", -1)
-            if value is None
-            else struct.pack(">h", len(value)) + value.encode()
-        )
-
-    brokers = b"".join(
-        struct.pack(">i", node) + text("localhost") + struct.pack(">i", 9092) + text(rack)
-        for node in (1, 3)
-    )
-    body = struct.pack(">iii", 1, 0, 2) + brokers + text("cluster") + struct.pack(">ii", 1, 0)
-    assert parse_metadata(body) == ClusterView("cluster", frozenset({1, 3}))
-
-
 def test_impossible_brokers_are_refused() -> None:
-    with pytest.raises(BrokerError, match="1, 3 or 5 nodes, not 2"):
-        EmbeddedBroker(Path("/data"), nodes=2)
     with pytest.raises(BrokerError, match="comma"):
         EmbeddedBroker(Path("/a,b"))
+    with pytest.raises(BrokerError, match=r"advertised_host=d is none of broker\.hosts, a, b, c"):
+        EmbeddedBroker(Path("/data"), advertised_host="d", hosts=("a", "b", "c"))

@@ -53,7 +53,7 @@ def test_words_beat_environment_beats_file(tmp_path: Path) -> None:
         ),
         ("jobs.closed_horizon_s=1000", "must exceed jobs.trajectory_timeout_s"),
         ("admit.policy.reward_deadline_s=1e5", "must exceed admit.policy.reward_deadline_s"),
-        ("broker.nodes=2", "setting broker.nodes"),
+        ("broker.hosts=[a, b]", "hosts names 1, 3 or 5 different hosts"),
     ],
 )
 def test_wrong_setting_is_named(word: str, message: str) -> None:
@@ -170,11 +170,10 @@ def test_settings_are_frozen() -> None:
     ("overrides", "replication"),
     [
         ([], (1, 1)),
-        (["broker.nodes=3"], (3, 2)),
-        (["broker.nodes=5"], (3, 2)),
-        (["broker.nodes=3", "kafka.replication_factor=1"], (1, 1)),
         (["broker.hosts=[a]"], (1, 1)),
         (["broker.hosts=[a, b, c]"], (3, 2)),
+        (["broker.hosts=[a, b, c, d, e]"], (3, 2)),
+        (["broker.hosts=[a, b, c]", "kafka.replication_factor=1"], (1, 1)),
         (["kafka.bootstrap_servers='a:1'"], (1, 1)),
         (["kafka.bootstrap_servers='a:1'", "kafka.replication_factor=3"], (3, 2)),
         (
