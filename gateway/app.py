@@ -37,7 +37,7 @@ from clawstream.gateway.durability.delivery import DeliveryManager
 from clawstream.gateway.durability.log import LogProducer, Message
 from clawstream.gateway.durability.record_writer import RecordWriter
 from clawstream.gateway.durability.spool import Spool
-from clawstream.gateway.engines.client import Upstream
+from clawstream.gateway.engines.pool import EnginePool
 from clawstream.gateway.engines.registry import EngineRegistry
 from clawstream.gateway.metrics import Metrics
 from clawstream.gateway.protocols.adapter import ProtocolAdapter
@@ -45,7 +45,7 @@ from clawstream.gateway.protocols.anthropic_messages import ANTHROPIC_ERRORS, An
 from clawstream.gateway.protocols.openai_chat import OpenAIChat, OpenAIChatBatch
 from clawstream.gateway.protocols.openai_completions import OpenAICompletions
 from clawstream.gateway.protocols.openai_responses import OpenAIResponses
-from clawstream.gateway.proxy.call_endpoint import CallEndpoint
+from clawstream.gateway.proxy.call import CallEndpoint
 from clawstream.gateway.proxy.call_router import Endpoint, ModelCalls
 from clawstream.gateway.proxy.failed_calls import FailedCalls
 from clawstream.gateway.proxy.forwarding import PassedHeaders
@@ -113,7 +113,7 @@ def create_app(
         max_behind=settings.lake.dedupe_window // 2,
         max_age_s=settings.spool_max_age_s,
     )
-    upstream = Upstream(settings.gateway, registry, lambda: producer.uptime_s, clock, metrics)
+    engines = EnginePool(settings.gateway, registry, lambda: producer.uptime_s, clock, metrics)
     authenticator = Authenticator(settings, metrics)
     trajectories = TrajectoryResolver(settings.run_id)
     redaction = redaction_of(settings, secret_of(settings), metrics.redaction_failed.inc)
@@ -136,7 +136,7 @@ def create_app(
     )
     limits = KeyLimits(clock)
     services = Services(
-        settings, authenticator, trajectories, delivery, log, upstream, clock, metrics, in_flight,
+        settings, authenticator, trajectories, delivery, log, engines, clock, metrics, in_flight,
         failed, limits, ContinuationMemory(settings.gateway.continuation_memory_bytes),
         PassedHeaders.of(settings.gateway),
     )  # fmt: skip
@@ -144,12 +144,12 @@ def create_app(
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         await delivery.start()
-        await upstream.open()
+        await engines.open()
         async with authenticator.watching():
             yield
         # The server cancels calls that take too long to finish; they record what they have sent.
         await in_flight.ended()
-        await upstream.close()
+        await engines.close()
         await delivery.close()
 
     async def dead_letter(message: Message) -> None:
@@ -246,7 +246,7 @@ def _operations(app: FastAPI, services: Services, producer: LogProducer) -> None
 
     @app.get("/ready")
     async def ready(response: Response) -> dict[str, bool]:
-        state = {"kafka": producer.reachable, "worker": bool(services.upstream.ready)}
+        state = {"kafka": producer.reachable, "worker": bool(services.engines.ready)}
         response.status_code = 200 if all(state.values()) else 503
         return state
 

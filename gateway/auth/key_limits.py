@@ -21,7 +21,7 @@ AT_ONCE_RETRY_S = 1
 
 
 @dataclass(slots=True)
-class _Use:
+class KeyUse:
     """The usage of a key.
 
     calls: Calls that it may begin now. A token bucket that refills at calls_per_minute.
@@ -36,53 +36,26 @@ class _Use:
     tokens: int = 0
 
 
-class Counted:
-    """Context manager that counts one call of a key. Set `tokens` before the block ends."""
-
-    __slots__ = ("_key", "_limits", "_use", "counts_tokens", "tokens")
-
-    def __init__(self, limits: KeyLimits, key: ApiKey | None) -> None:
-        self._limits, self._key, self.tokens = limits, key, 0
-        self._use: _Use | None = None
-        self.counts_tokens = key is not None and key.tokens_per_day is not None
-        """Whether the key has a token limit."""
-
-    def __enter__(self) -> Counted:
-        if self._key is not None and self._key.limited:
-            self._use = self._limits.begin(self._key)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._use is not None:
-            self._use.in_flight -= 1
-            self._use.tokens += self.tokens
-
-
 class KeyLimits:
-    """The usage of each key that has a limit. `call` is the only way to begin and end a call."""
+    """The usage of each key that has a limit. Each call begins with `begin` and ends with `end`."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._uses: dict[str, _Use] = {}
+        self._uses: dict[str, KeyUse] = {}
 
-    def call(self, key: ApiKey | None) -> Counted:
-        """Count a call of a key while the returned context is active.
-
-        Args:
-            key: None: the caller has no key.
+    def begin(self, key: ApiKey | None) -> KeyUse | None:
+        """Count the start of a call; None: no key, or a key without a limit.
 
         Raises:
-            KeyLimited: On entry: the key is at a limit. The call is not counted.
+            KeyLimited: The key is at a limit. The call is not counted.
         """
-        return Counted(self, key)
-
-    def begin(self, key: ApiKey) -> _Use:
-        """Count the start of a call; `Counted` counts its end. Raises KeyLimited."""
+        if key is None or not key.limited:
+            return None
         now, seconds = self._clock.monotonic(), self._clock.micros() // 1_000_000
         rate = key.calls_per_minute
         use = self._uses.get(key.key_id)
         if use is None:
-            use = self._uses[key.key_id] = _Use(float(rate or 0), now)
+            use = self._uses[key.key_id] = KeyUse(float(rate or 0), now)
         if use.day != seconds // DAY_S:
             use.day, use.tokens = seconds // DAY_S, 0
         if key.tokens_per_day is not None and use.tokens >= key.tokens_per_day:
@@ -99,6 +72,12 @@ class KeyLimits:
             use.calls -= 1
         use.in_flight += 1
         return use
+
+    def end(self, use: KeyUse | None, tokens: int) -> None:
+        """Count the end of a call, and its tokens. use: Result of `begin`."""
+        if use is not None:
+            use.in_flight -= 1
+            use.tokens += tokens
 
 
 def tokens_of(steps: Sequence[Step]) -> int:

@@ -17,16 +17,16 @@ from clawstream.gateway.api.bodies import read_as
 from clawstream.gateway.asgi.client_disconnect import DisconnectWatcher
 from clawstream.gateway.asgi.messages import header_map
 from clawstream.gateway.auth.authenticator import Principal
-from clawstream.gateway.auth.key_limits import Counted
 from clawstream.gateway.capture.engine_tokens import NO_TOKENS, CapturedTokens
-from clawstream.gateway.capture.steps import ABORTED
+from clawstream.gateway.capture.steps import ABORTED, Call
 from clawstream.gateway.claw_r1.bodies import TokenIds
+from clawstream.gateway.engines.client import EngineCall
 from clawstream.gateway.engines.registry import EngineSpec
 from clawstream.gateway.errors import ClientGone, GatewayError, Unprocessable, UpstreamFailed
 from clawstream.gateway.protocols.base import Tokens
 from clawstream.gateway.protocols.openai_completions import OpenAICompletions
 from clawstream.gateway.protocols.request_fields import dumps
-from clawstream.gateway.proxy.failed_calls import Attempt, engine_failure, failure_of
+from clawstream.gateway.proxy.failed_calls import engine_failure, failure_of
 from clawstream.gateway.proxy.forwarding import forwarded, returned
 from clawstream.gateway.proxy.services import Services, held_body
 from clawstream.gateway.proxy.token_limits import refuse_longer
@@ -74,42 +74,41 @@ class Generator:
             GatewayError: The gateway refused the call, or the engine gave no usable reply.
         """
         services, receive = self._services, request.receive
-        headers = header_map(request.scope)
-        attempt = services.failed.attempt(PROTOCOL, headers, None, None)
+        headers, clock = header_map(request.scope), services.clock
+        call, use = Call(PROTOCOL, headers, clock.micros(), clock.monotonic()), None
         try:
-            attempt.caller = caller = services.admit(request.scope, headers, "agent")
-            with services.limits.call(caller.key) as counted:
-                async with held_body(receive, services) as body:
-                    client = DisconnectWatcher(receive)
-                    try:
-                        async with client:
-                            payload = read_as(Generate, body)
-                            return await self._generate(caller, attempt, payload, counted)
-                    finally:
-                        client.stop()
+            call.caller = caller = services.admit(request.scope, headers, "agent")
+            use = services.limits.begin(caller.key)
+            async with held_body(receive, services) as body:
+                client = DisconnectWatcher(receive)
+                try:
+                    async with client:
+                        return await self._generate(caller, call, read_as(Generate, body))
+                finally:
+                    client.stop()
         except ClientGone:
             # nobody reads it; the disconnect has stopped the engine
             return Response(status_code=499)
         except GatewayError as error:
-            services.failed.record(attempt, failure_of(error))
+            services.failed.record(call, failure_of(error))
             raise
+        finally:
+            services.limits.end(use, call.tokens)
 
-    async def _generate(
-        self, caller: Principal, attempt: Attempt, payload: Generate, counted: Counted
-    ) -> Response:
-        services, headers = self._services, attempt.headers
+    async def _generate(self, caller: Principal, call: Call, payload: Generate) -> Response:
+        services, headers = self._services, call.headers
         request = COMPLETIONS.parse_request(self._completion(payload))
-        attempt.model = request.model
+        call.model = request.model
 
         def on_engine(spec: EngineSpec | None) -> None:
-            attempt.engine = spec.name if spec is not None else None
+            call.engine = spec.name if spec is not None else None
 
         services.in_flight.begin()
         held = services.in_flight.replies.reserve()
         try:
             run = services.trajectories.run_of(caller, headers)
-            async with services.upstream.call(
-                "POST", COMPLETIONS.path,
+            async with EngineCall(
+                services.engines, "POST", COMPLETIONS.path,
                 lambda spec: COMPLETIONS.engine_body(request, spec.kind),
                 forwarded(headers, True, services.passed),
                 key=_prefix_key(payload.prompt_ids), run_id=run, model=request.model,
@@ -117,7 +116,7 @@ class Generator:
             ) as response:  # fmt: skip
                 body = await response.read(held)
                 if response.status >= 400:
-                    services.failed.record(attempt, engine_failure(response.status, body))
+                    services.failed.record(call, engine_failure(response.status, body))
                     back = {
                         n.decode(): v.decode("latin-1")
                         for n, v in returned(response.headers, services.passed)
@@ -135,7 +134,7 @@ class Generator:
         finish = captured.finish(0, request)
         tokens = choice.tokens or captured.tokens(0, request)
         reply = reply_of(tokens, finish if finish in ABORTED else choice.finish_reason, run)
-        counted.tokens = len(payload.prompt_ids) + len(reply["token_ids"])
+        call.tokens = len(payload.prompt_ids) + len(reply["token_ids"])
         return Response(orjson.dumps(reply), media_type="application/json")
 
     def _completion(self, payload: Generate) -> bytes:

@@ -15,7 +15,6 @@ from clawstream.gateway.engines.engine import Engine
 from clawstream.gateway.engines.registry import (
     EngineRegistry,
     EngineSpec,
-    Ranking,
     choose,
     eligible,
 )
@@ -25,8 +24,6 @@ from clawstream.schemas.settings import GatewaySettings
 
 FIRST_PROBES_S = 1.0
 """Longest time that the start waits for the first probes of the engines in the settings."""
-ROUTES = 1024
-"""Size of the cache of routes; limited because clients choose the model names."""
 
 
 class EnginePool:
@@ -37,15 +34,15 @@ class EnginePool:
         settings: GatewaySettings,
         registry: EngineRegistry,
         now_s: Callable[[], float],
-        clock: Clock,
-        metrics: Metrics,
+        clock: Clock | None = None,
+        metrics: Metrics | None = None,
     ) -> None:
-        self._settings, self._registry, self._now_s = settings, registry, now_s
-        self._clock, self._metrics = clock, metrics
+        self.settings, self._registry, self._now_s = settings, registry, now_s
+        self._clock, self._metrics = clock or Clock(), metrics or Metrics()
+        self.now_s, self.retries = self._clock.monotonic, self._metrics.upstream_retries
         self._specs: tuple[EngineSpec, ...] = ()
         self._engines: dict[str, Engine] = {}
         self._impaired: set[Engine] = set()
-        self._routes: dict[tuple[str, str | None], Ranking[Engine]] = {}
         self._waiting: set[asyncio.Future[None]] = set()
         self._ending: set[asyncio.Task[None]] = set()
         self._shown: dict[str, str] = {}
@@ -89,7 +86,7 @@ class EnginePool:
     ) -> Engine | None:
         """Choose the engine for a call; None: no engine accepts calls now.
 
-        The rules are `eligible`, `ranked` and `choose` in `clawstream.gateway.engines.registry`.
+        The rules are `eligible` and `choose` in `clawstream.gateway.engines.registry`.
 
         Args:
             key: Trajectory key. Calls of a key prefer the same engine.
@@ -97,28 +94,16 @@ class EnginePool:
             exclude: Engines to leave out.
         """
         self._refresh()
-        ranking = self._routes.get(route)
-        if ranking is None:
-            ranking = self._route(route)
-        order = ranking.order(key)
+        engines = [self._engines[spec.name] for spec in eligible(self._specs, *route)]
         if self._impaired or exclude:
             now = self._clock.monotonic()
-            order = [
+            engines = [
                 engine
-                for engine in order
+                for engine in engines
                 if engine not in exclude and (engine.healthy or engine.admits(now))
             ]
-            order = [engine for engine in order if engine.cooled_down(now)] or order
-        return choose(order)
-
-    def _route(self, route: tuple[str, str | None]) -> Ranking[Engine]:
-        """Rank the engines for a run and model; cache the result."""
-        if len(self._routes) >= ROUTES:
-            self._routes.clear()
-        engines = tuple(self._engines[w.name] for w in eligible(self._specs, *route))
-        same = next((r for r in self._routes.values() if r.engines == engines), None)
-        ranking = self._routes[route] = same or Ranking(engines)
-        return ranking
+            engines = [engine for engine in engines if engine.cooled_down(now)] or engines
+        return choose(engines, key)
 
     async def wait(self, deadline: float) -> None:
         """Wait until an engine changes, or until the deadline on the clock of the gateway."""
@@ -141,7 +126,7 @@ class EnginePool:
         counts = Counter(self.states().values())
         known = ", ".join(f"{n} {state}" for state, n in sorted(counts.items())) or "none is known"
         return NoEngine(
-            f"no engine was ready within {self._settings.worker_wait_s:g} s ({known}): "
+            f"no engine was ready within {self.settings.worker_wait_s:g} s ({known}): "
             "nothing was sampled, try again"
         )
 
@@ -168,7 +153,7 @@ class EnginePool:
                 self._end(engine)
         for name, spec in listed.items():
             if name not in self._engines:
-                settings = self._settings
+                settings = self.settings
                 engine = self._engines[name] = Engine(
                     spec,
                     self._clock.monotonic,
@@ -177,7 +162,6 @@ class EnginePool:
                     settings.max_reply_bytes,
                 )
                 engine.watch()
-        self._routes.clear()
         self._impaired = {engine for engine in self._engines.values() if not engine.healthy}
         self._changed()
 

@@ -5,13 +5,12 @@ The registry is a fold over worker statuses.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
-import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from hashlib import blake2b
+from typing import Protocol, TypeVar
 
 from clawstream.gateway.engines.http1 import address_of
 from clawstream.gateway.errors import UpstreamUnusable
@@ -21,8 +20,6 @@ from clawstream.schemas.records import WorkerState, WorkerStatus
 from clawstream.schemas.settings import UpstreamSettings
 
 MISSED_HEARTBEATS = 3
-SLOTS = 4096
-"""Number of slots that trajectories hash to. Each slot has a cached order of the engines."""
 CROWDED = 2
 """A trajectory leaves its engine at more than this many times the calls of the least loaded one."""
 _API_ROOT = re.compile(r"/v\d+[a-z0-9]*(/openai)?$")
@@ -231,11 +228,13 @@ def of_run(specs: Collection[EngineSpec], run_id: str) -> list[EngineSpec]:
     return chosen or list(specs)
 
 
-def eligible(specs: Collection[EngineSpec], run_id: str, model: str | None) -> list[EngineSpec]:
+def eligible(specs: Sequence[EngineSpec], run_id: str, model: str | None) -> Sequence[EngineSpec]:
     """Return the engines that follow the run and serve the model.
 
     A condition that no engine meets is dropped: the engine itself then reports the error.
     """
+    if len(specs) < 2:
+        return specs
     chosen = of_run(specs, run_id)
     return [w for w in chosen if serves(w, model)] or chosen
 
@@ -262,51 +261,21 @@ class Named(Protocol):
 N = TypeVar("N", bound=Named)
 
 
-def slot_of(key: str) -> int:
-    """Return the slot of a trajectory; every gateway computes the same one."""
-    return zlib.crc32(key.encode()) % SLOTS
+def choose(engines: Sequence[N], key: str) -> N | None:
+    """Choose the engine of a trajectory by rendezvous hashing; None: there is no engine.
 
-
-def ranked(engines: Iterable[N], slot: int) -> list[N]:
-    """Order the engines for a slot, best first, by rendezvous hashing.
-
-    When an engine leaves, only its own trajectories move.
+    Every gateway chooses the same engine, which has the prefix in its cache. When an engine leaves,
+    only its own trajectories move. If the engine is crowded, the least loaded one is chosen.
     """
-    return sorted(
-        engines, key=lambda e: hashlib.blake2b(f"{e.name}\0{slot}".encode(), digest_size=8).digest()
-    )
+    if len(engines) < 2:
+        return engines[0] if engines else None
 
+    def rank(engine: N) -> bytes:
+        return blake2b(f"{engine.name}\0{key}".encode(), digest_size=8).digest()
 
-def choose(order: Sequence[N]) -> N | None:
-    """Choose an engine from the order of a slot; None: the order is empty.
-
-    The first engine has the prefix in its cache. If it is crowded, the least loaded engine is
-    chosen.
-    """
-    if not order:
-        return None
-    first = order[0]
+    ranked = sorted(engines, key=rank)
+    first = ranked[0]
     if first.in_flight <= CROWDED:
         return first
-    least = min(order, key=_calls)
+    least = min(ranked, key=lambda engine: engine.in_flight)
     return least if first.in_flight > CROWDED * max(1, least.in_flight) else first
-
-
-def _calls(engine: Named) -> int:
-    return engine.in_flight
-
-
-class Ranking(Generic[N]):
-    """A set of engines, and the order of each slot, computed on first use."""
-
-    def __init__(self, engines: Iterable[N]) -> None:
-        self.engines = tuple(engines)
-        self._orders: list[list[N] | None] = [None] * SLOTS
-
-    def order(self, key: str) -> list[N]:
-        """Return all engines in the order of a trajectory, the preferred one first."""
-        slot = slot_of(key)
-        order = self._orders[slot]
-        if order is None:
-            order = self._orders[slot] = ranked(self.engines, slot)
-        return order

@@ -10,6 +10,8 @@ from clawstream.gateway.engines.registry import EngineSpec
 from clawstream.gateway.errors import BadRequest
 from clawstream.schemas import engine_frames
 
+CREDENTIALS = ("authorization", "x-api-key")
+"""Headers of a client that go only to upstreams with `forward_credentials`."""
 MAX_CACHED = 256
 VERSION_PATH = "/version"
 """Path that shows the kind of an engine, with or without a header of our middleware."""
@@ -32,7 +34,8 @@ class RequestHeads:
             method: HTTP method.
             path: Path as in the OpenAI API, with `/v1`; it may have a query.
             headers: Headers of the client that are relevant to an engine.
-            credentials: API keys of the client. The engine's own key takes precedence.
+            credentials: Headers of the client with its API keys, see CREDENTIALS. The engine's own
+                key takes precedence.
             length: Bytes of the body; None: no body.
 
         Raises:
@@ -43,8 +46,9 @@ class RequestHeads:
         if query:
             line = f"{line}?{_target(query)}"
         fields = [f"{name}: {_clean(value)}\r\n" for name, value in headers.items()]
-        if credentials and self._spec.forward_credentials and self._spec.api_key is None:
-            fields += [f"{n}: {_clean(v)}\r\n" for n, v in credentials.items() if not _ours(v)]
+        if self._spec.forward_credentials and self._spec.api_key is None:
+            keys = [(name, credentials[name]) for name in CREDENTIALS if name in credentials]
+            fields += [f"{name}: {_clean(key)}\r\n" for name, key in keys if not _ours(key)]
         if length is not None:
             fields.append(f"content-length: {length}\r\n")
         return f"{line}{rest}{''.join(fields)}\r\n".encode("latin-1")

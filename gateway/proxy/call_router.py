@@ -14,7 +14,7 @@ from clawstream.gateway.asgi.error_replies import Reply, reply_of
 from clawstream.gateway.asgi.messages import App, Scope, Send, send_reply
 from clawstream.gateway.asgi.request_encoding import RequestDecoder
 from clawstream.gateway.errors import NotFound, NoWebSocket, WrongMethod
-from clawstream.gateway.proxy.call_endpoint import CallEndpoint
+from clawstream.gateway.proxy.call import CallEndpoint
 from clawstream.gateway.proxy.passthrough import PassthroughEndpoint
 from clawstream.gateway.proxy.paths import (
     ITEMS,

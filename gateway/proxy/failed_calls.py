@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import orjson
-from ulid import ULID
 
 from clawstream.gateway.asgi.error_replies import http_error_of
 from clawstream.gateway.attribution.resolver import TrajectoryRef, TrajectoryResolver
@@ -24,12 +23,11 @@ from clawstream.gateway.durability.log import LogProducer, Message
 from clawstream.gateway.errors import GatewayError
 from clawstream.gateway.metrics import Metrics
 from clawstream.gateway.protocols.reply_fields import EngineError
-from clawstream.gateway.proxy.forwarding import traceparent_of
 from clawstream.gateway.redaction.redactor import Redaction
 from clawstream.runtime.logs import logger
 from clawstream.schemas.codec.single_object import Codec
 from clawstream.schemas.errors import InvalidId
-from clawstream.schemas.ids import check_run_id
+from clawstream.schemas.ids import check_run_id, new_event_id
 from clawstream.schemas.records import FailedCall, FailureSource
 
 MAX_IN_FLIGHT = 1000
@@ -48,32 +46,6 @@ class Failure:
     status: int
     error_type: str | None
     message: str
-
-
-@dataclass(slots=True)
-class Attempt:
-    """Progress of a call since its arrival.
-
-    Attributes:
-        received_at: Microseconds.
-        began: Monotonic seconds.
-        key, group: Trajectory and prompt uid in the path.
-        caller: None until the API key is checked.
-        call: None until the body is parsed.
-        engine: Name of the engine that last got the request.
-        model: Model of a call that makes no step and so never has a `call`.
-    """
-
-    protocol: str
-    headers: Mapping[str, str]
-    received_at: int
-    began: float
-    key: str | None = None
-    group: str | None = None
-    caller: Principal | None = None
-    call: Call | None = None
-    engine: str | None = None
-    model: str | None = None
 
 
 def failure_of(error: GatewayError) -> Failure:
@@ -131,71 +103,61 @@ class FailedCalls:
         )
         self._in_flight = 0
 
-    def attempt(
-        self, protocol: str, headers: Mapping[str, str], key: str | None, group: str | None
-    ) -> Attempt:
-        """Start tracking a call. headers: Names in lower case."""
-        return Attempt(protocol, headers, self._clock.micros(), self._clock.monotonic(), key, group)
-
-    def record(self, attempt: Attempt, failure: Failure) -> None:
+    def record(self, call: Call, failure: Failure) -> None:
         """Send a record if the API key of the call was checked. Never waits.
 
         Call it after sending the reply.
         """
-        if attempt.caller is None:
+        if call.caller is None:
             return
         if not self._producer.reachable or self._in_flight >= MAX_IN_FLIGHT:
             self._lost.inc()
             return
-        ref = (
-            attempt.call.trajectory
-            if attempt.call is not None
-            else self._ref(attempt, attempt.caller)
-        )
+        ref = call.trajectory if call.call_id is not None else self._ref(call, call.caller)
         try:
             run = (
                 ref.run_id
                 if ref is not None
-                else check_run_id(self._trajectories.run_of(attempt.caller, attempt.headers))
+                else check_run_id(self._trajectories.run_of(call.caller, call.headers))
             )
         except InvalidId:  # the client named an invalid run
             self._lost.inc()
             return
-        self._send(self._record(attempt, failure, run, ref))
+        self._send(self._record(call, failure, run, ref))
 
-    def _ref(self, attempt: Attempt, caller: Principal) -> TrajectoryRef | None:
+    def _ref(self, call: Call, caller: Principal) -> TrajectoryRef | None:
         """Return the trajectory of the call if path and headers name it."""
         try:
-            return self._trajectories.resolve(caller, attempt.headers, attempt.key, attempt.group)
+            return self._trajectories.resolve(
+                caller, call.headers, call.path_trajectory, call.path_group
+            )
         except GatewayError:
             return None
 
     def _record(
-        self, attempt: Attempt, failure: Failure, run: str, ref: TrajectoryRef | None
+        self, call: Call, failure: Failure, run: str, ref: TrajectoryRef | None
     ) -> FailedCall:
-        call = attempt.call
-        model = call.request.model if call is not None else attempt.model
         record = FailedCall(
-            event_id=call.call_id if call is not None else str(ULID()),
+            event_id=call.call_id or new_event_id(),
             run_id=run,
             trajectory_key=ref.trajectory_key if ref is not None else None,
             group_id=ref.group_id if ref is not None else None,
             channel=ref.channel if ref is not None else None,
-            protocol=attempt.protocol,
-            model=_cut(model, TYPE_CHARS),
-            streamed=call is not None and call.request.stream,
+            protocol=call.protocol,
+            model=_cut(call.model, TYPE_CHARS),
+            streamed=call.call_id is not None and call.request.stream,
             source=failure.source,
             status=failure.status,
             error_type=_cut(failure.error_type, TYPE_CHARS),
             message=failure.message[: 4 * MESSAGE_CHARS],
-            engine=attempt.engine,
-            idempotency_key=call.idempotency_key if call is not None else None,
-            retry_count=call.retry_count if call is not None else None,
-            user_agent=attempt.headers.get("user-agent"),
+            engine=call.engine,
+            idempotency_key=call.idempotency_key,
+            retry_count=call.retry_count,
+            user_agent=call.user_agent,
             gateway_id=self._gateway_id,
-            received_at=attempt.received_at,
-            traceparent=traceparent_of(attempt.headers),
-            duration_ms=(self._clock.monotonic() - attempt.began) * 1000,
+            received_at=call.received_at,
+            traceparent=call.traceparent,
+            duration_ms=(self._clock.monotonic() - call.began_s) * 1000,
         )
         if self._redaction is not None:
             # Before truncation: no rule finds a truncated secret.

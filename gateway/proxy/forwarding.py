@@ -7,15 +7,9 @@ from dataclasses import dataclass
 from urllib.parse import unquote_plus
 
 from clawstream.gateway.auth.session_keys import KEY_PREFIXES
-from clawstream.gateway.capture.steps import Call
-from clawstream.gateway.engines.client import Response
-from clawstream.schemas.ids import (
-    TRACEPARENT_CHARS,
-    TraceContext,
-    call_span_id,
-    own_trace_id,
-    parse_traceparent,
-)
+from clawstream.gateway.capture.steps import Call, traceparent_of
+from clawstream.gateway.engines.client import EngineCall
+from clawstream.schemas.ids import TraceContext, call_span_id, own_trace_id, parse_traceparent
 from clawstream.schemas.settings import GatewaySettings
 
 FORWARDED = frozenset({
@@ -25,8 +19,6 @@ FORWARDED = frozenset({
     "x-title", "x-codex-turn-state", "originator", "version",
 })  # fmt: skip
 """Client headers forwarded to an engine. The client's API key belongs to the gateway."""
-CREDENTIALS = ("authorization", "x-api-key")
-"""Forwarded only to upstreams with `forward_credentials`."""
 RETURNED = frozenset({
     b"retry-after", b"retry-after-ms", b"x-should-retry", b"request-id", b"x-request-id",
     b"apim-request-id",
@@ -56,11 +48,6 @@ class PassedHeaders:
 BUILT_IN = PassedHeaders()
 
 
-def credentials_of(headers: Mapping[str, str]) -> dict[str, str]:
-    """Return the client's API keys, for an upstream with `forward_credentials`."""
-    return {name: headers[name] for name in CREDENTIALS if name in headers}
-
-
 def forwarded(
     headers: Mapping[str, str], has_body: bool, passed: PassedHeaders = BUILT_IN
 ) -> dict[str, str]:
@@ -86,18 +73,18 @@ def returned(
 
 
 def content_headers(
-    response: Response, passed: PassedHeaders, default: str | None = None
+    reply: EngineCall, passed: PassedHeaders, default: bytes | None = None
 ) -> list[tuple[bytes, bytes]]:
     """Return the engine's headers for a client that gets the body that was read.
 
     default: Content type if the engine names none.
     """
-    headers = returned(response.headers, passed)
-    kind = response.header("content-type") or default
+    headers = returned(reply.headers, passed)
+    kind = reply.headers.get(b"content-type") or default
     if kind is not None:
-        headers.append((b"content-type", kind.encode("latin-1")))
-    if response.encoding is not None:
-        headers.append((b"content-encoding", response.encoding.encode("latin-1")))
+        headers.append((b"content-type", kind))
+    if reply.encoding is not None:
+        headers.append((b"content-encoding", reply.encoding.encode("latin-1")))
     return headers
 
 
@@ -112,15 +99,6 @@ def with_query(path: str, query: bytes) -> str:
     return f"{path}?{kept}" if kept else path
 
 
-def traceparent_of(headers: Mapping[str, str]) -> str | None:
-    """Return the client's trace context if it is valid, without what a later version adds.
-
-    headers: Names in lower case.
-    """
-    sent = headers.get("traceparent")
-    return sent[:TRACEPARENT_CHARS] if sent and parse_traceparent(sent) is not None else None
-
-
 def engine_traceparent(call: Call, own_traces: bool) -> str | None:
     """Return the trace context for an engine: the gateway's span of the call is the parent.
 
@@ -129,9 +107,9 @@ def engine_traceparent(call: Call, own_traces: bool) -> str | None:
     """
     if call.traceparent is None and not own_traces:
         return None
-    client, span_id = parse_traceparent(call.traceparent), call_span_id(call.call_id)
+    client, span_id = parse_traceparent(call.traceparent), call_span_id(call.call_id or "")
     if client is not None:
         return TraceContext(client.trace_id, span_id, client.flags).header
     trajectory = call.trajectory
-    trace_id = own_trace_id(trajectory.run_id, trajectory.trajectory_key, call.call_id)
+    trace_id = own_trace_id(trajectory.run_id, trajectory.trajectory_key, call.call_id or "")
     return TraceContext(trace_id, span_id).header

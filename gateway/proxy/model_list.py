@@ -13,7 +13,8 @@ from typing import Any
 import orjson
 
 from clawstream.gateway.asgi.error_replies import JSON, Reply
-from clawstream.gateway.engines.client import Upstream
+from clawstream.gateway.engines.client import ask
+from clawstream.gateway.engines.pool import EnginePool
 from clawstream.gateway.engines.registry import EngineSpec
 from clawstream.gateway.errors import GatewayError
 from clawstream.gateway.protocols.reply_fields import loads
@@ -22,7 +23,7 @@ PATH = "/v1/models"
 
 
 async def model_list(
-    upstream: Upstream,
+    pool: EnginePool,
     specs: Sequence[EngineSpec],
     path: str,
     headers: Mapping[str, str],
@@ -36,17 +37,17 @@ async def model_list(
         headers, credentials: Those of the client for the engines.
     """
     lists = await asyncio.gather(
-        *(_listed(upstream, spec, path, headers, credentials) for spec in specs)
+        *(_listed(pool, spec, path, headers, credentials) for spec in specs)
     )
     return merged(zip(specs, lists, strict=True))
 
 
 async def _listed(
-    upstream: Upstream, spec: EngineSpec, path: str, headers: Mapping[str, str],
+    pool: EnginePool, spec: EngineSpec, path: str, headers: Mapping[str, str],
     credentials: Mapping[str, str],
 ) -> dict[str, Any] | None:  # fmt: skip
     try:
-        status, body = await upstream.ask(spec, path, headers, credentials)
+        status, body = await ask(pool, spec, path, headers, credentials)
         found = loads(body) if status == 200 else None
     except (GatewayError, ConnectionError, TimeoutError, ValueError):
         return None

@@ -4,119 +4,94 @@ from __future__ import annotations
 
 from urllib.parse import quote
 
-from clawstream.gateway.asgi.client_disconnect import DisconnectWatcher, Receive
-from clawstream.gateway.asgi.error_replies import ErrorFormat, Reply, reply_of
-from clawstream.gateway.asgi.in_flight_limits import ReplyReservation
-from clawstream.gateway.asgi.messages import Scope, Send, header_map, send_reply
-from clawstream.gateway.auth.authenticator import Principal
+from clawstream.gateway.asgi.client_disconnect import Receive
+from clawstream.gateway.asgi.error_replies import ErrorFormat, Reply
+from clawstream.gateway.asgi.messages import Scope, Send, send_reply
 from clawstream.gateway.auth.key_limits import tokens_of_reply
+from clawstream.gateway.engines.client import EngineCall
 from clawstream.gateway.engines.registry import of_run
-from clawstream.gateway.errors import BadRequest, ClientGone, GatewayError
-from clawstream.gateway.protocols.request_fields import (
-    model_of,
-    object_of,
-    repaired,
-)
-from clawstream.gateway.proxy.forwarding import (
-    content_headers,
-    credentials_of,
-    forwarded,
-    with_query,
-)
+from clawstream.gateway.errors import BadRequest
+from clawstream.gateway.protocols.request_fields import model_of, object_of, repaired
+from clawstream.gateway.proxy.client_call import ClientCall
+from clawstream.gateway.proxy.forwarding import content_headers, forwarded, with_query
 from clawstream.gateway.proxy.model_list import PATH, model_list, model_reply
 from clawstream.gateway.proxy.paths import CallTarget
-from clawstream.gateway.proxy.services import Services, held_body
+from clawstream.gateway.proxy.services import Services
 
 
 class PassthroughEndpoint:
     """Endpoint that forwards one method and path. errors: Error format of the protocol."""
 
     def __init__(self, services: Services, method: str, path: str, errors: ErrorFormat) -> None:
-        self._services, self.method, self._path, self._errors = services, method, path, errors
+        self.services, self.method, self.path, self.errors = services, method, path, errors
 
     async def serve(self, scope: Scope, receive: Receive, send: Send, target: CallTarget) -> None:
         """Serve one request."""
-        in_flight, headers = self._services.in_flight, header_map(scope)
-        try:
-            caller = self._services.admit(scope, headers, "agent")
-            in_flight.begin()
-        except GatewayError as error:
-            await send_reply(send, reply_of(error, self._errors))
-            return
-        held = in_flight.replies.reserve()
-        try:
-            try:
-                reply = await self._handle(scope, receive, caller, headers, held, target)
-            except ClientGone:
-                return
-            except GatewayError as error:
-                reply = reply_of(error, self._errors)
-            await send_reply(send, reply)
-        finally:
-            held.release()
-            in_flight.end()
+        await PassthroughCall(self, scope, receive, send, target).serve()
 
-    async def _handle(
-        self, scope: Scope, receive: Receive, caller: Principal, headers: dict[str, str],
-        held: ReplyReservation, target: CallTarget,
-    ) -> Reply:  # fmt: skip
-        services = self._services
-        path = self._path + quote(target.item, safe="/:@!$&'()*+,;=")
-        path = with_query(path, scope["query_string"])
-        with services.limits.call(caller.key) as counted:
-            async with held_body(receive, services) as body:
-                client = DisconnectWatcher(receive)
-                try:
-                    async with client:
-                        reply = await self._forward(caller, headers, path, body, held, target)
-                finally:
-                    client.stop()
-            if counted.counts_tokens and reply.status < 400:
-                counted.tokens = tokens_of_reply(reply.body)
-            return reply
 
-    async def _models(
-        self, run_id: str, headers: dict[str, str], path: str, name: str
-    ) -> Reply | None:
+class PassthroughCall(ClientCall):
+    """One forwarded request. It makes no step, and its failures are not recorded."""
+
+    def __init__(
+        self, endpoint: PassthroughEndpoint, scope: Scope, receive: Receive, send: Send,
+        target: CallTarget,
+    ) -> None:  # fmt: skip
+        services, errors = endpoint.services, endpoint.errors
+        super().__init__(services, "passthrough", errors, scope, receive, send, target)
+        self._endpoint, self._target = endpoint, target
+        path = endpoint.path + quote(target.item, safe="/:@!$&'()*+,;=")
+        self._path = with_query(path, self.query)
+
+    async def handle(self, body: bytes) -> str:
+        """Forward the request and send the reply of the engine."""
+        async with self.client:
+            reply = await self._reply(body)
+        key = self.caller.key
+        if key is not None and key.tokens_per_day is not None and reply.status < 400:
+            self.tokens = tokens_of_reply(reply.body)
+        await send_reply(self.send, reply)
+        return "answered"
+
+    async def _models(self, run_id: str) -> Reply | None:
         """Return the models of all engines; None: one engine's own reply is the answer."""
-        services = self._services
-        specs = of_run(services.upstream.ready, run_id)
+        engines, passed = self.services.engines, self.services.passed
+        specs = of_run(engines.ready, run_id)
         if len(specs) < 2 and not any(spec.models or spec.model_map for spec in specs):
             return None
-        _, _, query = path.partition("?")
-        models = await model_list(
-            services.upstream, specs, f"{PATH}?{query}" if query else PATH,
-            forwarded(headers, False, services.passed), credentials_of(headers),
-        )  # fmt: skip
-        return None if models is None else model_reply(models, name)
+        _, _, query = self._path.partition("?")
+        path = f"{PATH}?{query}" if query else PATH
+        headers = forwarded(self.headers, False, passed)
+        models = await model_list(engines, specs, path, headers, self.headers)
+        return None if models is None else model_reply(models, self._target.item)
 
-    async def _forward(
-        self, caller: Principal, headers: dict[str, str], path: str, body: bytes,
-        held: ReplyReservation, target: CallTarget,
-    ) -> Reply:  # fmt: skip
-        services = self._services
-        ref = services.trajectories.resolve(caller, headers, target.trajectory, target.prompt, {})
-        if self.method == "GET" and self._path.startswith(PATH):
-            found = await self._models(ref.run_id, headers, path, target.item)
-            if found is not None:
-                return found
+    async def _reply(self, body: bytes) -> Reply:
+        services, headers, target, endpoint = (
+            self.services, self.headers, self._target, self._endpoint,
+        )  # fmt: skip
+        trajectory = services.trajectories.resolve(
+            self.caller, headers, target.trajectory, target.prompt, {}
+        )
+        if endpoint.method == "GET" and endpoint.path.startswith(PATH):
+            models = await self._models(trajectory.run_id)
+            if models is not None:
+                return models
         model = model_of({"model": target.item}) if target.tail == "/models/" else None
-        if self.method == "POST":
+        if endpoint.method == "POST":
             try:
                 payload = object_of(body)
             except BadRequest:
                 body = repaired(body)
                 payload = object_of(body)
             model = model_of(payload)
-        async with services.upstream.call(
-            self.method, path, body or None, forwarded(headers, bool(body), services.passed),
-            key=ref.trajectory_key, run_id=ref.run_id, model=model,
-            credentials=credentials_of(headers),
-        ) as response:  # fmt: skip
-            content = await response.read(held)
-            if response.encoding is None and response.status >= 400:
-                content = self._errors.engine_error(response.status, content)
+        async with EngineCall(
+            services.engines, endpoint.method, self._path, body or None,
+            forwarded(headers, bool(body), services.passed),
+            key=trajectory.trajectory_key, run_id=trajectory.run_id, model=model,
+            credentials=headers,
+        ) as reply:  # fmt: skip
+            content = await reply.read(self.reply_room)
+            if reply.encoding is None and reply.status >= 400:
+                content = self.errors.engine_error(reply.status, content)
             length = (b"content-length", b"%d" % len(content))
-            return Reply(
-                response.status, [*content_headers(response, services.passed), length], content
-            )
+            return Reply(reply.status, [*content_headers(reply, services.passed), length], content)

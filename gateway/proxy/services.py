@@ -16,7 +16,7 @@ from clawstream.gateway.clock import Clock
 from clawstream.gateway.continuation.memory import ContinuationMemory
 from clawstream.gateway.durability.delivery import DeliveryManager
 from clawstream.gateway.durability.record_writer import RecordWriter
-from clawstream.gateway.engines.client import Upstream
+from clawstream.gateway.engines.pool import EnginePool
 from clawstream.gateway.metrics import Metrics
 from clawstream.gateway.proxy.failed_calls import FailedCalls
 from clawstream.gateway.proxy.forwarding import PassedHeaders
@@ -32,7 +32,7 @@ class Services:
     trajectories: TrajectoryResolver
     delivery: DeliveryManager
     record_writer: RecordWriter
-    upstream: Upstream
+    engines: EnginePool
     clock: Clock
     metrics: Metrics
     in_flight: InFlightLimits

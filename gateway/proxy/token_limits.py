@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import orjson
 
 from clawstream.gateway.attribution.resolver import TrajectoryRef
-from clawstream.gateway.engines.client import Upstream
+from clawstream.gateway.engines.client import EngineCall
+from clawstream.gateway.engines.pool import EnginePool
 from clawstream.gateway.errors import BadRequest, UpstreamFailed
 from clawstream.gateway.protocols.base import Request
 from clawstream.gateway.protocols.request_fields import dumps
@@ -79,8 +80,8 @@ def refuse_longer(tokens: int | None, limit: int, field: str) -> None:
 class PromptLimit:
     """Checks prompts against gateway.max_prompt_tokens before sampling."""
 
-    def __init__(self, settings: GatewaySettings, upstream: Upstream) -> None:
-        self._limit, self._upstream = settings.max_prompt_tokens, upstream
+    def __init__(self, settings: GatewaySettings, engines: EnginePool) -> None:
+        self._limit, self._engines = settings.max_prompt_tokens, engines
 
     def applies(self, request: Request) -> bool:
         """Return whether the prompt may exceed the limit, so that `check` must count it."""
@@ -93,7 +94,8 @@ class PromptLimit:
 
         Args:
             protocol: Name of the protocol adapter.
-            ref, credentials: Those of the call, so that the engine that counts also serves it.
+            ref, credentials: Trajectory and headers of the call, so that the engine that counts
+                also serves it.
 
         Raises:
             BadRequest: The prompt exceeds the limit.
@@ -132,8 +134,8 @@ class PromptLimit:
     ) -> int | None:
         """Return the engine's count; None when it cannot count, so that its own limit applies."""
         body = dumps({name: payload[name] for name in counting.fields if name in payload})
-        async with self._upstream.call(
-            "POST", counting.path, body, {"content-type": "application/json"},
+        async with EngineCall(
+            self._engines, "POST", counting.path, body, {"content-type": "application/json"},
             key=ref.trajectory_key, run_id=ref.run_id, model=request.model,
             credentials=credentials,
         ) as response:  # fmt: skip

@@ -11,8 +11,9 @@ from support.scripted.engine import ScriptedEngine
 from support.scripted.script import Script, ScriptedChoice
 
 from clawstream.gateway.durability.log import Message
-from clawstream.gateway.engines.client import Upstream
+from clawstream.gateway.engines.client import EngineCall
 from clawstream.gateway.engines.discovery import EngineDiscovery
+from clawstream.gateway.engines.pool import EnginePool
 from clawstream.gateway.engines.registry import EngineRegistry
 from clawstream.runtime.kafka import Cluster
 from clawstream.runtime.topics.records import create_topics
@@ -50,7 +51,7 @@ def test_workers_load_serve_drain_and_leave(cluster: Cluster, settings: Settings
 
     async def body() -> None:
         registry, gate = EngineRegistry(), asyncio.Semaphore(0)
-        upstream = Upstream(settings.gateway, registry, time.monotonic)
+        engines = EnginePool(settings.gateway, registry, time.monotonic)
         feed = EngineDiscovery(cluster, settings, registry, CODEC, time.monotonic, letters.append)
         slow, quick = (
             ScriptedEngine(lambda _: Script([HI], gate=gate)),
@@ -58,33 +59,40 @@ def test_workers_load_serve_drain_and_leave(cluster: Cluster, settings: Settings
         )
 
         async def call() -> tuple[str | None, str]:
-            async with upstream.call(
-                "POST", "/v1/chat/completions", BODY, {}, key="t", run_id="r", model="policy"
+            async with EngineCall(
+                engines,
+                "POST",
+                "/v1/chat/completions",
+                BODY,
+                {},
+                key="t",
+                run_id="r",
+                model="policy",
             ) as response:
                 assert response.status == 200 and b"Hel" in await response.read()
                 return response.spec.worker_id, response.spec.kind
 
         async with slow.serve() as slow_url, quick.serve() as quick_url:
-            await upstream.open()
+            await engines.open()
             feed.start()
             say("a", slow_url, "loading")
-            await until(lambda: upstream.engines.states() == {"a": "loading"})
+            await until(lambda: engines.states() == {"a": "loading"})
             waiting = asyncio.create_task(call())
             say("bad", "http://:0/", "ready")
             say("a", slow_url, "ready")
             await until(lambda: slow.requests)  # it waited, and continues by itself
             say("b", quick_url, "ready")
             say("a", slow_url, "draining")
-            await until(lambda: upstream.engines.states() == {"a": "draining", "b": "ready"})
+            await until(lambda: engines.states() == {"a": "draining", "b": "ready"})
             assert await call() == ("b", "vllm") and not waiting.done()
             gate.release()
             assert await waiting == ("a", "captured")
             producer.put(topic, b"a", None)
             producer.put(topic, b"b", None)
             producer.flush()
-            await until(lambda: upstream.engines.states() == {} and not upstream.ready)
+            await until(lambda: engines.states() == {} and not engines.ready)
             await asyncio.to_thread(feed.stop)
-            await upstream.close()
+            await engines.close()
 
     asyncio.run(body())
     producer.close()

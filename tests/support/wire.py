@@ -13,7 +13,8 @@ from typing import Any
 from prometheus_client import generate_latest
 from support.scripted.script import ScriptedChoice
 
-from clawstream.gateway.engines.client import Upstream
+from clawstream.gateway.engines.client import EngineCall
+from clawstream.gateway.engines.pool import EnginePool
 from clawstream.gateway.engines.registry import EngineRegistry, EngineSpec
 from clawstream.gateway.metrics import Metrics
 from clawstream.schemas.settings import GatewaySettings
@@ -103,15 +104,19 @@ class Rig:
     def __init__(self, upstreams: list[Any], **settings: Any) -> None:
         self.settings = GatewaySettings.model_validate(GIVEN | {"upstreams": upstreams} | settings)
         self.registry, self.metrics = EngineRegistry(self.settings.upstreams), Metrics()
-        self.upstream = Upstream(self.settings, self.registry, lambda: 0.0, metrics=self.metrics)
+        self.engines = EnginePool(self.settings, self.registry, lambda: 0.0, metrics=self.metrics)
         self.asked: list[EngineSpec | None] = []
 
     async def __aenter__(self) -> Rig:
-        await self.upstream.open()
+        await self.engines.open()
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self.upstream.close()
+        await self.engines.close()
+
+    def call(self, *args: Any, **more: Any) -> EngineCall:
+        """Return a call to one of the engines."""
+        return EngineCall(self.engines, *args, **more)
 
     async def ask(self, key: str = "k", **more: Any) -> tuple[int, bytes]:
         given: dict[str, Any] = {
@@ -120,7 +125,7 @@ class Rig:
             "model": None,
             "on_engine": self.asked.append,
         }
-        async with self.upstream.call("POST", "/v1/x", b"{}", {}, **given | more) as response:
+        async with self.call("POST", "/v1/x", b"{}", {}, **given | more) as response:
             return response.status, await response.read()
 
     def count(self, name: str) -> float:
@@ -151,7 +156,7 @@ def run(*answers: Answer, test: Callable[..., Awaitable[None]]) -> None:
 
 def key_of(first: str, rig: Rig) -> str:
     """Return a trajectory that is assigned to this engine."""
-    engines = rig.upstream.engines
+    engines = rig.engines
     for i in range(1000):
         engine = engines.pick(f"k{i}", ("r", None), ())
         if engine is not None and engine.spec.base_url == first:

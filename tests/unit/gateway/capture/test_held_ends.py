@@ -10,7 +10,7 @@ import pytest
 
 from clawstream.gateway.attribution.resolver import TrajectoryRef
 from clawstream.gateway.capture.engine_tokens import CapturedTokens
-from clawstream.gateway.capture.steps import Call, Sampler, steps_of
+from clawstream.gateway.capture.steps import Call, steps_of
 from clawstream.gateway.capture.stream import EventStream
 from clawstream.gateway.protocols.adapter import ProtocolAdapter
 from clawstream.gateway.protocols.anthropic_messages import AnthropicMessages
@@ -82,9 +82,11 @@ def test_tokens_without_a_choice_are_never_trained() -> None:
     told = (0, pack_ids([7]), pack_logprobs([-0.5]), "stop", None)
     captured.add([engine_frames.Frame(0, pack_ids([1]), (told,))])
     request = CHAT.parse_request(orjson.dumps(ASK))
-    trajectory = TrajectoryRef("r", "t", "g", "train")
-    call = Call(trajectory, "t~1", "openai.chat", request, b"{}", "gateway-0", 1)
-    (step,) = steps_of(call, ParsedReply((), None, b"{}"), captured, Sampler(), "ok", 2)
+    call = Call("openai.chat", {}, 1)
+    call.trajectory, call.call_id = TrajectoryRef("r", "t", "g", "train"), "t~1"
+    call.request, call.body, call.gateway_id = request, b"{}", "gateway-0"
+    call.captured = captured
+    (step,) = steps_of(call, ParsedReply((), None, b"{}"), "ok", 2)
     assert step.response_token_ids == pack_ids([7])
     assert "unread reply" in (step.tokens_absent_reason or "")
 

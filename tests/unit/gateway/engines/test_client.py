@@ -79,7 +79,7 @@ def test_what_breaks_after_a_byte_is_the_calls_error() -> None:
             with pytest.raises(UpstreamFailed):
                 await rig.ask(key)
             assert len(rig.asked) == 1
-            async with rig.upstream.call(
+            async with rig.call(
                 "POST", "/v1/x", None, {}, key=key, run_id="r", model=None
             ) as response:
                 pieces = response.pieces()
@@ -108,12 +108,12 @@ def test_an_engine_that_has_enough_gives_way_to_another(reply: bytes, reason: st
 def test_a_providers_own_refusal_passes_when_nobody_else_is_free() -> None:
     async def test(full: str) -> None:
         async with Rig(as_text(full)) as rig:
-            async with rig.upstream.call(
+            async with rig.call(
                 "POST", "/v1/x", None, {}, key="k", run_id="r", model=None
             ) as response:
                 assert (response.status, response.header("retry-after")) == (429, "9")
                 assert await response.read() == b"slow"
-            assert rig.upstream.ready != []
+            assert rig.engines.ready != []
 
     run(saying(LIMITED), test=test)
     run(saying(BUSY), test=lambda url: _status_is(url, 503))
@@ -166,11 +166,11 @@ def test_a_client_that_leaves_gives_everything_back() -> None:
                 await call
             async with asyncio.timeout(SOON_S):
                 await gone.wait()
-            engine = rig.upstream.engines.pick("k", ("r", None), ())
+            engine = rig.engines.pick("k", ("r", None), ())
             assert (
                 engine is not None
                 and engine.in_flight == 0
-                and rig.upstream.engines.states()[url] == "ready"
+                and rig.engines.states()[url] == "ready"
             )
 
     run(answer, test=test)
@@ -184,12 +184,12 @@ def test_keys_and_prompts_are_in_no_log(capsys: pytest.CaptureFixture[str]) -> N
         ]
         async with Rig(upstreams, worker_wait_s=0.3) as rig:
             with pytest.raises(GatewayError) as error:
-                async with rig.upstream.call(
+                async with rig.call(
                     "POST", "/v1/x", b"prompt1", {}, key="k", run_id="r", model=None
                 ):
                     pass
             assert "hunter2" not in str(error.value) and "prompt1" not in str(error.value)
-            await rig.until(lambda: not rig.upstream.ready)
+            await rig.until(lambda: not rig.engines.ready)
         said = "".join(capsys.readouterr())
         assert "engine_out" in said and "hunter2" not in said and "prompt1" not in said
 

@@ -145,7 +145,7 @@ def test_a_reply_that_is_read_whole_has_a_bound(chunked: bool) -> None:
             with pytest.raises(UpstreamFailed, match="max_reply_bytes=1048576"):
                 await rig.ask()
             assert len(rig.asked) == 1
-            async with rig.upstream.call(
+            async with rig.call(
                 "POST", "/v1/x", None, {}, key="k", run_id="r", model=None
             ) as response:
                 assert sum([len(piece) async for piece in response.pieces()]) == 64 * len(piece)

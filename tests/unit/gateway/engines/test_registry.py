@@ -49,12 +49,12 @@ def test_kinds_are_found_and_only_ours_are_asked_to_capture() -> None:
         for kind in ("captured", "vllm", "text"):
             engine = ScriptedEngine(lambda _: Script([HI]), kind)
             async with engine.serve() as url, Rig([url], probe_interval_s=PATIENT_S) as rig:
-                await rig.until(lambda: rig.upstream.ready)
-                assert [w.kind for w in rig.upstream.ready] == [kind]
+                await rig.until(lambda: rig.engines.ready)
+                assert [w.kind for w in rig.engines.ready] == [kind]
                 bodies = lambda worker: (  # noqa: E731
                     json.dumps(ASK | {"kind": worker.kind}).encode()
                 )
-                async with rig.upstream.call(
+                async with rig.call(
                     "POST", "/v1/chat/completions", bodies, {"content-type": "application/json"},
                     key="k", run_id="r", model="policy",
                 ) as response:  # fmt: skip
@@ -82,7 +82,7 @@ def test_an_engine_that_tells_no_tokens_is_announced(
             upstream = {"url": url, "kind": kind} if listed else url
             with capture_logs() as logs:
                 async with Rig([upstream], probe_interval_s=PATIENT_S) as rig:
-                    await rig.until(lambda: rig.upstream.ready)
+                    await rig.until(lambda: rig.engines.ready)
         return [line["do"] for line in logs if line["event"] == "engine_tells_no_tokens"]
 
     said = asyncio.run(body())
@@ -101,14 +101,14 @@ def test_an_engine_that_is_away_is_passed_over_at_once_and_comes_back() -> None:
                 upstreams = [{"url": here, "kind": "text"}, there]
                 # The engine counts as away after a probe at this interval.
                 rig = await stack.enter_async_context(Rig(upstreams, probe_interval_s=1.0))
-                await rig.until(lambda: len(rig.upstream.ready) == 2)
+                await rig.until(lambda: len(rig.engines.ready) == 2)
                 key = key_of(there, rig)
             assert await rig.ask(key) == (200, b"hi")
-            await rig.until(lambda: rig.upstream.engines.states()[there] == "open")
-            assert [w.base_url for w in rig.upstream.ready] == [here]
+            await rig.until(lambda: rig.engines.states()[there] == "open")
+            assert [w.base_url for w in rig.engines.ready] == [here]
             assert rig.count("engine_outages_total") == 1 and rig.count("engines{") == 2
             async with engine.serve(port):
-                await rig.until(lambda: len(rig.upstream.ready) == 2)
+                await rig.until(lambda: len(rig.engines.ready) == 2)
                 assert (await rig.ask(key, model="x"))[0] == 404  # the same engine serves again
 
     asyncio.run(body())
@@ -131,15 +131,15 @@ def test_a_provider_that_failed_is_tried_by_one_call() -> None:
             for _ in range(2):
                 with pytest.raises(UpstreamFailed):
                     await rig.ask()
-            await rig.until(lambda: rig.upstream.engines.states()[url] == "open")
+            await rig.until(lambda: rig.engines.states()[url] == "open")
             failing[0], before = False, len(requests)
             calls = [asyncio.create_task(rig.ask(f"k{i}")) for i in range(10)]
-            await rig.until(lambda: rig.upstream.engines.states()[url] == "half_open")
+            await rig.until(lambda: rig.engines.states()[url] == "half_open")
             await rig.until(lambda: len(requests) > before)
             assert len(requests) == before + 1 and rig.count("waiting") == 9
             go_on.set()
             assert {await call for call in calls} == {(200, b"hi")}
-            assert rig.upstream.engines.states()[url] == "ready" and rig.count("waiting") == 0
+            assert rig.engines.states()[url] == "ready" and rig.count("waiting") == 0
 
     run(answer, test=test)
 
@@ -157,7 +157,7 @@ def test_an_engine_that_hangs_is_noticed_by_probes() -> None:
         async with Rig([{"url": url, "kind": "vllm"}]) as rig:
             assert await rig.ask() == (200, b"hi")
             hangs[0] = True
-            await rig.until(lambda: not rig.upstream.ready)
+            await rig.until(lambda: not rig.engines.ready)
             hangs[0] = False
             assert await rig.ask() == (200, b"hi")
 
@@ -178,7 +178,7 @@ def test_calls_wait_while_weights_load_and_go_on_at_once() -> None:
             rig.registry.update("w", heard(url, "loading"), 0.0)
             calls = [asyncio.create_task(rig.ask(f"k{i}")) for i in range(20)]
             await rig.until(lambda: rig.count("waiting") == 20)
-            assert rig.upstream.engines.states() == {"w": "loading"} and rig.count("engines{") == 1
+            assert rig.engines.states() == {"w": "loading"} and rig.count("engines{") == 1
             rig.registry.update("w", heard(url, "ready"), 0.0)
             assert {status for status, _ in await asyncio.gather(*calls)} == {404}
             assert {w and w.worker_id for w in rig.asked} == {"w"}
@@ -203,9 +203,9 @@ def test_what_never_says_its_kind_is_a_provider_until_it_does(says: bytes) -> No
     async def test(url: str) -> None:
         async with Rig([url]) as rig:
             assert await rig.ask() == (200, b"hi")
-            assert [w.kind for w in rig.upstream.ready] == ["text"]
+            assert [w.kind for w in rig.engines.ready] == ["text"]
             well.set()
-            await rig.until(lambda: [w.kind for w in rig.upstream.ready] == ["vllm"])
+            await rig.until(lambda: [w.kind for w in rig.engines.ready] == ["vllm"])
 
     run(answer, test=test)
 
@@ -228,9 +228,9 @@ def test_what_is_not_up_yet_is_no_provider() -> None:
             Rig([], probe_interval_s=0.2) as reporting,
         ):
             reporting.registry.update("w", heard(limited, "ready"), 0.0)
-            _ = proxied.upstream.ready, reporting.upstream.ready
+            _ = proxied.engines.ready, reporting.engines.ready
             await proxied.until(lambda: min(probes[BUSY], probes[LIMITED]) > 2 * MAX_UNCLEAR)
-            assert proxied.upstream.ready == reporting.upstream.ready == []
+            assert proxied.engines.ready == reporting.engines.ready == []
 
     run(always(BUSY), always(LIMITED), test=test)
 
@@ -238,7 +238,7 @@ def test_what_is_not_up_yet_is_no_provider() -> None:
 def test_a_host_that_cannot_be_looked_up_is_an_engine_that_is_away() -> None:
     async def body() -> None:
         async with Rig(as_text("http://h"), worker_wait_s=0.1) as rig:
-            engine = rig.upstream.engines.pick("k", ("r", None), ())
+            engine = rig.engines.pick("k", ("r", None), ())
             assert engine is not None
             engine.pool = Pool(Address("a..b", 80, False, ""))
             with pytest.raises(NoEngine, match="cannot be reached"):

@@ -17,7 +17,7 @@ from support.scripted.script import Script, ScriptedChoice
 
 from clawstream.gateway.attribution.resolver import TrajectoryRef
 from clawstream.gateway.capture.engine_tokens import CapturedTokens
-from clawstream.gateway.capture.steps import Call, Sampler, steps_of
+from clawstream.gateway.capture.steps import Call, steps_of
 from clawstream.gateway.capture.stream import EventStream
 from clawstream.gateway.errors import BadRequest
 from clawstream.gateway.protocols.base import Choice, EngineKind, ParsedReply, Request
@@ -250,20 +250,16 @@ def test_kinds_of_engines_give_the_same_message_and_tokens(say: ScriptedChoice) 
     )
 
 
-def a_call(**more: Any) -> Call:
-    fields: dict[str, Any] = {
-        "trajectory": TrajectoryRef("r", "t", "g", None), "call_id": "t~1",
-        "protocol": "openai.chat",
-        "request": a_request(),
-        "body": b"{}", "gateway_id": "gw", "received_at": 1,
-    }  # fmt: skip
-    return Call(**fields | more)
+def a_call(captured: CapturedTokens) -> Call:
+    call = Call("openai.chat", {}, 1)
+    call.trajectory, call.call_id = TrajectoryRef("r", "t", "g", None), "t~1"
+    call.request, call.body, call.gateway_id = a_request(), b"{}", "gw"
+    call.captured, call.worker_id, call.version_first = captured, "w", "r/1.0"
+    return call
 
 
 def one_step(captured: CapturedTokens, choice: Choice) -> Any:
-    (step,) = steps_of(
-        a_call(), ParsedReply((choice,), "m", b""), captured, Sampler("w", "r/1.0"), "ok", 2
-    )
+    (step,) = steps_of(a_call(captured), ParsedReply((choice,), "m", b""), "ok", 2)
     return step
 
 
