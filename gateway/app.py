@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -20,9 +20,11 @@ from clawstream.gateway.api.rewards import reward_routes
 from clawstream.gateway.api.rollout_budget.budget import BudgetSource
 from clawstream.gateway.api.rollout_budget.routes import rollout_budget_routes
 from clawstream.gateway.api.sessions import session_routes
+from clawstream.gateway.asgi.client_disconnect import Receive
 from clawstream.gateway.asgi.connection_limit import max_calls, max_connections
 from clawstream.gateway.asgi.error_replies import OPENAI_ERRORS, ErrorFormat, reply_of
 from clawstream.gateway.asgi.in_flight_limits import InFlightLimits
+from clawstream.gateway.asgi.messages import App, Scope, Send
 from clawstream.gateway.asgi.request_encoding import RequestDecoder
 from clawstream.gateway.asgi.unhandled_errors import UnhandledErrors
 from clawstream.gateway.attribution.resolver import TrajectoryResolver
@@ -90,11 +92,11 @@ def create_app(
     codec: Codec | None = None,
     clock: Clock | None = None,
     budgets: BudgetSource | None = None,
-) -> FastAPI:
+) -> GatewayApp:
     """Build the gateway over a producer and an engine registry.
 
     The caller starts and stops both; the application owns the spool and the connections. While the
-    application runs, `app.state.dead_letter` records a dead letter.
+    application runs, `GatewayApp.dead_letter` records a dead letter.
     """
     clock, metrics = clock or Clock(), Metrics()
     add_process_metrics(metrics.registry, settings)
@@ -138,7 +140,7 @@ def create_app(
     services = Services(
         settings, authenticator, trajectories, delivery, log, engines, clock, metrics, in_flight,
         failed, limits, ContinuationMemory(settings.gateway.continuation_memory_bytes),
-        PassedHeaders.of(settings.gateway),
+        PassedHeaders.of(settings.gateway), settings.traces.gives_own_traces,
     )  # fmt: skip
 
     @asynccontextmanager
@@ -159,16 +161,16 @@ def create_app(
             logger().error("dead_letter_lost", error=str(error))
 
     # The documentation pages of FastAPI load scripts from the internet.
-    app = FastAPI(
+    app = GatewayApp(
         title="Clawstream gateway",
         lifespan=lifespan,
         docs_url=None,
         redoc_url=None,
         openapi_url=None,
     )
-    app.state.dead_letter = dead_letter
-    app.state.client_timeout_s = settings.gateway.client_timeout_s
-    app.state.max_connections = max_connections(files, max_in_flight)
+    app.dead_letter = dead_letter
+    app.client_timeout_s = settings.gateway.client_timeout_s
+    app.max_connections = max_connections(files, max_in_flight)
     app.include_router(session_routes(services))
     app.include_router(reward_routes(services))
     app.include_router(curation_routes(services))
@@ -192,17 +194,14 @@ def create_app(
         for method, path, errors in PASSTHROUGH
     }
     metrics.count_in_flight(lambda: services.in_flight.calls)
-    app.add_middleware(
-        ModelCalls,
-        routes=routes,
-        decoder=RequestDecoder(settings.gateway.max_body_bytes, in_flight),
-        base_path=settings.gateway.base_path,
-    )
-    app.add_middleware(UnhandledErrors)
-    if settings.gateway.cors_origins:
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=settings.gateway.cors_origins,
+    # The stack, from the innermost layer: the web framework, model calls, errors, pages' origins.
+    decoder = RequestDecoder(settings.gateway.max_body_bytes, in_flight)
+    app.stack = ModelCalls(app.framework, routes, decoder, settings.gateway.base_path)
+    app.stack = UnhandledErrors(app.stack)
+    if origins := settings.gateway.cors_origins:
+        app.stack = CORSMiddleware(
+            app.stack,
+            allow_origins=origins,
             allow_methods=["*"],
             allow_headers=["*"],
             expose_headers=["*"],
@@ -210,6 +209,29 @@ def create_app(
         )
     _describe(app, routes)
     return app
+
+
+class GatewayApp(FastAPI):
+    """The gateway's web application. Model calls never enter the web framework.
+
+    Attributes:
+        stack: The application with its middleware, see `create_app`.
+        dead_letter: Records a dead letter while the application runs.
+        client_timeout_s: gateway.client_timeout_s.
+        max_connections: Limit of the server's connections.
+    """
+
+    stack: App
+    dead_letter: Callable[[Message], Coroutine[Any, Any, None]]
+    client_timeout_s: float
+    max_connections: int
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self.stack(scope, receive, send)
+
+    async def framework(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a request by the routes of the framework."""
+        await super().__call__(scope, receive, send)
 
 
 def _describe(app: FastAPI, routes: Iterable[tuple[str, str]]) -> None:

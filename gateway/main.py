@@ -85,7 +85,7 @@ async def serve(settings: Settings, stop: asyncio.Event) -> None:
     pending_dead_letters: set[asyncio.Task[None]] = set()
 
     def dead_letter(message: Message) -> None:
-        task = asyncio.create_task(app.state.dead_letter(message))
+        task = asyncio.create_task(app.dead_letter(message))
         pending_dead_letters.add(task)
         task.add_done_callback(pending_dead_letters.discard)
 

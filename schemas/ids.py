@@ -27,6 +27,8 @@ from clawstream.schemas.errors import InvalidId
 
 _BASE32 = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
 _PAIRS = tuple(a + b for a in _BASE32 for b in _BASE32)
+_LETTERS = bytes(ord(_BASE32[byte & 31]) for byte in range(256))
+"""Letter of each byte: each of the 32 letters is equally likely for a random byte."""
 RUN_ID = re.compile(r"[a-z0-9-]{1,64}")
 # A key travels in URLs, headers and file names, where `.` and `..` are no names; `~` separates the
 # call's ulid, `/` and `,` separate ids elsewhere.
@@ -121,8 +123,12 @@ def new_ulid() -> str:
 
     Implemented here for speed: every call needs one.
     """
-    bits = time.time_ns() // 1_000_000 << 80 | int.from_bytes(os.urandom(10))
-    return "".join([_PAIRS[bits >> at & 1023] for at in range(120, -1, -10)])
+    ms, pairs = time.time_ns() // 1_000_000, _PAIRS
+    random = os.urandom(16).translate(_LETTERS).decode()
+    return (
+        f"{pairs[ms >> 40]}{pairs[ms >> 30 & 1023]}{pairs[ms >> 20 & 1023]}"
+        f"{pairs[ms >> 10 & 1023]}{pairs[ms & 1023]}{random}"
+    )
 
 
 def new_call_id(trajectory_key: str) -> str:

@@ -36,7 +36,7 @@ class DisconnectWatcher:
         self._watch.cancel()
 
     async def __aenter__(self) -> None:
-        if self.gone:
+        if self._watch.done():
             raise ClientGone("the client closed its connection")
         task = asyncio.current_task(self._loop)
         assert task is not None

@@ -25,11 +25,10 @@ import socket
 import urllib.parse
 from collections import deque
 from functools import partial
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import httptools
 import uvicorn
-from fastapi import FastAPI
 from uvicorn.protocols.utils import get_local_addr, get_remote_addr
 from uvicorn.server import ServerState
 
@@ -37,6 +36,7 @@ from clawstream.gateway.asgi.connection_limit import ConnectionLimit
 from clawstream.gateway.asgi.deadlines import Deadlines
 from clawstream.gateway.asgi.error_replies import reply_of
 from clawstream.gateway.asgi.http_cycle import Cycle, head_of
+from clawstream.gateway.asgi.messages import App
 from clawstream.gateway.errors import (
     BadRequest,
     GatewayError,
@@ -71,8 +71,19 @@ DISCONNECT_CHECK_S = 0.05
 """Interval of disconnect checks for a client that closed its sending side."""
 
 
+class ServedApp(Protocol):
+    """An application, and what its server has to know.
+
+    stack: The ASGI application. client_timeout_s: gateway.client_timeout_s.
+    """
+
+    stack: App
+    client_timeout_s: float
+    max_connections: int
+
+
 def server_config(
-    app: FastAPI, stop_timeout_s: int | None = None, keep_alive_s: float = KEEP_ALIVE_S
+    app: ServedApp, stop_timeout_s: int | None = None, keep_alive_s: float = KEEP_ALIVE_S
 ) -> uvicorn.Config:
     """Return uvicorn's configuration for a gateway.
 
@@ -80,12 +91,12 @@ def server_config(
     """
     connection = partial(
         ServerConnection,
-        timeout_s=app.state.client_timeout_s,
+        timeout_s=app.client_timeout_s,
         keep_alive_s=keep_alive_s,
-        limit=ConnectionLimit(app.state.max_connections),
+        limit=ConnectionLimit(app.max_connections),
     )
     return uvicorn.Config(
-        app,
+        cast(Any, app.stack),
         http=cast(Any, connection),
         ws="none",
         lifespan="on",

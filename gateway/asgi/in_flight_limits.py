@@ -28,7 +28,11 @@ class InFlightLimits:
                 f"{self.calls} calls are in flight, see gateway.max_in_flight and the limit of "
                 "open files (ulimit -n)"
             )
-        self.replies.check()
+        if self.replies.held >= self.replies.limit:
+            raise Overloaded(
+                f"the replies in flight hold {self.replies.held} bytes, see "
+                f"gateway.max_in_flight_reply_bytes={self.replies.limit}"
+            )
         self.calls += 1
 
     def end(self) -> None:
@@ -68,14 +72,6 @@ class ReplyLimit:
         self._waiting: dict[
             asyncio.Future[None], None
         ] = {}  # insertion order: first come, first served
-
-    def check(self) -> None:
-        """Raise Overloaded when the limit is reached."""
-        if self.held >= self.limit:
-            raise Overloaded(
-                f"the replies in flight hold {self.held} bytes, see "
-                f"gateway.max_in_flight_reply_bytes={self.limit}"
-            )
 
     def reserve(self) -> ReplyReservation:
         """Return an empty reservation, which the call releases at its end."""

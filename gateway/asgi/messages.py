@@ -88,19 +88,16 @@ class HeldBody:
         try:
             return await self._read()
         except BaseException:  # refused, cancelled or disconnected: release the bytes read so far
-            self._release()
+            self._in_flight.release(self._size)
             raise
 
     async def __aexit__(self, *_: object) -> None:
-        self._release()
+        self._in_flight.release(self._size)
 
     def reserve(self, size: int) -> None:
         """Count `size` more bytes until the block ends. Raises Overloaded."""
         self._in_flight.reserve(size)
         self._size += size
-
-    def _release(self) -> None:
-        self._in_flight.release(self._size)
 
     async def _read(self) -> bytes:
         parts, more = [], True

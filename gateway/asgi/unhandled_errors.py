@@ -6,9 +6,7 @@ client.
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
 from traceback import walk_tb
-from typing import Any
 
 from clawstream.gateway.asgi.client_disconnect import Receive
 from clawstream.gateway.asgi.error_replies import reply_of
@@ -27,15 +25,8 @@ class UnhandledErrors:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        started = False
-
-        async def send_and_note(message: MutableMapping[str, Any]) -> None:
-            nonlocal started
-            started = True
-            await send(message)
-
         try:
-            await self._app(scope, receive, send_and_note)
+            await self._app(scope, receive, send)
         except Exception as error:  # the server would log the message
             if scope["type"] != "http":
                 raise
@@ -48,6 +39,8 @@ class UnhandledErrors:
                 error=type(error).__name__,
                 at=locations[-MAX_LOCATIONS:],
             )
-            if started:  # the server closes the connection
+            reply = reply_of(GatewayError("internal error, see the gateway's log"))
+            try:
+                await send_reply(send, reply)
+            except RuntimeError:  # a reply has started: the server closes the connection
                 raise GatewayError("internal error within a reply") from None
-            await send_reply(send, reply_of(GatewayError("internal error, see the gateway's log")))

@@ -9,8 +9,7 @@ anonymous key: the hash of the caller and the user's first turn.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from clawstream.gateway.attribution.agents import session_of
 from clawstream.gateway.attribution.conversation import first_user_turn
@@ -32,8 +31,7 @@ GROUP_HEADER = "x-clawstream-group"
 CHANNEL_HEADER = "x-clawstream-channel"
 
 
-@dataclass(frozen=True, slots=True)
-class TrajectoryRef:
+class TrajectoryRef(NamedTuple):
     """Identify the trajectory of a record.
 
     group_id None: the trajectory is its own group. channel None: the request named no channel.

@@ -98,6 +98,8 @@ def credential_of(headers: Mapping[str, str]) -> str | None:
     scheme, _, token = headers.get("authorization", "").partition(" ")
     found = [token.strip()] if scheme.lower() == "bearer" else []
     found += [headers[name] for name in KEY_HEADERS if name in headers]
+    if not found:
+        return None
     return next((t for t in found if t.startswith(KEY_PREFIXES)), None) or next(
         filter(None, found), None
     )

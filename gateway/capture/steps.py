@@ -13,10 +13,10 @@ from clawstream.gateway.capture.engine_tokens import CapturedTokens
 from clawstream.gateway.capture.sampling import requested_sampling
 from clawstream.gateway.capture.unread import Unread
 from clawstream.gateway.continuation.memory import Lookup
-from clawstream.gateway.protocols.base import Choice, ParsedReply, Request, Tokens
+from clawstream.gateway.protocols.base import Choice, ParsedReply, Request
 from clawstream.gateway.protocols.usage import merged
 from clawstream.schemas.ids import TRACEPARENT_CHARS, parse_traceparent, step_id
-from clawstream.schemas.records import Continuation, Step, StepStatus, Tag, Usage
+from clawstream.schemas.records import Step, StepStatus, Tag, Usage
 
 ABORTED = ("abort", "error")
 IDEMPOTENCY = (
@@ -60,6 +60,7 @@ class Call:
     gateway_id: str
     model: str | None = None
     idempotency_key: str | None = None
+    retry_count: int | None = None
     traceparent: str | None = None
     tags: tuple[Tag, ...] = ()
     continues: Lookup | None = None
@@ -88,7 +89,8 @@ class Call:
             if name in headers:
                 self.idempotency_key = headers[name]
                 break
-        self.retry_count = _retry_count(headers.get("x-stainless-retry-count"))
+        if (retries := headers.get("x-stainless-retry-count")) is not None:
+            self.retry_count = _retry_count(retries)
         if "traceparent" in headers:
             self.traceparent = traceparent_of(headers)
 
@@ -98,8 +100,8 @@ class Call:
         return [step_id(self.call_id or "", i) for i in range(self.request.n)]
 
 
-def _retry_count(text: str | None) -> int | None:
-    return int(text) if text and text.isascii() and text.isdigit() and len(text) < 10 else None
+def _retry_count(text: str) -> int | None:
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else None
 
 
 def traceparent_of(headers: Mapping[str, str]) -> str | None:
@@ -228,12 +230,12 @@ def _step(
         tokenizer_fingerprint=call.tokenizer,
         traceparent=call.traceparent,
         time_to_first_token_ms=call.first_token_ms,
-        continuation=_continuation(call, tokens, captured.rendered(choice.index, call.request)),
+        continuation=None
+        if call.continues is None
+        else call.continues.outcome(
+            tokens.prompt_ids, captured.rendered(choice.index, call.request)
+        ),
     )
-
-
-def _continuation(call: Call, tokens: Tokens, rendered: str | None) -> Continuation | None:
-    return None if call.continues is None else call.continues.outcome(tokens.prompt_ids, rendered)
 
 
 def has_text(step: Step) -> bool:

@@ -156,7 +156,13 @@ class Connection(asyncio.Protocol):
             TimeoutError: The engine sends nothing for too long.
         """
         parts, size = [], 0
-        while piece := await self.piece():
+        while True:
+            if not self._parts:
+                if self.complete:
+                    break
+                await self._more()
+                continue
+            piece = self._taken()
             size += len(piece)
             if size > self._pool.max_reply:
                 raise ConnectionError(
@@ -205,13 +211,10 @@ class Connection(asyncio.Protocol):
 
     def _taken(self) -> bytes:
         parts, self._parts, self._size = self._parts, [], 0
-        self._flow()
-        return parts[0] if len(parts) == 1 else b"".join(parts)
-
-    def _flow(self) -> None:
         if self._paused and self._transport is not None:
             self._paused, self._heard_s = False, self._loop.time()
             self._transport.resume_reading()
+        return parts[0] if len(parts) == 1 else b"".join(parts)
 
     # -- by the event loop
 

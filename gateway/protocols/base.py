@@ -24,8 +24,7 @@ text: Any other provider. It reports no tokens.
 """
 
 
-@dataclass(frozen=True, slots=True)
-class Tokens:
+class Tokens(NamedTuple):
     """The tokens of one choice, packed as in `Step`.
 
     absent: Why ids or log-probabilities are missing; None when both are present.
@@ -38,8 +37,7 @@ class Tokens:
     absent: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(NamedTuple):
     """A parsed model call.
 
     Attributes:
@@ -81,8 +79,7 @@ class Choice:
     tokens: Tokens | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class ParsedReply:
+class ParsedReply(NamedTuple):
     """A parsed reply, plain or accumulated from a stream.
 
     Attributes:

@@ -7,7 +7,6 @@ the chunks that the engine sends only because it requested tokens.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from operator import itemgetter
 from typing import Any
 
@@ -123,7 +122,7 @@ class OpenAIChatBatch(OpenAIChat):
         request = super().parse_request(body)
         dumps_of_request(request.payload)  # refuses now what no step could hold
         parts = tuple({**request.payload, "messages": each} for each in request.payload["messages"])
-        return replace(request, parts=parts)
+        return request._replace(parts=parts)
 
     def _check(self, payload: dict[str, Any]) -> tuple[int, int]:
         conversations = payload.get("messages")

@@ -9,7 +9,6 @@ import codecs
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -158,7 +157,7 @@ def with_defaults(request: Request, protocol: str, default_max_tokens: int | Non
     """
     if request.model == OWN_MODEL and protocol in MODEL_OPTIONAL:
         payload = {name: value for name, value in request.payload.items() if name != "model"}
-        request = replace(request, model=None, payload=payload, body=dumps(payload))
+        request = request._replace(model=None, payload=payload, body=dumps(payload))
     names = REPLY_FIELDS.get(protocol)
     if (
         default_max_tokens is None
@@ -167,7 +166,7 @@ def with_defaults(request: Request, protocol: str, default_max_tokens: int | Non
     ):
         return request
     added = {names[0]: default_max_tokens}
-    return replace(request, body=with_fields(request, added), payload={**request.payload, **added})
+    return request._replace(body=with_fields(request, added), payload={**request.payload, **added})
 
 
 def renamed(body: bytes, model: str) -> bytes:

@@ -134,17 +134,17 @@ class ModelCall(RecordedCall):
     def _engine_call(self) -> EngineCall:
         services, headers, trajectory = self.services, self.headers, self.trajectory
         sent = forwarded(headers, True, services.passed)
-        own_traces = services.settings.traces.gives_own_traces
-        if (traceparent := engine_traceparent(self, own_traces)) is not None:
-            sent["traceparent"] = traceparent
+        if self.traceparent is not None or services.gives_own_traces:
+            sent["traceparent"] = engine_traceparent(self)
         gateway = services.settings.gateway
         family, prior = gateway.exact_continuation, None
         if family is not None and self.continues is not None:
             prior = self.continues.prior(family, gateway.max_prompt_tokens)
         if prior is not None:
             sent[engine_frames.CONTINUE] = "1"
+        path = with_query(self.adapter.path, self.query) if self.query else self.adapter.path
         return EngineCall(
-            services.engines, "POST", with_query(self.adapter.path, self.query),
+            services.engines, "POST", path,
             lambda spec: self._engine_body(spec, prior), sent,
             key=trajectory.trajectory_key, run_id=trajectory.run_id, model=self.model,
             on_engine=self._on_engine, credentials=headers,
@@ -167,8 +167,9 @@ class ModelCall(RecordedCall):
             async with self.client:
                 async with self._engine_call() as reply:
                     kind, status = reply.spec.kind, reply.status
-                    self.version_first = reply.header(engine_frames.VERSION_START)
-                    self.tokenizer = reply.header(engine_frames.TOKENIZER)
+                    if kind == "captured":
+                        self.version_first = reply.header(engine_frames.VERSION_START)
+                        self.tokenizer = reply.header(engine_frames.TOKENIZER)
                     if status >= 400:
                         await self._forward_error(reply)
                         return "upstream_error"

@@ -13,6 +13,7 @@ from clawstream.gateway.asgi.error_replies import ErrorFormat, outcome_of, reply
 from clawstream.gateway.asgi.in_flight_limits import ReplyReservation
 from clawstream.gateway.asgi.messages import HeldBody, Scope, Send, header_map, send_reply
 from clawstream.gateway.auth.authenticator import Principal
+from clawstream.gateway.auth.key_limits import KeyUse
 from clawstream.gateway.capture.steps import Call
 from clawstream.gateway.errors import ClientGone, GatewayError
 from clawstream.gateway.proxy.failed_calls import Failure, failure_of
@@ -27,12 +28,14 @@ class ClientCall(Call, ABC):
         errors: Error format of the protocol.
         query: Query of the request.
         send: Sends an ASGI message.
+        key_use: The usage of its API key; None: the key has no limit, and nobody counts tokens.
         held: The request body, counted as in flight until the end.
         reply_room: Counts the bytes of the reply.
         client: Watches whether the client disconnects.
     """
 
     caller: Principal
+    key_use: KeyUse | None = None
     held: HeldBody
     reply_room: ReplyReservation
     client: DisconnectWatcher
@@ -59,9 +62,9 @@ class ClientCall(Call, ABC):
             in_flight.begin()
         except GatewayError as error:
             return await self._refuse(error)
-        self.reply_room, use = in_flight.replies.reserve(), None
+        self.reply_room = in_flight.replies.reserve()
         try:
-            use = services.limits.begin(caller.key)
+            self.key_use = services.limits.begin(caller.key)
             self.held = HeldBody(self._receive, services.settings.gateway.max_body_bytes, in_flight)
             async with self.held as body:
                 self.client = DisconnectWatcher(self._receive)
@@ -74,7 +77,7 @@ class ClientCall(Call, ABC):
         except GatewayError as error:
             return await self._refuse(error)
         finally:
-            services.limits.end(use, self.tokens)
+            services.limits.end(self.key_use, self.tokens)
             self.reply_room.release()
             in_flight.end()
 

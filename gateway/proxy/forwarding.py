@@ -99,17 +99,15 @@ def with_query(path: str, query: bytes) -> str:
     return f"{path}?{kept}" if kept else path
 
 
-def engine_traceparent(call: Call, own_traces: bool) -> str | None:
+def engine_traceparent(call: Call) -> str:
     """Return the trace context for an engine: the gateway's span of the call is the parent.
 
-    Args:
-        own_traces: A call without a trace context has a trace, too.
+    A call without a trace context gets a trace of its own.
     """
-    if call.traceparent is None and not own_traces:
-        return None
-    client, span_id = parse_traceparent(call.traceparent), call_span_id(call.call_id or "")
+    call_id = call.call_id or ""
+    client, span_id = parse_traceparent(call.traceparent), call_span_id(call_id)
     if client is not None:
         return TraceContext(client.trace_id, span_id, client.flags).header
     trajectory = call.trajectory
-    trace_id = own_trace_id(trajectory.run_id, trajectory.trajectory_key, call.call_id or "")
+    trace_id = own_trace_id(trajectory.run_id, trajectory.trajectory_key, call_id)
     return TraceContext(trace_id, span_id).header

@@ -47,8 +47,7 @@ class PassthroughCall(ClientCall):
         """Forward the request and send the reply of the engine."""
         async with self.client:
             reply = await self._reply(body)
-        key = self.caller.key
-        if key is not None and key.tokens_per_day is not None and reply.status < 400:
+        if self.key_use is not None and reply.status < 400:
             self.tokens = tokens_of_reply(reply.body)
         await send_reply(self.send, reply)
         return "answered"

@@ -76,7 +76,8 @@ class RecordedCall(ClientCall):
     async def record(self, steps: Sequence[Step]) -> None:
         """Make steps durable. Raises NotRecorded."""
         services = self.services
-        self.tokens = tokens_of(steps)
+        if self.key_use is not None:
+            self.tokens = tokens_of(steps)
         delivery = await services.record_writer.record(steps)
         for step in steps:
             services.metrics.recorded[step.status].inc()

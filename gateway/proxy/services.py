@@ -40,6 +40,7 @@ class Services:
     limits: KeyLimits
     continuations: ContinuationMemory
     passed: PassedHeaders
+    gives_own_traces: bool
 
     def admit(self, scope: Scope, headers: Mapping[str, str], needed: KeyScope) -> Principal:
         """Return the caller of a request; call it before the body is read.

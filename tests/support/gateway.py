@@ -14,14 +14,13 @@ from typing import Any
 
 import aiohttp
 import uvicorn
-from fastapi import FastAPI
 from support.log_producer import InMemoryLogProducer
 from support.scripted.engine import ScriptedEngine
 from support.scripted.script import Script
 
 from clawstream.gateway.api.rollout_budget.budget import BudgetReading
 from clawstream.gateway.app import create_app
-from clawstream.gateway.asgi.http_server import KEEP_ALIVE_S, server_config
+from clawstream.gateway.asgi.http_server import KEEP_ALIVE_S, ServedApp, server_config
 from clawstream.gateway.durability.segment import read_segment
 from clawstream.gateway.engines.registry import EngineRegistry
 from clawstream.gateway.errors import BudgetUnknown
@@ -97,7 +96,7 @@ class GatewayFixture:
 
 
 @asynccontextmanager
-async def running(app: FastAPI, keep_alive_s: float = KEEP_ALIVE_S) -> AsyncIterator[str]:
+async def running(app: ServedApp, keep_alive_s: float = KEEP_ALIVE_S) -> AsyncIterator[str]:
     """Serve the app with a real web server without the server's main loop; yield the URL."""
     listening = listen("127.0.0.1", 0)
     config = server_config(app, keep_alive_s=keep_alive_s)

@@ -78,7 +78,7 @@ def test_strangers_keep_no_known_client_away(tmp_path: Path) -> None:
             settings = Settings.model_validate({"data_dir": tmp_path, "gateway": gateway})
             registry = EngineRegistry(settings.gateway.upstreams)
             app = create_app(settings, InMemoryLogProducer(), registry, Codec())
-            app.state.max_connections = MOST
+            app.max_connections = MOST
             async with running(app) as url:
                 await scenario(url, stack)
                 await stack.aclose()
