@@ -13,7 +13,7 @@ from support.gateway import GatewayFixture, run_gateway
 from support.scripted.script import Script, ScriptedChoice
 from support.wire import ASK
 
-from clawstream.gateway.asgi.in_flight_limits import ReplyLimit
+from clawstream.gateway.asgi.in_flight_limits import InFlightLimits
 from clawstream.gateway.engines.http1 import Connection, Pool
 from clawstream.gateway.errors import Overloaded
 from clawstream.schemas.codec.single_object import Codec
@@ -151,12 +151,13 @@ def test_a_total_bound_holds_where_it_is_set() -> None:
 
 def test_beyond_the_limit_one_reply_goes_on_and_the_others_wait_for_its_end() -> None:
     async def body() -> None:
-        replies = ReplyLimit(100)
+        limits = InFlightLimits(1000, 10, 100)
+        replies = limits.replies
         first, second, third = replies.reserve(), replies.reserve(), replies.reserve()
         await first.extend(60)
         await second.extend(60)  # the first reply that exceeds the limit
         with pytest.raises(Overloaded, match="max_in_flight_reply_bytes=100"):
-            replies.check()
+            limits.begin()
         waiting = [asyncio.create_task(held.extend(50)) for held in (first, third)]
         await second.extend(1000)
         left = asyncio.create_task(replies.reserve().extend(10))
@@ -170,7 +171,7 @@ def test_beyond_the_limit_one_reply_goes_on_and_the_others_wait_for_its_end() ->
         await waiting[1]
         third.release()
         assert replies.held == 0
-        replies.check()
+        limits.begin()
 
     asyncio.run(body())
 
