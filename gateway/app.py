@@ -13,6 +13,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import RedirectResponse
 
 from clawstream.gateway import errors
+from clawstream.gateway.api.bodies import in_openapi
 from clawstream.gateway.api.curations import curation_routes
 from clawstream.gateway.api.dependencies import principal_with
 from clawstream.gateway.api.openapi import with_model_calls
@@ -32,6 +33,7 @@ from clawstream.gateway.auth.authenticator import Authenticator, Principal
 from clawstream.gateway.auth.key_limits import KeyLimits
 from clawstream.gateway.auth.session_keys import secret_of
 from clawstream.gateway.claw_r1.api import claw_r1_routes
+from clawstream.gateway.claw_r1.generator import Generate, GenerateEndpoint
 from clawstream.gateway.clock import Clock
 from clawstream.gateway.continuation.memory import ContinuationMemory
 from clawstream.gateway.durability.blobs import Blobs
@@ -186,13 +188,14 @@ def create_app(
     app.include_router(claw_r1_routes(services))
     _operations(app, services, producer)
     _install_error_handlers(app, settings.gateway.base_path)
-    routes: dict[tuple[str, str], Endpoint] = {
+    calls: dict[tuple[str, str], Endpoint] = {
         ("POST", adapter.path.removeprefix("/v1")): CallEndpoint(services, adapter)
         for adapter in ADAPTERS
     } | {
         (method, path.removeprefix("/v1")): PassthroughEndpoint(services, method, path, errors)
         for method, path, errors in PASSTHROUGH
     }
+    routes = calls | {("POST", "/generate"): GenerateEndpoint(services)}
     metrics.count_in_flight(lambda: services.in_flight.calls)
     # The stack, from the innermost layer: the web framework, model calls, errors, pages' origins.
     decoder = RequestDecoder(settings.gateway.max_body_bytes, in_flight)
@@ -207,7 +210,7 @@ def create_app(
             expose_headers=["*"],
             max_age=600,
         )
-    _describe(app, routes)
+    _describe(app, calls)
     return app
 
 
@@ -234,16 +237,20 @@ class GatewayApp(FastAPI):
         await super().__call__(scope, receive, send)
 
 
-def _describe(app: FastAPI, routes: Iterable[tuple[str, str]]) -> None:
+def _describe(app: FastAPI, calls: Iterable[tuple[str, str]]) -> None:
     """Add the model calls to /openapi.json."""
     generate = app.openapi
 
-    def page() -> dict[str, Any]:
+    def with_calls() -> dict[str, Any]:
         if app.openapi_schema is None:
-            app.openapi_schema = with_model_calls(generate(), routes)
+            page = with_model_calls(generate(), calls)
+            page["paths"]["/generate"] = {
+                "post": {"summary": "Tokens in, tokens out", **in_openapi(Generate)}
+            }
+            app.openapi_schema = page
         return app.openapi_schema
 
-    app.openapi = page  # type: ignore[method-assign]
+    app.openapi = with_calls  # type: ignore[method-assign]
 
 
 def _operations(app: FastAPI, services: Services, producer: LogProducer) -> None:

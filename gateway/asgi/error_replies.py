@@ -59,6 +59,12 @@ class Reply(NamedTuple):
     body: bytes
 
 
+def json_reply(value: object) -> Reply:
+    """Build a reply of status 200 with a JSON body."""
+    body = orjson.dumps(value)
+    return Reply(200, [(b"content-type", JSON), (b"content-length", b"%d" % len(body))], body)
+
+
 def http_error_of(error: e.GatewayError) -> HttpError:
     """Return the HTTP mapping of an error."""
     return next(_HTTP_ERRORS[cls] for cls in type(error).__mro__ if cls in _HTTP_ERRORS)

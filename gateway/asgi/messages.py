@@ -109,6 +109,8 @@ class HeldBody:
             if self._size + len(part) > self._limit:
                 hint = f", see {self._setting}" if self._setting else ""
                 raise BodyTooLarge(f"body: larger than {self._limit} bytes{hint}", "body")
+            if self._size + len(part) > self._in_flight.limit:
+                raise self._never_fits(self._size + len(part), 0)
             parts.append(part)
             if more:
                 self.reserve(len(part))
@@ -119,12 +121,15 @@ class HeldBody:
         except Overloaded:
             if len(body) + values <= self._in_flight.limit:
                 raise
-            raise BodyTooLarge(  # it can never be accepted
-                f"body: {len(body)} bytes whose values need {values} bytes of memory exceed "
-                f"gateway.max_in_flight_bytes={self._in_flight.limit}",
-                "body",
-            ) from None
+            raise self._never_fits(len(body), values) from None
         return body
+
+    def _never_fits(self, size: int, values: int) -> BodyTooLarge:
+        return BodyTooLarge(
+            f"body: {size} bytes whose values need {values} bytes of memory exceed "
+            f"gateway.max_in_flight_bytes={self._in_flight.limit}",
+            "body",
+        )
 
 
 async def send_reply(send: Send, reply: Reply) -> None:

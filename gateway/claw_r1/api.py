@@ -1,6 +1,6 @@
 """Serve Claw-R1's HTTP API for white-box agents.
 
-Routes: /submit_steps, /generate, /compute_reward, /init_trajectory.
+Routes: /submit_steps, /compute_reward, /init_trajectory. /generate is a model call: `generator`.
 `clawstream.gateway.api.sessions` serves the other routes of its black-box agents
 (register_trajectory, complete_trajectory). docs/claw-r1.md lists each route with the differences
 and their reasons.
@@ -13,13 +13,12 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Request
 
 from clawstream.gateway.api.bodies import in_openapi, read_as
 from clawstream.gateway.api.dependencies import principal_with, public_url
 from clawstream.gateway.asgi.messages import header_map
 from clawstream.gateway.auth.authenticator import Principal
-from clawstream.gateway.claw_r1.generator import Generate, Generator
 from clawstream.gateway.claw_r1.reward import ComputeReward, RewardFunction, TextOf
 from clawstream.gateway.claw_r1.steps import Submission
 from clawstream.gateway.claw_r1.submitter import Submitter
@@ -37,7 +36,7 @@ def claw_r1_routes(services: Services) -> APIRouter:
     gateway = services.settings.gateway
     text_of = _text_of(gateway)
     reward_function = RewardFunction(services.settings, text_of)
-    submitter, generator = Submitter(services, text_of), Generator(services)
+    submitter = Submitter(services, text_of)
     agent = principal_with(services, "agent")
 
     @asynccontextmanager
@@ -55,10 +54,6 @@ def claw_r1_routes(services: Services) -> APIRouter:
         headers = header_map(request.scope)
         async with held_body(request.receive, services) as body:
             return {"accepted": await submitter.submit(caller, headers, body, channel)}
-
-    @router.post("/generate", openapi_extra=in_openapi(Generate))
-    async def generate(request: Request) -> Response:
-        return await generator.serve(request)
 
     @router.post("/compute_reward", openapi_extra=in_openapi(ComputeReward))
     async def compute_reward(request: Request, caller: Principal = agent) -> dict[str, Any]:

@@ -9,26 +9,26 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
-import orjson
-from fastapi import Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from clawstream.gateway.api.bodies import read_as
-from clawstream.gateway.asgi.client_disconnect import DisconnectWatcher
-from clawstream.gateway.asgi.messages import header_map
-from clawstream.gateway.auth.authenticator import Principal
+from clawstream.gateway.asgi.client_disconnect import Receive
+from clawstream.gateway.asgi.error_replies import OPENAI_ERRORS, Reply, json_reply
+from clawstream.gateway.asgi.messages import Scope, Send, send_reply
 from clawstream.gateway.capture.engine_tokens import NO_TOKENS, CapturedTokens
-from clawstream.gateway.capture.steps import ABORTED, Call
+from clawstream.gateway.capture.steps import ABORTED
 from clawstream.gateway.claw_r1.bodies import TokenIds
 from clawstream.gateway.engines.client import EngineCall
 from clawstream.gateway.engines.registry import EngineSpec
-from clawstream.gateway.errors import ClientGone, GatewayError, Unprocessable, UpstreamFailed
+from clawstream.gateway.errors import NotFound, Unprocessable, UpstreamFailed
 from clawstream.gateway.protocols.base import Tokens
 from clawstream.gateway.protocols.openai_completions import OpenAICompletions
 from clawstream.gateway.protocols.request_fields import dumps
-from clawstream.gateway.proxy.failed_calls import engine_failure, failure_of
-from clawstream.gateway.proxy.forwarding import forwarded, returned
-from clawstream.gateway.proxy.services import Services, held_body
+from clawstream.gateway.proxy.client_call import ClientCall
+from clawstream.gateway.proxy.failed_calls import Failure, engine_failure
+from clawstream.gateway.proxy.forwarding import content_headers, forwarded
+from clawstream.gateway.proxy.paths import CallTarget
+from clawstream.gateway.proxy.services import Services
 from clawstream.gateway.proxy.token_limits import refuse_longer
 from clawstream.schemas import engine_frames
 from clawstream.schemas.ids import parse_version
@@ -61,85 +61,74 @@ class Generate(BaseModel):
     video_data: list[Any] | None = None
 
 
-class Generator:
+class GenerateEndpoint:
     """Serve POST /generate."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
 
-    async def serve(self, request: Request) -> Response:
-        """Return the reply, or an engine's own error. Every failed call is recorded.
+    async def serve(self, scope: Scope, receive: Receive, send: Send, target: CallTarget) -> None:
+        """Serve one call."""
+        await GenerateCall(
+            self._services, PROTOCOL, OPENAI_ERRORS, scope, receive, send, target
+        ).serve()
 
-        Raises:
-            GatewayError: The gateway refused the call, or the engine gave no usable reply.
-        """
-        services, receive = self._services, request.receive
-        headers, clock = header_map(request.scope), services.clock
-        call, use = Call(PROTOCOL, headers, clock.micros(), clock.monotonic()), None
-        try:
-            call.caller = caller = services.admit(request.scope, headers, "agent")
-            use = services.limits.begin(caller.key)
-            async with held_body(receive, services) as body:
-                client = DisconnectWatcher(receive)
-                try:
-                    async with client:
-                        return await self._generate(caller, call, read_as(Generate, body))
-                finally:
-                    client.stop()
-        except ClientGone:
-            # nobody reads it; the disconnect has stopped the engine
-            return Response(status_code=499)
-        except GatewayError as error:
-            services.failed.record(call, failure_of(error))
-            raise
-        finally:
-            services.limits.end(use, call.tokens)
 
-    async def _generate(self, caller: Principal, call: Call, payload: Generate) -> Response:
-        services, headers = self._services, call.headers
+class GenerateCall(ClientCall):
+    """One call of POST /generate. It makes no step; every failure is recorded."""
+
+    def failed(self, failure: Failure) -> None:
+        """Record the failure."""
+        self.services.failed.record(self, failure)
+
+    async def handle(self, body: bytes) -> str:
+        """Send the reply, or an engine's own error."""
+        if self.path_trajectory is not None:
+            raise NotFound("no such path: /generate names no trajectory")
+        failure = None
+        async with self.client:
+            reply, failure = await self._reply(read_as(Generate, body))
+        await send_reply(self.send, reply)
+        if failure is not None:
+            self.failed(failure)
+        return "answered" if failure is None else "upstream_error"
+
+    async def _reply(self, payload: Generate) -> tuple[Reply, Failure | None]:
+        """Return the reply, and the failure if it is an engine's own error."""
+        services, headers = self.services, self.headers
         request = COMPLETIONS.parse_request(self._completion(payload))
-        call.model = request.model
-
-        def on_engine(spec: EngineSpec | None) -> None:
-            call.engine = spec.name if spec is not None else None
-
-        services.in_flight.begin()
-        held = services.in_flight.replies.reserve()
-        try:
-            run = services.trajectories.run_of(caller, headers)
-            async with EngineCall(
-                services.engines, "POST", COMPLETIONS.path,
-                lambda spec: COMPLETIONS.engine_body(request, spec.kind),
-                forwarded(headers, True, services.passed),
-                key=_prefix_key(payload.prompt_ids), run_id=run, model=request.model,
-                on_engine=on_engine,
-            ) as response:  # fmt: skip
-                body = await response.read(held)
-                if response.status >= 400:
-                    services.failed.record(call, engine_failure(response.status, body))
-                    back = {
-                        n.decode(): v.decode("latin-1")
-                        for n, v in returned(response.headers, services.passed)
-                    }
-                    return Response(body, response.status, back, response.header("content-type"))
-                captured = CapturedTokens(NO_TOKENS[response.spec.kind])
-                body = captured.split_trailer(body, response.header(engine_frames.OWN_BODY))
-                parsed = COMPLETIONS.parse_reply(request, response.spec.kind, body)
-        finally:
-            held.release()
-            services.in_flight.end()
+        self.model = request.model
+        run = services.trajectories.run_of(self.caller, headers)
+        async with EngineCall(
+            services.engines, "POST", COMPLETIONS.path,
+            lambda spec: COMPLETIONS.engine_body(request, spec.kind),
+            forwarded(headers, True, services.passed),
+            key=_prefix_key(payload.prompt_ids), run_id=run, model=request.model,
+            on_engine=self._on_engine,
+        ) as reply:  # fmt: skip
+            body = await reply.read(self.reply_room)
+            if reply.status >= 400:
+                sent = content_headers(reply, services.passed)
+                sent.append((b"content-length", b"%d" % len(body)))
+                return Reply(reply.status, sent, body), engine_failure(reply.status, body)
+            captured = CapturedTokens(NO_TOKENS[reply.spec.kind])
+            body = captured.split_trailer(body, reply.header(engine_frames.OWN_BODY))
+            parsed = COMPLETIONS.parse_reply(request, reply.spec.kind, body)
         if not parsed.choices:
             raise UpstreamFailed("the engine's completion has no choice")
         choice = parsed.choices[0]
         finish = captured.finish(0, request)
         tokens = choice.tokens or captured.tokens(0, request)
-        reply = reply_of(tokens, finish if finish in ABORTED else choice.finish_reason, run)
-        call.tokens = len(payload.prompt_ids) + len(reply["token_ids"])
-        return Response(orjson.dumps(reply), media_type="application/json")
+        fields = reply_of(tokens, finish if finish in ABORTED else choice.finish_reason, run)
+        self.tokens = len(payload.prompt_ids) + len(fields["token_ids"])
+        return json_reply(fields), None
+
+    def _on_engine(self, spec: EngineSpec | None) -> None:
+        self.engine = spec.name if spec is not None else None
 
     def _completion(self, payload: Generate) -> bytes:
         """Return the body of the completions call. Raises BadRequest or Unprocessable."""
-        gateway = self._services.settings.gateway
+        gateway = self.services.settings.gateway
         for name in ("image_data", "video_data"):
             if getattr(payload, name):
                 raise Unprocessable(

@@ -8,16 +8,16 @@ the application.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Protocol
 
 from clawstream.gateway.asgi.client_disconnect import Receive
 from clawstream.gateway.asgi.error_replies import Reply, reply_of
 from clawstream.gateway.asgi.messages import App, Scope, Send, send_reply
 from clawstream.gateway.asgi.request_encoding import RequestDecoder
 from clawstream.gateway.errors import NotFound, NoWebSocket, WrongMethod
-from clawstream.gateway.proxy.call import CallEndpoint
-from clawstream.gateway.proxy.passthrough import PassthroughEndpoint
 from clawstream.gateway.proxy.paths import (
     ITEMS,
+    CallTarget,
     canonical,
     how_to_call,
     normalized,
@@ -25,7 +25,13 @@ from clawstream.gateway.proxy.paths import (
     proxy_prefix,
 )
 
-Endpoint = CallEndpoint | PassthroughEndpoint
+
+class Endpoint(Protocol):
+    """Serves the requests of one method and path tail: checks key and limits, then the body."""
+
+    async def serve(self, scope: Scope, receive: Receive, send: Send, target: CallTarget) -> None:
+        """Serve one request."""
+        ...
 
 
 class ModelCalls:

@@ -10,9 +10,7 @@ import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import orjson
-
-from clawstream.gateway.asgi.error_replies import JSON, Reply
+from clawstream.gateway.asgi.error_replies import Reply, json_reply
 from clawstream.gateway.engines.client import ask
 from clawstream.gateway.engines.pool import EnginePool
 from clawstream.gateway.engines.registry import EngineSpec
@@ -88,5 +86,4 @@ def model_reply(models: Mapping[str, Any], name: str) -> Reply | None:
         found = next((model for model in models["data"] if model["id"] == name), None)
         if found is None:
             return None
-    body = orjson.dumps(found)
-    return Reply(200, [(b"content-type", JSON), (b"content-length", b"%d" % len(body))], body)
+    return json_reply(found)

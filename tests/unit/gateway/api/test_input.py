@@ -191,7 +191,7 @@ def test_bodies_of_all_routes_together_are_bounded(run_scenario: RunScenario) ->
         for _ in range(3):  # every outcome releases the reserved bytes
             assert (await send(io.BytesIO(body)))[0] == 201
             assert (await send(io.BytesIO(body[:-1])))[0] == 400
-            assert (await send(io.BytesIO(body * 2)))[0] == 503
+            assert (await send(io.BytesIO(body * 2)))[0] == 413
 
     run_scenario(scenario, Script([HI]), max_in_flight_bytes=5000)
 
