@@ -27,7 +27,7 @@ from clawstream.gateway.asgi.error_replies import OPENAI_ERRORS, ErrorFormat, re
 from clawstream.gateway.asgi.in_flight_limits import InFlightLimits
 from clawstream.gateway.asgi.messages import App, Scope, Send
 from clawstream.gateway.asgi.request_encoding import RequestDecoder
-from clawstream.gateway.asgi.unhandled_errors import UnhandledErrors
+from clawstream.gateway.asgi.unhandled_errors import UNFORESEEN, UnhandledErrors
 from clawstream.gateway.attribution.resolver import TrajectoryResolver
 from clawstream.gateway.auth.authenticator import Authenticator, Principal
 from clawstream.gateway.auth.key_limits import KeyLimits
@@ -292,6 +292,10 @@ def _install_error_handlers(app: FastAPI, base_path: str) -> None:
     def reply(error: errors.GatewayError) -> Response:
         status, headers, body = reply_of(error)
         return Response(body, status, {k.decode(): v.decode() for k, v in headers})
+
+    @app.exception_handler(Exception)
+    async def unforeseen(_: Request, error: Exception) -> Response:
+        return reply(UNFORESEEN)  # the framework raises the error again; `UnhandledErrors` logs it
 
     @app.exception_handler(errors.GatewayError)
     async def ours(_: Request, error: errors.GatewayError) -> Response:

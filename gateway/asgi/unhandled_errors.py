@@ -14,6 +14,7 @@ from clawstream.gateway.asgi.messages import App, Scope, Send, send_reply
 from clawstream.gateway.errors import GatewayError
 from clawstream.runtime.logs import logger
 
+UNFORESEEN = GatewayError("internal error, see the gateway's log")
 MAX_LOCATIONS = 8
 """Maximum number of logged stack locations, innermost last."""
 
@@ -39,8 +40,7 @@ class UnhandledErrors:
                 error=type(error).__name__,
                 at=locations[-MAX_LOCATIONS:],
             )
-            reply = reply_of(GatewayError("internal error, see the gateway's log"))
             try:
-                await send_reply(send, reply)
+                await send_reply(send, reply_of(UNFORESEEN))
             except RuntimeError:  # a reply has started: the server closes the connection
                 raise GatewayError("internal error within a reply") from None

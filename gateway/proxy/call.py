@@ -167,7 +167,7 @@ class ModelCall(RecordedCall):
             async with self.client:
                 async with self._engine_call() as reply:
                     kind, status = reply.spec.kind, reply.status
-                    if kind == "captured":
+                    if kind != "text":
                         self.version_first = reply.header(engine_frames.VERSION_START)
                         self.tokenizer = reply.header(engine_frames.TOKENIZER)
                     if status >= 400:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -329,7 +328,7 @@ def test_prompts_of_a_batch_share_the_choices_evenly() -> None:
             for i in (0, 1)
         )
         captured.add([engine_frames.Frame(g, pack_ids([g]), choices)])
-    request = replace(a_request(), n=6, prompts=3)  # of the third prompt nothing came yet
+    request = a_request()._replace(n=6, prompts=3)  # of the third prompt nothing came yet
     assert [unpack_ids(captured.tokens(i, request).ids or b"") for i in range(6)] == [
         [0],
         [1],
