@@ -22,7 +22,11 @@ import pyarrow as pa
 import pyarrow.dataset as ds
 
 from clawstream.query.column_comments import table_comments
-from clawstream.query.views.verdicts import readiness_json, refusals_json, step_readiness_json
+from clawstream.query.views.verdicts import (
+    readiness_json,
+    refusals_json,
+    unmet_step_conditions_json,
+)
 from clawstream.schemas.ids import GATEWAY_ASSIGNED_KEY
 from clawstream.schemas.settings import LakeSettings, Settings
 from clawstream.stream_jobs.errors import LakeDamaged, SqlError
@@ -129,7 +133,7 @@ def _with_views(
     definitions, comments = _statements(connection)
     assigned = f"regexp_full_match(key, '{GATEWAY_ASSIGNED_KEY.pattern}')"
     connection.execute(f"CREATE MACRO is_gateway_assigned(key) AS {assigned}")
-    for function in (readiness_json, step_readiness_json, refusals_json):
+    for function in (readiness_json, unmet_step_conditions_json, refusals_json):
         connection.create_function(
             function.__name__, function, ["VARCHAR", "VARCHAR", "BIGINT"], "VARCHAR",
             null_handling="special",

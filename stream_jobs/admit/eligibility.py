@@ -16,19 +16,6 @@ from clawstream.schemas.records import AdmissionPolicy, Candidate, CandidateStep
 from clawstream.schemas.records.rewards import out_of_bounds
 from clawstream.schemas.reward_matching import missing, training_reward, valueless, weighted_sum
 
-CONDITIONS = (
-    "outcome",
-    "untrainable",
-    "too_short",
-    "too_long",
-    "quality",
-    "reward_missing",
-    "assessment_missing",
-    "stale",
-)
-"""Conditions of a trajectory, in the order in which admission refuses for them."""
-STEP_CONDITIONS = ("untrainable", "tagged", "quality", "stale")
-
 
 class Ineligibility(NamedTuple):
     """An unmet condition: the reason as a refusal names it, and details with numbers."""
@@ -37,33 +24,19 @@ class Ineligibility(NamedTuple):
     detail: str | None = None
 
 
-class StepReadiness(NamedTuple):
-    """Readiness of a step. score: share of the conditions that are met, in [0, 1]."""
-
-    step_id: str
-    step_index: int
-    ready: bool
-    score: float
-    unmet_conditions: tuple[str, ...]
-    staleness: int | None
-    quality: float | None
-
-
 class Readiness(NamedTuple):
     """Readiness of a trajectory, named like the columns of the SQL view `readiness`.
 
-    awaiting_input: The only unmet condition is an input that may still arrive. score: Share of the
-    conditions that are met. staleness: Versions from the oldest trainable token to the newest.
+    unmet_conditions: In the order in which admission refuses for them. awaiting_input: The only one
+    is an input that may still arrive. staleness: Versions from its oldest trainable token to the
+    newest version.
     """
 
-    ready: bool
-    awaiting_input: bool
-    score: float
     unmet_conditions: tuple[str, ...]
+    awaiting_input: bool
     staleness: int | None
     trainable_tokens: int
     training_reward: float | None
-    admission_policy_version: int
 
 
 def staleness_of(oldest_sync_index: int | None, trains: int | None) -> int | None:
@@ -217,28 +190,20 @@ def readiness(
     staleness = staleness_of(trained.oldest_sync_index, newest)
     if candidate.channel == "train" and is_stale(staleness, policy):
         unmet.append("stale")
-    conditions = tuple(dict.fromkeys(unmet))
     return Readiness(
-        not unmet,
+        tuple(dict.fromkeys(unmet)),
         awaited is not None and len(unmet) == 1,
-        1 - len(conditions) / len(CONDITIONS),
-        conditions,
         staleness,
         trained.trainable_tokens,
         training_reward(policy.reward_weights, trained.rewards),
-        policy.policy_version,
     )
 
 
-def step_readiness(
+def unmet_step_conditions(
     step: CandidateStep, channel: Channel, policy: AdmissionPolicy, newest: int | None
-) -> StepReadiness:
-    """Return the readiness of a step. Arguments as in `readiness`."""
+) -> list[str]:
+    """Return the unmet conditions of a step. Arguments as in `readiness`."""
     unmet = [lack.reason for lack in step_ineligibilities(step, policy)]
-    staleness = staleness_of(step.oldest_sync_index, newest)
-    if channel == "train" and is_stale(staleness, policy):
+    if channel == "train" and is_stale(staleness_of(step.oldest_sync_index, newest), policy):
         unmet.append("stale")
-    score = 1 - len(unmet) / len(STEP_CONDITIONS)
-    return StepReadiness(
-        step.step_id, step.index, not unmet, score, tuple(unmet), staleness, step.quality
-    )
+    return unmet

@@ -1,7 +1,7 @@
 -- Quality and readiness.
 --
 -- Readiness is what admission says of a trajectory: the functions `readiness_json` and
--- `step_readiness_json` call its rules. There is no row before a policy is in force.
+-- `unmet_step_conditions_json` call its rules. There is no row before a policy is in force.
 
 CREATE VIEW findings AS
     SELECT run_id, trajectory_id, f.rule, f.step_id, f.score, f.evidence, kafka_timestamp
@@ -68,14 +68,16 @@ CREATE MACRO training_reward_of(given, weights) AS
 
 -- other_policy: JSON of the policy; null: that in force for run and channel.
 CREATE MACRO readiness_under(other_policy) AS TABLE
-    SELECT run_id, trajectory_id, group_id, channel, revision, r.admission_policy_version, r.ready,
-        r.awaiting_input, r.score, r.unmet_conditions, r.staleness, r.trainable_tokens,
-        r.training_reward, quality, kafka_topic_id
-    FROM (SELECT *, from_json(readiness_json(member_json(candidate, NULL),
-            coalesce(other_policy, policy_json), newest), '{
-            "admission_policy_version": "BIGINT", "ready": "BOOLEAN", "awaiting_input": "BOOLEAN",
-            "score": "DOUBLE", "unmet_conditions": ["VARCHAR"], "staleness": "BIGINT",
-            "trainable_tokens": "BIGINT", "training_reward": "DOUBLE"}') AS r
+    SELECT run_id, trajectory_id, group_id, channel, revision,
+        (policy->>'policy_version')::BIGINT AS admission_policy_version,
+        len(r.unmet_conditions) = 0 AS ready, r.awaiting_input,
+        1 - len(r.unmet_conditions) / 8 AS score, r.unmet_conditions, r.staleness,
+        r.trainable_tokens, r.training_reward, quality, kafka_topic_id
+    FROM (SELECT *, coalesce(other_policy, policy_json) AS policy,
+            from_json(readiness_json(member_json(candidate, NULL), policy, newest), '{
+                "unmet_conditions": ["VARCHAR"], "awaiting_input": "BOOLEAN",
+                "staleness": "BIGINT", "trainable_tokens": "BIGINT",
+                "training_reward": "DOUBLE"}') AS r
         FROM admission_candidates());
 
 CREATE VIEW readiness AS SELECT * FROM readiness_under(NULL);
@@ -99,14 +101,13 @@ COMMENT ON COLUMN readiness.quality IS
     'Quality in [0, 1]: a curation''s if there is one, else the assessment''s; null: not scored.';
 
 CREATE VIEW step_readiness AS
-    SELECT run_id, trajectory_id, group_id, channel, s.step_id, s.step_index,
-        admission_policy_version, s.ready, s.score, s.unmet_conditions, s.staleness, s.quality
-    FROM (SELECT *, (policy_json->>'policy_version')::BIGINT AS admission_policy_version,
-            unnest(from_json(step_readiness_json(
-                member_json(candidate, NULL), policy_json, newest), '[{
-                "step_id": "VARCHAR", "step_index": "INTEGER", "ready": "BOOLEAN",
-                "score": "DOUBLE", "unmet_conditions": ["VARCHAR"], "staleness": "BIGINT",
-                "quality": "DOUBLE"}]')) AS s
+    SELECT run_id, trajectory_id, group_id, channel, s.step_id, s.index AS step_index,
+        (policy_json->>'policy_version')::BIGINT AS admission_policy_version,
+        len(unmet_conditions) = 0 AS ready, 1 - len(unmet_conditions) / 4 AS score,
+        unmet_conditions, newest - s.oldest_sync_index AS staleness, s.quality
+    FROM (SELECT *, unnest(steps) AS s, unnest(from_json(unmet_step_conditions_json(
+            member_json(candidate, NULL), policy_json, newest), '[["VARCHAR"]]'))
+            AS unmet_conditions
         FROM admission_candidates());
 
 COMMENT ON COLUMN step_readiness.step_id IS 'Step: `<call id>.<choice>`.';

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from clawstream.schemas.records import AdmissionPolicy
-from clawstream.stream_jobs.admit.eligibility import readiness, step_readiness
+from clawstream.stream_jobs.admit.eligibility import readiness, unmet_step_conditions
 from clawstream.stream_jobs.admit.group import ClosedMember, refusals
 
 
@@ -31,12 +31,12 @@ def readiness_json(member: str, policy: str, newest: int | None) -> str:
     return _encoded(readiness(asked.candidate, _policy(policy), has_payload, newest)._asdict())
 
 
-def step_readiness_json(member: str, policy: str, newest: int | None) -> str:
-    """Return the `StepReadiness` of each step as a JSON array. Arguments as in `readiness_json`."""
+def unmet_step_conditions_json(member: str, policy: str, newest: int | None) -> str:
+    """Return the unmet conditions of each step, as JSON. Arguments as in `readiness_json`."""
     candidate, applied = _decoded(ClosedMember, member).candidate, _policy(policy)
     return _encoded(
         [
-            step_readiness(step, candidate.channel, applied, newest)._asdict()
+            unmet_step_conditions(step, candidate.channel, applied, newest)
             for step in candidate.steps
         ]
     )

@@ -17,11 +17,10 @@ from clawstream.schemas.records import (
 )
 from clawstream.stream_jobs.admit import group
 from clawstream.stream_jobs.admit.eligibility import (
-    CONDITIONS,
     Readiness,
     ineligibilities,
     readiness,
-    step_readiness,
+    unmet_step_conditions,
 )
 from clawstream.stream_jobs.admit.group import ClosedMember
 
@@ -29,11 +28,9 @@ PLACE = Place(topic_id="T", partition=0, first_offset=0, last_offset=0)
 
 
 def test_a_trajectory_that_lacks_nothing_is_ready() -> None:
-    assert readiness(cand("a"), policy(policy_version=3), True, 0) == (
-        Readiness(True, False, 1.0, (), 0, 5, 1.0, 3)
-    )
+    assert readiness(cand("a"), policy(), True, 0) == Readiness((), False, 0, 5, 1.0)
     (step,) = cand("a").steps
-    assert step_readiness(step, "train", policy(), 0) == ("a~1.0", 0, True, 1.0, (), None, None)
+    assert unmet_step_conditions(step, "train", policy(), 0) == []
 
 
 def test_everything_that_is_lacking_is_named() -> None:
@@ -58,14 +55,16 @@ def test_everything_that_is_lacking_is_named() -> None:
     )
     made = cand("a", value=None, outcome="timed_out", quality=0.4, steps=(poor,))
     whole = readiness(made, strict, False, 3)
-    assert whole.unmet_conditions == CONDITIONS
-    assert (whole.ready, whole.awaiting_input, whole.score, whole.staleness) == (False, False, 0, 3)
+    assert whole.unmet_conditions == (
+        "outcome", "untrainable", "too_short", "too_long", "quality", "reward_missing",
+        "assessment_missing", "stale",
+    )  # fmt: skip
+    assert (whole.awaiting_input, whole.staleness) == (False, 3)
     details = {lack.reason: lack.detail for lack in ineligibilities(made, strict, False)}
     assert details["quality"] == "quality 0.4 below 0.5"
     assert details["reward_missing"] == "no value of rule"
-    step = step_readiness(poor, "train", strict, 3)
-    assert (step.unmet_conditions, step.score) == (("tagged", "quality", "stale"), 0.25)
-    assert step_readiness(poor, "val", strict, 3).unmet_conditions == ("tagged", "quality")
+    assert unmet_step_conditions(poor, "train", strict, 3) == ["tagged", "quality", "stale"]
+    assert unmet_step_conditions(poor, "val", strict, 3) == ["tagged", "quality"]
 
 
 def test_what_may_still_come_is_awaited() -> None:
@@ -80,7 +79,7 @@ def test_what_may_still_come_is_awaited() -> None:
 
 def test_validation_asks_for_no_version_and_no_freshness() -> None:
     old = cand("a", channel="val", oldest_sync_index=None)
-    assert readiness(old, policy(max_staleness=0), True, 9).ready
+    assert not readiness(old, policy(max_staleness=0), True, 9).unmet_conditions
     unknown = readiness(cand("a", oldest_sync_index=None), policy(), True, 9)
     assert unknown.unmet_conditions == ("untrainable",)
 
@@ -201,7 +200,7 @@ def test_admission_refuses_for_the_first_thing_that_is_lacking() -> None:
         c = replace(c, run_id="r", channel="train", group_size=1)
         p = replace(p, run_id="r", algorithm="sft", min_members=1, drop_zero_variance=False)
         r, out = readiness(c, p, True, 0), fold(p, c)
-        if r.ready:
+        if not r.unmet_conditions:
             assert refusals(out) == [] and len(out) == 1
             assert preview(p, c) == [None]
         elif r.awaiting_input:
