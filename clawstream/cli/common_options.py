@@ -41,18 +41,7 @@ Until = Annotated[
     str | None, typer.Option("--until", help="End before this time; default: everything so far.")
 ]
 AsOf = Annotated[
-    str | None,
-    typer.Option(
-        "--as-of", help="The lake as of a time, a named snapshot, or a file of `tables snapshot`."
-    ),
-]
-AtVersion = Annotated[
-    str | None,
-    typer.Option(
-        "--at-version",
-        metavar="TABLE=VERSION",
-        help="The lake as of the commit of a Delta version of a table.",
-    ),
+    str | None, typer.Option("--as-of", help="The lake as of a time, or a named snapshot.")
 ]
 
 
@@ -123,15 +112,6 @@ def _refuse_settings_as_words(
 
 def _settings(overrides: Overrides = None, config: Config = None) -> Settings:
     return settings_of(config, overrides)
-
-
-def lake_state(as_of: AsOf = None, at_version: AtVersion = None) -> str | None:
-    """Return which state of the lake to read, for `resolve_versions`; None: the newest."""
-    if at_version is None:
-        return as_of
-    if as_of is not None or not re.fullmatch(r"\w+=\d+", at_version):
-        fail("--at-version takes TABLE=VERSION, for example steps=12, and goes without --as-of", 2)
-    return at_version
 
 
 def names_and_overrides(words: Sequence[str] | None) -> tuple[list[str], list[str]]:

@@ -11,6 +11,7 @@ import typer
 from typer.core import TyperGroup
 
 from clawstream.cli.common_options import (
+    AsOf,
     Config,
     Form,
     Overrides,
@@ -18,7 +19,6 @@ from clawstream.cli.common_options import (
     command,
     fail,
     group,
-    lake_state,
     load,
     plain_errors,
     print_json,
@@ -243,7 +243,7 @@ def lag(settings: Settings) -> None:
     typer.echo(format_lag(group_lag(cluster_of(settings), settings)))
 
 
-@command(app, at=lake_state)
+@app.command()
 def sql(
     query: Annotated[str, typer.Argument(help="DuckDB SQL over the tables of the lake.")],
     overrides: Overrides = None,
@@ -252,7 +252,7 @@ def sql(
         Literal["table", "json", "csv", "parquet"],
         typer.Option("--format", "-f", help="How to print it."),
     ] = "table",
-    at: str | None = None,
+    at: AsOf = None,
 ) -> None:
     """Query the lake."""
     words = [query, *(overrides or ())]  # settings may stand before the query, which may have "="
@@ -272,7 +272,7 @@ def sql(
 
 command(app)(curate)
 command(app)(lineage)
-command(app, at=lake_state)(export)
+command(app)(export)
 app.command()(inspect)
 
 

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from clawstream.cli.common_options import (
+    AsOf,
     Since,
     Until,
     cluster_of,
@@ -16,7 +17,6 @@ from clawstream.cli.common_options import (
     fail,
     group,
     instant,
-    lake_state,
     load,
     print_json,
 )
@@ -35,14 +35,14 @@ Channel = Annotated[Literal["train", "val"], typer.Option("--channel", help="Of 
 Format = Annotated[Literal["text", "json"], typer.Option("--format", "-f", help="How to print it.")]
 
 
-@command(app, "run", at=lake_state)
+@command(app, "run")
 def replay_run(
     name: Name,
     settings: Settings,
     source: Annotated[
         Literal["topics", "lake"], typer.Option("--from", help="Where the recorded data is.")
     ] = "topics",
-    at: str | None = None,
+    at: AsOf = None,
     since: Since = None,
     until: Until = None,
     as_run: Annotated[

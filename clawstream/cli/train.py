@@ -28,7 +28,7 @@ def train(
         bool,
         typer.Option(
             "--from-lake",
-            help="Train on recorded trajectories: where=SQL, version=DELTA VERSION, name=NAME.",
+            help="Train on recorded trajectories: where=SQL, version=TIME or SNAPSHOT, name=NAME.",
         ),
     ] = False,
 ) -> None:
@@ -52,7 +52,7 @@ def train(
     prepared = offline.prepare(settings, **given, max_staleness=limit)
     batches, report = prepared.settings.trainer.max_versions, prepared.report
     pins = ", ".join(f"{t} {v}" for t, v in prepared.versions.items() if v is not None)
-    typer.echo(f"Delta versions: {pins}")
+    typer.echo(f"the lake as of {prepared.as_of}; Delta versions: {pins}")
     typer.echo(
         f"run {report['run']}: {report['steps']} steps of run {settings.run_id}, up to {batches} "
         f"versions; {prepared.left_out} batches are left over"

@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
-from datetime import UTC, datetime
 from pathlib import Path
 
 from clawstream.export.errors import ExportError
@@ -24,7 +23,7 @@ from clawstream.export.selection import Selection
 from clawstream.runtime.atomic_file import fsync_path
 from clawstream.runtime.blob_store import BlobStore
 from clawstream.schemas.settings import Settings
-from clawstream.stream_jobs.lake.delta.snapshots import resolve_versions, take_snapshot
+from clawstream.stream_jobs.lake.delta.snapshots import find_snapshot, take_snapshot
 
 
 def export(
@@ -40,7 +39,7 @@ def export(
         form: a name of `FORMATS`.
         target: directory to create.
         where: see `Selection`.
-        at: a named snapshot, a snapshot file or a time; None: the newest versions.
+        at: a named snapshot or a time; None: the newest versions.
 
     Raises:
         ExportError: the target exists, or the condition selects nothing that the format can have.
@@ -48,10 +47,11 @@ def export(
     """
     if target.exists():
         raise ExportError(f"{target} exists: name a directory that does not exist yet")
-    versions = take_snapshot(settings)["versions"] if at is None else resolve_versions(settings, at)
+    state = take_snapshot(settings) if at is None else find_snapshot(settings, at)
+    versions = state["versions"]
     provenance = Provenance(
         lake=settings.lake_uri,
-        at=datetime.now(UTC).isoformat(),
+        at=state["at"],
         versions={name: version for name, version in versions.items() if version is not None},
         where=where,
         format=form,

@@ -1,7 +1,7 @@
 """What an export was made of: Delta versions, condition, counts and files.
 
-The sidecar `provenance.json` is also a snapshot file: `clawstream sql --as-of provenance.json`
-reads the tables at the versions of the export, as long as these versions can be read.
+`--as-of` its time `at` reads the tables at the versions of the export again, as long as these
+versions can be read.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Provenance:
 
     Attributes:
         lake: URI of the lake.
-        at: UTC time at which the versions were resolved, ISO 8601.
+        at: UTC time of the state of the lake, ISO 8601.
         versions: table to Delta version; a table that is absent did not exist.
         where: SQL condition; empty: all trajectories.
     """

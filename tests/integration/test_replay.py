@@ -454,14 +454,15 @@ def test_one_command_trains_from_a_pinned_lake(
     recorded: Recorded, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     settings = recorded.settings
-    pinned = take_snapshot(settings)["versions"]["trajectories"]
+    state = take_snapshot(settings)
+    pinned = state["versions"]["trajectories"]
     model = make_random_model(tmp_path_factory.mktemp("model") / "m")
     trained = []
     for name in ("from-lake-1", "from-lake-2"):
         done = subprocess.run(
             die_with_parent([
                 sys.executable, "-m", "clawstream", "train", "--from-lake",
-                "where=group_id <> 'g3'", f"version={pinned}", f"name={name}",
+                "where=group_id <> 'g3'", f"version={state['at']}", f"name={name}",
                 *overrides_of(settings), f"trainer.model_path={model}", "trainer.device=cpu",
                 "trainer.lr=1e-3", "trainer.threads=1", "trainer.max_versions=2",
             ]),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from clawstream.cli.common_options import Form, load, print_json
+from clawstream.cli.common_options import AsOf, Form, load, print_json
 
 if TYPE_CHECKING:
     from clawstream.schemas.settings import Settings
@@ -23,7 +23,7 @@ def export(
     where: Annotated[
         str, typer.Option("--where", "-w", help='SQL condition, e.g. "reward > 0.5 and trainable".')
     ] = "",
-    at: str | None = None,
+    at: AsOf = None,
     output: Form = "table",
 ) -> None:
     """Write trajectories of the lake for other tools, with the Delta versions they came from."""

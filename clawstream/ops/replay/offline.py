@@ -24,14 +24,8 @@ from clawstream.ops.replay.run import (
 )
 from clawstream.schemas.errors import SettingsError
 from clawstream.schemas.settings import Settings
-from clawstream.stream_jobs.lake.delta.snapshots import (
-    resolve_versions,
-    take_snapshot,
-    versions_with,
-)
-
-PINNED_BY = "trajectories"
-"""Table whose version number pins all tables: it says which trajectories were closed."""
+from clawstream.stream_jobs.lake.delta.snapshots import find_snapshot, take_snapshot
+from clawstream.stream_jobs.lake.tables.catalog import catalog
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,33 +34,17 @@ class OfflineTraining:
 
     Attributes:
         settings: of the trainer.
-        versions: table to Delta version; None: the table did not exist.
+        as_of: time of the state of the lake; `version=` it reads the same again.
+        versions: table to Delta version; one without is empty.
         report: of the replay.
         left_out: batches after the last multiple of sync_every, which make no version.
     """
 
     settings: Settings
+    as_of: str
     versions: Mapping[str, int | None]
     report: Mapping[str, Any]
     left_out: int
-
-
-def pinned(settings: Settings, version: str | None) -> dict[str, int | None]:
-    """Return the Delta version of each table.
-
-    Args:
-        settings: of the lake.
-        version: a version number of the table `trajectories`, with the other tables as they were at
-            its commit; else a named snapshot, a snapshot file or a time. None: the newest.
-
-    Raises:
-        LakeMissing, SnapshotError: there is no such version, or it can't be read any more.
-    """
-    if version is None:
-        return dict(take_snapshot(settings)["versions"])
-    if version.isascii() and version.isdigit():
-        return dict(versions_with(settings, PINNED_BY, int(version)))
-    return dict(resolve_versions(settings, version))
 
 
 def prepare(
@@ -84,7 +62,7 @@ def prepare(
     Args:
         settings: of the recorded run; `trainer.*` is for the training.
         where: SQL condition over the view `trajectories` of the run; empty: all of them.
-        version: see `pinned`.
+        version: a named snapshot or a time; None: now.
         name: of the replay and of the run that is trained; default: made from the request.
         max_staleness: limit of the offline training; None: there is none.
 
@@ -92,7 +70,8 @@ def prepare(
         SettingsError: the selected trajectories give no version.
         SqlError, LakeError, PrefixTaken, or a KafkaError.
     """
-    versions = pinned(settings, version)
+    state = take_snapshot(settings) if version is None else find_snapshot(settings, version)
+    versions = {name: state["versions"].get(name) for name in catalog()}
     policy = settings.admit.policy.model_copy(update={"max_staleness": max_staleness})
     settings = settings.model_copy(
         update={"admit": settings.admit.model_copy(update={"policy": policy})}
@@ -113,7 +92,11 @@ def prepare(
     trained = settings_for_training(settings, report, batches // every)
     keep_settings(trained)
     return OfflineTraining(
-        settings=trained, versions=versions, report=report, left_out=batches % every
+        settings=trained,
+        as_of=state["at"],
+        versions=versions,
+        report=report,
+        left_out=batches % every,
     )
 
 

@@ -35,7 +35,6 @@ Versions = Mapping[str, int | None]
 _DIRECTORY = "_snapshots"
 _LISTED = ("table", "rows", "files", "bytes", "version", "newest_row", "damage")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_TABLE_VERSION = re.compile(r"(?P<table>\w+)=(?P<version>\d{1,18})")
 
 
 class SnapshotError(LakeError):
@@ -121,8 +120,7 @@ def take_snapshot(settings: Settings, name: str | None = None) -> dict[str, Any]
     """
     if name is not None and _exists(settings, _check_name(name)):
         raise _name_taken(name)
-    now = datetime.now(UTC)
-    found = {"lake": settings.lake_uri, "at": now.isoformat(), "versions": dict(at(settings, now))}
+    found = _snapshot(settings, datetime.now(UTC))
     if name is not None:
         _store(settings, name, json.dumps(found).encode())
     return found
@@ -277,66 +275,39 @@ def version_at(uri: str, name: str, storage_options: Mapping[str, str], moment: 
     return version
 
 
-def versions_with(settings: Settings, name: str, version: int) -> Versions:
-    """Return the versions of all tables at the commit of one version of one table.
-
-    Raises:
-        LakeMissing: the table has no such version, or the log of a table does not go back so far.
-    """
-    _check_table(name)
-    options = settings.lake.storage_options
-    open_table(settings.lake_uri, name, options, version)
-    moment = committed_at(settings.lake_uri, name, version, options)
-    if moment is None:
-        raise LakeMissing(f"version {version} of table {name} has no commit in the log any more")
-    return {**dict.fromkeys(catalog()), **at(settings, moment), name: version}
-
-
 def resolve_versions(settings: Settings, word: str) -> Versions:
     """Return the version of each table in a state of the lake; None for one that did not exist.
 
+    Raises: As `find_snapshot`.
+    """
+    versions = find_snapshot(settings, word)["versions"]
+    return {name: versions.get(name) for name in catalog()}
+
+
+def find_snapshot(settings: Settings, word: str) -> dict[str, Any]:
+    """Return a state of the lake as a snapshot.
+
     Args:
-        word: a named snapshot, a file of `tables snapshot`, a time of `clawstream.runtime.times`,
-        or
-            `TABLE=VERSION`: the commit of one version of one table.
+        word: A named snapshot, or a time of `clawstream.runtime.times`.
 
     Raises:
-        SnapshotError: none of these, or the file is of another lake.
-        LakeMissing: there is no such version, or the log of a table does not go back so far.
+        SnapshotError: Neither.
+        LakeMissing: The log of a table does not go back so far.
     """
-    found = _find_versions(settings, word)
-    return {name: found.get(name) for name in catalog()}
-
-
-def _find_versions(settings: Settings, word: str) -> Versions:
-    if found := _TABLE_VERSION.fullmatch(word):
-        return versions_with(settings, found["table"], int(found["version"]))
     if _NAME.fullmatch(word) and _exists(settings, word):
-        return dict(_read(settings, word)["versions"])
+        return _read(settings, word)
     try:
-        if Path(word).is_file():
-            return _check_lake(settings, _parse(Path(word).read_bytes(), word), word)
         moment = parse_instant(word, datetime.now(UTC))
-    except (ValueError, OSError) as e:  # OSError: unreadable, or too long for a file name
+    except ValueError as e:
         raise SnapshotError(
-            f"{word[:80]!r} is neither a named snapshot, a readable file nor a time: {e}"[:400]
+            f"{word[:80]!r} is neither a named snapshot nor a time: {e}"[:400]
         ) from e
-    return at(settings, moment)
+    return _snapshot(settings, moment)
 
 
-def _check_lake(settings: Settings, found: Mapping[str, Any], where: str) -> Versions:
-    """Check that a snapshot file is of this lake: elsewhere its versions mean other data."""
-    lake = str(found.get("lake", settings.lake_uri))
-    if _place(lake) != _place(settings.lake_uri):
-        raise SnapshotError(
-            f"{where} is a snapshot of the lake at {lake}, this one is at {settings.lake_uri}; "
-            "if that lake was moved here, change `lake` in the file"
-        )
-    return dict(found["versions"])
-
-
-def _place(uri: str) -> str:
-    return uri.rstrip("/") if "://" in uri else str(Path(uri).resolve())
+def _snapshot(settings: Settings, moment: datetime) -> dict[str, Any]:
+    versions = dict(at(settings, moment))
+    return {"lake": settings.lake_uri, "at": moment.isoformat(), "versions": versions}
 
 
 def _parse(data: bytes, where: str) -> dict[str, Any]:

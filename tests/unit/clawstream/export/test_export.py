@@ -18,7 +18,6 @@ from clawstream.export.errors import ExportError
 from clawstream.export.export import export
 from clawstream.export.formats.registry import FORMATS
 from clawstream.export.selection import Selection, chunks
-from clawstream.query.connection import connect
 from clawstream.schemas.settings import Settings
 from clawstream.stream_jobs.errors import SqlError
 from clawstream.stream_jobs.lake.delta.snapshots import take_snapshot
@@ -117,7 +116,7 @@ def test_provenance_pins_the_tables_and_counts_what_was_skipped(tmp_path: Path) 
     assert json.loads(inside)["versions"] == versions
     # Rows that came later are not in an export of the same versions.
     lake.put("g-2", [turn("g-2", 0, [1], [2])], 5.0, "g")
-    export(settings, "parquet", tmp_path / "two", at=str(tmp_path / "one" / "provenance.json"))
+    export(settings, "parquet", tmp_path / "two", at=sidecar["at"])
     assert rows_of(tmp_path / "two") == rows_of(tmp_path / "one")
     export(settings, "parquet", tmp_path / "three")
     assert len(rows_of(tmp_path / "three")) == 4
@@ -183,11 +182,3 @@ def test_chunks_hold_both_limits() -> None:
     sizes = [(1, 5), (2, 5), (3, 20), (4, 1), (5, 1), (6, 1)]
     assert list(chunks(sizes, 10, 2)) == [(1, 2), (3, 3), (4, 5), (6, 6)]
     assert list(chunks([], 10, 2)) == []
-
-
-def test_provenance_is_a_snapshot_for_sql(
-    lake: ExportLake, settings: Settings, tmp_path: Path
-) -> None:
-    provenance, _ = export(settings, "jsonl", tmp_path / "out")
-    connection = connect(settings, provenance.versions)
-    assert connection.execute("SELECT count(*) FROM trajectories").fetchall() == [(4,)]

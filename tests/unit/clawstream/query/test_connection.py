@@ -8,7 +8,7 @@ import json
 import re
 import shutil
 from dataclasses import replace
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from clawstream.schemas import records
 from clawstream.schemas.settings import Settings
 from clawstream.schemas.tokens import pack_ids, pack_logprobs
 from clawstream.stream_jobs.errors import SqlError
-from clawstream.stream_jobs.lake.delta.snapshots import resolve_versions
+from clawstream.stream_jobs.lake.delta.snapshots import take_snapshot
 from clawstream.stream_jobs.lake.delta.table import commit, create, open_table
 from clawstream.stream_jobs.lake.main import LakeFenced, LakeMissing
 from clawstream.stream_jobs.lake.tables.catalog import catalog
@@ -301,44 +301,16 @@ def test_time_travel(settings: Settings, lake: SmallLake) -> None:
 
 
 @pytest.mark.slow
-def test_a_version_of_one_table_says_which_version_of_the_others(
-    settings: Settings, lake: SmallLake
-) -> None:
-    """The query sees what other tables had at the commit, and nothing later."""
-    lake.put("candidates", "CC", candidate("a", 0, 1, reward(0.0)))
-    lake.put("trajectories", "TT", trajectory("a", "r/1.2"))
-    lake.put("candidates", "CC", candidate("a", 1, 1, reward(1.0)))
-    lake.put("trajectories", "TT", trajectory("b", "r/1.2"))
-    query = "select reward, (select count(*) from trajectories_raw) as n from trajectories"
-
-    def answered(at: str) -> list[tuple[Any, ...]]:
-        found = connect(settings, resolve_versions(settings, at)).execute(query).fetchall()
-        return found  # type: ignore[no-any-return]
-
-    assert answered("candidates=2") == [(0.0, 0)]
-    assert answered("candidates=3") == [(1.0, 1)]
-    assert answered("trajectories=2") == [(0.0, 1)]
-    assert answered(datetime.now(UTC).isoformat()) == [(1.0, 2)]
-    with pytest.raises(LakeMissing, match="has no version 99"):
-        answered("candidates=99")
-    with pytest.raises(LakeMissing, match="no table nope; there are steps, "):
-        answered("nope=1")
-
-
-@pytest.mark.slow
-def test_the_command_reads_the_version_that_its_option_names(
+def test_the_command_reads_the_state_that_its_option_names(
     settings: Settings, lake: SmallLake
 ) -> None:
     lake.put("candidates", "CC", candidate("a", 0, 1, reward(0.0)))
+    take_snapshot(settings, "before")
     lake.put("candidates", "CC", candidate("a", 1, 1, reward(1.0)))
     command = ["sql", "select reward from trajectories", f"data_dir={settings.data_dir}"]
-    version = ["--at-version", "candidates=2"]
-    done = CliRunner().invoke(app, [*command, "--format", "csv", *version])
-    assert (done.exit_code, done.stdout) == (0, "reward\n0.0\n")
-    for options in (["--at-version", "12"], [*version, "--as-of", "2026-01-01"]):
-        done = CliRunner().invoke(app, [*command, *options])
-        assert done.exit_code == 2
-        assert done.stderr.startswith("clawstream: --at-version takes TABLE=VERSION")
+    for options, answer in (([], "1.0"), (["--as-of", "before"], "0.0")):
+        done = CliRunner().invoke(app, [*command, "--format", "csv", *options])
+        assert (done.exit_code, done.stdout) == (0, f"reward\n{answer}\n")
 
 
 @pytest.mark.slow

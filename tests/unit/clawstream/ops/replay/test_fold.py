@@ -55,7 +55,6 @@ from clawstream.schemas.settings import KafkaSettings, Settings
 from clawstream.stream_jobs.assemble.payload.cache import CachedPayload, payload_of
 from clawstream.stream_jobs.assemble.payload.trainability import trainability
 from clawstream.stream_jobs.assemble.state.trajectories import REWARDS, STEPS
-from clawstream.stream_jobs.lake.delta.snapshots import resolve_versions
 from clawstream.stream_jobs.lake.tables.catalog import catalog
 from clawstream.stream_jobs.lake.tables.row_events import events_of
 from clawstream.stream_jobs.lake.tables.table import ConsumedRecord
@@ -317,9 +316,8 @@ def test_a_pin_that_names_only_steps(tmp_path: Path) -> None:
         table = next(n for n, kind in READ[STEPS].items() if kind is type(event))
         placed = ConsumedRecord("T", 0, offset, 1000, {}, event)
         lake.append(table, catalog()[table].rows_of(placed), {("T", 0): offset + 1}, print)
-    file = tmp_path / "pin.json"
-    file.write_text(json.dumps({"versions": {"steps": snapshot_versions(mine)["steps"]}}))
-    versions = snapshot_versions(mine, resolve_versions(mine, str(file)))
+    only_steps = {**dict.fromkeys(catalog()), "steps": snapshot_versions(mine)["steps"]}
+    versions = snapshot_versions(mine, only_steps)
     assert list(versions) == ["steps"] and partitions_of(mine, versions) == 1
     source = LakeReplaySource(mine, versions, 1, Span(), RecordFilter("r"))
     assert [type(event.record) for event in source.events()] == [Step, Tick]

@@ -12,12 +12,12 @@ from support.small_lake import SmallLake
 
 from clawstream.export.selection import trajectory_keys
 from clawstream.ops.replay.lake_source import LakeReplaySource, Span, snapshot_versions
-from clawstream.ops.replay.offline import name_of, pinned, settings_for_training
+from clawstream.ops.replay.offline import name_of, settings_for_training
 from clawstream.ops.replay.record_filter import RecordFilter
 from clawstream.schemas.records import PolicyApplied, Step
 from clawstream.schemas.settings import Settings
 from clawstream.stream_jobs.admit.policy import policy_of
-from clawstream.stream_jobs.lake.delta.table import LakeMissing
+from clawstream.stream_jobs.lake.delta.snapshots import take_snapshot
 
 
 @pytest.fixture
@@ -26,28 +26,11 @@ def settings(tmp_path: Path) -> Settings:
 
 
 @pytest.mark.slow
-def test_a_version_of_the_trajectories_pins_all_tables(settings: Settings) -> None:
-    lake = ExportLake(SmallLake(settings), {})
-    lake.put("a-0", [turn("a-0", 0, [1], [2])], 1.0, "a")
-    newest = pinned(settings, None)
-    # One commit later in `trajectories` and `steps`, before the one of `candidates`.
-    lake.put("b-0", [turn("b-0", 0, [1], [2])], 0.0, "b")
-    before = newest["trajectories"]
-    assert before is not None
-    later = pinned(settings, str(before + 1))
-    assert pinned(settings, str(before))["steps"] == newest["steps"]
-    assert (later["trajectories"], later["candidates"]) == (before + 1, newest["candidates"])
-    assert pinned(settings, None)["trajectories"] == before + 1
-    with pytest.raises(LakeMissing):
-        pinned(settings, "99")
-
-
-@pytest.mark.slow
 def test_the_condition_selects_the_trajectories_of_a_replay(settings: Settings) -> None:
     lake = ExportLake(SmallLake(settings), {})
     lake.put("a-0", [turn("a-0", 0, [1], [2])], 1.0, "a")
     lake.put("a-1", [turn("a-1", 0, [1], [3])], 0.0, "a")
-    versions = pinned(settings, None)
+    versions = take_snapshot(settings)["versions"]
     keys = trajectory_keys(settings, versions, "reward > group_reward_mean")
     assert keys == {"a-0"}
     kept = RecordFilter(RUN, "offline", trajectory_keys=frozenset(keys))
@@ -69,7 +52,7 @@ def test_a_condition_reads_the_training_reward(settings: Settings) -> None:
         run_id=RUN, channel="train", policy=policy, input_topic_id="C", from_offset=0
     )
     lake.lake.put("run_events", "RR", applied)
-    versions = pinned(settings, None)
+    versions = take_snapshot(settings)["versions"]
     assert trajectory_keys(settings, versions, "training_reward < 0") == {"a-0"}
     assert trajectory_keys(settings, versions, "Training_Reward = 0") == {"a-1"}
 
