@@ -435,5 +435,5 @@ def test_the_settings_of_a_replay_have_no_secrets_and_say_which_are_missing(tmp_
     assert recorded.kafka.security.user == "u"
     assert missing_secrets(recorded) == [
         "kafka.security.password",
-        "rollout.extra_args.--api-key",
+        "rollout.extra_args",
     ]
