@@ -83,14 +83,14 @@ async def load_version(
     began = time.perf_counter()
     verified = await asyncio.to_thread(get_files, files, cache_dir)
     if base_model is None:
-        needed = {path: digest for path, digest in verified.items() if path.suffix == TENSORS}
+        needed = [path for path in verified if path.suffix == TENSORS]
     else:
         needed = await asyncio.to_thread(adapter_files, version_id, verified, cache_dir)
     verify_ms = (time.perf_counter() - began) * 1e3
     body = {
         "version_id": version_id,
         "served": served,
-        "files": {str(path): digest for path, digest in needed.items()},
+        "files": [str(path) for path in needed],
         "base_model": base_model,
     }
     status, answer = await _call(http, "POST", base_url, body)

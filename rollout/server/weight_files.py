@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from clawstream.runtime.errors import WeightsUnreadable
@@ -11,13 +11,11 @@ from clawstream.runtime.errors import WeightsUnreadable
 ADAPTERS = "adapters"
 
 
-def adapter_files(
-    version_id: str, verified: Mapping[Path, str], cache_dir: Path
-) -> dict[Path, str]:
+def adapter_files(version_id: str, verified: Iterable[Path], cache_dir: Path) -> list[Path]:
     """Copy the files of an adapter into one directory of its version, as an engine needs them.
 
     Returns:
-        The copies and their sha256 (hex).
+        The copies.
 
     Raises:
         WeightsUnreadable: The files can't be copied now.
@@ -25,10 +23,7 @@ def adapter_files(
     directory = cache_dir / ADAPTERS / _directory_name(version_id)
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        return {
-            Path(shutil.copyfile(path, directory / path.name)): sha256
-            for path, sha256 in verified.items()
-        }
+        return [Path(shutil.copyfile(path, directory / path.name)) for path in verified]
     except OSError as error:
         raise WeightsUnreadable(f"{version_id}: {error}") from error
 

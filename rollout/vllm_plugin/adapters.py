@@ -14,14 +14,14 @@ vLLM.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from clawstream.rollout.errors import InvalidWeights
-from clawstream.rollout.vllm_plugin.engine import adapter_request, check_finite, read_checked
+from clawstream.rollout.vllm_plugin.engine import adapter_request, check_finite
 from clawstream.runtime.digests import digest_of_model
 from clawstream.runtime.errors import WeightsUnreadable
 
@@ -91,12 +91,12 @@ class Adapters:
         finally:
             adapter.in_flight -= 1
 
-    async def load(self, version: str, files: Mapping[str, str], base_model: str) -> None:
+    async def load(self, version: str, files: Sequence[str], base_model: str) -> None:
         """Load the adapter of a version; generations that begin from now on use it.
 
         Args:
             version: id of the version.
-            files: path of each file to its SHA-256; all in one directory of this version alone.
+            files: path of each file; all in one directory of this version alone.
             base_model: digest of the model that the adapter belongs to.
 
         Raises:
@@ -115,7 +115,7 @@ class Adapters:
         if len(self._loaded) == self._slots:
             raise AdaptersBusy(f"all {self._slots} adapters have requests in flight: {self.held}")
         self._numbers += 1
-        directory = str(Path(next(iter(files))).parent)
+        directory = str(Path(files[0]).parent)
         request = self._make_request(f"policy@{version}", self._numbers, directory)
         try:
             await self._client.add_lora(request)
@@ -150,13 +150,13 @@ class Adapters:
                 self._loaded.remove(adapter)
 
 
-def _check_files(files: Mapping[str, str], dtype: Any) -> None:
+def _check_files(files: Sequence[str], dtype: Any) -> None:
     from safetensors import SafetensorError
     from safetensors.torch import load
 
-    for path, sha256 in files.items():
+    for path in files:
         try:
-            data = read_checked(path, sha256)
+            data = Path(path).read_bytes()
             tensors = load(data) if path.endswith(".safetensors") else {}
         except (OSError, ValueError, SafetensorError) as error:
             raise WeightsUnreadable(f"{path}: {error}") from error

@@ -11,7 +11,6 @@ and makes each process die with its parent.
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import math
 import os
 import signal
@@ -148,16 +147,16 @@ def requirements(
     return Served(required, dtype, tied, layout.keys() - required.keys())
 
 
-def stage(files: Mapping[str, str], served: Served) -> dict[str, torch.Tensor]:
-    """Read safetensors into memory and check digests, names, dtypes, shapes and finiteness.
+def stage(files: Collection[str], served: Served) -> dict[str, torch.Tensor]:
+    """Read safetensors into memory and check names, dtypes, shapes and finiteness.
 
-    Each file is read once, tensor by tensor, so the checked bytes are the loaded bytes, and one
-    copy of them is in memory. A float tensor may have another float dtype than in the boot model:
+    The worker has checked the digests. Each file is read tensor by tensor, so one copy of them is
+    in memory. A float tensor may have another float dtype than in the boot model:
     the loader casts it exactly as at boot, so the served values are equal whether the trainer or
     the engine rounds. Other dtypes (integers, 8-bit floats with scales) must be equal.
 
     Args:
-        files: path of each file to its sha256.
+        files: path of each file.
         served: the model that the version must fit.
 
     Returns:
@@ -169,9 +168,9 @@ def stage(files: Mapping[str, str], served: Served) -> dict[str, torch.Tensor]:
     """
     found: dict[str, tuple[str, tuple[int, ...]]] = {}
     weights: dict[str, torch.Tensor] = {}
-    for path, sha256 in sorted(files.items()):
+    for path in sorted(files):
         try:
-            for part, tensor in _read_tensors(path, sha256):
+            for part, tensor in _read_tensors(path):
                 found[part.name], weights[part.name] = (part.dtype, part.shape), tensor
         except (OSError, ValueError, KeyError) as error:
             raise WeightsUnreadable(f"{path}: {error}") from error
@@ -189,42 +188,26 @@ def stage(files: Mapping[str, str], served: Served) -> dict[str, torch.Tensor]:
     return weights
 
 
-def _read_tensors(path: str, sha256: str) -> Iterator[tuple[TensorSlice, torch.Tensor]]:
+def _read_tensors(path: str) -> Iterator[tuple[TensorSlice, torch.Tensor]]:
     """Yield the tensors of a file. They are invalid unless the iterator ends.
 
     Raises:
-        OSError, ValueError, KeyError: it is no safetensors file with this SHA-256 (hex).
+        OSError, ValueError, KeyError: it is no whole safetensors file.
     """
     import torch
     from safetensors.torch import _getdtype
 
     with Path(path).open("rb") as file:
-        header, parts = read_header(file)
-        digest = hashlib.sha256(header)
+        _, parts = read_header(file)
         for part in parts:
             dtype, data = _getdtype(part.dtype), torch.empty(part.size_bytes, dtype=torch.uint8)
             if part.size_bytes != math.prod(part.shape) * dtype.itemsize:
                 raise ValueError(f"{part.name} has {part.size_bytes} bytes")
             if file.readinto(data.numpy().data) < part.size_bytes:
                 raise ValueError(f"it ends within {part.name}")
-            digest.update(data.numpy().data)
             yield part, data.view(dtype).reshape(part.shape)
-        digest.update(file.read())
-    if digest.hexdigest() != sha256:
-        raise ValueError(f"sha256 is {digest.hexdigest()}, not {sha256}")
-
-
-def read_checked(path: str, sha256: str) -> bytes:
-    """Return the content of a file.
-
-    Raises:
-        OSError, ValueError: it can't be read, or its SHA-256 (hex) is another one.
-    """
-    data = Path(path).read_bytes()
-    digest = hashlib.sha256(data).hexdigest()
-    if digest != sha256:
-        raise ValueError(f"sha256 is {digest}, not {sha256}")
-    return data
+        if file.read(1):
+            raise ValueError("it goes on behind the last tensor")
 
 
 def check_finite(weights: Mapping[str, torch.Tensor], dtype: torch.dtype) -> None:
@@ -317,9 +300,9 @@ def _disk_backend() -> type[Any]:
 
     @dataclass
     class Files(WeightTransferUpdateInfo):  # type: ignore[misc]
-        """Absolute path of each safetensors file to its sha256."""
+        """Absolute path of each safetensors file."""
 
-        files: dict[str, str] = field(default_factory=dict)
+        files: list[str] = field(default_factory=list)
 
     class Disk(WeightTransferEngine):  # type: ignore[misc]
         """Load weights in three phases: start, update and finish.

@@ -3,7 +3,7 @@
     --middleware clawstream.rollout.vllm_plugin.weight_loader.WeightLoader
 
     GET  /clawstream/weights   -> {"weight_version": LABEL}
-    POST /clawstream/weights   {"version_id", "served", "files": {path: sha256}, "base_model"}
+    POST /clawstream/weights   {"version_id", "served", "files": [path], "base_model"}
 
 1. One load runs at a time; a second request waits for the first.
 2. `served` must equal the engine's label, else the reply is 409 and nothing is touched. So of two
@@ -82,7 +82,7 @@ class WeightLoader:
 
 
 async def _load(
-    client: Any, version_id: str, served: str, files: dict[str, str]
+    client: Any, version_id: str, served: str, files: list[str]
 ) -> tuple[int, dict[str, Any]]:
     began = time.perf_counter()
     try:
@@ -116,7 +116,7 @@ async def _load(
 
 
 async def _load_adapter(
-    client: Any, version_id: str, served: str, files: dict[str, str], base_model: str
+    client: Any, version_id: str, served: str, files: list[str], base_model: str
 ) -> tuple[int, dict[str, Any]]:
     began = time.perf_counter()
     adapters = adapters_of(client)

@@ -233,8 +233,8 @@ def test_an_engine_that_booted_in_bfloat16_takes_every_version(
     go(begin(s, weight_log), 1, 1)
     served = Served(read_layout(boot), torch.bfloat16)
     for version in weight_log.published:
-        weights = {Path(f.url.removeprefix("file://")): f.sha256 for f in version.files}
-        (tensors,) = [{str(p): sha} for p, sha in weights.items() if p.suffix == ".safetensors"]
+        paths = [file.url.removeprefix("file://") for file in version.files]
+        tensors = [path for path in paths if path.endswith(".safetensors")]
         assert {t.dtype for t in stage(tensors, served).values()} == {torch.bfloat16}
 
 

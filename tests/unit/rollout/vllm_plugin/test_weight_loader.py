@@ -27,7 +27,7 @@ class EngineClient:
     def __init__(self, fails: dict[str, Exception] | None = None) -> None:
         self.label = "default"
         self.calls: list[str] = []
-        self.files: dict[str, str] = {}
+        self.files: list[str] = []
         self.fails = fails or {}
 
     async def _called(self, name: str) -> None:
@@ -87,7 +87,7 @@ class Server:
 
     async def load(self, version_id: str, served: str) -> tuple[int, Any]:
         return await self.ask(
-            "POST", orjson.dumps({"version_id": version_id, "served": served, "files": {"/f": "0"}})
+            "POST", orjson.dumps({"version_id": version_id, "served": served, "files": ["/f"]})
         )
 
 
@@ -98,7 +98,7 @@ def test_a_version_is_staged_swapped_and_labelled_in_one_request() -> None:
         status, answer = await server.load("run/1.0", "default")
         assert (status, answer["weight_version"]) == (LOADED, "run/1.0")
         assert client.calls == ["start", "update", "pause", "finish", "resume"]
-        assert client.files == {"/f": "0"}
+        assert client.files == ["/f"]
         assert await server.ask("GET") == (200, {"weight_version": "run/1.0"})
         assert (await server.ask("GET", path="/v1/models"))[0] == 404
         assert (await server.ask("POST", b"[]"))[0] == 400
