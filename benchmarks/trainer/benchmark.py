@@ -52,7 +52,7 @@ from clawstream.trainer.data.micro_batch import collate
 from clawstream.trainer.data.minibatches import micro_batches
 from clawstream.trainer.data.sequences import TrainingSequence
 from clawstream.trainer.model.policy import Policy
-from clawstream.trainer.step import update
+from clawstream.trainer.model.update import update
 
 ALGORITHM = load("rloo", {"correction": "none"}, ())
 """The policy gradient alone, which the plain loop writes in one line."""

@@ -23,7 +23,7 @@ from clawstream.trainer.algorithms.registry import load
 from clawstream.trainer.data.sequences import Tokens, TrainingSequence
 from clawstream.trainer.model.critic import Critic
 from clawstream.trainer.model.policy import Policy
-from clawstream.trainer.step import update, with_old_logprobs
+from clawstream.trainer.model.update import update, with_old_logprobs
 
 pytestmark = [
     pytest.mark.gpu,

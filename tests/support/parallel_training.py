@@ -24,8 +24,8 @@ from clawstream.trainer.data.sequences import Tokens, TrainingSequence
 from clawstream.trainer.model.files import TensorDtypes
 from clawstream.trainer.model.measurement import FirstPasses
 from clawstream.trainer.model.policy import Policy
+from clawstream.trainer.model.update import update
 from clawstream.trainer.parallel.processes import Processes, open_processes
-from clawstream.trainer.step import update
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "full": {"recompute_old_logprobs": True},

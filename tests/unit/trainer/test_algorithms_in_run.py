@@ -34,11 +34,12 @@ from clawstream.trainer.data.sequences import TrainingSequence, sequences_of_bat
 from clawstream.trainer.data.view import batch_view, with_advantages
 from clawstream.trainer.main import train
 from clawstream.trainer.model.policy import Policy
+from clawstream.trainer.model.update import update, with_old_logprobs
 from clawstream.trainer.position import Position
 from clawstream.trainer.run import Run
 from clawstream.trainer.settings_check import check_algorithm, check_named_algorithm
 from clawstream.trainer.start import open_run
-from clawstream.trainer.step import train_batch, update, with_old_logprobs
+from clawstream.trainer.step import train_batch
 
 TRAINABLE = [name for name, algorithm in ALGORITHMS.items() if not needs(algorithm)]
 NAN = math.nan

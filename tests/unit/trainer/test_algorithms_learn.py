@@ -15,7 +15,7 @@ from clawstream.trainer.algorithms.registry import load
 from clawstream.trainer.data.sequences import Tokens, TrainedMember, TrainingSequence
 from clawstream.trainer.data.view import batch_view, with_advantages
 from clawstream.trainer.model.policy import Policy
-from clawstream.trainer.step import update
+from clawstream.trainer.model.update import update
 
 PROMPT, GOOD, GROUPS, MEMBERS, BATCHES = (2, 9, 10), 17, 4, 16, 30
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -34,7 +34,7 @@ from clawstream.trainer.algorithms.registry import LoadedAlgorithm, load
 from clawstream.trainer.data.micro_batch import collate
 from clawstream.trainer.data.sequences import TrainingSequence, sequences_of_batch
 from clawstream.trainer.data.view import batch_view, with_advantages, with_returns
-from clawstream.trainer.step import passed_sequences
+from clawstream.trainer.model.update import passed_sequences
 
 VOCABULARY = 40
 CHANGES: list[dict[str, Any]] = [

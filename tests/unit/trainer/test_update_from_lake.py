@@ -35,7 +35,7 @@ from clawstream.trainer.algorithms.registry import load
 from clawstream.trainer.data.sequences import sequences_of_batch
 from clawstream.trainer.data.view import batch_view, with_advantages
 from clawstream.trainer.model.policy import Policy
-from clawstream.trainer.step import update
+from clawstream.trainer.model.update import update
 
 Gradients = dict[str, torch.Tensor]
 Turn = tuple[list[int], list[int], dict[str, Any]]

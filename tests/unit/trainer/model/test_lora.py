@@ -24,8 +24,8 @@ from clawstream.trainer.data.micro_batch import collate
 from clawstream.trainer.model.files import TensorDtypes, load_masters, save_rounded
 from clawstream.trainer.model.lora import CONFIG, WEIGHTS, check_identity, merged
 from clawstream.trainer.model.policy import Policy
+from clawstream.trainer.model.update import update
 from clawstream.trainer.position import Position
-from clawstream.trainer.step import update
 from clawstream.trainer.versions.directory import VersionState, new_directory
 from clawstream.trainer.versions.save_model import save_model
 

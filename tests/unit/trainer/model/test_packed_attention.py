@@ -37,8 +37,8 @@ from clawstream.trainer.model.packed_attention import (
     use_packing,
 )
 from clawstream.trainer.model.policy import Policy
+from clawstream.trainer.model.update import update
 from clawstream.trainer.parallel.processes import ONE
-from clawstream.trainer.step import update
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 60,

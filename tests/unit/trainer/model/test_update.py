@@ -30,8 +30,8 @@ from clawstream.trainer.model.files import TensorDtypes, load_masters, save_roun
 from clawstream.trainer.model.measurement import FirstPass, FirstPasses
 from clawstream.trainer.model.policy import Policy
 from clawstream.trainer.model.scores import Scores
+from clawstream.trainer.model.update import update
 from clawstream.trainer.parallel.processes import ONE
-from clawstream.trainer.step import update
 
 BOUND = 2.0
 CISPO = load("cispo", {"ratio_max": BOUND}, ())
