@@ -135,6 +135,11 @@ def arrows() -> dict[str, set[str]]:
     return found
 
 
+def test_each_folder_is_in_the_package_by_a_link() -> None:
+    links = {p.name: p.resolve() for p in (ROOT / "clawstream").iterdir() if p.is_symlink()}
+    assert links == {name: ROOT / name for name in ALLOWED if name != "clawstream"}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_imports_follow_the_layout(path: Path) -> None:
