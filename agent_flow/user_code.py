@@ -11,7 +11,7 @@ from pathlib import Path
 from clawstream.agent_flow.errors import FlowError
 
 MOST_FRAMES = 5
-_OURS = str(Path(__file__).parent)
+_OURS = str(Path(__file__).resolve().parent)
 _LIBRARIES = tuple(
     {str(Path(sysconfig.get_path(name)).resolve()) for name in ("stdlib", "purelib", "platlib")}
 )

@@ -15,6 +15,7 @@ from typing import Any
 import aiohttp
 import uvicorn
 from support.log_producer import InMemoryLogProducer
+from support.patience import until_async
 from support.scripted.engine import ScriptedEngine
 from support.scripted.script import Script
 
@@ -88,11 +89,8 @@ class GatewayFixture:
         return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(name))
 
     async def until(self, condition: Callable[[], Any], timeout_s: float = 60.0) -> Any:
-        """Wait until the condition is true, and return its value. Raises TimeoutError."""
-        async with asyncio.timeout(timeout_s):
-            while not (value := condition()):  # noqa: ASYNC110 - no event signals the condition
-                await asyncio.sleep(0.005)
-        return value
+        """Wait until the condition is true, and return its value. timeout_s: see `Patience`."""
+        return await until_async(condition, seconds=timeout_s, poll_s=0.005)
 
 
 @asynccontextmanager

@@ -55,11 +55,14 @@ def until(condition: Callable[[], T], what: object = None, seconds: float = PATI
 
 
 async def until_async(
-    condition: Callable[[], T], what: object = None, seconds: float = PATIENCE_S
+    condition: Callable[[], T],
+    what: object = None,
+    seconds: float = PATIENCE_S,
+    poll_s: float = POLL_S,
 ) -> T:
     """Do the same as `until` without blocking the event loop."""
     patience = Patience(seconds)
     while not (value := condition()):
         patience.check(what or condition)
-        await asyncio.sleep(POLL_S)
+        await asyncio.sleep(poll_s)
     return value
