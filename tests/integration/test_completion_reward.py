@@ -26,7 +26,7 @@ from clawstream.schemas.records import Candidate, Reward, SessionEvent
 from clawstream.schemas.records.rewards import COMPLETION_NAME
 from clawstream.schemas.settings import Settings
 
-GATEWAY = RUN.replace("stream_jobs.{}.main", "clawstream.gateway.main")
+GATEWAY = RUN.replace("stream_jobs.{}.main", "gateway.main")
 STEP = {
     "prompt_ids": [1], "response_ids": [2], "rollout_log_probs": [-0.5], "trajectory_uid": "t",
     "policy_version": 0,
