@@ -447,10 +447,7 @@ class Cluster:
         each_s = min(ASK_S, timeout_s)
 
         def names() -> list[str]:
-            listed = self.admin.list_consumer_groups(request_timeout=each_s).result()
-            for error in listed.errors:  # of one broker: the list is not whole
-                raise error
-            return sorted(g.group_id for g in listed.valid)
+            return group_names(self.admin.list_consumer_groups(request_timeout=each_s).result())
 
         codes = (*LEADER_MOVES, *COORDINATOR_STARTS)
         return retried(names, dict.fromkeys(codes, timeout_s - each_s))
@@ -509,3 +506,15 @@ def _metadata(committed: TopicPartition) -> str:
 def _dotted(overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Return librdkafka's names of options: `linger_ms` is `linger.ms`."""
     return {name.replace("_", "."): value for name, value in overrides.items()}
+
+
+def group_names(listed: Any) -> list[str]:
+    """Return the names in the client's list of groups.
+
+    Raises:
+        KafkaException: A broker did not say which groups it coordinates: the list is not whole.
+    """
+    for error in listed.errors:
+        # The client gives its code instead of an exception, and `except` does not catch a code.
+        raise KafkaException(error)
+    return sorted(group.group_id for group in listed.valid)
