@@ -5,7 +5,8 @@ cd "$(dirname "$0")/.."
 pythons="3.13 3.12 3.11"
 platform="--python-platform x86_64-manylinux_2_35 --generate-hashes --no-emit-index-url --no-annotate --no-header"
 
-# Usage: lock FILE OPTION... It fails where the Pythons resolve to different versions: one lock serves them all.
+# Usage: lock FILE OPTION...
+# One lock serves all Pythons: it fails where they resolve to different versions.
 lock() {
   local file=$1 python
   shift

@@ -121,7 +121,7 @@ def processes_of(rows: Rows, problems: Sequence[Problem], settings: Settings) ->
 def consumers_of(
     backlogs: Sequence[Backlog], problems: Sequence[Problem], now_s: float
 ) -> list[Consumer]:
-    """Return all consumers: those that are a problem, then from the worst to the best. Pure.
+    """Return all consumers: problems first, then the others from the worst to the best. Pure.
 
     Args:
         now_s: Seconds since the epoch.

@@ -78,7 +78,7 @@ def observed_here(settings: Settings) -> Observed:
 
 
 def problems_of(observed: Observed, settings: Settings, now_s: float) -> list[Problem]:
-    """Return all problems, those that explain others first. Pure.
+    """Return all problems. A problem comes before the problems that it explains. Pure.
 
     A process that explains why a consumer does not read is no second problem.
 

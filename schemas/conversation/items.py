@@ -30,7 +30,7 @@ def is_model_item(item: Any) -> bool:
 
 
 def is_said(item: Item) -> bool:
-    """Return whether an item has words or calls of the model: those that a client repeats."""
+    """Return whether an item has words or calls of the model. A client repeats such an item."""
     role = item.get("role")
     return role == "assistant" or (role is None and bool(calls_of(item)))
 

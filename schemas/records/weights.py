@@ -95,8 +95,8 @@ class TrainedTokens:
     batch_seq: int
     """Batch that has the trajectory."""
     updates: Int32 | None = None
-    """Optimizer steps between the weights of the parent and those that gave `logprobs`; 0: exactly
-    the parent's. Null: no `logprobs`.
+    """Optimizer steps between the parent's weights and the weights that gave `logprobs`; 0: they
+    are the parent's. Null: no `logprobs`.
     """
     logprobs: PackedFloats | None = None
     """Log-probability of each response token under the trainer's weights, in its first training

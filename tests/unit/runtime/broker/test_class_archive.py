@@ -1,4 +1,4 @@
-"""Test which archives a JVM is told of, and how the base archive is made. Runs no real Java."""
+"""Test the archive options of a JVM, and the making of the base archive. Runs no real Java."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The schema files are those that the record classes give."""
+"""Test that the record classes give exactly the schema files."""
 
 from __future__ import annotations
 
