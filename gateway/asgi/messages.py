@@ -109,27 +109,27 @@ class HeldBody:
             if self._size + len(part) > self._limit:
                 hint = f", see {self._setting}" if self._setting else ""
                 raise BodyTooLarge(f"body: larger than {self._limit} bytes{hint}", "body")
-            if self._size + len(part) > self._in_flight.limit:
-                raise self._never_fits(self._size + len(part), 0)
             parts.append(part)
             if more:
-                self.reserve(len(part))
+                self._hold(len(part))
         body = parts[0] if len(parts) == 1 else b"".join(parts)
         values = VALUE_BYTES * (body.count(b",") + body.count(b"[") + body.count(b"{"))
-        try:
-            self.reserve(len(part) + values)
-        except Overloaded:
-            if len(body) + values <= self._in_flight.limit:
-                raise
-            raise self._never_fits(len(body), values) from None
+        self._hold(len(part), values)
         return body
 
-    def _never_fits(self, size: int, values: int) -> BodyTooLarge:
-        return BodyTooLarge(
-            f"body: {size} bytes whose values need {values} bytes of memory exceed "
-            f"gateway.max_in_flight_bytes={self._in_flight.limit}",
-            "body",
-        )
+    def _hold(self, size: int, values: int = 0) -> None:
+        """Reserve a part of the body, and the memory of its values."""
+        whole = self._size + size
+        try:
+            self.reserve(size + values)
+        except Overloaded:
+            if whole + values <= self._in_flight.limit:
+                raise
+            raise BodyTooLarge(  # it can never be accepted
+                f"body: {whole} bytes whose values need {values} bytes of memory exceed "
+                f"gateway.max_in_flight_bytes={self._in_flight.limit}",
+                "body",
+            ) from None
 
 
 async def send_reply(send: Send, reply: Reply) -> None:
